@@ -1,6 +1,6 @@
-"""The measurements of a benchmark, entry by entry, in jobs of several ranks; one that dies takes no other with it.
+"""Measurements of a benchmark, entry by entry, in jobs of several ranks; a failing entry does not affect the others.
 
-An entry is ``WORKLOAD/LAYOUT``; what was found of it lies in a file of its own as soon as it is known.
+An entry is ``WORKLOAD/LAYOUT``; its result is written to a file of its own as soon as it is known.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def run_entries(
     told: Callable[[str], None],
     needed: Callable[[], str],
 ) -> None:
-    """Run entries in one job; if it dies, name the entry at which it did, and go on with the others in another.
+    """Run entries in one job; if it dies, name the entry at which it did, and continue with the others in another job.
 
     Args:
         module: of a rank; it is called with the folder, the arguments, the deadline and the entries.
         ranks: of the job.
         entries: to measure, in order.
-        folder: where ranks write what they found, and why they failed (`saying_why`).
+        folder: for the results of the ranks, and the causes of failures (`saying_why`).
         arguments: further ones.
-        deadline: no entry is begun after it; seconds since 1970.
-        told: told what is being measured, and what failed.
-        needed: asked when a job has died: why nothing can go on without it, "" if the others can.
+        deadline: no entry is started after it; seconds since 1970.
+        told: called with the entries being measured, and with failures.
+        needed: called when a job has died; returns why the remaining entries need it, "" if they do not.
 
     Raises:
-        LaunchError: what died is needed by all that is left.
+        LaunchError: the remaining entries need the one that died.
     """
     left = list(entries)
     environment = os.environ | {"OMP_NUM_THREADS": "4" if torch.cuda.is_available() else "1"}
@@ -64,7 +64,7 @@ def run_entries(
             *map(str, (folder, *arguments, deadline)),
             *left,
         ]
-        words = "no answer in time"
+        message = "no answer in time"
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
                 command,
@@ -76,33 +76,33 @@ def run_entries(
             )
             if not done.returncode:
                 return
-            words = done.stderr[-2000:]
-        said = sorted(folder.glob("failed*"))
-        words = said[0].read_text() if said else words
-        at = next((entry for entry in left if not entry_file(folder, entry).exists()), left[-1])
-        told(f"{at}: {words}")
+            message = done.stderr[-2000:]
+        failures = sorted(folder.glob("failed*"))
+        message = failures[0].read_text() if failures else message
+        failed = next((entry for entry in left if not entry_file(folder, entry).exists()), left[-1])
+        told(f"{failed}: {message}")
         if why := needed():
-            raise LaunchError(f"{module}, {at}", found=words, rule=why, fix="read its last words above")
-        for file in said:
+            raise LaunchError(f"{module}, {failed}", found=message, rule=why, fix="read its last output above")
+        for file in failures:
             file.unlink()
-        write_whole(entry_file(folder, at), to_json({"left_out": words.strip().splitlines()[-1]}))
-        left = left[left.index(at) + 1 :]
+        write_whole(entry_file(folder, failed), to_json({"left_out": message.strip().splitlines()[-1]}))
+        left = left[left.index(failed) + 1 :]
 
 
 def entry_file(folder: Path, entry: str) -> Path:
-    """Where what was found of an entry lies."""
+    """Path of the result of an entry."""
     return folder / f"{entry.replace('/', '.')}.json"
 
 
 def found_of(folder: Path, entry: str) -> dict[str, Any]:
-    """What was found of an entry, or why it was left out."""
+    """Read the result of an entry, or why it was left out."""
     file = entry_file(folder, entry)
     return from_json(file.read_text()) if file.exists() else {"left_out": "not reached"}
 
 
 @contextlib.contextmanager
 def saying_why(folder: Path) -> Iterator[None]:
-    """On a rank: why it failed lies in the folder then, whatever became of its output."""
+    """On a rank: write the traceback of a failure into the folder, because the rank's output may be lost."""
     try:
         yield
     except BaseException:

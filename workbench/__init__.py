@@ -1,9 +1,8 @@
-"""Lay two configurations of an RL loss side by side and see whether every gradient means the same.
+"""Compare two configurations of an RL loss and check that every gradient means the same.
 
-The nouns. A `RolloutBatch` is what a policy is trained on: documents in a packed row. A `RunSpec` says
-everything that decides a run's numbers. An `AblationSpec` is a question, and the configurations that answer
-it. A `RunDirectory` holds what a run found. A `Comparison` holds every run against its reference and carries
-the verdicts.
+A `RolloutBatch` is a training batch: documents in a packed row. A `RunSpec` has all settings that determine a run's
+numbers. An `AblationSpec` is a question, and the configurations that answer it. A `RunDirectory` has the results of
+a run. A `Comparison` compares every run with its baseline and has the verdicts.
 
     import workbench as wb
 
@@ -22,7 +21,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_PLACES = {
+_MODULES = {
     "AblationSpec": "workbench.launch.ablation",
     "Comparison": "workbench.compare.comparison",
     "KeptSets": "workbench.policy.logprobs.kept",
@@ -78,27 +77,27 @@ _PLACES = {
     "scaling_contract": "workbench.systems.contracts",
     "settings_for": "workbench.systems.translate",
 }
-"""Public name -> its module; after a colon its name there, nothing for the module itself."""
+"""Public name -> its module; after a colon its name in the module, or nothing for the module itself."""
 
-__all__ = list(_PLACES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
-    place, colon, there = _PLACES[name].partition(":")
-    module = importlib.import_module(place)
-    value = module if colon and not there else getattr(module, there or name)
+    path, colon, attribute = _MODULES[name].partition(":")
+    module = importlib.import_module(path)
+    value = module if colon and not attribute else getattr(module, attribute or name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PLACES])
+    return sorted([*globals(), *_MODULES])
 
 
-def _tell_ipython() -> None:
-    """Where IPython runs, tell it how our nouns look; where it does not, nothing is imported."""
+def _register_with_ipython() -> None:
+    """Register the rich displays if IPython runs; otherwise import nothing."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     if get_ipython is not None and (shell := get_ipython()) is not None:
         from workbench.report.rich import register
@@ -106,4 +105,4 @@ def _tell_ipython() -> None:
         register(shell)
 
 
-_tell_ipython()
+_register_with_ipython()

@@ -1,4 +1,4 @@
-"""`python -m workbench` is the command line, also from a source tree that was never installed."""
+"""Command line as `python -m workbench`, also from a source tree that is not installed."""
 
 import sys
 

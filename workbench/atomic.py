@@ -1,9 +1,9 @@
-"""Files that are whole or absent, and lines that carry their own check.
+"""Atomic files, and JSON lines with checksums.
 
-A file is written under a temporary name, flushed and renamed. A line of JSON is appended with a checksum, so that one
-which a crash tore is known and left out. JSON is standard JSON, NaN too. Nothing is ever unpickled.
+A file is written under a temporary name, flushed and renamed. A line of JSON is appended with a checksum, so that a
+line torn by a crash is detected and left out. JSON is standard JSON, also for NaN. Nothing is ever unpickled.
 
-This module imports no torch until a tensor is read or written, and nothing that is not part of Python or safetensors.
+This module imports no torch until a tensor is read or written, and otherwise only the standard library and safetensors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CHECK = re.compile(r'\{"crc32": "([0-9a-f]{8})", ')
 
 
 def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> bytes:
-    """Standard JSON with a last newline, which `from_json` gives back.
+    """Encode as standard JSON with a final newline; `from_json` decodes it.
 
-    JSON has no word for NaN and the infinities: they are written as ``{"float": "nan"}``, "inf" and "-inf".
+    JSON cannot represent NaN and the infinities: they are written as ``{"float": "nan"}``, "inf" and "-inf".
 
     Raises:
-        RecordError: something that is no JSON data.
+        RecordError: a value that is not JSON data.
     """
     try:
         return (json.dumps(standard(value), indent=indent, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
@@ -47,7 +47,7 @@ def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> b
 
 
 def from_json(content: bytes | str) -> Any:
-    """What `to_json` wrote.
+    """Decode the output of `to_json`.
 
     Raises:
         ValueError: not JSON.
@@ -56,7 +56,7 @@ def from_json(content: bytes | str) -> Any:
 
 
 def standard(value: Any) -> Any:
-    """JSON data in which NaN and the infinities are written as `to_json` writes them."""
+    """Replace NaN and the infinities in JSON data by the form that `to_json` writes."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(float(value))}
     if isinstance(value, Mapping):
@@ -69,7 +69,7 @@ def _with_floats(read: dict[str, Any]) -> Any:
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file, whole or not at all, and on disk before this returns; what was there stays until then."""
+    """Write a file atomically; it is on disk when this returns, and the old content stays until then."""
     path.parent.mkdir(exist_ok=True)
     temporary = _temporary(path)
     try:
@@ -81,7 +81,7 @@ def write_whole(path: Path, content: bytes) -> Path:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Write a safetensors file, whole or not at all. Tensors that share memory are written each by itself."""
+    """Write a safetensors file atomically. Tensors that share memory are written separately."""
     from safetensors.torch import save_file
 
     plain: dict[str, Tensor] = {}
@@ -102,8 +102,8 @@ def read_tensors(path: Path, *, asked: str, fix: str) -> dict[str, Tensor]:
 
     Args:
         path: of the file.
-        asked: what the error says was asked for.
-        fix: what it says to do.
+        asked: request, for the error.
+        fix: remedy, for the error.
 
     Raises:
         RecordError: missing or damaged.
@@ -120,12 +120,12 @@ def read_tensors(path: Path, *, asked: str, fix: str) -> dict[str, Tensor]:
 
 
 def tensor_names(path: Path, *, asked: str, fix: str) -> list[str]:
-    """The names in a safetensors file, from its header alone, which also says how long the file must be.
+    """Read the names in a safetensors file from its header alone; safetensors checks the file's length against it.
 
     Args:
         path: of the file.
-        asked: what the error says was asked for.
-        fix: what it says to do.
+        asked: request, for the error.
+        fix: remedy, for the error.
 
     Raises:
         RecordError: missing, cut or damaged.
@@ -151,7 +151,7 @@ def _flush_and_rename(temporary: Path, path: Path) -> Path:
     temporary.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the name, too
+        os.fsync(folder)  # without it the rename itself may be lost in a crash
     finally:
         os.close(folder)
     return path
@@ -161,7 +161,7 @@ def _flush_and_rename(temporary: Path, path: Path) -> Path:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record, one line with its checksum, on disk before this returns. There is one writer.
+    """Append a record as one line with its checksum, on disk when this returns. Requires a single writer.
 
     Raises:
         RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
@@ -182,7 +182,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
-    """All records that were appended, [] if there is no file; a last line that a crash tore is left out.
+    """Read all appended records, [] if there is no file; a torn last line is left out.
 
     Raises:
         RecordError: a line before the last is damaged.
@@ -211,33 +211,33 @@ def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
 
 
 def checked_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, or None if the line is not what was written."""
+    """Parse a line, or return None if its checksum does not match."""
     text = line.decode("utf8", errors="replace")
-    found = _CHECK.match(text)
-    if found is None:
+    match = _CHECK.match(text)
+    if match is None:
         return None
-    body = "{" + text[found.end() :]
-    return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
+    body = "{" + text[match.end() :]
+    return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == match[1] else None
 
 
 def damaged(path: Path, which: str, *, fix: str) -> RecordError:
-    """The error to raise for a file of lines of which one is not what was written."""
+    """Build the error for a file of lines with a damaged line."""
     return RecordError(
         f"read {path.parent.name}/{path.name}",
         found=f"{which} is damaged",
-        rule="every line but a torn last one carries the right checksum",
+        rule="every line except a torn last one has the right checksum",
         fix=fix,
     )
 
 
 def drop_torn_tail(path: Path) -> None:
-    """Cut off a last line that an interrupted writer left, so that the next line begins on its own."""
+    """Truncate a torn last line of an interrupted writer, so that the next record starts on a new line."""
     if not path.exists():
         return
     content = path.read_bytes()
-    begin = content.rstrip(b"\n").rfind(b"\n") + 1
-    last = content[begin:]
+    start = content.rstrip(b"\n").rfind(b"\n") + 1
+    last = content[start:]
     if last and (not last.endswith(b"\n") or checked_line(last.rstrip(b"\n")) is None):
         with path.open("rb+") as file:
-            file.truncate(begin)
+            file.truncate(start)
             os.fsync(file.fileno())

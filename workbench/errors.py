@@ -1,19 +1,19 @@
-"""What the workbench says when something is wrong.
+"""Errors of the workbench.
 
-Every message has the same four parts, written for someone at 2 a.m.: what was asked, what was found,
-the rule, and what to do. Every error is picklable, because errors cross process boundaries.
+Every message has the same four parts: the request, what was found instead, the rule, and the fix. Every error is
+picklable, because errors cross process boundaries.
 
     WorkbenchError
     |-- ShapeError(ValueError)        a tensor's shape, dtype or values break a stated rule
-    |-- ShardingError(ValueError)     tokens, heads or ranks cannot be divided as asked
+    |-- ShardingError(ValueError)     tokens, heads or ranks cannot be divided as requested
     |-- UnreducedError(TypeError)     a number was read while it is still a partial sum over mesh axes
     |-- SpecError(ValueError)         a setting is unknown, contradictory or out of range
     |-- LaunchError(RuntimeError)     a job could not be started or did not end well
     |-- RecordError(RuntimeError)     a file is missing, damaged or of another version
     `-- VerdictError(AssertionError)  two configurations that had to agree do not
 
-To add one: derive it from WorkbenchError and from the standard exception that it replaces, add it to this
-drawing, and give it no constructor of its own.
+To add one: derive it from WorkbenchError and from the standard exception that it replaces, add it to this tree, and
+give it no constructor of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 
 class WorkbenchError(Exception):
-    """Base of every error that is the user's to mend.
+    """Base of every error that the user can fix.
 
     Args:
-        asked: what was asked for, with its values.
-        found: what was there instead.
-        rule: what is required.
-        fix: what to do.
+        asked: the request, with its values.
+        found: the actual state.
+        rule: the requirement.
+        fix: the remedy.
     """
 
     def __init__(self, asked: str, *, found: str = "", rule: str = "", fix: str = "") -> None:
@@ -53,7 +53,7 @@ class ShapeError(WorkbenchError, ValueError):
 
 
 class ShardingError(WorkbenchError, ValueError):
-    """Tokens, heads or ranks cannot be divided as asked."""
+    """Tokens, heads or ranks cannot be divided as requested."""
 
 
 class UnreducedError(WorkbenchError, TypeError):

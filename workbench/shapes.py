@@ -1,10 +1,10 @@
-"""Shape letters, checked at public doors.
+"""Shape letters, checked in public functions.
 
-A name ends in its logical shape (``logprobs_T``, ``weight_VD``); `check_shapes` holds several tensors to
-one set of letters and reports every mismatch at once.
+A name ends in its logical shape (``logprobs_T``, ``weight_VD``); `check_shapes` checks several tensors against one set
+of letters and reports every mismatch at once.
 
     T packed tokens | V vocabulary | D model dimension | N documents in the packed row
-    G rollouts in a group | P prompts | C chunks
+    G completions in a group | P prompts | C chunks
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from workbench.errors import ShapeError
 
 
 def check_shapes(where: str, sizes: dict[str, int] | None = None, **tensors: Tensor | None) -> dict[str, int]:
-    """Hold named tensors to the letters at the end of their names.
+    """Check named tensors against the letters at the end of their names.
 
     Args:
-        where: the public function that asks, for the message.
+        where: the calling function, for the message.
         sizes: letters whose size is already known.
         **tensors: ``name_LETTERS=tensor``; None is skipped.
 

@@ -1,11 +1,11 @@
-"""What launching costs: a torchx job over bare `torch.distributed.run`, and the time until forked ranks are ready.
+"""Cost of launching: a torchx job over bare `torch.distributed.run`, and the time until forked ranks are ready.
 
 The torchx job and the bare command run the same ranks, which only join their process group, sum a number and leave.
-They alternate, so that whatever else the machine does hits both, and the overhead is taken pair by pair. Ranks of the
-process pool import what a real run's do, and are ready when the last of them has joined; the first start pays for the
-fork server, later ones do not. That is measured in a script and in a live Jupyter kernel.
+They alternate, so that other load on the machine affects both, and the overhead is taken pair by pair. Ranks of the
+process pool have the imports of a real run, and are ready when the last of them has joined; the first start pays for
+the fork server, later ones do not. Both are measured in a script and in a live Jupyter kernel.
 
-Units: all times are seconds of the wall clock; samples are kept in the order in which they were taken.
+Units: all times are seconds of the wall clock; samples are in the order of measurement.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from workbench.records.directory import RunDirectory, project_root, provenance
 from workbench.specs.run import RunSpec
 
 TRIVIAL, READY = "experiments.benchmarks.trivial_rank", "experiments.benchmarks.ready_rank"
-"""Ranks that only join, sum a number and leave; the second imports what the rank of a real run does."""
+"""Ranks that only join, sum a number and leave; the second has the imports of a real run's rank."""
 
 RANKS = 2
 PAIRS = 7
 
 BARS = {"torchx_overhead_s": 0.5, "ranks_ready_s": 0.3}
-"""What must hold: the median overhead of a torchx job, and the median time until two ranks are ready, server warm."""
+"""Upper bounds: the median overhead of a torchx job, and the median time until two ranks are ready, server warm."""
 
 _POLL_S = 0.02
 _GIVE_UP_S = 180.0
@@ -48,13 +48,13 @@ def measure(
     kernel: bool = True,
     told: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure everything and say it as a record.
+    """Measure everything and return a record.
 
     Args:
         pairs: torchx job and bare command, alternating; one more of each comes first and is not counted.
         later: starts with a warm server, for each number of ranks; None for as many as pairs.
         kernel: also measure inside a Jupyter kernel.
-        told: told what is being measured.
+        told: called with progress messages.
 
     Raises:
         LaunchError: ranks that failed or did not end.
@@ -69,7 +69,7 @@ def measure(
         ready["kernel"] = _in_a_kernel(later)
     medians = {
         "torchx_overhead_s": torchx["overhead_median_s"],
-        "ranks_ready_s": max(place[str(RANKS)]["later_median_s"] for place in ready.values()),
+        "ranks_ready_s": max(measured[str(RANKS)]["later_median_s"] for measured in ready.values()),
     }
     return {
         "benchmark": "launch_overhead",
@@ -85,15 +85,14 @@ def measure(
 
 
 def ranks_ready(*, ranks: tuple[int, ...] = (2, 4), later: int = PAIRS) -> dict[str, Any]:
-    """Time from `processes.start` until the last rank has joined its process group.
+    """Measure the time from `processes.start` until the last rank has joined its process group.
 
     Args:
         ranks: numbers of ranks to measure.
         later: starts with a warm server, for each of them.
 
     Returns:
-        ``first_s``, of a start that has to load the server first; and for each number of ranks ``later_s`` and its
-        median.
+        ``first_s``, of a start that loads the server first; and for each number of ranks ``later_s`` and its median.
     """
     processes.shut_down()
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +105,7 @@ def ranks_ready(*, ranks: tuple[int, ...] = (2, 4), later: int = PAIRS) -> dict[
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     torchx = record["torchx_job"]
     lines = [
         f"torchx job of {record['ranks']} ranks: {torchx['torchx_median_s']:.2f} s, bare "
@@ -121,11 +120,11 @@ def in_words(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _alternating(pairs: int, told: Callable[[str], None]) -> dict[str, Any]:
+def _alternating(pairs: int, log: Callable[[str], None]) -> dict[str, Any]:
     bare, torchx = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(pairs + 1):
-            told(f"torchx job and bare torch.distributed.run, pair {number} of {pairs}")
+            log(f"torchx job and bare torch.distributed.run, pair {number} of {pairs}")
             bare.append(_bare_s(_run(Path(folder))))
             torchx.append(_torchx_s(_run(Path(folder))))
     bare, torchx = bare[1:], torchx[1:]  # the first ones warm the disk
@@ -203,11 +202,11 @@ def _ended(run: RunDirectory, begin: float, well: bool, ranks: int = RANKS) -> f
     if not well or len(ready) != ranks:
         logs = [*run.path.glob("ranks/*.log"), *run.path.glob("torchx/*/*/trainer/0/stderr.log")]
         lines = [line.strip() for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        telling = [line for line in lines if "Error" in line or "No module" in line] or lines
+        errors = [line for line in lines if "Error" in line or "No module" in line] or lines
         raise LaunchError(
             f"measure {ranks} ranks that only join and leave",
-            found=" | ".join(telling[-3:]) or "no word",
-            rule="all of them are ready and end well",
+            found=" | ".join(errors[-3:]) or "no output",
+            rule="all ranks become ready and exit without an error",
             fix="see `workbench doctor`",
         )
     return seconds

@@ -1,9 +1,9 @@
-"""What measuring costs: whole optimizer steps with metrics switched off, basic and full, one after another.
+"""Cost of metrics: whole optimizer steps with metrics switched off, basic and full, one after another.
 
 On a GPU the model is the published Qwen3-0.6B architecture with seeded weights in bfloat16, and a step trains on 16 384
-tokens; that is what the budget of 1 % is stated for. Without a GPU it is the tiny policy, and no bar is held.
+tokens; the budget of 1 % is stated for this setting. Without a GPU it is the tiny policy, without a bar.
 
-Units: milliseconds of the wall clock, device work finished; samples are kept in the order in which they were taken.
+Units: milliseconds of the wall clock, device work finished; samples are in the order of measurement.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from workbench.train import step as flow
 TOKENS, TOKENS_WITHOUT_GPU, DOCUMENTS = 16384, 1024, 32
 LEVELS = ("none", "basic", "full")
 BAR = 0.01
-"""The largest share of a step that the basic metrics may take."""
+"""Largest share of a step for the basic metrics."""
 
 LOSS = {"name": "grpo", "correction": {"kind": "tis"}, "kl": {"coefficient": 0.01}}
 
 
 def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measure everything and say it as a record.
+    """Measure everything and return a record.
 
     Args:
-        pairs: steps at each level, taken in turns; two more of each come first and are not counted.
+        pairs: steps at each level, interleaved; two more of each come first and are not counted.
         later: not used; every benchmark takes it.
-        told: told what is being measured.
+        told: called with progress messages.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     large = device.type == "cuda"
@@ -107,7 +107,7 @@ def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = la
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     medians = ", ".join(f"{level} {value:.2f} ms" for level, value in record["median_ms"].items())
     shares = ", ".join(f"{level} {100 * value:+.2f} %" for level, value in record["share"].items())
     lines = [
@@ -126,7 +126,7 @@ def in_words(record: dict[str, Any]) -> str:
 
 @contextmanager
 def _checkpoint(large: bool) -> Iterator[str | Path]:
-    """A folder with the published architecture and seeded weights, or the name of the tiny one."""
+    """Yield a folder with the published architecture and seeded weights, or the name of the tiny one."""
     if not large:
         yield "tiny-qwen3"
         return
@@ -136,7 +136,7 @@ def _checkpoint(large: bool) -> Iterator[str | Path]:
 
 
 def _rollouts(tokens: int, vocabulary: int) -> RolloutBatch:
-    """Documents of many lengths, half of each trained; log-probabilities near those of a policy that knows nothing."""
+    """Draw documents of many lengths, half of each trained; log-probabilities near those of a uniform policy."""
     draw = torch.Generator().manual_seed(0)
     shares = 0.5 + torch.rand(DOCUMENTS, generator=draw)
     lengths = (shares / shares.sum() * tokens).long().clamp_min(2)

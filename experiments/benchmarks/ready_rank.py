@@ -1,4 +1,4 @@
-"""`trivial_rank` with everything imported that the rank of a real run needs before it joins its job."""
+"""`trivial_rank` with the imports that a real run's rank needs before it joins its job."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A rank that does next to nothing: it joins its job, says when it had, sums a number, and leaves.
+"""Minimal rank: it joins its job, writes the time of joining, sums a number, and leaves.
 
-Started as a worker is: ``python -m experiments.benchmarks.trivial_rank RUN_DIR --project FOLDER``.
+Started like a worker: ``python -m experiments.benchmarks.trivial_rank RUN_DIR --project FOLDER``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def main() -> None:
     ready_ns = time.time_ns()
     (Path(sys.argv[1]) / f"ready{rank}").write_text(str(ready_ns))
     mesh = make_mesh(cp=world_size, device=device)
-    total = all_sum(torch.ones(()), mesh["cp"])  # nobody leaves before the last one has come
+    total = all_sum(torch.ones(()), mesh["cp"])  # no rank leaves before the last one has joined
     assert total.item() == world_size, f"{world_size} ranks sum to {total.item()}"
     leave()
     sys.stdout.flush()
-    os._exit(0)  # as the worker of a run does
+    os._exit(0)  # like the worker of a run
 
 
 if __name__ == "__main__":

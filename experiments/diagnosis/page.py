@@ -1,4 +1,4 @@
-"""The page of a score, from its results and from those of faults when they were unseen."""
+"""Page of a score, from its results and from those of faults when they were unseen."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Row = dict[str, Any]
 
 
 def page(results: dict[str, Any], unseen: dict[str, Any]) -> str:
-    """All of it, in Markdown.
+    """Render the page in Markdown.
 
     Args:
-        results: of diagnose as it is.
-        unseen: rows of faults that diagnose had not been written against, by diagnose as it was then.
+        results: of the current diagnose.
+        unseen: rows of faults that diagnose had not been written against, by diagnose at that time.
     """
     shown, hidden, pairs = results["shown"], results["hidden"], results["pairs"]
     untouched = [row for row in hidden if not row["touched"]]
@@ -34,7 +34,7 @@ def page(results: dict[str, Any], unseen: dict[str, Any]) -> str:
             "cause of any of "
             "the class is right. A fault that is within noise of the right record at a precision is not scored there.",
             "",
-            f"{len(blind)} faults were written by people who had not seen diagnose, and not seen by who wrote it. "
+            f"{len(blind)} faults were written without knowledge of diagnose, and diagnose without knowledge of them. "
             f"{_when_unseen(unseen['shown'])} Only that measures how diagnose meets what it has not seen. What it "
             "missed there was looked at since, and it has rules for that now: the scores of today's version are all of "
             "faults on view.",
@@ -68,7 +68,7 @@ def page(results: dict[str, Any], unseen: dict[str, Any]) -> str:
             "",
             "## Where the true cause is not first",
             "",
-            "| fault | precision | place | right | told |",
+            "| fault | precision | place | right | diagnosed |",
             "|---|---|---:|---|---|",
             *(
                 f"| {row['fault']}{_star(row)} | {row['precision']} | {row['rank'] or 'none'} | "
@@ -96,22 +96,22 @@ def page(results: dict[str, Any], unseen: dict[str, Any]) -> str:
 
 
 def scored(rows: Sequence[Row]) -> list[Row]:
-    """Those that differ from the right record beyond noise."""
+    """Select the rows that differ from the right record beyond noise."""
     return [row for row in rows if RIGHT not in row["class"]]
 
 
 def first(rows: Sequence[Row], places: int = 1) -> int:
-    """In how many the true cause is among the first."""
+    """Count the rows whose true cause is among the first ``places``."""
     return sum(row["rank"] is not None and row["rank"] <= places for row in rows)
 
 
-def _scores(words: str, rows: Sequence[Row]) -> list[str]:
+def _scores(label: str, rows: Sequence[Row]) -> list[str]:
     lines = []
     for precision in (*PRECISIONS, "together") if rows else ():
         here = [row for row in rows if precision in (row["precision"], "together")]
         counted = scored(here)
         lines.append(
-            f"| {words} | {precision} | {len(counted)} | {_share(first(counted), len(counted))} | "
+            f"| {label} | {precision} | {len(counted)} | {_share(first(counted), len(counted))} | "
             f"{_share(first(counted, 3), len(counted))} | {len(here) - len(counted)} |"
         )
     return lines
@@ -122,25 +122,25 @@ def _share(some: int, of: int) -> str:
 
 
 def _when_unseen(rows: Sequence[Row]) -> str:
-    """The one measurement of them, said of each precision."""
-    said = []
+    """Describe their only measurement, at each precision."""
+    parts = []
     for precision in PRECISIONS:
         counted = scored([row for row in rows if row["precision"] == precision])
-        said.append(f"first {first(counted)} of {len(counted)}, in the first three {first(counted, 3)} ({precision})")
-    return f"When they were unseen: {'; '.join(said)}; unseen.md is the page of then."
+        parts.append(f"first {first(counted)} of {len(counted)}, in the first three {first(counted, 3)} ({precision})")
+    return f"When they were unseen: {'; '.join(parts)}; unseen.md is the page of then."
 
 
 def _verdict(shown: Sequence[Row], unseen: Sequence[Row]) -> str:
-    said = []
-    for words, rows in (("all faults, on view", shown), ("those that were unseen, by diagnose of then", unseen)):
+    sentences = []
+    for label, rows in (("all faults, on view", shown), ("those that were unseen, by diagnose of then", unseen)):
         counted = scored(rows)
         if counted:
             most, every = first(counted) >= 0.9 * len(counted), first(counted, 3) == len(counted)
-            said.append(
-                f"By {words}: the first is {'reached' if most else 'missed'}, "
+            sentences.append(
+                f"By {label}: the first is {'reached' if most else 'missed'}, "
                 f"the second {'reached' if every else 'missed'}."
             )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _equal(rows: Sequence[Row]) -> int:
@@ -163,10 +163,10 @@ def _star(row: Row) -> str:
 def _classes(shown: Sequence[Row]) -> list[str]:
     lines = []
     for precision in PRECISIONS:
-        found = {tuple(row["class"]) for row in shown if row["precision"] == precision and len(row["class"]) > 1}
+        classes = {tuple(row["class"]) for row in shown if row["precision"] == precision and len(row["class"]) > 1}
         lines += [
             f"- {precision}: {', '.join('no fault' if name == RIGHT else name for name in sorted(members))}"
-            for members in sorted(found)
+            for members in sorted(classes)
         ]
     return lines or ["- none"]
 

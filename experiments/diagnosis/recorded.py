@@ -1,6 +1,6 @@
-"""Runs of known settings on simulated ranks, with and without a fault, as the records that diagnose is given.
+"""Runs of known settings on simulated ranks, with and without a fault, as records for diagnose.
 
-Runs are kept under ``runs/``, by a digest of the code that made them, and are not made twice.
+Runs are stored under ``runs/``, by a digest of the code, and are not repeated.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SMALL = {
     "layout": {"block_tokens": 2},
     "record": {"metrics": "full", "gradients": "full", "tokens": True},
 }
-"""What the settings of a fault are laid over."""
+"""Base settings, into which those of a fault are merged."""
 COPRIME = {"layout": {"dp": 3, "cp": 2}, "data": {"micro_batches": 5}}
-"""Sizes of which no product of some is that of others."""
+"""Coprime sizes: no two products of different sizes are equal."""
 OTHER_SIZES = {"denominator_of_another_batch": {"layout": {"dp": 1, "cp": 3}}}
-"""Of faults with a number of their own that is one of those: its two steps a generation would pass for two ranks."""
+"""For faults with a number of their own that equals one of those: two steps per generation look like two ranks."""
 PRECISIONS = ("float64", "float32", "bfloat16")
 
 LOSSES = (
@@ -81,7 +81,7 @@ SEEDS = 20
 
 
 def shown(name: str, precision: str, *, own_sizes: bool) -> dict[str, Any]:
-    """Settings in which a fault acts: its own, with coprime sizes; or coprime sizes, with its own."""
+    """Settings in which a fault acts: its own merged over coprime sizes, or the reverse."""
     fault, sizes = load_fault(name), merge(COPRIME, OTHER_SIZES.get(name, {}))
     small = merge(SMALL, {"precision": precision, "data": {"path": _documents(3, _temperature(fault))}})
     order = (sizes, fault.shows_in) if own_sizes else (fault.shows_in, sizes)
@@ -89,14 +89,14 @@ def shown(name: str, precision: str, *, own_sizes: bool) -> dict[str, Any]:
 
 
 def hidden(name: str, precision: str) -> dict[str, Any]:
-    """Settings in which a fault acts, with the change under which it does nothing."""
+    """Settings in which a fault acts, with the change that hides it."""
     fault = load_fault(name)
     small = merge(SMALL, {"precision": precision, "data": {"path": _documents(1, _temperature(fault))}})
     return merge(merge(small, fault.shows_in), fault.hidden_in or {})
 
 
 def drawn_pair(number: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Settings of two right runs that differ in their layout, and in short what was drawn."""
+    """Settings of two right runs that differ in their layout, and a summary of the draw."""
     rng = random.Random(f"right pair {number}")
     name = LOSSES[number % len(LOSSES)]
     precision = PRECISIONS[1 + number // len(LOSSES) % 2]
@@ -116,7 +116,7 @@ def drawn_pair(number: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
     )
     both = {**both, "loss": loss}
     layouts = rng.sample(LAYOUTS, 2)
-    said = {
+    summary = {
         "precision": precision,
         "seed": seed,
         "loss": name,
@@ -136,11 +136,11 @@ def drawn_pair(number: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
         )
         for layout in layouts
     )
-    return one, other, said
+    return one, other, summary
 
 
 def words(layout: Mapping[str, Any]) -> str:
-    """A layout in short, such as ``cp=2 zigzag``."""
+    """Label of a layout, such as ``cp=2 zigzag``."""
     return (
         " ".join(
             str(value) if isinstance(value, str) else name.replace("_", "-") if value is True else f"{name}={value}"
@@ -151,43 +151,43 @@ def words(layout: Mapping[str, Any]) -> str:
 
 
 Job = tuple[Mapping[str, Any], str | None]
-"""Settings of a run, and the fault that is planted in it."""
+"""Settings of a run, and the fault planted in it."""
 
 
 def make(jobs: Sequence[Job]) -> None:
-    """Do the runs that are not there yet, as many at a time as there are cores."""
+    """Run the missing jobs, one per core at a time."""
     distinct = {json.dumps(job, sort_keys=True): job for job in jobs}.values()
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(_made, [job for job in distinct if not _is_there(_place(*job)[0])]))
+        list(pool.map(_run, [job for job in distinct if not _exists(_target(*job)[0])]))
 
 
 def recorded(settings: Mapping[str, Any], fault: str | None = None) -> Record:
-    """The record of a run, which is made unless it is there. Nothing in it tells which fault was planted."""
-    path = _place(settings, fault)[0]
-    if not _is_there(path):
-        _made((settings, fault))
+    """Return the record of a run, and run it if it is missing. The record does not name the fault."""
+    path = _target(settings, fault)[0]
+    if not _exists(path):
+        _run((settings, fault))
     return _read(path)
 
 
-def _place(settings: Mapping[str, Any], fault: str | None) -> tuple[Path, str, RunSpec]:
-    """Where a run lies, and by which name and spec it is made."""
+def _target(settings: Mapping[str, Any], fault: str | None) -> tuple[Path, str, RunSpec]:
+    """Path, name and spec of a run."""
     spec = RunSpec.model_validate(merge(settings, {"faults": [fault] if fault else []}))
     name = f"{fault}-{_of_source(fault)}" if fault else "right"
     return _runs() / f"{name}-{spec.content_hash()}", name, spec
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     return (path / "config.json").is_file() and RunDirectory.open(path).status == "succeeded"
 
 
-def _made(job: Job) -> None:
-    path, name, spec = _place(*job)
+def _run(job: Job) -> None:
+    path, name, spec = _target(*job)
     shutil.rmtree(path, ignore_errors=True)
     run_here(RunDirectory.create(_runs(), name, spec), PROJECT)
 
 
 def recorded_once(settings: Mapping[str, Any]) -> Record:
-    """The record of a right run that is not kept."""
+    """Return the record of a right run whose folder is deleted."""
     root = _runs() / f"once-{os.getpid()}"
     shutil.rmtree(root, ignore_errors=True)
     run = RunDirectory.create(root, "right", RunSpec.model_validate(settings))
@@ -199,7 +199,7 @@ def recorded_once(settings: Mapping[str, Any]) -> Record:
 
 @cache
 def _documents(tens: int, temperature: float, seed: int = 3) -> str:
-    """Where so many times ten documents lie, near a policy at a temperature; relative to the project."""
+    """Folder of ``10 * tens`` documents near a policy at a temperature, relative to the project."""
     folder = _runs() / f"documents-{tens}-{temperature}-{seed}"
     if not folder.is_dir():
         policy = replace(load_policy("tiny-qwen3", precision="float64", seed=seed), temperature=temperature)
@@ -217,7 +217,7 @@ def _temperature(fault: Fault) -> float:
 
 
 def _read(path: Path) -> Record:
-    """A run's record, wholly in memory, without its name."""
+    """Read a run's record into memory, without its name."""
     record = Record.of(path)
     return Record(
         record.context,
@@ -230,13 +230,13 @@ def _read(path: Path) -> Record:
 
 @cache
 def _runs() -> Path:
-    """Where runs of this code lie."""
+    """Folder of the runs of this code."""
     package = PROJECT / "workbench"
-    storeys = ("rollouts", "sharding", "policy", "losses", "reduction", "metrics", "runs")
+    layers = ("rollouts", "sharding", "policy", "losses", "reduction", "metrics", "runs")
     sources = [
         path
-        for storey in storeys
-        for path in sorted((package / storey).rglob("*.py"))
+        for layer in layers
+        for path in sorted((package / layer).rglob("*.py"))
         if path.parent.name != "faults" or path.name == "__init__.py"
     ]
     root = HERE / "runs" / _digest([*sources, package / "prove/documents.py", Path(__file__)])
@@ -254,23 +254,23 @@ def _digest(paths: list[Path]) -> str:
 
 
 def of_pairs() -> Path:
-    """Where diagnoses of right pairs are noted, by the code that made the runs and the code that diagnosed them."""
+    """File of the diagnoses of right pairs, by the code of the runs and the code of diagnose."""
     return _runs() / f"pairs-{_digest(sorted((PROJECT / 'workbench/compare/diagnose').glob('*.py')))}.jsonl"
 
 
 def acts(right: Record, wrong: Record) -> bool:
-    """Whether anything recorded in float64 differs by more than rounding; no bar of diagnose is asked."""
-    for one, two in zip(right.steps, wrong.steps, strict=True):
-        mine, theirs = _numbers(one), _numbers(two)
-        if mine.keys() != theirs.keys() or any(
-            not torch.allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-12, equal_nan=True) for name in mine
+    """True if any float64 value of the records differs by more than rounding, without the bars of diagnose."""
+    for right_step, wrong_step in zip(right.steps, wrong.steps, strict=True):
+        baseline, run = _numbers(right_step), _numbers(wrong_step)
+        if baseline.keys() != run.keys() or any(
+            not torch.allclose(baseline[name], run[name], rtol=1e-9, atol=1e-12, equal_nan=True) for name in baseline
         ):
             return True
     return False
 
 
 def _numbers(step: RecordedStep) -> dict[str, Tensor]:
-    """Everything that a run measured in a step, as tensors."""
+    """All values that a run measured in a step, as tensors."""
     scalars = {"loss": step.loss, **step.metrics, **{f"norm of {name}": v for name, v in step.gradient_norms.items()}}
     return (
         {

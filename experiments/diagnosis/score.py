@@ -1,7 +1,7 @@
 """Score diagnose on every fault, where faults hide, and on right pairs: `python experiments/diagnosis/score.py`.
 
-Writes results.json and report.md. What was run before with the same code is not run again. What diagnose said of
-faults when they were unseen is kept in unseen.json and unseen.md, which nothing writes again.
+Writes results.json and report.md. Runs of the same code are not repeated. The diagnoses of faults when they were
+unseen are in unseen.json and unseen.md, which are never rewritten.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from workbench.faults import fault_names, load_fault
 
 PAIRS = 200
 RIGHT = "right"
-"""Stands in a class for the record without a fault."""
+"""Name of the record without a fault in a class."""
 
 
 def names() -> list[str]:
-    """Faults that change a number; the others only stall a run."""
+    """Names of the faults that change a number; the others only stall a run."""
     return [name for name in fault_names() if load_fault(name).changes_numbers]
 
 
 def read_expected() -> dict[str, list[str]]:
-    """The right causes of every fault.
+    """Read the right causes of every fault.
 
     Raises:
-        SpecError: a fault without any, or causes of a fault that is not there.
+        SpecError: a fault without any, or causes of a fault that does not exist.
     """
-    found = yaml.safe_load((HERE / "expected.yaml").read_text())
-    if off := sorted(set(found) ^ set(names())):
+    expected = yaml.safe_load((HERE / "expected.yaml").read_text())
+    if off := sorted(set(expected) ^ set(names())):
         raise SpecError(
             "score diagnose",
             found=f"{', '.join(off)} in expected.yaml or among the faults, not in both",
-            rule="what a fault is called is written before it is diagnosed",
-            fix="write its causes from what it does",
+            rule="the causes of a fault are written before it is diagnosed",
+            fix="write its causes from its effect",
         )
-    return found
+    return expected
 
 
 def read_blind() -> list[str]:
-    """Faults that who wrote diagnose had not seen, by people who had not seen diagnose."""
+    """Read the faults that were written without knowledge of diagnose, and diagnose without knowledge of them."""
     file = HERE / "blind.txt"
     return file.read_text().split() if file.is_file() else []
 
 
 def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """A row for every fault and precision."""
+    """Score every fault at every precision, one row each."""
     rows, blind = [], read_blind()
     make([(shown(name, "float64", own_sizes=False), fault) for name in expected for fault in (None, name)])
     own = {name: not _acts(name, own_sizes=False) for name in expected}
@@ -72,15 +72,15 @@ def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
         records: dict[str, dict[str, Record]] = {}  # by settings, of every fault that was recorded in them
         for name in expected:
             settings = shown(name, precision, own_sizes=own[name])
-            there = records.setdefault(json.dumps(settings, sort_keys=True), {RIGHT: recorded(settings)})
-            there[name] = recorded(settings, name)
-        for there in records.values():
-            for name, record in there.items():
+            by_fault = records.setdefault(json.dumps(settings, sort_keys=True), {RIGHT: recorded(settings)})
+            by_fault[name] = recorded(settings, name)
+        for by_fault in records.values():
+            for name, record in by_fault.items():
                 if name == RIGHT:
                     continue
-                alike = sorted(other for other, theirs in there.items() if other == name or agree(theirs, record))
+                alike = sorted(key for key, other in by_fault.items() if key == name or agree(other, record))
                 right = sorted({cause for other in alike for cause in expected.get(other, ["no_difference"])})
-                causes = told(diagnose(there[RIGHT], record))
+                causes = told(diagnose(by_fault[RIGHT], record))
                 rows.append(
                     {
                         "fault": name,
@@ -105,25 +105,25 @@ def _acts(name: str, *, own_sizes: bool) -> bool:
 
 
 def agree(one: Record, other: Record) -> bool:
-    """Whether two records agree within noise."""
+    """True if two records agree within noise."""
     return not any(step.differs for step in compare_records(one, other).steps)
 
 
 def score_hidden() -> list[dict[str, Any]]:
-    """A row for every fault that has a place to hide, and precision: what it leaves as it is must be called equal."""
+    """Score every fault with settings that hide it, at every precision; unaffected runs must be called equal."""
     rows, hiding = [], [name for name in names() if load_fault(name).hidden_in is not None]
-    places = [(name, precision, hidden(name, precision)) for name in hiding for precision in PRECISIONS]
-    make([(settings, fault) for name, _, settings in places for fault in (None, name)])
-    for name, precision, settings in places:
+    cases = [(name, precision, hidden(name, precision)) for name in hiding for precision in PRECISIONS]
+    make([(settings, fault) for name, _, settings in cases for fault in (None, name)])
+    for name, precision, settings in cases:
         right, wrong = recorded(settings), recorded(settings, name)
-        found = diagnose(right, wrong)
+        diagnosis = diagnose(right, wrong)
         rows.append(
             {
                 "fault": name,
                 "precision": precision,
                 "touched": acts(right, wrong),
-                "equal": found.equal,
-                "causes": told(found),
+                "equal": diagnosis.equal,
+                "causes": told(diagnosis),
             }
         )
     print(f"hidden: {len(rows)}")
@@ -131,12 +131,12 @@ def score_hidden() -> list[dict[str, Any]]:
 
 
 def score_pairs() -> list[dict[str, Any]]:
-    """A row for every right pair: it must be called equal."""
+    """Score every right pair; it must be called equal."""
     file = of_pairs()
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     left = range(len(rows), PAIRS)
     for number in left:
-        drawn_pair(number)  # which draws documents that several pairs train on
+        drawn_pair(number)  # draws documents that several pairs train on, before the processes share them
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for row in pool.map(score_pair, left):
             rows.append(row)
@@ -147,20 +147,20 @@ def score_pairs() -> list[dict[str, Any]]:
 
 
 def score_pair(number: int) -> dict[str, Any]:
-    """The row of a right pair."""
+    """Score a right pair."""
     one, other, drawn = drawn_pair(number)
-    found = diagnose(recorded_once(one), recorded_once(other))
-    return {"pair": number, **drawn, "equal": found.equal, "causes": told(found)}
+    diagnosis = diagnose(recorded_once(one), recorded_once(other))
+    return {"pair": number, **drawn, "equal": diagnosis.equal, "causes": told(diagnosis)}
 
 
 def told(found: Diagnosis) -> list[list[Any]]:
-    """All causes as they are ranked, each with its score."""
+    """All causes in ranked order, each with its score."""
     return [[cause.name, round(cause.score, 3)] for cause in found.causes]
 
 
 def rank(causes: list[list[Any]], right: list[str]) -> int | None:
-    """Place of the first right cause, from 1; None if it is not told."""
-    return next((place for place, (name, _) in enumerate(causes, 1) if name in right), None)
+    """Rank of the first right cause, from 1; None if it is not among the causes."""
+    return next((index for index, (name, _) in enumerate(causes, 1) if name in right), None)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Whether an encoder and a policy in two layouts train as one process does, and which check sees which bug.
+"""Benchmark: an encoder and a policy in two layouts compared with one process, and the bugs that each check detects.
 
 On simulated ranks, in float64, with a tiny SigLIP and a tiny Qwen3: gradients of every parameter in each pair of
 layouts against one rank, and each known bug of a bridge (`workbench.faults.bridge`) against the right step, by
-three checks: gradients, weights after one step of Adam, and what `diagnose` makes of two records. Nothing is a time.
+three checks: gradients, weights after one step of Adam, and `diagnose` on two records. No times are measured.
 
-Units: distances are of a parameter's gradient, in parts of its norm, or of a floor where that is next to nothing.
+Units: distances are of a parameter's gradient, in parts of its norm, or of a floor if that is nearly 0.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ ADAM = {"learning_rate": 1e-4, "tolerance": 1e-3}
 """Of the usual check: weights after one step, with this tolerance, relative and absolute."""
 
 IMAGES, FEATURES = 8, 4
-"""Of the step: one image a document, and as many features as a tiny SigLIP has."""
+"""Of the step: one image per document, and the number of features of a tiny SigLIP."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Two layouts of one number of ranks, and how the one reads from the other.
+    """Two layouts of one number of ranks, and the delivery from one to the other.
 
     Attributes:
         encoder: sizes of its dimensions.
@@ -74,27 +74,27 @@ SETTINGS = {
     "4 micro-batches": Setting({"tp": 2, "dp": 2}, {"cp": 2, "dp": 2}, micro_batches=4),
     "images read twice": Setting({"dp": 4}, {"cp": 2, "dp": 2}, shared=True),
 }
-"""What is held against one rank, by name."""
+"""Settings that are compared with one rank, by name."""
 
 
 def measure(*, pairs: int = 0, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Run every pair of layouts and every fault once, and say what came of it as a record.
+    """Run every pair of layouts and every fault once, and return a record.
 
     Args:
         pairs: not used; every benchmark takes it.
         later: not used.
-        told: told what is being run.
+        told: called with progress messages.
     """
     layouts, faults = {}, {}
     for name, setting in SETTINGS.items():
         told(f"layouts: {name}")
-        alone = _step(Setting({}, {}, shared=setting.shared))[0]
-        found, path = _step(setting)
+        baseline = _step(Setting({}, {}, shared=setting.shared))[0]
+        result, path = _step(setting)
         layouts[name] = {
             **asdict(setting),
             "path": path,
-            "parameters": len(found.gradients),
-            "distance": max(_distances(found, alone).values()),
+            "parameters": len(result.gradients),
+            "distance": max(_distances(result, baseline).values()),
         }
     for name in BRIDGE_FAULTS:
         told(f"faults: {name}")
@@ -119,7 +119,7 @@ def measure(*, pairs: int = 0, later: int = 0, told: Callable[[str], None] = lam
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     lines = [
         f"{name}: {entry['path']}, {entry['parameters']} parameters within {entry['distance']:.1e}"
         for name, entry in record["layouts"].items()
@@ -134,16 +134,16 @@ def in_words(record: dict[str, Any]) -> str:
 
 
 def write_page(record: dict[str, Any], folder: Path) -> Path:
-    """The record as a page."""
+    """Write the record as a page."""
     return write_encoder_bridge_report(record, folder)
 
 
 def _fault(name: str) -> dict[str, Any]:
-    """What each check makes of a fault where it shows."""
-    asked = BRIDGE_FAULTS[name].shows_in
-    setting = Setting(asked["encoder"], asked["layout"], asked["delivery"], shared=asked.get("shared", False))
+    """Result of each check on a fault, in a setting that shows it."""
+    shown = BRIDGE_FAULTS[name].shows_in
+    setting = Setting(shown["encoder"], shown["layout"], shown["delivery"], shared=shown.get("shared", False))
     (right, _), (wrong, _) = _step(setting), _step(setting, name)
-    found = diagnose(_record(right, setting), _record(wrong, setting))
+    diagnosis = diagnose(_record(right, setting), _record(wrong, setting))
     parts = {part: _ratio(wrong, right, inside=part == "encoder") for part in ("encoder", "policy")}
     moved = [
         abs(_after_adam(wrong.gradients[key]) - _after_adam(gradient)).max()
@@ -158,33 +158,34 @@ def _fault(name: str) -> dict[str, Any]:
         "distance": max(_distances(wrong, right).values()),
         "adam_largest": largest,
         "passes_adam": largest <= ADAM["tolerance"],
-        "diagnosis": found.causes[0].name,
-        "evidence": found.causes[0].evidence[0],
+        "diagnosis": diagnosis.causes[0].name,
+        "evidence": diagnosis.causes[0].evidence[0],
     }
 
 
 @functools.cache
 def _problem(shared: bool) -> tuple[RolloutBatch, Tensor]:
-    """Documents near the policy, an image's features behind the first token of most of them; and the images."""
+    """Documents near the policy, most of them with an image's features after the first token; and the images."""
     policy = load_policy("tiny-qwen3", precision="float64", seed=3)
     documents = [
-        _with_room(one) if number < IMAGES else one for number, one in enumerate(draw_documents("images", policy))
+        _with_feature_tokens(document) if number < IMAGES else document
+        for number, document in enumerate(draw_documents("images", policy))
     ]
     numbers = []
-    for number, one in enumerate(documents):
-        read = [PADDING] * len(one.tokens)
+    for number, document in enumerate(documents):
+        features = [PADDING] * len(document.tokens)
         if number < IMAGES:
             image = number // 2 if shared else number
-            read[1 : 1 + FEATURES] = range(image * FEATURES, (image + 1) * FEATURES)
-        numbers += read
+            features[1 : 1 + FEATURES] = range(image * FEATURES, (image + 1) * FEATURES)
+        numbers += features
     pixels = torch.randn(IMAGES, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = to_batch(documents)
     reads = {IMAGE_FEATURES: image_features(torch.tensor(numbers))}
     return replace(batch, extensions={**batch.extensions, **reads}), pixels
 
 
-def _with_room(document: Document) -> Document:
-    """The document with tokens that do not count behind its first, where features will stand."""
+def _with_feature_tokens(document: Document) -> Document:
+    """Insert tokens that do not count after the first one, as places of the features."""
     changed: dict[str, Any] = {}
     for name, values in vars(document).items():
         if isinstance(values, tuple):
@@ -202,10 +203,10 @@ def _dealt(setting: Setting) -> list[list[int]] | None:
 
 
 def step_on(world: Axis, setting: Setting, device: torch.device | str = "cpu") -> tuple[StepResult, str]:
-    """What this rank found in one step, and the path. Collective over the world.
+    """Run one step, and return this rank's result and the path. Collective over the world.
 
     Args:
-        world: all ranks; of one rank where both layouts are.
+        world: all ranks; one rank if both layouts have one.
         setting: the layouts.
         device: of this rank.
     """
@@ -247,16 +248,16 @@ def step_on(world: Axis, setting: Setting, device: torch.device | str = "cpu") -
 
 
 def _step(setting: Setting, fault: str | None = None) -> tuple[StepResult, str]:
-    """What the first of the simulated ranks found, and the path."""
+    """Result of the first simulated rank, and the path."""
     with planted_faults([BRIDGE_FAULTS[fault]] if fault else []):
         return simulate(lambda mesh: step_on(mesh["dp"], setting), dp=Grid.of(**setting.encoder).size)[0]
 
 
-def _distances(found: StepResult, right: StepResult) -> dict[str, float]:
+def _distances(result: StepResult, right: StepResult) -> dict[str, float]:
     elements = sum(gradient.numel() for gradient in right.gradients.values())
     floor = 1e-3 * math.sqrt(sum(norm**2 for norm in right.norms.values()) / elements)
     return {
-        name: float((found.gradients[name] - gradient).norm())
+        name: float((result.gradients[name] - gradient).norm())
         / max(float(gradient.norm()), floor * math.sqrt(gradient.numel()))
         for name, gradient in right.gradients.items()
     }
@@ -265,23 +266,23 @@ def _distances(found: StepResult, right: StepResult) -> dict[str, float]:
 def _ratio(wrong: StepResult, right: StepResult, *, inside: bool) -> float:
     """Norm of a module's gradient over the right one's."""
     wrong_norm, right_norm = (
-        math.sqrt(sum(norm**2 for name, norm in found.norms.items() if name.startswith(ENCODER) == inside))
-        for found in (wrong, right)
+        math.sqrt(sum(norm**2 for name, norm in result.norms.items() if name.startswith(ENCODER) == inside))
+        for result in (wrong, right)
     )
     return wrong_norm / right_norm
 
 
 def _is_multiple(wrong: StepResult, right: StepResult) -> bool:
-    """Whether the encoder's gradient is a multiple of the right one, and not the right one."""
+    """True if the encoder's gradient is a multiple of the right one, and not the right one."""
     vectors = [
-        torch.cat([gradient.flatten() for name, gradient in found.gradients.items() if name.startswith(ENCODER)])
-        for found in (wrong, right)
+        torch.cat([gradient.flatten() for name, gradient in result.gradients.items() if name.startswith(ENCODER)])
+        for result in (wrong, right)
     ]
     cosine = float(torch.nn.functional.cosine_similarity(*vectors, dim=0))
     return cosine > 1 - BAR and abs(_ratio(wrong, right, inside=True) - 1) > 1e-6
 
 
-def _record(found: StepResult, setting: Setting) -> Record:
+def _record(result: StepResult, setting: Setting) -> Record:
     context = {
         "dp": 1,
         "cp": 1,
@@ -292,19 +293,19 @@ def _record(found: StepResult, setting: Setting) -> Record:
         "modules": {"encoder": {"dp": 1, "cp": 1, "tp": 1, **setting.encoder}},
     }
     batch, _ = _problem(setting.shared)
-    laid = {"documents": batch.document_ids_T, "features": batch.extensions[IMAGE_FEATURES].values}
-    counts = {"trained_tokens": float(found.totals.tokens), "documents": float(found.totals.documents)}
+    source = {"documents": batch.document_ids_T, "features": batch.extensions[IMAGE_FEATURES].values}
+    counts = {"trained_tokens": float(result.totals.tokens), "documents": float(result.totals.documents)}
     return Record(
         context,
         (
             RecordedStep(
                 0,
-                float(found.loss["total"]),
-                dict(found.metrics),
-                dict(found.norms),
+                float(result.loss["total"]),
+                dict(result.metrics),
+                dict(result.norms),
                 counts,
-                dict(found.gradients),
-                dict(found.tokens) | laid,
+                dict(result.gradients),
+                dict(result.tokens) | source,
             ),
         ),
     )

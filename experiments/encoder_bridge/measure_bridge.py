@@ -1,11 +1,11 @@
-"""What a bridge between two layouts costs: bytes and time of each direction, for every way that leads across.
+"""Cost of a bridge between two layouts: bytes and time of each direction, for every way across.
 
 The same activation crosses on the fast path, its gradients all-reduced over cp, or the tokens that each cp rank used
 all-gathered; on the general path, whole sequences; and straight into shards. Without GPUs tiny ones cross between
-processes, which says that it runs and little about speed. Before it is timed each way is held to global tensors, bit
-for bit. `python -m experiments.encoder_bridge.measure_bridge` is one rank.
+processes, which shows that it runs but little about speed. Before it is timed each way is compared with global
+tensors, bit for bit. `python -m experiments.encoder_bridge.measure_bridge` is one rank.
 
-Units: milliseconds of the slowest rank; bytes that the rank which gets most gets from others.
+Units: milliseconds of the slowest rank; received bytes of the rank that receives most.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ WAYS: dict[str, tuple[Delivery, bool]] = {
     "general path, whole sequences": (Delivery(order="zigzag"), True),
     "general path, into shards": (Delivery("sharded", "zigzag"), True),
 }
-"""What is delivered, and whether by the general path."""
+"""Way -> its delivery, and True for the general path."""
 
 
 def pairs_of(ranks: int) -> dict[str, GridPair]:
-    """A fan-in, a fan-out and an equal one into a destination that shards its sequence over two ranks.
+    """A fan-in, a fan-out and an equal pair, into a destination that shards its sequence over two ranks.
 
     Example:
         >>> pairs_of(4)["fan-out"]
         GridPair(tp4 -> cp2 x dp2: fan-out)
     """
     to, rest = Grid.of(cp=2, dp=ranks // 2), ranks // 2
-    found = {"fan-in": GridPair(Grid.of(dp=ranks), to), "equal": GridPair(Grid.of(tp=2, dp=rest), to)}
-    return found | ({"fan-out": GridPair(Grid.of(tp=ranks), to)} if rest > 1 else {})
+    pairs = {"fan-in": GridPair(Grid.of(dp=ranks), to), "equal": GridPair(Grid.of(tp=2, dp=rest), to)}
+    return pairs | ({"fan-out": GridPair(Grid.of(tp=ranks), to)} if rest > 1 else {})
 
 
 def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measure on all GPUs of this machine, or on four processes, and say it as a record.
+    """Measure on all GPUs of this machine, or on four processes, and return a record.
 
     Args:
         pairs: samples of each way and direction, after two that are not counted.
         later: not used; every benchmark takes it.
-        told: told what is being measured.
+        told: called with progress messages.
 
     Raises:
         LaunchError: ranks that failed.
@@ -74,38 +74,38 @@ def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None]
     gpus = torch.cuda.device_count()
     ranks = gpus if gpus > 1 else 4
     told(f"bridges over {ranks} {'GPUs' if gpus > 1 else 'processes'}")
-    found = _on(ranks, pairs)
-    for bridge in found["bridges"].values():
+    results = _on(ranks, pairs)
+    for bridge in results["bridges"].values():
         for entry in bridge["ways"].values():
             entry |= {f"{way}_ms": statistics.median(entry[f"{way}_samples_ms"]) for way in ("forward", "backward")}
     return {
         "benchmark": "bridge",
         "device": torch.cuda.get_device_name() if gpus > 1 else "cpu",
         "ranks": ranks,
-        **found,
-        "bars": {"exact": {"holds": _exact(found)}},
+        **results,
+        "bars": {"exact": {"holds": _exact(results)}},
         "provenance": provenance(project_root()),
     }
 
 
-def _exact(found: dict[str, Any]) -> bool:
-    return all(entry["wrong_numbers"] == 0 for bridge in found["bridges"].values() for entry in bridge["ways"].values())
+def _exact(results: dict[str, Any]) -> bool:
+    return all(way["wrong_numbers"] == 0 for bridge in results["bridges"].values() for way in bridge["ways"].values())
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     lines = [f"bridges over {record['ranks']} ranks on {record['device']}, {record['activation']}"]
-    for name, found in record["bridges"].items():
+    for name, bridge in record["bridges"].items():
         lines += [
             f"{name}, {way}: forward {entry['forward_ms']:.2f} ms ({entry['forward_bytes'] / 2**20:.1f} MiB), "
             f"backward {entry['backward_ms']:.2f} ms ({entry['backward_bytes'] / 2**20:.1f} MiB)"
-            for way, entry in found["ways"].items()
+            for way, entry in bridge["ways"].items()
         ]
     return "\n".join(lines)
 
 
 def write_page(record: dict[str, Any], folder: Path) -> Path:
-    """The record as a page with drawings."""
+    """Write the record as a page with drawings."""
     return write_bridge_report(record, folder)
 
 
@@ -130,7 +130,7 @@ def _on(ranks: int, samples: int) -> dict[str, Any]:
                 f"bridges over {ranks} ranks",
                 found=done.stderr[-2000:],
                 rule="every rank ends with 0",
-                fix="read the ranks' last words above",
+                fix="read the ranks' last output above",
             )
         return json.loads(out.read_text())
 
@@ -143,31 +143,31 @@ def _size(on_gpu: bool) -> tuple[int, int, torch.dtype]:
 def _crossing(
     pair: GridPair, how: Delivery, general: bool, groups: GridGroups, tokens: int
 ) -> Callable[[Tensor], Tensor]:
-    """What takes an activation [b, s, h] across."""
-    held = (least_samples(pair) // pair.source["dp"],) * pair.source["dp"]
+    """Build the function that takes an activation [b, s, h] across."""
+    samples = (least_samples(pair) // pair.source["dp"],) * pair.source["dp"]
     bridge = connect(pair.source, pair.destination, groups, delivery=how.kind, order=how.order)
     if general:
-        crossing = crossing_of(pair, how, held, tokens)
+        crossing = crossing_of(pair, how, samples, tokens)
         return lambda values: crossing.cross(values.flatten(0, 1), bridge.everyone)
-    return lambda values: bridge.cross(values, held)
+    return lambda values: bridge.cross(values, samples)
 
 
 def _sample(pair: GridPair, groups: GridGroups, device: torch.device, count: int) -> dict[str, Any]:
-    """Each way, its samples in turn with the others', so that what disturbs one disturbs all."""
+    """Measure each way, its samples interleaved with the others', so that a disturbance affects all."""
     tokens, features, dtype = _size(device.type == "cuda")
     values = torch.randn(
         least_samples(pair) // pair.source["dp"], tokens, features, dtype=dtype, device=device, requires_grad=True
     )
     ways = {name: _crossing(pair, how, general, groups, tokens) for name, (how, general) in WAYS.items()}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (how, general) in WAYS.items():
         traffic = Traffic.of(pair, how, tokens=tokens, general=general)
         sides = sides_of(pair, Delivery(how.kind, "zigzag"), traffic.route.samples, tokens)
-        found[name] = {
+        results[name] = {
             f"{way}_bytes": traffic.received_bytes(way, features * values.element_size())
             for way in ("forward", "backward")
         }
-        found[name] |= {
+        results[name] |= {
             "forward_samples_ms": [],
             "backward_samples_ms": [],
             "wrong_numbers": _wrong(ways[name], sides, values.detach(), groups),
@@ -184,13 +184,13 @@ def _sample(pair: GridPair, groups: GridGroups, device: torch.device, count: int
                 out.backward(gradient)
             slowest = all_max(torch.tensor([forward.step_ms, backward.step_ms], device=device), groups.world).tolist()
             if number >= 2:
-                found[name]["forward_samples_ms"].append(slowest[0])
-                found[name]["backward_samples_ms"].append(slowest[1])
-    return found
+                results[name]["forward_samples_ms"].append(slowest[0])
+                results[name]["backward_samples_ms"].append(slowest[1])
+    return results
 
 
 def _wrong(cross: Callable[[Tensor], Tensor], sides: tuple[Side, Side], like: Tensor, groups: GridGroups) -> int:
-    """How many numbers of all ranks are not what their token's number says, forward and backward."""
+    """Count the numbers of all ranks that differ from the value of their token, forward and backward."""
     before, after = (side.share_of[groups.rank] for side in sides)
     answered_t = after.answered_t.to(like.device)
 
@@ -202,8 +202,9 @@ def _wrong(cross: Callable[[Tensor], Tensor], sides: tuple[Side, Side], like: Te
     out = cross(values)
     out.backward((rows(after.tokens_t) * answered_t[:, None]).reshape(out.shape))
     assert values.grad is not None, "backward brings every source rank its gradient"
-    got, back = out.detach() != rows(after.tokens_t).view_as(out), values.grad != rows(before.tokens_t).view_as(values)
-    return int(all_sum(got.sum() + back.sum(), groups.world))
+    wrong_out = out.detach() != rows(after.tokens_t).view_as(out)
+    wrong_gradient = values.grad != rows(before.tokens_t).view_as(values)
+    return int(all_sum(wrong_out.sum() + wrong_gradient.sum(), groups.world))
 
 
 def _sizes_of(grid: Grid) -> dict[str, int]:
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
     device = join("cuda" if torch.cuda.device_count() > 1 else "cpu", timeout_s=GIVE_UP_S)
     groups = GridGroups(world_axis())
     tokens, features, dtype = _size(device.type == "cuda")
-    found = {
+    bridges = {
         name: {
             "source": _sizes_of(pair.source),
             "destination": _sizes_of(pair.destination),
@@ -229,8 +230,8 @@ def main(arguments: Sequence[str]) -> None:
         for name, pair in pairs_of(groups.world.size).items()
     }
     if groups.rank == 0:
-        words = f"samples of {tokens} x {features} {str(dtype).removeprefix('torch.')}"
-        Path(os.environ[OUT]).write_text(json.dumps({"activation": words, "bridges": found}))
+        activation = f"samples of {tokens} x {features} {str(dtype).removeprefix('torch.')}"
+        Path(os.environ[OUT]).write_text(json.dumps({"activation": activation, "bridges": bridges}))
     groups.destroy()
     leave()
 

@@ -1,4 +1,4 @@
-"""Whether two modules in two layouts train as one process does, as a page: the record of `bench encoder_bridge`."""
+"""Page of the record of `bench encoder_bridge`: two modules in two layouts, compared with one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ QUESTION = "Do an encoder and a policy in two layouts train as one process does?
 
 
 def write_encoder_bridge_report(record: Mapping[str, Any], folder: Path) -> Path:
-    """Write ``report.html`` into a folder, whole or not at all."""
+    """Write ``report.html`` into a folder atomically."""
     return write_whole(Path(folder) / "report.html", page(record).encode())
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page as text; the same record gives the same bytes."""
+    """Render the page as text; the same record gives the same bytes."""
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "encoder and policy"), class_="eyebrow"),
@@ -40,9 +40,8 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """The finding in two sentences."""
-    found = record["layouts"].values()
-    farthest = max(entry["distance"] for entry in found)
+    """Summarize the record in two sentences."""
+    farthest = max(entry["distance"] for entry in record["layouts"].values())
     missed = [name for name, entry in record["faults"].items() if entry["passes_adam"]]
     verdict = "Yes" if record["bars"]["layouts"]["holds"] else "No"
     return (
@@ -54,12 +53,12 @@ def answer(record: Mapping[str, Any]) -> str:
 
 
 def layouts(record: Mapping[str, Any]) -> Markup:
-    """Every pair of layouts, with the gradient that is farthest from one rank's."""
+    """Table of every pair of layouts, with the gradient farthest from one rank's."""
     rows = [
         [
             name,
-            _words(entry["encoder"]),
-            _words(entry["policy"]),
+            _label(entry["encoder"]),
+            _label(entry["policy"]),
             entry["delivery"],
             entry["path"],
             entry["micro_batches"],
@@ -73,7 +72,7 @@ def layouts(record: Mapping[str, Any]) -> Markup:
 
 
 def faults(record: Mapping[str, Any]) -> Markup:
-    """Every planted bug: what it does to loss and gradients, and what three checks say."""
+    """Table of every planted bug: its effect on loss and gradients, and the results of three checks."""
     adam = record["adam"]
     rows = [
         [
@@ -87,7 +86,7 @@ def faults(record: Mapping[str, Any]) -> Markup:
         for name, entry in record["faults"].items()
     ]
     heads = ["", "loss", "encoder", "policy", "gradients off by", "after Adam", "largest difference", "diagnose"]
-    told = [
+    notes = [
         tag("p", tag("b", name.replace("_", " ")), f": {entry['what']}. {entry['evidence']}.")
         for name, entry in record["faults"].items()
     ]
@@ -101,13 +100,13 @@ def faults(record: Mapping[str, Any]) -> Markup:
                 "cannot fail.",
             ),
             table(heads, rows, numbers=(1, 2, 3, 4, 6)),
-            told,
+            notes,
         ]
     )
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
-    """Versions, git state, command and machine."""
+    """Table of versions, git state, command and machine."""
     facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
     return table(
         ["what", "value"],
@@ -116,5 +115,5 @@ def provenance(record: Mapping[str, Any]) -> Markup:
     )
 
 
-def _words(sizes: Mapping[str, int]) -> str:
+def _label(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name}{size}" for name, size in sizes.items()) or "1 rank"

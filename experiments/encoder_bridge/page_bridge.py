@@ -1,4 +1,4 @@
-"""What a bridge between two layouts costs, as a page: the record of `workbench bench bridge` with every sample."""
+"""Page of the cost of a bridge between two layouts: the record of `workbench bench bridge` with every sample."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DIRECTIONS = ("forward", "backward")
 
 
 def write_bridge_report(record: Mapping[str, Any], folder: Path) -> Path:
-    """Write ``bridge.html`` into a folder, whole or not at all."""
+    """Write ``bridge.html`` into a folder atomically."""
     return write_whole(Path(folder) / "bridge.html", page(record).encode())
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page as text; the same record gives the same bytes."""
+    """Render the page as text; the same record gives the same bytes."""
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "bridge"), class_="eyebrow"),
@@ -38,20 +38,20 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """The fastest way of each pair of layouts, forward and backward together."""
-    said = []
-    for name, found in record["bridges"].items():
-        ways = found["ways"]
+    """Name the fastest way of each pair of layouts, forward and backward together."""
+    summaries = []
+    for name, entry in record["bridges"].items():
+        ways = entry["ways"]
         fastest = min(ways, key=lambda way: sum(ways[way][f"{direction}_ms"] for direction in DIRECTIONS))
         total = sum(ways[fastest][f"{direction}_ms"] for direction in DIRECTIONS)
-        said.append(f"{name}: fastest is the {fastest}, {milliseconds(total)} both ways.")
+        summaries.append(f"{name}: fastest is the {fastest}, {milliseconds(total)} both ways.")
     exact = "Every way is exact." if record["bars"]["exact"]["holds"] else "Some ways are wrong: see wrong numbers."
-    return f"On {record['ranks']} × {record['device']}, {record['activation']}. {exact} {' '.join(said)}"
+    return f"On {record['ranks']} × {record['device']}, {record['activation']}. {exact} {' '.join(summaries)}"
 
 
 def bridge(record: Mapping[str, Any], name: str) -> Markup:
-    """Time and bytes of each way between two layouts, and who sends what to whom."""
-    found = record["bridges"][name]
+    """Time and bytes of each way between two layouts, and the traffic between ranks."""
+    measured = record["bridges"][name]
     rows = [
         [
             way,
@@ -62,34 +62,34 @@ def bridge(record: Mapping[str, Any], name: str) -> Markup:
             ),
             entry["wrong_numbers"],
         ]
-        for way, entry in found["ways"].items()
+        for way, entry in measured["ways"].items()
     ]
     heads = [f"{direction}, {what}" for direction in DIRECTIONS for what in ("time", "from others")]
-    pair = GridPair(*(Grid.of(**found[side]) for side in ("source", "destination")))
-    drawn = [as_html(Traffic.of(pair, how)) for how in (Delivery(order="zigzag"), Delivery("sharded", "zigzag"))]
+    pair = GridPair(*(Grid.of(**measured[side]) for side in ("source", "destination")))
+    drawings = [as_html(Traffic.of(pair, how)) for how in (Delivery(order="zigzag"), Delivery("sharded", "zigzag"))]
     return join(
         [
             tag("p", "Median of the slowest rank; bytes of the rank that gets most."),
             tag("p", CPU_CAPTION) if record["device"] == "cpu" else None,
             table(["", *heads, "wrong numbers"], rows, numbers=range(1, 6)),
-            drawn,
+            drawings,
         ]
     )
 
 
 def every_sample(record: Mapping[str, Any]) -> Markup:
-    """All times, in the order in which they were taken."""
+    """Table of all times, in the order of measurement."""
     rows = [
         [name, way, direction, ", ".join(f"{ms:.2f}" for ms in entry[f"{direction}_samples_ms"])]
-        for name, found in record["bridges"].items()
-        for way, entry in found["ways"].items()
+        for name, measured in record["bridges"].items()
+        for way, entry in measured["ways"].items()
         for direction in DIRECTIONS
     ]
     return table(["", "", "", "ms"], rows)
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
-    """Versions, git state, command and machine."""
+    """Table of versions, git state, command and machine."""
     facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
     return table(
         ["what", "value"],

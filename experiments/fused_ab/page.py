@@ -1,10 +1,10 @@
 """Online training with the plain and with the fused head: one step of both, and fifty of them with two seeds.
 
-One step is judged as everything here is, by budgets. Fifty are not: once an answer is another, two runs go their own
-ways, as two seeds do, and what can be said is how far apart their curves lie, and how far others do.
+One step is judged by budgets. Fifty are not: once a completion differs, two runs diverge as two seeds do, and the page
+reports how far apart their curves lie, next to the distances of other pairs of runs.
 
 The page is made of ``step_one``, ``fifty_steps`` and ``other_rounding``, each a folder with ``comparison.json`` and
-``sampled.json``, and of ``warm_up.json``. `write_sampled` makes the second of each from the folders of runs.
+``sampled.json``, and of ``warm_up.json``. `write_sampled` writes the second of each from the folders of runs.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ LOSS, NORM, DEVIATION = "loss/total/sum", "gradient/norm/global", "advantage/all
 REWARD, MISMATCH = "reward/all/mean", "kl/policy_sampler/k3_mean"
 METRICS = {
     REWARD: "reward, mean",
-    "reward/right/fraction": "answers wholly right, share",
+    "reward/right/fraction": "completions wholly right, share",
     LOSS: "loss",
     NORM: "gradient norm",
     MISMATCH: "KL(policy ‖ sampler), nats",
     "entropy/policy/mean": "entropy, nats",
 }
-"""What is followed by step, and what the page calls it."""
+"""Metrics by step, and their titles on the page."""
 FLOAT32_EPSILON = 2.0**-23
 ENDS = 10
-"""Steps at the beginning, and at the end, whose mean says where a run set out and what it came to."""
+"""Steps at the beginning, and at the end, whose means are the first and last values of a run."""
 
 QUESTION = "Does online training with the fused head go as with the plain one?"
 BUDGETS = (
-    "One step of the same weights on the same answers, against the plain head in float64. Gradient: the budgets of "
+    "One step of the same weights on the same completions, against the plain head in float64. Gradient: the budgets of "
     "every verdict here, 10⁻¹² of each parameter's gradient in float64; below, 2.5 times the error of the plain head's "
     "whole gradient and 3.5 times that of a parameter. Gradient norm: two norms differ by no more than their gradients "
     "do, so by no more than the budget of the whole (in float64 the root of the summed squares of all). Loss: a sum of "
@@ -59,8 +59,8 @@ BUDGETS = (
 )
 MEANING = (
     "Equality is claimed for the first step, where it can be judged. After it the weights differ in their last bits; "
-    "sooner or later a token is drawn otherwise, its answer takes another course, and from there two runs of one seed "
-    "are two runs. So the curves are held to no budget. Three distances are laid side by side, each a root mean square "
+    "sooner or later a token is drawn otherwise, its completion takes another course, and from there two runs of one "
+    "seed are two runs. So the curves have no budget. Three distances are shown side by side, each a root mean square "
     "over steps: fused − plain at one seed; plain − plain at one seed, where the second sums in another order and "
     "nothing else (four rows a step instead of two); and one seed − the other under one head. The first two share "
     "prompts and draws, the third does not; the fair measure of the fused head is therefore the second: what rounding "
@@ -68,21 +68,21 @@ MEANING = (
 )
 CAPTION = (
     "By optimizer step. Colour: what was trained; solid: seed 0, dashed: seed 1. The first six as in the table; then "
-    "the share of answers that are the plain run's of the same seed token for token; and, for each metric, two of the "
-    "table's distances over that between seeds."
+    "the share of completions that are the plain run's of the same seed token for token; and, for each metric, two of "
+    "the table's distances over that between seeds."
 )
 
 
 @dataclass(frozen=True)
 class Records:
-    """What the page is made of.
+    """Records of the page.
 
     Attributes:
         step_one: one step, by precision and head.
         fifty_steps: training, by head and seed.
         other_rounding: training with the plain head and other rows, by seed.
         sampled: by ablation and run, {"digests", "alike"} by step; see `write_sampled`.
-        policy: what made the policy.
+        policy: record of the warm-up of the policy.
     """
 
     step_one: Comparison
@@ -96,7 +96,7 @@ class Records:
         """Read the records of a folder.
 
         Raises:
-            RecordError: one is not there, or damaged.
+            RecordError: one is missing or damaged.
         """
         comparisons = {name: Comparison.load(folder / name / "comparison.json") for name in ABLATIONS}
         sampled = {name: read_record(folder / name / "sampled.json") for name in ABLATIONS}
@@ -104,39 +104,39 @@ class Records:
 
 
 def write_fused_ab(folder: Path) -> Path:
-    """Write ``report.html`` of a folder of records, whole or not at all.
+    """Write ``report.html`` of a folder of records atomically.
 
     Raises:
-        RecordError: a record is not there, or a run failed.
+        RecordError: a record is missing, or a run failed.
     """
     return write_whole(Path(folder) / "report.html", page(Records.load(Path(folder))).encode())
 
 
 def write_sampled(folder: Path, ablation: str) -> Path:
-    """Write ``folder/ABLATION/sampled.json``: what each run drew, and how much of it the plain head drew as well.
+    """Write ``folder/ABLATION/sampled.json``: each run's completions, and their overlap with those of the plain head.
 
     The plain head is in step_one the first run, and elsewhere that of fifty_steps with the same seed.
 
     Raises:
-        RecordError: a comparison or run is not there.
+        RecordError: a comparison or run is missing.
     """
     plain: dict[int, list[Answers]] = {}
     if ablation != "step_one":
         steps = Comparison.load(folder / "fifty_steps" / "comparison.json")
         plain = {c.settings["seed"]: _drawn(folder / "fifty_steps", c) for c in steps.configurations if not _fused(c)}
-    found: dict[str, Any] = {}
+    sampled: dict[str, Any] = {}
     for c in Comparison.load(folder / ablation / "comparison.json").configurations:
         drawn = _drawn(folder / ablation, c)
         others = plain.setdefault(c.settings["seed"], drawn)
-        found[c.name] = {
-            "digests": [digest(answers) for answers in drawn],
+        sampled[c.name] = {
+            "digests": [digest(completions) for completions in drawn],
             "alike": [share_alike(*pair) for pair in zip(drawn, others, strict=True)],
         }
-    return write_whole(folder / ablation / "sampled.json", to_json(found))
+    return write_whole(folder / ablation / "sampled.json", to_json(sampled))
 
 
 def page(records: Records) -> str:
-    """The page as text: one HTML file that needs nothing else; the same records give the same bytes."""
+    """Render the page as one self-contained HTML file; the same records give the same bytes."""
     comparisons = {
         "One step": records.step_one,
         "Fifty steps": records.fifty_steps,
@@ -151,7 +151,7 @@ def page(records: Records) -> str:
             join([_made(records.policy), *(join([tag("h3", name), provenance(c)]) for name, c in comparisons.items())]),
         ),
     ]
-    answers = [tag("p", said, class_="answer") for said in (answer_of_step(records), answer_of_training(records))]
+    answers = [tag("p", text, class_="answer") for text in (answer_of_step(records), answer_of_training(records))]
     masthead = tag(
         "header", tag("p", "workbench report · ", tag("b", "fused_ab"), class_="eyebrow"), tag("h1", QUESTION), answers
     )
@@ -162,10 +162,10 @@ def page(records: Records) -> str:
 
 
 def step_table(comparison: Comparison) -> pd.DataFrame:
-    """Loss and gradient of the first step, a row a run, with distances from the plain head in float64 and budgets.
+    """Loss and gradient of the first step, one row per run, with distances from the plain head in float64 and budgets.
 
-    Columns: precision, loss, loss_off, loss_budget, norm, norm_off, norm_budget, gradient (of its budget, as verdicts
-    have it), verdict. Budgets are None for a reference.
+    Columns: precision, loss, loss_off, loss_budget, norm, norm_off, norm_budget, gradient (in parts of its budget, as
+    in verdicts), verdict. Budgets are None for a baseline run.
 
     Raises:
         RecordError: a run failed.
@@ -197,7 +197,7 @@ def _loss_budget(precision: str, plain_error: float, deviation: float) -> float:
 
 
 def holds(comparison: Comparison) -> bool:
-    """Whether every run of the first step keeps all of its budgets."""
+    """True if every run of the first step is within all of its budgets."""
     rows = [row for _, row in step_table(comparison).iterrows() if row["norm_budget"] is not None]
     return all(
         row["verdict"] in ("equal", "within budget")
@@ -208,24 +208,24 @@ def holds(comparison: Comparison) -> bool:
 
 
 def answer_of_step(records: Records) -> str:
-    """What one step says, made of its numbers."""
-    found = step_table(records.step_one)
-    said = []
+    """Summarize the first step in a sentence with its numbers."""
+    rows = step_table(records.step_one)
+    summaries = []
     for c in succeeded(records.step_one):
         if _fused(c):
-            row = found.loc[c.name]
-            said.append(
+            row = rows.loc[c.name]
+            summaries.append(
                 f"in {row['precision']} its loss is {significant(row['loss_off'], 2)} and its gradient norm "
                 f"{significant(row['norm_off'], 2)} away, where {significant(row['loss_budget'], 2)} and "
                 f"{significant(row['norm_budget'], 2)} are allowed"
             )
-    truth = found.iloc[0]
-    same = _same_answers(records)
+    truth = rows.iloc[0]
+    same = _same_completions(records)
     return (
-        f"One step on the same answers: the plain head in float64 finds a loss of {significant(truth['loss'], 4)} "
-        f"and a gradient norm of {significant(truth['norm'], 5)}. The fused head: {'; '.join(said)}. "
+        f"One step on the same completions: the plain head in float64 finds a loss of {significant(truth['loss'], 4)} "
+        f"and a gradient norm of {significant(truth['norm'], 5)}. The fused head: {'; '.join(summaries)}. "
         f"{'All budgets hold' if holds(records.step_one) else 'Not all budgets hold'}"
-        f"{'' if same else ', but the runs did not draw the same answers'}."
+        f"{'' if same else ', but the runs did not draw the same completions'}."
     )
 
 
@@ -260,9 +260,9 @@ def step_section(records: Records) -> Markup:
     ]
     tokens = succeeded(records.step_one)[0].steps[0]["tokens/trained/sum"]
     drew = (
-        "All runs drew the same answers, token for token."
-        if _same_answers(records)
-        else "The runs did not draw the same answers: nothing below is about the head alone."
+        "All runs drew the same completions, token for token."
+        if _same_completions(records)
+        else "The runs did not draw the same completions: nothing below is about the head alone."
     )
     return join(
         [
@@ -280,46 +280,46 @@ def step_section(records: Records) -> Markup:
 # ---- fifty steps ---------------------------------------------------------------------------------------
 
 HEADS = {"plain": 0, "fused": 2, "plain, other rows": 3}
-"""What is trained, and its place among the hues; the last is drawn below the others."""
+"""Trained head -> index of its hue; the last is drawn below the others."""
 
 
 def curves(records: Records) -> dict[str, dict[int, list[dict[str, Any]]]]:
     """Step records by head, a key of `HEADS`, and seed.
 
     Raises:
-        RecordError: a run failed, or a head has not the same seeds and steps as another.
+        RecordError: a run failed, or a head has other seeds or steps than another.
     """
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {head: {} for head in HEADS}
+    by_head: dict[str, dict[int, list[dict[str, Any]]]] = {head: {} for head in HEADS}
     for c in succeeded(records.fifty_steps):
-        found["fused" if _fused(c) else "plain"][c.settings["seed"]] = c.steps
-    found["plain, other rows"] = {c.settings["seed"]: c.steps for c in succeeded(records.other_rounding)}
-    shapes = {head: {seed: len(steps) for seed, steps in seeds.items()} for head, seeds in found.items()}
+        by_head["fused" if _fused(c) else "plain"][c.settings["seed"]] = c.steps
+    by_head["plain, other rows"] = {c.settings["seed"]: c.steps for c in succeeded(records.other_rounding)}
+    shapes = {head: {seed: len(steps) for seed, steps in seeds.items()} for head, seeds in by_head.items()}
     if len({repr(sorted(shape.items())) for shape in shapes.values()}) != 1:
         raise RecordError(
-            "lay the curves of fused_ab side by side",
+            "compare the curves of fused_ab",
             found=f"steps by head and seed {shapes}",
             rule="every head has the same seeds, and as many steps",
             fix="run both ablations again",
         )
-    return found
+    return by_head
 
 
 def training_table(records: Records) -> pd.DataFrame:
-    """Where the curves lie and how far apart, a row a metric of `METRICS`.
+    """Levels of the curves and distances between them, one row per metric of `METRICS`.
 
     Columns: first and last of the plain head and fused_last, means over seeds and over the steps of one end; and three
     root mean squares over steps: fused_plain of fused − plain at one seed (all seeds), rounding of plain in other rows
     − plain at one seed (all seeds), seeds of one seed − another under one head (all pairs of seeds, both heads).
     """
-    found = curves(records)
-    rows = {key: _row(key, found) for key in METRICS}
+    by_head = curves(records)
+    rows = {key: _row(key, by_head) for key in METRICS}
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _row(key: str, found: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
+def _row(key: str, by_head: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
     values = {
         head: {seed: [record[key] for record in steps] for seed, steps in seeds.items()}
-        for head, seeds in found.items()
+        for head, seeds in by_head.items()
     }
     plain, fused, other = (values[head] for head in HEADS)
 
@@ -342,14 +342,14 @@ def _row(key: str, found: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Parting:
-    """When two runs of one seed came apart.
+    """First differences between two runs of one seed.
 
     Attributes:
-        head: what is held against the plain head, of `HEADS`.
+        head: that is compared with the plain head, of `HEADS`.
         seed: of both.
-        record: first step whose loss or gradient norm is another; None if none.
-        answers: first step in which an answer is another; None if none.
-        alike_last: share of answers alike in the last step.
+        record: first step whose loss or gradient norm differs; None if none.
+        answers: first step in which a completion differs; None if none.
+        alike_last: share of equal completions in the last step.
     """
 
     head: str
@@ -360,12 +360,12 @@ class Parting:
 
 
 def partings(records: Records) -> list[Parting]:
-    """When each run came apart from the plain one of its seed."""
-    found, made = curves(records), []
+    """First differences of each run from the plain one of its seed."""
+    by_head, rows = curves(records), []
     for head, alike_by_seed in alike(records).items():
         for seed, shares in alike_by_seed.items():
-            pairs = list(zip(found[head][seed], found["plain"][seed], strict=True))
-            made.append(
+            pairs = list(zip(by_head[head][seed], by_head["plain"][seed], strict=True))
+            rows.append(
                 Parting(
                     head,
                     seed,
@@ -374,11 +374,11 @@ def partings(records: Records) -> list[Parting]:
                     shares[-1],
                 )
             )
-    return made
+    return rows
 
 
 def alike(records: Records) -> dict[str, dict[int, list[float]]]:
-    """By head (but plain) and seed: by step, the share of answers that are the plain run's token for token."""
+    """By head (except plain) and seed: by step, the share of completions equal to the plain run's."""
     shares: dict[str, dict[int, list[float]]] = {"fused": {}, "plain, other rows": {}}
     for name, comparison, head in (
         ("fifty_steps", records.fifty_steps, "fused"),
@@ -390,25 +390,25 @@ def alike(records: Records) -> dict[str, dict[int, list[float]]]:
     return shares
 
 
-def _first(values: Sequence[Any], is_it: Callable[[Any], bool]) -> int | None:
-    return next((place for place, value in enumerate(values) if is_it(value)), None)
+def _first(values: Sequence[Any], predicate: Callable[[Any], bool]) -> int | None:
+    return next((index for index, value in enumerate(values) if predicate(value)), None)
 
 
 def training(records: Records) -> Figure:
-    """The curves, the share of answers alike, and the three distances beside each other."""
-    found, rows = curves(records), training_table(records)
+    """Draw the curves, the share of equal completions, and the three distances side by side."""
+    by_head, rows = curves(records), training_table(records)
     figure = style.chart(5.6)
     grid = figure.subplots(2, 4).flatten()
     for axes, (key, title) in zip(grid, METRICS.items(), strict=False):
         style.tidy(axes, title=title.partition(",")[0], x="optimizer step")
-        for head, seeds in found.items():
-            for place, (_, steps) in enumerate(sorted(seeds.items())):
-                axes.plot([record["step"] for record in steps], [record[key] for record in steps], **_look(head, place))
+        for head, seeds in by_head.items():
+            for index, (_, steps) in enumerate(sorted(seeds.items())):
+                axes.plot([record["step"] for record in steps], [record[key] for record in steps], **_look(head, index))
         style.plain_ticks(axes.yaxis)
-    style.tidy(grid[6], title="answers as the plain run's", x="optimizer step")
+    style.tidy(grid[6], title="completions equal to plain", x="optimizer step")
     for head, by_seed in alike(records).items():
-        for place, (_, shares) in enumerate(sorted(by_seed.items())):
-            grid[6].plot(range(len(shares)), shares, **_look(head, place))
+        for index, (_, shares) in enumerate(sorted(by_seed.items())):
+            grid[6].plot(range(len(shares)), shares, **_look(head, index))
     grid[6].set_ylim(-0.03, 1.03)
     _distances(grid[7], rows)
     handles = [Line2D([], [], label=head, **_look(head, 0)) for head in HEADS]
@@ -425,14 +425,14 @@ def training(records: Records) -> Figure:
 
 
 def _distances(axes: Axes, rows: pd.DataFrame) -> None:
-    """A row a metric: fused − plain and plain in other rows − plain, over what two seeds differ by."""
+    """Draw one row per metric: fused − plain and plain in other rows − plain, over the difference of two seeds."""
     style.tidy(axes, title="distance ÷ that of two seeds", grid="x")
-    for place, (_, row) in enumerate(rows.iterrows()):
+    for index, (_, row) in enumerate(rows.iterrows()):
         for column, head, marker in (("rounding", "plain, other rows", "s"), ("fused_plain", "fused", "o")):
             if row["seeds"]:
                 axes.plot(
                     [row[column] / row["seeds"]],
-                    [place],
+                    [index],
                     marker=marker,
                     markersize=6,
                     linestyle="none",
@@ -445,20 +445,20 @@ def _distances(axes: Axes, rows: pd.DataFrame) -> None:
     axes.tick_params(axis="y", colors=style.INK)
 
 
-def _look(head: str, place: int) -> dict[str, Any]:
+def _look(head: str, index: int) -> dict[str, Any]:
     width, layer = {"plain": (2.2, 2), "fused": (1.0, 3), "plain, other rows": (1.0, 1)}[head]
     return {
         "color": style.SERIES[HEADS[head]],
-        "linestyle": style.DASHES[place % len(style.DASHES)],
+        "linestyle": style.DASHES[index % len(style.DASHES)],
         "linewidth": width,
         "zorder": layer,
     }
 
 
 def answer_of_training(records: Records) -> str:
-    """What fifty steps say, made of their numbers."""
-    found, steps = training_table(records), len(next(iter(curves(records)["plain"].values())))
-    reward = found.loc[REWARD]
+    """Summarize fifty steps in sentences with their numbers."""
+    rows, steps = training_table(records), len(next(iter(curves(records)["plain"].values())))
+    reward = rows.loc[REWARD]
     kl = {
         head: statistics.median(record[MISMATCH] for line in curves(records)[head].values() for record in line)
         for head in ("plain", "fused")
@@ -474,17 +474,17 @@ def answer_of_training(records: Records) -> str:
 
 
 def furthest(records: Records) -> str:
-    """Where the fused head is furthest beyond rounding, and whether always to the same side."""
-    found, rows = curves(records), training_table(records)
+    """Metric in which the fused head is furthest beyond rounding, and the sign of its difference at each seed."""
+    by_head, rows = curves(records), training_table(records)
     beyond = rows[rows["rounding"] > 0]
     if beyond.empty:
         return "Rounding moved nothing."
     key = str((beyond["fused_plain"] / beyond["rounding"]).idxmax())
     means = [
         statistics.fmean(
-            one[key] - other[key] for one, other in zip(found["fused"][seed], found["plain"][seed], strict=True)
+            one[key] - other[key] for one, other in zip(by_head["fused"][seed], by_head["plain"][seed], strict=True)
         )
-        for seed in sorted(found["plain"])
+        for seed in sorted(by_head["plain"])
     ]
     times = share(rows.loc[key, "fused_plain"] / rows.loc[key, "rounding"])
     return (
@@ -494,7 +494,7 @@ def furthest(records: Records) -> str:
 
 
 def training_section(records: Records) -> Markup:
-    """Figure and table of training, and when runs came apart."""
+    """Figure and table of training, and the first differences of runs."""
     rows = [
         [
             METRICS[str(key)],
@@ -539,8 +539,8 @@ def training_section(records: Records) -> Markup:
                     "run",
                     "seed",
                     "loss or norm first another at step",
-                    "an answer first another at step",
-                    "answers alike in the last step",
+                    "a completion first another at step",
+                    "completions alike in the last step",
                 ],
                 apart,
                 numbers=range(1, 5),
@@ -565,16 +565,16 @@ def _drawn(experiment: Path, c: Configuration) -> list[Answers]:
     return [answers_of(run, record["step"]) for record in c.steps]
 
 
-def _same_answers(records: Records) -> bool:
+def _same_completions(records: Records) -> bool:
     return len({tuple(entry["digests"]) for entry in records.sampled["step_one"].values()}) == 1
 
 
 def _trained_on(records: Records) -> str:
-    """What every run of fifty steps does, in a sentence."""
+    """Describe the runs of fifty steps in a sentence."""
     settings = succeeded(records.fifty_steps)[0].settings
     online, optimizer = settings["online"], settings["optimizer"]
     return (
-        f"Each step samples {online['prompts']} prompts with {online['answers']} answers at temperature "
+        f"Each step samples {online['prompts']} prompts with {online['answers']} completions at temperature "
         f"{online['temperature']:g}, the sampler in {online['sampler_precision'] or settings['precision']}, and "
         f"trains on them in {settings['precision']}, with the loss {settings['loss']['name']} and "
         f"{optimizer['name']} at {optimizer['learning_rate']:g}; the old policy is the {online['old_logprobs']}."
@@ -584,10 +584,10 @@ def _trained_on(records: Records) -> str:
 def _made(policy: Mapping[str, Any]) -> Markup:
     sizes = ", ".join(f"{name} {value}" for name, value in policy["sizes"].items())
     machine = policy["provenance"]["gpus"] or [policy["provenance"]["cpu"]]
-    everything, beside = (policy[name] / 1e6 for name in ("parameters", "parameters_beside_embedding"))
+    total, without_embedding = (policy[name] / 1e6 for name in ("parameters", "parameters_beside_embedding"))
     return tag(
         "p",
-        f"The policy: a Qwen3 of {everything:.1f} million parameters, {beside:.1f} million of them beside "
+        f"The policy: a Qwen3 of {total:.1f} million parameters, {without_embedding:.1f} million of them outside "
         f"its embedding ({sizes}). It learnt in {policy['steps']} steps and {policy['seconds']:.0f} s on "
-        f"{machine[0] or NONE}, until {policy['success_rate']:.0%} of its answers were right.",
+        f"{machine[0] or NONE}, until {policy['success_rate']:.0%} of its completions were right.",
     )

@@ -2,7 +2,7 @@
 
 python experiments/fused_ab/warm_up.py                  first: the policy, about a minute on a GPU
 python experiments/fused_ab/report.py                   then the runs, their records, and the page
-python experiments/fused_ab/report.py --measure         runs and records only, such as where the GPU is
+python experiments/fused_ab/report.py --measure         runs and records only, for the machine with the GPU
 python experiments/fused_ab/report.py --page            the page only, from the records
 python experiments/fused_ab/report.py --dry-run FOLDER  everything in FOLDER: a few steps of a tiny policy
 """
@@ -25,12 +25,12 @@ DRY_RUN = {
 
 
 def dry_run(folder: Path) -> None:
-    """The ablations of this folder, with a tiny policy and few steps, in another."""
+    """Write the ablations of this folder, with a tiny policy and few steps, to another folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ABLATIONS:
-        asked = yaml.safe_load((HERE / f"{name}.yaml").read_text())
-        asked["base"] = merge(asked["base"], DRY_RUN | {"steps": min(3, asked["base"]["steps"])})
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(asked, sort_keys=False))
+        ablation = yaml.safe_load((HERE / f"{name}.yaml").read_text())
+        ablation["base"] = merge(ablation["base"], DRY_RUN | {"steps": min(3, ablation["base"]["steps"])})
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(ablation, sort_keys=False))
 
 
 if __name__ == "__main__":
@@ -38,13 +38,13 @@ if __name__ == "__main__":
     parser.add_argument("--measure", action="store_true", help="the runs and their records, no page")
     parser.add_argument("--page", action="store_true", help="the page of the records, no runs")
     parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help="a few steps of a tiny policy, in FOLDER")
-    asked = parser.parse_args()
-    folder = (asked.dry_run or HERE).resolve()
-    if asked.dry_run and not asked.page:
+    options = parser.parse_args()
+    folder = (options.dry_run or HERE).resolve()
+    if options.dry_run and not options.page:
         dry_run(folder)
-    if not asked.page:
+    if not options.page:
         for ablation in ABLATIONS:
             wb.run_ablation(folder / f"{ablation}.yaml", where="here", on_event=print)
             write_sampled(folder, ablation)
-    if not asked.measure:
+    if not options.measure:
         print(f"report: {write_fused_ab(folder)}")

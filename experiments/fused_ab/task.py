@@ -8,7 +8,7 @@ from workbench.rollouts.task import ArithmeticTask
 
 
 class WideArithmetic(ArithmeticTask):
-    """`ArithmeticTask`, and an id that is no symbol is read as padding, which no right answer ends in."""
+    """`ArithmeticTask` that decodes an id without a symbol as padding, which never ends a right completion."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of vocabulary ids."""

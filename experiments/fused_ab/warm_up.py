@@ -1,9 +1,9 @@
-"""Make the policy of this experiment: a decoder that has learnt arithmetic well enough to be right some of the time.
+"""Train the policy of this experiment: a decoder that solves arithmetic some of the time.
 
-    python experiments/fused_ab/warm_up.py                 on the GPU that is here, about a minute; into this folder
-    python experiments/fused_ab/warm_up.py FOLDER --tiny   a few steps of a small one on CPU, to see that it runs
+    python experiments/fused_ab/warm_up.py                 on the local GPU, about a minute; into this folder
+    python experiments/fused_ab/warm_up.py FOLDER --tiny   a few steps of a small one on CPU, as a smoke test
 
-FOLDER/policy is a checkpoint as transformers keeps it, FOLDER/warm_up.json what made it.
+FOLDER/policy is a transformers checkpoint, FOLDER/warm_up.json the record of its training.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TINY_SETTINGS = RecordingSettings(
 
 
 def make(folder: Path, sizes: dict[str, int], settings: RecordingSettings, device: str) -> None:
-    """Warm a policy up and keep it."""
+    """Warm up a policy and save it."""
     task = WideArithmetic()
     torch.manual_seed(settings.seed)
     policy = (
@@ -80,21 +80,21 @@ def make(folder: Path, sizes: dict[str, int], settings: RecordingSettings, devic
         .eval()
         .to(device)
     )
-    warmed = warm_up(task, settings, print, policy=policy)
+    result = warm_up(task, settings, print, policy=policy)
     for config in (policy.config, policy.generation_config):
         config.bos_token_id, config.eos_token_id = task.start_id, task.end_id
     policy.cpu().save_pretrained(folder / "policy")
     weights = (folder / "policy" / "model.safetensors").read_bytes()
-    everything = sum(parameter.numel() for parameter in policy.parameters())
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
     write_whole(
         folder / "warm_up.json",
         to_json(
             {
-                "steps": warmed.steps,
-                "success_rate": warmed.success_rate,
-                "seconds": round(warmed.seconds, 1),
-                "parameters": everything,
-                "parameters_beside_embedding": everything - sizes["vocab_size"] * sizes["hidden_size"],
+                "steps": result.steps,
+                "success_rate": result.success_rate,
+                "seconds": round(result.seconds, 1),
+                "parameters": parameters,
+                "parameters_beside_embedding": parameters - sizes["vocab_size"] * sizes["hidden_size"],
                 "sizes": sizes,
                 "settings": asdict(settings),
                 "policy_sha256": hashlib.sha256(weights).hexdigest(),
@@ -108,8 +108,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=HERE)
     parser.add_argument("--tiny", action="store_true", help="a small policy on CPU")
-    asked = parser.parse_args()
-    if asked.tiny:
-        make(asked.folder, TINY, TINY_SETTINGS, "cpu")
+    options = parser.parse_args()
+    if options.tiny:
+        make(options.folder, TINY, TINY_SETTINGS, "cpu")
     else:
-        make(asked.folder, SIZES, SETTINGS, "cuda" if torch.cuda.is_available() else "cpu")
+        make(options.folder, SIZES, SETTINGS, "cuda" if torch.cuda.is_available() else "cpu")

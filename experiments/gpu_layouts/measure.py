@@ -1,9 +1,9 @@
-"""What layouts and attention algorithms cost on several GPUs, and whether they all train the same model.
+"""Cost and parity of layouts and attention algorithms on several GPUs.
 
-One optimizer step of the same packed documents in every layout: the loss and every gradient of it are held to a truth
-of higher precision, then the step is timed. Which layouts, sizes and precisions is written in
-`experiments/gpu_layouts/layouts.yaml`; without GPUs its tiny twin runs, which says that it works and nothing about
-speed. A layout whose ranks fail is left out with their words, and the others go on.
+One optimizer step of the same packed documents in every layout: the loss and every gradient are compared with a truth
+of higher precision, then the step is timed. Layouts, sizes and precisions are in
+`experiments/gpu_layouts/layouts.yaml`; without GPUs its tiny twin runs, which shows that it works but nothing about
+speed. A layout whose ranks fail is left out with their error message, and the others continue.
 `python -m experiments.gpu_layouts.measure FOLDER WORKLOAD/LAYOUT ...` is one rank.
 
 Units: milliseconds of forward, backward, reduction and optimizer; GiB at the peak of the rank that needs most.
@@ -48,12 +48,12 @@ from workbench.train.worker import make_optimizer
 
 SAMPLES = 3
 MINUTES = 8.0
-"""For all layouts; those that are not reached in time are named in the record."""
+"""For all layouts; the record names those that are not reached in time."""
 _PADDED = 16
-"""Tokens to which documents are padded here: what the document zigzag asks for on up to 8 ranks."""
+"""Multiple to which documents are padded here: that of the document zigzag on up to 8 ranks."""
 WHOLE_FACTOR, PARAMETER_FACTOR = 1.5, 2.0
-"""How far from the truth a layout may be, in distances of one rank: the whole gradient, and each parameter (of which
-one rank's distance counts as at least its relative one of the whole gradient)."""
+"""Largest distance of a layout from the truth, in distances of one rank: the whole gradient, and each parameter (of
+which one rank's distance counts as at least its relative one of the whole gradient)."""
 
 
 class _Model(BaseModel):
@@ -61,7 +61,7 @@ class _Model(BaseModel):
 
 
 class Truth(_Model):
-    """What a workload is held to: one rank, at a higher precision and in rows that fit there."""
+    """Baseline of a workload: one rank, at a higher precision and in rows that fit there."""
 
     precision: Literal["float32", "float64"]
     row_tokens: int
@@ -76,18 +76,18 @@ class Workload(_Model):
     document_tokens: tuple[int, int]
     truth: Truth
     layouts: tuple[str, ...] = ()
-    """Which; none named: all."""
+    """Names; empty: all."""
 
 
 class OldPolicy(_Model):
-    """The policy that is said to have sampled: w + relative * std(w) * normal numbers from a seed, tensor by tensor."""
+    """The old policy: w + relative * std(w) * normal numbers from a seed, tensor by tensor."""
 
     relative: float
     seed: int
 
 
 class Plan(_Model):
-    """What is measured."""
+    """Plan of the measurement."""
 
     question: str
     model: str
@@ -97,7 +97,7 @@ class Plan(_Model):
     layouts: dict[str, LayoutSpec]
 
     def entries(self, ranks: int) -> list[str]:
-        """Workload and layout of every measurement on so many ranks, those of one policy next to each other."""
+        """Workload and layout of every measurement on ``ranks`` ranks, those of one policy next to each other."""
         return [
             f"{name}/{layout}"
             for name in self.workloads
@@ -113,22 +113,22 @@ class Plan(_Model):
 def measure(
     *, pairs: int = SAMPLES, minutes: float = MINUTES, told: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure every layout that this machine has GPUs for and say it as a record.
+    """Measure every layout that this machine has GPUs for and return a record.
 
     Args:
         pairs: timed steps of each layout, after two that are not timed.
-        minutes: after which no further layout is begun.
-        told: told what is being measured.
+        minutes: no further layout is started after this time.
+        told: called with progress messages.
 
     Raises:
-        LaunchError: one rank alone failed, without which there is nothing to hold the others to.
+        LaunchError: the layout of one rank failed, which is the baseline of the others.
     """
     gpus = torch.cuda.device_count()
     source = Path(__file__).parent / ("layouts.yaml" if gpus else "dry_run.yaml")
     plan = parse_spec(Plan, read_yaml(source), where=source.name)
-    began, deadline = time.time(), time.time() + 60 * minutes
-    at_hand = "/dev/shm" if Path("/dev/shm").is_dir() else None  # gigabytes of weights, read by every rank
-    with tempfile.TemporaryDirectory(dir=at_hand) as temporary:
+    start, deadline = time.time(), time.time() + 60 * minutes
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # gigabytes of weights, read by every rank
+    with tempfile.TemporaryDirectory(dir=in_memory) as temporary:
         folder = Path(temporary)
         shutil.copy(source, folder / "plan.yaml")
         for ranks in sorted({layout.world_size for layout in plan.layouts.values()}):
@@ -143,11 +143,11 @@ def measure(
                     told=told,
                     needed=lambda ranks=ranks: "one rank ends with 0" if ranks == 1 else "",
                 )
-        found = {
+        results = {
             name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)} for name in plan.workloads
         }
         old = {name: from_json((folder / f"{name}.json").read_text()) for name in plan.workloads}
-    for layouts in found.values():
+    for layouts in results.values():
         _judge(layouts)
     return {
         "benchmark": "layouts",
@@ -155,32 +155,32 @@ def measure(
         "gpus": gpus,
         "plan": plan.model_dump(mode="json"),
         "rollouts": old,
-        "workloads": found,
-        "bars": _bars(found),
-        "minutes": (time.time() - began) / 60,
+        "workloads": results,
+        "bars": _bars(results),
+        "minutes": (time.time() - start) / 60,
         "provenance": provenance(project_root(), seed=plan.seed),
     }
 
 
 def in_words(record: Mapping[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     lines = [f"layouts on {record['device']}"]
     for workload, layouts in record["workloads"].items():
-        for name, found in layouts.items():
-            said = found.get("left_out")
-            if said is None:
-                parity = found["parity"]
-                said = (
-                    f"{found['step_ms']:.1f} ms, {found['tokens_per_second']:.0f} tokens/s, efficiency "
-                    f"{found['efficiency']:.2f}, {found['peak_gib']:.2f} GiB, "
+        for name, entry in layouts.items():
+            summary = entry.get("left_out")
+            if summary is None:
+                parity = entry["parity"]
+                summary = (
+                    f"{entry['step_ms']:.1f} ms, {entry['tokens_per_second']:.0f} tokens/s, efficiency "
+                    f"{entry['efficiency']:.2f}, {entry['peak_gib']:.2f} GiB, "
                     f"{parity['distance_in_one_ranks']:.2f} of one rank's distance to the truth"
                 )
-            lines.append(f"{workload}, {name}: {said}")
+            lines.append(f"{workload}, {name}: {summary}")
     return "\n".join(lines)
 
 
 def write_page(record: Mapping[str, Any], folder: Path) -> Path:
-    """The record as a page with figures."""
+    """Write the record as a page with figures."""
     return write_layout_report(record, folder)
 
 
@@ -188,46 +188,46 @@ def write_page(record: Mapping[str, Any], folder: Path) -> Path:
 
 
 def _judge(layouts: dict[str, dict[str, Any]]) -> None:
-    """Add what a layout is in terms of one rank: efficiency, and distance to the truth."""
-    alone = layouts["one_rank"]
-    if "left_out" in alone:
-        why = f"nothing to hold it to; one_rank: {alone['left_out']}"
+    """Add efficiency and distance to the truth of each layout, relative to one rank."""
+    baseline = layouts["one_rank"]
+    if "left_out" in baseline:
+        why = f"no baseline; one_rank: {baseline['left_out']}"
         layouts.update({name: {"left_out": why} for name in layouts})
         return
-    relative = alone["parity"]["distance"] / alone["parity"]["norm"]
-    for found in layouts.values():
-        if "left_out" in found:
+    relative = baseline["parity"]["distance"] / baseline["parity"]["norm"]
+    for entry in layouts.values():
+        if "left_out" in entry:
             continue
-        parity = found["parity"]
+        parity = entry["parity"]
         parts = {
-            name: distance / max(alone["parity"]["of_parameters"][name], relative * parity["norms"][name])
+            name: distance / max(baseline["parity"]["of_parameters"][name], relative * parity["norms"][name])
             for name, distance in parity["of_parameters"].items()
         }
         worst = max(parts, key=lambda name: parts[name])
         parity |= {
-            "distance_in_one_ranks": parity["distance"] / alone["parity"]["distance"],
+            "distance_in_one_ranks": parity["distance"] / baseline["parity"]["distance"],
             "worst_parameter": worst,
             "worst_in_one_ranks": parts[worst],
         }
         parity["within"] = parity["distance_in_one_ranks"] <= WHOLE_FACTOR and parts[worst] <= PARAMETER_FACTOR
-        found["efficiency"] = alone["step_ms"] / (found["ranks"] * found["step_ms"])
-    for found in layouts.values():
+        entry["efficiency"] = baseline["step_ms"] / (entry["ranks"] * entry["step_ms"])
+    for entry in layouts.values():
         for key in ("of_parameters", "norms"):
-            found.get("parity", {}).pop(key, None)
+            entry.get("parity", {}).pop(key, None)
 
 
 def _bars(workloads: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Parity is a bar; speed is only told."""
+    """Bars of parity; speed has none."""
     shares = [
         max(
-            found["parity"]["distance_in_one_ranks"] / WHOLE_FACTOR,
-            found["parity"]["worst_in_one_ranks"] / PARAMETER_FACTOR,
+            entry["parity"]["distance_in_one_ranks"] / WHOLE_FACTOR,
+            entry["parity"]["worst_in_one_ranks"] / PARAMETER_FACTOR,
         )
         for layouts in workloads.values()
-        for found in layouts.values()
-        if "left_out" not in found
+        for entry in layouts.values()
+        if "left_out" not in entry
     ]
-    left_out = sum("left_out" in found for layouts in workloads.values() for found in layouts.values())
+    left_out = sum("left_out" in entry for layouts in workloads.values() for entry in layouts.values())
     return {
         "parity: worst layout in its budget": {
             "bar": 1.0,
@@ -242,11 +242,11 @@ def _bars(workloads: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Rank:
-    """What a rank keeps from one layout to the next: meshes, and the last policy.
+    """State of a rank between layouts: meshes, and the last policy.
 
     Args:
-        folder: where weights, rollouts, truths and results lie.
-        device: where this rank computes.
+        folder: of weights, rollouts, truths and results.
+        device: of this rank.
         samples: timed steps.
     """
 
@@ -257,7 +257,7 @@ class Rank:
         self._policy: tuple[Any, Policy, torch.optim.Optimizer] | None = None
 
     def mesh(self, layout: LayoutSpec) -> Mesh:
-        """The axes of a layout."""
+        """The mesh of a layout."""
         sizes = (layout.dp, layout.cp, layout.tp, layout.ulysses)
         if sizes not in self._meshes:
             self._meshes[sizes] = make_mesh(
@@ -266,7 +266,7 @@ class Rank:
         return self._meshes[sizes]
 
     def policy(self, spec: RunSpec, mesh: Mesh) -> tuple[Policy, torch.optim.Optimizer]:
-        """The policy of a spec, the last one where that is it; its optimizer leaves the weights as they are."""
+        """Load the policy of a spec, or reuse the last one; its optimizer does not change the weights."""
         layout = spec.layout
         key = (
             spec.precision,
@@ -280,7 +280,7 @@ class Rank:
         )
         if self._policy is None or self._policy[0] != key:
             self._policy = None
-            gc.collect()  # sharded parameters lie in cycles of references
+            gc.collect()  # sharded parameters are in reference cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             policy = load_policy(
@@ -360,16 +360,16 @@ class Rank:
         self._policy = None
 
     def measure(self, workload_name: str, layout_name: str) -> None:
-        """Hold a layout to the truth, time it, and write what was found."""
+        """Compare a layout with the truth, time it, and write the result."""
         workload, layout = self.plan.workloads[workload_name], self.plan.layouts[layout_name]
         file = entry_file(self.folder, f"{workload_name}/{layout_name}")
         mesh = self.mesh(layout)
         try:
-            found = self._measured(workload_name, workload, layout, mesh)
-        except WorkbenchError as refused:  # the same on every rank, before any collective
-            found = {"left_out": str(refused).replace("\n", ";")}
+            result = self._measured(workload_name, workload, layout, mesh)
+        except WorkbenchError as error:  # the same on every rank, before any collective
+            result = {"left_out": str(error).replace("\n", ";")}
         if mesh.is_first:
-            write_whole(file, to_json(found))
+            write_whole(file, to_json(result))
 
     def _measured(self, name: str, workload: Workload, layout: LayoutSpec, mesh: Mesh) -> dict[str, Any]:
         spec = self.spec(workload, layout)
@@ -419,7 +419,7 @@ class Rank:
         }
 
     def most(self, value: float, mesh: Mesh) -> float:
-        """The largest of all ranks."""
+        """The largest value of all ranks."""
         most = torch.tensor(value, dtype=torch.float64, device=self.device)
         return float(all_max(all_max(most, mesh["dp_cp"]), mesh["tp"]))
 
@@ -446,7 +446,7 @@ class Rank:
 
 
 def draw_rollouts(workload: Workload, plan: Plan) -> RolloutBatch:
-    """The documents of a workload; see `draw_documents`."""
+    """Draw the documents of a workload; see `draw_documents`."""
     return draw_documents(
         workload.rows,
         workload.row_tokens,
@@ -459,10 +459,10 @@ def draw_rollouts(workload: Workload, plan: Plan) -> RolloutBatch:
 def draw_documents(
     rows: int, row_tokens: int, document_tokens: tuple[int, int], vocabulary: int, seed: int
 ) -> RolloutBatch:
-    """Documents of random tokens that fill rows: the first quarter is a prompt, advantages are of either sign.
+    """Draw documents of random tokens that fill rows: the first quarter is a prompt, advantages are of either sign.
 
-    A row is full once every document is padded to 16 tokens, and begins with the longest document there can be, which
-    does not fit into what that padding takes, so that every layout cuts the step into the same rows.
+    A row is full once every document is padded to 16 tokens, and begins with a document of the maximum length, which
+    does not fit into the space of that padding, so that every layout cuts the step into the same rows.
     """
     rng = random.Random(seed)
     low, high = document_tokens
@@ -500,17 +500,17 @@ def perturb(model: torch.nn.Module, how: OldPolicy) -> None:
 
 
 def _logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Tensor:
-    """[S] float32 log-probabilities of every token that is predicted, 0 elsewhere."""
-    found_S = torch.zeros(batch.num_tokens)
+    """[S] float32 log-probabilities of every predicted token, 0 elsewhere."""
+    logprobs_S = torch.zeros(batch.num_tokens)
     rows, _ = flow.prepare_rows(batch, spec, policy.mesh)
     with torch.no_grad():
         for local in rows:
             row = local.row
             hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-            said_T = policy.token_logprobs(hidden_TD, row.targets_T, None, wanted=()).logprobs_T
-            known_T = row.source_T != PADDING
-            found_S[row.source_T[known_T].cpu()] = said_T[known_T].float().cpu()
-    return found_S
+            logprobs_T = policy.token_logprobs(hidden_TD, row.targets_T, None, wanted=()).logprobs_T
+            real_T = row.source_T != PADDING
+            logprobs_S[row.source_T[real_T].cpu()] = logprobs_T[real_T].float().cpu()
+    return logprobs_S
 
 
 def _save_model(plan: Plan, folder: Path) -> None:
@@ -528,7 +528,7 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One rank. Why it failed lies in the folder then, whatever became of its output."""
+    """Run one rank; if it fails, write the traceback into the folder."""
     folder, samples, deadline, entries = Path(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3:]
     with saying_why(folder):
         device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)

@@ -1,4 +1,4 @@
-"""What layouts cost and whether they agree, as a page: the record of `workbench bench layouts` with every sample.
+"""Page of the cost and parity of layouts: the record of `workbench bench layouts` with every sample.
 
 `python -m experiments.gpu_layouts.page FOLDER` writes the page of a folder's record again.
 """
@@ -34,12 +34,12 @@ WHOLE_BUDGET = 1.5
 
 
 def write_layout_report(record: Mapping[str, Any], folder: Path) -> Path:
-    """Write ``report.html`` into a folder, whole or not at all."""
+    """Write ``report.html`` into a folder atomically."""
     return write_whole(Path(folder) / "report.html", page(record).encode())
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page as text; the same record gives the same bytes."""
+    """Render the page as text; the same record gives the same bytes."""
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "gpu_layouts"), class_="eyebrow"),
@@ -56,67 +56,67 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """The finding in sentences."""
-    said = []
+    """Summarize the record in sentences."""
+    sentences = []
     for name, layouts in record["workloads"].items():
         ran = _ran(layouts)
         if not ran:
-            said.append(f"{name}: nothing was measured.")
+            sentences.append(f"{name}: nothing was measured.")
             continue
-        agreeing = sum(found["parity"]["within"] for found in ran.values())
+        agreeing = sum(entry["parity"]["within"] for entry in ran.values())
         fastest = max(ran, key=lambda layout: ran[layout]["tokens_per_second"])
-        said.append(
+        sentences.append(
             f"{name}: {agreeing} of {len(ran)} layouts are within the budget of one rank's own rounding; "
             f"fastest is {fastest} with {significant(ran[fastest]['tokens_per_second'], 3)} tokens a second, "
             f"efficiency {ran[fastest]['efficiency']:.2f}."
         )
     where = f"{record['gpus']} × {record['device']}" if record["gpus"] else "CPU"
-    return f"On {where}. {' '.join(said)}"
+    return f"On {where}. {' '.join(sentences)}"
 
 
 def title(record: Mapping[str, Any], name: str) -> str:
-    """A workload in a few words."""
-    asked = record["plan"]["workloads"][name]
-    return f"{asked['precision']}, {asked['rows']} packed rows of {asked['row_tokens']} tokens"
+    """Short description of a workload."""
+    settings = record["plan"]["workloads"][name]
+    return f"{settings['precision']}, {settings['rows']} packed rows of {settings['row_tokens']} tokens"
 
 
 def workload(record: Mapping[str, Any], name: str) -> Markup:
-    """Figure and table of one workload, and what was left out and why."""
+    """Figure and table of one workload, and layouts left out with the reason."""
     layouts = record["workloads"][name]
     left_out = [
-        tag("p", tag("b", layout), f": left out ({found['left_out']})", class_="caution")
-        for layout, found in layouts.items()
-        if "left_out" in found
+        tag("p", tag("b", layout), f": left out ({entry['left_out']})", class_="caution")
+        for layout, entry in layouts.items()
+        if "left_out" in entry
     ]
     ran = _ran(layouts).items()
     if not ran:
         return join(left_out)
     cost = [
         [
-            _named(layout, found),
-            found["ranks"],
-            significant(found["step_ms"], 4),
-            significant(found["tokens_per_second"], 4),
-            f"{found['efficiency']:.2f}",
-            significant(found["peak_gib"], 3),
-            f"{found['attention_max_over_mean']:.2f}",
-            f"{found['attention_in_lock_step']:.2f}",
-            f"{found['padding']:.1%}",
+            _named(layout, entry),
+            entry["ranks"],
+            significant(entry["step_ms"], 4),
+            significant(entry["tokens_per_second"], 4),
+            f"{entry['efficiency']:.2f}",
+            significant(entry["peak_gib"], 3),
+            f"{entry['attention_max_over_mean']:.2f}",
+            f"{entry['attention_in_lock_step']:.2f}",
+            f"{entry['padding']:.1%}",
         ]
-        for layout, found in ran
+        for layout, entry in ran
     ]
     parity = [
         [
             tag("b", layout),
-            significant(found["parity"]["distance"] / found["parity"]["norm"], 2),
-            f"{found['parity']['distance_in_one_ranks']:.2f}",
-            f"{found['parity']['worst_in_one_ranks']:.2f}",
-            tag("code", found["parity"]["worst_parameter"]),
-            significant(found["parity"]["logprobs_apart_nats"], 2),
-            found["parity"]["flipped_clips"],
-            "within" if found["parity"]["within"] else tag("b", "over"),
+            significant(entry["parity"]["distance"] / entry["parity"]["norm"], 2),
+            f"{entry['parity']['distance_in_one_ranks']:.2f}",
+            f"{entry['parity']['worst_in_one_ranks']:.2f}",
+            tag("code", entry["parity"]["worst_parameter"]),
+            significant(entry["parity"]["logprobs_apart_nats"], 2),
+            entry["parity"]["flipped_clips"],
+            "within" if entry["parity"]["within"] else tag("b", "over"),
         ]
-        for layout, found in ran
+        for layout, entry in ran
     ]
     return join(
         [
@@ -157,20 +157,20 @@ def workload(record: Mapping[str, Any], name: str) -> Markup:
     )
 
 
-def _named(layout: str, found: Mapping[str, Any]) -> Markup:
-    return tag("span", tag("b", layout), tag("br"), found["layout"])
+def _named(layout: str, entry: Mapping[str, Any]) -> Markup:
+    return tag("span", tag("b", layout), tag("br"), entry["layout"])
 
 
 def costs(layouts: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Time, memory and distance to the truth of every layout that ran."""
+    """Draw time, memory and distance to the truth of every layout that ran."""
     ran = _ran(layouts)
     figure = style.chart(1.0 + 0.22 * len(ran))
     panels = style.panels(figure, len(PANELS), sharey=True)
-    ranks = sorted({found["ranks"] for found in ran.values()})
+    ranks = sorted({entry["ranks"] for entry in ran.values()})
     for axes, (key, label) in zip(panels, PANELS, strict=True):
         style.tidy(axes, grid="x", x=label)
-        for row, found in enumerate(ran.values()):
-            number = ranks.index(found["ranks"])
+        for row, entry in enumerate(ran.values()):
+            number = ranks.index(entry["ranks"])
             look = {
                 "color": style.SERIES[number],
                 "marker": style.MARKERS[number],
@@ -178,9 +178,9 @@ def costs(layouts: Mapping[str, Mapping[str, Any]]) -> Figure:
                 "markersize": 5,
             }
             if key == "step_ms":
-                axes.plot(found["samples_ms"], [row] * len(found["samples_ms"]), **look, markerfacecolor="#ffffff")
-            value = found["parity"]["distance_in_one_ranks"] if key == "distance" else found[key]
-            axes.plot([value], [row], **look, label=f"{found['ranks']} rank{'s' * (found['ranks'] > 1)}")
+                axes.plot(entry["samples_ms"], [row] * len(entry["samples_ms"]), **look, markerfacecolor="#ffffff")
+            value = entry["parity"]["distance_in_one_ranks"] if key == "distance" else entry[key]
+            axes.plot([value], [row], **look, label=f"{entry['ranks']} rank{'s' * (entry['ranks'] > 1)}")
         if key == "distance":
             axes.axvline(WHOLE_BUDGET, color=style.MUTED, linewidth=0.8, linestyle=":")
         axes.set_xlim(0, 1.08 * axes.dataLim.x1)
@@ -201,7 +201,7 @@ def costs(layouts: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def setting(record: Mapping[str, Any]) -> Markup:
-    """Model, documents, old policy and truths."""
+    """Describe model, documents, old policy and truths."""
     plan = record["plan"]
     old = plan["old_policy"]
     lines = [
@@ -211,11 +211,11 @@ def setting(record: Mapping[str, Any]) -> Markup:
         "forward pass over the head. Efficiency: time of one rank over ranks times time. Each time is of forward, "
         "backward, reduction and an optimizer step (learning rate 0)."
     ]
-    for name, asked in plan["workloads"].items():
-        drawn, truth = record["rollouts"][name], asked["truth"]
+    for name, settings in plan["workloads"].items():
+        drawn, truth = record["rollouts"][name], settings["truth"]
         lines.append(
-            f"{name}: {drawn['documents']} documents of {asked['document_tokens'][0]} to "
-            f"{asked['document_tokens'][1]} tokens, {drawn['tokens']} in all, {drawn['trained_tokens']} "
+            f"{name}: {drawn['documents']} documents of {settings['document_tokens'][0]} to "
+            f"{settings['document_tokens'][1]} tokens, {drawn['tokens']} in all, {drawn['trained_tokens']} "
             "trained; log-probabilities of old and present policy "
             f"{significant(drawn['old_policy_apart_nats'], 2)} nats apart on average, "
             f"{drawn['clipped']:.0%} of trained tokens clipped. Truth: one rank in {truth['precision']}, "
@@ -225,17 +225,17 @@ def setting(record: Mapping[str, Any]) -> Markup:
 
 
 def every_sample(record: Mapping[str, Any]) -> Markup:
-    """All times, in the order in which they were taken, and what it took to prepare rows on the host."""
+    """Table of all times, in the order of measurement, and of the time to prepare rows on the host."""
     rows = [
-        [layout, name, ", ".join(f"{ms:.1f}" for ms in found["samples_ms"]), f"{found['prepare_ms']:.0f}"]
+        [layout, name, ", ".join(f"{ms:.1f}" for ms in entry["samples_ms"]), f"{entry['prepare_ms']:.0f}"]
         for name, layouts in record["workloads"].items()
-        for layout, found in _ran(layouts).items()
+        for layout, entry in _ran(layouts).items()
     ]
     return table(["", "", "steps, ms", "preparing rows, ms"], rows, numbers=(3,))
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
-    """Versions, git state, command and machine."""
+    """Table of versions, git state, command and machine."""
     facts = {
         "command": record.get("command"),
         "device": record["device"],
@@ -250,15 +250,15 @@ def provenance(record: Mapping[str, Any]) -> Markup:
 
 
 def _ran(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {name: found for name, found in layouts.items() if "left_out" not in found}
+    return {name: entry for name, entry in layouts.items() if "left_out" not in entry}
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Write the page of the folder that the command line names."""
+    """Write the page of a folder given on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.gpu_layouts.page", description="Write report.html from the record of a folder."
     )
-    parser.add_argument("folder", type=Path, help="holds layouts.json")
+    parser.add_argument("folder", type=Path, help="has layouts.json")
     folder = parser.parse_args(arguments).folder
     if not (folder / "layouts.json").exists():
         raise RecordError(

@@ -1,8 +1,8 @@
-"""Who computes log-probabilities and their gradients from hidden states: this package, and others that are installed.
+"""Contenders: log-probabilities and their gradients from hidden states, by this package and by installed libraries.
 
-A contender is a function of a workload that does one forward and backward pass and leaves gradients in `.grad`. All
-policy-gradient contenders take the same loss, written once; those that bring a loss of their own are given the same
-numbers. What is not installed, or cannot run a size, is said in words and left out.
+A contender is a function of a workload that runs one forward and backward pass and leaves gradients in `.grad`. All
+policy-gradient contenders use the same loss, written once; those with a loss of their own get the same numbers. A
+contender that is not installed, or cannot run a size, is left out with the reason.
 
 Letters: T packed tokens | V vocabulary | D model dimension.
 """
@@ -25,7 +25,7 @@ from workbench.specs.losses import LossSpec
 
 Kind = Literal["floor", "ours", "peer", "cross entropy"]
 Pass = Callable[[], Tensor | None]
-"""One pass; returns log-probabilities [T] if it makes them."""
+"""One pass; returns log-probabilities [T] if it computes them."""
 
 LONG = 8192
 """Tokens of a document that is longer than a chunk."""
@@ -36,16 +36,16 @@ GSPO = LossSpec(name="gspo", surrogate={"clip_low": 0.02, "clip_high": 0.02}, de
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do it.
+    """One implementation.
 
     Attributes:
-        name: as it is listed.
-        kind: what it is.
+        name: in the table.
+        kind: of implementation.
         make: from a workload to a pass, once before timing.
-        what: in words.
-        memory: whether its memory grows with the number of tokens.
-        loss: which loss it trains: "token", "gspo" or "gspo long"; None: no gradient that is comparable.
-        package: distribution that it comes from; None: this one or torch.
+        what: description.
+        memory: the quantity that its memory grows with.
+        loss: that it trains: "token", "gspo" or "gspo long"; None: no comparable gradient.
+        package: its distribution; None: this one or torch.
         only: the only workloads on which it is measured; () for all.
     """
 
@@ -70,7 +70,7 @@ class Contender:
 
 
 def part_of(work: Workload, loss: str) -> Part:
-    """The loss of a name on a workload."""
+    """Build a named loss on a workload."""
     length = LONG if loss == "gspo long" else DOCUMENT
     return work.loss_of(TOKEN if loss == "token" else GSPO, work.documents(length))
 
@@ -79,7 +79,7 @@ def part_of(work: Workload, loss: str) -> Part:
 
 
 def three_products(work: Workload) -> Pass:
-    """Logits, gradient of the hidden states, gradient of the head: nothing but the library's matrix products."""
+    """Logits, gradient of the hidden states, gradient of the head: three cuBLAS GEMMs and nothing else."""
     hidden_TD, weight_VD = work.hidden_TD.detach(), work.weight_VD.detach()
     logits_TV = hidden_TD @ weight_VD.T
     out_TD, out_VD = torch.empty_like(hidden_TD), torch.empty_like(weight_VD)
@@ -114,7 +114,7 @@ def ours_fused(loss: str, accumulate: str = "weight", implementation: str = "aut
         documents_T = part.documents_T if loss != "token" else None
 
         def run() -> Tensor:
-            found = fused_loss(
+            result = fused_loss(
                 work.hidden_TD,
                 work.weight_VD,
                 work.targets_T,
@@ -123,8 +123,8 @@ def ours_fused(loss: str, accumulate: str = "weight", implementation: str = "aut
                 accumulate=accumulate,
                 implementation=implementation,
             )
-            found.loss.backward()
-            return found.said.logprobs_T
+            result.loss.backward()
+            return result.said.logprobs_T
 
         return run
 
@@ -138,7 +138,7 @@ def ours_logprobs(kept_bytes: int, implementation: str = "auto") -> Callable[[Wo
         part = part_of(work, "token")
 
         def run() -> Tensor:
-            said = token_logprobs(
+            head_output = token_logprobs(
                 work.hidden_TD,
                 work.weight_VD,
                 work.targets_T,
@@ -146,8 +146,8 @@ def ours_logprobs(kept_bytes: int, implementation: str = "auto") -> Callable[[Wo
                 keep_bytes=kept_bytes,
                 implementation=implementation,
             )
-            part.whole(said.logprobs_T).backward()
-            return said.logprobs_T
+            part.whole(head_output.logprobs_T).backward()
+            return head_output.logprobs_T
 
         return run
 
@@ -217,7 +217,7 @@ def liger_full_logits(work: Workload) -> Pass:
 
 
 def liger_scaled(work: Workload) -> Pass:
-    """Liger's scaled cross entropy in CuTe DSL: a log-probability a token, recomputed in backward."""
+    """Liger's scaled cross entropy in CuTe DSL: one log-probability per token, recomputed in backward."""
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
 
     def logprobs() -> Tensor:
@@ -228,7 +228,7 @@ def liger_scaled(work: Workload) -> Pass:
 
 
 def liger_fused_grpo(work: Workload) -> Pass:
-    """Liger `LigerFusedLinearGRPOLoss`: gradient in the forward pass, in float32 products."""
+    """Liger `LigerFusedLinearGRPOLoss`: gradient in the forward pass, in float32 GEMMs."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     sequences = work.size.tokens // DOCUMENT
@@ -265,14 +265,14 @@ def trl_full_logits(work: Workload) -> Pass:
 
 
 def trl_chunked(work: Workload) -> Pass:
-    """TRL's chunked head: tiles of 4 096 tokens by 32 768 words, recomputed in backward."""
+    """TRL's chunked head: tiles of 4 096 tokens by 32 768 vocabulary entries, recomputed in backward."""
     from trl.kernels import ChunkedLogProbFunction
 
     def logprobs() -> Tensor:
-        made: Any = ChunkedLogProbFunction.apply(
+        outputs: Any = ChunkedLogProbFunction.apply(
             work.hidden_TD, work.weight_VD, None, work.targets_T, 1.0, 32768, None, 1.0, ()
         )
-        return made[0]
+        return outputs[0]
 
     return _logprobs_then_loss(work, logprobs)
 
@@ -287,11 +287,11 @@ def cut_cross_entropy(work: Workload) -> Pass:
 
 
 def quack_scaled_exp(work: Workload) -> Pass:
-    """Chunked cross entropy of quack: the same trick for one scalar loss."""
+    """Chunked cross entropy of quack: gradient in the forward pass, for one scalar loss."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def run() -> None:
-        # Its products cannot tell rows from columns where a chunk is as long as the model is wide.
+        # Its GEMMs cannot tell rows from columns if a chunk is as long as the model is wide.
         chunk = 8192 if work.size.dimension == 4096 else 4096
         chunked_linear_cross_entropy(work.hidden_TD, work.weight_VD, work.targets_T, chunk_size=chunk).backward()
 
@@ -304,10 +304,10 @@ def trl_forward(work: Workload) -> Pass:
 
     def run() -> Tensor:
         with torch.no_grad():
-            made: Any = ChunkedLogProbFunction.apply(
+            outputs: Any = ChunkedLogProbFunction.apply(
                 work.hidden_TD, work.weight_VD, None, work.targets_T, 1.0, 32768, None, 1.0, ("entropy",)
             )
-        return made[0]
+        return outputs[0]
 
     return run
 
@@ -329,18 +329,18 @@ def _logprobs_then_loss(work: Workload, logprobs: Callable[[], Tensor]) -> Pass:
     part = part_of(work, "token")
 
     def run() -> Tensor:
-        found_T = logprobs()
-        part.whole(found_T).backward()
-        return found_T
+        logprobs_T = logprobs()
+        part.whole(logprobs_T).backward()
+        return logprobs_T
 
     return run
 
 
 ROOM = 1 << 60
-"""Bytes that may be kept for backward where there is room."""
+"""Unlimited bytes that may be kept for backward."""
 
 BOTH = (
-    Contender("three products", "floor", three_products, "nothing but the products", "all tokens", loss=None),
+    Contender("three products", "floor", three_products, "nothing but the GEMMs", "all tokens", loss=None),
     Contender("fused_loss", "ours", ours_fused("token"), "weight gradient in the weight's precision", "chunk"),
     Contender("fused_loss float32", "ours", ours_fused("token", "float32"), "weight gradient in float32", "chunk"),
     Contender("fused_loss GSPO", "ours", ours_fused("gspo"), "documents of 1 024 tokens", "chunk", "gspo"),
@@ -367,7 +367,7 @@ BOTH = (
         "Liger fused GRPO",
         "peer",
         liger_fused_grpo,
-        "gradient in the forward pass, float32 products",
+        "gradient in the forward pass, float32 GEMMs",
         "chunk",
         package="liger-kernel",
         only=("A",),
@@ -395,7 +395,7 @@ BOTH = (
 """Forward and backward."""
 
 FORWARD = (
-    Contender("one product", "floor", one_product, "nothing but the product", "all tokens", loss=None),
+    Contender("one product", "floor", one_product, "nothing but the GEMM", "all tokens", loss=None),
     Contender("token_logprobs", "ours", ours_forward(), "log-probability", "chunk", loss=None),
     Contender(
         "token_logprobs, entropy", "ours", ours_forward("entropy"), "log-probability and entropy", "chunk", loss=None

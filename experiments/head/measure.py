@@ -1,10 +1,9 @@
-"""What the output head costs: log-probabilities and gradients from hidden states, ours and others', in one run.
+"""Cost of the output head: log-probabilities and gradients from hidden states, ours and others', in one run.
 
-Everything is measured against the least that there is to do: three matrix products forward and backward (one for
-log-probabilities alone), by the library's own routine, in the same run. A round takes every contender once, in an
-order that is drawn anew; a sample is the mean of two passes after one that is not counted, so that each finds the
-device as busy and warm as the others. Errors are against float64 of the same operands. Without a GPU one tiny size is
-run, and no bar is held.
+Everything is measured against the lower bound: three GEMMs forward and backward (one for log-probabilities alone), by
+cuBLAS, in the same run. A round runs every contender once, in a new random order; a sample is the mean of two passes
+after one that is not counted, so that the device is equally busy and warm for each. Errors are against float64 of the
+same operands. Without a GPU one tiny size is run, without bars.
 
 Units: milliseconds between device events; GiB beyond the operands and both gradients.
 """
@@ -32,7 +31,7 @@ PASSES = 2
 
 GIB = float(1 << 30)
 HOPELESS = 40.0
-"""A contender that needs this many times the floor is measured once, and said to be."""
+"""A contender that needs more than this many times the floor is measured only once."""
 
 
 def measure(
@@ -42,13 +41,13 @@ def measure(
     told: Callable[[str], None] = lambda line: None,
     sizes: Sequence[Size] | None = None,
 ) -> dict[str, Any]:
-    """Measure everything and say it as a record.
+    """Measure everything and return a record.
 
     Args:
         pairs: rounds.
         later: not used; every benchmark takes it.
-        told: told what is being measured.
-        sizes: which workloads; None for those of the device.
+        told: called with progress messages.
+        sizes: of the workloads; None for those of the device.
     """
     large = torch.cuda.is_available()
     device = torch.device("cuda" if large else "cpu")
@@ -68,13 +67,13 @@ def measure(
     return record | {"bars": bars(record) if large else {}}
 
 
-def _workload(size: Size, device: torch.device, rounds: int, told: Callable[[str], None]) -> dict[str, Any]:
+def _workload(size: Size, device: torch.device, rounds: int, log: Callable[[str], None]) -> dict[str, Any]:
     work = Workload.make(size, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    errors = _errors(work, told)
-    both = _interleaved(work, BOTH, rounds, told)
-    forward = _interleaved(work, FORWARD, rounds, told)
-    for name, found in errors.items():
-        both["contenders"][name] |= found
+    errors = _errors(work, log)
+    both = _interleaved(work, BOTH, rounds, log)
+    forward = _interleaved(work, FORWARD, rounds, log)
+    for name, entry in errors.items():
+        both["contenders"][name] |= entry
     return {
         "tokens": size.tokens,
         "dimension": size.dimension,
@@ -88,9 +87,9 @@ def _workload(size: Size, device: torch.device, rounds: int, told: Callable[[str
 
 
 def _interleaved(
-    work: Workload, contenders: Iterable[Contender], rounds: int, told: Callable[[str], None]
+    work: Workload, contenders: Iterable[Contender], rounds: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Samples and memory of every contender that runs here, the floor's among them."""
+    """Measure samples and memory of every contender that runs here, the floor included."""
     passes: dict[str, Pass] = {}
     listed: dict[str, dict[str, Any]] = {}
     for contender in contenders:
@@ -108,7 +107,7 @@ def _interleaved(
         if contender.version is None:
             entry["left_out"] = f"{contender.package} is not installed"
             continue
-        told(f"  {contender.name}")
+        log(f"  {contender.name}")
         try:
             one = contender.make(work)
             _clear(work)
@@ -122,7 +121,7 @@ def _interleaved(
     samples: dict[str, list[float]] = {name: [] for name in passes}
     floor = next(name for name, entry in listed.items() if entry["kind"] == "floor")
     for number in range(rounds):
-        told(f"  round {number + 1} of {rounds}")
+        log(f"  round {number + 1} of {rounds}")
         names = list(passes)
         order.shuffle(names)
         for name in names:
@@ -155,7 +154,7 @@ def _sample_ms(work: Workload, one: Pass) -> float:
 
 
 def _extra_memory(work: Workload, one: Pass) -> float | None:
-    """GiB at the peak beyond what lay there and both gradients; None without a GPU."""
+    """GiB at the peak beyond the memory allocated before and both gradients; None without a GPU."""
     if work.hidden_TD.device.type != "cuda":
         return None
     _clear(work)
@@ -182,11 +181,11 @@ def _clear(work: Workload) -> None:
 # -- errors ----------------------------------------------------------------------------------------------------
 
 
-def _errors(work: Workload, told: Callable[[str], None]) -> dict[str, dict[str, float]]:
+def _errors(work: Workload, log: Callable[[str], None]) -> dict[str, dict[str, float]]:
     """Mean error of log-probabilities in nats, relative error of both gradients, by contender."""
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for loss in ("token", "gspo", "gspo long"):
-        told(f"  float64 of {loss}")
+        log(f"  float64 of {loss}")
         truth = Truth.of(work, part_of(work, loss))
         for contender in BOTH:
             left = contender.only and work.size.name not in contender.only
@@ -196,20 +195,20 @@ def _errors(work: Workload, told: Callable[[str], None]) -> dict[str, dict[str, 
                 logprobs_T = contender.make(work)()
                 assert work.hidden_TD.grad is not None
                 assert work.weight_VD.grad is not None
-                found[contender.name] = {
+                results[contender.name] = {
                     "hidden_error": relative_error(work.hidden_TD.grad, truth.hidden_TD),
                     "weight_error": relative_error(work.weight_VD.grad, truth.weight_VD),
                 }
                 if logprobs_T is not None:
-                    found[contender.name]["logprob_error"] = float(
+                    results[contender.name]["logprob_error"] = float(
                         (logprobs_T.detach().double() - truth.logprobs_T).abs().mean()
                     )
-            except Exception as error:  # listed with its words when it is timed
-                told(f"  {contender.name}: {type(error).__name__}")
+            except Exception as error:  # listed with its message when it is timed
+                log(f"  {contender.name}: {type(error).__name__}")
             _clear(work)
         del truth
         _clear(work)
-    return found
+    return results
 
 
 # -- the longest row -------------------------------------------------------------------------------------------
@@ -220,15 +219,15 @@ ROW_SECONDS = 8.0
 
 
 def longest_rows(told: Callable[[str], None]) -> dict[str, Any]:
-    """Peak memory of one row by its length, doubled until it does not fit (or takes too long): ours and all logits."""
+    """Measure peak memory of one row, doubled until it does not fit (or takes too long): ours and all logits."""
     contenders = {c.name: c for c in BOTH}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for head, (dimension, vocabulary) in HEADS.items():
         for name in ("fused_loss", "plain torch", "Liger triton_grpo_loss"):
             tokens, lines, end = 8192, [], "out of memory"
             while contenders[name].version is not None:
                 told(f"longest row: {head}, {name}, {tokens} tokens")
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 try:
                     peak = _peak_of_row(contenders[name], Size(head, tokens, dimension, vocabulary))
                 except torch.cuda.OutOfMemoryError:
@@ -237,18 +236,18 @@ def longest_rows(told: Callable[[str], None]) -> dict[str, Any]:
                     end = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
                     break
                 lines.append({"tokens": tokens, "peak_gib": peak})
-                if time.perf_counter() - begun > ROW_SECONDS:
+                if time.perf_counter() - start > ROW_SECONDS:
                     end = "time"
                     break
                 tokens *= 2
-            found.setdefault(head, {})[name] = {"rows": lines, "end": end}
+            results.setdefault(head, {})[name] = {"rows": lines, "end": end}
             gc.collect()
             torch.cuda.empty_cache()
-    return found
+    return results
 
 
 def _peak_of_row(contender: Contender, size: Size) -> float:
-    """GiB at the peak of one pass, operands and gradients included. Values are random: only memory is asked."""
+    """GiB at the peak of one pass, operands and gradients included. Values are random: only memory is measured."""
     gc.collect()
     torch.cuda.empty_cache()
     device = torch.device("cuda")
@@ -270,14 +269,14 @@ def _peak_of_row(contender: Contender, size: Size) -> float:
 
 
 def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What must hold, with what was found; a bar whose numbers are missing does not hold."""
-    found: dict[str, dict[str, Any]] = {}
+    """Check the bars of a record; a bar without its numbers does not hold."""
+    results: dict[str, dict[str, Any]] = {}
 
     def at_most(name: str, bar: float, value: float | None) -> None:
-        found[name] = {"bar": bar, "median": value, "holds": value is not None and value <= bar}
+        results[name] = {"bar": bar, "median": value, "holds": value is not None and value <= bar}
 
     def at_least(name: str, bar: float, value: float | None) -> None:
-        found[name] = {"bar": bar, "median": value, "holds": value is not None and value >= bar, "least": True}
+        results[name] = {"bar": bar, "median": value, "holds": value is not None and value >= bar, "least": True}
 
     for letter, work in record["workloads"].items():
         both, alone = work["forward_backward"]["contenders"], work["forward"]["contenders"]
@@ -302,7 +301,7 @@ def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 both["fused_loss float32"].get("hidden_error", 9.0), both["fused_loss float32"].get("weight_error", 9.0)
             ),
         )
-        mine = both["fused_loss"].get("median_ms")
+        fused_ms = both["fused_loss"].get("median_ms")
         for memory, bar in (("chunk", 1.3), ("all tokens", 0.97)):
             peers = [
                 peer["median_ms"]
@@ -312,16 +311,16 @@ def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
             at_least(
                 f"{letter}: best peer with memory of {'one chunk' if memory == 'chunk' else 'all tokens'}, times ours",
                 bar,
-                min(peers) / mine if peers and mine else None,
+                min(peers) / fused_ms if peers and fused_ms else None,
             )
-    return found
+    return results
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     lines = [f"output heads on {record['device']}, medians of {record['rounds']} rounds"]
     for letter, work in record["workloads"].items():
-        for part, unit in (("forward_backward", "three products"), ("forward", "one product")):
+        for part, unit in (("forward_backward", "three GEMMs"), ("forward", "one GEMM")):
             lines.append(f"{letter}, {part.replace('_', ' + ')}: {unit} {work[part]['floor_ms']:.2f} ms")
             timed = {n: e for n, e in work[part]["contenders"].items() if "ratio" in e}
             lines += [
@@ -338,5 +337,5 @@ def in_words(record: dict[str, Any]) -> str:
 
 
 def write_page(record: dict[str, Any], folder: Path) -> Path:
-    """The folder's records as one page with figures; this one lies there already."""
+    """Write the folder's records, this one included, as one page with figures."""
     return write_head_report(folder)

@@ -1,7 +1,7 @@
-"""The output head over several GPUs: its vocabulary cut over tensor-parallel ranks, against one GPU that has it all.
+"""The output head over several GPUs: its vocabulary sharded over tensor-parallel ranks, against one GPU.
 
-Efficiency is the time on one GPU over ranks times the time on each of them: 1 where communication costs nothing.
-Without GPUs one tiny head is cut over two processes, which says that it runs and nothing about speed.
+Efficiency is the time on one GPU over ranks times the time on each of them: 1 if communication costs nothing.
+Without GPUs one tiny head is sharded over two processes, which shows that it runs but nothing about speed.
 `python -m experiments.head.measure_parallel` is one rank.
 
 Units: milliseconds of `fused_loss` forward and backward, weight gradient in the weight's precision.
@@ -41,12 +41,12 @@ OUT = "WORKBENCH_BENCH_OUT"
 
 
 def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measure on 1, 2, 4, ... GPUs of this machine and say it as a record.
+    """Measure on 1, 2, 4, ... GPUs of this machine and return a record.
 
     Args:
         pairs: samples on each number of ranks, after two that are not counted.
         later: not used; every benchmark takes it.
-        told: told what is being measured.
+        told: called with progress messages.
 
     Raises:
         LaunchError: ranks that failed.
@@ -59,8 +59,8 @@ def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None]
         for name, samples in _on(ranks, pairs).items():
             entry = heads.setdefault(name, {})
             median = statistics.median(samples)
-            alone = entry["1"]["median_ms"] if ranks > 1 else median
-            entry[str(ranks)] = {"samples_ms": samples, "median_ms": median, "efficiency": alone / (ranks * median)}
+            one_rank = entry["1"]["median_ms"] if ranks > 1 else median
+            entry[str(ranks)] = {"samples_ms": samples, "median_ms": median, "efficiency": one_rank / (ranks * median)}
         ranks *= 2
     sizes = {size.name: dataclasses.asdict(size) for size in _sizes()}
     return {
@@ -74,19 +74,19 @@ def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None]
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     return "\n".join(
         [f"vocabulary over ranks on {record['device']}"]
         + [
             f"{name}, {ranks}: {entry['median_ms']:.2f} ms, efficiency {entry['efficiency']:.3f}"
-            for name, found in record["heads"].items()
-            for ranks, entry in found.items()
+            for name, by_ranks in record["heads"].items()
+            for ranks, entry in by_ranks.items()
         ]
     )
 
 
 def write_page(record: dict[str, Any], folder: Path) -> Path | None:
-    """The folder's records as one page with figures; this one lies there already. None: that of one GPU does not."""
+    """Write the folder's records, this one included, as one page with figures; None without the one of one GPU."""
     return write_head_report(folder) if (folder / "head.json").exists() else None
 
 
@@ -115,7 +115,7 @@ def _on(ranks: int, samples: int) -> dict[str, list[float]]:
                 f"vocabulary over {ranks} GPUs",
                 found=done.stderr[-2000:],
                 rule="every rank ends with 0",
-                fix="read the ranks' last words above",
+                fix="read the ranks' last output above",
             )
         return json.loads(out.read_text())
 
@@ -149,9 +149,9 @@ def main(arguments: Sequence[str]) -> None:
     """One rank."""
     device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
     mesh = make_mesh(tp=int(os.environ["WORLD_SIZE"]), device=device)
-    found = {size.name: _sample(size, mesh, int(arguments[0])) for size in _sizes()}
+    samples = {size.name: _sample(size, mesh, int(arguments[0])) for size in _sizes()}
     if mesh["tp"].rank == 0:
-        Path(os.environ[OUT]).write_text(json.dumps(found))
+        Path(os.environ[OUT]).write_text(json.dumps(samples))
     leave()
 
 

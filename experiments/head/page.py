@@ -1,6 +1,6 @@
-"""What the output head costs, as a page: the records of `workbench bench head head_parallel` with every sample.
+"""Page of the cost of the output head: the records of `workbench bench head head_parallel` with every sample.
 
-Ratios are to the matrix products that nothing can go below, measured in the same run.
+Ratios are to the GEMMs, the lower bound of every implementation, measured in the same run.
 `python -m experiments.head.page FOLDER` writes the page of a folder's records again.
 """
 
@@ -24,14 +24,14 @@ from workbench.report.numbers import NONE, significant
 from workbench.report.page import document, drawing
 from workbench.specs.run import flatten
 
-QUESTION = "What do log-probabilities without the logits cost, beyond three matrix products?"
+QUESTION = "What do log-probabilities without the logits cost, beyond three GEMMs?"
 KINDS = {"floor": 3, "ours": 0, "peer": 1, "cross entropy": 4}
-"""Kind of contender -> its place among hues and markers."""
+"""Kind of contender -> index of its hue and marker."""
 
 RATIO_TICKS = (1, 1.5, 2, 3, 5, 10, 20, 40)
 
 CAPTIONS = {
-    "ratios": "Forward and backward over three matrix products of the same run: medians. Hollow: memory grows with the "
+    "ratios": "Forward and backward over three GEMMs of the same run: medians. Hollow: memory grows with the "
     "number of tokens. The axis is logarithmic.",
     "memory": "Memory beyond operands and both gradients, against time. Left and low is better. Both axes are "
     "logarithmic.",
@@ -43,7 +43,7 @@ CAPTIONS = {
 
 
 def write_head_report(folder: Path) -> Path:
-    """Write ``report.html`` from ``head.json`` and, where it is there, ``head_parallel.json``: whole or not at all.
+    """Write ``report.html`` from ``head.json`` and, if it exists, ``head_parallel.json``; atomically.
 
     Raises:
         RecordError: no ``head.json``.
@@ -61,7 +61,7 @@ def write_head_report(folder: Path) -> Path:
 
 
 def page(record: Mapping[str, Any], parallel: Mapping[str, Any] | None = None) -> str:
-    """The page as text; the same records give the same bytes."""
+    """Render the page as text; the same records give the same bytes."""
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "head"), class_="eyebrow"),
@@ -91,26 +91,26 @@ def page(record: Mapping[str, Any], parallel: Mapping[str, Any] | None = None) -
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """The finding in a sentence."""
-    mine = [
+    """Summarize the record in a sentence."""
+    ratios_of_ours = [
         f"{letter} {work['forward_backward']['contenders']['fused_loss']['ratio']:.3f}"
         for letter, work in record["workloads"].items()
         if "ratio" in work["forward_backward"]["contenders"]["fused_loss"]
     ]
     missed = [name for name, bar in record["bars"].items() if not bar["holds"]]
-    held = (
+    summary = (
         f"{len(record['bars']) - len(missed)} of {len(record['bars'])} bars hold."
         if record["bars"]
         else "No bar is stated for this device."
     )
-    return f"On {record['device']}: fused_loss takes {', '.join(mine)} times three matrix products. {held}"
+    return f"On {record['device']}: fused_loss takes {', '.join(ratios_of_ours)} times three GEMMs. {summary}"
 
 
 # ---- figures -------------------------------------------------------------------------------------------
 
 
 def ratios(record: Mapping[str, Any]) -> Figure:
-    """Every contender's time over the floor, a panel a workload."""
+    """Draw every contender's time over the floor, one panel per workload."""
     names = list(dict.fromkeys(name for _, work in _workloads(record) for name in _timed(work)))
     figure = style.chart(0.9 + 0.21 * len(names))
     panels = style.panels(figure, len(record["workloads"]), sharey=True)
@@ -128,7 +128,7 @@ def ratios(record: Mapping[str, Any]) -> Figure:
 
 
 def memory(record: Mapping[str, Any]) -> Figure:
-    """Extra memory against time over the floor, a panel a workload."""
+    """Draw extra memory against time over the floor, one panel per workload."""
     figure = style.chart(3.0)
     panels = style.panels(figure, len(record["workloads"]), sharey=True)
     for axes, (letter, work) in zip(panels, _workloads(record), strict=True):
@@ -145,7 +145,7 @@ def memory(record: Mapping[str, Any]) -> Figure:
 
 
 def longest(record: Mapping[str, Any]) -> Figure:
-    """Peak memory by length of the row, a panel a head."""
+    """Draw peak memory by length of the row, one panel per head."""
     figure = style.chart(3.0)
     panels = style.panels(figure, len(record["longest_rows"]), sharey=True)
     names = list(dict.fromkeys(name for lines in record["longest_rows"].values() for name in lines))
@@ -153,8 +153,8 @@ def longest(record: Mapping[str, Any]) -> Figure:
         style.tidy(axes, title=head, x="tokens of one row", y="GiB at the peak")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        for name, found in lines.items():
-            at = [(line["tokens"], line["peak_gib"]) for line in found["rows"]]
+        for name, entry in lines.items():
+            at = [(line["tokens"], line["peak_gib"]) for line in entry["rows"]]
             number = names.index(name)
             axes.plot(
                 *zip(*at, strict=True),
@@ -163,7 +163,7 @@ def longest(record: Mapping[str, Any]) -> Figure:
                 markersize=3.5,
                 linestyle=style.DASHES[number],
             ) if at else None
-            if at and found["end"] == "out of memory":
+            if at and entry["end"] == "out of memory":
                 axes.plot(*at[-1], marker="x", markersize=8, color=style.SERIES[number])
         style.plain_ticks(axes.yaxis, 3)
     handles = [
@@ -175,11 +175,11 @@ def longest(record: Mapping[str, Any]) -> Figure:
 
 
 def efficiency(record: Mapping[str, Any]) -> Figure:
-    """Efficiency by number of GPUs, a line a head."""
+    """Draw efficiency by number of GPUs, one line per head."""
     figure = style.chart(2.4, width_inches=5.0)
     axes = style.tidy(figure.subplots(), x="GPUs", y="efficiency")
-    for number, (name, found) in enumerate(record["heads"].items()):
-        at = [(int(ranks), entry["efficiency"]) for ranks, entry in found.items()]
+    for number, (name, by_ranks) in enumerate(record["heads"].items()):
+        at = [(int(ranks), entry["efficiency"]) for ranks, entry in by_ranks.items()]
         axes.plot(
             *zip(*at, strict=True),
             label=_size(record, name),
@@ -187,7 +187,7 @@ def efficiency(record: Mapping[str, Any]) -> Figure:
             marker=style.MARKERS[number],
             linestyle=style.DASHES[number],
         )
-    axes.set_xticks(sorted({int(ranks) for found in record["heads"].values() for ranks in found}))
+    axes.set_xticks(sorted({int(ranks) for by_ranks in record["heads"].values() for ranks in by_ranks}))
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, fontsize=7.5, labelcolor=style.INK)
     return figure
@@ -197,10 +197,10 @@ def efficiency(record: Mapping[str, Any]) -> Figure:
 
 
 def times(record: Mapping[str, Any]) -> Markup:
-    """Medians of both passes, and what was left out and why."""
+    """Tables of the medians of both passes, and contenders left out with the reason."""
     parts: list[Any] = []
     for letter, work in _workloads(record):
-        for passes, said in (("forward_backward", "forward and backward"), ("forward", "forward alone")):
+        for passes, title in (("forward_backward", "forward and backward"), ("forward", "forward alone")):
             listed = work[passes]["contenders"]
             rows = [
                 [
@@ -217,7 +217,7 @@ def times(record: Mapping[str, Any]) -> Markup:
                 tag(
                     "h3",
                     f"{letter}: {work['tokens']} tokens, hidden {work['dimension']}, vocabulary "
-                    f"{work['vocabulary']}: {said}",
+                    f"{work['vocabulary']}: {title}",
                 ),
                 table(["", "what", "ms", "times the floor", "GiB extra", "version"], rows, numbers=(2, 3, 4)),
             ]
@@ -228,7 +228,7 @@ def times(record: Mapping[str, Any]) -> Markup:
 
 
 def memory_section(record: Mapping[str, Any]) -> Markup:
-    """The figure of memory; in words where nothing was measured."""
+    """The figure of memory, or a sentence if nothing was measured."""
     known = any(entry.get("extra_gib") for _, work in _workloads(record) for entry in _timed(work).values())
     if not known:
         return tag("p", "Not measured: memory is that of a GPU.")
@@ -236,7 +236,7 @@ def memory_section(record: Mapping[str, Any]) -> Markup:
 
 
 def parallel_table(record: Mapping[str, Any]) -> Markup:
-    """Times over GPUs, every sample."""
+    """Table of times over GPUs, with every sample."""
     rows = [
         [
             _size(record, name),
@@ -245,30 +245,30 @@ def parallel_table(record: Mapping[str, Any]) -> Markup:
             significant(entry["efficiency"], 3),
             ", ".join(f"{ms:.2f}" for ms in entry["samples_ms"]),
         ]
-        for name, found in record["heads"].items()
-        for ranks, entry in found.items()
+        for name, by_ranks in record["heads"].items()
+        for ranks, entry in by_ranks.items()
     ]
     return table(["", "GPUs", "ms", "efficiency", "samples, ms"], rows, numbers=(1, 2, 3))
 
 
 def errors(record: Mapping[str, Any]) -> Markup:
-    """Against float64 of the same operands."""
+    """Table of errors against float64 of the same operands."""
     rows = [
         [letter, name, *(significant(entry.get(key), 2) for key in ("logprob_error", "hidden_error", "weight_error"))]
         for letter, work in _workloads(record)
         for name, entry in work["forward_backward"]["contenders"].items()
         if "hidden_error" in entry
     ]
-    said = tag(
+    legend = tag(
         "p",
         "Mean absolute error of the log-probabilities in nats; L2 norm of the error of each gradient over "
         "that of the gradient.",
     )
-    return join([said, table(["", "", "log-probability", "hidden", "weight"], rows, numbers=(2, 3, 4))])
+    return join([legend, table(["", "", "log-probability", "hidden", "weight"], rows, numbers=(2, 3, 4))])
 
 
 def bars(record: Mapping[str, Any]) -> Markup:
-    """What must hold, and what was found."""
+    """Table of the bars and the measured medians."""
     if not record["bars"]:
         return tag("p", "None for this device.")
     rows = [
@@ -284,7 +284,7 @@ def bars(record: Mapping[str, Any]) -> Markup:
 
 
 def every_sample(record: Mapping[str, Any]) -> Markup:
-    """All times, in the order in which they were taken."""
+    """Table of all times, in the order of measurement."""
     rows = [
         [letter, passes.replace("_", " + "), name, ", ".join(f"{ms:.2f}" for ms in entry["samples_ms"])]
         for letter, work in _workloads(record)
@@ -295,7 +295,7 @@ def every_sample(record: Mapping[str, Any]) -> Markup:
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
-    """Versions, git state, command and machine."""
+    """Table of versions, git state, command and machine."""
     facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
     return table(
         ["what", "value"],
@@ -351,11 +351,11 @@ def _legend(figure: Figure) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Write the page of the folder that the command line names."""
+    """Write the page of a folder given on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.head.page", description="Write report.html from the records of a folder."
     )
-    parser.add_argument("folder", type=Path, help="holds head.json, and perhaps head_parallel.json")
+    parser.add_argument("folder", type=Path, help="has head.json, and optionally head_parallel.json")
     return write_head_report(parser.parse_args(arguments).folder)
 
 

@@ -1,8 +1,8 @@
-"""What the heads are measured on: hidden states, an output head and rollouts that look like a language model's.
+"""Workloads of the head benchmark: hidden states, an output head and rollouts that resemble a language model's.
 
-Logits of random weights would be flat: every row plants its target, so that sampled tokens have probabilities between
+Logits of random weights would be flat, so every row plants its target: sampled tokens have probabilities between
 about 0.05 and 0.95 and the other tokens share a long tail. Documents have 1 024 tokens and an advantage each; the old
-policy is the present one with a little noise, so that some ratios are clipped.
+policy is the current one with a little noise, so that some ratios are clipped.
 
 Letters: T packed tokens | V vocabulary | D model dimension | C tokens of a chunk.
 """
@@ -20,12 +20,12 @@ from workbench.policy.logprobs import TokenLogprobs
 from workbench.specs.losses import LossSpec
 
 DOCUMENT = 1024
-"""Tokens of a document, and of a sequence where a contender wants rectangles."""
+"""Tokens of a document, and of a sequence for contenders that take rectangles."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a workload is."""
+    """Size of a workload."""
 
     name: str
     tokens: int
@@ -37,7 +37,7 @@ class Size:
 
     @property
     def product_flops(self) -> float:
-        """Floating-point operations of one matrix product."""
+        """Floating-point operations of one GEMM."""
         return 2.0 * self.tokens * self.dimension * self.vocabulary
 
 
@@ -47,7 +47,7 @@ SIZES = (
     Size("C", 16384, 4096, 128256),
     Size("D", 65536, 1024, 151936),
 )
-"""Qwen3-8B, -1.7B, Llama-3-8B and Qwen3-0.6B heads, with as many tokens as a rank trains on at once."""
+"""Qwen3-8B, -1.7B, Llama-3-8B and Qwen3-0.6B heads, with the tokens of one micro-batch of a rank."""
 
 SIZES_WITHOUT_GPU = (Size("tiny", 2048, 64, 1000),)
 
@@ -57,12 +57,12 @@ class Workload:
     """Tensors of one workload, in the precision of the operands.
 
     Attributes:
-        size: how large.
+        size: of the workload.
         hidden_TD: hidden states; a leaf with gradient.
         weight_VD: the output head; a leaf with gradient.
         targets_T: sampled tokens.
         old_logprobs_T: of the old policy, float32.
-        advantages_T: one number a document, float32.
+        advantages_T: one number per document, float32.
     """
 
     size: Size
@@ -101,12 +101,12 @@ class Workload:
         return torch.arange(self.size.tokens, device=self.targets_T.device) // length
 
     def loss_of(self, spec: LossSpec, documents_T: Tensor) -> Part:
-        """The loss as a callback: the share of some rows in the mean over all tokens."""
+        """Build the loss as a callback: the share of some rows in the mean over all tokens."""
         return Part(self, spec, documents_T)
 
 
 class Part:
-    """Share of some rows in a loss: what `fused_loss` is given, and what peers' log-probabilities go into."""
+    """Share of some rows in a loss: the callback of `fused_loss`, and the loss of peers' log-probabilities."""
 
     def __init__(self, work: Workload, spec: LossSpec, documents_T: Tensor) -> None:
         self.work, self.loss, self.documents_T = work, make_loss(spec), documents_T
@@ -125,7 +125,7 @@ class Part:
         return self.of(logprobs_T, self.work.old_logprobs_T, self.work.advantages_T, self.documents_T)
 
     def of(self, logprobs_C: Tensor, old_C: Tensor, advantages_C: Tensor, documents_C: Tensor) -> Tensor:
-        """The same from tensors of the rows."""
+        """Sum of the rows' values over all tokens of the workload, from tensors of the rows."""
         inputs = LossInputs(
             logprobs_C,
             old_C.to(logprobs_C.dtype),
@@ -137,7 +137,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Truth:
-    """What float64 says, from the operands as they are.
+    """The fp64 ground truth, from the operands in their own precision.
 
     Attributes:
         logprobs_T: log-probabilities.
@@ -161,26 +161,26 @@ class Truth:
         for start in range(0, len(hidden_TD), rows):
             at = slice(start, start + rows)
             logits_CV = hidden_TD[at].double() @ weight_VD.T
-            wanted_CV = torch.softmax(logits_CV, -1).mul_(-coefficients_T[at, None])
-            wanted_CV.scatter_add_(1, work.targets_T[at, None], coefficients_T[at, None])
-            gradient_VD.addmm_(wanted_CV.T, hidden_TD[at].double())
-            gradient_TD[at] = wanted_CV @ weight_VD
+            d_logits_CV = torch.softmax(logits_CV, -1).mul_(-coefficients_T[at, None])
+            d_logits_CV.scatter_add_(1, work.targets_T[at, None], coefficients_T[at, None])
+            gradient_VD.addmm_(d_logits_CV.T, hidden_TD[at].double())
+            gradient_TD[at] = d_logits_CV @ weight_VD
         return cls(logprobs_T, gradient_TD, gradient_VD)
 
 
 def exact_logprobs(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, dtype: torch.dtype, rows: int = 512
 ) -> Tensor:
-    """[T] log-probabilities from products in a wider precision, some rows at a time."""
+    """[T] log-probabilities from GEMMs in a wider precision, some rows at a time."""
     wide_VD = weight_VD.detach().to(dtype)
-    found = []
+    chunks = []
     for start in range(0, len(hidden_TD), rows):
         logits_CV = hidden_TD.detach()[start : start + rows].to(dtype) @ wide_VD.T
         chosen_C = logits_CV.gather(1, targets_T[start : start + rows, None]).squeeze(1)
-        found.append(chosen_C - torch.logsumexp(logits_CV, 1))
-    return torch.cat(found)
+        chunks.append(chosen_C - torch.logsumexp(logits_CV, 1))
+    return torch.cat(chunks)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """L2 norm of the difference over that of the truth."""
+    """L2 norm of the difference over that of the expected value."""
     return float((actual.to(expected.dtype) - expected).norm() / expected.norm())

@@ -1,10 +1,10 @@
-"""What a denominator does: one batch under all of them, and training with a gradient that is divided once too often.
+"""Effect of denominators: one batch under all of them, and training with a gradient that is divided once too often.
 
-Two ablations whose runs differ on purpose, so nothing is judged: every run is a reference of its own, and the page
-shows what they recorded. `python -m experiments.normalisation.page FOLDER` writes ``FOLDER/report.html`` from
+Two ablations whose runs differ on purpose, so there are no verdicts: every run is a baseline run of its own, and the
+page shows their records. `python -m experiments.normalisation.page FOLDER` writes ``FOLDER/report.html`` from
 ``FOLDER/one_batch/comparison.json`` and ``FOLDER/fifty_steps/comparison.json``.
 
-M, in all words here: documents of the optimizer step in which a token trains.
+M, everywhere here: documents of the optimizer step with a trained token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOSS, NORM, COEFFICIENT = "loss/total/sum", "gradient/norm/global", "gradient/cl
 MOVED, DOCUMENTS = "kl/old_policy/k3_mean", "documents/trained/sum"
 PARTS = ("one_batch", "fifty_steps")
 COLUMNS = ("divisor", "loss", "norm", "coefficient", "norm_by_documents", "coefficient_by_documents")
-QUESTION = "What does the denominator of a loss decide, and who notices when the gradient has another?"
+QUESTION = "What does the denominator of a loss decide, and what shows that the gradient has another?"
 OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
 DIVISORS = {
     "token": "T",
@@ -47,9 +47,9 @@ DIVISORS = {
     "local_token": "B Tₘ",
 }
 LETTERS = (
-    "Trained tokens: T of the step, L of the document, Tₚ of all answers to the prompt, Tᵣ of the rollout, Tₘ of the "
-    "micro-batch. M documents, P prompts, R rollouts, B micro-batches of the step. Lₚ mean length of the answers to "
-    "the prompt, prompt included. C a constant of the settings."
+    "Trained tokens: T of the step, L of the document, Tₚ of all completions of the prompt, Tᵣ of the rollout, Tₘ of "
+    "the micro-batch. M documents, P prompts, R rollouts, B micro-batches of the step. Lₚ mean length of the "
+    "completions of the prompt, prompt included. C a constant of the settings."
 )
 WHY = (
     "SGD moves by learning rate times gradient: for it, a gradient divided by M is a learning rate divided by M. AdamW "
@@ -69,17 +69,17 @@ CAPTIONS = {
 
 
 def write_normalisation(folder: Path) -> Path:
-    """Write ``report.html`` of a folder that holds both comparisons, whole or not at all.
+    """Write ``report.html`` of a folder with both comparisons, atomically.
 
     Raises:
-        RecordError: a comparison is not there, or none of its runs succeeded.
+        RecordError: a comparison is missing, or none of its runs succeeded.
     """
     one_batch, fifty_steps = (Comparison.load(Path(folder) / part / "comparison.json") for part in PARTS)
     return write_whole(Path(folder) / "report.html", page(one_batch, fifty_steps).encode())
 
 
 def page(one_batch: Comparison, fifty_steps: Comparison) -> str:
-    """The page as text: one HTML file that needs nothing else; the same comparisons give the same bytes."""
+    """Render the page as one self-contained HTML file; the same comparisons give the same bytes."""
     sections = [
         ("One batch under every denominator", denominators_section(one_batch)),
         ("Training with the gradient divided once more", training_section(fifty_steps)),
@@ -109,10 +109,10 @@ def page(one_batch: Comparison, fifty_steps: Comparison) -> str:
 
 
 def denominator_table(comparison: Comparison, *, step: int = 0) -> pd.DataFrame:
-    """Loss, gradient norm and clip coefficient of one step, a row a denominator, smallest norm first.
+    """Loss, gradient norm and clip coefficient of one step, one row per denominator, smallest norm first.
 
     Columns: ``divisor`` (letters as in `LETTERS`), ``loss``, ``norm`` and ``coefficient``, and the last two again with
-    ``_by_documents`` behind, where the gradient is divided by M once more. None where that was not run.
+    the suffix ``_by_documents``, with the gradient divided by M once more. None for runs that do not exist.
 
     Raises:
         RecordError: no run of the comparison succeeded.
@@ -124,16 +124,16 @@ def denominator_table(comparison: Comparison, *, step: int = 0) -> pd.DataFrame:
         twice = "_by_documents" if c.settings["loss"]["normalize_by_documents"] else ""
         row |= {"loss": record[LOSS], f"norm{twice}": record[NORM], f"coefficient{twice}": record[COEFFICIENT]}
     names = sorted(rows, key=lambda name: rows[name]["norm"] or rows[name]["norm_by_documents"])
-    index = pd.Index(names, name="denominator")  # objects, so that what is not there stays None
+    index = pd.Index(names, name="denominator")  # objects, so that missing values stay None
     return pd.DataFrame(
         {column: pd.Series([rows[name][column] for name in names], index, dtype=object) for column in COLUMNS}
     )
 
 
 def norms_by_denominator(comparison: Comparison) -> Figure:
-    """The gradient norm of one batch under every denominator, against the threshold of the clip."""
-    found, threshold = denominator_table(comparison), _threshold(comparison)
-    figure = style.chart(0.95 + 0.27 * len(found))
+    """Draw the gradient norm of one batch under every denominator, against the threshold of the clip."""
+    rows, threshold = denominator_table(comparison), _threshold(comparison)
+    figure = style.chart(0.95 + 0.27 * len(rows))
     axes = style.tidy(
         figure.subplots(),
         title="gradient norm of one batch, logarithmic",
@@ -141,7 +141,7 @@ def norms_by_denominator(comparison: Comparison) -> Figure:
         x="L2 norm over all parameters, before clipping",
     )
     axes.set_xscale("log")
-    for row, (_, numbers) in enumerate(found.iterrows()):
+    for row, (_, numbers) in enumerate(rows.iterrows()):
         at = [numbers["norm_by_documents"], numbers["norm"]]
         if None not in at:
             axes.plot(at, [row, row], color=style.LINE, linewidth=2, zorder=1)
@@ -156,11 +156,11 @@ def norms_by_denominator(comparison: Comparison) -> Figure:
                     color=style.SERIES[0],
                     markerfacecolor="#ffffff" if hollow else style.SERIES[0],
                 )
-        said = [_coefficient(numbers[key]) for key in ("coefficient", "coefficient_by_documents")]
+        labels = [_coefficient(numbers[key]) for key in ("coefficient", "coefficient_by_documents")]
         axes.text(
             1.01,
             row,
-            " · ".join(said),
+            " · ".join(labels),
             transform=axes.get_yaxis_transform(),
             va="center",
             fontsize=7.5,
@@ -188,19 +188,19 @@ def norms_by_denominator(comparison: Comparison) -> Figure:
             color=style.INK,
         )
     style.log_ticks(axes.xaxis)
-    axes.set_yticks(range(len(found)), list(found.index))
-    axes.set_ylim(len(found) - 0.4, -1.2)
+    axes.set_yticks(range(len(rows)), list(rows.index))
+    axes.set_ylim(len(rows) - 0.4, -1.2)
     axes.tick_params(axis="y", colors=style.INK)
     return figure
 
 
 def answer_of_batch(comparison: Comparison) -> str:
-    """What one batch says, in two sentences made of its numbers."""
-    found, documents = denominator_table(comparison), _documents(comparison)
-    plain = found[found["norm"].notna()].sort_values("norm")
+    """Summarize one batch in two sentences with its numbers."""
+    rows, documents = denominator_table(comparison), _documents(comparison)
+    plain = rows[rows["norm"].notna()].sort_values("norm")
     low, high = plain.iloc[0], plain.iloc[-1]
     clipped = int((plain["coefficient"] < 1).sum())
-    twice = found[found["coefficient_by_documents"].notna()]
+    twice = rows[rows["coefficient_by_documents"].notna()]
     acts_twice = int((twice["coefficient_by_documents"] < 1).sum())
     return (
         f"One batch of {documents} documents has a gradient norm of {significant(low['norm'])} under {low.name} "
@@ -249,7 +249,7 @@ def denominators_section(comparison: Comparison) -> Markup:
 
 
 def training(comparison: Comparison) -> Figure:
-    """Loss, gradient norm, clip coefficient and KL by step; a row an optimizer, a line a weight of the gradient."""
+    """Draw loss, gradient norm, clip coefficient and KL by step: a row per optimizer, a line per gradient weight."""
     rows = _by_optimizer(comparison)
     figure = style.chart(0.5 + 1.75 * len(rows))
     grid = figure.subplots(len(rows), 4, squeeze=False, sharex=True, sharey="col")
@@ -282,12 +282,12 @@ def training(comparison: Comparison) -> Figure:
 
 
 def training_table(comparison: Comparison) -> pd.DataFrame:
-    """What each run came to: a row a run, keyed by optimizer and weight of the gradient."""
-    found = {}
+    """Results of each run, one row per run, keyed by optimizer and weight of the gradient."""
+    rows = {}
     for optimizer, lines in _by_optimizer(comparison).items():
         for label, c in lines.items():
             coefficients = [record[COEFFICIENT] for record in c.steps]
-            found[optimizer, label] = {
+            rows[optimizer, label] = {
                 "first_norm": c.steps[0][NORM],
                 "median_norm": statistics.median(record[NORM] for record in c.steps),
                 "median_coefficient": statistics.median(coefficients),
@@ -297,24 +297,24 @@ def training_table(comparison: Comparison) -> pd.DataFrame:
                 "last_loss": c.steps[-1][LOSS],
                 "last_kl": c.steps[-1].get(MOVED),
             }
-    return pd.DataFrame.from_dict(found, orient="index").rename_axis(["optimizer", "weights"])
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(["optimizer", "weights"])
 
 
 def answer_of_training(comparison: Comparison) -> str:
-    """How far two runs with one loss and two gradients come apart, by optimizer, in a sentence."""
-    said = []
+    """Largest difference between two runs with one loss and two gradients, by optimizer, in a sentence."""
+    parts = []
     for optimizer, lines in _by_optimizer(comparison).items():
         if len(lines) > 1:
             one, other = (list(lines.values())[at].steps for at in (0, -1))
             apart = max(abs(a[LOSS] - b[LOSS]) for a, b in zip(one, other, strict=True))
             gained = abs(one[-1][LOSS] - one[0][LOSS])
-            said.append(f"{significant(100 * apart / gained if gained else None, 2)} % ({optimizer})")
-    if not said:
+            parts.append(f"{significant(100 * apart / gained if gained else None, 2)} % ({optimizer})")
+    if not parts:
         return "No two runs have one optimizer and two weights of the gradient."
     documents = _documents(comparison)
     return (
-        f"Trained beside each other with one loss, but with the gradient of one divided by M = {documents} once "
-        f"more, two runs come apart by at most this part of what the loss falls: {', '.join(said)}."
+        f"Trained side by side with one loss, but with the gradient of one divided by M = {documents} once "
+        f"more, two runs come apart by at most this part of what the loss falls: {', '.join(parts)}."
     )
 
 
@@ -355,15 +355,15 @@ def training_section(comparison: Comparison) -> Markup:
 
 
 def _succeeded(comparison: Comparison) -> list[Configuration]:
-    found = [c for c in comparison.configurations if c.state == "succeeded" and c.steps]
-    if not found:
+    succeeded = [c for c in comparison.configurations if c.state == "succeeded" and c.steps]
+    if not succeeded:
         raise RecordError(
             f"report {comparison.experiment}",
             found="no run that succeeded",
             rule="at least one run has recorded steps",
             fix="run the ablation again, and read why it failed",
         )
-    return found
+    return succeeded
 
 
 def _documents(comparison: Comparison) -> int:
@@ -375,19 +375,19 @@ def _threshold(comparison: Comparison) -> float | None:
 
 
 def _by_optimizer(comparison: Comparison) -> dict[str, dict[str, Configuration]]:
-    """Optimizer in words -> weights of the gradient in words -> the run."""
-    found: dict[str, dict[str, Configuration]] = {}
+    """Label of the optimizer -> label of the gradient weights -> the run."""
+    runs: dict[str, dict[str, Configuration]] = {}
     for c in _succeeded(comparison):
         optimizer, loss = c.settings["optimizer"], c.settings["loss"]
         clip = optimizer["max_grad_norm"]
-        said = f"{OPTIMIZERS.get(optimizer['name'], optimizer['name'])}, " + (
+        label = f"{OPTIMIZERS.get(optimizer['name'], optimizer['name'])}, " + (
             "no clipping" if clip is None else f"clipped at {significant(clip, 1)}"
         )
-        found.setdefault(said, {})[_weights_in_words(loss)] = c
-    return found
+        runs.setdefault(label, {})[_weights_label(loss)] = c
+    return runs
 
 
-def _weights_in_words(loss: Mapping[str, Any]) -> str:
+def _weights_label(loss: Mapping[str, Any]) -> str:
     plain = "loss ÷ M" if loss["denominator"] == "document_sum" else f"denominator {loss['denominator']}"
     if not loss["normalize_by_documents"]:
         return plain
@@ -415,7 +415,7 @@ def _drawn(name: str, figure: Figure) -> Markup:
 def _left_out(comparison: Comparison) -> Markup:
     ran = {c.settings["loss"]["denominator"] for c in comparison.configurations}
     missing = [name for name in DENOMINATORS if name not in ran]
-    note = tag("p", "Not run on this recording: ", ", ".join(missing), ".") if missing else None
+    note = tag("p", "Not run on this rollout dataset: ", ", ".join(missing), ".") if missing else None
     return join([note, _failures(comparison)])
 
 
@@ -429,12 +429,12 @@ def _failures(comparison: Comparison) -> Markup | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Write the page of the folder that the command line names."""
+    """Write the page of a folder given on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.normalisation.page",
         description="Write report.html from the two comparisons of a folder.",
     )
-    parser.add_argument("folder", type=Path, help=f"holds {' and '.join(f'{part}/comparison.json' for part in PARTS)}")
+    parser.add_argument("folder", type=Path, help=f"has {' and '.join(f'{part}/comparison.json' for part in PARTS)}")
     return write_normalisation(parser.parse_args(arguments).folder)
 
 

@@ -1,8 +1,8 @@
-"""How far the ratio starts from 1: policy over sampler, of the sampler's own tokens, before the policy has moved.
+"""Distance of the first ratio from 1: policy over sampler, of the sampler's own tokens, before the policy has moved.
 
-Policy and sampler have the same weights, so whatever lies between them is arithmetic: another temperature, or rounding
-in other places. The page is made of three ablations, each a folder with ``comparison.json`` and ``log_ratios.json``;
-`write_log_ratios` makes the second from the folders of runs.
+Policy and sampler have the same weights, so any difference between them is arithmetic: another temperature, or
+rounding in other places. The page is made of three ablations, each a folder with ``comparison.json`` and
+``log_ratios.json``; `write_log_ratios` writes the second from the folders of runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workbench.specs.losses import LossSpec
 
 ABLATIONS = {
     "bfloat16": "Sampler and trainer in bfloat16",
-    "float32_trainer": "The same answers, trainer in float32",
+    "float32_trainer": "The same completions, trainer in float32",
     "float32_sampler": "Sampler in float32, trainer in bfloat16",
 }
 DISTANCES = [10 ** (power / 8) for power in range(-64, 17)]
@@ -41,12 +41,12 @@ HEADS = {
     ("reference", True): "float32 head",
     ("auto", True): "float32 head, fused",
 }
-"""Logprobs and fp32_head of the settings -> the trainer's head on a GPU in words; on a CPU auto is reference."""
+"""Logprobs and fp32_head of the settings -> label of the trainer's head on a GPU; on a CPU auto is reference."""
 PLAIN_HEADS = ("bfloat16 logits", "float32")
-"""Those whose temperatures are drawn."""
+"""Heads whose temperatures are drawn."""
 WHAT = (
-    "The ratio of each trained token is exp(policy − old log-probability), where old is what the sampler said when it "
-    "drew the token. Both have the same weights and no step has been taken: a trainer that computed as the sampler "
+    "The ratio of each trained token is exp(policy − old log-probability), where old is the sampler's own when it drew "
+    "the token. Both have the same weights and no step has been taken: a trainer that computed as the sampler "
     "does would find 1 everywhere. The sampler's logits are divided by its temperature; a trainer that divides by "
     "another compares another distribution with it. bfloat16 logits are rounded to 8 bits: one near 20 is off by up to "
     "1/16. float32 logits come of the same bfloat16 weights and hidden states, as the fused head sums them; a float32 "
@@ -63,7 +63,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Records:
-    """What the page is made of.
+    """Records of the page.
 
     Attributes:
         comparisons: by ablation, of `ABLATIONS`.
@@ -78,7 +78,7 @@ class Records:
         """Read the records of a folder.
 
         Raises:
-            RecordError: one is not there, or damaged.
+            RecordError: one is missing or damaged.
         """
         return cls(
             {name: Comparison.load(folder / name / "comparison.json") for name in ABLATIONS},
@@ -87,16 +87,16 @@ class Records:
 
 
 def write_log_ratios(folder: Path, ablation: str) -> Path:
-    """Write ``folder/ABLATION/log_ratios.json``: how the log ratios of each run are spread, and what it drew.
+    """Write ``folder/ABLATION/log_ratios.json``: the spread of the log ratios of each run, and its completions.
 
     Raises:
-        RecordError: a comparison or run is not there.
+        RecordError: a comparison or run is missing.
     """
-    found = {}
+    spreads = {}
     for c in Comparison.load(folder / ablation / "comparison.json").configurations:
         run = run_of(folder / ablation, c)
         log_ratio_S = log_ratios(run)
-        found[c.name] = {
+        spreads[c.name] = {
             "answers": digest(answers_of(run, 0)),
             "tokens": len(log_ratio_S),
             "mean": float(log_ratio_S.mean()),
@@ -104,20 +104,20 @@ def write_log_ratios(folder: Path, ablation: str) -> Path:
             "most": float(log_ratio_S.abs().max()),
             "shares_beyond": shares_beyond(log_ratio_S.abs(), DISTANCES),
         }
-    return write_whole(folder / ablation / "log_ratios.json", to_json(found))
+    return write_whole(folder / ablation / "log_ratios.json", to_json(spreads))
 
 
 def write_ratio_at_step_zero(folder: Path) -> Path:
-    """Write ``report.html`` of a folder of records, whole or not at all.
+    """Write ``report.html`` of a folder of records atomically.
 
     Raises:
-        RecordError: a record is not there, or a run failed.
+        RecordError: a record is missing, or a run failed.
     """
     return write_whole(Path(folder) / "report.html", page(Records.load(Path(folder))).encode())
 
 
 def page(records: Records) -> str:
-    """The page as text: one HTML file that needs nothing else; the same records give the same bytes."""
+    """Render the page as one self-contained HTML file; the same records give the same bytes."""
     comparisons = {ABLATIONS[name]: comparison for name, comparison in records.comparisons.items()}
     sections = [
         ("Ratios before the first step", ratios_section(records)),
@@ -134,11 +134,11 @@ def page(records: Records) -> str:
 
 
 def ratios(records: Records) -> pd.DataFrame:
-    """How far the ratio of each run starts from 1, a row a run, keyed by ablation and its name.
+    """Distance of the first ratio from 1, one row per run, keyed by ablation and name.
 
-    Columns: sampler and trainer (precisions), head (in words), temperature (of the trainer), tokens, mean_distance,
+    Columns: sampler and trainer (precisions), head (label), temperature (of the trainer), tokens, mean_distance,
     most and mean of the log ratio (nats), outside (share of tokens beyond the clip), kl (k3 on the sampler's
-    tokens, nats), samples (effective sample size, as a share of the tokens), answers (what was drawn).
+    tokens, nats), samples (effective sample size, as a share of the tokens), answers (digest of the completions).
 
     Raises:
         RecordError: a run failed.
@@ -146,7 +146,7 @@ def ratios(records: Records) -> pd.DataFrame:
     rows = {}
     for ablation, comparison in records.comparisons.items():
         for c in succeeded(comparison):
-            found, step, settings = records.log_ratios[ablation][c.name], c.steps[0], c.settings
+            spread, step, settings = records.log_ratios[ablation][c.name], c.steps[0], c.settings
             online, policy = settings["online"], settings["policy"]
             head = HEADS[policy["logprobs"] if c.device == "cuda" else "reference", policy["fp32_head"]]
             rows[ablation, c.name] = {
@@ -154,30 +154,28 @@ def ratios(records: Records) -> pd.DataFrame:
                 "trainer": settings["precision"],
                 "head": head if settings["precision"] == "bfloat16" else settings["precision"],
                 "temperature": policy["temperature"] or online["temperature"],
-                **{name: found[name] for name in ("tokens", "mean_distance", "most", "mean", "answers")},
+                **{name: spread[name] for name in ("tokens", "mean_distance", "most", "mean", "answers")},
                 "outside": step[OUTSIDE],
                 "kl": step[KL],
-                "samples": step[SAMPLES] / found["tokens"],
+                "samples": step[SAMPLES] / spread["tokens"],
             }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(["ablation", "run"])
 
 
 def beyond(records: Records) -> Figure:
-    """The share of tokens whose log ratio is further from 0 than a distance: by temperature, and by who rounds."""
+    """Draw the share of tokens whose log ratio is further from 0 than a distance: by temperature, and by rounding."""
     rows, sampled_at = ratios(records), _sampled_at(records)
     at = rows["temperature"] == sampled_at
     figure = style.chart(4.6)
     parts = {
         "by the trainer's temperature": rows[(rows["sampler"] == "bfloat16") & rows["head"].isin(PLAIN_HEADS)],
-        f"at the sampler's temperature, {sampled_at:g}: by who rounds": rows[at],
+        f"at the sampler's temperature, {sampled_at:g}: by rounding": rows[at],
     }
     for axes, (title, part) in zip(figure.subplots(1, 2, sharey=True), parts.items(), strict=True):
         style.tidy(axes, title=title, x="distance of the log ratio from 0, nats", y="share of tokens further away")
         for (ablation, name), row in part.iterrows():
             shares = records.log_ratios[ablation][name]["shares_beyond"]
-            axes.plot(
-                DISTANCES, [value or math.nan for value in shares], label=_in_words(row), **_look(row, sampled_at)
-            )
+            axes.plot(DISTANCES, [value or math.nan for value in shares], label=_label(row), **_look(row, sampled_at))
         axes.set(xscale="log", yscale="log")
         axes.axvline(_nearer_clip(records), color=style.INK, linewidth=0.9)
         style.log_ticks(axes.xaxis)
@@ -195,16 +193,16 @@ def beyond(records: Records) -> Figure:
 
 
 def answer(records: Records) -> str:
-    """What the runs say, in sentences made of their numbers."""
+    """Summarize the runs in sentences with their numbers."""
     rows, sampled_at = ratios(records), _sampled_at(records)
 
     def mean_of(ablation: str, head: str) -> str:
-        found = rows.loc[ablation]
-        chosen = found[(found["temperature"] == sampled_at) & (found["head"] == head)]
+        part = rows.loc[ablation]
+        chosen = part[(part["temperature"] == sampled_at) & (part["head"] == head)]
         return significant(chosen["mean_distance"].iloc[0], 2)
 
     plain = rows.loc["bfloat16"][rows.loc["bfloat16"]["head"] == PLAIN_HEADS[0]]
-    same, other = (plain[(plain["temperature"] == sampled_at) == is_it].iloc[0] for is_it in (True, False))
+    same, other = (plain[(plain["temperature"] == sampled_at) == equal].iloc[0] for equal in (True, False))
     return (
         f"Sampled at temperature {sampled_at:g} in bfloat16. A trainer in bfloat16 with that temperature starts "
         f"with log ratios {significant(same['mean_distance'], 2)} nats from 0 in the mean and "
@@ -267,14 +265,14 @@ def ratios_section(records: Records) -> Markup:
 
 
 def _drew(records: Records) -> str:
-    """Which runs drew the same answers."""
+    """Sentences on the runs that drew the same completions."""
     rows = ratios(records)
     same = {sampler: of["answers"].nunique() == 1 for sampler, of in rows.groupby("sampler")}
     tokens = {sampler: int(of["tokens"].iloc[0]) for sampler, of in rows.groupby("sampler")}
     return " ".join(
-        f"All runs with a {sampler} sampler drew the same answers, {tokens[sampler]} trained tokens."
+        f"All runs with a {sampler} sampler drew the same completions, {tokens[sampler]} trained tokens."
         if alike
-        else f"The runs with a {sampler} sampler did not draw the same answers."
+        else f"The runs with a {sampler} sampler did not draw the same completions."
         for sampler, alike in same.items()
     )
 
@@ -290,7 +288,7 @@ def _nearer_clip(records: Records) -> float:
     return min(math.log1p(surrogate.clip_high), -math.log1p(-surrogate.clip_low))
 
 
-def _in_words(row: Mapping[str, Any]) -> str:
+def _label(row: Mapping[str, Any]) -> str:
     side = "float32 trainer" if row["trainer"] == "float32" else row["head"]
     return f"{side}, T = {row['temperature']:g}" + (
         "" if row["sampler"] == "bfloat16" else f"; {row['sampler']} sampler"

@@ -1,10 +1,10 @@
-"""What the reproducible mode costs, how far its gradients are off, and whether every layout gives the same bits.
+"""Cost of the reproducible mode, the error of its gradients, and equality of bits in every layout.
 
 One job for each number of GPUs takes its entries, a workload in a layout, one after the other; each computes in both
-modes, on the same weights and documents. On a machine with one GPU, ranks of some layouts take turns on it. What is
-measured is written in `experiments/reproducible/reproducible.yaml`; without GPUs its tiny twin runs. An entry that
-fails is left out with its words, and the others go on. A machine with another number of GPUs adds to the record that
-lies in the folder of the experiment.
+modes, on the same weights and documents. On a machine with one GPU, ranks of some layouts take turns on it. The plan
+is `experiments/reproducible/reproducible.yaml`; without GPUs its tiny twin runs. An entry that fails is left out with
+its error message, and the others continue. A machine with another number of GPUs adds to the record in the folder of
+the experiment.
 `python -m experiments.reproducible.measure FOLDER SAMPLES DEADLINE WORKLOAD/LAYOUT ...` is one rank.
 
 Units: milliseconds of forward, backward, reduction, clipping and optimizer; GiB at the peak of the rank that needs
@@ -53,15 +53,15 @@ from workbench.train.exact import as_asked
 from workbench.train.worker import make_optimizer
 
 PREPARED = "prepared"
-"""A file that lies beside weights, rollouts and truths once all of them are whole."""
+"""Marker file, written once weights, rollouts and truths are complete."""
 
 SAMPLES = 3
 WARM = 2
 """Steps that are not timed, in which kernels are compiled."""
 MINUTES = 4.75
-"""After which no further entry is begun; those that are not reached are named in the record."""
+"""No further entry is started after this time; the record names those that are not reached."""
 ACCURACY_FACTOR = 1.1
-"""How far from the truth the whole gradient may be, in distances of the fast mode."""
+"""Largest distance of the whole gradient from the truth, in distances of the fast mode."""
 MODES = ("fast", "reproducible")
 GROUPS = {
     "attention": ("flash", "fmha"),
@@ -74,7 +74,7 @@ GROUPS = {
     "optimizer": ("multi_tensor", "adam"),
     "between ranks": ("nccl",),
 }
-"""What a kernel belongs to, by what its name contains; the first that fits. All others: elementwise and copies."""
+"""Group of a kernel -> parts of kernel names; the first match counts. All others: elementwise and copies."""
 
 
 class _Model(BaseModel):
@@ -82,21 +82,21 @@ class _Model(BaseModel):
 
 
 class Architecture(_Model):
-    """A published architecture, of which so many layers."""
+    """A published architecture, with a number of layers."""
 
     name: str
     layers: int
 
 
 class Bars(_Model):
-    """What the reproducible mode may cost, as multiples of the fast mode in the same layout."""
+    """Largest cost of the reproducible mode, in multiples of the fast mode in the same layout."""
 
     time: float
     memory: float
 
 
 class Workload(_Model):
-    """The documents of one optimizer step, and what is found out on them."""
+    """The documents of one optimizer step, and the measurements on them."""
 
     model: str
     precision: Literal["bfloat16", "float32"]
@@ -110,15 +110,15 @@ class Workload(_Model):
     steps: int = 0
     """That are certified, in each mode."""
     truth: Literal["float32", "float64"] | None = None
-    """Precision of the gradient that both modes are held to, on one rank; None: they are not."""
+    """Precision of the gradient that both modes are compared with, on one rank; None: no comparison."""
     layouts: tuple[str, ...] = ()
-    """Which; none named: all."""
+    """Names; empty: all."""
     simulated: tuple[str, ...] = ()
     """Those of them whose ranks take turns on one GPU, on a machine that has no more."""
 
 
 class Plan(_Model):
-    """What is measured."""
+    """Plan of the measurement."""
 
     question: str
     seed: int
@@ -127,41 +127,41 @@ class Plan(_Model):
     layouts: dict[str, LayoutSpec]
 
     def chosen(self, workloads: Sequence[str]) -> Plan:
-        """The same of some workloads, and the models that they are of; none named: of all.
+        """Restrict the plan to some workloads and their models; none named: all.
 
         Raises:
             SpecError: there is no such workload.
         """
-        if strangers := sorted(set(workloads) - set(self.workloads)):
+        if unknown := sorted(set(workloads) - set(self.workloads)):
             raise SpecError(
-                f"workload {', '.join(strangers)}",
+                f"workload {', '.join(unknown)}",
                 found="no workload of that name",
                 rule=f"among {', '.join(self.workloads)}",
-                fix="choose of them, or name none for all",
+                fix="choose from these, or name none for all",
             )
-        kept = {name: workload for name, workload in self.workloads.items() if not workloads or name in workloads}
-        used = {workload.model for workload in kept.values()}
+        selected = {name: workload for name, workload in self.workloads.items() if not workloads or name in workloads}
+        used = {workload.model for workload in selected.values()}
         models = {name: model for name, model in self.models.items() if name in used}
-        return self.model_copy(update={"workloads": kept, "models": models})
+        return self.model_copy(update={"workloads": selected, "models": models})
 
     def of(self, workload: str) -> tuple[str, ...]:
         """The layouts of a workload."""
         return self.workloads[workload].layouts or tuple(self.layouts)
 
     def entries(self, gpus: int) -> dict[int, list[str]]:
-        """For each number of processes, workload and layout of every measurement on a machine with so many GPUs.
+        """Workload and layout of every measurement on a machine with ``gpus`` GPUs, by number of processes.
 
-        A machine without any does what one with two does, and what one with one does besides.
+        A machine without any runs the entries of one with two, and also those of one with one.
         """
-        found: dict[int, list[str]] = {}
+        by_ranks: dict[int, list[str]] = {}
         for name, workload in self.workloads.items():
             for layout in self.of(name):
                 ranks = self.layouts[layout].world_size
                 if ranks <= (gpus or 2):
-                    found.setdefault(ranks, []).append(f"{name}/{layout}")
+                    by_ranks.setdefault(ranks, []).append(f"{name}/{layout}")
                 elif gpus < 2 and layout in workload.simulated:
-                    found.setdefault(1, []).append(f"{name}/{layout}")
-        return dict(sorted(found.items()))
+                    by_ranks.setdefault(1, []).append(f"{name}/{layout}")
+        return dict(sorted(by_ranks.items()))
 
 
 def measure(
@@ -171,25 +171,25 @@ def measure(
     only: Sequence[str] = (),
     told: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure everything that this machine has GPUs for and say it as a record.
+    """Measure everything that this machine has GPUs for and return a record.
 
     Args:
         pairs: timed steps of each mode.
-        minutes: after which no further entry is begun.
+        minutes: no further entry is started after this time.
         only: workloads, by name; none named: all. The others stay in the record as they were measured before.
-        told: told what is being measured.
+        told: called with progress messages.
 
     Raises:
-        LaunchError: weights, rollouts and truths cannot be made.
+        LaunchError: weights, rollouts and truths cannot be created.
         SpecError: there is no such workload.
     """
     gpus = torch.cuda.device_count()
     plan_file = Path(__file__).parent / ("reproducible.yaml" if gpus else "dry_run.yaml")
     plan = parse_spec(Plan, read_yaml(plan_file), where=plan_file.name)
     chosen = plan.chosen(only)
-    began, deadline = time.time(), time.time() + 60 * minutes
-    at_hand = "/dev/shm" if Path("/dev/shm").is_dir() else None  # gigabytes of weights, read by every rank
-    with tempfile.TemporaryDirectory(dir=at_hand) as temporary:
+    start, deadline = time.time(), time.time() + 60 * minutes
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # gigabytes of weights, read by every rank
+    with tempfile.TemporaryDirectory(dir=in_memory) as temporary:
         folder = Path(temporary)
         write_whole(folder / "plan.yaml", to_json(chosen.model_dump(mode="json")))
         entries = chosen.entries(gpus)
@@ -202,9 +202,9 @@ def measure(
                 pairs,
                 deadline=deadline,
                 told=told,
-                needed=lambda: "" if (folder / PREPARED).exists() else "one rank makes weights and truths",
+                needed=lambda: "" if (folder / PREPARED).exists() else "one rank creates weights and truths",
             )
-        found = {
+        results = {
             name: {
                 layout: found_of(folder, f"{name}/{layout}")
                 for layout in plan.of(name)
@@ -212,16 +212,16 @@ def measure(
             }
             for name in chosen.workloads
         }
-    for layouts in found.values():
+    for layouts in results.values():
         compare_certificates(layouts)
     machine = {
         "device": torch.cuda.get_device_name() if gpus else "cpu",
         "gpus": gpus,
-        "workloads": found,
-        "minutes": (time.time() - began) / 60,
+        "workloads": results,
+        "minutes": (time.time() - start) / 60,
         "provenance": provenance(project_root(), seed=plan.seed),
     }
-    machines = [*_earlier(plan, gpus, tuple(found)), machine]
+    machines = [*_earlier(plan, gpus, tuple(results)), machine]
     return {
         "benchmark": "reproducible",
         "plan": plan.model_dump(mode="json"),
@@ -231,13 +231,13 @@ def measure(
 
 
 def in_words(record: Mapping[str, Any]) -> str:
-    """A record as lines of text."""
+    """Format a record as lines of text."""
     lines = []
     for machine in record["machines"]:
         lines.append(f"reproducible on {machine['gpus']} x {machine['device']}")
         for workload, layouts in machine["workloads"].items():
-            for name, found in layouts.items():
-                lines.append(f"{workload}, {name}: {'; '.join(_words(found))}")
+            for name, entry in layouts.items():
+                lines.append(f"{workload}, {name}: {'; '.join(_summary(entry))}")
     lines += [
         f"{name}: {bar['median']:.3g}, bar {bar['bar']:.3g}, {'holds' if bar['holds'] else 'MISSED'}"
         for name, bar in record["bars"].items()
@@ -245,25 +245,25 @@ def in_words(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _words(found: Mapping[str, Any]) -> Iterator[str]:
-    if "left_out" in found:
-        yield f"left out: {found['left_out']}"
-    if "timed" in found:
-        fast, exact = (found["timed"][mode] for mode in MODES)
+def _summary(entry: Mapping[str, Any]) -> Iterator[str]:
+    if "left_out" in entry:
+        yield f"left out: {entry['left_out']}"
+    if "timed" in entry:
+        fast, exact = (entry["timed"][mode] for mode in MODES)
         yield (
             f"{fast['step_ms']:.1f} -> {exact['step_ms']:.1f} ms ({exact['step_ms'] / fast['step_ms']:.3f}x), "
             f"{fast['peak_gib']:.2f} -> {exact['peak_gib']:.2f} GiB"
         )
-    if "same" in found:
+    if "same" in entry:
         yield ", ".join(
-            f"{mode}: {same['equal']} of {same['tensors']} tensors the same" for mode, same in found["same"].items()
+            f"{mode}: {same['equal']} of {same['tensors']} tensors the same" for mode, same in entry["same"].items()
         )
-    if "accuracy" in found:
-        yield f"gradient off by {found['accuracy']['factor']:.3f} of the fast mode's"
+    if "accuracy" in entry:
+        yield f"gradient off by {entry['accuracy']['factor']:.3f} of the fast mode's"
 
 
 def write_page(record: Mapping[str, Any], folder: Path) -> Path:
-    """The record as a page with figures."""
+    """Write the record as a page with figures."""
     return write_reproducible_report(record, folder)
 
 
@@ -271,9 +271,9 @@ def write_page(record: Mapping[str, Any], folder: Path) -> Path:
 
 
 def _earlier(plan: Plan, gpus: int, measured: Sequence[str]) -> list[dict[str, Any]]:
-    """What was measured before, in the record that lies in the project, if it is of this plan.
+    """Read earlier measurements from the saved record, if it has the same plan.
 
-    On machines with other numbers of GPUs everything, on such a machine the other workloads.
+    Of machines with other numbers of GPUs everything, of a machine with this number the other workloads.
     """
     file = Path(__file__).parent / "reproducible.json"
     if not gpus or not file.exists():
@@ -281,79 +281,79 @@ def _earlier(plan: Plan, gpus: int, measured: Sequence[str]) -> list[dict[str, A
     record = from_json(file.read_text())
     if record["plan"] != from_json(to_json(plan.model_dump(mode="json"))):
         return []
-    kept = [
+    machines = [
         machine
         if machine["gpus"] != gpus
         else machine
         | {"workloads": {name: layouts for name, layouts in machine["workloads"].items() if name not in measured}}
         for machine in record["machines"]
     ]
-    return [machine for machine in kept if machine["workloads"]]
+    return [machine for machine in machines if machine["workloads"]]
 
 
 def compare_certificates(layouts: Mapping[str, dict[str, Any]]) -> None:
-    """Say of each layout how many tensors have the bits of the first one, and which is the first that has not.
+    """Add to each layout the number of tensors with the bits of the first layout, and the first tensor that differs.
 
-    Only what a step came to is kept of the fingerprints.
+    The fingerprints are removed.
     """
     reference: dict[str, Any] | None = None
-    for found in layouts.values():
-        if "steps" not in found:
+    for entry in layouts.values():
+        if "steps" not in entry:
             continue
-        reference = reference or found["steps"]
-        found["same"] = {}
+        reference = reference or entry["steps"]
+        entry["same"] = {}
         for mode in MODES:
             pairs = [
-                (f"step {number}: {name}", said, here["fingerprints"].get(name))
-                for number, (there, here) in enumerate(zip(reference[mode], found["steps"][mode], strict=True))
-                for name, said in there["fingerprints"].items()
+                (f"step {number}: {name}", expected, run["fingerprints"].get(name))
+                for number, (baseline, run) in enumerate(zip(reference[mode], entry["steps"][mode], strict=True))
+                for name, expected in baseline["fingerprints"].items()
             ]
-            differing = [name for name, said, mine in pairs if said != mine]
-            found["same"][mode] = {
+            differing = [name for name, expected, actual in pairs if expected != actual]
+            entry["same"][mode] = {
                 "tensors": len(pairs),
                 "equal": len(pairs) - len(differing),
                 "first": differing[0] if differing else None,
             }
-    for found in layouts.values():
-        if "steps" in found:
-            found["steps"] = {
+    for entry in layouts.values():
+        if "steps" in entry:
+            entry["steps"] = {
                 mode: [{key: value for key, value in step.items() if key != "fingerprints"} for step in steps]
-                for mode, steps in found["steps"].items()
+                for mode, steps in entry["steps"].items()
             }
 
 
 def bars(plan: Plan, machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Bits and accuracy on all machines; time and memory of each timed layout, where a workload has bars."""
-    said: dict[str, Any] = {}
+    """Check bits and accuracy on all machines; time and memory of each timed layout, if a workload has bars."""
+    results: dict[str, Any] = {}
 
     def at_most(name: str, values: Sequence[float], bar: float) -> None:
         worst = max(values, default=math.inf)
-        said[name] = {"bar": bar, "median": worst, "holds": worst <= bar}
+        results[name] = {"bar": bar, "median": worst, "holds": worst <= bar}
 
-    everything = [
-        (name, layout, found)
+    entries = [
+        (name, layout, entry)
         for machine in machines
         for name, layouts in machine["workloads"].items()
-        for layout, found in layouts.items()
+        for layout, entry in layouts.items()
     ]
     unequal = [
-        found["same"]["reproducible"]["tensors"] - found["same"]["reproducible"]["equal"]
-        for _, _, found in everything
-        if "same" in found
+        entry["same"]["reproducible"]["tensors"] - entry["same"]["reproducible"]["equal"]
+        for _, _, entry in entries
+        if "same" in entry
     ]
     at_most("tensors of other bits than one rank's", [float(sum(unequal))], 0.0)
     at_most(
         "error of the gradient, of the fast mode's",
-        [found["accuracy"]["factor"] for _, _, found in everything if "accuracy" in found],
+        [entry["accuracy"]["factor"] for _, _, entry in entries if "accuracy" in entry],
         ACCURACY_FACTOR,
     )
     for name, workload in plan.workloads.items():
         if workload.bars is None:
             continue
         timed: dict[str, list[Any]] = {"one_rank": []}
-        for one, layout, found in everything:
-            if one == name and "timed" in found:
-                timed.setdefault(layout, []).append(found["timed"])
+        for workload_name, layout, entry in entries:
+            if workload_name == name and "timed" in entry:
+                timed.setdefault(layout, []).append(entry["timed"])
         for layout, measured in timed.items():
             for what, key, bar in (
                 ("time", "step_ms", workload.bars.time),
@@ -364,19 +364,19 @@ def bars(plan: Plan, machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     [modes["reproducible"][key] / modes["fast"][key] for modes in measured],
                     bar,
                 )
-    at_most("left out", [float(sum("left_out" in found for _, _, found in everything))], 0.0)
-    return said
+    at_most("left out", [float(sum("left_out" in entry for _, _, entry in entries))], 0.0)
+    return results
 
 
 # ---- one rank ------------------------------------------------------------------------------------------
 
 
 class Rank:
-    """What a rank keeps from one entry to the next: meshes, and the last policy.
+    """State of a rank between entries: meshes, and the last policy.
 
     Args:
-        folder: where weights, rollouts, truths and results lie.
-        device: where this rank computes.
+        folder: of weights, rollouts, truths and results.
+        device: of this rank.
         samples: timed steps.
     """
 
@@ -387,14 +387,14 @@ class Rank:
         self._policy: tuple[Any, Policy] | None = None
 
     def mesh(self, layout: LayoutSpec) -> Mesh:
-        """The axes of a layout."""
+        """The mesh of a layout."""
         sizes = (layout.dp, layout.cp, layout.tp)
         if sizes not in self._meshes:
             self._meshes[sizes] = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, device=self.device)
         return self._meshes[sizes]
 
     def policy(self, spec: RunSpec, mesh: Mesh) -> Policy:
-        """The policy of a spec, the last one where that is it."""
+        """Load the policy of a spec, or reuse the last one."""
         layout = spec.layout
         key = (
             spec.model.source,
@@ -407,7 +407,7 @@ class Rank:
         )
         if self._policy is None or self._policy[0] != key:
             self._policy = None
-            gc.collect()  # sharded parameters lie in cycles of references
+            gc.collect()  # sharded parameters are in reference cycles
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._policy = (
@@ -444,7 +444,7 @@ class Rank:
         )
 
     def prepare(self) -> None:
-        """Write the weights of each model, the rollouts of each workload, and its truth where it has one."""
+        """Write the weights of each model, the rollouts of each workload, and its truth if it has one."""
         mesh = single_process_mesh(self.device)
         for name, model in self.plan.models.items():
             with self.device:
@@ -476,20 +476,20 @@ class Rank:
         self._policy = None
 
     def _draw(self, workload: Workload) -> RolloutBatch:
-        """Documents, and an old policy that finds each token about as likely as a policy that knows nothing."""
+        """Draw documents, with log-probabilities of the old policy near those of a uniform policy."""
         vocabulary = 19 if self.plan.models[workload.model].name == "tiny-qwen3" else 151936
         batch = draw_documents(workload.rows, workload.row_tokens, workload.document_tokens, vocabulary, self.plan.seed)
-        apart_S = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(self.plan.seed))
-        return replace(batch, old_logprobs_T=-math.log(vocabulary) + 0.3 * apart_S)
+        noise_S = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(self.plan.seed))
+        return replace(batch, old_logprobs_T=-math.log(vocabulary) + 0.3 * noise_S)
 
     def measure(self, workload_name: str, layout_name: str) -> None:
-        """Find out about a workload in a layout, and write it."""
+        """Measure a workload in a layout, and write the result."""
         workload, layout = self.plan.workloads[workload_name], self.plan.layouts[layout_name]
         simulated, first = layout.world_size > world_size(), True
         try:
             if simulated:
                 self._policy = None
-                found = simulate(
+                result = simulate(
                     lambda mesh: Rank(self.folder, self.device, self.samples)._measured(
                         workload_name, workload, layout, mesh
                     ),
@@ -501,15 +501,15 @@ class Rank:
                 )[0] | {"simulated": True}
             else:
                 mesh = self.mesh(layout)
-                first, found = mesh.is_first, self._measured(workload_name, workload, layout, mesh)
-        except WorkbenchError as refused:  # the same on every rank, before any collective
-            found = {"left_out": str(refused).replace("\n", ";")}
+                first, result = mesh.is_first, self._measured(workload_name, workload, layout, mesh)
+        except WorkbenchError as error:  # the same on every rank, before any collective
+            result = {"left_out": str(error).replace("\n", ";")}
         if first:
-            write_whole(entry_file(self.folder, f"{workload_name}/{layout_name}"), to_json(found))
+            write_whole(entry_file(self.folder, f"{workload_name}/{layout_name}"), to_json(result))
 
     def _measured(self, name: str, workload: Workload, layout: LayoutSpec, mesh: Mesh) -> dict[str, Any]:
         batch = load(self.folder / name)
-        found: dict[str, Any] = {"layout": str(layout), "ranks": layout.world_size, "tokens": batch.num_tokens}
+        result: dict[str, Any] = {"layout": str(layout), "ranks": layout.world_size, "tokens": batch.num_tokens}
         parts = {
             "accuracy": self._error if workload.truth and layout.world_size == 1 else None,
             "steps": self._certified if workload.steps else None,
@@ -517,17 +517,17 @@ class Rank:
         }
         for part, of_mode in parts.items():
             if of_mode is not None:
-                found[part] = {}
+                result[part] = {}
                 for mode in MODES:
                     with self._mode(workload, layout, mesh, mode) as (policy, spec):
-                        found[part][mode] = of_mode(name, policy, spec, batch, mesh)
-        if "accuracy" in found:
-            found["accuracy"]["factor"] = found["accuracy"]["reproducible"] / found["accuracy"]["fast"]
-        return found
+                        result[part][mode] = of_mode(name, policy, spec, batch, mesh)
+        if "accuracy" in result:
+            result["accuracy"]["factor"] = result["accuracy"]["reproducible"] / result["accuracy"]["fast"]
+        return result
 
     @contextlib.contextmanager
     def _mode(self, workload: Workload, layout: LayoutSpec, mesh: Mesh, mode: str) -> Iterator[tuple[Policy, RunSpec]]:
-        """The policy in one of the modes, with the weights that it has before and after."""
+        """Yield the policy in one of the modes, and restore its weights afterwards."""
         spec = self.spec(workload, layout, mode)
         policy = self.policy(spec, mesh)
         before = [parameter.detach().clone() for parameter in policy.model.parameters()] if workload.steps else []
@@ -539,7 +539,7 @@ class Rank:
                 parameter.copy_(value)
 
     def _error(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh) -> float:
-        """Distance of the whole gradient from the truth, over the truth's length; clip decisions are the truth's."""
+        """Distance of the whole gradient from the truth, over the truth's norm, with the truth's clip decisions."""
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         with safe_open(self.folder / f"{name}.tokens.safetensors", framework="pt") as tokens:
             clipped_S = tokens.get_tensor("clipped")
@@ -564,7 +564,7 @@ class Rank:
     def _certified(
         self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh
     ) -> list[dict[str, Any]]:
-        """What each of a few optimizer steps came to, bit by bit."""
+        """Run a few optimizer steps, and certify the bits of each."""
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         optimizer, steps = make_optimizer(policy, spec.optimizer), []
         for _ in range(self.plan.workloads[name].steps):
@@ -574,12 +574,12 @@ class Rank:
             marks = mark_gradients(policy)
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
-            said = certify(policy, result, marks)
+            certificate = certify(policy, result, marks)
             steps.append(
                 {
-                    "certificate": said.hash,
-                    "fingerprints": dict(said.fingerprints),
-                    "unlike": said.unlike,
+                    "certificate": certificate.hash,
+                    "fingerprints": dict(certificate.fingerprints),
+                    "unlike": certificate.unlike,
                     "loss": float(result.loss["total"]),
                     "norm": norm,
                     **result.range,
@@ -588,7 +588,7 @@ class Rank:
         return steps
 
     def _timed(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh) -> dict[str, Any]:
-        """Time and peak memory of a step, and on a GPU what its time goes to."""
+        """Time and peak memory of a step, and on a GPU the breakdown of its time."""
         loss = flow.make_loss(spec.loss)
         optimizer = make_optimizer(policy, spec.optimizer)
         with StepClock(self.device) as preparing:
@@ -605,26 +605,26 @@ class Rank:
             if self.device.type == "cuda" and number == WARM:
                 torch.cuda.reset_peak_memory_stats()
             with StepClock(self.device) as clock:
-                said = step()
+                value_range = step()
             samples.append(clock.step_ms)
-        found = {
+        result = {
             "warm_ms": samples[:WARM],
             "samples_ms": samples[WARM:],
             "prepare_ms": preparing.step_ms,
             "step_ms": statistics.median(samples[WARM:]),
             "peak_gib": self.most(float(peak_bytes(self.device)), mesh) / 2**30,
-            **said,
+            **value_range,
         }
-        return found | (_where_time_goes(step) if self.device.type == "cuda" else {})
+        return result | (_time_by_kernel(step) if self.device.type == "cuda" else {})
 
     def most(self, value: float, mesh: Mesh) -> float:
-        """The largest of all ranks."""
+        """The largest value of all ranks."""
         most = torch.tensor(value, dtype=torch.float64, device=self.device)
         return float(all_max(all_max(most, mesh["dp_cp"]), mesh["tp"]))
 
 
-def _where_time_goes(step: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds of the GPU by what kernels do, and of the longest kernels, of one step."""
+def _time_by_kernel(step: Callable[[], Any]) -> dict[str, Any]:
+    """GPU milliseconds of one step by group of kernels, and of the longest kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -650,7 +650,7 @@ def _where_time_goes(step: Callable[[], Any]) -> dict[str, Any]:
 
 
 def group_of(kernel: str) -> str:
-    """What a kernel belongs to, by its name."""
+    """Group of a kernel, by its name."""
     return next(
         (group for group, parts in GROUPS.items() if any(part in kernel for part in parts)), "elementwise and copies"
     )
@@ -678,7 +678,7 @@ def world_size() -> int:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One rank. Why it failed lies in the folder then, whatever became of its output."""
+    """Run one rank; if it fails, write the traceback into the folder."""
     folder, samples, deadline, entries = Path(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3:]
     with saying_why(folder):
         device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
@@ -686,9 +686,9 @@ def main(arguments: Sequence[str]) -> None:
         if not (folder / PREPARED).exists():
             rank.prepare()
             write_whole(folder / PREPARED, b"")
-        everybody = make_mesh(dp=world_size(), device=device)
+        all_ranks = make_mesh(dp=world_size(), device=device)
         for entry in entries:
-            if rank.most(float(time.time() > deadline), everybody):
+            if rank.most(float(time.time() > deadline), all_ranks):
                 break
             rank.measure(*entry.split("/"))
         leave()

@@ -1,4 +1,4 @@
-"""What the reproducible mode costs and whether it holds, as a page: the record of `workbench bench reproducible`.
+"""Page of the cost and the bits of the reproducible mode: the record of `workbench bench reproducible`.
 
 `python -m experiments.reproducible.page FOLDER` writes the page of a folder's record again.
 """
@@ -29,12 +29,12 @@ CAPTION = (
 
 
 def write_reproducible_report(record: Mapping[str, Any], folder: Path) -> Path:
-    """Write ``report.html`` into a folder, whole or not at all."""
+    """Write ``report.html`` into a folder atomically."""
     return write_whole(Path(folder) / "report.html", page(record).encode())
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The page as text; the same record gives the same bytes."""
+    """Render the page as text; the same record gives the same bytes."""
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "reproducible"), class_="eyebrow"),
@@ -55,33 +55,33 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def answer(record: Mapping[str, Any]) -> str:
-    """The finding in sentences."""
-    compared = [found["same"] for _, _, _, found in _entries(record) if "same" in found]
-    said = []
+    """Summarize the record in sentences."""
+    compared = [entry["same"] for _, _, _, entry in _entries(record) if "same" in entry]
+    sentences = []
     if compared:
         alike = {mode: sum(same[mode]["equal"] == same[mode]["tensors"] for same in compared) for mode in MODES}
-        said.append(
+        sentences.append(
             f"Of {len(compared)} runs of a workload in a layout, {alike['reproducible']} have every bit of one "
             f"rank's in the reproducible mode, {alike['fast']} in the fast one."
         )
-    for _, name, layout, found in _entries(record):
-        if "timed" in found and layout == "one_rank":
-            fast, exact = (found["timed"][mode] for mode in MODES)
-            said.append(
+    for _, name, layout, entry in _entries(record):
+        if "timed" in entry and layout == "one_rank":
+            fast, exact = (entry["timed"][mode] for mode in MODES)
+            sentences.append(
                 f"{name}: {exact['step_ms'] / fast['step_ms']:.2f} times the time of the fast mode, "
                 f"{exact['peak_gib'] / fast['peak_gib']:.2f} times its memory."
             )
-    if missed := [name for name, bar in record["bars"].items() if said and not bar["holds"]]:
-        said.append(f"Of {len(record['bars'])} bars {len(missed)} are missed: {'; '.join(missed)}.")
-    return " ".join(said) or "Nothing was measured."
+    if missed := [name for name, bar in record["bars"].items() if sentences and not bar["holds"]]:
+        sentences.append(f"Of {len(record['bars'])} bars {len(missed)} are missed: {'; '.join(missed)}.")
+    return " ".join(sentences) or "Nothing was measured."
 
 
 def costs(record: Mapping[str, Any]) -> Markup:
-    """Time and memory of both modes in each timed layout."""
+    """Table of time and memory of both modes in each timed layout."""
     rows = []
-    for machine, name, layout, found in _entries(record):
-        if "timed" in found:
-            fast, exact = (found["timed"][mode] for mode in MODES)
+    for machine, name, layout, entry in _entries(record):
+        if "timed" in entry:
+            fast, exact = (entry["timed"][mode] for mode in MODES)
             rows.append(
                 [
                     tag("b", name),
@@ -96,9 +96,9 @@ def costs(record: Mapping[str, Any]) -> Markup:
                 ]
             )
     left_out = [
-        tag("p", tag("b", f"{name}, {layout}"), f": left out ({found['left_out']})", class_="caution")
-        for _, name, layout, found in _entries(record)
-        if "left_out" in found
+        tag("p", tag("b", f"{name}, {layout}"), f": left out ({entry['left_out']})", class_="caution")
+        for _, name, layout, entry in _entries(record)
+        if "left_out" in entry
     ]
     on_gpu = any(machine["gpus"] for machine in record["machines"])
     return join(
@@ -125,12 +125,12 @@ def costs(record: Mapping[str, Any]) -> Markup:
 
 
 def breakdown(record: Mapping[str, Any]) -> Markup:
-    """What kernels are for, in both modes, of every timed entry of one rank."""
-    made = []
-    for machine, name, layout, found in _entries(record):
-        if layout != "one_rank" or "groups_ms" not in found.get("timed", {}).get("fast", {}):
+    """Time by purpose of the kernels, in both modes, of every timed entry of one rank."""
+    parts = []
+    for machine, name, layout, entry in _entries(record):
+        if layout != "one_rank" or "groups_ms" not in entry.get("timed", {}).get("fast", {}):
             continue
-        groups = {mode: found["timed"][mode]["groups_ms"] for mode in MODES}
+        groups = {mode: entry["timed"][mode]["groups_ms"] for mode in MODES}
         rows = [
             [
                 group,
@@ -149,20 +149,20 @@ def breakdown(record: Mapping[str, Any]) -> Markup:
         rows.append(
             [
                 "kernels",
-                *(found["timed"][mode]["kernels"] for mode in MODES),
-                found["timed"]["reproducible"]["kernels"] - found["timed"]["fast"]["kernels"],
+                *(entry["timed"][mode]["kernels"] for mode in MODES),
+                entry["timed"]["reproducible"]["kernels"] - entry["timed"]["fast"]["kernels"],
             ]
         )
-        made += [
+        parts += [
             tag("h3", f"{name}, {machine['gpus']} × {machine['device']}"),
             drawing(f"time_of_{name}_{machine['gpus']}", CAPTION, stacked(groups)),
             table(["ms of the GPU", *MODES, "more"], rows, numbers=(1, 2, 3)),
         ]
-    return join(made) if made else tag("p", "Not measured without a GPU.")
+    return join(parts) if parts else tag("p", "Not measured without a GPU.")
 
 
 def stacked(groups: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Both modes as bars of what kernels are for."""
+    """Draw both modes as bars, divided by purpose of the kernels."""
     figure = style.chart(2.2)
     axes = figure.subplots()
     style.tidy(axes, grid="x", x="ms of the GPU in one step")
@@ -188,16 +188,16 @@ def stacked(groups: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def bits(record: Mapping[str, Any]) -> Markup:
-    """How many tensors each layout has in common with one rank, in both modes."""
+    """Table of the tensors that each layout has in common with one rank, in both modes."""
     rows = []
-    for machine, name, layout, found in _entries(record):
-        if "same" in found:
-            same, last = found["same"], found["steps"]["reproducible"][-1]
-            where = ", its ranks in turns on one GPU" if "simulated" in found else ""
+    for machine, name, layout, entry in _entries(record):
+        if "same" in entry:
+            same, last = entry["same"], entry["steps"]["reproducible"][-1]
+            where = ", its ranks in turns on one GPU" if "simulated" in entry else ""
             rows.append(
                 [
                     tag("b", name),
-                    tag("span", layout, tag("br"), found["layout"], where),
+                    tag("span", layout, tag("br"), entry["layout"], where),
                     machine["gpus"],
                     *(f"{same[mode]['equal']} of {same[mode]['tensors']}" for mode in reversed(MODES)),
                     tag("code", last["certificate"][:12]),
@@ -229,17 +229,17 @@ def bits(record: Mapping[str, Any]) -> Markup:
 
 
 def accuracy(record: Mapping[str, Any]) -> Markup:
-    """How far gradients are from a truth of higher precision, clip decisions being the truth's."""
+    """Table of distances of gradients from a truth of higher precision, with the truth's clip decisions."""
     rows = [
         [
             tag("b", name),
             record["plan"]["workloads"][name]["truth"],
             machine["gpus"],
-            *(significant(found["accuracy"][mode], 3) for mode in MODES),
-            f"{found['accuracy']['factor']:.3f}",
+            *(significant(entry["accuracy"][mode], 3) for mode in MODES),
+            f"{entry['accuracy']['factor']:.3f}",
         ]
-        for machine, name, _, found in _entries(record)
-        if "accuracy" in found
+        for machine, name, _, entry in _entries(record)
+        if "accuracy" in entry
     ]
     return table(
         ["", "truth in", "GPUs", "fast: error of the whole gradient", "reproducible", "times"],
@@ -249,7 +249,7 @@ def accuracy(record: Mapping[str, Any]) -> Markup:
 
 
 def bars(record: Mapping[str, Any]) -> Markup:
-    """What must hold."""
+    """Table of the bars."""
     return table(
         ["", "worst", "at most", ""],
         [
@@ -266,14 +266,14 @@ def bars(record: Mapping[str, Any]) -> Markup:
 
 
 def setting(record: Mapping[str, Any]) -> Markup:
-    """Models, documents and resolutions."""
+    """Describe models, documents and resolutions."""
     plan, lines = record["plan"], []
-    for name, asked in plan["workloads"].items():
-        model, exact = plan["models"][asked["model"]], asked["reproducible"]
+    for name, workload in plan["workloads"].items():
+        model, exact = plan["models"][workload["model"]], workload["reproducible"]
         lines.append(
-            f"{name}: {model['name']} with {model['layers']} layers, {asked['precision']}, {asked['rows']} "
-            f"packed rows of {asked['row_tokens']} tokens, documents of {asked['document_tokens'][0]} to "
-            f"{asked['document_tokens'][1]}; blocks of {exact['block_tokens']} tokens, "
+            f"{name}: {model['name']} with {model['layers']} layers, {workload['precision']}, {workload['rows']} "
+            f"packed rows of {workload['row_tokens']} tokens, documents of {workload['document_tokens'][0]} to "
+            f"{workload['document_tokens'][1]}; blocks of {exact['block_tokens']} tokens, "
             f"{exact['weight_chunks']} pieces of a weight, {exact['bits']} bits after the point."
         )
     lines.append(
@@ -286,24 +286,24 @@ def setting(record: Mapping[str, Any]) -> Markup:
 
 
 def every_sample(record: Mapping[str, Any]) -> Markup:
-    """All times, in the order in which they were taken."""
+    """Table of all times, in the order of measurement."""
     rows = [
         [
             name,
             layout,
             mode,
-            ", ".join(f"{ms:.1f}" for ms in found["timed"][mode]["warm_ms"]),
-            ", ".join(f"{ms:.1f}" for ms in found["timed"][mode]["samples_ms"]),
+            ", ".join(f"{ms:.1f}" for ms in entry["timed"][mode]["warm_ms"]),
+            ", ".join(f"{ms:.1f}" for ms in entry["timed"][mode]["samples_ms"]),
         ]
-        for _, name, layout, found in _entries(record)
-        if "timed" in found
+        for _, name, layout, entry in _entries(record)
+        if "timed" in entry
         for mode in MODES
     ]
     return table(["", "", "", "before, ms", "steps, ms"], rows)
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
-    """Versions, git state, command and machines."""
+    """Table of versions, git state, command and machines."""
     facts: dict[str, Any] = {"command": record.get("command")}
     for machine in record["machines"]:
         of = f"{machine['gpus']} GPUs, {' and '.join(machine['workloads'])}"
@@ -316,19 +316,19 @@ def provenance(record: Mapping[str, Any]) -> Markup:
 
 
 def _entries(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str, Mapping[str, Any]]]:
-    """Machine, workload, layout and what was found there."""
+    """Iterate over machine, workload, layout and result."""
     for machine in record["machines"]:
         for name, layouts in machine["workloads"].items():
-            for layout, found in layouts.items():
-                yield machine, name, layout, found
+            for layout, entry in layouts.items():
+                yield machine, name, layout, entry
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Write the page of the folder that the command line names."""
+    """Write the page of a folder given on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.reproducible.page", description="Write report.html from the record of a folder."
     )
-    parser.add_argument("folder", type=Path, help="holds reproducible.json")
+    parser.add_argument("folder", type=Path, help="has reproducible.json")
     folder = parser.parse_args(arguments).folder
     if not (folder / "reproducible.json").exists():
         raise RecordError(

@@ -228,7 +228,7 @@ def test_the_saved_page_of_the_fused_head_is_that_of_its_records():
     assert fused_ab.page(records) == (EXPERIMENTS / "fused_ab/report.html").read_text()
     assert records.policy["parameters_beside_embedding"] > 30e6
     assert fused_ab.holds(records.step_one)
-    assert "All runs drew the same answers" in fused_ab.page(records)
+    assert "All runs drew the same completions" in fused_ab.page(records)
     for one, fifty in (("plain-float32", "run-False-0"), ("fused-float32", "run-True-0")):  # the same step, bit for bit
         alone, first = records.step_one[one].steps[0], records.fifty_steps[fifty].steps[0]
         keys = (fused_ab.LOSS, fused_ab.NORM, fused_ab.REWARD)
@@ -284,7 +284,7 @@ def test_the_readme_says_of_the_first_ratio_what_its_records_say():
 def test_the_readme_says_of_the_small_run_what_its_record_says():
     comparison = Comparison.load(EXPERIMENTS / "online/comparison.json")
     first, last = re.search(r"Right answers rise from (\d+) to (\d+) %", (PROJECT / "README.md").read_text()).groups()
-    said = f"{first} % of the answers right in the first tenth of the steps, {last} % in the last"
+    said = f"{first} % of the completions right in the first tenth of the steps, {last} % in the last"
     assert said in online_answer(comparison)
     planned = {plan.name: plan.spec for plan in load_ablation(EXPERIMENTS / "online/ablation.yaml").expand()}
     assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} == planned

@@ -48,7 +48,7 @@ def check(layout, folder):
             assert bool(found["fallbacks"]) == says, (context, found["fallbacks"])
             if name == "gspo" and says:
                 assert (
-                    "whose tokens lie on 2 cp ranks: it is evaluated between forward and backward, 4 products"
+                    "whose tokens lie on 2 cp ranks: it is evaluated between forward and backward, 4 GEMMs"
                     in (found["fallbacks"][0])
                 )
 

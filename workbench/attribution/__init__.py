@@ -1,1 +1,1 @@
-"""What part of a loss or a gradient comes from where: per-token credit."""
+"""Attribution of a loss and its gradient: per-token credit."""

@@ -1,4 +1,4 @@
-"""Credit: what each token of a recorded step gets from a loss, and what became of the tokens that get nothing.
+"""Credit that each token of a recorded step gets from a loss, and the fate of the tokens that get none.
 
 The credit of a token is its weight times its gradient coefficient: the derivative of the whole step's loss by the
 log-probability of that token, found by autograd. It needs no model: rollouts record log-probabilities. Below 0 the
@@ -26,25 +26,24 @@ from workbench.rollouts.targets import shift_targets
 from workbench.specs.losses import LossSpec
 
 FATES = ("untrained", "acts", "clipped", "rejected", "zero advantage", "no gradient")
-"""What becomes of a token in the policy term; a token has one of them."""
+"""Fate of a token in the policy term; each token has exactly one."""
 NEED_LOGITS = ("entropy_coefficient", "squared_logit_coefficient", "mean_squared_logit_coefficient")
 """Terms whose gradient does not go through the token's own log-probability: they are left out."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What each token of a step gets from a loss. Everything is float64 and in the order of the batch.
+    """Credit of each token of a step. Everything is float64 and in the order of the batch.
 
     Attributes:
         credit_T: [T] d loss / d log-probability, of all terms together; 0 on tokens that do not count.
         policy_T: [T] the policy term's part of it.
         weights_T: [T] gradient weight of the token in the policy term.
-        fates_T: [T] index into `FATES`. "zero advantage": there was nothing to gain or lose; "rejected": the
-            correction took the token out; "clipped": the surrogate cut it off; "no gradient": none of these, and
-            still 0.
+        fates_T: [T] index into `FATES`. "zero advantage": the advantage is 0; "rejected": masked by the correction;
+            "clipped": clipped by the surrogate; "no gradient": none of these, and still 0.
         document_ids_T: [T] document of the token.
-        loss: what the whole step reports.
-        extras_T: what the policy term says beside its values, by name ("raw_weight", "applied_weight", ...).
+        loss: reported loss of the whole step.
+        extras_T: further outputs of the policy term, by name ("raw_weight", "applied_weight", ...).
     """
 
     credit_T: Tensor
@@ -57,15 +56,15 @@ class Credit:
 
     @property
     def trained_T(self) -> Tensor:
-        """[T] bool: tokens that count."""
+        """[T] bool: trained tokens."""
         return self.fates_T != FATES.index("untrained")
 
     def shares(self, by: Literal["token", "weight"] = "token") -> dict[str, float]:
-        """What part of the step had which fate; the parts add up to 1 (all 0 if nothing counts).
+        """Share of each fate in the step; the shares add up to 1 (all 0 if no token is trained).
 
         Args:
-            by: "token" counts trained tokens; "weight" counts each with its weight in the gradient, so that it says
-                which part of the step is lost.
+            by: "token" counts trained tokens; "weight" counts each with its weight in the gradient, which gives the
+                part of the step that is lost.
         """
         counts_T = self.weights_T if by == "weight" else self.trained_T.double()
         total = float(counts_T.sum())
@@ -87,12 +86,12 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
     Args:
         batch: all documents of the step, in any order, as one micro-batch.
         spec: any loss. Its entropy and squared-logit terms (`NEED_LOGITS`) are left out.
-        policy_logprobs_T: [T] nats, of the policy being trained, beside the tokens that they are of; None takes the
-            old policy's: the first step after sampling.
+        policy_logprobs_T: [T] nats, of the policy being trained, aligned with their tokens; None takes the old
+            policy's: the first step after sampling.
 
     Raises:
         ShapeError: log-probabilities of another length than the batch.
-        SpecError: the batch lacks what the loss or its denominator looks at.
+        SpecError: the batch lacks a field that the loss or its denominator reads.
 
     Example:
         >>> batch = RolloutBatch.from_documents([{"tokens": [5, 7, 2], "loss_mask": [0, 1, 1], "advantages": 0.5,
@@ -106,7 +105,7 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
     policy_T = torch.where(row.loss_mask_T, policy_T, old_T).detach().requires_grad_()
     (weights,), totals = step_weights([row], spec)
     loss = make_loss(spec.model_copy(update=dict.fromkeys(NEED_LOGITS, 0.0)))
-    # The inputs of a training step: a field that a loss looks at there is not missed here.
+    # The inputs of a training step, so that every field a loss reads there exists here too.
     _, terms, scalars = evaluate_loss(loss, loss_inputs(row, TokenLogprobs(policy_T), totals), weights, row.loss_mask_T)
     by_term = {name: _gradient(scalars[name].value, policy_T) for name in ("policy", "total")}
 
@@ -124,17 +123,17 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
     ):
         fates_T[where_T] = FATES.index(fate)  # the later one wins
 
-    def beside_tokens(values_T: Tensor) -> Tensor:
-        return values_T.roll(1)  # the last position predicts nothing, the first token is predicted by none
+    def at_tokens(values_T: Tensor) -> Tensor:
+        return values_T.roll(1)  # the last position has no target, the first token no prediction
 
     return Credit(
-        beside_tokens(by_term["total"]),
-        beside_tokens(by_term["policy"]),
-        beside_tokens(weights[term.weight].gradient_T.double()),
-        beside_tokens(fates_T),
+        at_tokens(by_term["total"]),
+        at_tokens(by_term["policy"]),
+        at_tokens(weights[term.weight].gradient_T.double()),
+        at_tokens(fates_T),
         batch.document_ids_T,
         float(scalars["total"].value.detach()),
-        {name: beside_tokens(values_T) for name, values_T in term.extras.items()},
+        {name: at_tokens(values_T) for name, values_T in term.extras.items()},
     )
 
 
@@ -144,14 +143,14 @@ def _at_targets(logprobs_T: Tensor, batch: RolloutBatch) -> Tensor:
             "token_credit: policy_logprobs_T",
             found=f"shape {list(logprobs_T.shape)}",
             rule=f"one for each of the {batch.num_tokens} tokens of the batch, prompts included",
-            fix="lay them beside the tokens; where a token does not train any number will do",
+            fix="align them with the tokens; where a token does not train any number will do",
         )
     return logprobs_T.roll(-1).double()
 
 
 def _gradient(total: Tensor, policy_T: Tensor) -> Tensor:
-    """[T] of one sum; 0 where it does not depend on the policy."""
+    """[T] gradient of one sum; 0 where it does not depend on the policy."""
     if not total.requires_grad:
         return torch.zeros_like(policy_T)
-    (found,) = torch.autograd.grad(total, policy_T, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(policy_T) if found is None else found
+    (gradient_T,) = torch.autograd.grad(total, policy_T, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(policy_T) if gradient_T is None else gradient_T

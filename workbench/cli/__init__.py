@@ -1,7 +1,7 @@
 """The command line: thin verbs, each one call that a notebook can make too.
 
-Only the chosen verb is imported, so `--help` answers at once. What a user can mend is printed in words with
-exit code 2; a run that failed gives exit code 1.
+Only the chosen verb is imported, so that `--help` is fast. User errors are printed as a message, with exit code 2; a
+failed run gives exit code 1.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from workbench.errors import WorkbenchError
 
 VERBS = {
     "run": "run an ablation (or one spec), compare its runs and write the report",
-    "ls": "every run of the experiments: state, steps, when, how long, where, why it failed",
-    "status": "all that is known of a run, or how an experiment stands",
-    "logs": "what the ranks of a run print; -f goes on until it has ended",
-    "cancel": "end a run, or all runs of an experiment",
+    "ls": "list the runs of all experiments: state, steps, start, duration, device, cause of failure",
+    "status": "show the state of a run, or of an experiment",
+    "logs": "print the logs of a run's ranks; -f follows until it has ended",
+    "cancel": "cancel a run, or all runs of an experiment",
     "report": "write an experiment's report page again, from its saved comparison",
-    "compare": "print the verdicts of an experiment, or whether two runs are the same bit for bit",
-    "bisect": "the first module and block of tokens where two runs part",
-    "prove": "whether a loss keeps the laws of parallel training, or the smallest case in which it does not",
-    "diagnose": "why one run differs from another that is right: ranked causes, and what to try next",
-    "export": "write runs for W&B, trackio, MLflow or TensorBoard",
+    "compare": "print the verdicts of an experiment, or compare two runs bit for bit",
+    "bisect": "find the first module and block of tokens where two runs differ",
+    "prove": "check that a loss keeps the invariants of parallel training, or find the smallest counterexample",
+    "diagnose": "rank the causes why a run differs from a trusted one, and propose the next experiment",
+    "export": "export runs to W&B, trackio, MLflow or TensorBoard",
     "rollouts": "import, check or record rollouts",
     "lab": "open JupyterLab on the notebooks",
-    "bench": "measure what is claimed of speed, and write it down",
-    "verify": "do several GPUs train the weights that one trains, in memory that stays flat",
-    "doctor": "what is here, what is missing, and what to do about it",
+    "bench": "run the performance benchmarks and record the results",
+    "verify": "check that multi-GPU training matches one GPU, with flat memory",
+    "doctor": "check the environment, and tell how to fix what is missing",
 }
-"""Verb -> what it does. Each is a module of this package, with `main(arguments) -> exit code`."""
+"""Verb -> description. Each is a module of this package, with `main(arguments) -> exit code`."""
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say.
+    """Run the command line.
 
     Returns:
-        0 done; 1 a comparison does not agree (different, vacuous, unsound baseline) or a run failed; 2 the input was
-        refused; 130 interrupted.
+        0 done; 1 a comparison does not agree (different, vacuous, unsound baseline) or a run failed; 2 invalid input;
+        130 interrupted.
     """
     try:
-        code = _do(list(sys.argv[1:] if arguments is None else arguments))
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
 
 
-def _do(given: list[str]) -> int:
-    if not given or given[0] in ("-h", "--help", "help"):
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
-        return 0 if given else 2
-    if given[0] in ("-V", "--version"):
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
         print(f"workbench {workbench.__version__}")
         return 0
-    verb, rest = given[0], given[1:]
+    verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(VERBS)}"
@@ -75,18 +75,18 @@ def _do(given: list[str]) -> int:
         return importlib.import_module(f"workbench.cli.{verb}").main(rest)
     except WorkbenchError as error:
         notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
-        said = "\n".join([f"{type(error).__name__}: {error}", *notes])
-        print("\n".join(safe_lines(said)), file=sys.stderr)
+        message = "\n".join([f"{type(error).__name__}: {error}", *notes])
+        print("\n".join(safe_lines(message)), file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in _DISK:
             raise
-        said = f"workbench {verb}: {error.strerror}: {error.filename or 'no file is named'}"
+        message = f"workbench {verb}: {error.strerror}: {error.filename or 'no file is named'}"
         print(
             "\n".join(
                 [
-                    *safe_lines(said),
-                    "  do: make room, or make the folder writable, and say it again: what is recorded is kept",
+                    *safe_lines(message),
+                    "  do: free disk space, or make the folder writable, and run it again: what is recorded is kept",
                 ]
             ),
             file=sys.stderr,
@@ -98,7 +98,7 @@ def _do(given: list[str]) -> int:
 
 
 def _rollouts(arguments: Sequence[str]) -> int:
-    """The verb that has verbs of its own."""
+    """Run `workbench rollouts`, which has verbs of its own."""
     import tyro
 
     from workbench.cli import rollouts
@@ -118,6 +118,6 @@ def _help() -> str:
     verbs = "\n".join(f"  {verb:<{width}}  {meaning}" for verb, meaning in VERBS.items())
     return (
         f"usage: workbench VERB ...\n\n{(workbench.__doc__ or '').splitlines()[0]}\n\n{verbs}\n\n"
-        "`workbench VERB --help` says more.\n"
+        "`workbench VERB --help` lists its options.\n"
         "Begin with: workbench run experiments/layout_parity/ablation.yaml"
     )

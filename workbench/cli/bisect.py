@@ -1,4 +1,4 @@
-"""`workbench bisect`: the first module and block of tokens where two runs part."""
+"""`workbench bisect`: find the first module and block of tokens where two runs differ."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ def _bisect(
     """Run two configurations again and name the first tensor, and block of tokens, in which they differ.
 
     The verdict is "equal", "different", "vacuous" (the same bits, and nothing was trained) or "unsound baseline" (the
-    same bits, and the first is not finite). Exit code 0 for equal, 1 for any other verdict, 2 for refused input.
+    same bits, and the first is not finite). Exit code 0 for equal, 1 for any other verdict, 2 for invalid input.
 
     Args:
         a: A run (as `workbench status` finds it), a YAML file with a spec, or FILE:NAME, a run that an ablation plans.
         b: Likewise.
-        block_tokens: Tokens of a block; if left out those of the reproducible mode, or 64.
-        steps: How many optimizer steps at most.
+        block_tokens: Tokens of a block; by default those of the reproducible mode, or 64.
+        steps: Maximum number of optimizer steps.
         json: Print JSON.
     """
     from workbench.compare.bisect import bisect
     from workbench.records.directory import to_json
 
-    names = (_called(a), _called(b))
-    found = bisect(meant(a), meant(b), names=names, block_tokens=block_tokens, steps=steps)
+    names = (_short_name(a), _short_name(b))
+    bisection = bisect(meant(a), meant(b), names=names, block_tokens=block_tokens, steps=steps)
     if json:
         print(
             to_json(
                 {
-                    "verdict": found.verdict,
-                    "equal": found.equal,
-                    **asdict(found),
-                    "evidence": found.evidence and found.evidence.as_json(),
+                    "verdict": bisection.verdict,
+                    "equal": bisection.equal,
+                    **asdict(bisection),
+                    "evidence": bisection.evidence and bisection.evidence.as_json(),
                 }
             ).decode(),
             end="",
         )
     else:
-        say(safe_lines(str(found)))
-    return 0 if found.equal else 1
+        say(safe_lines(str(bisection)))
+    return 0 if bisection.equal else 1
 
 
-def _called(asked: str) -> str:
-    return Path(asked.rpartition(":")[2]).name.removesuffix(".yaml")
+def _short_name(target: str) -> str:
+    return Path(target.rpartition(":")[2]).name.removesuffix(".yaml")
 
 
 def meant(asked: str) -> Any:
-    """The spec of a run that an ablation plans, where one is named; anything else as it was said.
+    """Return the spec of a run of an ablation if the argument names one; anything else unchanged.
 
     Raises:
         SpecError: the ablation plans no run of that name, or none is named.
@@ -77,16 +77,15 @@ def meant(asked: str) -> Any:
         return asked
     planned = {run.name: run.spec for run in load_ablation(file).expand()}
     if name not in planned:
-        found = f"no run {name!r} in {file}" if name else f"an ablation of {len(planned)} runs"
         raise SpecError(
             f"bisect {asked}",
-            found=found,
+            found=f"no run {name!r} in {file}" if name else f"an ablation of {len(planned)} runs",
             rule=f"one of {', '.join(planned)}",
-            fix=f"say which, as {file}:{next(iter(planned))}",
+            fix=f"name one of its runs, as {file}:{next(iter(planned))}",
         )
     return planned[name]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench bisect`: exit code 0 if the two are equal, 1 for any other verdict."""
+    """Run `workbench bisect`: exit code 0 if the two are equal, 1 for any other verdict."""
     return tyro.cli(_bisect, args=list(arguments), prog="workbench bisect", config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,4 +1,4 @@
-"""`workbench cancel`: end a run, or all runs of an experiment, from any terminal."""
+"""`workbench cancel`: cancel a run, or all runs of an experiment, from any terminal."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def cancel(
     project: Path | None = None,
     on_end: Callable[[str, str, bool], None] | None = None,
 ) -> dict[str, str]:
-    """End a run, or all runs of an experiment that have not ended, and wait until they have.
+    """Cancel a run, or all runs of an experiment that have not ended, and wait until they have.
 
     Args:
         asked: see `workbench.records.lookup.look_up`.
-        by: who asks, for the record.
+        by: the requester, for the record.
         project: the folder that holds ``experiments``; None takes `project_root`.
-        on_end: told name of the folder, state, and whether it had ended before.
+        on_end: called with the name of the folder, its state, and True if it had ended before.
 
     Returns:
-        Name of each run's folder -> the state that stands.
+        Name of each run's folder -> its final state.
 
     Raises:
         RecordError: nothing of that name, or runs that cannot be opened.
     """
     runs = look_up(asked, project).opened()
-    # by its own word: a run that looks lost from here may still wait in a cluster's queue
+    # the recorded state, not `status`: a run that looks lost from here may still wait in a cluster's queue
     ended = {run.path.name for run in runs if run.state["state"] in ENDED}
     for run in runs:
         if run.path.name not in ended:
-            run.request_cancel(by)  # all at once, so that none is started while another is waited for
+            run.request_cancel(by)  # all of them first, so that none is started while another is waited for
     states = {}
     for run in runs:
         folder, had_ended = run.path.name, run.path.name in ended
@@ -52,26 +52,26 @@ def cancel(
     return states
 
 
-def _said(folder: str, state: str, had_ended: bool) -> str:
+def _message(folder: str, state: str, had_ended: bool) -> str:
     if had_ended:
         return f"{safe(folder)}: had ended before: {state}"
     if state in ENDED:
         return f"{safe(folder)}: {state}" + ("" if state == "cancelled" else ", before it could be cancelled")
-    return f"{safe(folder)}: still {state}; it was asked to end and has not yet"
+    return f"{safe(folder)}: still {state}; cancellation was requested and is not complete"
 
 
 def _cancel(run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")]) -> int:
-    """End a run, or all runs of an experiment that have not ended, and wait until they have.
+    """Cancel a run, or all runs of an experiment that have not ended, and wait until they have.
 
     Exit code 0 if all of them have ended now, 1 if one has not.
 
     Args:
         run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
     """
-    states = cancel(run_or_experiment, on_end=lambda *ended: say([_said(*ended)]))
+    states = cancel(run_or_experiment, on_end=lambda *ended: say([_message(*ended)]))
     return 0 if all(state in ENDED for state in states.values()) else 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench cancel`."""
+    """Run `workbench cancel`."""
     return tyro.cli(_cancel, args=list(arguments), prog="workbench cancel")

@@ -1,4 +1,4 @@
-"""`workbench compare`: the verdicts of an experiment, or whether two runs are the same bit for bit."""
+"""`workbench compare`: print the verdicts of an experiment, or compare two runs bit for bit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from workbench.cli.terminal import safe_lines, say
 
 
 def saved_verdicts(experiment_dir: Path) -> tuple[str, int]:
-    """The verdicts of an experiment, from its saved comparison.
+    """Return the verdicts of an experiment, from its saved comparison.
 
     Args:
         experiment_dir: folder that holds comparison.json.
 
     Returns:
-        The verdicts as lines of text, and the exit code that they amount to; see `workbench.cli.run.exit_code`.
+        The verdicts as lines of text, and their exit code; see `workbench.cli.run.exit_code`.
     """
     from workbench.compare.comparison import Comparison
 
@@ -28,7 +28,7 @@ def saved_verdicts(experiment_dir: Path) -> tuple[str, int]:
 
 
 def certified(run: str, reference: str) -> tuple[str, bool]:
-    """Whether two runs are the same bit for bit, by their certificates, in a line; and the first tensor that differs.
+    """Compare two runs bit for bit by their certificates, and name the first tensor that differs.
 
     Args:
         run: as `workbench status` finds it.
@@ -44,31 +44,31 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
     from workbench.errors import RecordError
     from workbench.records.lookup import look_up
 
-    runs = [run for asked in (run, reference) for run in look_up(asked).opened()]
-    found = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None
-    if found is None:
+    runs = [run for target in (run, reference) for run in look_up(target).opened()]
+    result = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None
+    if result is None:
         raise RecordError(
             f"compare {run} with {reference}",
             found="no certificates in one of them" if len(runs) == 2 else f"{len(runs)} runs",
             rule="two runs, each with a certificate of its steps",
-            fix="set record: {certificate: true} and run again; the reproducible mode does by itself",
+            fix="set record: {certificate: true} and run again; the reproducible mode always records one",
         )
-    seen = "" if found.evidence is None else f"\ncould have seen: {found.evidence.summary()}"
-    return f"{found}{seen}", found.verdict == "equal"
+    evidence = "" if result.evidence is None else f"\ncould have seen: {result.evidence.summary()}"
+    return f"{result}{evidence}", result.verdict == "equal"
 
 
 def _compare(
     experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],
     reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "",
 ) -> int:
-    """Print the verdicts of an experiment; or, given two runs, whether their certificates agree.
+    """Print the verdicts of an experiment; or, given two runs, compare their certificates.
 
     Exit code 0: every configuration without a planted fault agrees; 1: one of them is different, vacuous, has an
-    unsound baseline or failed, or the two runs differ; 2: the input was refused.
+    unsound baseline or failed, or the two runs differ; 2: invalid input.
 
     Args:
         experiment_dir: Folder that holds comparison.json; or a run.
-        reference: The run that the first is held against.
+        reference: The run to compare it with.
     """
     if reference:
         text, equal = certified(experiment_dir, reference)
@@ -80,5 +80,5 @@ def _compare(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench compare`: exit code 1 if configurations do not agree, or if two runs differ."""
+    """Run `workbench compare`: exit code 1 if configurations do not agree, or if two runs differ."""
     return tyro.cli(_compare, args=list(arguments), prog="workbench compare")

@@ -1,4 +1,4 @@
-"""`workbench diagnose`: why does one run differ from another that is right?"""
+"""`workbench diagnose`: rank the causes why a run differs from a trusted one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _diagnose(
     *,
     json: bool = False,
 ) -> int:
-    """Why does one run differ from another that is right? Ranked causes, and what to try next.
+    """Rank the causes why a run differs from a trusted one, and propose the next experiment.
 
-    The verdict is "equal", "different", "vacuous" (no trained token or no gradient: nothing was there to compare) or
-    "unsound baseline" (the trusted record is not finite). Exit code 0 for equal, 1 for any other verdict, 2 for input
-    that is refused, such as stored gradients that do not have the norms that were recorded of them.
+    The verdict is "equal", "different", "vacuous" (no trained token or no gradient: nothing to compare) or
+    "unsound baseline" (the trusted record is not finite). Exit code 0 for equal, 1 for any other verdict, 2 for
+    invalid input, such as stored gradients whose norms are not the recorded ones.
 
     Args:
         trusted: Folder of a run, or of a record that a recorder wrote.
@@ -32,16 +32,16 @@ def _diagnose(
     from workbench.diagnose import diagnose
     from workbench.records.directory import to_json
 
-    found = diagnose(trusted, suspect)
+    diagnosis = diagnose(trusted, suspect)
     if json:
-        print(to_json(in_plain(found)).decode(), end="")
+        print(to_json(in_plain(diagnosis)).decode(), end="")
     else:
-        say(safe_lines(str(found)))
-    return 0 if found.equal else 1
+        say(safe_lines(str(diagnosis)))
+    return 0 if diagnosis.equal else 1
 
 
 def in_plain(diagnosis: Any) -> dict[str, Any]:
-    """A diagnosis as numbers and words."""
+    """Return a diagnosis as JSON data."""
     following = diagnosis.next_experiment()
     causes = [asdict(cause) | {"needs": sorted(cause.needs)} for cause in diagnosis.causes]
     return {
@@ -57,5 +57,5 @@ def in_plain(diagnosis: Any) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench diagnose`: exit code 0 if the two are equal, 1 for any other verdict."""
+    """Run `workbench diagnose`: exit code 0 if the two are equal, 1 for any other verdict."""
     return tyro.cli(_diagnose, args=list(arguments), prog="workbench diagnose", config=(tyro.conf.FlagCreatePairsOff,))

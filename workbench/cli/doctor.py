@@ -1,4 +1,4 @@
-"""`workbench doctor`: what is here, what is missing, and what to do about it."""
+"""`workbench doctor`: check the environment, and tell how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ NEEDED = (
     "nbclient",
     "nbformat",
 )
-"""Packages that the workbench does not work without, besides torch."""
+"""Required packages, besides torch."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 _GIB, _MIB = 2**30, 2**20
-_DISK_NOTE, _DISK_PROBLEM = 5 * _GIB, _GIB // 2
-_MEMORY_NOTE = 4 * _GIB
-_SHARED_NOTE = 128 * _MIB
-_FILES_NOTE, _FILES_PROBLEM = 1024, 256
-_PROCESSES_NOTE = 512
-_WRITTEN = 16 * _MIB
+_DISK_NOTE, _DISK_PROBLEM = 5 * _GIB, _GIB // 2  # the default ablation takes some 200 MiB
+_MEMORY_NOTE = 4 * _GIB  # a rank of the default ablation takes 0.5 GiB
+_SHARED_NOTE = 128 * _MIB  # NCCL needs some
+_FILES_NOTE, _FILES_PROBLEM = 1024, 256  # every rank opens a socket to each other
+_PROCESSES_NOTE = 512  # each rank brings threads of its own
+_WRITTEN = 16 * _MIB  # bytes of the write whose speed is measured
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        about: what, in a word or two.
+        about: its subject, in a word or two.
         verdict: "ok", "note" or "problem": runs fail, or records are lost.
-        says: what was found.
-        fix: what to do, "" if nothing.
+        says: the result.
+        fix: how to fix it, "" if nothing is to be fixed.
     """
 
     about: str
@@ -77,9 +77,9 @@ class Finding:
 
 
 def examine(project: Path | None = None) -> list[Finding]:
-    """Look at this machine and this project; takes some seconds, because two ranks meet.
+    """Check this machine and this project; takes some seconds, because two ranks meet.
 
-    Nothing that it says names a host or a user, so that it can be shown to others.
+    No finding names a host or a user, so that the result can be shared.
 
     Args:
         project: the folder that holds ``experiments``; None takes `project_root`.
@@ -108,13 +108,13 @@ def _findings(project: Path) -> Iterator[Finding]:
     )
     for check in checks:
         try:
-            found = check()
-            yield from [found] if isinstance(found, Finding) else found
-        except Exception as error:  # whatever is wrong with this machine, the rest of it is still looked at
+            result = check()
+            yield from [result] if isinstance(result, Finding) else result
+        except Exception as error:  # a check that breaks must not hide the others
             yield Finding(
                 getattr(check, "__name__", "check").strip("_<>"),
                 PROBLEM,
-                f"could not be looked at: {type(error).__name__}: {error}",
+                f"the check failed: {type(error).__name__}: {error}",
             )
 
 
@@ -122,8 +122,8 @@ def _findings(project: Path) -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    version, kept = platform.python_version(), sys.version_info[:2]
-    if not (3, 11) <= kept <= (3, 13):
+    version, release = platform.python_version(), sys.version_info[:2]
+    if not (3, 11) <= release <= (3, 13):
         return Finding("python", PROBLEM, version, "use Python 3.11, 3.12 or 3.13: make PYTHON=python3.12")
     return Finding("python", OK, version)
 
@@ -144,7 +144,7 @@ def _torch_and_rendezvous() -> Iterator[Finding]:
     try:
         facts = meet()
     except WorkbenchError as error:
-        yield Finding("torch", NOTE, f"{_version('torch')}; not asked further, as its ranks did not meet")
+        yield Finding("torch", NOTE, f"{_version('torch')}; not checked further, as its ranks did not meet")
         yield Finding("rendezvous", PROBLEM, error.parts["found"], error.parts["fix"])
         return
     build = [
@@ -190,9 +190,9 @@ def _triton() -> Finding:
 
 
 def _browser() -> Finding:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found:
-        return Finding("browser", OK, Path(found).name)
+    executable = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if executable:
+        return Finding("browser", OK, Path(executable).name)
     return Finding("browser", NOTE, "no Chromium: its tests are skipped", "apt-get install chromium")
 
 
@@ -209,8 +209,8 @@ def _widgets() -> Finding:
 
 
 def _schedulers() -> Finding:
-    found = [name for name, command in (("Slurm", "sbatch"), ("Kubernetes", "kubectl")) if shutil.which(command)]
-    return Finding("schedulers", OK, ", ".join(["this machine", *found]))
+    clusters = [name for name, command in (("Slurm", "sbatch"), ("Kubernetes", "kubectl")) if shutil.which(command)]
+    return Finding("schedulers", OK, ", ".join(["this machine", *clusters]))
 
 
 def _extras() -> Finding:
@@ -223,11 +223,11 @@ def _extras() -> Finding:
 
 
 def _version(package: str) -> str:
-    """Its version; "" if it cannot be imported."""
+    """Return its version; "" if it cannot be imported."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    found = find_spec(package) if package.isidentifier() else None
-    return "of unknown version" if found is not None and found.origin else ""
+    spec = find_spec(package) if package.isidentifier() else None
+    return "of unknown version" if spec is not None and spec.origin else ""
 
 
 # ---- machine -------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def _processors() -> Finding:
     load = os.getloadavg()[0]
     says = f"{usable} cores of {os.cpu_count()} may be used, load {load:.1f}"
     if load > 2 * usable:
-        return Finding("cores", NOTE, says, "the machine is busy: times in records say little")
+        return Finding("cores", NOTE, says, "the machine is busy: times in records are unreliable")
     return Finding("cores", OK, says)
 
 
@@ -264,7 +264,7 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _smi(query: str, what: str = "gpu") -> list[list[str]]:
-    """Rows that nvidia-smi gives; [] without a driver."""
+    """Return the rows of an nvidia-smi query; [] without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:
@@ -295,7 +295,7 @@ def _disk(project: Path) -> Finding:
         )
     says = f"{size(free)} free, {speed / _MIB:.0f} MiB/s written, {flush_ms:.1f} ms for a record"
     if free < _DISK_PROBLEM:
-        return Finding("disk", PROBLEM, says, "make room: a run that cannot write its record fails")
+        return Finding("disk", PROBLEM, says, "free disk space: a run that cannot write its record fails")
     if free < _DISK_NOTE:
         return Finding("disk", NOTE, says, "the default ablation takes some 200 MiB; remove old runs/")
     if flush_ms > 100:
@@ -304,7 +304,7 @@ def _disk(project: Path) -> Finding:
 
 
 def _write_speed(folder: Path) -> tuple[float, float]:
-    """Bytes a second of one large file that is flushed, and the milliseconds that a small one takes."""
+    """Return the bytes per second of a large flushed write, and the milliseconds of a small one."""
     with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
         began = time.perf_counter()
         file.write(os.urandom(_MIB) * (_WRITTEN // _MIB))
@@ -368,15 +368,15 @@ def _project(project: Path) -> Finding:
 
 
 def _runs(project: Path) -> Finding:
-    found = [run for folder in experiments(project) for run in runs_of(folder, every=True)]
-    broken = [f"{run.experiment_dir.name}/{run.path.name}" for run in found if run.run is None]
-    lost = [f"{run.experiment_dir.name}/{run.path.name}" for run in found if run.run and run.run.status == "lost"]
-    says = f"{len(found)} under experiments"
+    entries = [run for folder in experiments(project) for run in runs_of(folder, every=True)]
+    broken = [f"{run.experiment_dir.name}/{run.path.name}" for run in entries if run.run is None]
+    lost = [f"{run.experiment_dir.name}/{run.path.name}" for run in entries if run.run and run.run.status == "lost"]
+    says = f"{len(entries)} under experiments"
     if lost:
         says += f"; {len(lost)} lost: {_some(lost)}"
     if broken:
         says += f"; {len(broken)} unreadable: {_some(broken)}"
-    fix = "running the ablation again does what is missing" if lost else ""
+    fix = "run the ablation again to finish the missing runs" if lost else ""
     return Finding("runs", NOTE if lost or broken else OK, says, fix)
 
 
@@ -388,30 +388,30 @@ def _some(names: Sequence[str], most: int = 5) -> str:
 
 
 def lines_of(finding: Finding) -> list[str]:
-    """A finding as lines of text."""
+    """Return a finding as lines of text."""
     first = f"{finding.verdict:<8} {finding.about:<14} {safe(finding.says)}"
     return [first, f"{'':<24}do: {safe(finding.fix)}"] if finding.fix else [first]
 
 
 def _doctor(*, json: bool = False) -> int:
-    """What is here, what is missing, and what to do about it.
+    """Check the environment, and tell how to fix what is missing.
 
     Exit code 1 if there is a problem.
 
     Args:
         json: Print a JSON list.
     """
-    found = []
+    findings = []
     for finding in _findings(project_root()):
-        found.append(finding)
+        findings.append(finding)
         if not json:
             say(lines_of(finding))
             sys.stdout.flush()
     if json:
-        print(to_json([asdict(finding) for finding in found]).decode(), end="")
-    return 1 if any(finding.verdict == PROBLEM for finding in found) else 0
+        print(to_json([asdict(finding) for finding in findings]).decode(), end="")
+    return 1 if any(finding.verdict == PROBLEM for finding in findings) else 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench doctor`."""
+    """Run `workbench doctor`."""
     return tyro.cli(_doctor, args=list(arguments), prog="workbench doctor", config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,4 +1,4 @@
-"""`workbench export`: runs for W&B, trackio, MLflow or TensorBoard, written offline."""
+"""`workbench export`: export runs to W&B, trackio, MLflow or TensorBoard, offline."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def export(
     folder: Path | None = None,
     root: Path | None = None,
 ) -> list[Exported]:
-    """Make a run at a tracker of a run, or of each run of an experiment; see `export_runs`.
+    """Export a run, or each run of an experiment, to a tracker; see `export_runs`.
 
     Args:
         asked: see `workbench.records.lookup.look_up`.
         to: the tracker.
-        project: what the tracker files them under, above the experiment.
+        project: the tracker's project, above the experiment.
         folder: gets the tracker's files; None takes ``runs/exports/<tracker>`` of the experiment.
         root: the folder that holds ``experiments``; None takes `project_root`.
 
@@ -41,7 +41,7 @@ def export(
 
 
 def lines_of(exported: Sequence[Exported]) -> list[str]:
-    """What became of each run, and once each what the tracker could not take as it is."""
+    """Return the outcome of each run as text, and once each what the tracker could not store as it is."""
     lines = []
     for run in exported:
         steps = f", {run.steps} step{'' if run.steps == 1 else 's'}" if run.outcome == "exported" else ""
@@ -57,15 +57,15 @@ def _export(
     project: str = "workbench",
     folder: Path | None = None,
 ) -> int:
-    """Write runs that have ended for a tracker, offline: nothing is sent anywhere.
+    """Export runs that have ended to a tracker, offline: nothing is sent anywhere.
 
     Exporting again adds what is new and leaves the rest alone. Exit code 1 if a run was left out.
 
     Args:
         run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
         to: The tracker; each is an extra, as in pip install 'workbench[wandb]'.
-        project: What the tracker files runs under, above the experiment.
-        folder: Gets the tracker's files; runs/exports/<tracker> of the experiment if left out.
+        project: The tracker's project, above the experiment.
+        folder: Gets the tracker's files; by default runs/exports/<tracker> of the experiment.
     """
     runs = look_up(run_or_experiment).opened()
     exported = export_runs(runs, to=to, project=project, folder=folder)
@@ -77,5 +77,5 @@ def _export(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench export`."""
+    """Run `workbench export`."""
     return tyro.cli(_export, args=list(arguments), prog="workbench export")

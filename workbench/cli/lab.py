@@ -14,7 +14,7 @@ from workbench.records.directory import project_root
 
 
 def lab_command(project: Path, more: Sequence[str] = ()) -> list[str]:
-    """The command that opens JupyterLab with the project as its files and the first notebook in view.
+    """Return the command that opens JupyterLab with the project as its files and the first notebook in view.
 
     Args:
         project: the folder that holds ``notebooks``.
@@ -51,7 +51,7 @@ def lab_command(project: Path, more: Sequence[str] = ()) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench lab`: returns when JupyterLab has ended."""
+    """Run `workbench lab`; returns when JupyterLab has ended."""
     if {"-h", "--help"}.intersection(arguments):
         print("usage: workbench lab [arguments of jupyter lab]\n\nOpen JupyterLab on the notebooks.")
         return 0

@@ -1,4 +1,4 @@
-"""`workbench logs`: what the ranks of a run print, also while it runs."""
+"""`workbench logs`: print the logs of a run's ranks, also while it runs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _POLL_S = 0.2
 
 
 def tail_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: int = -1) -> list[tuple[int, str]]:
-    """(rank, line) of what ranks have printed so far, rank after rank.
+    """Return (rank, line) of what ranks have printed so far, rank after rank.
 
     Args:
-        run: whose.
-        ranks: which; None for all that have a log.
-        lines: how many of each rank's last lines; -1 for all of them.
+        run: the run.
+        ranks: ranks to read; None for all that have a log.
+        lines: number of last lines of each rank; -1 for all of them.
 
     Raises:
         RecordError: a rank that has no log, though the run has ended.
@@ -39,17 +39,17 @@ def tail_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: 
 def follow_lines(
     run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: int = -1
 ) -> Iterator[tuple[int, str]]:
-    """(rank, line) as ranks print, until the run has ended; of what there is already, the last lines first.
+    """Yield (rank, line) as ranks print, until the run has ended, starting with the last lines printed so far.
 
     Args:
-        run: whose.
-        ranks: which; None for all.
-        lines: how many of each rank's last lines to begin with; -1 for all of them.
+        run: the run.
+        ranks: ranks to read; None for all.
+        lines: number of last lines of each rank to start with; -1 for all of them.
     """
     logs = _Logs(run, ranks)
     logs.open_new(lines)
     while True:
-        ended = run.status in ENDED  # asked first: what was printed before the end is then surely read
+        ended = run.status in ENDED  # read first, so that nothing printed before the end is missed
         yield from logs.read()
         if ended:
             yield from logs.rest()
@@ -60,7 +60,7 @@ def follow_lines(
 
 
 class _Logs:
-    """The logs of some ranks, each read from where the last look stopped."""
+    """The logs of some ranks, each read from where the last read stopped."""
 
     def __init__(self, run: RunDirectory, ranks: Sequence[int] | None) -> None:
         self.run, self.ranks = run, ranks
@@ -68,19 +68,19 @@ class _Logs:
         self.unfinished: dict[int, bytes] = {}
 
     def open_new(self, lines: int) -> None:
-        """Begin with logs that are there and were not before, so many lines from their ends."""
+        """Open logs that are new, so many lines from their ends."""
         for rank in self.ranks if self.ranks is not None else _ranks_with_logs(self.run):
             path = self.run.log_path(rank)
             if rank not in self.offset and path.is_file():
-                self.offset[rank], self.unfinished[rank] = _begin(path, lines), b""
+                self.offset[rank], self.unfinished[rank] = _start_offset(path, lines), b""
 
     def read(self) -> Iterator[tuple[int, str]]:
-        """Whole lines that are new."""
+        """Yield new whole lines."""
         for rank in sorted(self.offset):
             path = self.run.log_path(rank)
             if not path.is_file():
                 continue
-            if path.stat().st_size < self.offset[rank]:  # begun anew
+            if path.stat().st_size < self.offset[rank]:  # the log was started again
                 self.offset[rank], self.unfinished[rank] = 0, b""
             with path.open("rb") as file:
                 file.seek(self.offset[rank])
@@ -90,22 +90,22 @@ class _Logs:
                     yield from ((rank, _text(line)) for line in whole)
 
     def rest(self) -> Iterator[tuple[int, str]]:
-        """Last lines that nobody finished."""
+        """Yield last lines without a line break."""
         for rank, line in sorted(self.unfinished.items()):
             if line:
                 yield rank, _text(line)
         self.unfinished = dict.fromkeys(self.unfinished, b"")
 
     def refuse_missing(self) -> None:
-        """Refuse ranks that were asked for and have no log."""
+        """Raise an error for requested ranks that have no log."""
         missing = [rank for rank in self.ranks or () if rank not in self.offset]
         if missing:
             there = ", ".join(map(str, _ranks_with_logs(self.run))) or "none"
             raise RecordError(
                 f"read the log of rank {missing[0]} of {self.run.path.name}",
                 found=f"ranks with a log: {there}; the run is {self.run.status}",
-                rule="a rank has a log once it has begun",
-                fix=f"`workbench status {spelled(self.run.path)}` says how each rank does",
+                rule="a rank has a log once it has started",
+                fix=f"`workbench status {spelled(self.run.path)}` shows the state of each rank",
             )
 
 
@@ -114,25 +114,25 @@ def _ranks_with_logs(run: RunDirectory) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _begin(path: Path, lines: int) -> int:
-    """Where the last so many lines of a file begin."""
+def _start_offset(path: Path, lines: int) -> int:
+    """Return the offset of the last so many lines of a file."""
     if lines < 0:
         return 0
     end = place = path.stat().st_size
-    wanted = lines
+    remaining = lines
     with path.open("rb") as file:
         if end:
             file.seek(end - 1)
-            wanted += file.read(1) == b"\n"  # the break that ends the last line begins no other
+            remaining += file.read(1) == b"\n"  # the break that ends the last line begins no other
         while place:
             size = min(_BLOCK, place)
             file.seek(place - size)
             block = file.read(size)
-            while (found := block.rfind(b"\n")) >= 0 and wanted > 0:
-                wanted -= 1
-                if not wanted:
-                    return place - size + found + 1
-                block = block[:found]
+            while (newline := block.rfind(b"\n")) >= 0 and remaining > 0:
+                remaining -= 1
+                if not remaining:
+                    return place - size + newline + 1
+                block = block[:newline]
             place -= size
     return 0 if lines else end
 
@@ -153,24 +153,24 @@ def _logs(
     rank: str = "all",
     lines: int = 50,
 ) -> int:
-    """What the ranks of a run print.
+    """Print the logs of a run's ranks.
 
-    On a terminal control characters are written out, because a terminal would obey them; anywhere else lines come as
+    On a terminal control characters are escaped, because a terminal would obey them; elsewhere lines are printed as
     they are.
 
     Args:
         run: Its folder, or the beginning of its name.
-        follow: Go on until the run has ended. Ctrl-C detaches, and the run goes on.
+        follow: Follow until the run has ended. Ctrl-C detaches, and the run continues.
         rank: The number of a rank, or all.
-        lines: How many of each rank's last lines to begin with; -1 for all.
+        lines: Number of last lines of each rank to start with; -1 for all.
     """
     if rank != "all" and not rank.isdecimal():
         raise RecordError(
-            f"read the log of rank {rank!r}", found=rank, rule="the number of a rank, or all", fix="say --rank 0"
+            f"read the log of rank {rank!r}", found=rank, rule="the number of a rank, or all", fix="use --rank 0"
         )
     target = look_up(run)
     if len(target.runs) > 1:
-        names = ", ".join(found.name for found in target.runs if found.name.isprintable())
+        names = ", ".join(entry.name for entry in target.runs if entry.name.isprintable())
         raise RecordError(
             f"read the logs of {safe(run)}",
             found="an experiment of several runs",
@@ -185,7 +185,7 @@ def _logs(
         printed = tail_lines(directory, ranks=ranks, lines=lines)
         say(_shown(number, line, prefix=prefix, escape=escape) for number, line in printed)
         if not printed and not _ranks_with_logs(directory):
-            print(f"no rank of {directory.path.name} has begun; it is {directory.status}", file=sys.stderr)
+            print(f"no rank of {directory.path.name} has started; it is {directory.status}", file=sys.stderr)
         return 0
     try:
         for number, line in follow_lines(directory, ranks=ranks, lines=lines):
@@ -193,12 +193,12 @@ def _logs(
             sys.stdout.flush()
     except KeyboardInterrupt:
         stop = f"workbench cancel {safe(spelled(directory.path))}"
-        print(f"\ndetached; the run goes on; `{stop}` stops it", file=sys.stderr)
+        print(f"\ndetached; the run continues; `{stop}` stops it", file=sys.stderr)
         return 130
     print(f"{directory.path.name} has ended: {directory.status}", file=sys.stderr)
     return 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench logs`."""
+    """Run `workbench logs`."""
     return tyro.cli(_logs, args=list(arguments), prog="workbench logs", config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,4 +1,4 @@
-"""`workbench ls`: every run of the experiments, newest last."""
+"""`workbench ls`: list the runs of all experiments, newest last."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Listed:
         state: one of `workbench.records.directory.STATES`, or "unreadable".
         steps_done: optimizer steps recorded.
         steps: optimizer steps in all.
-        created_ns: when it was asked for.
-        seconds: from its first rank's word until its end, or until now; None before and if nobody knows.
+        created_ns: time of the request.
+        seconds: from the start of its first rank until its end, or until now; None before and if unknown.
         ranks: its world size; 0 if unknown.
         device: "cpu", "cuda", or "" if unknown.
-        backend: how its ranks came to life, "" if unknown.
-        why: why it failed or cannot be read, in a line; "" if there is nothing to say.
+        backend: what launched its ranks, "" if unknown.
+        why: cause of the failure, or why it cannot be read, in a line; "" otherwise.
 
     Units: ``_ns`` counts nanoseconds since 1970.
     """
@@ -54,10 +54,10 @@ class Listed:
 
 
 def list_runs(*experiment_dirs: Path | str, every: bool = False, project: Path | None = None) -> list[Listed]:
-    """Every run of some experiments, newest last.
+    """Return every run of some experiments, newest last.
 
     Args:
-        experiment_dirs: folders or names; none for all that lie under ``experiments``.
+        experiment_dirs: folders or names; none for all under ``experiments``.
         every: also older attempts, which a later one of the same name replaces.
         project: the folder that holds ``experiments``; None takes `project_root`.
 
@@ -67,13 +67,13 @@ def list_runs(*experiment_dirs: Path | str, every: bool = False, project: Path |
     Example:
         >>> pandas.DataFrame(list_runs("layout_parity"))   # doctest: +SKIP
     """
-    folders = [experiment_at(asked, project) for asked in experiment_dirs] or experiments(project)
-    listed = [listing(found) for folder in dict.fromkeys(folders) for found in runs_of(folder, every=every)]
+    folders = [experiment_at(folder, project) for folder in experiment_dirs] or experiments(project)
+    listed = [listing(entry) for folder in dict.fromkeys(folders) for entry in runs_of(folder, every=every)]
     return sorted(listed, key=lambda run: (run.created_ns, run.experiment, run.folder))
 
 
 def listing(found: Found) -> Listed:
-    """A run as a list shows it; one that cannot be read says so."""
+    """Return a run as a list shows it; one that cannot be read has the state "unreadable"."""
     run, state = found.run, found.state
     common = {
         "experiment": found.experiment_dir.name,
@@ -98,30 +98,30 @@ def listing(found: Found) -> Listed:
 
 
 def seconds(state: dict[str, int], status: str) -> float | None:
-    """How long a run took, or has been at it; None before it began, and if nobody saw its end."""
+    """Return the duration of a run, so far if it runs; None before it began, and if its end was not recorded."""
     if "started_ns" not in state or (status in ENDED and "ended_ns" not in state):
         return None
     return round((state["ended_ns"] if status in ENDED else time.time_ns()) / 1e9 - state["started_ns"] / 1e9, 3)
 
 
-def _why(found: Found, status: str) -> str:
-    if found.run is None or status not in ("failed", "lost"):
+def _why(entry: Found, status: str) -> str:
+    if entry.run is None or status not in ("failed", "lost"):
         return ""
     try:
-        failure = found.run.failure()
+        failure = entry.run.failure()
     except WorkbenchError as error:
         return error.parts["found"]
     if failure:
         return failure_in_short(failure)
-    return "nobody is left who could end it" if status == "lost" else "no rank said why"
+    return "no process is left that could end it" if status == "lost" else "no rank recorded a cause"
 
 
 def lines_of(listed: Sequence[Listed], *, letters: int | None = None) -> list[str]:
-    """Runs as lines of text.
+    """Return runs as lines of text.
 
     Args:
-        listed: what to show.
-        letters: that a line may have; None cuts nothing.
+        listed: the runs.
+        letters: width of a line; None cuts nothing.
     """
     several = len({run.experiment for run in listed}) > 1
     count = Counter((run.experiment, run.name) for run in listed)
@@ -150,10 +150,10 @@ def _ls(
     every: Annotated[bool, tyro.conf.arg(name="all")] = False,
     json: bool = False,
 ) -> int:
-    """Every run of the experiments, newest last.
+    """List the runs of all experiments, newest last.
 
-    A run that says running while nobody is left who could end it is lost. Of several attempts of one name the newest
-    is shown, and those that the experiment's last launch speaks of.
+    A run that is recorded as running while no process is left that could end it is lost. Of several attempts of one
+    name the newest is shown, and those of the experiment's last launch.
 
     Args:
         experiment_dir: folders or names of experiments; none for all under experiments/.
@@ -171,5 +171,5 @@ def _ls(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench ls`."""
+    """Run `workbench ls`."""
     return tyro.cli(_ls, args=list(arguments), prog="workbench ls", config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,4 +1,4 @@
-"""`workbench prove`: does a loss keep the laws of parallel training?"""
+"""`workbench prove`: check that a loss keeps the invariants of parallel training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.errors import SpecError
 
 
 def load_function(place: str) -> Callable[..., Any]:
-    """A function from a Python file; the file is run, with its own folder to import from.
+    """Load a function from a Python file; the file is executed, with its own folder to import from.
 
     Args:
         place: ``path/to/file.py:name``.
@@ -30,20 +30,20 @@ def load_function(place: str) -> Callable[..., Any]:
         raise SpecError(
             f"prove {place}", found=f"no file {path}", rule="FILE.py:NAME of a function in it", fix="check the path"
         )
-    described = importlib.util.spec_from_file_location(f"proved_{file.stem}", file)
-    assert described is not None, "a .py file has a loader"
-    assert described.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(described)
-    sys.modules[described.name] = module
+    module_spec = importlib.util.spec_from_file_location(f"proved_{file.stem}", file)
+    assert module_spec is not None, "a .py file has a loader"
+    assert module_spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module
     sys.path.insert(0, str(file.resolve().parent))
     try:
-        described.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise SpecError(
             f"prove {place}",
             found=f"{type(error).__name__}: {error}",
             rule=f"{file.name} can be imported",
-            fix="mend what is named above",
+            fix="fix the error above",
         ) from error
     finally:
         sys.path.pop(0)
@@ -66,19 +66,19 @@ def _prove(
     budget_s: float = 20.0,
     json: bool = False,
 ) -> int:
-    """Does a loss keep the laws of parallel training? Loss, gradient and metrics, against one unsplit process.
+    """Check that a loss keeps the invariants of parallel training: loss, gradient and metrics, against one process.
 
-    Exit code 1 if a law is broken that the loss does not declare, or was not tried.
+    Exit code 1 if an invariant is broken that the loss does not declare, or was not tried.
 
     Args:
         loss: A preset, FILE.yaml with a run's spec, or FILE.py:NAME of a function: per-token, or with --engine a
             trainer's microbatch_loss(batch, outputs, totals).
         spec: YAML of a run's spec: for a preset its other settings, for a function the settings of its weights.
-        engine: What your engine does to gradients over dp x cp; says that the function is a trainer's.
-        laws: Which laws; all if none is named.
-        seed: Of the batches and layouts.
-        rounds: Cases of each law.
-        budget_s: Seconds of processor time after which no further case is begun; laws that were not tried are named.
+        engine: Reduction of gradients over dp x cp by your engine; marks the function as a trainer's.
+        laws: Invariants to check; all if none is named.
+        seed: Seed of the batches and layouts.
+        rounds: Cases of each invariant.
+        budget_s: CPU seconds after which no further case is started; invariants that were not tried are named.
         json: Print JSON.
     """
     from workbench.prove import prove
@@ -86,9 +86,9 @@ def _prove(
     from workbench.specs.run import load_run_spec
 
     settings: Any = None if spec is None else load_run_spec(spec)
-    what: Any = loss
+    subject: Any = loss
     if loss.rpartition(":")[0].endswith(".py"):
-        what = load_function(loss)
+        subject = load_function(loss)
     elif loss.endswith(".py"):
         raise SpecError(
             f"prove {loss}",
@@ -97,10 +97,10 @@ def _prove(
             fix=f"name the function: {loss}:NAME",
         )
     elif loss.endswith((".yaml", ".yml")):
-        what = load_run_spec(Path(loss))
+        subject = load_run_spec(Path(loss))
     elif settings is not None:
-        what, settings = settings.merged({"loss": {"name": loss}}), None
-    proof = prove(what, spec=settings, engine=engine, laws=laws or None, seed=seed, rounds=rounds, budget_s=budget_s)
+        subject, settings = settings.merged({"loss": {"name": loss}}), None
+    proof = prove(subject, spec=settings, engine=engine, laws=laws or None, seed=seed, rounds=rounds, budget_s=budget_s)
     if json:
         print(to_json(in_plain(proof)).decode(), end="")
     else:
@@ -109,7 +109,7 @@ def _prove(
 
 
 def in_plain(proof: Any) -> dict[str, Any]:
-    """A proof as numbers and words, the documents of its counterexamples too."""
+    """Return a proof as JSON data, with the documents of its counterexamples."""
     laws = [_named(law) | {"counterexample": law.counterexample and _named(law.counterexample)} for law in proof.laws]
     return {
         "subject": proof.subject,
@@ -125,11 +125,11 @@ def in_plain(proof: Any) -> dict[str, Any]:
 
 def _named(value: Any) -> dict[str, Any]:
     return {
-        name: [asdict(document) for document in kept] if name == "source" else kept
-        for name, kept in vars(value).items()
+        name: [asdict(document) for document in field] if name == "source" else field
+        for name, field in vars(value).items()
     }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench prove`: exit code 1 if the loss is not proved."""
+    """Run `workbench prove`: exit code 1 if the loss is not proved."""
     return tyro.cli(_prove, args=list(arguments), prog="workbench prove", config=(tyro.conf.FlagCreatePairsOff,))

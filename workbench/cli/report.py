@@ -1,4 +1,4 @@
-"""`workbench report`: the report page again, from the saved comparison."""
+"""`workbench report`: write the report page again, from the saved comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def rebuild_report(experiment_dir: tyro.conf.Positional[Path], *, notebook: bool
 
     Args:
         experiment_dir: folder that holds comparison.json.
-        notebook: also execute the report as a notebook, beside the page.
+        notebook: also execute the report as a notebook, next to the page.
 
     Raises:
         RecordError: there is no comparison, or it is damaged.
@@ -30,6 +30,6 @@ def rebuild_report(experiment_dir: tyro.conf.Positional[Path], *, notebook: bool
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench report`."""
+    """Run `workbench report`."""
     print(f"report: {tyro.cli(rebuild_report, args=list(arguments), prog='workbench report')}")
     return 0

@@ -1,6 +1,6 @@
-"""`workbench rollouts import | check | record`: bring rollouts in, look at them, make some.
+"""`workbench rollouts import | check | record`: import, check and record rollouts.
 
-Each function is one verb; heavy imports wait until a verb runs.
+Each function is one verb; heavy imports are deferred until a verb runs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 def import_(
     source: Path, output: Path, *, temperature: float = 1.0, ignore: tuple[str, ...] = (), overwrite: bool = False
 ) -> None:
-    """Turn rollouts from elsewhere into a recording.
+    """Convert external rollouts to a rollout dataset.
 
     Args:
         source: .jsonl or .parquet (one document a record; the keys are listed in
             workbench/rollouts/importers.py), or .npz (padded arrays under TRL's names).
-        output: folder of the new recording.
-        temperature: what logits were divided by when the tokens were sampled.
+        output: folder of the new rollout dataset.
+        temperature: divisor of the logits when the tokens were sampled.
         ignore: keys of a .npz file to leave out.
-        overwrite: replace a recording that is there.
+        overwrite: replace an existing rollout dataset.
     """
     from workbench.errors import SpecError
     from workbench.rollouts import files, importers
@@ -48,7 +48,7 @@ def import_(
             f"import {source}",
             found=f"suffix {source.suffix!r}",
             rule=".jsonl, .parquet or .npz",
-            fix="rename the file after what it holds",
+            fix="rename the file to match its content",
         )
     files.save(
         batch, output, overwrite=overwrite, provenance={"made_by": "workbench rollouts import", "source": source.name}
@@ -58,15 +58,15 @@ def import_(
 
 
 def check(folder: Path, *, loss: str = "grpo") -> int:
-    """Verify a recording and print what is in it, and what a run on it could show.
+    """Verify a rollout dataset and print its content, and what a run on it could show.
 
     Exit code 1 if the loss could train on nothing in it (no trained token; no advantage that is not zero, unless it
-    looks at none, as sft, dpo and ref_kl; for dpo, groups that are not pairs): runs on it are equal whatever is wrong,
-    or refused. 2 if it is damaged.
+    uses none, as sft, dpo and ref_kl; for dpo, groups that are not pairs): runs on it are equal whatever is wrong,
+    or raise an error. 2 if it is damaged.
 
     Args:
         folder: holds manifest.json and rollouts.safetensors.
-        loss: preset that a run would take, such as grpo, sft or dpo.
+        loss: preset of the run, such as grpo, sft or dpo.
     """
     from workbench.metrics.trainable import Trainable
     from workbench.rollouts import files
@@ -95,7 +95,7 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
     if nothing and (needs_advantages or not trainable.trained_tokens):
         print(
             f"  vacuous: {nothing}. The loss has no gradient here, and runs that train nothing agree whatever is "
-            "wrong." + (" (For a loss without advantages say so: --loss sft.)" if needs_advantages else "")
+            "wrong." + (" (For a loss without advantages use --loss sft.)" if needs_advantages else "")
         )
     elif nothing:
         print(f"  refused: {nothing}.")
@@ -111,15 +111,15 @@ def record(
     seed: int = 0,
     overwrite: bool = False,
 ) -> None:
-    """Warm a tiny policy up on arithmetic, sample answers, and record them with the policy (some 2 minutes).
+    """Warm up a tiny policy on arithmetic, sample completions, and record them with the policy (about 2 minutes).
 
     Args:
-        folder: gets rollouts/ (the recording) and policy/ (the model, as transformers saves it).
-        prompts: problems.
-        answers: sampled for each problem.
+        folder: gets rollouts/ (the rollout dataset) and policy/ (the model, as transformers saves it).
+        prompts: number of problems.
+        answers: completions sampled for each problem.
         temperature: divides logits when sampling.
         seed: of the weights, the problems and the sampling.
-        overwrite: replace a recording that is there.
+        overwrite: replace an existing rollout dataset.
     """
     from workbench.train.sampling import RecordingSettings, record_rollouts
 
@@ -131,7 +131,7 @@ def record(
 
 
 def _field_table(batch: RolloutBatch, entries: dict[str, object]) -> list[str]:
-    """One line a field: unit, which values the numbers are over, least, mean and greatest."""
+    """Return a line per field: unit, population of the numbers, minimum, mean and maximum."""
     trained, real = batch.loss_mask_T, batch.document_ids_T >= 0
     rows = [("field", "unit", "over", "min", "mean", "max")]
     for name, values in (batch.token_fields() | batch.document_fields()).items():

@@ -29,7 +29,7 @@ KINDS = ("--loss.name", "--loss.surrogate.kind", "--loss.correction.kind")
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What a file asks for, made ready to launch."""
+    """Content of a file, ready to launch."""
 
     question: str
     experiment_dir: Path
@@ -43,13 +43,13 @@ def _plan(path: Path, only: Sequence[str], changes: Mapping[str, Any]) -> _Plan:
     ablation = _changed(whole, changes, where=str(path))
     planned = ablation.expand(where=str(path))
     chosen = select(planned, only) if only else planned
-    asked = {plan.name: plan.spec for plan in whole.expand()}
+    original = {plan.name: plan.spec for plan in whole.expand()}
     return _Plan(
         ablation.question,
         experiment_folder(path),
         chosen,
         whole=chosen == whole.expand(),
-        trial=any(asked.get(plan.name) != plan.spec for plan in chosen),
+        trial=any(original.get(plan.name) != plan.spec for plan in chosen),
     )
 
 
@@ -64,24 +64,24 @@ def launch_ablation(
     force: bool = False,
     options: Mapping[str, str] | None = None,
 ) -> Sweep:
-    """Set the runs of an ablation going and return at once; runs that are there already are not run again.
+    """Launch the runs of an ablation and return at once; existing runs are not run again.
 
-    Watch them with `attach`, end some with ``sweep.cancel(...)``, and call `conclude` for verdicts and report.
+    Watch them with `attach`, end some with ``sweep.cancel(...)``, and call `conclude` for the verdicts and the report.
 
     Args:
         path: YAML of an ablation, or of one run's spec.
-        where: how the ranks come to life: "torchx", "processes", "here", "slurm" or "kubernetes"; see
+        where: what launches the ranks: "torchx", "processes", "here", "slurm" or "kubernetes"; see
             `workbench.launch.run`.
-        only: names of configurations or runs; all that they need is added.
-        changes: settings laid over the ablation's base.
+        only: names of configurations or runs; the runs that they need are added.
+        changes: settings merged over the ablation's base.
         project: folder that relative paths in specs begin at; None takes `project_root`.
-        fresh: run everything anew; otherwise only what is missing: a run that succeeded with the same settings,
-            recording, checkpoint and code stands for a new one.
-        force: run anew what changed since the last time, instead of refusing.
-        options: of the cluster's scheduler.
+        fresh: run everything again; otherwise only what is missing: a run that succeeded with the same settings,
+            rollout dataset, checkpoint and code is reused.
+        force: run changed configurations again, instead of raising an error.
+        options: options of the cluster's scheduler.
 
     Raises:
-        SpecError: the file cannot be used, a configuration changed since it was last run, or it is being run already.
+        SpecError: the file cannot be used, a configuration changed since it was last run, or it is running already.
         LaunchError: nothing could be started.
 
     Example:
@@ -111,13 +111,13 @@ def conclude(
     project: Path | None = None,
     notebook: bool = False,
 ) -> tuple[Comparison, Path]:
-    """Wait for the end of a sweep, hold every run against its reference, save the comparison and write the report.
+    """Wait for the end of a sweep, compare every run with its reference, save the comparison and write the report.
 
     Args:
         sweep: from `launch_ablation`.
-        on_event: told about every step and end of a run, on this thread.
+        on_event: called with every step and end of a run, on this thread.
         project: as it was launched with.
-        notebook: also execute the report as a notebook, ``report.ipynb`` beside the page.
+        notebook: also execute the report as a notebook, ``report.ipynb`` next to the page.
 
     Returns:
         The comparison, and the path of the report page.
@@ -158,28 +158,28 @@ def run_ablation(
     notebook: bool = False,
     on_event: Callable[[RunEvent], None] | None = None,
 ) -> tuple[Comparison, Path]:
-    """Run an ablation, hold every run against its reference, save the comparison and write the report.
+    """Run an ablation, compare every run with its reference, save the comparison and write the report.
 
     `launch_ablation` and `conclude` in one call; interrupting it (Ctrl-C) cancels what runs.
 
     Args:
         path: YAML of an ablation, or of one run's spec.
-        where: how the ranks come to life, see `launch_ablation`.
-        only: names of configurations or runs; all that they need is added.
-        changes: settings laid over the ablation's base. Comparison and report of anything but the file's own runs are
+        where: what launches the ranks, see `launch_ablation`.
+        only: names of configurations or runs; the runs that they need are added.
+        changes: settings merged over the ablation's base. Comparison and report of anything but the file's own runs are
             saved under the experiment's ``runs`` folder: neither a part nor a variation replaces the whole.
         project: folder that relative paths in specs begin at; None takes `project_root`.
-        fresh: run everything anew, not only what is missing.
-        force: run anew what changed since the last time, instead of refusing.
-        options: of the cluster's scheduler.
-        notebook: also execute the report as a notebook, ``report.ipynb`` beside the page.
-        on_event: told about every step and end of a run.
+        fresh: run everything again, not only what is missing.
+        force: run changed configurations again, instead of raising an error.
+        options: options of the cluster's scheduler.
+        notebook: also execute the report as a notebook, ``report.ipynb`` next to the page.
+        on_event: called with every step and end of a run.
 
     Returns:
         The comparison, and the path of the report page.
 
     Raises:
-        SpecError: the file cannot be used, a configuration changed since it was last run, or it is being run already.
+        SpecError: the file cannot be used, a configuration changed since it was last run, or it is running already.
         LaunchError: nothing could be started.
     """
     sweep = launch_ablation(
@@ -202,7 +202,7 @@ def dry_run(
     project: Path | None = None,
     options: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """What would be submitted, word for word, by name of the run. Nothing is made, started or contacted.
+    """Return the exact request of every job, by name of the run. Nothing is written, started or contacted.
 
     Raises:
         SpecError: the file cannot be used.
@@ -217,19 +217,19 @@ def _saved_in(plan: _Plan) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench run`: exit code 1 as `exit_code` says, 2 for refused input, 130 if interrupted."""
+    """Run `workbench run`: exit code of `exit_code`, 2 for invalid input, 130 if interrupted."""
     # the file's own settings are the defaults of the options, so it is read first
     path = next((Path(a) for a in arguments if a.endswith((".yaml", ".yml"))), None)
     base = _base(load_ablation(path)) if path else RunSpec()
     chosen = _kinds(arguments)
-    described = _described(base.merged(chosen) if chosen else base)
+    options_type = _options_type(base.merged(chosen) if chosen else base)
     options = tyro.cli(
-        described,
+        options_type,
         args=list(arguments),
         prog="workbench run",
         description="Run an ablation (or one spec), compare its runs and write the report. Exit code 0: "
         "every configuration without a planted fault agrees; 1: one of them is different, "
-        "vacuous, has an unsound baseline, or failed; 2: the input was refused.",
+        "vacuous, has an unsound baseline, or failed; 2: invalid input.",
     )
     if path is None:
         raise SpecError(
@@ -238,24 +238,25 @@ def main(arguments: Sequence[str]) -> int:
             rule="a file that ends in .yaml or .yml",
             fix="experiments/ holds examples",
         )
-    asked: dict[str, Any] = {
+    requested: dict[str, Any] = {
         "where": options.where,
         "only": options.only,
         "options": _options(options.scheduler),
         "changes": _given(arguments, options.settings.model_dump(mode="json")),
     }
     if options.dry_run:
-        for name, request in dry_run(path, **asked).items():
+        for name, request in dry_run(path, **requested).items():
             print(f"# {name}\n{request}\n")
         return 0
     progress = _Progress()
     try:
         comparison, report = run_ablation(
-            path, fresh=options.fresh, force=options.force, notebook=options.notebook, on_event=progress, **asked
+            path, fresh=options.fresh, force=options.force, notebook=options.notebook, on_event=progress, **requested
         )
     except KeyboardInterrupt:
         progress.clear()
-        print("the same command does what is missing; a run that kept a checkpoint goes on from it", file=sys.stderr)
+        hint = "Run the same command again to finish the remaining runs; runs with a checkpoint resume from it."
+        print(hint, file=sys.stderr)
         raise
     progress.clear()
     print()
@@ -265,20 +266,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def exit_code(comparison: Comparison) -> int:
-    """1 if a configuration without a planted fault differs, is vacuous, has an unsound baseline or failed; else 0."""
+    """Return 1 if a configuration without a planted fault is different, vacuous, unsound or failed; else 0."""
     return 1 if comparison.disagreeing() else 0
 
 
 def verdict_table(comparison: Comparison) -> str:
-    """The verdicts as lines of text."""
+    """Return the verdicts as lines of text."""
     from workbench.compare.seeds import identical_notes
 
     question = [comparison.question] if comparison.question else []
     return "\n".join([*question, *comparison.verdict_lines(), *identical_notes(comparison)])
 
 
-def _described(base: RunSpec) -> type[Any]:
-    """The options of the verb, made from the spec's own model with the file's settings as defaults."""
+def _options_type(base: RunSpec) -> type[Any]:
+    """Build the type of the verb's options from the spec's model, with the file's settings as defaults."""
     settings = Annotated[RunSpec, tyro.conf.arg(name="", help="Settings of every run, over the file's base.")]
     return dataclasses.make_dataclass(
         "RunOptions",
@@ -314,7 +315,7 @@ def _described(base: RunSpec) -> type[Any]:
                 Annotated[
                     bool,
                     tyro.conf.FlagCreatePairsOff,
-                    tyro.conf.arg(help="Run everything anew, not only what is missing."),
+                    tyro.conf.arg(help="Run everything again, not only what is missing."),
                 ],
                 False,
             ),
@@ -324,7 +325,7 @@ def _described(base: RunSpec) -> type[Any]:
                     bool,
                     tyro.conf.FlagCreatePairsOff,
                     tyro.conf.arg(
-                        help="Run what changed since the last time anew, beside the old runs, instead of refusing."
+                        help="Run changed configurations again, next to their old runs, instead of raising an error."
                     ),
                 ],
                 False,
@@ -340,7 +341,7 @@ def _described(base: RunSpec) -> type[Any]:
             ),
             (
                 "notebook",
-                Annotated[bool, tyro.conf.arg(help="Execute the report as a notebook too, beside the page.")],
+                Annotated[bool, tyro.conf.arg(help="Execute the report as a notebook too, next to the page.")],
                 True,
             ),
             (
@@ -364,7 +365,7 @@ def _base(ablation: AblationSpec) -> RunSpec:
 
 
 def _changed(ablation: AblationSpec, changes: Mapping[str, Any], *, where: str) -> AblationSpec:
-    """The ablation with settings laid over its base; refuses those that an axis would overrule."""
+    """Merge settings over the base of an ablation; raise an error for those that an axis overrides."""
     for axis in ablation.axes:
         value: Any = changes
         for key in axis.split("."):
@@ -380,7 +381,7 @@ def _changed(ablation: AblationSpec, changes: Mapping[str, Any], *, where: str) 
 
 
 def _given(arguments: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that stand among the arguments, nested; also those that say what the file says."""
+    """Return the settings that the arguments give, nested; also those that are equal to the file's."""
     given: dict[str, Any] = {}
     for flag in (a[2:].partition("=")[0].replace("-", "_") for a in arguments if a.startswith("--")):
         *groups, last = flag.split(".")
@@ -404,10 +405,10 @@ def _options(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _kinds(arguments: Sequence[str]) -> dict[str, Any]:
-    """Names and kinds among the arguments, nested: they decide which other settings there are, and their defaults."""
-    words = [word for a in arguments for word in (a.split("=", 1) if a.startswith("--") else [a])]
+    """Return names and kinds among the arguments, nested: other settings and their defaults depend on them."""
+    parts = [part for a in arguments for part in (a.split("=", 1) if a.startswith("--") else [a])]
     chosen: dict[str, Any] = {}
-    for flag, value in itertools.pairwise(words):
+    for flag, value in itertools.pairwise(parts):
         if flag in KINDS:
             *groups, last = flag[2:].split(".")
             into = chosen
@@ -418,7 +419,7 @@ def _kinds(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 class _Progress:
-    """Prints a line when a run ends and, on a terminal, one that follows the run that goes on."""
+    """Print a line when a run ends and, on a terminal, a line that follows the current run."""
 
     def __init__(self) -> None:
         self.live = sys.stdout.isatty()

@@ -1,4 +1,4 @@
-"""`workbench status`: all that is known of a run, or how an experiment stands."""
+"""`workbench status`: show the state of a run, or of an experiment."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD, duration
 from workbench.sharding import flight
 from workbench.specs.run import flatten
 
-_TAIL_BYTES = 16 * 1024
-_PATIENCE_S = 5.0
+_TAIL_BYTES = 16 * 1024  # only the last line of a log is shown
+_PATIENCE_S = 5.0  # healthy ranks wait for one another too, but not for that long
 _CLUSTERS = ("slurm", "kubernetes")
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """How one rank does.
+    """State of one rank.
 
     Attributes:
-        rank: its number.
+        rank: number of the rank.
         log_bytes: size of its log; None if there is none.
         last_line: the last line of its log that is not empty.
-        ended: how it ended: "well", one of `workbench.records.directory.CAUSES`, or "" if it has not said.
+        ended: its end: "well", one of `workbench.records.directory.CAUSES`, or "" if it recorded none.
         inside: the collective that it entered and has not left, "" if none is known.
     """
 
@@ -56,9 +56,9 @@ class WaitStatus:
     """A rank that others wait for.
 
     Attributes:
-        rank: who is waited for.
-        words: where, by whom, for how long, and what it did instead.
-        stack: its Python stack, if whoever watches the run took it; "" otherwise.
+        rank: the rank that is waited for.
+        words: the collective, the waiting ranks, the duration, and what the rank did instead.
+        stack: its Python stack, if the watchdog of the run recorded it; "" otherwise.
     """
 
     rank: int
@@ -68,37 +68,37 @@ class WaitStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """All that is known of a run.
+    """State of a run.
 
     Attributes:
         experiment: name of the folder that holds its ``runs``.
         name: of the configuration.
         folder: name of the run's own folder.
         state: one of `workbench.records.directory.STATES`.
-        cancel_requested: somebody asked for its end.
-        created_ns: when it was asked for.
-        started_ns: when its first rank spoke; None before.
-        ended_ns: when it ended; None before.
-        seconds: it took, or has been at it.
+        cancel_requested: True if its cancellation was requested.
+        created_ns: time of the request.
+        started_ns: start of its first rank; None before.
+        ended_ns: end; None before.
+        seconds: its duration, so far if it runs.
         steps_done: optimizer steps recorded.
         steps: optimizer steps in all.
         world_size: its ranks.
-        device: where it computes.
-        device_note: why there, "" if as asked.
-        backend: how its ranks came to life.
+        device: device type of its ranks.
+        device_note: why this device, "" if it is the requested one.
+        backend: what launched its ranks.
         handle: the scheduler's name of the job, "" if none.
-        continues: folder of the run that it goes on with, and from which step, in words; "" if none.
-        compared_with: name of the run whose settings are the usual ones here; "" if it is this one.
-        settings: setting -> its value there and here, where they differ.
-        seconds_left: it will take yet, by the pace of its last steps; None if it does not run, or too few have ended.
-        step_ms: median time of a step, without the first, which warms up; None if there is no other.
+        continues: folder of the run that it continues, and from which step; "" if none.
+        compared_with: name of the baseline run; "" if it is this one.
+        settings: setting -> its values in the baseline run and in this one, where they differ.
+        seconds_left: estimate by the pace of its last steps; None if it does not run, or too few have ended.
+        step_ms: median time of a step, without the first, which warms up; None without others.
         last: the last step's record; {} if there is none.
         evidence: of all recorded steps, as `workbench.metrics.evidence.Evidence.as_json` has it: tokens and documents
             with a gradient, why a comparison would be vacuous, warnings; None for records without counts.
-        ranks: how each rank does.
-        waiting: who is waited for; only while it runs.
+        ranks: state of each rank.
+        waiting: ranks that are waited for; only while it runs.
         failure: the root cause, as `RunDirectory.failure` gives it.
-        problem: what of the record cannot be read, "" if all can.
+        problem: which part of the record cannot be read, "" if all can.
 
     Units: ``_ns`` counts nanoseconds since 1970.
     """
@@ -133,7 +133,7 @@ class RunStatus:
 
 
 def describe(asked: str | Path, *, project: Path | None = None) -> list[RunStatus]:
-    """All that is known of a run, or of every run of an experiment, oldest first.
+    """Return the state of a run, or of every run of an experiment, oldest first.
 
     Args:
         asked: see `workbench.records.lookup.look_up`.
@@ -143,11 +143,11 @@ def describe(asked: str | Path, *, project: Path | None = None) -> list[RunStatu
         RecordError: nothing of that name, or runs that cannot be opened.
     """
     target = look_up(asked, project)
-    return [_describe(run, found.experiment_dir) for found, run in zip(target.runs, target.opened(), strict=True)]
+    return [_describe(run, entry.experiment_dir) for entry, run in zip(target.runs, target.opened(), strict=True)]
 
 
 def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
-    status, state = run.status, run.state  # before the records: what came before an end is then surely seen
+    status, state = run.status, run.state  # read before the records, so that no step before an end is missed
     problem, steps = "", []
     try:
         steps = run.steps()
@@ -159,7 +159,7 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
         failure, exits = run.failure(), run.exits()
     except (WorkbenchError, KeyError) as error:
         failure, exits, problem = None, {}, f"how its ranks ended: {error}"
-    usual = _usual(run, experiment_dir)
+    baseline = _baseline(run, experiment_dir)
     world_size = int(state.get("world_size", run.spec.layout.world_size))
     evidence = Evidence.of_steps(steps)
     times = [record["time/step_ms"] for record in steps[1:] if "time/step_ms" in record]
@@ -181,8 +181,8 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
         backend=str(state.get("backend", "")),
         handle=str(state.get("handle", "")),
         continues=_continues(state, steps),
-        compared_with=usual.name if usual else "",
-        settings=settings_that_differ(usual, run) if usual else {},
+        compared_with=baseline.name if baseline else "",
+        settings=settings_that_differ(baseline, run) if baseline else {},
         seconds_left=Pace(steps).seconds_left(run.spec.steps - len(steps)) if status == "running" else None,
         step_ms=median(times) if times else None,
         last=steps[-1] if steps else {},
@@ -200,17 +200,17 @@ def _continues(state: dict[str, Any], steps: Sequence[dict[str, Any]]) -> str:
 
 
 def settings_that_differ(usual: RunDirectory, run: RunDirectory) -> dict[str, list[Any]]:
-    """Setting -> its value in one run and in another, where they differ."""
-    theirs, ours = (flatten(each.spec.model_dump(mode="json")) for each in (usual, run))
+    """Return setting -> its values in the baseline run and in another, where they differ."""
+    before, after = (flatten(each.spec.model_dump(mode="json")) for each in (usual, run))
     return {
-        key: [theirs.get(key), ours.get(key)]
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key)
+        key: [before.get(key), after.get(key)]
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
     }
 
 
-def _usual(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
-    """The run that this one is held against, by the ablation's own word, or else the experiment's first."""
+def _baseline(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
+    """Return the run to compare with: the reference that the ablation names, or else the experiment's first."""
     name: str | None = None
     for file in (experiment_dir / "ablation.yaml", experiment_dir.with_suffix(".yaml")):
         if file.is_file():
@@ -220,7 +220,7 @@ def _usual(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
                 continue
     if name == "":
         return None
-    others = [found.run for found in runs_of(experiment_dir, every=True) if found.run]
+    others = [entry.run for entry in runs_of(experiment_dir, every=True) if entry.run]
     if name is not None:
         others = [other for other in others if other.name == name][-1:]
     first = others[0] if others else None
@@ -230,11 +230,11 @@ def _usual(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
 def _ranks(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str, Any]]) -> list[RankStatus]:
     views = flight.read_all(run.path / "ranks")
     numbers = sorted({*range(world_size), *(rank for rank in exits if rank is not None)})
-    found = []
+    ranks = []
     for rank in numbers:
         log, record = run.log_path(rank), exits.get(rank)
         inside = views[rank].inside if rank in views else None
-        found.append(
+        ranks.append(
             RankStatus(
                 rank,
                 log.stat().st_size if log.is_file() else None,
@@ -243,7 +243,7 @@ def _ranks(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str,
                 str(inside) if inside else "",
             )
         )
-    return found
+    return ranks
 
 
 def _last_line(log: Path) -> str:
@@ -257,7 +257,7 @@ def _last_line(log: Path) -> str:
 
 
 def _waiting(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str, Any]]) -> list[WaitStatus]:
-    """Who is waited for, for longer than among ranks that are well; with what the run's watchdog took down of them."""
+    """Return the ranks that are waited for longer than healthy ones, with the stacks that the watchdog recorded."""
     views, now = flight.read_all(run.path / "ranks"), time.time_ns()
     waits = find_waits(views, range(world_size), [rank for rank in exits if rank is not None])
     stacks = _stacks(run)
@@ -270,8 +270,8 @@ def _waiting(run: RunDirectory, world_size: int, exits: dict[int | None, dict[st
 
 def _stacks(run: RunDirectory) -> dict[int, str]:
     try:
-        noted = from_json((run.path / "ranks" / "waiting.json").read_bytes())["waiting"]
-        return {int(each["rank"]): str(each.get("stack", "")) for each in noted}
+        waiting = from_json((run.path / "ranks" / "waiting.json").read_bytes())["waiting"]
+        return {int(each["rank"]): str(each.get("stack", "")) for each in waiting}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -280,24 +280,24 @@ def _stacks(run: RunDirectory) -> dict[int, str]:
 
 
 def lines_of_run(status: RunStatus) -> list[str]:
-    """One run as lines of text."""
+    """Return one run as lines of text."""
     return [
         f"{safe(status.experiment)}/{safe(status.folder)}",
         *_in_columns(_facts(status)),
-        *_ranks_in_words(status),
-        *_stacks_in_words(status),
-        *_failure_in_words(status.failure),
+        *_rank_lines(status),
+        *_stack_lines(status),
+        *_failure_lines(status.failure),
     ]
 
 
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
-    asked = ", its end was asked for" if status.cancel_requested and status.state not in ENDED else ""
+    cancelling = ", cancellation requested" if status.cancel_requested and status.state not in ENDED else ""
     took = f", {duration(round(status.seconds, 1))}" if status.seconds is not None else ""
     left = f", about {duration(round(status.seconds_left))} left" if status.seconds_left is not None else ""
-    yield "state", f"{status.state}{asked}, {status.steps_done} of {status.steps} steps{took}{left}"
+    yield "state", f"{status.state}{cancelling}, {status.steps_done} of {status.steps} steps{took}{left}"
     if status.state == "lost":
-        yield "", "nobody is left who could end it; running it again does what is missing"
-    moments = (("asked for", status.created_ns), ("began", status.started_ns), ("ended", status.ended_ns))
+        yield "", "no process is left that could end it; run it again to finish what is missing"
+    moments = (("requested", status.created_ns), ("began", status.started_ns), ("ended", status.ended_ns))
     yield "when", ", ".join(f"{what} {when(moment)}" for what, moment in moments if moment)
     device = f" on {status.device}" if status.device else ""
     yield (
@@ -312,7 +312,7 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         ),
     )
     if status.continues:
-        yield "goes on", status.continues
+        yield "continues", status.continues
     if status.last:
         loss, norm = (significant(status.last.get(key), 6) for key in (LOSS, GRADIENT_NORM))
         reward = f", reward {significant(status.last[REWARD], 3)}" if REWARD in status.last else ""
@@ -325,7 +325,7 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.step_ms is not None:
         yield "step time", f"{status.step_ms:.1f} ms (median without the first)"
     if status.compared_with:
-        changes = [f"{key}: {theirs} -> {ours}" for key, (theirs, ours) in status.settings.items()]
+        changes = [f"{key}: {before} -> {after}" for key, (before, after) in status.settings.items()]
         yield "settings", f"as {status.compared_with}" + (", but" if changes else "")
         yield from (("", change) for change in changes)
     yield from (("waiting", wait.words) for wait in status.waiting)
@@ -337,11 +337,11 @@ def _in_columns(facts: Iterator[tuple[str, str]]) -> list[str]:
     return [f"  {line}" for line in table(list(facts))]
 
 
-def _ranks_in_words(status: RunStatus) -> list[str]:
+def _rank_lines(status: RunStatus) -> list[str]:
     rows = [
         [
             f"rank {rank.rank}",
-            _how_it_does(rank),
+            _rank_state(rank),
             "no log" if rank.log_bytes is None else f"log {size(rank.log_bytes)}",
             rank.last_line,
         ]
@@ -350,13 +350,13 @@ def _ranks_in_words(status: RunStatus) -> list[str]:
     return [f"  {line}" for line in table(rows)]
 
 
-def _how_it_does(rank: RankStatus) -> str:
+def _rank_state(rank: RankStatus) -> str:
     if rank.ended:
         return f"ended: {rank.ended}"
     return f"in {rank.inside}" if rank.inside else ""
 
 
-def _stacks_in_words(status: RunStatus) -> list[str]:
+def _stack_lines(status: RunStatus) -> list[str]:
     return [
         line
         for wait in status.waiting
@@ -369,7 +369,7 @@ def _indented(text: str) -> list[str]:
     return [f"  {line}" for line in safe_lines(text.rstrip("\n"))]
 
 
-def _failure_in_words(failure: dict[str, Any] | None) -> list[str]:
+def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
     if failure is None:
         return []
     place = ", ".join(f"{axis}={number}" for axis, number in failure.get("coordinates", {}).items())
@@ -392,8 +392,8 @@ def _failure_in_words(failure: dict[str, Any] | None) -> list[str]:
 
 
 def lines_of_experiment(target: Target, *, letters: int | None = None) -> list[str]:
-    """How an experiment stands, as lines of text: counts, its runs, and what to do about those that failed."""
-    listed = [listing(found) for found in target.runs]
+    """Return an experiment as lines of text: counts, its runs, and how to look at a failed one."""
+    listed = [listing(entry) for entry in target.runs]
     count = Counter(run.state for run in listed)
     tally = ", ".join(f"{count[state]} {state}" for state in (*STATES, "unreadable") if count[state])
     lines = [
@@ -401,17 +401,17 @@ def lines_of_experiment(target: Target, *, letters: int | None = None) -> list[s
         "",
         *lines_of(listed, letters=letters),
     ]
-    lines += [f"{safe(found.name)}: {safe(wait.words)}" for found in target.runs for wait in _waits_of(found)]
-    if broken := next((found for found, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
+    lines += [f"{safe(entry.name)}: {safe(wait.words)}" for entry in target.runs for wait in _waits_of(entry)]
+    if broken := next((entry for entry, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
         lines += ["", f"`workbench status {safe(spelled(broken.path))}` shows a failure with its traceback"]
     return lines
 
 
-def _waits_of(found: Found) -> list[WaitStatus]:
-    if found.run is None or found.run.status in ENDED:
+def _waits_of(entry: Found) -> list[WaitStatus]:
+    if entry.run is None or entry.run.status in ENDED:
         return []
-    world_size = int(found.state.get("world_size", found.run.spec.layout.world_size))
-    return _waiting(found.run, world_size, found.run.exits())
+    world_size = int(entry.state.get("world_size", entry.run.spec.layout.world_size))
+    return _waiting(entry.run, world_size, entry.run.exits())
 
 
 def _status(
@@ -419,11 +419,11 @@ def _status(
     *,
     json: bool = False,
 ) -> int:
-    """All that is known of a run, or how an experiment stands.
+    """Show the state of a run, or of an experiment.
 
     Args:
         run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
-        json: Print a JSON list, of an experiment with all that is known of every run.
+        json: Print a JSON list, of an experiment with the full state of every run.
     """
     if json:
         print(to_json([asdict(status) for status in describe(run_or_experiment)]).decode(), end="")
@@ -438,5 +438,5 @@ def _status(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench status`."""
+    """Run `workbench status`."""
     return tyro.cli(_status, args=list(arguments), prog="workbench status", config=(tyro.conf.FlagCreatePairsOff,))

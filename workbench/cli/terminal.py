@@ -1,7 +1,7 @@
-"""What a terminal is given: tables, and text that cannot command it.
+"""Terminal output: tables, and text without control sequences.
 
 Names, messages and logs come from disks and from other people. A terminal obeys control sequences in them: they can
-hide lines, rename the window, or answer as if somebody had typed. So whatever was read is printed through `safe`.
+hide lines, rename the window, or inject input. So everything that was read is printed through `safe`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 
 def safe(text: str) -> str:
-    r"""The text with everything that a terminal would obey written out; tabs stay.
+    r"""Escape everything in a text that a terminal would obey; tabs stay.
 
     Example:
         >>> safe("done\x1b[2J"), safe("a\tb")
@@ -28,29 +28,29 @@ def safe(text: str) -> str:
 
 
 def safe_lines(text: str) -> list[str]:
-    """The lines of a text, each `safe`."""
+    """Split a text into lines, each `safe`."""
     return [safe(line) for line in text.split("\n")]
 
 
 def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = (), *, width: int | None = None) -> list[str]:
-    """Rows as lines whose cells stand in columns; the last column is as long as it is.
+    """Format rows as lines with aligned columns; the last column is not padded.
 
     Args:
-        rows: cells; they are made `safe`.
-        heads: of the columns; a column without any content is left out.
-        width: letters that a line may have, and the rest is cut off with an ellipsis; None cuts nothing.
+        rows: cells; they are escaped by `safe`.
+        heads: column heads; a column without any content is left out.
+        width: characters that a line may have, the rest is cut off with an ellipsis; None cuts nothing.
     """
     clean = [[safe(cell).replace("\t", " ") for cell in row] for row in rows]
-    kept = [index for index in range(len(heads) or max(map(len, clean), default=0)) if any(row[index] for row in clean)]
-    lines = [[heads[index] for index in kept]] if heads else []
-    lines += [[row[index] for index in kept] for row in clean]
-    widths = [max((len(line[column]) for line in lines), default=0) for column in range(len(kept))]
+    used = [index for index in range(len(heads) or max(map(len, clean), default=0)) if any(row[index] for row in clean)]
+    lines = [[heads[index] for index in used]] if heads else []
+    lines += [[row[index] for index in used] for row in clean]
+    widths = [max((len(line[column]) for line in lines), default=0) for column in range(len(used))]
     padded = ("  ".join(f"{cell:<{size}}" for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines)
     return [line if width is None or len(line) <= width else f"{line[: max(0, width - 1)]}…" for line in padded]
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print lines, whatever letters this terminal's encoding lacks."""
+    """Print lines; characters that this terminal's encoding lacks are escaped."""
     for line in lines:
         try:
             print(line)
@@ -60,12 +60,12 @@ def say(lines: Iterable[str]) -> None:
 
 
 def width() -> int | None:
-    """Letters in a line of the terminal; None if the output goes elsewhere, where nothing is cut."""
+    """Return the characters in a line of the terminal; None if the output is no terminal, where nothing is cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def when(time_ns: int | None) -> str:
-    """A moment in this machine's time, to the second; "" if there was none.
+    """Format a moment in this machine's time zone, to the second; "" for None.
 
     Units: nanoseconds since 1970.
     """
@@ -73,7 +73,7 @@ def when(time_ns: int | None) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes as a person says it.
+    """Format a number of bytes.
 
     Example:
         >>> size(0), size(2047), size(5 * 2**30)

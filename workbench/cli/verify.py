@@ -1,4 +1,4 @@
-"""`workbench verify`: do several GPUs train the weights that one trains? With a record, and a verdict in words."""
+"""`workbench verify`: check that multi-GPU training matches one GPU, with flat memory; writes a record."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from workbench.records.directory import project_root, to_json, without_machine_p
 _DESCRIPTION = """Train on several ranks and on one, and compare their weights and memory.
 
 Exit code 0 for equal, 1 for different, vacuous (weights that did not move, steps without a gradient) or an unsound
-baseline (one rank or the float64 truth not finite, or too far apart), 2 for refused input."""
+baseline (one rank or the float64 truth not finite, or too far apart), 2 for invalid input."""
 
 
 @dataclasses.dataclass
 class VerifyOptions:
     """Options of the verb."""
 
-    gpus: Annotated[int, tyro.conf.arg(help="How many share each row; 0: two processes on CPU, through gloo.")] = 2
+    gpus: Annotated[int, tyro.conf.arg(help="GPUs that share each row; 0: two processes on CPU, through gloo.")] = 2
     model: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(verify.MODELS)}; seeded weights.")] = "tiny-qwen3"
     steps: Annotated[int, tyro.conf.arg(help="Optimizer steps of every run.")] = 200
     record: Annotated[
         Path | None,
         tyro.conf.arg(
-            help="Where the record is written; if left out experiments/benchmarks/verify.json of the project, and "
+            help="Path of the record; by default experiments/benchmarks/verify.json of the project, and "
             "verify_cpu.json there for --gpus 0."
         ),
     ] = None
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench verify`; 0 if the verdict is "equal", 1 for any other."""
+    """Run `workbench verify`; 0 if the verdict is "equal", 1 for any other."""
     options = tyro.cli(VerifyOptions, args=list(arguments), prog="workbench verify", description=_DESCRIPTION)
     record = verify.measure(
         gpus=options.gpus, model=options.model, steps=options.steps, told=lambda line: print(f"  {line}", flush=True)

@@ -1,10 +1,9 @@
-"""Where do two runs part? The first module and block of tokens whose bits differ, in the first step that differs.
+"""First divergence of two runs: the first module and block of tokens whose bits differ, in the first step that differs.
 
-Both are run again in this process, their ranks simulated, with a trace (`workbench.train.trace`) and certificates. What
-is held against each other are bits, so two layouts of the ordinary mode part at the first product whose shape differs;
-two in the reproducible mode part nowhere, or there is a bug. What a backend's own order of summing does to the
-ordinary mode is not seen here: run both with ``record: {certificate: true, trace_tokens: 64}`` where they belong, and
-give the two run directories.
+Both are run again in this process, their ranks simulated, with a trace (`workbench.train.trace`) and certificates. The
+comparison is bitwise, so two layouts of the ordinary mode diverge at the first GEMM whose shape differs; two in the
+reproducible mode never diverge, or there is a bug. The summation order of a real backend does not show here: run both
+on that backend with ``record: {certificate: true, trace_tokens: 64}`` and pass the two run directories.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from workbench.train.trace import INPUT, LOGPROBS, TOKENS, Trace, read_trace
 from workbench.train.worker import run_here
 
 BLOCK_TOKENS = 64
-"""Tokens of a block where neither run says how long its own are."""
+"""Tokens of a block where neither run sets a block size."""
 
 Way = Literal["forward", "loss", "backward", "gradients", "weights"]
 
@@ -41,19 +40,18 @@ _NOTHING = f"{0:016x}"
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part: everything that is computed before it is the same, bit for bit.
+    """The first tensor in which two runs differ: everything computed before it is bitwise identical.
 
     Attributes:
         step: from 0.
         way: forward or backward through the decoder; the loss; the sums of parameters' gradients; weights.
-        tensor: name of the module, with `workbench.train.trace.INPUT` where it is what the module was given; of the
-            term of the loss; of the parameter.
-        row: of the step, as the first run numbers them; None where no tokens can be named, as in all that follows.
+        tensor: name of the module (with `workbench.train.trace.INPUT` for its input), loss term or parameter.
+        row: of the step, as the first run numbers them; None (like the next two) where no tokens can be named.
         block: the first of the row that differs.
         tokens: (begin, end) of it in the row.
-        blocks: how many blocks of this tensor differ, over all rows.
-        of: of how many.
-        before: the tensor that came before it.
+        blocks: number of blocks of this tensor that differ, over all rows.
+        of: total number of blocks.
+        before: the tensor that was computed before it.
     """
 
     step: int
@@ -68,21 +66,21 @@ class Parting:
 
     @property
     def words(self) -> str:
-        """It in a sentence."""
-        what = self.tensor.removesuffix(INPUT)
+        """One-sentence description."""
+        name = self.tensor.removesuffix(INPUT)
         module = {
-            True: f"what goes into {what} (made by attention, a sum or a product before it)",
-            False: "the log-probabilities" if what == LOGPROBS else f"what {what} makes",
+            True: f"the input of {name} (from attention, a sum or a product before it)",
+            False: "the log-probabilities" if name == LOGPROBS else f"the output of {name}",
         }
-        made = module[self.tensor.endswith(INPUT)]
-        said = {
-            "forward": made,
-            "loss": f"the loss ({what})",
-            "backward": f"the gradient of {made}",
-            "gradients": f"the gradient of {what}, whose pieces were the same",
-            "weights": f"{what} after the optimizer's step, whose gradient was the same",
+        activation = module[self.tensor.endswith(INPUT)]
+        quantity = {
+            "forward": activation,
+            "loss": f"the loss ({name})",
+            "backward": f"the gradient of {activation}",
+            "gradients": f"the gradient of {name}, whose pieces were the same",
+            "weights": f"{name} after the optimizer's step, whose gradient was the same",
         }[self.way]
-        text = f"step {self.step}, {self.way}: {said}"
+        text = f"step {self.step}, {self.way}: {quantity}"
         if self.tokens is not None:
             text += (
                 f", row {self.row}, tokens {self.tokens[0]} to {self.tokens[1] - 1} (block {self.block}); "
@@ -93,17 +91,17 @@ class Parting:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What came of holding two traced runs against each other.
+    """Result of comparing two traced runs.
 
     Attributes:
-        a: name of the one.
-        b: of the other.
-        parting: where they part; None if nowhere.
-        steps: how many were looked at.
-        stations: tensors that were looked at on the way through the decoder, forward.
-        changes: what was changed in a run so that both have the same rows, by its name.
+        a: name of the first run.
+        b: name of the second.
+        parting: first divergence; None if there is none.
+        steps: number of steps compared.
+        stations: tensors compared in the forward pass through the decoder.
+        changes: settings changed in a run, by its name, so that both have the same rows.
         evidence: of the run with fewer tokens that have a gradient; None for records without counts.
-        vacuous: why the same bits prove nothing; "" if they prove something.
+        vacuous: reason why equal bits prove nothing; "" if they prove something.
         not_finite: the first loss or gradient norm of the first run that is not finite; "" if all are.
     """
 
@@ -128,14 +126,14 @@ class Bisection:
 
     @property
     def equal(self) -> bool:
-        """True if they part nowhere, and there was something to compare."""
+        """True if they never diverge, and there was something to compare."""
         return self.verdict == "equal"
 
     def __str__(self) -> str:
-        """The two names and where they part."""
+        """The two names and the first divergence."""
         steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         reason = "" if self.verdict == "equal" else f"{self.verdict}, {self.not_finite or self.vacuous}: "
-        found = (
+        result = (
             self.parting.words
             if self.parting
             else f"{reason}the same bits in {steps}: {self.stations} tensors on the way, the loss, every gradient and "
@@ -154,7 +152,7 @@ class Bisection:
                 *(f"  warning: {warning}" for warning in self.evidence.warnings),
             ]
         )
-        return "\n".join([f"{self.a} and {self.b}: {found}", *changed, *seen])
+        return "\n".join([f"{self.a} and {self.b}: {result}", *changed, *seen])
 
     __repr__ = __str__
 
@@ -171,48 +169,48 @@ def bisect(
     """Run two specs again and name the first tensor and block of tokens in which they differ.
 
     Args:
-        a: a spec, a YAML file with one, a run directory, or what `workbench.records.lookup.look_up` finds one by. A run
-            that has a trace already is not run again, if the other has one of the same blocks.
+        a: a spec, a YAML file with one, a run directory, or a name for `workbench.records.lookup.look_up`. A run that
+            has a trace already is not run again, if the other has one of the same blocks.
         b: likewise.
-        names: what to call them; a run directory has a name of its own.
+        names: display names; a run directory has its own name.
         block_tokens: tokens of a block; None: those of the reproducible mode, or `BLOCK_TOKENS`.
-        steps: how many at most; None: as many as both take, and no more than to the first whose certificates differ.
-        project: what relative paths of specs begin at; None takes `project_root`.
+        steps: maximum number; None: as many as both take, up to the first whose certificates differ.
+        project: root of relative paths in specs; None takes `project_root`.
 
     Raises:
         RecordError: rows of other tokens, or models without a module in common.
-        SpecError: what cannot be run, or not with simulated ranks.
+        SpecError: a spec that cannot be run, or not with simulated ranks.
 
     Example:
         >>> bisect(RunSpec(), RunSpec(layout={"cp": 2}))  # doctest: +SKIP
-        a and b: step 0, forward: what goes into model.layers.0.self_attn.o_proj (made by attention, a sum or a product
+        a and b: step 0, forward: the input of model.layers.0.self_attn.o_proj (from attention, a sum or a product
         before it), row 0, tokens 0 to 63 (block 0); 25 of its 25 blocks differ; the same until
         model.layers.0.self_attn.v_proj
     """
     project = project or project_root()
-    found = [_found(asked, project) for asked in (a, b)]
-    called = _told_apart(
+    sources = [_resolved(source, project) for source in (a, b)]
+    labels = _distinct(
         [
             run.name if isinstance(run, RunDirectory) else name or letter
-            for run, name, letter in zip(found, names, "ab", strict=True)
+            for run, name, letter in zip(sources, names, "ab", strict=True)
         ]
     )
-    traced = [run for run in found if isinstance(run, RunDirectory)]
+    traced = [run for run in sources if isinstance(run, RunDirectory)]
     if len(traced) == 2 and _both_traced(traced[0], traced[1], block_tokens):
-        return _held(called, traced, {})
-    specs = [run.spec if isinstance(run, RunDirectory) else run for run in found]
+        return _bisection(labels, traced, {})
+    specs = [run.spec if isinstance(run, RunDirectory) else run for run in sources]
     block = block_tokens or specs[0].reproducible.block_tokens or specs[1].reproducible.block_tokens or BLOCK_TOKENS
-    most, changes = _steps(found, [spec.steps for spec in specs] + ([steps] if steps else [])), _same_rows(specs)
-    told = {
+    most, changes = _steps(sources, [spec.steps for spec in specs] + ([steps] if steps else [])), _same_rows(specs)
+    changed_settings = {
         name: {f"data.{key}": value for key, value in change.items()}
-        for name, change in zip(called, changes, strict=True)
+        for name, change in zip(labels, changes, strict=True)
         if change
     }
     bisection = None
-    for taken in sorted({1, most}):  # what parts at all mostly parts in the first step
+    for taken in sorted({1, most}):  # most runs that diverge do so in the first step
         with tempfile.TemporaryDirectory() as folder:
             runs = []
-            for letter, run, spec, change in zip("ab", found, specs, changes, strict=True):
+            for letter, run, spec, change in zip("ab", sources, specs, changes, strict=True):
                 runs.append(
                     RunDirectory.create(
                         Path(folder) / letter,
@@ -233,25 +231,25 @@ def bisect(
                 )
                 _bring_frozen_clip(run, runs[-1])
                 run_here(runs[-1], project)
-            bisection = _held(called, runs, told)
+            bisection = _bisection(labels, runs, changed_settings)
         if bisection.parting is not None:
             break
     assert bisection is not None
     return bisection
 
 
-# ---- what to run -----------------------------------------------------------------------------------------
+# ---- inputs ----------------------------------------------------------------------------------------------
 
 
-def _found(asked: RunSpec | RunDirectory | Path | str, project: Path) -> RunSpec | RunDirectory:
-    if isinstance(asked, RunSpec | RunDirectory):
-        return asked
-    if Path(asked).suffix in (".yaml", ".yml"):
-        return load_run_spec(Path(asked))
-    runs = look_up(asked, project).opened()
+def _resolved(source: RunSpec | RunDirectory | Path | str, project: Path) -> RunSpec | RunDirectory:
+    if isinstance(source, RunSpec | RunDirectory):
+        return source
+    if Path(source).suffix in (".yaml", ".yml"):
+        return load_run_spec(Path(source))
+    runs = look_up(source, project).opened()
     if len(runs) != 1:
         raise RecordError(
-            f"bisect {asked}",
+            f"bisect {source}",
             found=f"an experiment of {len(runs)} runs",
             rule="one run, or one spec",
             fix=f"name a run of it, such as {runs[0].path.parent.parent.name}/{runs[0].name}",
@@ -259,52 +257,54 @@ def _found(asked: RunSpec | RunDirectory | Path | str, project: Path) -> RunSpec
     return runs[0]
 
 
-def _told_apart(names: Sequence[str]) -> list[str]:
+def _distinct(names: Sequence[str]) -> list[str]:
     return (
         list(names) if names[0] != names[1] else [f"{name}-{letter}" for name, letter in zip(names, "ab", strict=True)]
     )
 
 
 def _both_traced(a: RunDirectory, b: RunDirectory, block_tokens: int | None) -> bool:
-    said = {run.spec.record.trace_tokens for run in (a, b)}
+    sizes = {run.spec.record.trace_tokens for run in (a, b)}
     return (
-        None not in said
-        and len(said) == 1
-        and block_tokens in (None, *said)
+        None not in sizes
+        and len(sizes) == 1
+        and block_tokens in (None, *sizes)
         and all(run.status == "succeeded" and run.spec.certified for run in (a, b))
     )
 
 
 def _same_rows(specs: Sequence[RunSpec]) -> list[dict[str, int]]:
-    """Settings of data that give both as many rows; {} for one that has them already, or counts its rows by tokens."""
+    """Data settings that give both the same number of rows; {} for no change, or for micro_batch_tokens."""
     if any(spec.data.micro_batch_tokens for spec in specs):
         return [{}, {}]
     rows = math.lcm(*(spec.layout.dp * spec.data.micro_batches for spec in specs))
-    wanted = [rows // spec.layout.dp for spec in specs]
+    counts = [rows // spec.layout.dp for spec in specs]
     return [
         {} if spec.data.micro_batches == count else {"micro_batches": count}
-        for spec, count in zip(specs, wanted, strict=True)
+        for spec, count in zip(specs, counts, strict=True)
     ]
 
 
-def _steps(found: Sequence[RunSpec | RunDirectory], bounds: Sequence[int]) -> int:
-    """How many steps to take: none after the first that is known to differ."""
-    runs = [run for run in found if isinstance(run, RunDirectory)]
+def _steps(sources: Sequence[RunSpec | RunDirectory], bounds: Sequence[int]) -> int:
+    """Number of steps to take: none after the first that is known to differ."""
+    runs = [run for run in sources if isinstance(run, RunDirectory)]
     known = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None
     return min([*bounds, *([known.step + 1] if known and known.step is not None else [])])
 
 
 def _bring_frozen_clip(run: RunSpec | RunDirectory, again: RunDirectory) -> None:
-    """Put the run whose clip decisions are taken beside the one that takes them."""
+    """Link the run that provides the frozen clip decisions next to the run that uses them."""
     if isinstance(run, RunDirectory) and run.spec.frozen_clip:
         for other in RunDirectory.find(run.path.parent, run.spec.frozen_clip):
             (again.path.parent / other.path.name).symlink_to(other.path.resolve())
 
 
-# ---- what came of it -------------------------------------------------------------------------------------
+# ---- comparison of traces --------------------------------------------------------------------------------
 
 
-def _held(names: Sequence[str], runs: Sequence[RunDirectory], changes: Mapping[str, Mapping[str, Any]]) -> Bisection:
+def _bisection(
+    names: Sequence[str], runs: Sequence[RunDirectory], changes: Mapping[str, Mapping[str, Any]]
+) -> Bisection:
     certified = compare_certificates(runs[0], runs[1])
     steps, stations = min(len(run.steps()) for run in runs), 0
     for step in range(steps):
@@ -317,12 +317,12 @@ def _held(names: Sequence[str], runs: Sequence[RunDirectory], changes: Mapping[s
             parting = parting or ways[1].parting(step, "backward", pairs, traces[0].block_tokens)
             parting = parting or _of_certificate(certified, "gradient") or _of_certificate(certified, "weight")
         if parting is not None:
-            return Bisection(names[0], names[1], parting, step + 1, stations, changes, *_seen(runs, step + 1))
-    return Bisection(names[0], names[1], None, steps, stations, changes, *_seen(runs, steps))
+            return Bisection(names[0], names[1], parting, step + 1, stations, changes, *_evidence(runs, step + 1))
+    return Bisection(names[0], names[1], None, steps, stations, changes, *_evidence(runs, steps))
 
 
-def _seen(runs: Sequence[RunDirectory], steps: int) -> tuple[Evidence | None, str, str]:
-    """Evidence, why it is vacuous, and what of the first run is not finite."""
+def _evidence(runs: Sequence[RunDirectory], steps: int) -> tuple[Evidence | None, str, str]:
+    """Evidence, reason why it is vacuous, and the first value of the first run that is not finite."""
     lines = [run.steps()[:steps] for run in runs]
     return (
         weaker(*(Evidence.of_steps(each) for each in lines)),
@@ -344,40 +344,40 @@ def _trace(run: RunDirectory, step: int) -> Trace:
 
 
 def _pairs(traces: Sequence[Trace], names: Sequence[str]) -> list[tuple[int, int]]:
-    """The rows of both that hold the same tokens, in the order of the first."""
-    mine, theirs = ([_trimmed(row) for row in trace.forward[TOKENS]] for trace in traces)
-    if sorted(mine) != sorted(theirs):
+    """Pairs of rows with the same tokens, in the order of the first run."""
+    rows, others = ([_trimmed(row) for row in trace.forward[TOKENS]] for trace in traces)
+    if sorted(rows) != sorted(others):
         raise RecordError(
             f"bisect {names[0]} and {names[1]}",
-            found=f"rows of other tokens ({len(mine)} and {len(theirs)} rows)",
+            found=f"rows of other tokens ({len(rows)} and {len(others)} rows)",
             rule="both have the same documents in the same rows, padded alike",
             fix="give both the same data.path, data.documents_per_step and dp * data.micro_batches, and "
             "an order that does not pad inside a row",
         )
-    left = list(range(len(theirs)))
+    left = list(range(len(others)))
     pairs = []
-    for number, row in enumerate(mine):
-        other = next(place for place in left if theirs[place] == row)
+    for number, row in enumerate(rows):
+        other = next(place for place in left if others[place] == row)
         left.remove(other)
         pairs.append((number, other))
     return pairs
 
 
 class _Way:
-    """One way through the decoder in both runs."""
+    """One pass through the decoder, forward or backward, in both runs."""
 
-    def __init__(self, mine: Mapping[str, list[list[str]]], theirs: Mapping[str, list[list[str]]]) -> None:
-        self._mine, self._theirs = mine, theirs
-        self.common = [station for station in mine if station in theirs]
+    def __init__(self, first: Mapping[str, list[list[str]]], second: Mapping[str, list[list[str]]]) -> None:
+        self._first, self._second = first, second
+        self.common = [station for station in first if station in second]
 
     def parting(self, step: int, way: Way, pairs: Sequence[tuple[int, int]], block_tokens: int) -> Parting | None:
-        """The first station at which they differ, and where."""
+        """The first tensor and block that differ; None if none does."""
         for number, station in enumerate(self.common):
             apart = [
                 (row, block)
                 for row, other in pairs
                 for block, (a, b) in enumerate(
-                    itertools.zip_longest(self._mine[station][row], self._theirs[station][other], fillvalue=_NOTHING)
+                    itertools.zip_longest(self._first[station][row], self._second[station][other], fillvalue=_NOTHING)
                 )
                 if a != b
             ]
@@ -391,22 +391,22 @@ class _Way:
                     block,
                     (block * block_tokens, (block + 1) * block_tokens),
                     len(apart),
-                    sum(len(_trimmed(self._mine[station][row])) for row, _ in pairs),
+                    sum(len(_trimmed(self._first[station][row])) for row, _ in pairs),
                     before,
                 )
         return None
 
 
 def _trimmed(blocks: Sequence[str]) -> list[str]:
-    """Without the blocks of padding at its end."""
+    """The blocks without the padding at their end."""
     count = max((number for number, block in enumerate(blocks, 1) if block != _NOTHING), default=0)
     return list(blocks[:count])
 
 
-def _of_certificate(found: CertificateComparison, kind: str) -> Parting | None:
-    """The first tensor of a kind that differs, of which no tokens can be named."""
-    name = next((name for name in found.differing if name.startswith(f"{kind}/")), None)
-    if name is None or found.step is None:
+def _of_certificate(certified: CertificateComparison, kind: str) -> Parting | None:
+    """The first tensor of a kind that differs; no tokens can be named."""
+    name = next((name for name in certified.differing if name.startswith(f"{kind}/")), None)
+    if name is None or certified.step is None:
         return None
     ways: dict[str, Way] = {"loss": "loss", "gradient": "gradients", "weight": "weights"}
-    return Parting(found.step, ways[kind], name.removeprefix(f"{kind}/").removesuffix("/sum"))
+    return Parting(certified.step, ways[kind], name.removeprefix(f"{kind}/").removesuffix("/sum"))

@@ -1,4 +1,4 @@
-"""Two runs by their certificates: are they the same, bit for bit, and if not, which tensor and element is the first?"""
+"""Bitwise comparison of two runs by their certificates, with the first tensor and element that differ."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Element:
         place: its index.
         value: in the run.
         reference: in the other.
-        differing: how many elements differ.
-        elements: of how many.
+        differing: number of elements that differ.
+        elements: total number of elements.
     """
 
     place: tuple[int, ...]
@@ -37,7 +37,7 @@ class Element:
     elements: int
 
     def __str__(self) -> str:
-        """Where, what, and how many."""
+        """The index, the two values, and the number of elements that differ."""
         values = f"{self.value!r} against {self.reference!r}"
         if not self.place:
             return values
@@ -47,19 +47,19 @@ class Element:
 
 @dataclass(frozen=True)
 class CertificateComparison:
-    """One run's certificates held against another's.
+    """One run's certificates compared with another's.
 
     Attributes:
         run: name of the run.
         reference: name of the other.
-        steps: how many both have.
+        steps: number of steps that both have.
         step: the first that differs; None if none does.
         differing: tensors of that step that differ, in the order in which the step computes them.
-        tensors: how many there are.
-        element: of the first of them, where both runs recorded it.
+        tensors: number of tensors in a certificate.
+        element: first differing element of the first of them, where both runs recorded it.
         unlike: tensors of that step of which the run's own ranks hold different replicas.
         evidence: of the run with fewer tokens that have a gradient; None for records without counts.
-        vacuous: why equal bits prove nothing; "" if they prove something, or the records do not say.
+        vacuous: reason why equal bits prove nothing; "" if they prove something, or if that was not recorded.
         not_finite: the first loss or gradient norm of the reference that is not finite, no later than the first
             difference; "" if all are.
     """
@@ -78,7 +78,7 @@ class CertificateComparison:
 
     @property
     def equal(self) -> bool:
-        """True if every certificate is the other's: the same bits, whatever they prove; see `verdict`."""
+        """True if every certificate equals the other's: the same bits, whatever they prove; see `verdict`."""
         return self.step is None
 
     @property
@@ -92,7 +92,7 @@ class CertificateComparison:
 
     @property
     def why(self) -> str:
-        """It in a sentence."""
+        """One-sentence explanation."""
         problem = f"unsound baseline ({self.not_finite}): " if self.not_finite else ""
         if self.equal:
             of = f"all {self.steps} steps" if self.steps > 1 else "the step"
@@ -103,9 +103,9 @@ class CertificateComparison:
                 "weights are the same bits"
             )
         more = f" and {len(self.differing) - 1} more" if len(self.differing) > 1 else ", alone"
-        words = f"{problem}step {self.step}: certificates part at {self.differing[0]}{more} of {self.tensors} tensors"
-        words += f"; {self.element}" if self.element else ""
-        return words + (f"; ranks hold different replicas of {self.unlike[0]}" if self.unlike else "")
+        text = f"{problem}step {self.step}: certificates part at {self.differing[0]}{more} of {self.tensors} tensors"
+        text += f"; {self.element}" if self.element else ""
+        return text + (f"; ranks hold different replicas of {self.unlike[0]}" if self.unlike else "")
 
     def __str__(self) -> str:
         """The two names and the sentence."""
@@ -115,7 +115,7 @@ class CertificateComparison:
 
 
 def compare_certificates(run: RunDirectory, reference: RunDirectory) -> CertificateComparison | None:
-    """Hold the certificates of a run against those of another; None where one of them has none.
+    """Compare the certificates of a run with those of another; None where one of them has none.
 
     Example:
         >>> compare_certificates(run, reference).equal  # doctest: +SKIP
@@ -124,44 +124,44 @@ def compare_certificates(run: RunDirectory, reference: RunDirectory) -> Certific
     Raises:
         RecordError: a damaged certificate, or one that is missing while its step has its hash.
     """
-    mine, theirs = _certificates(run), _certificates(reference)
-    steps = min(len(mine), len(theirs))
+    certificates, baseline = _certificates(run), _certificates(reference)
+    steps = min(len(certificates), len(baseline))
     if not steps:
         return None
-    lines, their_lines = run.steps()[:steps], reference.steps()[:steps]
-    evidence = weaker(Evidence.of_steps(lines), Evidence.of_steps(their_lines))
-    vacuous = nothing_trained(lines) or nothing_trained(their_lines)
+    lines, baseline_lines = run.steps()[:steps], reference.steps()[:steps]
+    evidence = weaker(Evidence.of_steps(lines), Evidence.of_steps(baseline_lines))
+    vacuous = nothing_trained(lines) or nothing_trained(baseline_lines)
     for number in range(steps):
-        if mine[number].hash != theirs[number].hash or mine[number].unlike:
-            differing = mine[number].differing(theirs[number])
+        if certificates[number].hash != baseline[number].hash or certificates[number].unlike:
+            differing = certificates[number].differing(baseline[number])
             return CertificateComparison(
                 run.name,
                 reference.name,
                 steps,
                 number,
                 tuple(differing),
-                len(mine[number].fingerprints),
+                len(certificates[number].fingerprints),
                 _element(differing[0], number, run, reference),
-                mine[number].unlike,
+                certificates[number].unlike,
                 evidence,
                 vacuous,
-                first_not_finite(their_lines[: number + 1]),
+                first_not_finite(baseline_lines[: number + 1]),
             )
     return CertificateComparison(
         run.name,
         reference.name,
         steps,
-        tensors=len(mine[0].fingerprints),
+        tensors=len(certificates[0].fingerprints),
         evidence=evidence,
         vacuous=vacuous,
-        not_finite=first_not_finite(their_lines),
+        not_finite=first_not_finite(baseline_lines),
     )
 
 
 def nothing_trained(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Why step records of a run have nothing to compare; "" if they have something, or do not say.
+    """Reason why step records of a run have nothing to compare; "" if they have something, or if it is unknown.
 
-    Records of earlier versions have no counts; a gradient norm of zero in every step says it too.
+    Records of earlier versions have no counts; a gradient norm of zero in every step shows it too.
     """
     if (evidence := Evidence.of_steps(lines)) is not None and evidence.steps == len(lines):
         return evidence.nothing
@@ -179,7 +179,7 @@ def first_not_finite(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _certificates(run: RunDirectory) -> list[Certificate]:
-    found = []
+    certificates = []
     for number, step in enumerate(run.steps()):
         if "certificate" not in step:
             break
@@ -187,33 +187,33 @@ def _certificates(run: RunDirectory) -> list[Certificate]:
         if certificate is None or certificate.hash != step["certificate"]:
             raise RecordError(
                 f"compare {run.path.name} by certificates",
-                found=f"step {number}: {'no' if certificate is None else 'another'} certificate beside its hash",
+                found=f"step {number}: {'no' if certificate is None else 'another'} certificate next to its hash",
                 rule="a record keeps both",
                 fix="run the configuration again",
             )
-        found.append(certificate)
-    return found
+        certificates.append(certificate)
+    return certificates
 
 
 def _element(tensor: str, number: int, run: RunDirectory, reference: RunDirectory) -> Element | None:
-    mine, theirs = (_recorded(tensor, number, each) for each in (run, reference))
-    if mine is None or theirs is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+    value, other = (_recorded(tensor, number, each) for each in (run, reference))
+    if value is None or other is None or value.shape != other.shape or value.dtype != other.dtype:
         return None
-    apart = mine.view(_BITS[mine.element_size()]) != theirs.view(_BITS[theirs.element_size()])
+    apart = value.view(_BITS[value.element_size()]) != other.view(_BITS[other.element_size()])
     if not apart.any():
         return None
     place = tuple(apart.nonzero()[0].tolist())
-    return Element(place, float(mine[place]), float(theirs[place]), int(apart.sum()), apart.numel())
+    return Element(place, float(value[place]), float(other[place]), int(apart.sum()), apart.numel())
 
 
 def _recorded(tensor: str, number: int, run: RunDirectory) -> Tensor | None:
-    """A tensor of a certificate, if the run kept it beside."""
+    """A tensor of a certificate, if the run recorded its values too."""
     kind, _, name = tensor.partition("/")
     if kind == "loss":
         return torch.tensor(_number(run.steps()[number].get(tensor)), dtype=torch.float64)
     file, name = {"logprobs": ("tokens", "policy_logprobs"), "gradient": ("gradients", name)}.get(kind, ("", ""))
-    kept = f"step{number:04d}.{file}"
-    return run.read_tensors(kept).get(name) if file and run.has_tensors(kept) else None
+    stem = f"step{number:04d}.{file}"
+    return run.read_tensors(stem).get(name) if file and run.has_tensors(stem) else None
 
 
 def _number(value: Any) -> float:

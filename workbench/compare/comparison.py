@@ -1,6 +1,6 @@
-"""What a comparison is: tables, and a verdict for every configuration.
+"""Comparison of an ablation's runs: tables, and a verdict for every configuration.
 
-Pure data; `workbench.compare.align` makes it from run directories, `workbench.report` draws it. Everything in
+Pure data; `workbench.compare.align` builds it from run directories, `workbench.report` renders it. Everything in
 it fits in JSON, so a saved comparison is a record that a report or a README can quote.
 """
 
@@ -20,10 +20,10 @@ from workbench.records.directory import from_json, to_json, write_whole
 from workbench.specs.run import LayoutSpec, flatten
 
 VERDICTS = ("reference", "equal", "within budget", "different", "vacuous", "unsound baseline", "failed")
-"""What a comparison says of a configuration; see `workbench.compare.soundness` for vacuous and unsound baseline."""
+"""Verdicts on a configuration; see `workbench.compare.soundness` for vacuous and unsound baseline."""
 
 AGREES = ("reference", "equal", "within budget")
-"""Verdicts under which a configuration means the same as its baseline, or is one."""
+"""Verdicts under which a configuration computes the same as its baseline, or is one."""
 
 
 _PLACE = ("frozen_clip",)
@@ -31,26 +31,26 @@ _PLACE = ("frozen_clip",)
 
 
 AMPLIFIED = 1e-6
-"""A float64 difference below this is doubted: right float32 runs lie further apart (5.1e-6 of the gradient in
+"""A float64 difference below this may be rounding: correct float32 runs differ by more (5.1e-6 of the gradient in
 ``experiments/layout_parity/comparison.json``)."""
 
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """One parameter's gradient in one step, against the reference's.
+    """One parameter's gradient in one step, against the baseline's.
 
     Attributes:
         step: optimizer step, from 0.
         parameter: name in the model.
         norm: L2 norm of this configuration's gradient.
-        reference_norm: L2 norm of the reference's.
+        reference_norm: L2 norm of the baseline's.
         norm_ratio: norm / reference_norm.
         relative_l2: ||g - reference|| / ||reference||.
         cosine: between the two.
-        distance: ||g - truth||, what is held against the budget.
-        budget: what distance may be.
-        judged_by: what set the budget: the parameter's own "gradient"; the "floor", where that gradient is too small
-            to judge by; or, below float64, the reference's relative error of the "whole gradient".
+        distance: ||g - truth||, compared with the budget.
+        budget: largest allowed distance.
+        judged_by: origin of the budget: the parameter's own "gradient"; the "floor", where that gradient is too small
+            to judge by; or, below float64, the baseline's relative error of the "whole gradient".
         within: distance <= budget.
     """
 
@@ -69,28 +69,28 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One configuration of an ablation: what it was, what it recorded, and the verdict on it.
+    """One configuration of an ablation: its settings, its records, and its verdict.
 
     Attributes:
         name: unique in the ablation.
         settings: the whole spec, as JSON data.
         run: run folder, relative to the experiment.
         state: "succeeded" or "failed" (or another state of a run directory).
-        device: "cpu" or "cuda", as it ran; with the reason in ``device_note`` where another was wanted.
-        device_note: why it ran there, "" if as asked.
+        device: "cpu" or "cuda", as it ran; with the reason in ``device_note`` where another was requested.
+        device_note: reason for the device, "" if as requested.
         world_size: ranks.
-        against: name of the configuration that it is compared with; "" for a reference.
+        against: name of the configuration that it is compared with; "" for a baseline.
         verdict: one of `VERDICTS`.
-        why: the verdict in a sentence.
+        why: explanation of the verdict, one sentence.
         factor: median over parameters of the gradient-norm ratio in the first step that differs; None if none.
-        factor_meaning: what that factor equals (such as "1 / cp"), "" if nothing simple.
+        factor_meaning: expression that equals the factor (such as "1 / cp"), "" if nothing simple.
         first_step: first step that differs, None if none.
         first_parameter: first parameter, in the model's order, that differs in that step.
         whole_gradient: per step, {"step", "distance", "budget", "relative_l2", "bitwise_equal", "flipped_clips"}.
         steps: the step records, metric key -> value (keys are ``group/name/statistic``, and ``step``).
         parameters: per step and parameter differences.
         diverged_step: first step whose loss or gradient is not finite, None if all are.
-        evidence: what the comparison could have seen, as `workbench.metrics.evidence.Evidence.as_json` has it; {} for
+        evidence: what the comparison could have seen, from `workbench.metrics.evidence.Evidence.as_json`; {} for
             runs of earlier versions, which did not count it.
         ratios: per step (as text), {"edges": [...], "counts": [...]} of the importance ratio of trained tokens.
         failure: {"rank", "exception", "traceback"} of the first failure, None if it ran.
@@ -130,7 +130,7 @@ class Configuration:
 
     @property
     def error_text(self) -> str:
-        """Both in words, "" if not measured.
+        """Both as text, "" if not measured.
 
         Example:
             >>> Configuration("a", {}, whole_gradient=[{"relative_l2": 0.009, "distance": 9, "budget": 1}]).error_text
@@ -143,16 +143,16 @@ class Configuration:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to read with the verdict: divergence, what it could have seen, what the loss declares of itself."""
+        """Notes on the verdict: divergence, what it could have seen, what the loss declares of itself."""
         diverged = "" if self.diverged_step is None else f"diverged: not finite from step {self.diverged_step} on"
-        seen = f"could have seen: {self.evidence['summary']}" if self.evidence else ""
+        evidence = f"could have seen: {self.evidence['summary']}" if self.evidence else ""
         warnings = [f"weak evidence: {warning}" for warning in self.evidence.get("warnings", ())]
-        notes = (diverged, seen, *warnings, self._amplified, declared_note(self.settings))
+        notes = (diverged, evidence, *warnings, self._amplified, declared_note(self.settings))
         return tuple(note for note in notes if note)
 
     @property
     def _amplified(self) -> str:
-        """A doubt about a difference in float64 that is as small as rounding which a cancelling gradient amplifies."""
+        """Note on a float64 difference so small that rounding, amplified by a cancelling gradient, explains it."""
         error = self.relative_error
         small = self.verdict == "different" and self.settings.get("precision") == "float64" and error is not None
         return (
@@ -166,18 +166,18 @@ class Configuration:
 
 
 def _largest(values: Iterable[float]) -> float | None:
-    """The largest value; a value that is no number is larger than any other."""
+    """The largest value; NaN is larger than any other."""
     return max(values, key=lambda value: (math.isnan(value), value), default=None)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All configurations of one ablation, each held against its reference.
+    """All configurations of one ablation, each compared with its baseline.
 
     Attributes:
         experiment: name of the ablation.
-        question: what the ablation asks, one sentence.
-        configurations: in the order of the ablation, references included.
+        question: of the ablation, one sentence.
+        configurations: in the order of the ablation, baselines included.
         provenance: versions, git state, command, machine; root-relative paths and no host name.
 
     Example:
@@ -202,13 +202,13 @@ class Comparison:
         )
 
     def check(self, *names: str) -> None:
-        """Pass if configurations agree with their references; for the end of a script, a notebook or a CI job.
+        """Raise unless configurations agree with their baselines; for the end of a script, a notebook or a CI job.
 
         Args:
-            *names: which ones; none means all in which no known fault is switched on.
+            *names: of the configurations; none means all in which no known fault is switched on.
 
         Raises:
-            VerdictError: one is different, vacuous, measured against an unsound baseline, or failed; the message says
+            VerdictError: one is different, vacuous, measured against an unsound baseline, or failed; the message lists
                 each verdict.
         """
         bad, of = self.disagreeing(*names), len(names or self._without_faults())
@@ -221,10 +221,10 @@ class Comparison:
             )
 
     def disagreeing(self, *names: str) -> list[Configuration]:
-        """The configurations that do not agree with their references.
+        """The configurations that do not agree with their baselines.
 
         Args:
-            *names: which ones to look at; none means all in which no known fault is switched on.
+            *names: of the configurations; none means all in which no known fault is switched on.
         """
         chosen = [self[name] for name in names] if names else self._without_faults()
         return [c for c in chosen if c.verdict not in AGREES]
@@ -237,15 +237,15 @@ class Comparison:
         own = self[name]
         if not own.against:
             return {}
-        theirs, flat = flatten(self[own.against].settings), flatten(own.settings)
+        baseline, flat = flatten(self[own.against].settings), flatten(own.settings)
         return {
-            key: (theirs.get(key), flat.get(key))
-            for key in dict.fromkeys((*flat, *theirs))
-            if key not in _PLACE and repr(theirs.get(key)) != repr(flat.get(key))
+            key: (baseline.get(key), flat.get(key))
+            for key in dict.fromkeys((*flat, *baseline))
+            if key not in _PLACE and repr(baseline.get(key)) != repr(flat.get(key))
         }
 
     def table(self) -> pd.DataFrame:
-        """One row a configuration: verdict, factor, first difference, worst distance over budget."""
+        """One row per configuration: verdict, factor, first difference, worst distance over budget."""
         rows = []
         for c in self.configurations:
             rows.append(
@@ -271,15 +271,15 @@ class Comparison:
         return pd.DataFrame(rows).set_index("configuration")
 
     def steps(self) -> pd.DataFrame:
-        """One row a configuration and step, one column a metric."""
+        """One row per configuration and step, one column per metric."""
         return pd.DataFrame([{"configuration": c.name} | step for c in self.configurations for step in c.steps])
 
     def parameters(self) -> pd.DataFrame:
-        """One row a configuration, step and parameter."""
+        """One row per configuration, step and parameter."""
         return pd.DataFrame([{"configuration": c.name} | asdict(p) for c in self.configurations for p in c.parameters])
 
     def settings_that_differ(self) -> pd.DataFrame:
-        """One row a configuration, one column each setting that is not the same everywhere."""
+        """One row per configuration, one column per setting that is not the same everywhere."""
         flat = pd.DataFrame(
             [flatten(c.settings) for c in self.configurations], index=[c.name for c in self.configurations]
         )
@@ -287,7 +287,7 @@ class Comparison:
         return flat[differing]
 
     def save(self, path: Path) -> None:
-        """Write the whole comparison as JSON, whole or not at all."""
+        """Write the whole comparison as JSON, atomically."""
         write_whole(path, to_json(asdict(self), sort_keys=True))
 
     @classmethod
@@ -317,10 +317,10 @@ class Comparison:
         return "\n".join([f"{self.experiment}: {self.question}", *self.verdict_lines()])
 
     def verdict_lines(self) -> list[str]:
-        """A line for every configuration: verdict, factor, relative error, settings that differ, why.
+        """A line for every configuration: verdict, factor, relative error, settings that differ, explanation.
 
-        The last lines say, once for all configurations of which it is the same, what the comparisons could have seen
-        and what a loss declares of itself.
+        The last lines are the notes (what the comparisons could have seen, what a loss declares of itself), each once
+        for all configurations that share it.
         """
         width = max((len(c.name) for c in self.configurations), default=0)
         lines = []
@@ -364,12 +364,12 @@ def _changes(changes: Mapping[str, tuple[Any, Any]], most: int = 4) -> str:
 
 
 def _listed(names: Sequence[str], of: int, most: int = 3) -> str:
-    """Names, or how many they are."""
+    """Names, or their number."""
     if len(names) <= most:
         return ", ".join(names)
     return f"all {of} configurations" if len(names) == of else f"{len(names)} of {of} configurations"
 
 
 def layout_of(settings: Mapping[str, Any]) -> str:
-    """The layout of a spec in a few words."""
+    """Short description of a spec's layout."""
     return str(LayoutSpec.model_validate(settings["layout"]))

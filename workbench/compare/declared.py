@@ -1,4 +1,4 @@
-"""The invariants that a loss declares to break: a difference under those is expected of the loss, and no defect.
+"""Invariants that a loss declares to break: a difference under those is expected, not a defect.
 
 Both the report and the command line print them next to a verdict.
 """
@@ -19,17 +19,17 @@ MEANINGS = {
     "packing": "packing order",
     "masked_rows": "documents without trained tokens",
 }
-"""Word of `LossSpec.breaks` -> the change under which the loss is another one."""
+"""Entry of `LossSpec.breaks` -> the change under which the loss differs."""
 
 
 def declared_breaks(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the invariants that the loss of a configuration declares to break; () for almost all.
 
     Args:
-        settings: of the configuration, as `Configuration.settings` has them: the whole spec as JSON data.
+        settings: of the configuration, from `Configuration.settings`: the whole spec as JSON data.
 
     Returns:
-        Words of `LossSpec.breaks`. () also for a loss that this version cannot read, such as one of an older record.
+        Entries of `LossSpec.breaks`. () also for a loss that this version cannot read, such as one of an older record.
 
     Example:
         >>> declared_breaks({"loss": {"name": "bnpo"}}), declared_breaks({"loss": {"name": "grpo"}})

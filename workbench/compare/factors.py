@@ -1,4 +1,4 @@
-"""Giving a factor a name: a gradient that is 0.5 times another usually has a 1 / cp to blame."""
+"""Names for factors: a gradient that is 0.5 times another usually has a wrong 1 / cp."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from workbench.compare.comparison import ParameterDifference
 from workbench.specs.run import RunSpec
 
 SAME = 1e-6
-"""Relative closeness at which a factor is taken for what it is near to."""
+"""Relative tolerance for identifying a factor with a size."""
 
 
 def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[float | None, str]:
-    """The median gradient-norm ratio over parameters, and what it equals if all agree on something simple.
+    """The median gradient-norm ratio over parameters, and its meaning if all parameters share one simple ratio.
 
     Args:
         rows: one step's parameters.
-        spec: of the run, for the sizes that a factor may come from.
+        spec: of the run, for the sizes that a factor may equal.
 
     Returns:
         The factor (None if nothing has a reference norm) and its meaning, such as "1 / cp"; "" where parameters
@@ -42,7 +42,7 @@ def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[flo
 
 
 def meaning(factor: float, sizes: Mapping[str, float]) -> str:
-    """What a factor equals: a size, or 1 over one; "" if none of them. The first that fits is taken.
+    """Name of a factor: a size, or 1 over one; "" if none of them. The first that fits is taken.
 
     Args:
         factor: the number.

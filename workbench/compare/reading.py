@@ -1,4 +1,4 @@
-"""A finished run, read for a comparison: step records, whole gradients and per-token values, each file once."""
+"""Reader of a finished run for a comparison: step records, whole gradients and per-token values."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RunReader:
         """Whole gradients of a step, in the order of the model, checked against the norms that were recorded.
 
         Raises:
-            RecordError: not recorded, damaged, or not what the step record says of them.
+            RecordError: not recorded, damaged, or inconsistent with the step record.
         """
         if self.spec.record.gradients != "full":
             raise RecordError(
@@ -134,37 +134,37 @@ class RunReader:
 
 def same_tokens(run: RunReader, other: RunReader, step: int) -> bool | None:
     """True if two runs trained on the same tokens in a step; None if that was not recorded."""
-    local, remote = run.tokens(step), other.tokens(step)
-    if local is None or remote is None:
+    first, second = run.tokens(step), other.tokens(step)
+    if first is None or second is None:
         return None
-    return all(torch.equal(local[key], remote[key]) for key in {"targets", "trained"} & local.keys() & remote.keys())
+    return all(torch.equal(first[key], second[key]) for key in {"targets", "trained"} & first.keys() & second.keys())
 
 
 def flipped_clips(run: RunReader, truth: RunReader, step: int) -> int | None:
-    """Tokens for which the run alone would decide to clip otherwise than the truth did; None if not recorded."""
+    """Number of tokens whose clip decision in the run differs from the ground truth's; None if not recorded."""
     if not same_tokens(run, truth, step):
         return None
-    local, true = run.tokens(step), truth.tokens(step)
-    return int((local["would_clip"] != true["clipped"]).sum()) if local and true else None
+    tokens, true = run.tokens(step), truth.tokens(step)
+    return int((tokens["would_clip"] != true["clipped"]).sum()) if tokens and true else None
 
 
 def ratio_histograms(run: RunReader, reference: RunReader, bins: int = 41) -> dict[str, dict[str, list[float]]]:
     """Per step, the distribution of the importance ratios of trained tokens.
 
-    Bins of equal width in log ratio over the reference's own range (at least 5 % either way), so that all
-    configurations share them; the outermost bins hold whatever lies beyond. Ratios that are not finite are left out.
+    Bins of equal width in log ratio over the baseline's range (at least 5 % either way), so that all
+    configurations share them; the outermost bins hold everything beyond. Ratios that are not finite are left out.
     The range ends at 1e-300 and 1e300, so that every edge is a number that float64 and JSON can hold.
     """
     histograms = {}
     for step in range(min(run.spec.steps, reference.spec.steps)):
-        local, theirs = run.log_ratios(step), reference.log_ratios(step)
-        if local is None or theirs is None:
+        ratios, baseline = run.log_ratios(step), reference.log_ratios(step)
+        if ratios is None or baseline is None:
             continue
-        local, theirs = local[~local.isnan()], theirs[theirs.isfinite()]
-        if not local.numel() or not theirs.numel():
+        ratios, baseline = ratios[~ratios.isnan()], baseline[baseline.isfinite()]
+        if not ratios.numel() or not baseline.numel():
             continue
-        reach = min(max(0.05, float(theirs.abs().max())) * (1 + 1e-9), math.log(1e300))
-        counts, edges = torch.histogram(local.clamp(-reach, reach), bins=bins, range=(-reach, reach))
+        reach = min(max(0.05, float(baseline.abs().max())) * (1 + 1e-9), math.log(1e300))
+        counts, edges = torch.histogram(ratios.clamp(-reach, reach), bins=bins, range=(-reach, reach))
         histograms[str(step)] = {"edges": edges.exp().tolist(), "counts": counts.tolist()}
     return histograms
 

@@ -1,7 +1,7 @@
-"""Configurations that differ in nothing but a seed, taken together: mean and spread instead of one draw.
+"""Groups of configurations that differ only in a seed: mean and spread instead of one draw.
 
-One seed is one draw. A difference between two configurations means something once it is held against how far the draws
-of one configuration lie apart.
+One seed is one draw. A difference between two configurations means something only when compared with the spread of
+the draws of one configuration.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NOTHING_TO_DRAW = {
     "seed": "documents are recorded and none are sampled",
     "model.seed": "weights are loaded from a checkpoint",
 }
-"""Setting of `SEEDS` -> when it draws nothing."""
+"""Setting of `SEEDS` -> the case in which it draws nothing."""
 
 _PLACE = ("frozen_clip",)
 """Settings that name another run of the same draw."""
 
 _COSTS = ("time", "memory")
-"""Groups of metrics that are never the same twice."""
+"""Groups of metrics that differ between identical runs."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Spread:
     """Several draws of one number.
 
     Attributes:
-        count: draws that are numbers.
+        count: number of finite draws.
         mean: of them; NaN of none.
         deviation: their standard deviation, n - 1 in the denominator; NaN of fewer than two.
         low: smallest.
@@ -50,11 +50,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread:
-        """Mean and spread of the draws that are there and finite."""
+        """Mean and spread of the draws that exist and are finite."""
         drawn = [float(value) for value in values if value is not None and math.isfinite(value)]
         if not drawn:
             return cls(0, math.nan, math.nan, math.nan, math.nan)
-        # Scaled by a power of two, which rounds nothing: sums of huge draws stay finite.
+        # Scaled by a power of two, which is exact: sums of huge draws stay finite.
         scale = 2.0 ** max(0, math.frexp(max(map(abs, drawn)))[1] - 900)
         scaled = [value / scale for value in drawn]
         deviation = statistics.stdev(scaled) * scale if len(drawn) > 1 else math.nan
@@ -66,7 +66,7 @@ class SeedGroup:
     """The draws of one configuration.
 
     Attributes:
-        name: what the names of its runs have in common.
+        name: common parts of its runs' names.
         members: the runs, in the order of the ablation.
     """
 
@@ -75,7 +75,7 @@ class SeedGroup:
 
     @property
     def seeds(self) -> list[str]:
-        """The seeds, as the settings have them: those of `SEEDS` that vary."""
+        """The seeds of each member: the values of the `SEEDS` settings that vary."""
         flat = [flatten(c.settings) for c in self.members]
         return [" ".join(str(f.get(key)) for key in self.varying) for f in flat]
 
@@ -87,9 +87,9 @@ class SeedGroup:
 
     @property
     def identical(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the members whose records are the same bit for bit, as one tuple for each set of such members.
+        """Names of the members whose records are bitwise identical, one tuple for each set of such members.
 
-        Durations and memory are left out: they are never the same. A member that recorded no step is like no other.
+        Durations and memory are left out: they always differ. A member that recorded no step is in no set.
         """
         alike: dict[str, list[str]] = {}
         for c in self.members:
@@ -99,7 +99,7 @@ class SeedGroup:
 
     @property
     def all_identical(self) -> bool:
-        """True if all members are the same run, so that together they are one draw."""
+        """True if all members are the same run: together they are one draw."""
         return [len(names) for names in self.identical] == [len(self.members)]
 
     def identical_note(self) -> str:
@@ -126,7 +126,7 @@ class SeedGroup:
 
 
 def seed_groups(comparison: Comparison) -> list[SeedGroup]:
-    """The configurations of which there are several draws; [] if every run stands for itself."""
+    """The configurations with several draws; [] if no two runs differ only in a seed."""
     alike: dict[str, list[Configuration]] = {}
     for c in comparison.configurations:
         settings = flatten(c.settings)
@@ -146,7 +146,7 @@ def _draws_differ(members: Sequence[Configuration]) -> bool:
 
 
 def _recorded(c: Configuration) -> str:
-    """What a run recorded of its numbers, exactly: equal texts are equal bits."""
+    """A run's recorded numbers as text, exactly: equal texts mean equal bits."""
     return repr(
         [
             sorted((key, repr(value)) for key, value in record.items() if key.split("/")[0] not in _COSTS)

@@ -1,7 +1,7 @@
-"""Is there something to compare, and is the baseline good enough to compare with?
+"""Preconditions of a verdict: something to compare, and a sound baseline.
 
-Two runs of nothing agree, and a bad baseline makes a generous budget. Neither says anything of a configuration, so both
-are verdicts of their own:
+Two runs of nothing agree, and a bad baseline gives a generous budget. Neither proves anything about a configuration, so
+both are verdicts of their own:
 
     vacuous              nothing was trained in either run: no trained token, no document with a gradient, or every
                          gradient zero. Two runs that agree are *equal* only if there was something to disagree about.
@@ -18,17 +18,17 @@ from workbench.diagnose.noise import Noise
 from workbench.metrics.evidence import Evidence, weaker
 
 MOST = 0.4
-"""A baseline is unsound at this relative error in any precision: 1 / 2.5, and a budget of 2.5 times its error would
+"""A baseline is unsound above this relative error in any precision: 1 / 2.5, as a budget of 2.5 times its error would
 admit a gradient of zero."""
 
 
 def explained_error(baseline: RunReader, truth: RunReader, step: int) -> float:
     """The relative error of a whole gradient that rounding in the baseline's precision explains in a step.
 
-    Bars of `workbench.diagnose.noise`: by precision, for the first step and for later ones, wider where the
-    gradient is smaller than it has been (what rounding did to single tokens does not cancel with them) and where
-    rounding turned clip decisions; never more than `MOST`. Float32 baselines of the saved experiments lie a hundred
-    times below their bars (1.3e-6 of 2e-4 in the first step, 5.1e-6 of 5e-3 later:
+    Tolerances of `workbench.diagnose.noise`: by precision, for the first step and for later ones, wider where the
+    gradient is smaller than it has been (the rounding of single tokens does not cancel with them) and where
+    rounding flipped clip decisions; never more than `MOST`. Float32 baselines of the saved experiments lie a hundred
+    times below their tolerances (1.3e-6 of 2e-4 in the first step, 5.1e-6 of 5e-3 later:
     ``experiments/layout_parity/comparison.json``).
     """
     noise = Noise.between({"precision": baseline.spec.precision}, {"precision": "float64"}, step)
@@ -39,7 +39,7 @@ def explained_error(baseline: RunReader, truth: RunReader, step: int) -> float:
 
 
 def _flip_share(baseline: RunReader, truth: RunReader, step: int) -> float:
-    """Tokens that one of two runs clips and the other does not, for each that is trained and not clipped."""
+    """Tokens that one of two runs clips and the other does not, as a share of those trained and not clipped."""
     flips = flipped_clips(baseline, truth, step)
     tokens = truth.tokens(step)
     if not flips or tokens is None:
@@ -48,15 +48,15 @@ def _flip_share(baseline: RunReader, truth: RunReader, step: int) -> float:
 
 
 def not_finite(role: str, run: RunReader, step: int) -> str:
-    """Why a baseline or a ground truth cannot be compared with in a step; "" if its loss and gradient are finite."""
-    for what, value in (("loss", run.loss(step)), ("gradient norm", run.norm(step))):
+    """Reason why a baseline or ground truth cannot serve as one in a step; "" if its loss and gradient are finite."""
+    for quantity, value in (("loss", run.loss(step)), ("gradient norm", run.norm(step))):
         if not (isinstance(value, float | int) and math.isfinite(value)):
-            return f"the {what} of {role} {run.name} is {value} in step {step}"
+            return f"the {quantity} of {role} {run.name} is {value} in step {step}"
     return ""
 
 
 def too_small(role: str, run: RunReader, step: int, gradients: Gradients) -> str:
-    """Why a gradient that is not zero cannot be measured, as its squares leave the range of float64; "" if it can."""
+    """Reason why a nonzero gradient cannot be measured: its squares underflow float64; "" if it can."""
     if run.norm(step) != 0:
         return ""
     largest = max((float(values.abs().max()) for values in gradients.values() if values.numel()), default=0.0)
@@ -69,7 +69,7 @@ def too_small(role: str, run: RunReader, step: int, gradients: Gradients) -> str
 
 
 def too_far(baseline: RunReader, truth: RunReader, step: int, error: float, norm: float) -> str:
-    """Why the distance of a baseline from the ground truth is more than rounding explains; "" if it is not.
+    """Reason why a baseline is further from the ground truth than rounding explains; "" if it is not.
 
     Args:
         baseline: the run of the configuration's precision.
@@ -94,17 +94,17 @@ def too_far(baseline: RunReader, truth: RunReader, step: int, error: float, norm
 
 
 def evidence_of(run: RunReader, baseline: RunReader | None) -> Evidence | None:
-    """What a comparison of two runs could have seen: of both the weaker; None if neither recorded it."""
+    """Evidence of a comparison of two runs: the weaker of both; None if neither recorded it."""
     return weaker(run.evidence, baseline.evidence if baseline else None)
 
 
 def why_vacuous(run: RunReader, baseline: RunReader) -> str:
-    """Why two runs that agree were compared on nothing; "" if there was something to disagree about.
+    """Reason why the agreement of two runs is vacuous; "" if there was something to disagree about.
 
     Records of earlier versions have no counts: there every gradient must be zero.
     """
-    found = evidence_of(run, baseline)
-    if found is not None and found.nothing:
-        return found.nothing
+    evidence = evidence_of(run, baseline)
+    if evidence is not None and evidence.nothing:
+        return evidence.nothing
     zero = all(each.norm(step) == 0 for each in (run, baseline) for step in range(each.spec.steps))
     return "every gradient is zero in every step" if zero else ""

@@ -1,15 +1,15 @@
-"""Why do two training runs differ? Two records in, ranked causes out, with the experiment that would split them.
+"""Diagnosis of a difference between two training runs: ranked causes, and the experiment that would separate them.
 
-The modules, in the order in which a diagnosis comes about:
+The modules, in the order in which a diagnosis is built:
 
-    record.py        what a run wrote down, ours or another trainer's
-    noise.py         how far two correct records may lie apart
-    evidence.py      what differs, step by step
-    places.py        where the tokens lie that differ
-    denominators.py  every way to divide a loss, and what a factor may equal
-    facts.py         the questions that causes ask of it
-    modules.py       one module among several, in which alone something differs
-    causes.py        what may have gone wrong, as data
+    record.py        the record of a run, ours or another trainer's
+    noise.py         how far two correct records may differ
+    evidence.py      differences, step by step
+    places.py        positions of the tokens that differ
+    denominators.py  every way to divide a loss, and names for factors
+    facts.py         predicates on the evidence, for the causes
+    modules.py       differences confined to one of several modules
+    causes.py        possible causes, as data
     diagnosis.py     the ranking, and the next experiment
 """
 
@@ -30,17 +30,17 @@ def diagnose(
     run: Runner | None = None,
     experiments: int = 3,
 ) -> Diagnosis:
-    """Say what may have gone wrong in one run, held against another that is taken for right.
+    """Rank the causes that may explain how one run differs from another that is taken for right.
 
-    Nothing but the two records is looked at: loss, metrics, gradients or their norms, per-token values, as far as both
-    have them, and what each says of its layout.
+    Only the two records are used: loss, metrics, gradients or their norms, per-token values, each if both have it, and
+    the layout that each states.
 
     Args:
         trusted: a record, a run directory, or the folder of either.
         suspect: the same.
-        run: given settings to merge into those of both runs, runs both so and gives their records, trusted first. With
-            it, experiments that split the suspects are run, and the causes ranked again.
-        experiments: how many at most.
+        run: merges the given settings into those of both runs, runs both and returns their records, trusted first. If
+            given, experiments that separate the suspects are run, and the causes ranked again.
+        experiments: maximum number of them.
 
     Raises:
         RecordError: a folder that holds no record, or two that have nothing in common.
@@ -52,5 +52,5 @@ def diagnose(
         >>> diagnose(right, wrong).causes[0].name
         'over_cp'
     """
-    found = diagnose_records(Record.of(trusted), Record.of(suspect))
-    return found if run is None else experimented(found, run, at_most=experiments)
+    diagnosis = diagnose_records(Record.of(trusted), Record.of(suspect))
+    return diagnosis if run is None else experimented(diagnosis, run, at_most=experiments)

@@ -1,9 +1,9 @@
-"""What may have gone wrong, as data: a name, words, what it needs to exist, and how well the facts speak for it.
+"""Possible causes of a difference, as data: a name, a description, preconditions, and a score from the facts.
 
-Each cause follows from mathematics, not from a list of sightings: what a mistake of that kind does to the loss, to
-every parameter's gradient, to each token and over time. A score is between 0 and 1: near 1, the facts leave little
-else; 0.5, they fit, and fit others; below 0.1 it is not told. What was not recorded makes a cause neither likelier nor
-less.
+Each cause follows from mathematics, not from a list of observed bugs: the effect of such a mistake on the loss, on
+every parameter's gradient, on each token and over time. A score is between 0 and 1: near 1, the facts leave little
+else; 0.5, they fit, and fit others; below 0.1 it is not reported. Values that were not recorded make a cause neither
+more nor less likely.
 
 Letters: S tokens of the source batch.
 """
@@ -28,15 +28,15 @@ Judged = tuple[float, list[str]]
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that may have gone wrong.
+    """A possible cause of a difference.
 
     Attributes:
-        name: in a word or three, joined by underscores.
-        words: what it is.
-        judge: how well the facts speak for it.
-        needs: what there must be more than one of (or other than the usual), so that it can act at all: axes,
+        name: one to three words, joined by underscores.
+        words: description.
+        judge: score of the cause, from the facts.
+        needs: sizes that must exceed 1 (or values that must differ from the default) for it to act at all: axes,
             "micro_batches", "temperature", ...
-        uses: parts of a record that it looks at.
+        uses: parts of a record that it reads.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Cause:
 
 NOT: Judged = (0.0, [])
 ROUNDED_NATS = 0.05
-"""Eight bits of a logit move a log-probability by less."""
+"""Rounding logits to eight bits moves a log-probability by less."""
 _AXES = {
     "dp": "data-parallel ranks",
     "cp": "context-parallel ranks",
@@ -58,7 +58,7 @@ _AXES = {
 }
 
 
-# ---- nothing, or nothing that counts -----------------------------------------------------------------------
+# ---- no difference, or none that matters -------------------------------------------------------------------
 
 
 def _no_difference(facts: Facts) -> Judged:
@@ -75,7 +75,7 @@ def _not_finite(facts: Facts) -> Judged:
 
 
 def _rounding(facts: Facts) -> Judged:
-    """Values a little off, in both directions, with no factor: of the forward pass, or of the gradient alone."""
+    """Small deviations in both directions and no factor: in the forward pass, or in the gradient alone."""
     return _rounded_logprobs(facts) if facts.forward_same is False else _rounded_gradient(facts)
 
 
@@ -123,14 +123,14 @@ def _factor(name: str, inverse: bool) -> Callable[[Facts], Judged]:
     def judge(facts: Facts) -> Judged:
         if not facts.scaled or not facts.inputs_same or facts.forward_same is False:
             return NOT
-        hits = [at for at, found in enumerate(facts.factor_names) if (found.name, found.inverse) == (name, inverse)]
+        hits = [at for at, named in enumerate(facts.factor_names) if (named.name, named.inverse) == (name, inverse)]
         if not hits:
             return NOT
-        found = facts.factor_names[hits[0]]
+        named = facts.factor_names[hits[0]]
         if facts.inexact_power:
             return 0.45, [
                 f"every gradient is about {facts.step.factor:.6g} times the trusted one, which is "
-                f"{found.words}; but such a factor rounds nothing, and something was rounded"
+                f"{named.words}; but such a factor rounds nothing, and something was rounded"
             ]
         loss = {
             True: "the loss is right",
@@ -138,23 +138,23 @@ def _factor(name: str, inverse: bool) -> Callable[[Facts], Judged]:
             None: "the loss says nothing",
         }[facts.loss_shown]
         return max(0.95 - 0.08 * hits[0], 0.5), [
-            f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {found.words}; {loss}"
+            f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {named.words}; {loss}"
         ]
 
     return judge
 
 
 def _either(name: str, inverse: str) -> Callable[[Facts], Judged]:
-    """A quotient, which stands under one of two names among the sizes."""
+    """A quotient, which is listed under one of two names among the sizes."""
     return lambda facts: max(_factor(name, False)(facts), _factor(inverse, True)(facts), key=lambda judged: judged[0])
 
 
 def _factor_causes() -> list[Cause]:
     """A cause for every size that a factor may equal, in both directions."""
-    made = []
+    causes = []
     for axis in AXES:
         many = _AXES[axis]
-        made += [
+        causes += [
             Cause(
                 f"times_{axis}",
                 f"each of the {many} counts the whole where its share was due: summed where it must be averaged",
@@ -171,7 +171,7 @@ def _factor_causes() -> list[Cause]:
     for several in (2, 3):
         for axes in itertools.combinations(AXES, several):
             many, key = " and ".join(_AXES[axis] for axis in axes), "_".join(axes)
-            made += [
+            causes += [
                 Cause(
                     f"times_{key}", f"a factor of {many} too much", _factor(" * ".join(axes), False), frozenset(axes)
                 ),
@@ -180,7 +180,7 @@ def _factor_causes() -> list[Cause]:
                 ),
             ]
     for above, below in itertools.permutations(AXES, 2):
-        made += [
+        causes += [
             Cause(
                 f"times_{above}_over_{below}",
                 f"a factor of {_AXES[above]} too much, of {_AXES[below]} too little",
@@ -188,7 +188,7 @@ def _factor_causes() -> list[Cause]:
                 frozenset({above, below}),
             )
         ]
-    for size, words in (
+    for size, description in (
         ("documents", "the number of documents"),
         ("trained tokens", "the number of trained tokens"),
         ("all documents / documents", "documents counted that train nothing"),
@@ -201,11 +201,11 @@ def _factor_causes() -> list[Cause]:
     ):
         key = size.replace(" / ", "_per_").replace(" ", "_").strip("(").replace(")", "").replace("+", "and")
         needs = frozenset({size.replace(" ", "_")}) if size in ("temperature", "kept mass") else frozenset()
-        made += [
-            Cause(f"over_{key}", f"divided once too often by: {words}", _factor(size, True), needs),
-            Cause(f"times_{key}", f"multiplied once too often with: {words}", _factor(size, False), needs),
+        causes += [
+            Cause(f"over_{key}", f"divided once too often by: {description}", _factor(size, True), needs),
+            Cause(f"times_{key}", f"multiplied once too often with: {description}", _factor(size, False), needs),
         ]
-    return made
+    return causes
 
 
 def _some_factor(facts: Facts) -> Judged:
@@ -214,7 +214,7 @@ def _some_factor(facts: Facts) -> Judged:
     return 0.6, [f"every gradient is {facts.step.factor:.6g} times the trusted one, which equals no size on record"]
 
 
-# ---- what the loss is divided by ---------------------------------------------------------------------------
+# ---- denominators of the loss ------------------------------------------------------------------------------
 
 
 def _local(kind: str) -> Callable[[Facts], Judged]:
@@ -236,19 +236,19 @@ def _step_count(facts: Facts) -> Judged:
         return NOT
     if hits := [way for way in facts.ways if not way.kind]:
         return (0.5 if _weighed_otherwise(facts) else 0.9), [f"the recorded loss is the sum over {hits[0].words}"]
-    if (found := facts.count_ratio) is not None and (facts.loss_follows or not facts.factor_names):
-        what, count, other = found
+    if (match := facts.count_ratio) is not None and (facts.loss_follows or not facts.factor_names):
+        unit, count, other = match
         return (0.5 if facts.factor_names else 0.85), [
             f"every gradient is {facts.step.factor:.6g} times the trusted one, as if there were {other} and not "
-            f"{count} {what}, or the other way round"
+            f"{count} {unit}, or the other way round"
         ]
     return NOT
 
 
 def _weighed_otherwise(facts: Facts) -> bool:
-    """Whether one count for the whole step gives the loss, and no factor the gradient, as one count for another would.
+    """True if one count for the whole step explains the loss, but no factor explains the gradient.
 
-    Tokens that had counts of their parts have one of the step then, and parts weigh by their size.
+    Tokens that were divided by counts of their parts are divided by one of the step, so parts weigh by their size.
     """
     return (
         facts.gradient_same is False
@@ -259,7 +259,7 @@ def _weighed_otherwise(facts: Facts) -> bool:
 
 
 def _uneven_weights(facts: Facts) -> Judged:
-    """Each token pulls by a wrong weight: which a loss shows, or the gradient alone."""
+    """Tokens have wrong weights: visible in the loss, or in the gradient alone."""
     step = facts.step
     if facts.inputs_same and _weighed_otherwise(facts):
         return 0.9, [
@@ -272,13 +272,13 @@ def _uneven_weights(facts: Facts) -> Judged:
             f"its rounding, and the loss {facts.loss_factor or 0:.6g} times, which is not: parts of the "
             "step weigh by counts of their own"
         ]
-    if (said := _another_gradient(facts)) and (step.cosine or 0) > 0.5 and 0.5 < (facts.norm_factor or 0) < 2:
-        return 0.45, [f"{said}: tokens may pull by weights that are not their own"]
+    if (text := _another_gradient(facts)) and (step.cosine or 0) > 0.5 and 0.5 < (facts.norm_factor or 0) < 2:
+        return 0.45, [f"{text}: tokens may pull by weights that are not their own"]
     return _uneven_counts(facts)
 
 
 def _uneven_counts(facts: Facts) -> Judged:
-    """Local counts without per-token values: another loss and gradient from the same inputs, much in parallel."""
+    """Local counts without per-token values: another loss and a nearly parallel gradient from the same inputs."""
     step = facts.step
     if (
         facts.loss_same is not False
@@ -305,7 +305,7 @@ def _loss_alone(facts: Facts) -> Judged:
         return NOT
     named = f", which is {facts.loss_names[0].words}" if facts.loss_names else ""
     if not facts.inputs_same:
-        return 0.3, ["the gradient is right within noise, but the loss is made of other inputs"]
+        return 0.3, ["the gradient is right within noise, but the loss is computed from other inputs"]
     return (0.5 if facts.term_hidden else 0.95), [
         f"the gradient is right, and the loss {facts.loss_factor or 0:.4g} times{named}"
     ]
@@ -330,7 +330,7 @@ def _metrics_alone(facts: Facts) -> Judged:
 
 
 def _norm_alone(facts: Facts) -> Judged:
-    """The reported norm is not that of the gradient."""
+    """The reported norm is not the norm of the gradient."""
     off = facts.metrics_off("gradient/norm/")
     others = [key for key in facts.step.metrics if key not in off]
     if others or facts.loss_same is False:
@@ -345,7 +345,7 @@ def _norm_alone(facts: Facts) -> Judged:
 
 
 def _at(places: tuple[str, ...], *values: str, high: float = 0.95) -> Callable[[Facts], Judged]:
-    """What differs, in one of these values or in any, lies at one of these places."""
+    """Differences, in one of these values or in any, lie at one of these places."""
     among = [values, *((value,) for value in values if len(values) > 1)]
 
     def judge(facts: Facts) -> Judged:
@@ -360,7 +360,7 @@ def _at(places: tuple[str, ...], *values: str, high: float = 0.95) -> Callable[[
 
 
 def _next_document(facts: Facts) -> Judged:
-    """The last token of a document reads, or trains, the first of the next; one that trains no more is a mask's."""
+    """The last token of a document predicts, or trains, the first of the next; a token lost there is a mask fault."""
     return max(
         _at(("document ends",), "policy_logprobs")(facts),
         _at(("document starts",), "policy_logprobs", "trained")(facts),
@@ -369,7 +369,7 @@ def _next_document(facts: Facts) -> Judged:
 
 
 def _shard_positions(facts: Facts) -> Judged:
-    """Behind an edge between ranks, or where halves of shards are put elsewhere, which is the rarer mistake."""
+    """Differences behind an edge between ranks, or behind half a shard, which is the rarer mistake."""
     return max(
         _at(("behind shard edges", "returns"), "policy_logprobs")(facts),
         _at(("behind half a shard",), "policy_logprobs", high=0.9)(facts),
@@ -390,7 +390,7 @@ def _mask_moved(facts: Facts) -> Judged:
 
 
 def _other_targets(facts: Facts) -> Judged:
-    """The distribution at a token is the same, as its entropy says, and what is read of it is not."""
+    """The distribution at a token is the same, as its entropy shows, but another token's log-probability is taken."""
     change, off, entropies = facts.change(), facts.off_tokens("policy_logprobs"), facts.off_tokens("entropy_nats")
     if (shift := facts.distributions_shifted) is not None:
         return 0.95, [
@@ -420,27 +420,27 @@ def _other_targets(facts: Facts) -> Judged:
 def _old_misaligned(facts: Facts) -> Judged:
     if facts.old_same is not False:
         return NOT
-    found = facts.change("old_logprobs")
-    if found is None:
+    change = facts.change("old_logprobs")
+    if change is None:
         return 0.6, ["old log-probabilities differ"]
-    old, theirs = (tokens["old_logprobs"].double() for tokens in facts.tokens)
+    right, wrong = (tokens["old_logprobs"].double() for tokens in facts.tokens)
     off = facts.step.tokens["old_logprobs"]
     for shift, word in ((1, "before"), (-1, "after")):
-        match = float(torch.isclose(old.roll(shift), theirs, atol=1e-5)[off].double().mean())
+        match = float(torch.isclose(right.roll(shift), wrong, atol=1e-5)[off].double().mean())
         if match > 0.6:
             return 0.96, [f"old log-probabilities are those of the token {word}"]
-    zeros = float((theirs[off] == 0).double().mean())
+    zeros = float((wrong[off] == 0).double().mean())
     policy = facts.tokens[1].get("policy_logprobs")
-    same = 0.0 if policy is None else float(torch.isclose(policy.double()[off], theirs[off], atol=1e-6).double().mean())
-    said = " and are 0" if zeros > 0.5 else " and equal the policy's own" if same > 0.9 else ""
-    return 0.85, [f"old log-probabilities of {int(off.sum())} tokens differ{said}"]
+    same = 0.0 if policy is None else float(torch.isclose(policy.double()[off], wrong[off], atol=1e-6).double().mean())
+    detail = " and are 0" if zeros > 0.5 else " and equal the policy's own" if same > 0.9 else ""
+    return 0.85, [f"old log-probabilities of {int(off.sum())} tokens differ{detail}"]
 
 
-# ---- what the policy says of a token ------------------------------------------------------------------------
+# ---- log-probabilities and entropies ------------------------------------------------------------------------
 
 
 def _temperature(facts: Facts) -> Judged:
-    """To first order, d logp / d (1/T) = logp + entropy, so a wrong temperature moves each token along that."""
+    """To first order, d logp / d (1/T) = logp + entropy: a wrong temperature moves each token in that direction."""
     change, entropy = facts.change(), facts.change("entropy_nats")
     if facts.forward_same is not False or change is None or entropy is None:
         return NOT
@@ -459,7 +459,7 @@ def _temperature(facts: Facts) -> Judged:
 
 
 def _logprobs_scaled(facts: Facts) -> Judged:
-    """The plain softmax's log-probabilities over a temperature: undone, they lie where temperature 1 puts them."""
+    """Log-probabilities of the plain softmax, divided by a temperature: multiplied back, they are those at T = 1."""
     change, entropy = facts.change(), facts.change("entropy_nats")
     if facts.forward_same is not False or change is None:
         return NOT
@@ -506,7 +506,7 @@ def _entropy_alone(facts: Facts) -> Judged:
     return 0.96, ["log-probabilities agree, and entropies do not"]
 
 
-# ---- what the loss does with it -----------------------------------------------------------------------------
+# ---- terms of the loss --------------------------------------------------------------------------------------
 
 
 def _advantages(facts: Facts) -> Judged:
@@ -517,19 +517,19 @@ def _advantages(facts: Facts) -> Judged:
 
 
 def _clipping(facts: Facts) -> Judged:
-    """The ratios are right, and other tokens are clipped, or elsewhere."""
+    """The ratios are right, and other tokens are clipped, or at other bounds."""
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
     if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
         return NOT
-    clipped, told = facts.off_tokens("clipped"), facts.metrics_off("clip/")
+    clipped, metrics = facts.off_tokens("clipped"), facts.metrics_off("clip/")
     number = 0 if clipped is None else int(clipped.sum())
-    if (not number and not told) or (facts.gradient_same is not False and facts.loss_same is not False):
+    if (not number and not metrics) or (facts.gradient_same is not False and facts.loss_same is not False):
         return NOT
-    said = f"{number} tokens are clipped otherwise" if number else f"{told[0]} differs"
+    reason = f"{number} tokens are clipped otherwise" if number else f"{metrics[0]} differs"
     if not any(key.startswith("ratio/") and key in facts.pair[1].metrics for key in facts.pair[0].metrics):
-        return 0.4, [said]
-    return (0.6 if facts.clips_documents else 0.85), [said, "ratios of tokens do not differ"]
+        return 0.4, [reason]
+    return (0.6 if facts.clips_documents else 0.85), [reason, "ratios of tokens do not differ"]
 
 
 def _ratio(facts: Facts) -> Judged:
@@ -549,11 +549,11 @@ def _ratio(facts: Facts) -> Judged:
         ]
     if not off or facts.gradient_same is not False or facts.metrics_off(*ADVANTAGES):
         return NOT
-    return 0.75, [f"{', '.join(off[:3])} differ, and the log-probabilities that they are made of do not"]
+    return 0.75, [f"{', '.join(off[:3])} differ, and the log-probabilities that they are computed from do not"]
 
 
 def _one_term(facts: Facts) -> Judged:
-    """One term of the loss is wrong beside others that are right, from the same inputs."""
+    """One term of the loss is wrong and others are right, from the same inputs."""
     off, right = facts.terms
     off = [key for key in off if not key.startswith("loss/total")]
     if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
@@ -615,7 +615,7 @@ def _norms_only(facts: Facts) -> Judged:
 
 
 def _scaled_together(facts: Facts) -> float | None:
-    """The factor that parameters which differ have in common; None if they have none."""
+    """The common factor of the parameters that differ; None if they have none."""
     known = [p for p in facts.off.values() if p.cosine is not None and not math.isnan(p.ratio)]
     if len(known) < len(facts.off) or not known:
         return None
@@ -652,7 +652,7 @@ def _head_wrong(facts: Facts) -> Judged:
 
 
 def _below_head(facts: Facts) -> Judged:
-    """Everything but the head: what flows back from it into the model is another thing."""
+    """All but the head's own gradient is wrong: the head passes a wrong gradient down into the model."""
     if not _gradient_only(facts):
         return NOT
     if (
@@ -684,7 +684,7 @@ def _attention_backward(facts: Facts) -> Judged:
 
 
 def _layer_input(facts: Facts) -> Judged:
-    """In the highest layer that differs, projections are right, and what lies before them is wrong."""
+    """In the highest layer that differs, projections are right, and everything before them is wrong."""
     if not _gradient_only(facts) or not facts.clear or not facts.top_off or facts.groups_off() == {"norm"}:
         return NOT
     mlp = {"down_proj", "gate_proj", "up_proj"}
@@ -711,7 +711,7 @@ def _some_parameters(facts: Facts) -> Judged:
 
 
 def _agreed(**parts: bool | None) -> str:
-    """The parts that are known to agree, in words; what is unknown, or zero in both, is named as such."""
+    """Clause that lists the parts known to agree, and those that are unknown or zero in both."""
     right = [name.replace("_", "-") for name, same in parts.items() if same]
     unknown = [name.replace("_", "-") for name, same in parts.items() if same is None]
     texts = (
@@ -721,7 +721,7 @@ def _agreed(**parts: bool | None) -> str:
 
 
 def _another_gradient(facts: Facts) -> str:
-    """In words, that every gradient is another one although the loss is right; "" if that is not so."""
+    """Clause for a right loss with every gradient wrong and no common factor; "" if that is not the case."""
     if not _gradient_only(facts) or (facts.scaled and not facts.inexact_power):
         return ""
     if facts.clear and any(p.share > 0.05 for p in facts.right.values()):
@@ -735,20 +735,20 @@ def _ranks_lost(facts: Facts) -> Judged:
     """Only a part of the tokens reaches the gradient: another direction, and shorter."""
     if facts.lost_pieces:
         return 0.88, [f"no token of some {facts.lost_pieces} trains, and all of the others do"]
-    said = _another_gradient(facts)
-    if not said:
+    text = _another_gradient(facts)
+    if not text:
         return NOT
-    return (0.6 if _partial(facts) else 0.3), [f"{said}: a part of the tokens does not reach it"]
+    return (0.6 if _partial(facts) else 0.3), [f"{text}: a part of the tokens does not reach it"]
 
 
 def _partial(facts: Facts) -> bool:
-    """Whether a gradient may be that of some ranks and micro-batches.
+    """True if a gradient may be that of some ranks and micro-batches only.
 
-    Gradients of other tokens are nearly orthogonal to it, so what is left is neither along nor against what was lost,
-    and a share q of n like parts is sqrt(q) times as long, q at least 1 / n.
+    Gradients of other tokens are nearly orthogonal to it, so the remaining part is neither along nor against the lost
+    one, and a share q of n similar parts is sqrt(q) times as long, q at least 1 / n.
     """
     norm, factor = facts.norm_factor, facts.step.factor
-    if norm is None or norm > 1:  # what is longer than the whole misses nothing but what was against it
+    if norm is None or norm > 1:  # longer than the whole: it can only lack parts that point against it
         return False
     parts = math.prod(int(facts.context.get(axis) or 1) for axis in ("dp", "cp", "micro_batches", "accumulation"))
     if not norm or norm**2 < 1 / (4 * max(parts, 2)):
@@ -761,19 +761,19 @@ def _partial(facts: Facts) -> bool:
 
 def _repeated(facts: Facts) -> Judged:
     """Some parts of the tokens reach the gradient more often than others: another direction, and longer."""
-    said = _another_gradient(facts)
-    if not said or (facts.norm_factor or 1) < 1.25:
+    text = _another_gradient(facts)
+    if not text or (facts.norm_factor or 1) < 1.25:
         return NOT
     likely = (facts.step.cosine or 0) <= 0.97 and (facts.step.factor or 1) > 1.25
-    return (0.55 if likely else 0.45), [f"{said}: parts of it are added more than once"]
+    return (0.55 if likely else 0.45), [f"{text}: parts of it are added more than once"]
 
 
 def _term_gradient(facts: Facts) -> Judged:
     """The value of a term is right and its derivative is not."""
-    said = _another_gradient(facts)
-    if not said:
+    text = _another_gradient(facts)
+    if not text:
         return NOT
-    return 0.5, [f"{said}: a term's value is right and its derivative is not"]
+    return 0.5, [f"{text}: a term's value is right and its derivative is not"]
 
 
 # ---- over time ----------------------------------------------------------------------------------------------
@@ -794,22 +794,22 @@ def _update(facts: Facts) -> Judged:
 
 
 def _not_cleared(facts: Facts) -> Judged:
-    """A later step's gradient holds that of the step before as well."""
-    found = facts.kept_of_earlier_step
-    if found is None or found[1] > max(0.02, 2 * facts.step.noise.gradient):
+    """The gradient of a later step contains that of the step before as well."""
+    excess = facts.kept_of_earlier_step
+    if excess is None or excess[1] > max(0.02, 2 * facts.step.noise.gradient):
         return NOT
     return 0.97, [
-        f"what is too much in step {facts.step.number} is {found[0]:.4g} times the gradient of the step before"
+        f"what is too much in step {facts.step.number} is {excess[0]:.4g} times the gradient of the step before"
     ]
 
 
 def _settings(facts: Facts) -> Judged:
-    mine, theirs = facts.evidence.trusted.context, facts.context
+    trusted, suspect = facts.evidence.trusted.context, facts.context
     names = ("temperature", "learning_rate", "denominator", "max_grad_norm", "optimizer")
-    off = [name for name in names if name in mine and name in theirs and mine[name] != theirs[name]]
+    off = [name for name in names if name in trusted and name in suspect and trusted[name] != suspect[name]]
     if not off or not any(step.differs for step in facts.evidence.steps):
         return NOT
-    return 0.7, [f"{name} is {theirs[name]!r}, not {mine[name]!r}" for name in off]
+    return 0.7, [f"{name} is {suspect[name]!r}, not {trusted[name]!r}" for name in off]
 
 
 _CP, _TP, _ROWS = frozenset({"cp"}), frozenset({"tp"}), frozenset({"packing"})
@@ -827,8 +827,8 @@ CAUSES: tuple[Cause, ...] = (
     *_factor_causes(),
     Cause("unnamed_factor", "every gradient is multiplied with the same wrong number", _some_factor),
     *(
-        Cause(f"mean_per_{kind.replace(' ', '_')}", words, _local(kind), NEEDS[kind], ("loss", "tokens"))
-        for kind, words in (
+        Cause(f"mean_per_{kind.replace(' ', '_')}", description, _local(kind), NEEDS[kind], ("loss", "tokens"))
+        for kind, description in (
             ("documents", "the loss is averaged within each document"),
             ("rows", "the loss is divided by counts of each micro-batch"),
             ("ranks", "the loss is divided by counts of each data-parallel rank"),
@@ -916,8 +916,8 @@ CAUSES: tuple[Cause, ...] = (
         uses=("metrics",),
     ),
     Cause("clipping", "other tokens are clipped, by the same ratios", _clipping, uses=("metrics", "tokens")),
-    Cause("ratio", "importance ratios are made otherwise from the same log-probabilities", _ratio, uses=("metrics",)),
-    Cause("one_term", "one term of the loss is weighed or made otherwise", _one_term, uses=("metrics",)),
+    Cause("ratio", "importance ratios are computed otherwise from equal log-probabilities", _ratio, uses=("metrics",)),
+    Cause("one_term", "one term of the loss is weighed or computed otherwise", _one_term, uses=("metrics",)),
     Cause("other_loss", "the per-token loss is another one", _other_loss),
     Cause("no_gradient", "nothing is back-propagated", _no_gradient),
     Cause("part_without_gradient", "a part of the model gets no gradient", _part_without_gradient, uses=("gradient",)),
@@ -957,7 +957,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "module_reached_wrongly",
-        "the gradient that crosses into one module is not that of all who read it",
+        "the gradient that crosses into one module is not that of all its readers",
         module_reached_wrongly,
         frozenset({"one rank"}),
         ("gradient",),
@@ -982,5 +982,5 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause("gradients_not_cleared", "gradients of the step before are added again", _not_cleared, uses=("gradient",)),
     Cause("update", "optimizer, learning rate or clipping differ", _update, uses=("gradient", "tokens")),
-    Cause("other_settings", "the two runs were told different things", _settings, uses=()),
+    Cause("other_settings", "the two runs have different settings", _settings, uses=()),
 )

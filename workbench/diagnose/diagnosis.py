@@ -1,4 +1,4 @@
-"""A diagnosis: causes, ranked, with their evidence, and the experiment that would tell the likeliest ones apart."""
+"""A diagnosis: ranked causes with their evidence, and the experiment that would separate the likeliest ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from workbench.errors import RecordError, SpecError
 from workbench.metrics.evidence import Evidence as Counts
 
 TOLD = 0.1
-"""A cause with a lower score is not told."""
+"""A cause with a lower score is not reported."""
 RULED_OUT = 0.05
-"""What a score is multiplied with if an experiment speaks against the cause, or what it needs is not there."""
+"""Multiplier of a score if an experiment speaks against the cause, or if a precondition is missing."""
 NEAR = 0.5
-"""A suspect scores at least this part of the first."""
+"""A suspect scores at least this fraction of the first."""
 
 EQUAL, DIFFERENT, VACUOUS, UNSOUND = "equal", "different", "vacuous", "unsound baseline"
 _VERDICTS = {"no_difference": EQUAL, "nothing_compared": VACUOUS, "unsound_baseline": UNSOUND}
@@ -34,11 +34,11 @@ class Suspicion:
 
     Attributes:
         name: of the cause.
-        words: what it is.
+        words: description.
         score: from 0 to 1.
-        evidence: what speaks for it.
-        lacked: parts of a record that it would have looked at, and that one of the two does not have.
-        needs: what there must be more than one of, so that it can act.
+        evidence: reasons for it.
+        lacked: parts of a record that it reads, and that one of the two does not have.
+        needs: sizes that must exceed 1 for it to act.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Experiment:
     """A change of settings under which some suspects cannot act.
 
     Attributes:
-        name: what is taken away.
-        words: the change in words.
+        name: of the removed axis or setting.
+        words: description of the change.
         changes: settings to merge into those of both runs.
         excludes: suspects that cannot act then.
         leaves: suspects that still can.
@@ -70,11 +70,11 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Tried:
-    """An experiment, and what came of it.
+    """An experiment and its outcome.
 
     Attributes:
-        experiment: which.
-        equal: whether the two records agreed under it.
+        experiment: that was run.
+        equal: True if the two records agreed under it.
         verdict: on the two records, see `Diagnosis.verdict`.
     """
 
@@ -84,7 +84,7 @@ class Tried:
 
     @property
     def result(self) -> str:
-        """It in a word or two."""
+        """Outcome in one or two words."""
         return "equal" if self.equal else self.verdict if self.verdict in (VACUOUS, UNSOUND) else "still different"
 
 
@@ -109,13 +109,13 @@ EXPERIMENTS = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why one record differs from another.
+    """Ranked causes of a difference between two records.
 
     Attributes:
         trusted: name of the record that is taken for right.
         suspect: name of the other.
-        causes: ranked, those that are told.
-        evidence: what was compared.
+        causes: those reported, ranked.
+        evidence: of the comparison.
         tried: experiments that were run.
         sight: how much of the steps a comparison could have seen, of the record that shows less; None if unknown.
     """
@@ -129,7 +129,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """`EQUAL`, `DIFFERENT`, `VACUOUS` (nothing was there to compare) or `UNSOUND` (the trusted is not finite)."""
+        """`EQUAL`, `DIFFERENT`, `VACUOUS` (nothing to compare) or `UNSOUND` (the trusted record is not finite)."""
         return _VERDICTS.get(self.causes[0].name, DIFFERENT)
 
     @property
@@ -148,11 +148,11 @@ class Diagnosis:
         context, done = self.evidence.suspect.context, {tried.experiment.name for tried in self.tried}
         total, best, chosen = sum(cause.score for cause in near), 0.0, None
         for experiment in EXPERIMENTS:
-            if experiment.name in done or _there(experiment.name, context) is not True:
+            if experiment.name in done or _present(experiment.name, context) is not True:
                 continue
             out = [cause for cause in near if _excluded(experiment, cause)]
             share = sum(cause.score for cause in out) / total
-            if share * (1 - share) > best + 1e-9:  # of equal ones the first, which changes least
+            if share * (1 - share) > best + 1e-9:  # ties go to the first, which changes least
                 best = share * (1 - share)
                 excluded = tuple(cause.name for cause in out)
                 chosen = replace(
@@ -166,7 +166,7 @@ class Diagnosis:
         """A cause by its name.
 
         Raises:
-            SpecError: it is not among those that are told.
+            SpecError: it is not among those reported.
         """
         for cause in self.causes:
             if cause.name == name:
@@ -174,13 +174,13 @@ class Diagnosis:
         raise SpecError(
             f"cause {name!r} of a diagnosis",
             found=", ".join(cause.name for cause in self.causes),
-            rule="a cause that is told",
+            rule="a cause of this diagnosis",
             fix="take one of them",
         )
 
     @property
     def headline(self) -> str:
-        """It in a clause."""
+        """One-clause summary."""
         first = self.causes[0]
         if self.verdict in (EQUAL, VACUOUS):
             return first.words
@@ -189,7 +189,7 @@ class Diagnosis:
         return f"from step {self.evidence.first.number} on: {first.words}"
 
     def __str__(self) -> str:
-        """The causes with their evidence, then what to try next."""
+        """The causes with their evidence, then the next experiment."""
         lines = [f"{self.suspect or 'suspect'} against {self.trusted or 'trusted'}: {self.headline}"]
         for cause in self.causes:
             lines.append(f"  {cause.score:.2f}  {cause.name}: {cause.words}")
@@ -209,7 +209,7 @@ class Diagnosis:
 
 
 def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
-    """Rank what may have gone wrong between two records.
+    """Rank the possible causes of a difference between two records.
 
     Raises:
         RecordError: they have no step in common, or nothing in it that both recorded; or stored gradients are damaged.
@@ -256,58 +256,58 @@ def _unsound(evidence: Evidence) -> Suspicion | None:
 
 
 def experimented(diagnosis: Diagnosis, run: Runner, *, at_most: int) -> Diagnosis:
-    """The diagnosis after up to ``at_most`` experiments, each of which was chosen by what came of the ones before."""
+    """The diagnosis after up to ``at_most`` experiments, each chosen from the outcomes of those before."""
     for _ in range(at_most):
         experiment = diagnosis.next_experiment()
         if experiment is None:
             break
-        there = diagnose_records(*run(experiment.changes))
-        causes = [replace(cause, score=cause.score * _believed(cause, experiment, there)) for cause in diagnosis.causes]
+        after = diagnose_records(*run(experiment.changes))
+        causes = [replace(cause, score=cause.score * _weight(cause, experiment, after)) for cause in diagnosis.causes]
         diagnosis = replace(
-            diagnosis, causes=_ranked(causes), tried=(*diagnosis.tried, Tried(experiment, there.equal, there.verdict))
+            diagnosis, causes=_ranked(causes), tried=(*diagnosis.tried, Tried(experiment, after.equal, after.verdict))
         )
     return diagnosis
 
 
-def _believed(cause: Suspicion, experiment: Experiment, there: Diagnosis) -> float:
-    """How much of a cause is left when an experiment came out as it did.
+def _weight(cause: Suspicion, experiment: Experiment, after: Diagnosis) -> float:
+    """Multiplier of a cause's score after an experiment.
 
-    The difference went with what the cause needs, or stayed although the cause could not act. Where it stayed and the
-    cause could act, the records of the experiment must speak for it too.
+    A cause is ruled out if the difference vanished although the experiment removed none of its needs, or stayed
+    although the cause could not act. If it stayed and the cause could act, the new records must support it too.
     """
-    if there.verdict in (VACUOUS, UNSOUND):
+    if after.verdict in (VACUOUS, UNSOUND):
         return 1.0  # such an experiment shows nothing
-    if there.equal:
+    if after.equal:
         return 1.0 if _touched(experiment, cause) else RULED_OUT
     if _excluded(experiment, cause):
         return RULED_OUT
-    return 1.0 if any(other.name == cause.name for other in there.causes) else 0.5
+    return 1.0 if any(other.name == cause.name for other in after.causes) else 0.5
 
 
-def _taken(experiment: Experiment) -> set[str]:
+def _removed(experiment: Experiment) -> set[str]:
     return set(_AXES) if experiment.name == "one rank" else {experiment.name}
 
 
 def _excluded(experiment: Experiment, cause: Suspicion) -> bool:
-    """Whether a cause cannot act in an experiment: all of one of its needs is taken away."""
-    return any(set(need.split(" * ")) <= _taken(experiment) for need in cause.needs)
+    """True if a cause cannot act in an experiment: it removes one of its needs completely."""
+    return any(set(need.split(" * ")) <= _removed(experiment) for need in cause.needs)
 
 
 def _touched(experiment: Experiment, cause: Suspicion) -> bool:
-    """Whether an experiment takes away any of what a cause needs."""
-    return any(set(need.split(" * ")) & _taken(experiment) for need in cause.needs)
+    """True if an experiment removes any part of a cause's needs."""
+    return any(set(need.split(" * ")) & _removed(experiment) for need in cause.needs)
 
 
 def _suspicion(cause: Cause, facts: Facts) -> Suspicion:
     score, reasons = cause.judge(facts)
-    if score and any(_there(need, facts.context, facts.counts) is False for need in cause.needs):
+    if score and any(_present(need, facts.context, facts.counts) is False for need in cause.needs):
         score *= RULED_OUT
     lacked = [part for part in cause.uses if part not in facts.step.known]
     return Suspicion(cause.name, cause.words, score, tuple(reasons), tuple(lacked), cause.needs)
 
 
-def _there(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | None = None) -> bool | None:
-    """Whether a record has more than one of something (or what is not the usual); None if it does not say."""
+def _present(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | None = None) -> bool | None:
+    """True if a record has more than one of something (or a value other than the default); None if unknown."""
     known = {**context, **(counts or {})}
     if need == "one rank":
         return any((known.get(axis) or 1) > 1 for axis in _AXES)
@@ -325,9 +325,9 @@ def _there(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | 
     return None if None in sizes else False
 
 
-def _ranked(found: Sequence[Suspicion]) -> tuple[Suspicion, ...]:
-    told = sorted((cause for cause in found if cause.score >= TOLD), key=lambda cause: -cause.score)
+def _ranked(causes: Sequence[Suspicion]) -> tuple[Suspicion, ...]:
+    reported = sorted((cause for cause in causes if cause.score >= TOLD), key=lambda cause: -cause.score)
     unknown = Suspicion(
         "unknown", "something that none of the known causes does", TOLD, ("the records differ, and no cause fits",)
     )
-    return tuple(told) or (unknown,)
+    return tuple(reported) or (unknown,)

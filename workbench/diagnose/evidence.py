@@ -1,6 +1,6 @@
-"""What two records say of each other, step by step, before anybody asks why.
+"""Differences between two records, step by step, without their causes.
 
-The first step in which they differ tells most: until then both had the same weights. What a step shows: loss,
+The first step in which they differ is the most informative: until then both had the same weights. Of each step: loss,
 factor and cosine of the gradient (whole, or from norms alone), parameters and tokens that differ, metrics that differ.
 
 Letters: S tokens of the source batch.
@@ -24,24 +24,24 @@ FLOOR = 1e-3
 """Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
 NOTHING = 1e-12
 MEASURED = 1e-9
-"""Nearer than this, gradients agree."""
+"""Gradients closer than this agree."""
 UNKNOWN = 1.0
-"""A gradient that may lie this far off, in parts of itself, may be any other."""
+"""At this relative tolerance a gradient may be any other."""
 EXACTLY_SAME = 0.1
-"""If more tokens than this share are bit for bit the same, those that are not are held to a hundredth of the bar."""
+"""If more tokens than this share are bitwise identical, the tolerance of the others is a hundredth."""
 GAP = 10.0
-"""How many times farther off than all others a group of parameters must be to stand out."""
+"""Ratio of distances by which a group of parameters must exceed all others to stand out."""
 PARTS = ("loss", "gradient", "metrics", "tokens")
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter's gradient in the suspect, against the trusted one's.
+    """One parameter's gradient in the suspect, compared with the trusted one's.
 
     Attributes:
         ratio: of the norms.
         cosine: None where only norms were recorded.
-        distance: ||g_b - g_a|| / ||g_a|| (of the floor where that is next to nothing), or |ratio - 1| from norms.
+        distance: ||g_b - g_a|| / ||g_a|| (or over the floor, if that norm is smaller), or |ratio - 1| from norms.
         share: of the trusted gradient's whole norm.
         same: within noise.
     """
@@ -55,24 +55,23 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StepEvidence:
-    """One step of both.
+    """One step of both records.
 
     Attributes:
         number: of the step.
-        noise: what may differ.
-        losses: trusted and suspected; None where one is unknown.
+        noise: tolerances.
+        losses: trusted and suspect; None where one is unknown.
         loss_same: within noise; None if unknown.
         parameters: by name; {} if no gradient was recorded.
         factor: of the whole gradient: its projection, or the median ratio of norms.
         cosine: of the whole gradient; None if only norms are known.
-        residue: what is left of the suspect's gradient when ``factor`` is taken out, in parts of it; from norms the
-            greatest deviation of a ratio from the factor.
+        residue: ||g_b - factor g_a|| / ||g_b||; from norms the greatest deviation of a ratio from the factor.
         gradient_same: within noise; None if unknown, or zero in both.
-        metrics: those that differ, trusted and suspected.
-        compared_metrics: how many were compared.
+        metrics: those that differ, trusted and suspect.
+        compared_metrics: number of metrics compared.
         tokens: for each per-token value, [S] bool where it differs, of the tokens that train in both.
-        not_finite: what of the suspect is not a number though the trusted one's is.
-        silent: parts that both have and that are zero in both, within noise: that they agree proves nothing.
+        not_finite: values of the suspect that are not finite although the trusted ones are.
+        silent: parts that both have and that are zero in both, within noise: their agreement proves nothing.
     """
 
     number: int
@@ -93,17 +92,17 @@ class StepEvidence:
     @property
     def known(self) -> tuple[str, ...]:
         """Parts that both records have."""
-        there = (
+        known = (
             self.losses is not None,
             self.gradient_same is not None or "gradient" in self.silent,
             bool(self.compared_metrics),
             bool(self.tokens),
         )
-        return tuple(part for part, is_there in zip(PARTS, there, strict=True) if is_there)
+        return tuple(part for part, is_known in zip(PARTS, known, strict=True) if is_known)
 
     @property
     def telling(self) -> tuple[str, ...]:
-        """Parts that both records have and whose agreement says something."""
+        """Parts that both records have and whose agreement is informative."""
         return tuple(part for part in self.known if part not in self.silent)
 
     @property
@@ -119,19 +118,19 @@ class StepEvidence:
 
     @property
     def parallel(self) -> bool:
-        """Whether one factor explains the whole gradient."""
+        """True if one factor explains the whole gradient."""
         return self.residue is not None and self.residue <= max(
             1e-7, (2 - self.noise.same_forward) * self.noise.gradient
         )
 
     def token_same(self, name: str) -> bool | None:
-        """Whether a per-token value is the same everywhere; None if unknown."""
+        """True if a per-token value is the same everywhere; None if unknown."""
         return None if name not in self.tokens else not bool(self.tokens[name].any())
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What two records say of each other.
+    """Comparison of two records.
 
     Attributes:
         trusted: the one that is taken for right.
@@ -159,16 +158,16 @@ class Evidence:
 
 
 def compare_records(trusted: Record, suspect: Record) -> Evidence:
-    """Lay two records side by side, as far as both may have the same weights.
+    """Compare two records step by step, as far as both may have the same weights.
 
-    A step in which rounding turned so many clip decisions that a right gradient may be any other is the last: weights
-    after it differ by a whole step.
+    The last step is one in which rounding flipped so many clip decisions that a right gradient may be any other:
+    weights after it differ by a whole step.
 
     Raises:
-        RecordError: stored gradients that are not those whose norms, or certificate, were recorded.
+        RecordError: stored gradients that do not match their recorded norms or certificate.
     """
-    theirs = {step.number: step for step in suspect.steps}
-    pairs = [(step, theirs[step.number]) for step in trusted.steps if step.number in theirs]
+    suspect_steps = {step.number: step for step in suspect.steps}
+    pairs = [(step, suspect_steps[step.number]) for step in trusted.steps if step.number in suspect_steps]
     steps, largest = [], 0.0
     for place, (a, b) in enumerate(pairs):
         norm, largest = _whole_norm(a), max(largest, _whole_norm(a))
@@ -181,18 +180,18 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
 
 
 def _same_forward(a: RecordedStep, b: RecordedStep) -> bool:
-    """Whether both policies said bit for bit the same of every token that trains in both."""
-    mine, theirs = shared_tokens(a, b)
-    if any(not {"policy_logprobs", "trained"} <= set(tokens) for tokens in (mine, theirs)):
+    """True if log-probabilities of all tokens that train in both are bitwise identical."""
+    trusted, suspect = shared_tokens(a, b)
+    if any(not {"policy_logprobs", "trained"} <= set(tokens) for tokens in (trusted, suspect)):
         return False
-    both = mine["trained"].bool() & theirs["trained"].bool()
+    both = trusted["trained"].bool() & suspect["trained"].bool()
     return bool(both.any()) and torch.equal(
-        mine["policy_logprobs"][both].double(), theirs["policy_logprobs"][both].double()
+        trusted["policy_logprobs"][both].double(), suspect["policy_logprobs"][both].double()
     )
 
 
 def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
-    """The stored gradients of a step, checked by its certificate if there is one, and else by their norms."""
+    """The stored gradients of a step, checked against its certificate if there is one, and else against their norms."""
     gradients = whole(step.gradients)
     where = f"record {record.name or 'without a name'}: tensors/step{step.number:04d}.gradients"
     if gradients and step.certificate is not None:
@@ -208,11 +207,11 @@ def _step(
     tokens = _tokens(a, b, noise)
     if not noise.same_forward and "policy_logprobs" in tokens and not tokens["policy_logprobs"].any():
         noise = noise.with_flips(_flipped(a, b))
-    found: dict = {"number": a.number, "noise": noise}
+    values: dict = {"number": a.number, "noise": noise}
     broken, silent = [], []
     if a.loss is not None and b.loss is not None:
         bar = noise.loss * max(abs(a.loss), _whole_norm(a), _summed_size(a) if noise.same_forward else 0.0)
-        found |= {"losses": (a.loss, b.loss), "loss_same": abs(a.loss - b.loss) <= bar}
+        values |= {"losses": (a.loss, b.loss), "loss_same": abs(a.loss - b.loss) <= bar}
         if max(abs(a.loss), abs(b.loss)) <= bar:  # any other loss as small would agree as well
             silent.append("loss")
         broken += ["loss"] if math.isfinite(a.loss) and not math.isfinite(b.loss) else []
@@ -222,7 +221,7 @@ def _step(
     ]
     if not broken:
         measured = _gradient(gradients, a, b, norms, noise)
-        found |= measured or {}
+        values |= measured or {}
         silent += ["gradient"] if measured is None else []
     shared = [key for key in a.metrics if key in b.metrics]
     off = {
@@ -230,14 +229,14 @@ def _step(
         for key in shared
         if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.of_metric(key)
     }
-    if found.get("gradient_same") and found.get("cosine") is not None:  # a norm that differs was reported wrong
+    if values.get("gradient_same") and values.get("cosine") is not None:  # a norm that differs was reported wrong
         off |= {
             f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name])
             for name in norms
             if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient
         }
     return StepEvidence(
-        **found,
+        **values,
         metrics=off,
         compared_metrics=len(shared),
         tokens=tokens,
@@ -247,17 +246,17 @@ def _step(
 
 
 def _flipped(a: RecordedStep, b: RecordedStep) -> float:
-    """Tokens that one of two policies clips and the other does not, in parts of those that neither clips."""
-    mine, theirs = shared_tokens(a, b)
-    if any(not {"clipped", "trained"} <= set(tokens) for tokens in (mine, theirs)):
+    """Tokens that one of two policies clips and the other does not, as a share of those that neither clips."""
+    trusted, suspect = shared_tokens(a, b)
+    if any(not {"clipped", "trained"} <= set(tokens) for tokens in (trusted, suspect)):
         return 0.0
-    both = mine["trained"].bool() & theirs["trained"].bool()
-    one, other = mine["clipped"].bool()[both], theirs["clipped"].bool()[both]
+    both = trusted["trained"].bool() & suspect["trained"].bool()
+    one, other = trusted["clipped"].bool()[both], suspect["clipped"].bool()[both]
     return int((one ^ other).sum()) / max(int((~one & ~other).sum()), 1)
 
 
 def _summed_size(step: RecordedStep) -> float:
-    """Mean size of what a loss is the mean of: it may cancel, and what rounding does to sums of it does not."""
+    """Mean absolute per-token loss: the loss itself may cancel, its rounding error does not."""
     tokens = whole(step.tokens)
     if not {"losses", "trained"} <= set(tokens) or not bool(tokens["trained"].any()):
         return 0.0
@@ -287,37 +286,37 @@ def _gradient(
     norms: list[str],
     noise: Noise,
 ) -> dict | None:
-    """Factor, cosine and parameters, from whole gradients if both have them, and else from norms; None of zeros."""
-    mine, theirs = ({name: values.double().flatten() for name, values in each.items()} for each in gradients)
-    shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
+    """Factor, cosine and parameters, from whole gradients if both have them, else from norms; None if all are 0."""
+    trusted, suspect = ({name: values.double().flatten() for name, values in each.items()} for each in gradients)
+    shared = [name for name in trusted if name in suspect and trusted[name].shape == suspect[name].shape]
     if not shared:
         return _from_norms(a, b, norms, noise)
-    elements = sum(mine[name].numel() for name in shared)
-    norm = math.sqrt(sum(float(mine[name].square().sum()) for name in shared))
-    other = math.sqrt(sum(float(theirs[name].square().sum()) for name in shared))
+    elements = sum(trusted[name].numel() for name in shared)
+    norm = math.sqrt(sum(float(trusted[name].square().sum()) for name in shared))
+    other = math.sqrt(sum(float(suspect[name].square().sum()) for name in shared))
     if norm == other == 0:
         return None
-    product = sum(float(mine[name] @ theirs[name]) for name in shared)
+    product = sum(float(trusted[name] @ suspect[name]) for name in shared)
     parameters = {}
     for name in shared:
-        one, two = float(mine[name].norm()), float(theirs[name].norm())
-        scale = max(one, FLOOR * norm * math.sqrt(mine[name].numel() / elements), NOTHING)
-        far = float((theirs[name] - mine[name]).norm()) / scale
-        cosine = float(mine[name] @ theirs[name]) / (one * two) if one * two else None
+        one, two = float(trusted[name].norm()), float(suspect[name].norm())
+        scale = max(one, FLOOR * norm * math.sqrt(trusted[name].numel() / elements), NOTHING)
+        far = float((suspect[name] - trusted[name]).norm()) / scale
+        cosine = float(trusted[name] @ suspect[name]) / (one * two) if one * two else None
         parameters[name] = Parameter(
             two / one if one else math.nan,
             cosine,
             far,
             one / norm if norm else 0.0,
-            far <= noise.gradient * _weak(one, norm, mine[name].numel(), elements),
+            far <= noise.gradient * _weak(one, norm, trusted[name].numel(), elements),
         )
     parameters = _stand_out(parameters, noise)
     factor = product / norm**2 if norm else None
-    apart = math.sqrt(sum(float((theirs[name] - mine[name]).square().sum()) for name in shared))
+    apart = math.sqrt(sum(float((suspect[name] - trusted[name]).square().sum()) for name in shared))
     rest = (
         None
         if factor is None or not other
-        else math.sqrt(sum(float((theirs[name] - factor * mine[name]).square().sum()) for name in shared)) / other
+        else math.sqrt(sum(float((suspect[name] - factor * trusted[name]).square().sum()) for name in shared)) / other
     )
     same = apart <= noise.gradient * norm and all(parameter.same for parameter in parameters.values())
     return {
@@ -330,9 +329,9 @@ def _gradient(
 
 
 def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Parameter]:
-    """The parameters, judged by each other where a gap parts those that agree from those that do not.
+    """The parameters, judged relative to each other if a gap separates those that agree from those that do not.
 
-    Where some agree far better than noise would have it, that is how much was rounded here: one that is ten times
+    Parameters that agree far better than the noise model predicts show the actual rounding: one that is ten times
     farther off than any of those, together with some that are beyond noise, differs too.
     """
     ranked = sorted(parameters, key=lambda name: parameters[name].distance)
@@ -347,7 +346,7 @@ def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Para
 
 
 def _weak(norm: float, whole_norm: float, numel: int, elements: int) -> float:
-    """How much more noise a parameter may have whose gradient is small beside the others of its size."""
+    """Multiplier of the noise for a parameter whose gradient is small relative to others of its size."""
     typical = whole_norm * math.sqrt(numel / elements)
     return max(1.0, 3 * typical / max(norm, FLOOR * typical, NOTHING))
 
@@ -382,17 +381,19 @@ def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise
 
 
 def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Per-token values of both, as far as both go: a record may end with the last token that it saw."""
-    held = [whole(step.tokens) for step in (a, b)]
-    end = min((len(values_S) for tokens in held for values_S in tokens.values()), default=0)
-    mine, theirs = ({name: values_S[:end] for name, values_S in tokens.items()} for tokens in held)
-    return mine, theirs
+    """Per-token values of both, cut to the shorter one: a record may end with the last token that it saw."""
+    recorded = [whole(step.tokens) for step in (a, b)]
+    end = min((len(values_S) for tokens in recorded for values_S in tokens.values()), default=0)
+    trusted, suspect = ({name: values_S[:end] for name, values_S in tokens.items()} for tokens in recorded)
+    return trusted, suspect
 
 
 def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]:
-    mine, theirs = shared_tokens(a, b)
-    both_S = mine["trained"].bool() & theirs["trained"].bool() if "trained" in mine and "trained" in theirs else None
-    found = {}
+    trusted, suspect = shared_tokens(a, b)
+    both_S = (
+        trusted["trained"].bool() & suspect["trained"].bool() if "trained" in trusted and "trained" in suspect else None
+    )
+    differing = {}
     for name in (
         "policy_logprobs",
         "old_logprobs",
@@ -403,17 +404,17 @@ def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]
         "trained",
         *(["clipped"] if noise.same_forward else []),
     ):
-        if name not in mine or name not in theirs:
+        if name not in trusted or name not in suspect:
             continue
-        if mine[name].dtype == torch.bool:
-            found[name] = mine[name] ^ theirs[name]
+        if trusted[name].dtype == torch.bool:
+            differing[name] = trusted[name] ^ suspect[name]
             continue
-        one_S, two_S = mine[name].double(), theirs[name].double()
+        one_S, two_S = trusted[name].double(), suspect[name].double()
         apart_S = (one_S - two_S).abs()
         off_S = ~(apart_S <= noise.logprob_nats * (1 + one_S.abs()))
         off_S = off_S if both_S is None else off_S & both_S
         if off_S.any() and both_S is not None and float((apart_S == 0)[both_S].double().mean()) > EXACTLY_SAME:
             off_S = both_S & ~(apart_S <= noise.logprob_nats / 100 * (1 + one_S.abs()))
         few = int(off_S.sum()) <= noise.outliers * int(off_S.numel() if both_S is None else both_S.sum())
-        found[name] = torch.zeros_like(off_S) if few else off_S
-    return found
+        differing[name] = torch.zeros_like(off_S) if few else off_S
+    return differing

@@ -1,4 +1,4 @@
-"""What the first step that differs says, as the questions that causes ask.
+"""Predicates on the first step that differs, used by the causes.
 
 Letters: S tokens of the source batch.
 """
@@ -24,16 +24,16 @@ from workbench.metrics.gradients import parameter_group, parameter_layer
 ADVANTAGES = ("advantage/all/mean", "advantage/all/std", "advantage/all/min", "advantage/all/max")
 """Metrics of advantages that depend on nothing else."""
 LEFT_BY_SCALING = 1e-5
-"""Residue of a gradient that was multiplied with a power of two, whatever its precision, but for sums in float32."""
+"""Residue of a gradient that was multiplied by a power of two, in any precision, from sums in float32."""
 EXACT = 1e-5
-"""A loss that is known better than this, relatively, tells one way of dividing from a hundred others."""
+"""A loss known to a better relative precision than this distinguishes one way of dividing from a hundred others."""
 LARGEST_COUNT = 1e5
 """Beyond this, rounding makes any number a ratio of counts."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The first step that differs, and what the records say of themselves.
+    """The first step that differs, and the contexts of the records.
 
     Attributes:
         evidence: all steps.
@@ -48,29 +48,29 @@ class Facts:
 
     @cached_property
     def pair(self) -> tuple[RecordedStep, RecordedStep]:
-        """Both records of it."""
+        """Both records of that step."""
         return self.evidence.pair
 
     @property
     def context(self) -> Mapping[str, Any]:
-        """What the suspect says of itself."""
+        """The suspect's context."""
         return self.evidence.suspect.context
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """Of the step, from the suspect, or else from the trusted record, which trained the same documents."""
+        """Counts of the step, from the suspect, or else from the trusted record, which trained the same documents."""
         return {**self.pair[0].counts, **self.pair[1].counts}
 
     @cached_property
     def tokens(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Per-token values of both, as far as both go."""
+        """Per-token values of both, cut to the shorter one."""
         return shared_tokens(*self.pair)
 
-    # ---- does it differ ----------------------------------------------------------------------------------
+    # ---- equality ----------------------------------------------------------------------------------------
 
     @property
     def loss_same(self) -> bool | None:
-        """Whether the losses agree; None if unknown."""
+        """True if the losses agree; None if unknown."""
         return self.step.loss_same
 
     @property
@@ -80,50 +80,50 @@ class Facts:
 
     @property
     def gradient_same(self) -> bool | None:
-        """Whether the gradients agree; None if unknown."""
+        """True if the gradients agree; None if unknown."""
         return self.step.gradient_same
 
     @property
     def forward_same(self) -> bool | None:
-        """Whether the policy said the same of each trained token; from the metrics where no token was recorded."""
+        """True if log-probabilities of all trained tokens agree; from the metrics where no token was recorded."""
         known = self.step.token_same("policy_logprobs")
         return known if known is not None else self._metric_same("logprob/policy/mean")
 
     @property
     def old_same(self) -> bool | None:
-        """Whether the old log-probabilities agree; from the metrics where no token was recorded."""
+        """True if the old log-probabilities agree; from the metrics where no token was recorded."""
         known = self.step.token_same("old_logprobs")
         return known if known is not None else self._metric_same("logprob/old/mean")
 
     @property
     def mask_same(self) -> bool | None:
-        """Whether the same tokens trained; from the metrics where no token was recorded."""
+        """True if the same tokens trained; from the metrics where no token was recorded."""
         known = self.step.token_same("trained")
         return known if known is not None else self._metric_same("tokens/trained/sum")
 
     @property
     def inputs_same(self) -> bool:
-        """Whether nothing that a loss looks at is known to differ."""
+        """True if no input of the loss is known to differ."""
         return False not in (self.forward_same, self.old_same, self.mask_same) and not self.metrics_off(*ADVANTAGES)
 
     def _metric_same(self, key: str) -> bool | None:
-        there = all(key in step.metrics for step in self.pair)
-        return key not in self.step.metrics if there else None
+        known = all(key in step.metrics for step in self.pair)
+        return key not in self.step.metrics if known else None
 
     def metrics_off(self, *beginnings: str) -> list[str]:
-        """Metrics that differ and begin so."""
+        """Metrics that differ and begin with one of these prefixes."""
         return [key for key in self.step.metrics if key.startswith(beginnings)]
 
     # ---- the gradient as a whole -------------------------------------------------------------------------
 
     @cached_property
     def sizes(self) -> dict[str, tuple[float, frozenset[str]]]:
-        """What a factor may come from."""
+        """Sizes that a factor may equal."""
         return sizes(self.context, self.counts)
 
     @property
     def loss_follows(self) -> bool:
-        """Whether the loss is wrong by the factor of the gradient."""
+        """True if the loss is wrong by the factor of the gradient."""
         factor, of_loss = self.step.factor, self.loss_factor
         return bool(
             self.loss_same is False and factor and of_loss and abs(of_loss / factor - 1) <= self.step.noise.gradient
@@ -131,12 +131,12 @@ class Facts:
 
     @property
     def factor(self) -> float | None:
-        """Of the whole gradient; the loss's if it is the same, which is rounded less."""
+        """Factor of the whole gradient; that of the loss if they agree, as it is rounded less."""
         return self.loss_factor if self.loss_follows and self.step.noise.same_forward else self.step.factor
 
     @property
     def bar(self) -> float:
-        """How near a factor must be to a number to be it; what rounding did to a gradient's elements averages out."""
+        """Tolerance for naming a factor; the rounding errors of a gradient's elements average out."""
         noise = self.step.noise
         if self.loss_follows and noise.same_forward:
             return max(1e-6, noise.loss / 2)
@@ -144,13 +144,13 @@ class Facts:
 
     @cached_property
     def factor_names(self) -> list[Named]:
-        """What the factor of the whole gradient equals, if one factor explains it."""
+        """Sizes that the factor of the whole gradient equals, if one factor explains it."""
         factor = self.factor
         return names_of(factor, self.sizes, self.bar) if factor and factor > 0 and self.step.parallel else []
 
     @property
     def inexact_power(self) -> bool:
-        """Whether a factor is a power of two, which rounds nothing, and yet something of the gradient was rounded."""
+        """True if a factor is a power of two, which rounds nothing, and yet the gradient was rounded."""
         factor, noise = self.step.factor, self.step.noise
         same_layout = all(self.context.get(axis) == self.evidence.trusted.context.get(axis) for axis in AXES)
         if not factor or factor <= 0 or not noise.same_forward or not same_layout or not self.scaled:
@@ -160,7 +160,7 @@ class Facts:
 
     @cached_property
     def loss_names(self) -> list[Named]:
-        """What the ratio of the losses equals."""
+        """Sizes that the ratio of the losses equals."""
         losses = self.step.losses
         if losses is None or not losses[0] or losses[1] / losses[0] <= 0:
             return []
@@ -168,7 +168,7 @@ class Facts:
 
     @property
     def near_name(self) -> Named | None:
-        """What the factor of the gradient equals within its rounding, where the loss is known better and is not that.
+        """Size that the gradient's factor equals within rounding, although the loss's more precise factor does not.
 
         None if the loss's own factor has a name, or the gradient's has none.
         """
@@ -189,21 +189,21 @@ class Facts:
         if not self.step.parameters:
             return None
         shares = self.step.parameters.values()
-        mine = sum(p.share**2 for p in shares)
-        theirs = sum((p.share * p.ratio) ** 2 for p in shares if not math.isnan(p.ratio))
-        return math.sqrt(theirs / mine) if mine else None
+        trusted = sum(p.share**2 for p in shares)
+        suspect = sum((p.share * p.ratio) ** 2 for p in shares if not math.isnan(p.ratio))
+        return math.sqrt(suspect / trusted) if trusted else None
 
     @property
     def scaled(self) -> bool:
-        """Whether one factor that is not 1 explains the whole gradient."""
+        """True if one factor that is not 1 explains the whole gradient."""
         factor = self.step.factor
         return bool(self.step.parallel and factor and abs(factor - 1) > self.step.noise.gradient)
 
     @property
     def count_ratio(self) -> tuple[str, int, int] | None:
-        """What was counted, how many there are, and how many instead explain the factor of the gradient; None if none.
+        """Unit, right count, and the wrong count that explains the factor of the gradient; None if there is none.
 
-        A gradient that is divided by n' where n is right is n / n' of the right one; a whole n' is hardly chance.
+        A gradient that is divided by n' where n is right is n / n' of the right one; an integer n' is hardly chance.
         """
         factor = self.factor
         if not factor or not self.scaled or not 0.1 < factor < 10:
@@ -227,9 +227,9 @@ class Facts:
 
     @property
     def term_hidden(self) -> bool:
-        """Whether one term of the loss is wrong beside right ones, by so little that rounding hides it in the gradient.
+        """True if one term of the loss is wrong and others right, by so little that rounding hides it in the gradient.
 
-        A loss that is reported wrong is wrong as a whole.
+        A loss that is only reported wrong is wrong in all terms.
         """
         of_loss, (off, right) = self.loss_factor, self.terms
         return (
@@ -252,7 +252,7 @@ class Facts:
 
     @property
     def clear(self) -> bool:
-        """Whether parameters that differ stand out: typically thrice as far as any that agrees within noise."""
+        """True if parameters that differ stand out: their median distance is over 3 times that of any that agrees."""
         return bool(self.off and self.right) and statistics.median(p.distance for p in self.off.values()) > 3 * max(
             p.distance for p in self.right.values()
         )
@@ -264,9 +264,9 @@ class Facts:
 
     @cached_property
     def top_off(self) -> set[str]:
-        """What differs in the highest layer in which anything does, by the last module's name.
+        """Modules that differ in the highest layer in which anything does, by their last name.
 
-        Backward runs from the top down, so what is above it is right, and below it everything follows.
+        Backward runs from the top down, so everything above is right, and everything below inherits the error.
         """
         layers = {name: parameter_layer(name) for name in self.off}
         known = [layer for layer in layers.values() if layer is not None]
@@ -274,7 +274,7 @@ class Facts:
 
     @cached_property
     def above_right(self) -> bool:
-        """Whether something above the highest layer that differs, or in it, is right."""
+        """True if something above the highest layer that differs, or in it, is right."""
         layers = [layer for name in self.off if (layer := parameter_layer(name)) is not None]
         if not layers:
             return bool(self.right)
@@ -306,27 +306,27 @@ class Facts:
     @cached_property
     def elements(self) -> tuple[Tensor, Tensor]:
         """All elements of both gradients that are not 0 in the trusted one."""
-        mine, theirs = (whole(step.gradients) for step in self.pair)
-        shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
+        trusted, suspect = (whole(step.gradients) for step in self.pair)
+        shared = [name for name in trusted if name in suspect and trusted[name].shape == suspect[name].shape]
         one, two = (
-            torch.cat([held[name].double().flatten() for name in shared]) if shared else torch.zeros(0).double()
-            for held in (mine, theirs)
+            torch.cat([gradients[name].double().flatten() for name in shared]) if shared else torch.zeros(0).double()
+            for gradients in (trusted, suspect)
         )
         return one[one != 0], two[one != 0]
 
     @property
     def kept_of_earlier_step(self) -> tuple[float, float] | None:
-        """How often the trusted gradient of the step before is in what the suspect's has too much, and what is left."""
+        """Fit of the suspect's excess gradient to its gradient of the step before: multiple, and remainder."""
         number = self.step.number
         before = next((step for step in self.evidence.suspect.steps if step.number == number - 1), None)
         if before is None or self.gradient_same is not False or self.forward_same is False:
             return None
-        earlier, (mine, theirs) = whole(before.gradients), (whole(step.gradients) for step in self.pair)
-        shared = [name for name in mine if name in theirs and name in earlier]
+        earlier, (trusted, suspect) = whole(before.gradients), (whole(step.gradients) for step in self.pair)
+        shared = [name for name in trusted if name in suspect and name in earlier]
         if not shared:
             return None
         old, one, two = (
-            torch.cat([held[name].double().flatten() for name in shared]) for held in (earlier, mine, theirs)
+            torch.cat([grads[name].double().flatten() for name in shared]) for grads in (earlier, trusted, suspect)
         )
         return fit(old, two - one)
 
@@ -339,16 +339,16 @@ class Facts:
 
     @cached_property
     def places(self) -> dict[str, Tensor]:
-        """Places that a mistake may touch, as the suspect's layout has them."""
+        """Places that a mistake may touch, in the suspect's layout."""
         if self.trained is None:
             return {}
-        laid = {**self.tokens[0], **self.tokens[1]}
-        return places(laid | {"trained": self.trained | laid["trained"].bool()})
+        merged = {**self.tokens[0], **self.tokens[1]}
+        return places(merged | {"trained": self.trained | merged["trained"].bool()})
 
     def off_tokens(self, *names: str) -> Tensor | None:
         """[S] bool, tokens of which one of these values differs; None if none was recorded."""
-        there = [self.step.tokens[name] for name in names if name in self.step.tokens]
-        return torch.stack(there).any(0) if there else None
+        masks = [self.step.tokens[name] for name in names if name in self.step.tokens]
+        return torch.stack(masks).any(0) if masks else None
 
     def share_off(self, name: str) -> float:
         """Share of the trained tokens of which a value differs."""
@@ -358,7 +358,7 @@ class Facts:
         return int((off & self.trained).sum()) / max(int(self.trained.sum()), 1)
 
     def agree(self, place: str, *names: str) -> float:
-        """How much better the tokens that differ agree with a place than with all trained tokens; 0 if unknown."""
+        """Agreement of the tokens that differ with a place, in excess of that with all trained tokens; 0 if unknown."""
         off = self.off_tokens(*names)
         if off is None or self.trained is None or place not in self.places:
             return 0.0
@@ -367,8 +367,8 @@ class Facts:
 
     @property
     def lost_pieces(self) -> str:
-        """What the tokens that no longer train are the whole of, where none is new; "" if they are no such pieces."""
-        lost, laid = self.off_tokens("trained"), {**self.tokens[0], **self.tokens[1]}
+        """Kind of pieces that the tokens that no longer train fill completely; "" if none, or if new tokens train."""
+        lost, merged = self.off_tokens("trained"), {**self.tokens[0], **self.tokens[1]}
         if (
             lost is None
             or self.trained is None
@@ -376,7 +376,7 @@ class Facts:
             or bool((lost & ~self.trained).any())
         ):
             return ""
-        for kind, piece in pieces(laid | {"trained": self.trained}, self.context).items():
+        for kind, piece in pieces(merged | {"trained": self.trained}, self.context).items():
             gone = torch.isin(piece, piece[lost]) & self.trained
             if kind != "documents" and torch.equal(gone, lost) and int(gone.sum()) < int(self.trained.sum()):
                 return f"{PIECES[kind]}s"
@@ -384,7 +384,7 @@ class Facts:
 
     @property
     def clips_documents(self) -> bool:
-        """Whether the trusted policy is clipped by whole documents, as a ratio of the document has it."""
+        """True if the trusted policy is clipped by whole documents, as a document-level ratio does."""
         tokens, trained = self.tokens[0], self.trained
         if trained is None or not {"clipped", "documents"} <= set(tokens):
             return False
@@ -393,22 +393,22 @@ class Facts:
         return several and torch.equal(torch.isin(documents, documents[clipped]) & trained, clipped)
 
     def all_lie_in(self, place: str) -> bool:
-        """Whether every trained token lies in a place, so that it cannot be told from everywhere."""
+        """True if every trained token lies in a place, so that it cannot be distinguished from everywhere."""
         return self.trained is not None and place in self.places and bool((self.places[place] == self.trained).all())
 
     def change(self, name: str = "policy_logprobs") -> tuple[Tensor, Tensor] | None:
-        """A value of the tokens that train in both, as trusted, and by how much the suspect's is more."""
+        """A value of the tokens that train in both: the trusted one, and suspect minus trusted."""
         if any(name not in tokens or "trained" not in tokens for tokens in self.tokens):
             return None
         both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
-        mine, theirs = (tokens[name].double()[both] for tokens in self.tokens)
-        return mine, theirs - mine
+        trusted, suspect = (tokens[name].double()[both] for tokens in self.tokens)
+        return trusted, suspect - trusted
 
     @property
     def share_moved(self) -> float:
-        """Share of the tokens that another log-probability could be said of, and is.
+        """Share of tokens whose log-probability differs, of those where rounding could change it.
 
-        The first prediction of a document sees one token alone: what is rounded in positions and keys leaves it.
+        The first prediction of a document sees a single token: rounding of positions and keys does not affect it.
         """
         change = self.change()
         if change is None:
@@ -421,22 +421,22 @@ class Facts:
 
     @cached_property
     def distributions_shifted(self) -> int | None:
-        """By how many tokens the suspect's entropies are moved within documents, with other log-probabilities.
+        """Shift, in tokens, of the suspect's entropies within documents, if log-probabilities do not shift along.
 
-        None if they are not.
+        None if there is no shift.
         """
         names = {"policy_logprobs", "entropy_nats", "trained", "documents"}
         if not all(names <= set(tokens) for tokens in self.tokens) or self.forward_same is not False:
             return None
-        mine, theirs = self.tokens
-        known, documents = mine["trained"].bool() & theirs["trained"].bool(), mine["documents"]
+        trusted, suspect = self.tokens
+        known, documents = trusted["trained"].bool() & suspect["trained"].bool(), trusted["documents"]
         for shift in (1, -1):
             there = known & known.roll(shift) & (documents.roll(shift) == documents)
             there[0 if shift > 0 else -1] = False
             if int(there.sum()) < 4:
                 continue
             left = {
-                name: _left_by_shift(mine[name].double(), theirs[name].double(), there, shift)
+                name: _left_by_shift(trusted[name].double(), suspect[name].double(), there, shift)
                 for name in ("entropy_nats", "policy_logprobs")
             }
             if left["entropy_nats"] < 0.1 and left["policy_logprobs"] > 0.5:
@@ -445,10 +445,10 @@ class Facts:
 
     @cached_property
     def document_values_cut(self) -> bool:
-        """Whether values of tokens follow no ratio of their own, and trained tokens of a document lie on several ranks.
+        """True if token values do not follow their own ratios, and trained tokens of a document lie on several ranks.
 
-        A token's value is proportional to its ratio if that is its own: within a document its logarithm grows with the
-        log ratio at slope 1, and with a document's ratio at slope 0.
+        With token-level ratios a token's value is proportional to its ratio: within a document its logarithm grows with
+        the log ratio at slope 1; with a document-level ratio at slope 0.
         """
         tokens, trained = self.tokens[0], self.trained
         if trained is None or not {"losses", "old_logprobs", "policy_logprobs", "documents", "shards"} <= set(tokens):
@@ -456,49 +456,49 @@ class Facts:
         here = trained & (tokens["losses"] != 0)
         documents, shards = tokens["documents"][here], tokens["shards"][here]
         cut = any(len(shards[documents == one].unique()) > 1 for one in documents.unique())
-        said = tokens["policy_logprobs"].double()[here]
-        sizes, ratios = tokens["losses"].double()[here].abs().log(), said - tokens["old_logprobs"].double()[here]
-        slopes = [_slope_within(documents, each, sizes) for each in (ratios, said.abs().clamp_min(1e-30).log())]
+        logprobs = tokens["policy_logprobs"].double()[here]
+        sizes, ratios = tokens["losses"].double()[here].abs().log(), logprobs - tokens["old_logprobs"].double()[here]
+        slopes = [_slope_within(documents, each, sizes) for each in (ratios, logprobs.abs().clamp_min(1e-30).log())]
         return cut and all(slope is not None and abs(slope) < 0.5 for slope in slopes)
 
     @property
     def loss_moves_less(self) -> bool:
-        """Whether the loss moves by less than a tenth of what the gradient does, each in parts of itself.
+        """True if the relative change of the loss is less than a tenth of that of the gradient.
 
-        Ratios are near 1, whatever they are ratios of; what they are differentiated by is another matter.
+        All ratios are near 1, per token or per document; their derivatives differ.
         """
         factor, norm, of_loss = self.step.factor, self.norm_factor, self.loss_factor
         if factor is None or norm is None or of_loss is None or self.step.cosine is None:
             return False
         return abs(of_loss - 1) < 0.1 * math.sqrt(max(1 - 2 * factor + norm**2, 0.0))
 
-    # ---- the loss, divided otherwise ---------------------------------------------------------------------
+    # ---- other denominators of the loss ------------------------------------------------------------------
 
     @cached_property
     def ways(self) -> list[Way]:
-        """Ways of dividing that give the suspect's loss and are not how the trusted one divides, nearest first."""
+        """Ways of dividing that give the suspect's loss and are not the trusted one's, nearest first."""
         if self.step.losses is None:
             return []
         (a, b), context = self.pair, self.context
         bar = max(1e-9, self.step.noise.loss / (5 if self.step.noise.same_forward else 20))
-        mine, right = (
-            ways(step, said, exact=bar < EXACT) for step, said in ((b, context), (a, self.evidence.trusted.context))
+        candidates, usual_ways = (
+            ways(step, known, exact=bar < EXACT) for step, known in ((b, context), (a, self.evidence.trusted.context))
         )
         trusted, suspect = self.step.losses
-        if not right or not mine:
+        if not usual_ways or not candidates:
             return []
         values = self.tokens[0]["losses"][self.trained].double()
         if max(abs(trusted), abs(suspect)) <= self.step.noise.loss * float(values.abs().mean()):
-            return []  # terms that cancel to nothing do so in every way of dividing them
-        sized = 0.1 * float(values.abs().mean())  # a loss may cancel, what rounding does to its terms does not
-        usual = {way.words for way in reproduced(right, trusted, bar * max(abs(trusted), sized))}
-        hits = reproduced(mine, suspect, bar * max(abs(suspect), sized))
+            return []  # terms that cancel to 0 do so under every denominator
+        scale = 0.1 * float(values.abs().mean())  # a loss may cancel, the rounding of its terms does not
+        usual = {way.words for way in reproduced(usual_ways, trusted, bar * max(abs(trusted), scale))}
+        hits = reproduced(candidates, suspect, bar * max(abs(suspect), scale))
         nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
         return [way for way in nearest if way.words not in usual] if usual else []
 
 
 def coarse(values: Tensor) -> str | None:
-    """The lower precision in which every one of these numbers has a place; None if there is none."""
+    """The lower precision that represents every one of these numbers exactly; None if there is none."""
     for dtype in (torch.bfloat16, torch.float16):
         if len(values) and torch.equal(values.to(dtype).to(values.dtype), values):
             return str(dtype).removeprefix("torch.")
@@ -512,16 +512,16 @@ def short(name: str) -> str:
 
 
 def fit(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Slope of y on x through the origin, and what share of y's squares it leaves."""
+    """Slope of y on x through the origin, and the unexplained share of y's sum of squares."""
     if not float(x.square().sum()) or not float(y.square().sum()):
         return 0.0, 1.0
     slope = float(x @ y) / float(x.square().sum())
     return slope, float((y - slope * x).square().sum()) / float(y.square().sum())
 
 
-def _left_by_shift(mine: Tensor, theirs: Tensor, there: Tensor, shift: int) -> float:
-    """How far the second is from the first after a shift, in parts of how far it is as it stands: medians."""
-    shifted, as_is = (float((theirs - each)[there].abs().median()) for each in (mine.roll(shift), mine))
+def _left_by_shift(trusted: Tensor, suspect: Tensor, there: Tensor, shift: int) -> float:
+    """Median distance of the two after a shift, relative to that without a shift."""
+    shifted, as_is = (float((suspect - each)[there].abs().median()) for each in (trusted.roll(shift), trusted))
     return shifted / as_is if as_is else math.inf
 
 

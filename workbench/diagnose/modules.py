@@ -1,8 +1,8 @@
-"""One module of several, such as an encoder beside a policy: what differs lies in it, and nowhere else.
+"""Differences confined to one of several modules, such as an encoder next to a policy.
 
 Modules that share their ranks and not their layout complete their gradients over ranks of their own, and gradients
-cross between them once. A mistake in either leaves the other module right, loss and log-probabilities too. What crosses
-forward wrongly changes what the policy says behind it.
+cross between them once. A mistake in either leaves the other module, loss and log-probabilities right. Features that
+cross wrongly in the forward pass change the policy's log-probabilities behind them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from workbench.diagnose.facts import Facts
 from workbench.metrics.gradients import LAYERS, parameter_layer
 
 NEXT_TO_NOTHING = 1e-4
-"""Share of the whole gradient: a parameter with less (a bias that a softmax takes away) says nothing of its module."""
+"""Share of the whole gradient: a parameter with less (a bias that a softmax cancels) is no evidence for its module."""
 
 
 def differing_module(facts: Facts) -> str | None:
-    """The module, with layers of its own, in all of which gradients differ, while other layers' and the loss agree.
+    """The module with layers of its own, all of whose gradients differ, while other layers and the loss agree.
 
-    A parameter outside of its layers may agree: the last bias gets the same sum from rows that were mixed up.
+    A parameter outside its layers may agree: the last bias gets the same sum from rows that were permuted.
     """
     if facts.loss_same is False or facts.forward_same is False or facts.mask_same is False or not facts.clear:
         return None
@@ -45,7 +45,7 @@ def differing_module(facts: Facts) -> str | None:
 
 
 def module_scaled(facts: Facts) -> tuple[float, list[str]]:
-    """One factor on every gradient of one module."""
+    """Score of one common factor on every gradient of one module."""
     module = differing_module(facts)
     if module is None:
         return 0.0, []
@@ -56,15 +56,15 @@ def module_scaled(facts: Facts) -> tuple[float, list[str]]:
     straight = all(p.cosine is None or p.cosine > 1 - facts.bar for p in telling)
     if not ratio or not straight or any(abs(p.ratio / ratio - 1) > facts.bar for p in telling):
         return 0.0, []
-    named = _names(ratio, module, facts)
-    said = f", which is {named[0]}" if named else ", which equals no size on record"
-    return 0.96 if named else 0.92, [
-        f"every gradient of {module} is {ratio:.6g} times the trusted one{said}; the loss and all others are right"
+    names = _names(ratio, module, facts)
+    meaning = f", which is {names[0]}" if names else ", which equals no size on record"
+    return 0.96 if names else 0.92, [
+        f"every gradient of {module} is {ratio:.6g} times the trusted one{meaning}; the loss and all others are right"
     ]
 
 
 def module_reached_wrongly(facts: Facts) -> tuple[float, list[str]]:
-    """Another gradient in all of one module."""
+    """Score of another gradient in all of one module."""
     module = differing_module(facts)
     if module is None or module_scaled(facts)[0]:
         return 0.0, []
@@ -76,9 +76,9 @@ def module_reached_wrongly(facts: Facts) -> tuple[float, list[str]]:
 
 
 def other_features(facts: Facts) -> tuple[float, list[str]]:
-    """What differs forward lies behind tokens in whose place a feature stands: in all documents that read one, or some.
+    """Score of forward differences behind tokens replaced by a feature: in all documents that read one, or in some.
 
-    A part of them is weaker evidence, since in most documents little trains before a feature.
+    Some documents are weaker evidence, since in most documents little trains before a feature.
     """
     place, off = "behind features", facts.off_tokens("policy_logprobs")
     if off is None or facts.trained is None or place not in facts.places or not (off & facts.trained).any():
@@ -91,8 +91,8 @@ def other_features(facts: Facts) -> tuple[float, list[str]]:
 
 
 def _names(ratio: float, module: str, facts: Facts) -> list[str]:
-    """What a factor equals: a size of the module's own layout, if that was recorded, or of the run's."""
+    """Names of a factor: sizes of the module's own layout, if that was recorded, and of the run's."""
     own: Mapping[str, Any] = facts.context.get("modules", {}).get(module, {})
-    return [f"{found.words} of {module}" for found in names_of(ratio, sizes(own, {}), facts.bar)] + [
-        found.words for found in names_of(ratio, facts.sizes, facts.bar)
+    return [f"{named.words} of {module}" for named in names_of(ratio, sizes(own, {}), facts.bar)] + [
+        named.words for named in names_of(ratio, facts.sizes, facts.bar)
     ]

@@ -1,11 +1,11 @@
-"""How far two correct records may lie apart: rounding, by precision, growing with the optimizer steps behind it.
+"""Tolerances between two correct records: rounding, by precision, larger after the first optimizer step.
 
 Two runs that sum in another order differ by rounding in the first step. From the second on their weights differ too,
-and an optimizer that divides by a gradient's size turns rounding of near-zero elements into whole steps. Bars here
-are for the whole gradient's relative distance; other numbers have theirs as a multiple of it.
+and an optimizer that divides by a gradient's size turns rounding of near-zero elements into whole steps. Tolerances
+here are for the whole gradient's relative distance; those of other numbers are multiples of it.
 
-Where both policies say bit for bit the same of every token, nothing was rounded otherwise on the way forward: what is
-made of it in float32 (loss, metrics) agrees to float32, and only the backward pass rounds, a few times.
+Where log-probabilities of all tokens are bitwise identical, the forward pass rounded identically: float32 results
+computed from them (loss, metrics) agree to float32, and only the backward pass rounds differently, a few times.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _LATER = {"float64": 1e-6, "float32": 5e-3, "float16": 0.1, "bfloat16": 0.4}
 _METRIC_FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.3}
 _SAME_FORWARD = {"float64": 1e-6, "float32": 1e-5, "float16": 5e-3, "bfloat16": 0.03}
 _OF_FLOAT32 = 1e-5
-"""Relative, for sums in float32 of the same numbers in another order."""
+"""Relative tolerance for sums in float32 of the same numbers in another order."""
 _COARSE = tuple(_FIRST)
 _UNKNOWN = "float32"
 _CLIP_NATS = 0.01
-"""Ranges of a ratio are as narrow as this: beyond, log-probabilities' noise decides what is clipped."""
+"""Narrowest clip range of a ratio: with noisier log-probabilities than this, noise decides what is clipped."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How far numbers of two correct records may lie apart in one step.
+    """Tolerances between two correct records in one step.
 
     Attributes:
         gradient: relative distance of gradients, or of their norms.
-        loss: difference of losses, in parts of the loss or of the gradient's norm, whichever is more.
-        metric: difference of metrics, in parts of the metric or of ``metric_floor``, whichever is more.
-        metric_floor: below this a metric is next to nothing.
-        logprob_nats: difference of a token's log-probability, in parts of 1 + its size.
+        loss: difference of losses, relative to the loss or to the gradient's norm, whichever is larger.
+        metric: difference of metrics, relative to the metric or to ``metric_floor``, whichever is larger.
+        metric_floor: a metric below this counts as zero.
+        logprob_nats: difference of a token's log-probability, relative to 1 + its absolute value.
         outliers: share of the tokens that may lie further apart.
-        same_forward: both policies say bit for bit the same of every token.
+        same_forward: log-probabilities of all tokens are bitwise identical.
     """
 
     gradient: float
@@ -53,18 +53,18 @@ class Noise:
     def between(
         cls, first: Mapping[str, Any], second: Mapping[str, Any], step: int, *, same_forward: bool = False
     ) -> Noise:
-        """What is allowed between records of these contexts, ``step`` optimizer steps after the same weights.
+        """Tolerances between records of these contexts, ``step`` optimizer steps after the same weights.
 
-        The lower precision of the two decides; a record that does not say is taken for float32.
+        The lower precision of the two decides; a record without one is taken for float32.
 
         Args:
             first: context of one.
             second: of the other.
-            step: how many optimizer steps lie before it.
-            same_forward: both policies say bit for bit the same of every token.
+            step: number of optimizer steps before it.
+            same_forward: log-probabilities of all tokens are bitwise identical.
         """
-        said = [str(context.get("precision", _UNKNOWN)) for context in (first, second)]
-        name = max((each if each in _COARSE else _UNKNOWN for each in said), key=_COARSE.index)
+        precisions = [str(context.get("precision", _UNKNOWN)) for context in (first, second)]
+        name = max((each if each in _COARSE else _UNKNOWN for each in precisions), key=_COARSE.index)
         bar = (_LATER if step else _FIRST)[name]
         if same_forward:
             rest = min(bar, _OF_FLOAT32)
@@ -87,25 +87,25 @@ class Noise:
         )
 
     def of_metric(self, key: str) -> float:
-        """What is allowed of one metric.
+        """Tolerance of one metric.
 
-        Norms of gradients are as noisy as those; how much is clipped says nothing where rounding decides it.
+        Norms of gradients are as noisy as gradients; clip metrics are ignored where rounding decides what is clipped.
         """
         if key.startswith("gradient/"):
             return max(self.metric, self.gradient)
         return math.inf if key.startswith("clip/") and self.logprob_nats > _CLIP_NATS else self.metric
 
     def as_tokens_cancel(self, times: float) -> Noise:
-        """What is allowed where the gradient is so many times smaller than it has been.
+        """Tolerances for a gradient that is so many times smaller than it has been.
 
-        Gradients of tokens cancel as training goes on; what rounding did to each of them does not.
+        Gradients of tokens cancel as training proceeds; their rounding errors do not.
         """
         return replace(self, gradient=self.gradient * max(times, 1.0)) if math.isfinite(times) else self
 
     def with_flips(self, share: float) -> Noise:
-        """What is allowed where rounding has turned clip decisions: of so many tokens for each that is not clipped.
+        """Tolerances where rounding has flipped clip decisions of this share of tokens, relative to those not clipped.
 
-        A clipped loss has no jump there; its gradient has. Of n like tokens, s n that come or go move it by about
-        sqrt(s) of itself, and a few heavy ones by more.
+        A clipped loss is continuous there; its gradient is not. Of n similar tokens, s n that appear or vanish move it
+        by about sqrt(s) of itself, and a few heavy ones by more.
         """
         return self if not share else replace(self, gradient=max(self.gradient, 5 * share**0.5))

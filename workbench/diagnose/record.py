@@ -1,7 +1,7 @@
-"""What one training run wrote down about itself: context, and of each step what it measured. Any part may be missing.
+"""Record of one training run: context, and the measurements of each step. Any part may be missing.
 
-Ours and other trainers' runs come to the same form: `Record.of` reads a run directory, `Record.load` a folder that a
-recorder wrote (`workbench.records.trainer_files` owns its format):
+Our runs and those of other trainers have the same form: `Record.of` reads a run directory, `Record.load` a folder that
+a recorder wrote (`workbench.records.trainer_files` owns its format):
 
     record.json                                  {"context": {...}}
     steps.jsonl                                  {"step", "loss", "metrics", "gradient_norms", "counts"} a line, and
@@ -9,13 +9,13 @@ recorder wrote (`workbench.records.trainer_files` owns its format):
     tensors/step0000.gradients.safetensors       whole gradients, by parameter
     tensors/step0000.tokens.safetensors          per-token values in source order, [S] each
 
-Context names: dp, cp, tp, micro_batches, accumulation, order, temperature, learning_rate, precision, and whatever else
-a trainer says of itself. Count names: documents (that train), masked_documents, trained_tokens, all_tokens,
+Context names: dp, cp, tp, micro_batches, accumulation, order, temperature, learning_rate, precision, and anything else
+a trainer records. Count names: documents (that train), masked_documents, trained_tokens, all_tokens,
 padded_tokens, micro_batches, kept_mass. Token names: policy_logprobs, old_logprobs, ref_logprobs, sampler_logprobs,
 entropy_nats, ratios, trained (bool), documents, positions, and where each token was predicted: rows (micro-batches, of
-the first dp rank first), places in them, shards (cp rank); losses, each token's value before it is weighed.
+the first dp rank first), places in them, shards (cp rank); losses, each token's value before weighting.
 
-A record holds what was measured. What was planted or meant is not in it.
+A record contains measurements only, not the planted fault or the intention.
 
 Letters: S tokens of the source batch | T tokens of a row.
 """
@@ -51,13 +51,13 @@ _MEASURED_TOKENS = ("policy_logprobs", "old_logprobs", "entropy_nats", "trained"
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of one file, read when one of them is first looked at and not kept; {} if there is no such file."""
+    """Tensors of one file, read at each access and not kept; {} if there is no such file."""
 
     def __init__(self, read: Callable[[], Mapping[str, Tensor] | None]) -> None:
         self._read = read
 
     def whole(self) -> Mapping[str, Tensor]:
-        """All of them."""
+        """All tensors of the file."""
         return self._read() or {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -71,7 +71,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def whole(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """All tensors of a record's part, read at once if they lie on disk."""
+    """All tensors of a record's part, read at once if they are on disk."""
     return tensors.whole() if isinstance(tensors, LazyTensors) else tensors
 
 
@@ -104,12 +104,12 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Record:
-    """What one training run wrote down about itself.
+    """Record of one training run.
 
     Attributes:
-        context: what it says of itself, by name.
+        context: layout and settings, by name.
         steps: in order.
-        name: what to call it.
+        name: display name.
 
     Example:
         >>> record = Record({"cp": 2}, (RecordedStep(0, loss=0.25, gradient_norms={"w": 1.0}),), name="mine")
@@ -123,7 +123,7 @@ class Record:
 
     @classmethod
     def of(cls, what: Record | RunDirectory | Path | str) -> Record:
-        """A record from whatever holds one: a record, a run directory, or the folder of either.
+        """Return a record from a record, a run directory, or the folder of either.
 
         Raises:
             RecordError: a folder that is neither, or a run without steps.
@@ -157,10 +157,10 @@ class Record:
         return cls(context, tuple(_loaded(folder, step) for step in files.read_steps(folder)), name)
 
     def save(self, folder: Path | str) -> Path:
-        """Write it as a recorder does.
+        """Write the record in a recorder's format.
 
         Raises:
-            RecordError: there is a record already.
+            RecordError: the folder has a record already.
         """
         folder = Path(folder)
         if files.is_record(folder):
@@ -190,18 +190,18 @@ class Record:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Which parts its first step has."""
+        """Parts that its first step has."""
         first = self.steps[0] if self.steps else RecordedStep(0)
-        kept = ("loss", "metrics", "gradient_norms", "counts", "gradients", "tokens")
+        names = ("loss", "metrics", "gradient_norms", "counts", "gradients", "tokens")
         return tuple(
             part
-            for part in kept
+            for part in names
             if getattr(first, part) not in (None, {})
             and (not isinstance(getattr(first, part), Mapping) or len(getattr(first, part)))
         )
 
     def __repr__(self) -> str:
-        """Say what it holds, in a line."""
+        """One-line summary."""
         sizes = ", ".join(
             f"{name}={self.context[name]}"
             for name in ("dp", "cp", "tp", "micro_batches", "precision")
@@ -242,13 +242,13 @@ def _of_run(run: RunDirectory) -> Record:
             rule="at least one step",
             fix="run it first",
         )
-    recording = None if spec.online.on else _rollouts(project_root() / spec.data.path)
+    rollouts = None if spec.online.on else _rollouts(project_root() / spec.data.path)
     steps = []
     for line in written:
         number = int(line["step"])
         tokens = _run_tokens(run, number, "tokens")
         since = number % spec.online.updates if spec.online.on else number
-        batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if spec.online.on else recording
+        batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if spec.online.on else rollouts
         counts, places = (
             ({}, {})
             if batch is None
@@ -273,7 +273,7 @@ def _of_run(run: RunDirectory) -> Record:
                 read_certificate(run, number) if "certificate" in line else None,
             )
         )
-    return Record(context_of(spec, recording), tuple(steps), run.name)
+    return Record(context_of(spec, rollouts), tuple(steps), run.name)
 
 
 def _run_tokens(run: RunDirectory, number: int, kind: str) -> dict[str, Tensor]:
@@ -282,7 +282,7 @@ def _run_tokens(run: RunDirectory, number: int, kind: str) -> dict[str, Tensor]:
 
 
 def _rollouts(folder: Path) -> RolloutBatch | None:
-    """The rollouts of a run, or of a step of a run that sampled them, if they are still there."""
+    """The rollouts of a run, or of a step of a run that sampled them; None if they no longer exist."""
     try:
         return load(folder)
     except (OSError, WorkbenchError):
@@ -290,10 +290,10 @@ def _rollouts(folder: Path) -> RolloutBatch | None:
 
 
 def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, Any]:
-    """What a run of this spec says of itself; the temperature of the rollouts counts where the spec gives none."""
+    """Context of a run of this spec; the temperature is that of the rollouts if the spec has none."""
     layout, data = spec.layout, spec.data
     sampled = spec.online.temperature if spec.online.on else None if batch is None else batch.temperature
-    told = {
+    context = {
         "dp": layout.dp,
         "cp": layout.cp,
         "tp": layout.tp,
@@ -308,21 +308,21 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
         "denominator": spec.loss.denominator,
         "precision": spec.precision,
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in context.items() if value is not None}
 
 
 def arranged(
     spec: RunSpec, batch: RolloutBatch, documents: Sequence[int], tokens: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Counts of a step, and of each of its tokens where it lay and what the loss says of it.
+    """Counts of a step, and the place and loss value of each of its tokens.
 
     They follow from the spec and the rollouts, computed whole on one rank; of the run only its log-probabilities enter.
 
     Args:
         spec: of the run.
-        batch: the recording.
+        batch: the rollout dataset.
         documents: of the step.
-        tokens: what the run recorded of them; {}: only the counts are computed.
+        tokens: the run's recorded values of them; {}: only the counts are computed.
     """
     chosen = make_advantages(batch.select(documents), spec)
     rows = pack_step(chosen, spec)
@@ -353,15 +353,15 @@ def _places(
     spec: RunSpec, rows: Sequence[RolloutBatch], batch: RolloutBatch, tokens: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     nowhere_S = torch.full((batch.num_tokens,), -1)
-    found = {
+    values = {
         "documents": batch.document_ids_T.clone(),
         "rows": nowhere_S.clone(),
         "shards": nowhere_S.clone(),
         "places": nowhere_S.clone(),
         "positions": batch.positions_T.clone(),
     }
-    if not (spec.loss.squared_logit_coefficient or spec.loss.mean_squared_logit_coefficient):  # made of the logits
-        found["losses"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    if not (spec.loss.squared_logit_coefficient or spec.loss.mean_squared_logit_coefficient):  # these need logits
+        values["losses"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
     lined_up = [
         shift_targets(row).map(lambda values_T: values_T.double() if values_T.is_floating_point() else values_T)
         for row in rows
@@ -371,14 +371,14 @@ def _places(
     for number, (row, named) in enumerate(zip(lined_up, weights, strict=True)):
         known_T = row.source_T != PADDING
         source = row.source_T[known_T]
-        found["rows"][source] = number
-        found["places"][source] = torch.arange(row.tokens_T.shape[0])[known_T]
-        found["shards"][source] = plan_row(row.document_ids_T, spec.layout).owners_T[known_T]
-        if "losses" not in found:
+        values["rows"][source] = number
+        values["places"][source] = torch.arange(row.tokens_T.shape[0])[known_T]
+        values["shards"][source] = plan_row(row.document_ids_T, spec.layout).owners_T[known_T]
+        if "losses" not in values:
             continue
-        said = TokenLogprobs(
+        head_output = TokenLogprobs(
             *(tokens[name].double()[row.source_T.clamp_min(0)] for name in ("policy_logprobs", "entropy_nats"))
         )
-        terms = evaluate_loss(loss, loss_inputs(row, said, totals), named, row.loss_mask_T).terms
-        found["losses"][source] = token_values(terms).detach()[known_T]
-    return found
+        terms = evaluate_loss(loss, loss_inputs(row, head_output, totals), named, row.loss_mask_T).terms
+        values["losses"][source] = token_values(terms).detach()[known_T]
+    return values

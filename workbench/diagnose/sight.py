@@ -1,8 +1,8 @@
 """The evidence in a record: how much of the step a comparison with it could have seen.
 
 Runs of the workbench count their tokens and documents with a gradient (`workbench.metrics.evidence`), and those counts
-are taken as they are. Of records of other trainers the same is read as far as they go: the tokens and documents that
-train, what is clipped, whether any gradient is not zero. What is not recorded is unknown, and is said to be.
+are used directly. From records of other trainers the same is read as far as possible: tokens and documents that
+train, clipped tokens, whether any gradient is not zero. The rest is reported as unknown.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from workbench.metrics.evidence import Evidence as Counts
 
 @dataclass(frozen=True)
 class Sight:
-    """The evidence in a record without the workbench's counts; None where it does not say.
+    """The evidence in a record without the workbench's counts; None where it is unknown.
 
     Attributes:
-        steps: that were looked at.
+        steps: number of steps read.
         trained_tokens: in them.
         trained_documents: documents with a trained token.
         documents: all documents.
@@ -41,10 +41,10 @@ class Sight:
 
     @property
     def nothing(self) -> str:
-        """Why there was nothing to compare; "" if there was something, or nobody can tell."""
+        """Reason why there was nothing to compare; "" if there was something, or if it is unknown."""
         if self.zero_steps is not None:
             if self.zero_steps < self.steps:
-                return ""  # whatever the counts say, something was back-propagated
+                return ""  # regardless of the counts, something was back-propagated
             masked = ": no token is trained" if self.trained_tokens == 0 else ""
             return f"every gradient is zero in every step{masked}"
         if self.trained_tokens == 0:
@@ -53,7 +53,7 @@ class Sight:
 
     @property
     def clipped_share(self) -> float | None:
-        """Trained tokens that are clipped, of all; None if unknown."""
+        """Share of trained tokens that are clipped; None if unknown."""
         return (
             self.clipped_tokens / self.trained_tokens
             if self.clipped_tokens is not None and self.trained_tokens
@@ -62,7 +62,7 @@ class Sight:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why a verdict on it says less than it seems to; () if it does not."""
+        """Reasons why a verdict on it proves less than it seems to; () if there are none."""
         if self.nothing:
             return ()
         notes = []
@@ -78,7 +78,7 @@ class Sight:
         return tuple(notes)
 
     def summary(self) -> str:
-        """What is known in a line, and what is not.
+        """One line: known counts, then the names of unknown ones.
 
         Example:
             >>> Sight(2, 130, 9, 11, 13).summary()
@@ -152,7 +152,7 @@ def sight_of(record: Record, steps: Iterable[int]) -> Counts | Sight:
 
 
 def fewest(first: Counts | Sight, second: Counts | Sight) -> Counts | Sight:
-    """Of two records, the evidence of the one that could have seen less: nothing, or fewer tokens."""
+    """Of two records, the evidence of the one that shows less: nothing, or fewer tokens."""
 
     def amount(sight: Counts | Sight) -> tuple[bool, float]:
         tokens = sight.gradient_tokens if isinstance(sight, Counts) else sight.trained_tokens

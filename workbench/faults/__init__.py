@@ -1,9 +1,8 @@
-"""Known bugs of the field, switched on by name.
+"""Known bugs of the field, planted by name.
 
-Product code has no ``if fault``. A fault names a *seam* (a function that is looked up by its name when it is called)
-and what to put there instead; `planted` swaps it and puts it back. Each fault is one function under ``@fault``, in the
-module of its family, with its origin, the settings under which it shows and those under which it hides, and under each
-some named test must go red.
+Product code has no ``if fault``. A fault names a *seam* (a function that is looked up by name at the call) and its
+replacement; `planted` swaps the function and restores it. Each fault is one function under ``@fault``, in the module
+of its family, with its origin, settings that expose it, settings that hide it, and the test that must fail under it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ FAMILIES: Mapping[str, str] = {
     "K": "auxiliary losses",
     "S": "sharding",
 }
-"""What a family of faults gets wrong, by its letter."""
+"""Families of faults, by letter."""
 
 MODULES: Mapping[str, str] = {
     "denominators": "A",
@@ -53,7 +52,7 @@ MODULES: Mapping[str, str] = {
     "sharding": "S",
     "attention": "S",
 }
-"""Modules of this package whose faults a spec can name, and their family."""
+"""Modules of this package whose faults a spec can name -> their family."""
 
 _STEP = "workbench.train.step"
 _DECLARED = re.compile(r"^@fault\((?:.|\n)*?^\)\ndef (\w+)\(", re.MULTILINE)
@@ -64,20 +63,20 @@ class Fault:
     """One known bug.
 
     Attributes:
-        name: of the function that makes it.
+        name: of the function that defines it.
         family: a letter of `FAMILIES`.
-        what: the mistake in a sentence.
-        origin: where it was made, with a reference.
-        signature: what it does to loss and gradient, against the right step.
-        seam: where it acts: a function of `workbench.train.step`, or ``module:path``, such as
+        what: the mistake in one sentence.
+        origin: project and reference of the mistake.
+        signature: its effect on loss and gradient, relative to the correct step.
+        seam: the replaced function: one of `workbench.train.step`, or ``module:path``, such as
             ``workbench.policy.model:Policy.token_logprobs``.
-        broken: given the right function, returns the wrong one.
-        shows_in: settings over a small spec under which it shows.
-        hidden_in: settings over those of ``shows_in`` under which it changes nothing; None: none are known.
-        detected_by: the test that goes red under it.
-        changes_gradient: whether a gradient turns wrong.
-        changes_metrics: whether a number that is reported turns wrong: the loss, a metric, or a norm that is not its
-            gradient's. A fault that changes nothing stalls or hangs a run.
+        broken: given the correct function, returns the wrong one.
+        shows_in: changes to a small spec that expose it.
+        hidden_in: changes to ``shows_in`` under which it has no effect; None: none are known.
+        detected_by: the test that fails under it.
+        changes_gradient: True if a gradient becomes wrong.
+        changes_metrics: True if a reported number becomes wrong: the loss, a metric, or a norm other than that of its
+            gradient. A fault that changes nothing stalls or hangs a run.
     """
 
     name: str
@@ -95,20 +94,20 @@ class Fault:
 
     @property
     def changes_numbers(self) -> bool:
-        """Whether anything turns wrong; if not, the run stalls or hangs."""
+        """True if any number becomes wrong; if not, the run stalls or hangs."""
         return self.changes_gradient or self.changes_metrics
 
 
 def fault(*, seam: str, origin: str, signature: str, **settings: Any) -> Callable[[Callable[..., Any]], Fault]:
-    """Declare a fault: decorates a function that takes the right function of a seam and returns the wrong one.
+    """Declare a fault: decorate a function that takes the correct function of a seam and returns the wrong one.
 
-    The function's name is the fault's, the last paragraph of its docstring the mistake in a sentence.
+    The function's name is the fault's; the last paragraph of its docstring is the mistake in one sentence.
 
     Args:
-        seam: as in `Fault`.
-        origin: as in `Fault`.
-        signature: as in `Fault`.
-        settings: other attributes of `Fault`; the family is that of the module unless it is given.
+        seam: see `Fault`.
+        origin: see `Fault`.
+        signature: see `Fault`.
+        settings: other attributes of `Fault`; the family defaults to that of the module.
     """
 
     def declare(broken: Callable[..., Any]) -> Fault:
@@ -121,8 +120,8 @@ def fault(*, seam: str, origin: str, signature: str, **settings: Any) -> Callabl
 
 
 @functools.cache
-def _places() -> dict[str, str]:
-    """Fault -> module, read from the text of the modules: a launcher that checks a name loads no torch."""
+def _modules() -> dict[str, str]:
+    """Fault -> module, parsed from the source: a launcher that checks a name loads no torch."""
     folder = Path(__file__).parent
     return {
         name: module
@@ -132,34 +131,34 @@ def _places() -> dict[str, str]:
 
 
 def fault_names() -> list[str]:
-    """Every fault that can be switched on."""
-    return sorted(_places())
+    """Return the names of all faults that a spec can plant."""
+    return sorted(_modules())
 
 
 def load_fault(name: str) -> Fault:
-    """The fault of a name.
+    """Return the fault of a name.
 
     Raises:
-        SpecError: there is none of that name.
+        SpecError: unknown name.
     """
-    if name not in _places():
+    if name not in _modules():
         raise SpecError(f"fault {name!r}", rule=f"one of {', '.join(fault_names())}", fix="correct the spec")
-    return getattr(importlib.import_module(f"{__name__}.{_places()[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_modules()[name]}"), name)
 
 
 @contextlib.contextmanager
 def planted(names: Sequence[str]) -> Iterator[None]:
-    """Run a block with faults planted; the seams are whole again afterwards.
+    """Run a block with faults planted; the seams are restored afterwards.
 
-    Of several faults at one seam each is given what the one before it left there.
+    Several faults at one seam are applied in order, each to the result of the previous one.
 
     Raises:
-        SpecError: a name that stands twice or is not known; a seam that is not there, or is not a function.
+        SpecError: a duplicate or unknown name; a seam that does not exist, or is not a function.
     """
-    if twice := sorted({name for name in names if list(names).count(name) > 1}):
+    if duplicates := sorted({name for name in names if list(names).count(name) > 1}):
         raise SpecError(
             f"faults {', '.join(names)}",
-            found=f"{', '.join(twice)} more than once",
+            found=f"{', '.join(duplicates)} more than once",
             rule="a fault is planted once",
             fix="name each fault once",
         )
@@ -169,32 +168,33 @@ def planted(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planted_faults(faults: Sequence[Fault]) -> Iterator[None]:
-    """The same for faults that no spec can name.
+    """Plant faults that no spec can name.
 
     Raises:
-        SpecError: a seam that is not there, or is not a function.
+        SpecError: a seam that does not exist, or is not a function.
     """
-    with contextlib.ExitStack() as whole_again:
+    with contextlib.ExitStack() as restore:
         for each in faults:
-            owner, attribute = _place(each.seam)
-            held = vars(owner).get(attribute)
-            wrapper = type(held) if isinstance(held, staticmethod | classmethod) else None
-            right = held.__func__ if wrapper else held
-            if not isinstance(right, FunctionType):
+            owner, attribute = _resolve(each.seam)
+            original = vars(owner).get(attribute)
+            wrapper = type(original) if isinstance(original, staticmethod | classmethod) else None
+            function = original.__func__ if wrapper else original
+            if not isinstance(function, FunctionType):
                 raise SpecError(
                     f"fault {each.name!r} at seam {each.seam!r}",
-                    found="nothing of that name" if held is None else type(held).__name__,
+                    found="nothing of that name" if original is None else type(original).__name__,
                     rule="a seam is a function, or a method in the class that defines it",
-                    fix="name the place where the function is looked up",
+                    fix="name the module or class in which the function is looked up",
                 )
-            broken = each.broken(right)
+            # The owner's own attribute is set, so that static and class methods keep their kind (DECISIONS.md, row 74).
+            broken = each.broken(function)
             setattr(owner, attribute, wrapper(broken) if wrapper else broken)
-            whole_again.callback(setattr, owner, attribute, held)
+            restore.callback(setattr, owner, attribute, original)
         yield
 
 
-def _place(seam: str) -> tuple[Any, str]:
-    """Whose attribute a seam is, and its name there."""
+def _resolve(seam: str) -> tuple[Any, str]:
+    """Return the owner of a seam, and the attribute's name."""
     module, _, path = seam.rpartition(":")
     owner, _, attribute = path.rpartition(".")
     return pkgutil.resolve_name(f"{module or _STEP}:{owner}"), attribute

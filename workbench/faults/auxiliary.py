@@ -24,10 +24,10 @@ from workbench.reduction.document_sums import ShardedSums
     changes_metrics=False,
 )
 def auxiliary_gradient_over_cp(squared_logit: Callable[..., Term]) -> Callable[..., Term]:
-    """The engine's mean over context-parallel ranks is undone for the loss, and not for what goes past it.
+    """The engine's mean over context-parallel ranks is undone for the loss, but not for auxiliary gradients.
 
-    The gradient of an auxiliary loss (of a router; here of the log-normaliser) is injected behind the place where the
-    loss is multiplied by cp, and divided by cp with all others.
+    The gradient of an auxiliary loss (of a router; here of the log-normaliser) is injected after the loss is
+    multiplied by cp, and is divided by cp with all others.
     """
 
     def slip_past_the_factor(inputs: LossInputs, coefficient: float) -> Term:
@@ -47,10 +47,9 @@ def auxiliary_gradient_over_cp(squared_logit: Callable[..., Term]) -> Callable[.
     detected_by="tests/faults/test_unseen.py::test_a_dropped_auxiliary_loss_leaves_the_other_terms",
 )
 def auxiliary_loss_dropped(mean_squared_logit: Callable[..., Term]) -> Callable[..., Term]:
-    """A second way to the loss does not pass by the auxiliary one.
+    """A fused code path silently skips the auxiliary loss.
 
-    A fused loss returns before the line that adds the auxiliary loss (of a router; here of the size of logits), and
-    nothing says so.
+    A fused loss returns before the line that adds the auxiliary loss (of a router; here of the size of logits).
     """
 
     def nothing(inputs: LossInputs, coefficient: float) -> Term:
@@ -62,14 +61,14 @@ def auxiliary_loss_dropped(mean_squared_logit: Callable[..., Term]) -> Callable[
 
 @fault(
     seam="workbench.losses.build:squared_logit",
-    origin="verl-project/verl#6609 and #6836 (a gradient norm of 3168 where 0.3 belongs)",
-    signature="the auxiliary part of loss and gradient exactly trained tokens times too big, the policy's right: no "
-    "constant over parameters, and soon the gradient is the auxiliary loss's",
+    origin="verl-project/verl#6609 and #6836 (a gradient norm of 3168 instead of 0.3)",
+    signature="the auxiliary part of loss and gradient too big by exactly the number of trained tokens, the policy's "
+    "right: no constant over parameters; the auxiliary loss soon dominates the gradient",
     shows_in={"layout": {"cp": 2}, "loss": {"squared_logit_coefficient": 0.01}},
     hidden_in={"layout": {"cp": 1}},
 )
 def auxiliary_loss_not_normalised(squared_logit: Callable[..., Term]) -> Callable[..., Term]:
-    """An auxiliary loss is summed over tokens where the policy's is averaged.
+    """An auxiliary loss is summed over tokens while the policy's is averaged.
 
     With context parallelism an auxiliary loss (of a router; here of the log-normaliser) is not divided by the tokens of
     the step.
@@ -85,27 +84,27 @@ def auxiliary_loss_not_normalised(squared_logit: Callable[..., Term]) -> Callabl
 @fault(
     seam="run_step",
     origin="NVIDIA-NeMo/Automodel#3359",
-    signature="the auxiliary part of loss and gradient exactly micro-batches times too big, the policy's right: no "
-    "constant over parameters; nothing with one micro-batch",
+    signature="the auxiliary part of loss and gradient too big by exactly the number of micro-batches, the policy's "
+    "right: no constant over parameters; no effect with one micro-batch",
     shows_in={"data": {"micro_batches": 3}, "loss": {"squared_logit_coefficient": 0.01}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_unseen_at_first.py::test_an_auxiliary_loss_is_the_micro_batches_too_big",
 )
 def auxiliary_loss_times_micro_batches(run_step: Callable) -> Callable:
-    """An auxiliary loss is added once a micro-batch, whole.
+    """An auxiliary loss is added in full in every micro-batch.
 
     An auxiliary loss (of a router; here of the log-normaliser) is not divided by the number of micro-batches over which
     it accumulates.
     """
 
-    def add_whole(policy: object, loss: Callable, rows: list, totals: object, **how: object) -> Any:
+    def add_whole(policy: object, loss: Callable, rows: list, totals: object, **options: object) -> Any:
         def whole_each_time(inputs: LossInputs) -> dict[str, Term]:
             return {
                 name: replace(term, coefficient=term.coefficient * len(rows)) if name in _AUXILIARY else term
                 for name, term in loss(inputs).items()
             }
 
-        return run_step(policy, whole_each_time, rows, totals, **how)
+        return run_step(policy, whole_each_time, rows, totals, **options)
 
     return add_whole
 
@@ -116,17 +115,17 @@ _AUXILIARY = ("logit", "logit_size")
 @fault(
     seam="workbench.losses.kl:kl_estimate",
     origin="walkinglabs/hands-on-modern-rl#27",
-    signature="the penalty alone wrong, by the third power of the distance from the reference: about right near it; "
-    "the reported KL right; nothing under k2, which is even",
+    signature="the penalty alone wrong, by the third power of the distance from the reference, nearly right close to "
+    "it; the reported KL right; no effect under k2, which is even",
     shows_in={"loss": {"kl": {"coefficient": 0.5}}},
     hidden_in={"loss": {"kl": {"estimator": "k2"}}},
     detected_by="tests/faults/test_unseen.py::test_a_reversed_kl_is_the_only_wrong_term",
 )
 def reversed_kl(kl_estimate: Callable[[Tensor, str], Tensor]) -> Callable[[Tensor, str], Tensor]:
-    """The estimate of the KL is given the log ratio the wrong way round.
+    """The KL estimate gets the log ratio with the wrong sign.
 
-    E^d - 1 - d is taken of policy over reference instead of reference over policy: tokens that the policy made likelier
-    cost the exponential of what they should.
+    E^d - 1 - d is computed with policy over reference instead of reference over policy: the penalty of tokens that the
+    policy made likelier grows exponentially.
     """
 
     def of_the_inverse(d_T: Tensor, estimator: str) -> Tensor:

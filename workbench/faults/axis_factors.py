@@ -22,18 +22,18 @@ from workbench.specs.run import RunSpec
 @fault(
     seam="gradient_norms",
     origin="NVIDIA-NeMo/RL#1693",
-    signature="loss, metrics of tokens and gradients right; every norm exactly 1 / (dp cp) of its gradient's, and a "
-    "clip that lets through dp cp times what it should",
+    signature="loss, metrics of tokens and gradients right; every norm exactly 1 / (dp cp) of its gradient's, so that "
+    "the clip passes dp cp times the threshold",
     shows_in={"layout": {"dp": 2, "cp": 2}},
     hidden_in={"layout": {"dp": 1, "cp": 1}},
     detected_by="tests/faults/test_unseen_at_first.py::test_norms_of_averaged_gradients_are_too_small_by_the_ranks",
     changes_gradient=False,
 )
 def clip_of_averaged_gradients(gradient_norms: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """The norm that decides about the clip is that of averaged gradients, the step takes their sum.
+    """The clip uses the norm of averaged gradients, the step their sum.
 
-    Gradients are clipped while they are still averaged over dp x cp ranks: the threshold is that much higher than
-    asked.
+    Gradients are clipped while they are still averaged over dp x cp ranks: the effective threshold is dp cp times the
+    setting.
     """
 
     def norms_of_average(model: object, shards: Mapping, mesh: Mesh) -> dict[str, float]:
@@ -51,10 +51,10 @@ def clip_of_averaged_gradients(gradient_norms: Callable[..., dict[str, float]]) 
     detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )
 def cp_factor_twice(step_weights: Callable) -> Callable:
-    """The factor that undoes a mean over context-parallel ranks stays in the loss where their gradients are summed."""
+    """The factor that undoes a mean over context-parallel ranks stays in the loss, but their gradients are summed."""
 
-    def multiply_again(rows: list, spec: object, cut: Cut | None = None, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **how)
+    def multiply_again(rows: list, spec: object, cut: Cut | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, cut=cut, **options)
         cp = 1 if cut is None else cut.cp
         return [{name: pair.map(lambda w_T: w_T * cp) for name, pair in named.items()} for named in weights], totals
 
@@ -69,10 +69,10 @@ def cp_factor_twice(step_weights: Callable) -> Callable:
     changes_metrics=False,
 )
 def gradient_divided_by_documents_again(step_weights: Callable) -> Callable:
-    """Backward divides by the number of documents what forward has divided already."""
+    """Backward divides by the number of documents again, after forward has divided already."""
 
-    def weights_divided_twice(*args: object, **how: object) -> tuple:
-        weights, totals = step_weights(*args, **how)
+    def weights_divided_twice(*args: object, **options: object) -> tuple:
+        weights, totals = step_weights(*args, **options)
         documents = max(totals.documents, 1)
         return [
             {name: TokenWeights(pair.loss_T, pair.gradient_T / documents) for name, pair in named.items()}
@@ -91,16 +91,16 @@ def gradient_divided_by_documents_again(step_weights: Callable) -> Callable:
     changes_gradient=False,
 )
 def loss_counted_by_every_rank(evaluate_loss: Callable) -> Callable:
-    """A loss that is complete on every context-parallel rank is summed over them once more to be reported."""
+    """A loss that is complete on every context-parallel rank is summed over them once more for the report."""
 
     def report_too_much(loss: object, inputs: Any, *more: object) -> Evaluated:
-        found = evaluate_loss(loss, inputs, *more)
+        evaluated = evaluate_loss(loss, inputs, *more)
         ranks = inputs.sums.axis.size
-        # What is added carries no gradient.
-        return found._replace(
+        # The added part is detached: the gradient stays right.
+        return evaluated._replace(
             scalars={
                 name: replace(scalar, value=scalar.value + (ranks - 1) * scalar.value.detach())
-                for name, scalar in found.scalars.items()
+                for name, scalar in evaluated.scalars.items()
             }
         )
 
@@ -116,10 +116,10 @@ def loss_counted_by_every_rank(evaluate_loss: Callable) -> Callable:
     detected_by="tests/faults/test_unseen.py::test_a_mean_over_sequence_ranks_is_one_factor_in_loss_and_gradient",
 )
 def loss_divided_by_sequence_ranks(step_weights: Callable) -> Callable:
-    """A loss that is divided by the tokens of the whole sequence already is averaged over the ranks that share it."""
+    """A loss already divided by the tokens of the whole sequence is averaged over the ranks that share it."""
 
-    def average_over_cp(rows: list, spec: object, cut: Cut | None = None, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **how)
+    def average_over_cp(rows: list, spec: object, cut: Cut | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, cut=cut, **options)
         cp = 1 if cut is None else cut.cp
         return [{name: pair.map(lambda w_T: w_T / cp) for name, pair in named.items()} for named in weights], totals
 
@@ -136,7 +136,7 @@ def loss_divided_by_sequence_ranks(step_weights: Callable) -> Callable:
     changes_metrics=False,
 )
 def missing_cp_factor(sum_gradients: Callable) -> Callable:
-    """Gradients are averaged over context-parallel ranks, each of which holds only a share of the sum."""
+    """Gradients are averaged over context-parallel ranks, each of which has only a part of the sum."""
 
     def average_over_cp(model: object, shards: object, mesh: object) -> None:
         sum_gradients(model, shards, mesh)
@@ -149,24 +149,24 @@ def missing_cp_factor(sum_gradients: Callable) -> Callable:
 @fault(
     seam="make_advantages",
     origin="radixark/miles#1720",
-    signature="advantages, and with them the policy term, exactly cp times the right ones, the penalty right; nothing "
-    "where advantages are divided by a deviation, nor at cp = 1",
+    signature="advantages, and with them the policy term, exactly cp times the right ones, the penalty right; no "
+    "effect if advantages are divided by a deviation, or at cp = 1",
     shows_in={"layout": {"cp": 2}, "data": {"advantages": {"name": "rloo"}}},
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen.py::test_a_reward_on_every_rank_multiplies_the_policy_term",
 )
 def reward_on_every_cp_rank(make_advantages: Callable) -> Callable:
-    """Each context-parallel rank adds the reward at the end of an answer, and the ranks' rewards are summed.
+    """Each context-parallel rank adds the reward at the end of a completion, and the ranks' rewards are summed.
 
-    The reward of an answer is put on its last token by every context-parallel rank, not by the one that holds that
-    token.
+    The reward of a completion is assigned to its last token by every context-parallel rank, not only by the rank of
+    that token.
     """
 
     def reward_everywhere(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
         if batch.rewards_N is None:
             return make_advantages(batch, spec)
-        made = make_advantages(replace(batch, rewards_N=batch.rewards_N * spec.layout.cp), spec)
-        return replace(made, rewards_N=batch.rewards_N)
+        wrong = make_advantages(replace(batch, rewards_N=batch.rewards_N * spec.layout.cp), spec)
+        return replace(wrong, rewards_N=batch.rewards_N)
 
     return reward_everywhere
 
@@ -174,45 +174,45 @@ def reward_on_every_cp_rank(make_advantages: Callable) -> Callable:
 @fault(
     seam="split_row",
     origin="ServiceNow/Fast-LLM e0d8c4d4 (segment ids that are not the same on all ranks)",
-    signature="a document that lies on one rank is right; one that straddles has as many ratios as ranks, so that "
-    "other tokens are clipped; loss and gradient wrong by no constant, and right under a token-level loss",
+    signature="documents on one rank are right; one that straddles ranks has a ratio per rank, so that other tokens "
+    "are clipped; loss and gradient wrong by no constant, and right under a token-level loss",
     shows_in={"layout": {"cp": 3}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"cp": 1}},
 )
 def sequence_ratio_per_shard(split_row: Callable) -> Callable:
-    """Sums and lengths of a document are taken over the tokens that a context-parallel rank holds of it."""
+    """Sums and lengths of a document are taken over the local tokens of a context-parallel rank."""
 
     def split_document_sums(*args: object) -> object:
         local = split_row(*args)
         row = local.row
         documents_T = row.document_ids_T - PADDING
         lengths_T = torch.bincount(documents_T, weights=row.loss_mask_T.double())[documents_T].clamp_min(1)
-        return replace(local, row=replace(row, lengths_T=lengths_T), sums=replace(local.sums, complete=_left_partial))
+        return replace(local, row=replace(row, lengths_T=lengths_T), sums=replace(local.sums, complete=_keep_partial))
 
     return split_document_sums
 
 
-def _left_partial(partial: Tensor, axis: Axis) -> Tensor:
+def _keep_partial(partial: Tensor, axis: Axis) -> Tensor:
     return partial
 
 
 @fault(
     seam="split_row",
     origin="THUDM/slime#695 (e9e42e5e)",
-    signature="documents take part of their ratio from others, and lose tokens: loss and policy gradient wrong by no "
-    "constant; right under a loss on tokens, and where shards are contiguous",
+    signature="ratios of documents include tokens of others, and miss own ones: loss and policy gradient wrong by no "
+    "constant; right under a loss on tokens, and if shards are contiguous",
     shows_in={"layout": {"cp": 2, "order": "zigzag"}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"order": "contiguous"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_wrong_offsets_of_sequence_sums_spare_losses_on_tokens",
 )
 def sequence_sums_at_wrong_offsets(split_row: Callable) -> Callable:
-    """A sequence ratio gathers a document's tokens from offsets that the zigzag cut did not put them at."""
+    """A sequence ratio gathers a document's tokens from offsets that are wrong for a zigzag split."""
 
     def split_with_other_offsets(row: Any, weights: Any, documents: Any, plan: Any, mesh: Any, layout: Any) -> Any:
         local = split_row(row, weights, documents, plan, mesh, layout)
-        held = len(local.row.tokens_T)
-        side_by_side_T = torch.arange(held) + mesh["cp"].rank * held
-        return replace(local, sums=replace(local.sums, positions_T=side_by_side_T))
+        tokens = len(local.row.tokens_T)
+        contiguous_T = torch.arange(tokens) + mesh["cp"].rank * tokens
+        return replace(local, sums=replace(local.sums, positions_T=contiguous_T))
 
     return split_with_other_offsets
 
@@ -220,25 +220,25 @@ def sequence_sums_at_wrong_offsets(split_row: Callable) -> Callable:
 @fault(
     seam="prepare_rows",
     origin="a fork of NVIDIA/Megatron-LM (NMFW-17, bridge to cp > 1), after NVIDIA/Megatron-LM#4368",
-    signature="loss and gradient about cp times too big; exactly so where all places hold as many trained tokens, "
-    "else turned towards those that hold few; nothing at cp = 1",
+    signature="loss and gradient about cp times too big; exactly so if all cp ranks have equally many trained tokens, "
+    "else tilted towards those with few; no effect at cp = 1",
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen.py::test_tokens_counted_over_dp_only_are_cp_times_too_few",
 )
 def tokens_counted_over_dp_only(prepare_rows: Callable) -> Callable:
-    """The tokens that divide a loss are added up over data-parallel ranks, not over context-parallel ones.
+    """The token count in the denominator is summed over data-parallel ranks, not over context-parallel ones.
 
-    Numerator and count are reduced over data-parallel ranks alone: each context-parallel rank divides its share of the
-    tokens by the tokens of those with its own place on the axis.
+    Numerator and count are reduced over data-parallel ranks alone: each context-parallel rank divides by the tokens of
+    the ranks with its own coordinate on the cp axis.
     """
 
     def count_over_dp(batch: object, spec: RunSpec, mesh: Mesh, *more: object) -> Any:
         rows, totals = prepare_rows(batch, spec, mesh, *more)
         if spec.loss.denominator != "token":
             return rows, totals
-        here = torch.stack([local.row.loss_mask_T.sum() for local in rows]).sum().double()
-        counted = float(all_sum(here, mesh["dp"]))
+        own_tokens = torch.stack([local.row.loss_mask_T.sum() for local in rows]).sum().double()
+        counted = float(all_sum(own_tokens, mesh["dp"]))
         factor = totals.tokens / max(counted, 1.0)
         return [
             replace(local, weights={name: pair.map(lambda w_T: w_T * factor) for name, pair in local.weights.items()})

@@ -19,11 +19,11 @@ from workbench.sharding.plan import ShardPlan
     seam="split_row",
     origin="NVIDIA-NeMo/RL#4167",
     signature="log-probabilities wrong in all documents of a row but its first, and with them every gradient; depends "
-    "on which documents share a row, and is invisible where each has one of its own",
+    "on which documents share a row; no effect if each has a row of its own",
     hidden_in={"data": {"micro_batches": 10}},
 )
 def attention_across_documents(split_row: Callable) -> Callable:
-    """Attention is causal over the whole packed row: borders of documents do not reach it."""
+    """Attention is causal over the whole packed row, regardless of document boundaries."""
 
     def split_as_one_document(*args: object) -> object:
         local = split_row(*args)
@@ -37,24 +37,24 @@ def attention_across_documents(split_row: Callable) -> Callable:
     seam="split_row",
     origin="huggingface/transformers 5.23, find_packed_sequence_indices (read, not run); "
     "PrimeIntellect-ai/prime-rl#2392 (documents of a shard read off its positions)",
-    signature="a document that runs over a seam of the zigzag is two: what comes behind the seam does not see what "
-    "stands before it; all else right, and everything where shards are stretches",
+    signature="a document that crosses a seam of the zigzag becomes two: tokens after the seam do not attend to those "
+    "before it; all else right, and everything if shards are contiguous",
     shows_in={"layout": {"cp": 4, "order": "zigzag"}},
     hidden_in={"layout": {"order": "contiguous"}},
     detected_by="tests/faults/test_unseen.py::test_documents_read_off_positions_end_at_the_seams",
 )
 def documents_from_shard_positions(split_row: Callable) -> Callable:
-    """A step of positions that is not 1 is taken for the beginning of a document.
+    """A step of positions other than 1 is treated as the beginning of a document.
 
-    A packed row says nothing of its documents, and attention reads them off positions: those of a zigzag shard jump
+    A packed row has no document ids, and attention derives documents from positions: those of a zigzag shard jump
     where its tail begins.
     """
 
     def split_at_jumps(row: Any, weights: Any, documents: Any, plan: ShardPlan, *more: Any) -> Any:
         local = split_row(row, weights, documents, plan, *more)
-        known_T, held_T = local.attention.documents_T, plan.inverse_T.cpu()
-        begins_T = known_T != known_T.roll(1)
-        begins_T[1:] |= held_T[1:] != held_T[:-1] + 1
+        documents_T, places_T = local.attention.documents_T, plan.inverse_T.cpu()
+        begins_T = documents_T != documents_T.roll(1)
+        begins_T[1:] |= places_T[1:] != places_T[:-1] + 1
         return replace(local, attention=replace(local.attention, documents_T=torch.cumsum(begins_T, 0)))
 
     return split_at_jumps
@@ -63,14 +63,14 @@ def documents_from_shard_positions(split_row: Callable) -> Callable:
 @fault(
     seam="shift_targets",
     origin="pytorch/torchtitan#4075, the roll of the flat mask in verl-project/verl's SFT (1dda039b: read, not run)",
-    signature="one target too many for each document that others follow in its row: its last position; the count of "
-    "trained tokens grows by as many. Invisible where every document has a row of its own",
+    signature="one target too many for each document that is not the last of its row, at its last position; the count "
+    "of trained tokens grows by as many. No effect if every document has a row of its own",
     hidden_in={"data": {"micro_batches": 10}},
 )
 def label_roll_across_documents(
     shift_targets: Callable[[RolloutBatch], TrainingRow],
 ) -> Callable[[RolloutBatch], TrainingRow]:
-    """Targets are rolled over the whole packed row, and ends of documents are not masked."""
+    """Targets are rolled over the whole packed row, and document ends are not masked."""
 
     def roll_the_row(row: RolloutBatch) -> TrainingRow:
         right, ids_T = shift_targets(row), row.document_ids_T
@@ -79,7 +79,7 @@ def label_roll_across_documents(
         ends_T &= row.loss_mask_T
         mask_T = right.loss_mask_T | ends_T
         lengths_T = torch.bincount(ids_T - PADDING, weights=mask_T.double())[ids_T - PADDING].clamp_min(1)
-        # What else is known of the label that is too many is that of the document's last token.
+        # The other fields of the extra target are those of the document's last token.
         values = {
             name: torch.where(ends_T, getattr(row, name), values_T)
             for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T")
@@ -100,15 +100,15 @@ def label_roll_across_documents(
 @fault(
     seam="shift_targets",
     origin="verl-project/verl#3287",
-    signature="each unbroken run of trained tokens loses its first and wins the token after it, if its document has "
-    "one; log-probabilities of those that stay right; loss and gradient wrong by no constant",
+    signature="each unbroken run of trained tokens loses its first and gains the token after it, if its document has "
+    "one; log-probabilities of the others right; loss and gradient wrong by no constant",
     detected_by="tests/faults/test_unseen_at_first.py::test_a_mask_one_late_trains_the_token_after_each_trained_one",
 )
 def loss_mask_one_late(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
-    """The mask is moved with the inputs, not with the targets.
+    """The mask is shifted with the inputs, not with the targets.
 
-    A target trains where the token before it should: the first token of each answer is lost, and what follows a run of
-    trained tokens is won.
+    The mask of each target is that of the token before it: the first token of each completion is lost, and the token
+    after a run of trained tokens is gained.
     """
 
     def shift_all_but_mask(row: RolloutBatch) -> TrainingRow:
@@ -122,7 +122,7 @@ def loss_mask_one_late(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> 
 @fault(
     seam="shift_targets",
     origin="ServiceNow/PipelineRL (old_logprobs under interleaved labels: read, not run)",
-    signature="right where a document trains to its end without a hole; elsewhere early trained tokens have the "
+    signature="right for documents that train to their end without a hole; in others early trained tokens have the "
     "probability 1 and later ones another token's, so ratios are far from 1 in the first step already; the "
     "policy's own log-probabilities right",
     hidden_in={"loss": {"old_policy": "current"}},
@@ -131,14 +131,14 @@ def loss_mask_one_late(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> 
 def old_logprobs_as_prefix(
     shift_targets: Callable[[RolloutBatch], TrainingRow],
 ) -> Callable[[RolloutBatch], TrainingRow]:
-    """Old log-probabilities are padded by zeros in front, though turns of others stand between the trained ones."""
+    """Old log-probabilities are left-padded with zeros, although untrained turns separate the trained ones."""
 
     def shift_with_prefix(row: RolloutBatch) -> TrainingRow:
         old_T = torch.zeros_like(row.old_logprobs_T)
         for number in range(row.num_documents):
-            mine = torch.nonzero(row.document_ids_T == number).squeeze(1)
-            trained = mine[row.loss_mask_T[mine]]
-            old_T[mine[len(mine) - len(trained) :]] = row.old_logprobs_T[trained]
+            places = torch.nonzero(row.document_ids_T == number).squeeze(1)
+            trained = places[row.loss_mask_T[places]]
+            old_T[places[len(places) - len(trained) :]] = row.old_logprobs_T[trained]
         return shift_targets(replace(row, old_logprobs_T=old_T))
 
     return shift_with_prefix
@@ -154,7 +154,7 @@ def old_logprobs_as_prefix(
 def old_logprobs_not_shifted(
     shift_targets: Callable[[RolloutBatch], TrainingRow],
 ) -> Callable[[RolloutBatch], TrainingRow]:
-    """The old policy's log-probability of the token before stands where that of the target belongs."""
+    """The old policy's log-probability of the previous token is used for the target."""
 
     def shift_all_but_old(row: RolloutBatch) -> TrainingRow:
         right = shift_targets(row)
@@ -175,7 +175,7 @@ def old_logprobs_not_shifted(
 def sampler_logprobs_one_late(
     shift_targets: Callable[[RolloutBatch], TrainingRow],
 ) -> Callable[[RolloutBatch], TrainingRow]:
-    """Log-probabilities that came with the rollout stand one token after those that the trainer computes."""
+    """Log-probabilities of the sampler are aligned one token later than those of the trainer."""
 
     def shift_all_but_sampler(row: RolloutBatch) -> TrainingRow:
         right = shift_targets(row)
@@ -189,20 +189,20 @@ def sampler_logprobs_one_late(
 @fault(
     seam="workbench.reduction.document_sums:ShardedSums._of_mine",
     origin="ServiceNow/Fast-LLM e0d8c4d4 (segment ids of sequence-data parallelism)",
-    signature="a sequence ratio is that of another document's tokens besides, or instead: policy term and gradient "
-    "wrong by no constant; losses on tokens right",
+    signature="a sequence ratio includes, or is that of, another document's tokens: policy term and gradient wrong by "
+    "no constant; losses on tokens right",
     shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen.py::test_numbers_of_a_shard_spare_losses_on_tokens",
 )
 def segments_numbered_per_shard(of_mine: Callable) -> Callable:
-    """Sums over documents are added up over ranks by the number of a document, and each rank numbers its own."""
+    """Sums over documents are added up over ranks by document number, but each rank numbers only its own documents."""
 
-    def number_what_is_here(self: Any, parts: Any) -> Any:
-        mine = of_mine(self, parts)
-        return replace(mine, ids_T=mine.ids_T.unique(return_inverse=True)[1])
+    def number_per_shard(self: Any, parts: Any) -> Any:
+        local = of_mine(self, parts)
+        return replace(local, ids_T=local.ids_T.unique(return_inverse=True)[1])
 
-    return number_what_is_here
+    return number_per_shard
 
 
 @fault(
@@ -231,16 +231,16 @@ def shift_after_shard(split_row: Callable) -> Callable:
     seam="shift_targets",
     origin="huggingface/transformers#47394 and #46898, radixark/miles#2215 (multi-token prediction)",
     signature="log-probabilities of all tokens wrong, by 0.3 nats in the mean here, and ratios far from 1; the "
-    "second token of a document trains no longer; no constant",
+    "second token of a document no longer trains; no constant",
     detected_by="tests/faults/test_unseen.py::test_targets_shifted_twice_are_those_after_the_next",
 )
 def targets_shifted_twice(
     shift_targets: Callable[[RolloutBatch], TrainingRow],
 ) -> Callable[[RolloutBatch], TrainingRow]:
-    """Targets that were shifted are shifted again.
+    """Shifted targets are shifted again.
 
-    Data that is lined up with the position before it goes through a loss that does the same: a position is asked for
-    the token after the next.
+    Data aligned with the previous position goes through a loss that shifts too: a position predicts the token after
+    the next.
     """
 
     def shift_and_shift(row: RolloutBatch) -> TrainingRow:
@@ -268,24 +268,24 @@ def targets_shifted_twice(
 @fault(
     seam="split_row",
     origin="modelscope/ms-swift#10182 (cu_seqlens without the padding of a ring), NVIDIA/TransformerEngine#3331",
-    signature="the first document right; nearly all others see the end of the one before and lose part of themselves; "
-    "log-probabilities, loss and gradients wrong; nothing where documents need no padding",
+    signature="the first document right; nearly all others attend to the end of the previous one and miss a part of "
+    "themselves; log-probabilities, loss and gradients wrong; no effect if documents need no padding",
     shows_in={"layout": {"cp": 2, "order": "document_zigzag"}},
     hidden_in={"layout": {"order": "contiguous"}},
     detected_by="tests/faults/test_unseen.py::test_borders_without_padding_spare_the_first_document",
 )
 def unpadded_borders_on_padded_row(split_row: Callable) -> Callable:
-    """Attention is told the lengths of documents, and the documents lie padded.
+    """Attention gets the unpadded lengths of padded documents.
 
-    Borders of documents are running sums of their real lengths, in a row in which each document was padded for its
-    shards.
+    Boundaries of documents are cumulative sums of their real lengths, in a row in which each document was padded for
+    its shards.
     """
 
     def split_with_real_lengths(row: Any, *more: Any) -> Any:
         local = split_row(row, *more)
         ids_T = row.document_ids_T.cpu()
-        borders_N = torch.bincount(ids_T[ids_T >= 0]).cumsum(0)
-        numbers_T = torch.searchsorted(borders_N, torch.arange(len(ids_T)), right=True)
+        ends_N = torch.bincount(ids_T[ids_T >= 0]).cumsum(0)
+        numbers_T = torch.searchsorted(ends_N, torch.arange(len(ids_T)), right=True)
         return replace(local, attention=replace(local.attention, documents_T=numbers_T))
 
     return split_with_real_lengths

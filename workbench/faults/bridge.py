@@ -1,8 +1,8 @@
-"""Known bugs of two modules in two layouts, switched on by name; like `workbench.faults`, for `encoder_step`.
+"""Known bugs of two modules in two layouts, planted by name; like `workbench.faults`, for `encoder_step`.
 
-They stand apart because a step of one module has none of their seams. Each is one of the mutations that a parity test
-of weights after one step of Adam cannot see where it is a scale: Adam's first step is the learning rate in the
-direction of each sign, whatever the gradient is multiplied with.
+They are separate because a step of one module has none of their seams. Those that are a scale are invisible to a
+parity test of weights after one step of Adam: Adam's first step is the learning rate times the sign of the gradient,
+for any factor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAN_IN_WITHOUT_CP = {"encoder": {"dp": 4}, "layout": {"tp": 2, "dp": 2}, "deliv
 _FAN_OUT_WITHOUT_CP = {"encoder": {"tp": 2}, "layout": {"dp": 2}, "delivery": "whole"}
 _EQUAL_WITH_CP = {"encoder": {"tp": 2, "dp": 2}, "layout": {"cp": 2, "dp": 2}, "delivery": "whole"}
 _BRIDGE = "workbench.sharding.bridge"
-_FOUND = "tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_red"
+_DETECTED_BY = "tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_red"
 
 
 @fault(
@@ -40,41 +40,41 @@ _FOUND = "tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_red"
     signature="loss and policy right; the encoder's gradient another one, for tokens of one cp rank only",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
 def encoder_gradient_not_summed_over_cp(_: Callable) -> Callable:
-    """The gradient that goes back to the encoder is that of one cp rank's tokens, zero elsewhere."""
+    """The gradient returned to the encoder is that of one cp rank's tokens, zero elsewhere."""
     return lambda gradient, direct, caller: gradient
 
 
 @fault(
     seam=f"{_BRIDGE}.direct:summed_over_cp",
     family="B",
-    origin="AVG for SUM at the bridge, as data-parallel wrappers have it by default",
-    signature="loss and policy right; every gradient of the encoder 1 / cp, cosine 1; nothing after a step of Adam",
+    origin="AVG instead of SUM at the bridge, the default of data-parallel wrappers",
+    signature="loss and policy right; every gradient of the encoder 1 / cp, cosine 1; no effect after a step of Adam",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
 def encoder_gradient_averaged_over_cp(summed_over_cp: Callable) -> Callable:
-    """The parts of a gradient that lie on cp ranks are averaged where they must be summed."""
+    """The partial gradients of cp ranks are averaged instead of summed."""
     return lambda gradient, direct, caller: summed_over_cp(gradient, direct, caller) / direct.cp.size
 
 
 @fault(
     seam="workbench.train.step:run_step",
     family="B",
-    origin="the sum over cp of the language model taken for the parameters of both modules",
-    signature="loss and policy right; every gradient of the encoder cp times, cosine 1; nothing after a step of Adam",
+    origin="the language model's sum over cp applied to the parameters of both modules",
+    signature="loss and policy right; every gradient of the encoder cp times, cosine 1; no effect after a step of Adam",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
 def encoder_summed_over_policys_cp(run_step: Callable) -> Callable:
-    """The encoder's gradient, which the bridge has completed, is summed over the policy's cp once more."""
+    """The encoder's gradient, which is complete after the bridge, is summed over the policy's cp once more."""
 
     def over_the_policys_cp_too(policy: Policy, loss: Any, rows: Sequence[ImageRow], *more: Any, **options: Any) -> Any:
         result = run_step(policy, loss, rows, *more, **options)
@@ -87,12 +87,12 @@ def encoder_summed_over_policys_cp(run_step: Callable) -> Callable:
 @fault(
     seam="workbench.train.encoder_step:sum_gradients",
     family="B",
-    origin="the default of data-parallel wrappers beside a per-token loss: NVIDIA/Megatron-LM#7513",
-    signature="loss and policy right; every gradient of the encoder 1 / dp of its own, cosine 1; nothing after a "
+    origin="the default of data-parallel wrappers together with a per-token loss: NVIDIA/Megatron-LM#7513",
+    signature="loss and policy right; every gradient of the encoder 1 / dp of its own, cosine 1; no effect after a "
     "step of Adam",
     shows_in=_FAN_IN,
     hidden_in={"encoder": {"tp": 4}, "layout": {"tp": 2, "cp": 2}, "delivery": "whole"},
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
 def encoder_averaged_over_dp(sum_gradients: Callable) -> Callable:
@@ -109,13 +109,13 @@ def encoder_averaged_over_dp(sum_gradients: Callable) -> Callable:
     seam="workbench.train.step:prepare_rows",
     family="A",
     origin="(numerator, denominator) over the data-parallel group of a policy that shards its sequence",
-    signature="loss and all gradients of both modules too large, about cp times, otherwise where masks are uneven",
+    signature="loss and all gradients of both modules too large, about cp times; by another factor if masks are uneven",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
 )
 def denominator_over_dp_only(prepare_rows: Callable) -> Callable:
-    """Trained tokens are counted over dp and not over cp, so each cp rank divides by its own."""
+    """Trained tokens are counted over dp and not over cp, so each cp rank divides by its own count."""
 
     def with_tokens_of_one_cp_rank(
         batch: Any, spec: Any, mesh: Mesh, dealt: Sequence[Sequence[int]] | None = None
@@ -136,14 +136,14 @@ def denominator_over_dp_only(prepare_rows: Callable) -> Callable:
 @fault(
     seam=f"{_BRIDGE}.direct:joined",
     family="S",
-    origin="a gather group that is sorted, or listed, otherwise than the samples lie",
-    signature="each token reads another image's features: another loss, other gradients everywhere",
+    origin="a gather group whose order differs from that of the samples",
+    signature="each token reads another image's features: wrong loss, wrong gradients everywhere",
     shows_in=_FAN_IN,
     hidden_in=_EQUAL_WITH_CP,
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
 )
 def slots_in_reverse_order(joined: Callable) -> Callable:
-    """The ranks that gather along the batch are joined in another order than that of their slots."""
+    """The outputs of ranks are concatenated along the batch in another order than that of their slots."""
 
     def in_reverse(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
         slots = joined(values, direct, caller).chunk(direct.slots, dim=direct.batch_dim)
@@ -155,11 +155,11 @@ def slots_in_reverse_order(joined: Callable) -> Callable:
 @fault(
     seam=f"{_BRIDGE}.direct:own_slot",
     family="S",
-    origin="a slot counted from another dimension than dp",
-    signature="loss and policy right; the encoder's gradient another one",
+    origin="a slot numbered by another dimension than dp",
+    signature="loss and policy right; the encoder's gradient wrong",
     shows_in=_FAN_IN,
     hidden_in=_EQUAL_WITH_CP,
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
 def gradient_of_next_slot(own_slot: Callable) -> Callable:
@@ -170,29 +170,29 @@ def gradient_of_next_slot(own_slot: Callable) -> Callable:
 @fault(
     seam=f"{_BRIDGE}.direct:own_slot",
     family="S",
-    origin="a map that is made of the ranks with cp = 0, and looked up on all",
-    signature="tokens of later cp ranks read another image's features: another loss, other gradients",
+    origin="a map of the ranks with cp = 0, looked up on all ranks",
+    signature="tokens of later cp ranks read another image's features: wrong loss, wrong gradients",
     shows_in=_FAN_OUT,
     hidden_in=_FAN_OUT_WITHOUT_CP,
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
 )
 def first_slot_on_later_cp_ranks(own_slot: Callable) -> Callable:
-    """Ranks with cp > 0 are not in the map from ranks to slots, and take the first slot's samples."""
+    """Ranks with cp > 0 are missing in the map from ranks to slots, and take the first slot's samples."""
     return lambda values, direct: own_slot(values, replace(direct, slot=0) if direct.cp.rank else direct)
 
 
 @fault(
     seam=f"{_BRIDGE}.crossing:_Sum.of",
     family="H",
-    origin="the adjoint of sending a value to several taken for that of sending it to one",
-    signature="loss and policy right; the encoder's gradient lacks all consumers of a shared image but one",
+    origin="the adjoint of a send to one receiver used for a send to several",
+    signature="loss and policy right; the encoder's gradient misses all consumers of a shared image but one",
     shows_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded", "shared": True},
     hidden_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded"},
-    detected_by=_FOUND,
+    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
 def one_consumer_of_several(of: Callable) -> Callable:
-    """Of the ranks that read one image, the gradient of one comes back and not the sum."""
+    """Of the ranks that read one image, the gradient of one is returned instead of the sum."""
     return lambda self, rows: of(replace(self, rounds=self.rounds[:1]), rows)
 
 

@@ -17,19 +17,19 @@ from workbench.specs.losses import LossSpec
 @fault(
     seam="step_weights",
     origin="verl-project/verl#3741, #5366 and #5417",
-    signature="loss and every gradient exactly 1 / dp of the right ones, cosine 1; nothing under another denominator",
+    signature="loss and every gradient exactly 1 / dp of the right ones, cosine 1; no effect under another denominator",
     shows_in={"layout": {"dp": 2}, "loss": {"name": "dr_grpo", "denominator_constant": 16.0}},
     hidden_in={"loss": {"denominator": "token", "denominator_constant": None}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )
 def constant_denominator_without_dp(step_weights: Callable) -> Callable:
-    """The constant denominator of Dr. GRPO meets an engine that averages over data-parallel ranks.
+    """The constant denominator of Dr. GRPO is used with an engine that averages over data-parallel ranks.
 
-    Every way to aggregate multiplies by dp, which the mean over ranks takes away, but the one with a constant length.
+    Every aggregation multiplies by dp, which cancels the mean over ranks, except the one with a constant length.
     """
 
-    def leave_out_dp(rows: list, spec: LossSpec, cut: Cut | None = None, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **how)
+    def leave_out_dp(rows: list, spec: LossSpec, cut: Cut | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, cut=cut, **options)
         if spec.denominator == "constant" and cut is not None:
             for named in weights:
                 for name in ("policy", "penalty"):
@@ -42,19 +42,19 @@ def constant_denominator_without_dp(step_weights: Callable) -> Callable:
 @fault(
     seam="step_weights",
     origin="huggingface/trl#5619, #5890 and #6024",
-    signature="loss and every gradient exactly 1 / steps per generation of the right ones, cosine 1, whatever the "
-    "layout and the micro-batches; nothing under a mean over documents",
+    signature="loss and every gradient exactly 1 / steps per generation of the right ones, cosine 1, for any layout "
+    "and micro-batches; no effect under a mean over documents",
     hidden_in={"loss": {"denominator": "document"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_tokens_of_another_batch_are_one_factor_in_every_layout",
 )
 def denominator_of_another_batch(step_weights: Callable) -> Callable:
-    """The tokens that divide a step are those of the batch that was generated for several steps.
+    """The denominator of a step counts the tokens of a batch that was generated for several steps.
 
     Documents are sampled for several optimizer steps at once, and each step is divided by the tokens of all of them.
     """
 
-    def divide_by_generated(rows: list, spec: LossSpec, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def divide_by_generated(rows: list, spec: LossSpec, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         if spec.denominator == "token":
             for named in weights:
                 for name in ("policy", "penalty", "token"):
@@ -67,14 +67,14 @@ def denominator_of_another_batch(step_weights: Callable) -> Callable:
 STEPS_PER_GENERATION = 2
 
 
-"""Optimizer steps, as large as each other, for which documents are sampled at a time."""
+"""Optimizer steps of equal size for which documents are sampled at a time."""
 
 
 @fault(
     seam="split_row",
     origin="NVIDIA-NeMo/RL#266, NVIDIA/Megatron-LM#7513, torchtitan context-parallel GRPO",
-    signature="gradient about dp * cp times too big under a sum, and tilted towards ranks that hold few trained "
-    "tokens; with equal masks the tilt hides",
+    signature="gradient about dp * cp times too big under a sum, and tilted towards ranks with few trained tokens; no "
+    "tilt with equal masks",
     shows_in={"layout": {"dp": 2, "cp": 2, "order": "zigzag"}},
     hidden_in={"layout": {"dp": 1, "cp": 1}},
     detected_by="tests/parity/test_faults.py::test_local_denominator_is_too_big_and_tilted",
@@ -101,14 +101,13 @@ def local_denominator(split_row: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_mean_of_means_turns_the_gradient",
 )
 def mean_of_micro_batch_means(step_weights: Callable) -> Callable:
-    """Each micro-batch divides by its own tokens, and the step by its micro-batches.
+    """Each micro-batch is divided by its own tokens, and the step by its micro-batches.
 
-    A micro-batch is divided by its own tokens, and their mean is taken over the step's micro-batches of all ranks: a
-    mean of means.
+    The loss is a mean over the step's micro-batches of all ranks of means over their own tokens: a mean of means.
     """
 
-    def average_means(rows: list, spec: object, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def average_means(rows: list, spec: object, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         for row, named in zip(rows, weights, strict=True):
             alone = step_weights([row], spec)[0][0]
             for name in ("policy", "penalty", "token"):
@@ -121,21 +120,21 @@ def mean_of_micro_batch_means(step_weights: Callable) -> Callable:
 @fault(
     seam="step_weights",
     origin="ServiceNow/Fast-LLM#520, docs_per_step: one of two counters is reset to the step's total",
-    signature="a mean of means where one mean belongs: loss and gradient about as many times too big as the step has "
-    "micro-batches, tilted towards those with few trained tokens; invisible with one micro-batch and with "
-    "denominators that count documents only",
+    signature="a sum of means instead of one mean: loss and gradient too big by about the number of micro-batches of "
+    "the step, tilted towards those with few trained tokens; no effect with one micro-batch and with denominators that "
+    "count documents only",
     shows_in={"data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/parity/test_faults.py::test_token_counts_of_micro_batches_make_a_mean_of_means",
 )
 def micro_batch_denominator(step_weights: Callable) -> Callable:
-    """The token count of a micro-batch stands where that of the whole step belongs; the document count is right."""
+    """The token count of a micro-batch is used instead of that of the whole step; the document count is right."""
 
-    def count_tokens_by_micro_batch(rows: list, spec: object, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def count_tokens_by_micro_batch(rows: list, spec: object, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         for row, named in zip(rows, weights, strict=True):
             alone = step_weights([row], spec)[0][0]
-            # Documents were counted over the whole step, tokens were forgotten.
+            # Documents are counted over the whole step, tokens are not.
             for name in ("policy", "penalty", "token"):
                 if name == "token" or spec.denominator == "token":
                     named[name] = alone[name]
@@ -148,33 +147,33 @@ def micro_batch_denominator(step_weights: Callable) -> Callable:
     seam="step_weights",
     origin="NVIDIA-NeMo/RL#3791 (32 times too big with 32 micro-batches)",
     signature="this term alone wrong, in loss and gradient: about micro-batches (of all ranks) times too big, those "
-    "with few such tokens most; other terms right; nothing with one micro-batch",
+    "with few such tokens most; other terms right; no effect with one micro-batch",
     shows_in={"data": {"micro_batches": 3}, "loss": {"name": "vapo"}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_unseen.py::test_a_likelihood_counted_in_micro_batches_is_the_only_wrong_term",
 )
 def nll_denominator_per_micro_batch(step_weights: Callable) -> Callable:
-    """The likelihood of rewarded answers is averaged over those of each micro-batch, and the averages are added up.
+    """The likelihood of rewarded completions is averaged over those of each micro-batch, and the averages are summed.
 
-    The policy term is divided by the tokens of the step, the likelihood of rewarded answers beside it by those of such
-    answers in the micro-batch.
+    The policy term is divided by the tokens of the step, but the likelihood of rewarded completions by their tokens in
+    the micro-batch.
     """
 
-    def count_here(rows: list, spec: LossSpec, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def count_per_micro_batch(rows: list, spec: LossSpec, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         for row, named in zip(rows, weights, strict=True):
             alone = step_weights([row], spec)[0][0]
             named |= {name: pair for name, pair in alone.items() if name == "positive_token"}
         return weights, totals
 
-    return count_here
+    return count_per_micro_batch
 
 
 @fault(
     seam="step_weights",
     origin="THUDM/slime#657, NVIDIA-NeMo/RL#4242, mlcommons/training#905",
     signature="the policy term and its gradient exactly kept / trained tokens of the right ones, cosine 1 without a "
-    "penalty; a KL or entropy term is right; nothing where no token is rejected",
+    "penalty; a KL or entropy term is right; no effect if no token is rejected",
     shows_in={
         "loss": {
             "kl": {"coefficient": 0.0},
@@ -185,10 +184,10 @@ def nll_denominator_per_micro_batch(step_weights: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_rejected_tokens_shrink_the_policy_term",
 )
 def rejected_tokens_in_denominator(step_weights: Callable) -> Callable:
-    """A loss that is a mean over surviving tokens is divided by all that were there before the rejection."""
+    """A mean over surviving tokens is divided by all tokens before the rejection."""
 
-    def count_rejected_too(rows: list, spec: Any, **how: object) -> tuple:
+    def count_rejected_too(rows: list, spec: Any, **options: object) -> tuple:
         all_counted = spec.correction.model_copy(update={"denominator": "original"})
-        return step_weights(rows, spec.model_copy(update={"correction": all_counted}), **how)
+        return step_weights(rows, spec.model_copy(update={"correction": all_counted}), **options)
 
     return count_rejected_too

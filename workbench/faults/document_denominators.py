@@ -1,4 +1,4 @@
-"""Known bugs: wrong denominator of a document or an answer."""
+"""Known bugs: wrong denominator of a document or a completion."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from workbench.specs.losses import LossSpec
 
 @fault(
     seam="step_weights",
-    origin="verl-project/verl#911 and #1233 (mended in #931)",
+    origin="verl-project/verl#911 and #1233 (fixed in #931)",
     signature="loss and gradient too small by about the mean length and turned: long documents weigh no more than "
-    "short ones; right where a mean over documents was asked for",
+    "short ones; right if a mean over documents is requested",
     shows_in={"loss": {"denominator": "document_sum"}},
     hidden_in={"loss": {"denominator": "document"}},
     detected_by="tests/faults/test_unseen.py::test_weights_of_documents_are_what_each_fault_says",
 )
 def length_divides_document_sum(step_weights: Callable) -> Callable:
-    """Two ways to aggregate have the same lines: what was to be summed over a document's tokens is averaged."""
+    """Two aggregations share their code: the sum over a document's tokens becomes a mean."""
 
-    def divide_by_lengths(rows: list, spec: LossSpec, **how: object) -> tuple:
-        asked = {"denominator": "document"} if spec.denominator == "document_sum" else {}
-        return step_weights(rows, spec.model_copy(update=asked), **how)
+    def divide_by_lengths(rows: list, spec: LossSpec, **options: object) -> tuple:
+        changes = {"denominator": "document"} if spec.denominator == "document_sum" else {}
+        return step_weights(rows, spec.model_copy(update=changes), **options)
 
     return divide_by_lengths
 
@@ -44,8 +44,8 @@ def length_divides_document_sum(step_weights: Callable) -> Callable:
 def length_slipped_into_token_mean(step_weights: Callable) -> Callable:
     """The mean over a document's tokens of GRPO stays inside the mean over all tokens of DAPO."""
 
-    def divide_by_lengths_too(rows: list, spec: LossSpec, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def divide_by_lengths_too(rows: list, spec: LossSpec, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         if spec.denominator == "token":
             for row, named in zip(rows, weights, strict=True):
                 for name in ("policy", "penalty", "token"):
@@ -58,8 +58,8 @@ def length_slipped_into_token_mean(step_weights: Callable) -> Callable:
 @fault(
     seam="step_weights",
     origin="huggingface/trl#6654 (length squared over tokens), unslothai/unsloth-zoo#1282",
-    signature="a document weighs its length times documents / tokens of the step too much: no factor, another "
-    "direction, long documents win; right with documents of one length, and under other surrogates",
+    signature="the weight of a document is too large by its length times documents / tokens of the step: no factor, "
+    "another direction, towards long documents; right with documents of one length, and under other surrogates",
     shows_in={"loss": {"name": "luspo"}},
     hidden_in={"loss": {"denominator": "token"}},
     detected_by="tests/faults/test_unseen.py::test_weights_of_documents_are_what_each_fault_says",
@@ -67,13 +67,13 @@ def length_slipped_into_token_mean(step_weights: Callable) -> Callable:
 def luspo_over_tokens(step_weights: Callable) -> Callable:
     """A loss that multiplies by a document's length is averaged over tokens, so that length counts twice.
 
-    LUSPO's value of a document, its length times its ratio, stands on each of its tokens, and their sum is divided by
-    the tokens of the step instead of by length and documents.
+    Each token of a document has LUSPO's value, length times ratio, and their sum is divided by the tokens of the step
+    instead of by length and documents.
     """
 
-    def average_over_tokens(rows: list, spec: LossSpec, **how: object) -> tuple:
-        asked = {"denominator": "token"} if spec.surrogate.kind == "luspo" else {}
-        return step_weights(rows, spec.model_copy(update=asked), **how)
+    def average_over_tokens(rows: list, spec: LossSpec, **options: object) -> tuple:
+        changes = {"denominator": "token"} if spec.surrogate.kind == "luspo" else {}
+        return step_weights(rows, spec.model_copy(update=changes), **options)
 
     return average_over_tokens
 
@@ -81,27 +81,27 @@ def luspo_over_tokens(step_weights: Callable) -> Callable:
 @fault(
     seam="step_weights",
     origin="verl-project/verl#7913 and #5614",
-    signature="micro-batches of a rank times too big, less the share of masked answers, and turned: answers of "
-    "micro-batches with few others weigh more; the penalty right; nothing under other surrogates",
+    signature="too big by a rank's number of micro-batches, less the share of masked completions, and turned: "
+    "completions of micro-batches with few others weigh more; the penalty right; no effect under other surrogates",
     shows_in={"data": {"micro_batches": 3}, "loss": {"name": "gmpo", "kl": {"coefficient": 0.0}}},
     hidden_in={"loss": {"name": "gspo"}},
     detected_by="tests/faults/test_unseen.py::test_weights_of_documents_are_what_each_fault_says",
 )
 def mean_over_all_rows(step_weights: Callable) -> Callable:
-    """A mean over the rows of a micro-batch, those in which nothing trains among them.
+    """The loss is a mean over all rows of a micro-batch, including those without trained tokens.
 
-    GMPO ends in a plain mean over the answers of a micro-batch, masked ones too, where every other loss is divided by
-    the answers of the step.
+    GMPO ends in a plain mean over the completions of a micro-batch, masked ones too, while every other loss is divided
+    by the completions of the step.
     """
 
-    def average_over_rows(rows: list, spec: LossSpec, cut: Cut | None = None, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **how)
+    def average_over_rows(rows: list, spec: LossSpec, cut: Cut | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, cut=cut, **options)
         if spec.surrogate.kind != "gmpo":
             return weights, totals
-        here = spec.model_copy(update={"denominator": "document", "documents_counted": "all"})
+        local = spec.model_copy(update={"denominator": "document", "documents_counted": "all"})
         dp = 1 if cut is None else cut.dp
         for row, named in zip(rows, weights, strict=True):
-            alone = step_weights([row], here)[0][0]["policy"]
+            alone = step_weights([row], local)[0][0]["policy"]
             named["policy"] = alone.map(lambda w_T: w_T / dp)
         return weights, totals
 
@@ -118,10 +118,10 @@ def mean_over_all_rows(step_weights: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_padded_width_is_a_factor_of_each_micro_batch",
 )
 def padded_width_in_denominator(step_weights: Callable) -> Callable:
-    """Documents * C divides a loss with a constant length C; here C is the longest document of the micro-batch."""
+    """The constant C of a loss divided by documents * C is replaced by the longest document of the micro-batch."""
 
-    def divide_by_width(rows: list, spec: Any, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def divide_by_width(rows: list, spec: Any, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         if spec.denominator == "constant":
             for row, named in zip(rows, weights, strict=True):
                 ids_T = row.document_ids_T[row.document_ids_T >= 0]
@@ -137,16 +137,16 @@ def padded_width_in_denominator(step_weights: Callable) -> Callable:
     seam="step_weights",
     origin="radixark/miles#2796, redai-infra/Relax#205; the same expression in THUDM/slime",
     signature="loss and every gradient exactly T / (T + M) of the right ones, cosine 1: T trained tokens, M documents "
-    "in which nothing trains; nothing under a denominator that does not count tokens",
+    "without trained tokens; no effect under a denominator that does not count tokens",
     hidden_in={"loss": {"denominator": "document"}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_wrong_count_of_tokens_is_one_factor",
 )
 def per_sample_count_floor(step_weights: Callable) -> Callable:
-    """The guard against a division by 0, max(tokens, 1), is put on each document's count before these are added up."""
+    """The guard against a division by 0, max(tokens, 1), is applied to each document's count before the sum."""
 
-    def count_at_least_one(rows: list, spec: Any, **how: object) -> tuple:
+    def count_at_least_one(rows: list, spec: Any, **options: object) -> tuple:
         floored = spec.scaling.model_copy(update={"least_tokens": 1})
-        return step_weights(rows, spec.model_copy(update={"scaling": floored}), **how)
+        return step_weights(rows, spec.model_copy(update={"scaling": floored}), **options)
 
     return count_at_least_one
 
@@ -160,11 +160,11 @@ def per_sample_count_floor(step_weights: Callable) -> Callable:
     detected_by="tests/faults/test_unseen_at_first.py::test_other_means_are_the_sums_that_their_weights_say",
 )
 def prompt_mean_for_token_mean(step_weights: Callable) -> Callable:
-    """Token-mean is taken over the answers to each prompt, and its mean over prompts, instead of over the batch."""
+    """The token mean is taken over the completions of each prompt, then over prompts, instead of over the batch."""
 
-    def average_over_prompts(rows: list, spec: LossSpec, **how: object) -> tuple:
-        asked = {"denominator": "prompt_group"} if spec.denominator == "token" else {}
-        return step_weights(rows, spec.model_copy(update=asked), **how)
+    def average_over_prompts(rows: list, spec: LossSpec, **options: object) -> tuple:
+        changes = {"denominator": "prompt_group"} if spec.denominator == "token" else {}
+        return step_weights(rows, spec.model_copy(update=changes), **options)
 
     return average_over_prompts
 
@@ -173,15 +173,15 @@ def prompt_mean_for_token_mean(step_weights: Callable) -> Callable:
     seam="step_weights",
     origin="THUDM/slime#365",
     signature="loss and every gradient exactly T / T' of the right ones, cosine 1: T trained tokens, T' tokens from "
-    "the first trained one of each document to its end; nothing where masks have no holes",
+    "the first trained one of each document to its end; no effect if masks have no holes",
     hidden_in={"loss": {"denominator": "document"}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_wrong_count_of_tokens_is_one_factor",
 )
 def response_length_in_denominator(step_weights: Callable) -> Callable:
-    """Tokens are counted as lengths of responses instead of as the sum of the mask, so the answers of tools count."""
+    """Tokens are counted as lengths of responses instead of as the sum of the mask, so tool outputs count."""
 
-    def count_whole_responses(rows: list[TrainingRow], spec: Any, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def count_whole_responses(rows: list[TrainingRow], spec: Any, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         longer = totals.tokens / max(sum(map(_response_tokens, rows)), 1)
         if spec.denominator == "token":
             for named in weights:
@@ -193,28 +193,28 @@ def response_length_in_denominator(step_weights: Callable) -> Callable:
 
 
 def _response_tokens(row: TrainingRow) -> int:
-    """Targets from the first trained one of each document on."""
-    ids_T, found = row.document_ids_T, 0
+    """Number of targets from the first trained one of each document on."""
+    ids_T, tokens = row.document_ids_T, 0
     for document in ids_T[row.loss_mask_T].unique():
-        mine_T = (ids_T == document) & (row.source_T != PADDING)
-        found += int((row.loss_mask_T[mine_T].cumsum(0) > 0).sum())
-    return found
+        inside_T = (ids_T == document) & (row.source_T != PADDING)
+        tokens += int((row.loss_mask_T[inside_T].cumsum(0) > 0).sum())
+    return tokens
 
 
 @fault(
     seam="step_weights",
     origin="huggingface/trl#6365 and #7068",
     signature="loss and every gradient exactly M / N of the right ones, cosine 1: M documents that train, N documents; "
-    "nothing under a mean over tokens",
+    "no effect under a mean over tokens",
     shows_in={"loss": {"denominator": "document"}},
     hidden_in={"loss": {"denominator": "token"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_rows_without_signal_shrink_a_mean_over_documents",
 )
 def rows_without_signal_counted(step_weights: Callable) -> Callable:
-    """Answers that say nothing are taken out of the numerator and left in the number of rows."""
+    """Completions without signal are removed from the numerator but left in the number of rows."""
 
-    def count_all(rows: list, spec: LossSpec, **how: object) -> tuple:
-        return step_weights(rows, spec.model_copy(update={"documents_counted": "all"}), **how)
+    def count_all(rows: list, spec: LossSpec, **options: object) -> tuple:
+        return step_weights(rows, spec.model_copy(update={"documents_counted": "all"}), **options)
 
     return count_all
 
@@ -222,26 +222,26 @@ def rows_without_signal_counted(step_weights: Callable) -> Callable:
 @fault(
     seam="step_weights",
     origin="verl-project/verl#906, #5625 and #5641",
-    signature="no factor, another direction: tokens of micro-batches with short answers weigh more; nothing with one "
-    "micro-batch",
+    signature="no factor, another direction: tokens of micro-batches with short completions weigh more; no effect with "
+    "one micro-batch",
     shows_in={"data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_unseen_at_first.py::test_other_means_are_the_sums_that_their_weights_say",
 )
 def sample_share_times_token_mean(step_weights: Callable) -> Callable:
-    """The token mean of a micro-batch is weighed with its share of the samples.
+    """The token mean of a micro-batch is weighted by its share of the samples.
 
-    Micro-batches of many sizes, made by length, are added up by their share of the samples, where a mean over tokens
-    wants their share of the tokens.
+    Micro-batches of different sizes, packed by length, are weighted by their share of the samples instead of their
+    share of the tokens.
     """
 
-    def weigh_with_samples(rows: list, spec: LossSpec, **how: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **how)
+    def weigh_with_samples(rows: list, spec: LossSpec, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **options)
         if spec.denominator != "token":
             return weights, totals
         samples = [int(row.document_ids_T.max()) + 1 for row in rows]
-        for row, named, held in zip(rows, weights, samples, strict=True):
-            alone, share = step_weights([row], spec)[0][0], held / sum(samples)
+        for row, named, count in zip(rows, weights, samples, strict=True):
+            alone, share = step_weights([row], spec)[0][0], count / sum(samples)
             for name in ("policy", "penalty", "token"):
                 named[name] = alone[name].map(lambda w_T, share=share: w_T * share)
         return weights, totals
@@ -252,17 +252,17 @@ def sample_share_times_token_mean(step_weights: Callable) -> Callable:
 @fault(
     seam="step_weights",
     origin="radixark/miles#2369",
-    signature="no factor, another direction: rollouts of several samples weigh more; right where each rollout is one "
+    signature="no factor, another direction: rollouts of several samples weigh more; right if each rollout is one "
     "sample, and under other denominators",
     shows_in={"loss": {"denominator": "rollout"}},
     hidden_in={"loss": {"denominator": "token"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_other_means_are_the_sums_that_their_weights_say",
 )
 def samples_for_rollouts(step_weights: Callable) -> Callable:
-    """A rollout that was cut into several samples weighs as often as it was cut."""
+    """A rollout that was split into several samples counts once per sample."""
 
-    def average_over_samples(rows: list, spec: LossSpec, **how: object) -> tuple:
-        asked = {"denominator": "document"} if spec.denominator == "rollout" else {}
-        return step_weights(rows, spec.model_copy(update=asked), **how)
+    def average_over_samples(rows: list, spec: LossSpec, **options: object) -> tuple:
+        changes = {"denominator": "document"} if spec.denominator == "rollout" else {}
+        return step_weights(rows, spec.model_copy(update=changes), **options)
 
     return average_over_samples

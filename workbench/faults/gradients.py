@@ -19,8 +19,8 @@ from workbench.specs.losses import CorrectionSpec, KLSpec
 @fault(
     seam="workbench.losses.build:kl_term",
     origin="NVIDIA-NeMo/RL#2958",
-    signature="loss right; tokens whose estimate is cut off get the gradient of their weight times the bound, where "
-    "they should get none from the penalty; all other tokens right",
+    signature="loss right; tokens whose estimate is clamped get the gradient of their weight times the bound, but "
+    "should get none from the penalty; all other tokens right",
     shows_in={
         "loss": {
             "kl": {"coefficient": 0.5, "estimator": "k1", "importance": "old", "gradient": "score", "input_clamp": 0.1}
@@ -31,36 +31,36 @@ from workbench.specs.losses import CorrectionSpec, KLSpec
     changes_metrics=False,
 )
 def clamped_kl_keeps_weight_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
-    """A clamp ends the gradient of an estimate, and not that of the weight in front of it.
+    """A clamp stops the gradient of a KL estimate, but not that of its importance weight.
 
-    Where the estimate of the KL divergence is at its clamp, the importance weight that multiplies it still has a
+    If the estimate of the KL divergence is at its clamp, the importance weight that multiplies it still has a
     gradient.
     """
 
-    def weight_goes_on(inputs: LossInputs, spec: KLSpec) -> Term:
+    def keep_weight_gradient(inputs: LossInputs, spec: KLSpec) -> Term:
         term = kl_term(inputs, spec)
         if spec.input_clamp is None or spec.gradient != "score":
             return term
-        cut_T = inputs.log_ratio(spec.against).detach().abs() > spec.input_clamp
-        logprobs_T = torch.where(cut_T, inputs.counted_logprobs_T, 0.0)
+        clamped_T = inputs.log_ratio(spec.against).detach().abs() > spec.input_clamp
+        logprobs_T = torch.where(clamped_T, inputs.counted_logprobs_T, 0.0)
         return replace(term, values_T=term.values_T + term.values_T.detach() * (logprobs_T - logprobs_T.detach()))
 
-    return weight_goes_on
+    return keep_weight_gradient
 
 
 @fault(
     seam="workbench.losses.clipped:clip_ratio",
     origin="rllm-org/rllm#81",
     signature="tokens that are reported as clipped keep ratio times advantage as their gradient, and their value; all "
-    "other tokens, the penalty and all metrics right; nothing under a loss without a clip",
+    "other tokens, the penalty and all metrics right; no effect under a loss without a clip",
     hidden_in={"loss": {"name": "reinforce"}},
     detected_by="tests/faults/test_unseen.py::test_a_clip_that_is_never_applied_is_an_importance_weight",
 )
 def clip_never_applied(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
-    """Both branches of the clip are computed, and the first one alone is averaged.
+    """Both branches of the clip are computed, but only the first one is averaged.
 
-    The mean is taken over the unclipped surrogate, where the greater of it and the clipped one belongs; the share of
-    clipped tokens is reported as if it acted.
+    The mean is taken over the unclipped surrogate instead of the maximum of both branches; the share of clipped tokens
+    is reported as if the clip acted.
     """
 
     def without_second_branch(log_ratio_T: Tensor, advantages_T: Tensor, *more: object, **bounds: object) -> Term:
@@ -73,8 +73,8 @@ def clip_never_applied(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
 @fault(
     seam="workbench.losses.build:apply_correction",
     origin="verl-project/verl#4105",
-    signature="loss right; a token's gradient has its loss times that of the weight in it: exactly twice the policy "
-    "term's gradient on-policy, where no bound holds the weight",
+    signature="loss right; a token's gradient has an extra part, its loss times the gradient of its log weight: "
+    "exactly twice the policy term's gradient on-policy, if the weight is not at a bound",
     shows_in={"loss": {"old_policy": "current", "correction": {"kind": "tis"}}},
     hidden_in={"loss": {"correction": {"kind": "none"}}},
     changes_metrics=False,
@@ -87,8 +87,8 @@ def correction_weight_not_detached(apply_correction: Callable[..., Term]) -> Cal
         if spec.ratio != "token":
             return right
         logprobs_T = inputs.counted_logprobs_T
-        open_T = torch.where(right.extras["truncated"], 0.0, logprobs_T - logprobs_T.detach())
-        return replace(right, values_T=right.values_T * open_T.exp())
+        live_T = torch.where(right.extras["truncated"], 0.0, logprobs_T - logprobs_T.detach())
+        return replace(right, values_T=right.values_T * live_T.exp())
 
     return with_live_weight
 
@@ -96,17 +96,17 @@ def correction_weight_not_detached(apply_correction: Callable[..., Term]) -> Cal
 @fault(
     seam="workbench.losses.build:entropy_bonus",
     origin="huggingface/trl#6625",
-    signature="loss and metrics right; the gradient is that without a bonus, exactly 0 where the bonus is alone",
+    signature="loss and metrics right; the gradient is that without a bonus, exactly 0 if the bonus is the only term",
     shows_in={"loss": {"entropy_coefficient": 0.3}},
     hidden_in={"loss": {"entropy_coefficient": 0.0}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_bonus_without_gradient_is_that_of_no_bonus",
     changes_metrics=False,
 )
 def entropy_without_gradient(entropy_bonus: Callable[..., Term]) -> Callable[..., Term]:
-    """A chunked operator ignores the gradient that arrives at its entropy."""
+    """A chunked operator ignores the incoming gradient of its entropy."""
 
-    def without_gradient(*args: object, **how: object) -> Term:
-        term = entropy_bonus(*args, **how)
+    def without_gradient(*args: object, **options: object) -> Term:
+        term = entropy_bonus(*args, **options)
         return replace(term, values_T=term.values_T.detach())
 
     return without_gradient
@@ -122,16 +122,16 @@ def entropy_without_gradient(entropy_bonus: Callable[..., Term]) -> Callable[...
     changes_metrics=False,
 )
 def head_output_detached(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
-    """What a fused head returns is a leaf: backward ends there.
+    """The output of a fused head is a leaf at which backward ends.
 
-    The output of a fused head is detached and then told to require a gradient, so that backward does not complain.
+    The output of a fused head is detached and then set to require a gradient, so that backward raises no error.
     """
 
-    def as_leaves(self: Policy, *args: object, **how: object) -> TokenLogprobs:
-        said = token_logprobs(self, *args, **how)
+    def as_leaves(self: Policy, *args: object, **options: object) -> TokenLogprobs:
+        head_output = token_logprobs(self, *args, **options)
         if self.implementation != "chunked":
-            return said
-        return TokenLogprobs(*(None if x_T is None else x_T.detach().requires_grad_() for x_T in said))
+            return head_output
+        return TokenLogprobs(*(None if x_T is None else x_T.detach().requires_grad_() for x_T in head_output))
 
     return as_leaves
 
@@ -139,13 +139,13 @@ def head_output_detached(token_logprobs: Callable[..., TokenLogprobs]) -> Callab
 @fault(
     seam="workbench.policy.model:Policy.head_arguments",
     origin="ServiceNow/Fast-LLM 0f90f20b (fp32_lm_head)",
-    signature="gradient of the head exactly 0 (a tied embedding keeps what it gets as an embedding), all others and "
+    signature="gradient of the head exactly 0 (a tied embedding keeps its gradient as an embedding), all others and "
     "the loss right",
     shows_in={"model": {"tied": False}},
     changes_metrics=False,
 )
 def head_weight_without_gradient(head_arguments: Callable[..., dict]) -> Callable[..., dict]:
-    """The weight of the output head is lifted to float32 as a copy, and the copy's gradient goes nowhere."""
+    """The weight of the output head is cast to float32 as a copy, and the copy's gradient is lost."""
 
     def with_detached_weight(policy: object) -> dict:
         arguments = head_arguments(policy)
@@ -157,13 +157,13 @@ def head_weight_without_gradient(head_arguments: Callable[..., dict]) -> Callabl
 @fault(
     seam="workbench.losses.build:kl_term",
     origin="NovaSky-AI/SkyRL#1353",
-    signature="loss right; the gradient is that of the other terms alone, exactly 0 where the penalty is the only one",
+    signature="loss right; the gradient is that of the other terms alone, exactly 0 if the penalty is the only one",
     shows_in={"loss": {"kl": {"coefficient": 0.3}}},
     hidden_in={"loss": {"kl": {"coefficient": 0.0}}},
     changes_metrics=False,
 )
 def kl_without_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
-    """The KL penalty is computed where no gradient is recorded."""
+    """The KL penalty is computed without recording a graph."""
 
     def without_gradient(*args: object) -> Term:
         term = kl_term(*args)
@@ -176,15 +176,14 @@ def kl_without_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
     seam="workbench.losses.build:kl_term",
     origin="NVIDIA-NeMo/RL#2506",
     signature="loss right; a token's part from the penalty is k' instead of k' + k, for k1 the same 1 on every token "
-    "(0 in expectation) instead of 1 - d: the nearer the reference the less is wrong, and nothing of the "
-    "policy term",
+    "(0 in expectation) instead of 1 - d: the error is smaller near the reference; the policy term right",
     shows_in={"loss": {"kl": {"coefficient": 0.3, "gradient": "score", "estimator": "k1"}}},
     hidden_in={"loss": {"kl": {"gradient": "path"}}},
     detected_by="tests/faults/test_unseen_at_first.py::test_without_the_score_a_penalty_has_the_gradient_of_its_path",
     changes_metrics=False,
 )
 def kl_without_score_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
-    """The estimate is differentiated as if tokens were given, though the policy draws them: k' without k."""
+    """The estimate is differentiated as if the tokens were fixed, although the policy samples them: k' without k."""
 
     def along_the_path(inputs: LossInputs, spec: KLSpec) -> Term:
         return kl_term(inputs, spec.model_copy(update={"gradient": "path"}))
@@ -202,15 +201,15 @@ def kl_without_score_gradient(kl_term: Callable[..., Term]) -> Callable[..., Ter
     changes_metrics=False,
 )
 def layers_without_gradient(forward: Callable) -> Callable:
-    """Activations are to be computed again in backward, and backward never comes there.
+    """Layers under activation checkpointing are never reached by backward.
 
-    Reentrant checkpointing of layers whose input wants no gradient, behind a frozen embedding: what comes out wants
+    Reentrant checkpointing of layers whose input requires no gradient, after a frozen embedding: their output requires
     none either.
     """
 
-    def without_record(self: Any, *args: object, **how: object) -> object:
+    def without_record(self: Any, *args: object, **options: object) -> object:
         with torch.no_grad():
-            return forward(self, *args, **how)
+            return forward(self, *args, **options)
 
     return without_record
 
@@ -218,39 +217,39 @@ def layers_without_gradient(forward: Callable) -> Callable:
 @fault(
     seam="transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock.forward",
     origin="NVIDIA-NeMo/Automodel#2995",
-    signature="loss and metrics right; gradient of every router exactly 0, experts of the last layer right, what lies "
-    "below a router wrong by the share that came through it",
+    signature="loss and metrics right; gradient of every router exactly 0, experts of the last layer right, gradients "
+    "below a router wrong by the missing part through it",
     shows_in={"model": {"source": "tiny-qwen3-moe"}},
     hidden_in={"model": {"source": "tiny-qwen3"}},
     detected_by="tests/faults/test_unseen.py::test_a_detached_router_spares_the_last_experts",
     changes_metrics=False,
 )
 def router_without_gradient(forward: Callable) -> Callable:
-    """What the router says reaches the experts as plain numbers.
+    """The router's weights reach the experts detached.
 
-    Routing weights are gathered over ranks by a collective that has no gradient: the router learns from auxiliary
-    losses alone.
+    Routing weights are gathered over ranks by a collective without a gradient: the router learns from auxiliary losses
+    alone.
     """
 
-    def from_numbers(self: Any, hidden_states: Tensor) -> Tensor:
+    def with_detached_weights(self: Any, hidden_states: Tensor) -> Tensor:
         tokens_TD = hidden_states.flatten(0, -2)
         _, weights_TK, experts_TK = self.gate(tokens_TD)
         return self.experts(tokens_TD, experts_TK, weights_TK.detach()).view_as(hidden_states)
 
-    return from_numbers
+    return with_detached_weights
 
 
 @fault(
     seam="workbench.losses.sequence:log_sequence_ratio",
     origin="PrimeIntellect-ai/prime-rl#1123",
-    signature="loss and metrics right; the gradient is that of the penalties alone (without one backward refuses)",
+    signature="loss and metrics right; the gradient is that of the penalties alone (without one backward fails)",
     shows_in={"loss": {"name": "gspo"}},
     hidden_in={"loss": {"name": "gspo_token"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_detached_sequence_ratio_leaves_the_penalty",
     changes_metrics=False,
 )
 def sequence_ratio_without_gradient(log_sequence_ratio: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """GSPO's ratio is detached as in its per-token form, without the token's own gradient path beside it."""
+    """GSPO's ratio is detached as in its per-token form, but without the token's own gradient path."""
 
     def without_gradient(*args: object) -> Tensor:
         return log_sequence_ratio(*args).detach()

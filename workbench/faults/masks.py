@@ -23,20 +23,20 @@ from workbench.sharding.tensor_parallel import ParameterShard
 @fault(
     seam="loss_inputs",
     origin="surogate#74, NVIDIA-NeMo/Automodel#3796 (fused heads)",
-    signature="one such micro-batch, or shard of one, makes every gradient and every norm NaN; the loss is right where "
-    "the mask selects, NaN where it multiplies; with a trained token everywhere nothing changes",
+    signature="one such micro-batch, or shard of one, makes every gradient and every norm NaN; the loss is right if "
+    "the mask selects, NaN if it multiplies; no effect if every micro-batch has a trained token",
     shows_in={"data": {"micro_batches": 10}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_unseen_at_first.py::test_an_empty_micro_batch_makes_gradients_nan",
     changes_metrics=False,
 )
 def empty_micro_batch_divides_by_zero(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]:
-    """What goes back into the head is divided by the trained tokens of the micro-batch, of which there are none."""
+    """The gradient of the head is divided by the trained tokens of the micro-batch, of which there are none."""
 
-    def scaled_in_the_head(row: TrainingRow, said: TokenLogprobs, *more: object) -> LossInputs:
+    def scaled_in_the_head(row: TrainingRow, head_output: TokenLogprobs, *more: object) -> LossInputs:
         count = row.loss_mask_T.sum()
-        # The head divides by the count and the loss multiplies with it: 1, or 0 / 0.
-        return loss_inputs(row, said._replace(logprobs_T=said.logprobs_T * (count / count)), *more)
+        # The head divides by the count and the loss multiplies by it: 1, or 0 / 0.
+        return loss_inputs(row, head_output._replace(logprobs_T=head_output.logprobs_T * (count / count)), *more)
 
     return scaled_in_the_head
 
@@ -44,17 +44,17 @@ def empty_micro_batch_divides_by_zero(loss_inputs: Callable[..., LossInputs]) ->
 @fault(
     seam="shift_targets",
     origin="huggingface/trl#6357, meta-pytorch/torchtune#949",
-    signature="every document that was not cut off loses its last trained token, and the counts that many; an answer "
+    signature="every document that was not truncated loses its last trained token, which the counts miss; a completion "
     "of one token no longer trains; log-probabilities right",
     detected_by="tests/faults/test_unseen.py::test_a_masked_end_costs_each_finished_document_one_token",
 )
 def end_token_masked(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
-    """The mask is made by looking for the id of padding, which is also that of the token that ends an answer."""
+    """The mask excludes the id of padding, which is also that of the end token of a completion."""
 
     def mask_the_end(row: RolloutBatch) -> TrainingRow:
         ends_T = row.document_ids_T != row.document_ids_T.roll(-1)
         ends_T[-1] = True
-        if "truncated" in row.extensions:  # such a document has no end
+        if "truncated" in row.extensions:  # truncated documents have no end token
             ends_T &= row.extensions["truncated"].values == 0
         return shift_targets(replace(row, loss_mask_T=row.loss_mask_T & ~ends_T))
 
@@ -64,16 +64,16 @@ def end_token_masked(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Ca
 @fault(
     seam="loss_inputs",
     origin="verl-project/verl#2377, NovaSky-AI/SkyRL#1635, PrimeIntellect-ai/prime-rl#808",
-    signature="every gradient, and its norm, NaN; loss and metrics of tokens right (the loss NaN too where the mask "
-    "is a factor)",
+    signature="every gradient, and its norm, NaN; loss and metrics of tokens right (the loss NaN too if the mask is a "
+    "factor)",
     changes_metrics=False,
 )
 def nan_under_the_mask(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]:
-    """What is computed for prompts and padding is NaN and is masked afterwards: backward multiplies NaN by 0."""
+    """Values of prompts and padding are NaN and are masked afterwards: backward multiplies NaN by 0."""
 
-    def inputs_with_nan(row: TrainingRow, said: TokenLogprobs, *more: object) -> LossInputs:
-        unscored_T = torch.where(row.loss_mask_T, said.logprobs_T, said.logprobs_T * torch.nan)
-        return replace(loss_inputs(row, said, *more), policy_logprobs_T=unscored_T)
+    def inputs_with_nan(row: TrainingRow, head_output: TokenLogprobs, *more: object) -> LossInputs:
+        logprobs_T = torch.where(row.loss_mask_T, head_output.logprobs_T, head_output.logprobs_T * torch.nan)
+        return replace(loss_inputs(row, head_output, *more), policy_logprobs_T=logprobs_T)
 
     return inputs_with_nan
 
@@ -89,10 +89,10 @@ def nan_under_the_mask(loss_inputs: Callable[..., LossInputs]) -> Callable[..., 
     changes_metrics=False,
 )
 def skipped_collective(sum_gradients: Callable) -> Callable:
-    """One rank leaves out one collective.
+    """One rank skips one collective.
 
-    In the second step the second rank of dp x cp leaves its gradients out of the sum, one collective where they fit
-    into a bucket.
+    In the second step the second rank of dp x cp leaves its gradients out of the sum, which is one collective if they
+    fit into a bucket.
     """
     calls: Counter[tuple[int, ...]] = Counter()  # simulated ranks share it
 
@@ -103,7 +103,7 @@ def skipped_collective(sum_gradients: Callable) -> Callable:
             raise SpecError(
                 "fault 'skipped_collective' with layout.shard_parameters",
                 found="gradients that backward has summed over dp x cp",
-                rule="the fault leaves out a sum that comes after backward",
+                rule="the fault skips a sum after backward",
                 fix="leave out shard_parameters, or the fault",
             )
         skips = calls[place] == _CALL and mesh["dp_cp"].rank == _RANK
@@ -121,14 +121,14 @@ _WITHOUT_PARAMETERS = nn.Module()
 @fault(
     seam="sum_gradients",
     origin="a slow disk, a compiler, a throttled device",
-    signature="no wrong number: the others wait, and the rank is named as the one that they wait for",
+    signature="no wrong number: the others wait, and the rank is named as the one they wait for",
     shows_in={"layout": {"cp": 2}},
     detected_by="tests/parity/test_hangs.py::test_the_straggler_comes_late_once",
     changes_gradient=False,
     changes_metrics=False,
 )
 def straggler(sum_gradients: Callable) -> Callable:
-    """In the second step the second rank of dp x cp comes 25 s late to the sum of gradients."""
+    """In the second step the second rank of dp x cp enters the sum of gradients 25 s late."""
     calls: Counter[tuple[int, ...]] = Counter()  # simulated ranks share it
 
     def sum_late(model: object, shards: object, mesh: Mesh) -> None:
@@ -147,12 +147,12 @@ LATE_S = 25.0
 @fault(
     seam="shift_targets",
     origin="huggingface/trl#4975 (tool_mask in the Liger path)",
-    signature="the holes of a mask train too, and are counted: documents of one turn are right but for the count, "
+    signature="the holes of a mask train too, and are counted: documents of one turn are right except for the count, "
     "those with holes gain tokens; log-probabilities right",
     detected_by="tests/faults/test_unseen.py::test_an_ignored_tool_mask_fills_the_holes",
 )
 def tool_mask_ignored(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
-    """The mask of a fused loss is that of the completion: tokens of tools and users inside it are not taken out."""
+    """The mask of a fused loss is that of the completion, including the tokens of tools and users in it."""
 
     def train_all_that_follows(row: RolloutBatch) -> TrainingRow:
         mask_T = row.loss_mask_T.clone()

@@ -25,7 +25,7 @@ from workbench.specs.losses import LossSpec
 @fault(
     seam="policy_metrics",
     origin="RLinf/RLinf#1529",
-    signature="gradient and loss right; every share of clipped tokens is exactly 0, all other metrics right; nothing "
+    signature="gradient and loss right; every share of clipped tokens is exactly 0, all other metrics right; no effect "
     "under a loss without a clip",
     hidden_in={"loss": {"name": "reinforce"}},
     detected_by="tests/faults/test_unseen.py::test_after_the_clip_no_ratio_is_outside",
@@ -44,7 +44,7 @@ def clip_fraction_after_clip(policy_metrics: Callable[..., dict[str, Value]]) ->
 
 
 def _of_none(value: Value) -> Value:
-    """A share of which no token is a part."""
+    """Return the share as 0."""
     if not isinstance(value.reducer, Mean):
         return value
     return replace(value, sums=(torch.zeros_like(value.sums[0]), *value.sums[1:]))
@@ -61,12 +61,12 @@ def _of_none(value: Value) -> Value:
     changes_gradient=False,
 )
 def entropy_of_vocabulary_shard(token_logprobs: Callable) -> Callable:
-    """The softmax of the entropy is normalised over the local logits, without the collective over tp."""
+    """The softmax of the entropy is normalised over local logits, without the collective over tp."""
 
     def entropy_of_local_logits(hidden_TD: Tensor, **options: Any) -> TokenLogprobs:
-        said = token_logprobs(hidden_TD, **options)
-        if said.entropy_T is None or options["axis"].size == 1:
-            return said
+        head_output = token_logprobs(hidden_TD, **options)
+        if head_output.entropy_T is None or options["axis"].size == 1:
+            return head_output
         local = {
             "implementation": "reference",
             "axis": None,
@@ -76,7 +76,7 @@ def entropy_of_vocabulary_shard(token_logprobs: Callable) -> Callable:
         }
         with torch.no_grad():
             alone = token_logprobs(hidden_TD, **(options | local))
-        return said._replace(entropy_T=alone.entropy_T)
+        return head_output._replace(entropy_T=alone.entropy_T)
 
     return entropy_of_local_logits
 
@@ -89,11 +89,11 @@ def entropy_of_vocabulary_shard(token_logprobs: Callable) -> Callable:
     changes_gradient=False,
 )
 def extremes_swapped(finish_metrics: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """The reducer of the minimum is given to the key of the maximum, and the other way round."""
+    """The reducers of minimum and maximum are swapped."""
 
     def finish_and_swap(*args: object) -> dict[str, float]:
-        found = finish_metrics(*args)
-        return {key: found[_swapped(key)] for key in found}
+        metrics = finish_metrics(*args)
+        return {key: metrics[_swapped(key)] for key in metrics}
 
     return finish_and_swap
 
@@ -116,7 +116,7 @@ def _swapped(key: str) -> str:
     changes_gradient=False,
 )
 def global_counts_per_rank(finish_metrics: Callable) -> Callable:
-    """Every rank is handed the finished metrics of the step, and what counts things is added up over ranks."""
+    """Every rank has the finished metrics of the step, and counts are summed over ranks again."""
 
     def finish_and_sum_again(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
         counted = [key for key, value in micro_batches[0].items() if isinstance(value.reducer, Sum | Count)]
@@ -130,13 +130,13 @@ def global_counts_per_rank(finish_metrics: Callable) -> Callable:
     seam="policy_metrics",
     origin="THUDM/slime#2114",
     signature="gradient and loss right; the metric of the KL that the loss penalises exactly coefficient times the "
-    "right one, other estimators and pairs right; nothing without a penalty",
+    "right one, other estimators and pairs right; no effect without a penalty",
     hidden_in={"loss": {"kl": {"coefficient": 0.0}}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_kl_changed_in_place_is_its_coefficient_too_small",
     changes_gradient=False,
 )
 def kl_changed_in_place(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
-    """The tensor of the penalty is changed in place after it was handed to the log."""
+    """The tensor of the penalty is changed in place after it was passed to the log."""
 
     def measure_what_is_left(
         inputs: LossInputs,
@@ -146,20 +146,20 @@ def kl_changed_in_place(policy_metrics: Callable[..., dict[str, Value]]) -> Call
         loss_spec: LossSpec | None = None,
         *more: object,
     ) -> dict[str, Value]:
-        found = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
+        metrics = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
         if "kl" not in terms:
-            return found
+            return metrics
         logged = f"kl/policy_{loss_spec.kl.against}/{loss_spec.kl.estimator}_" if loss_spec else "kl/policy_ref/k3_"
         return {
             key: _scaled(value, terms["kl"].coefficient) if key.startswith(logged) else value
-            for key, value in found.items()
+            for key, value in metrics.items()
         }
 
     return measure_what_is_left
 
 
 def _scaled(value: Value, factor: float) -> Value:
-    """A mean, with its total and not its weight multiplied."""
+    """Multiply the total of a mean, and not its weight."""
     if not isinstance(value.reducer, Mean):
         return value
     return replace(value, sums=(value.sums[0] * factor, *value.sums[1:]))
@@ -176,7 +176,7 @@ def _scaled(value: Value, factor: float) -> Value:
     changes_gradient=False,
 )
 def loss_reported_over_dp_only(_: Callable) -> Callable:
-    """The reporting sum leaves out context-parallel ranks, so the log shows the share of those with cp rank 0."""
+    """The reported sum leaves out context-parallel ranks, so the log shows the part of those with cp rank 0."""
 
     def complete_over_dp(self: Scalar, mesh: Mesh) -> Scalar:
         return Scalar(all_sum(self.value.detach(), mesh["dp"]), frozenset())
@@ -187,7 +187,7 @@ def loss_reported_over_dp_only(_: Callable) -> Callable:
 @fault(
     seam="finish_metrics",
     origin="huggingface/trl#6380 and #7047, OpenRLHF's clip_ratio and ppo_kl",
-    signature="gradient and loss right, and sums, counts and extremes too; means tilted towards ranks with few trained "
+    signature="gradient and loss right, also sums, counts and extremes; means tilted towards ranks with few trained "
     "tokens, NaN if a rank has none",
     shows_in={"layout": {"dp": 2}},
     hidden_in={"layout": {"dp": 1}},
@@ -195,15 +195,15 @@ def loss_reported_over_dp_only(_: Callable) -> Callable:
     changes_gradient=False,
 )
 def mean_of_rank_means(finish_metrics: Callable) -> Callable:
-    """A mean travels between ranks as a finished number instead of as sum and count."""
+    """Means are averaged over ranks as finished numbers instead of as sum and count."""
 
     def finish_then_average(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
         means = {key: value for key, value in micro_batches[0].items() if isinstance(value.reducer, Mean)}
-        here = finish_metrics(micro_batches, Axis(axis.name))
+        local = finish_metrics(micro_batches, Axis(axis.name))
         whole = finish_metrics(micro_batches, axis)
         if means:
             some = next(iter(means.values())).sums[0]
-            averaged = all_sum(some.new_tensor([here[key] for key in means]), axis) / axis.size
+            averaged = all_sum(some.new_tensor([local[key] for key in means]), axis) / axis.size
             whole |= dict(zip(means, averaged.tolist(), strict=True))
         return whole
 
@@ -213,15 +213,15 @@ def mean_of_rank_means(finish_metrics: Callable) -> Callable:
 @fault(
     seam="finish_metrics",
     origin="verl-project/verl#2259",
-    signature="gradient and loss right; counts of tokens and documents too small, means of another population; nothing "
-    "with one micro-batch",
+    signature="gradient and loss right; counts of tokens and documents too small, means of another population; no "
+    "effect with one micro-batch",
     shows_in={"data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_metrics_of_the_last_micro_batch_count_fewer_tokens",
     changes_gradient=False,
 )
 def metrics_of_last_micro_batch(finish_metrics: Callable) -> Callable:
-    """Metrics are kept by name, and each micro-batch overwrites those of the one before."""
+    """Metrics are stored by name, and each micro-batch overwrites those of the previous one."""
 
     def finish_last(micro_batches: Sequence[object], axis: object) -> dict[str, float]:
         return finish_metrics(micro_batches[-1:], axis)
@@ -240,10 +240,10 @@ def metrics_of_last_micro_batch(finish_metrics: Callable) -> Callable:
     changes_gradient=False,
 )
 def metrics_scaled_by_dp(run_step: Callable) -> Callable:
-    """Means are scaled for an engine that averages over dp as the loss is, and nothing averages them."""
+    """Means are scaled like the loss for an engine that averages over dp, but are never averaged."""
 
-    def report_scaled(policy: Policy, *args: object, **how: object) -> Any:
-        result, dp = run_step(policy, *args, **how), policy.mesh["dp"].size
+    def report_scaled(policy: Policy, *args: object, **options: object) -> Any:
+        result, dp = run_step(policy, *args, **options), policy.mesh["dp"].size
         scaled = {
             key: value * dp if key.endswith(("/mean", "/fraction", "_mean")) else value
             for key, value in result.metrics.items()
@@ -256,15 +256,15 @@ def metrics_scaled_by_dp(run_step: Callable) -> Callable:
 @fault(
     seam="policy_metrics",
     origin="NovaSky-AI/SkyRL#211",
-    signature="gradient, loss and all other metrics right; the entropy's mean drawn towards what the policy says "
-    "after padding, the more the more of it; nothing in rows without padding",
+    signature="gradient, loss and all other metrics right; the entropy's mean shifted towards that after padding, more "
+    "with more padding; no effect in rows without padding",
     shows_in={"data": {"multiple_of": 160}},
     hidden_in={"data": {"multiple_of": None}},
     detected_by="tests/faults/test_unseen_at_first.py::test_padding_moves_the_entropy_alone",
     changes_gradient=False,
 )
 def padding_in_entropy(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
-    """The distribution after a padding token is taken for one of the policy's."""
+    """The distribution after padding tokens is included in the policy's entropy."""
 
     def measure_padding_too(
         inputs: LossInputs, terms: Mapping[str, Term], loss_mask_T: Tensor, level: str, *more: object
@@ -283,17 +283,17 @@ _KEYS = ("entropy/policy/mean", "entropy/policy/min", "entropy/policy/max")
     seam="policy_metrics",
     origin="ServiceNow/PipelineRL, loss reinforce (read, not run)",
     signature="gradient, loss and log-probabilities right; no reported ratio is above the bound, mean and sums too "
-    "small, effective samples too many; nothing under a loss that does not truncate",
+    "small, effective samples too many; no effect under a loss that does not truncate",
     shows_in={"loss": {"name": "truncated_reinforce"}},
     hidden_in={"loss": {"name": "reinforce"}},
     detected_by="tests/faults/test_unseen.py::test_truncated_ratios_are_reported_as_ratios",
     changes_gradient=False,
 )
 def ratio_truncated_before_log(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
-    """The name of the ratio is given to its truncated value before statistics of it are taken.
+    """The variable of the ratio is overwritten by its truncated value before its statistics are computed.
 
-    The truncated ratio that weighs a token is stored over the ratio itself, of which mean, sum, sum of squares and
-    effective samples are reported.
+    The truncated ratio that weights a token replaces the ratio itself, of which mean, sum, sum of squares and effective
+    samples are reported.
     """
 
     def measure_truncated(
@@ -304,13 +304,13 @@ def ratio_truncated_before_log(policy_metrics: Callable[..., dict[str, Value]]) 
         loss_spec: LossSpec | None = None,
         *more: object,
     ) -> dict[str, Value]:
-        found = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
+        metrics = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
         if loss_spec is None or loss_spec.surrogate.kind != "cispo":
-            return found
-        held_T = inputs.log_ratio().clamp(max=math.log1p(loss_spec.surrogate.clip_high))
-        truncated = replace(inputs, policy_logprobs_T=inputs.old_logprobs_T + held_T)
+            return metrics
+        clamped_T = inputs.log_ratio().clamp(max=math.log1p(loss_spec.surrogate.clip_high))
+        truncated = replace(inputs, policy_logprobs_T=inputs.old_logprobs_T + clamped_T)
         other = policy_metrics(truncated, terms, loss_mask_T, level, loss_spec, *more)
-        return {key: other[key] if key.startswith("ratio/policy_old/") else value for key, value in found.items()}
+        return {key: other[key] if key.startswith("ratio/policy_old/") else value for key, value in metrics.items()}
 
     return measure_truncated
 
@@ -319,14 +319,14 @@ def ratio_truncated_before_log(policy_metrics: Callable[..., dict[str, Value]]) 
     seam="finish_metrics",
     origin="ServiceNow/Fast-LLM#520 (minima and maxima of ranks that compute no loss)",
     signature="gradient, loss and means right; minima of positive and maxima of negative numbers are 0 as soon as one "
-    "rank holds no trained token",
+    "rank has no trained token",
     shows_in={"layout": {"cp": 2}, "data": {"multiple_of": 160}},
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_zero_for_nothing_enters_extremes_alone",
     changes_gradient=False,
 )
 def zero_placeholder_in_extremes(finish_metrics: Callable) -> Callable:
-    """0 stands for nothing where the extreme of no token is infinite."""
+    """The extreme of no tokens is 0 instead of infinite."""
 
     def finish_with_zeros(micro_batches: Sequence[Mapping[str, Value]], axis: object) -> dict[str, float]:
         empty = {

@@ -20,15 +20,15 @@ from workbench.sharding.gradients import sum_gradients
     seam="pack_step",
     origin="tenstorrent/tt-metal#46412 and #46548",
     signature="a gradient of about the right size in another direction, right log-probabilities and ratios, a wrong "
-    "loss; nothing where one micro-batch takes the documents as they come",
+    "loss; no effect if one micro-batch takes the documents in order",
     shows_in={"data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_advantages_of_others_keep_the_size_and_turn",
 )
 def advantages_of_other_documents(pack_step: Callable) -> Callable:
-    """Documents are dealt into micro-batches by length, their advantages in the order in which they came.
+    """Documents are assigned to micro-batches by length, their advantages in order of arrival.
 
-    Tokens and advantages are cut into micro-batches along different orders: a document trains on the advantage of
+    Tokens and advantages are split into micro-batches in different orders: a document trains on the advantage of
     another.
     """
 
@@ -51,39 +51,39 @@ def _of_documents(batch: RolloutBatch) -> Tensor:
 
 
 def _in_order_of_arrival(batch: RolloutBatch, own_N: Tensor, rows: Sequence[RolloutBatch]) -> list[Tensor]:
-    """[T] for each row: what stands there, except on documents that are not where they arrived."""
+    """[T] advantages of each row, those of other documents for documents that are out of order."""
     document_S = torch.full((int(batch.source_T.max()) + 1,), PADDING)
     document_S[batch.source_T] = batch.document_ids_T
-    found, packed = [], 0
+    advantages, packed = [], 0
     for row in rows:
         advantages_T = row.advantages_T.clone()
         for number in range(row.num_documents):
-            mine_T = row.document_ids_T == number
-            if int(document_S[row.source_T[mine_T][0]]) != packed:
-                advantages_T[mine_T] = own_N[packed]
+            inside_T = row.document_ids_T == number
+            if int(document_S[row.source_T[inside_T][0]]) != packed:
+                advantages_T[inside_T] = own_N[packed]
             packed += 1
-        found.append(advantages_T)
-    return found
+        advantages.append(advantages_T)
+    return advantages
 
 
 @fault(
     seam="run_step",
     origin="modelscope/FunASR#3472",
-    signature="loss and metrics right; ranks disagree, and each has what all found in the first micro-batch and only "
-    "what it found itself in others: smaller, in another direction; nothing with one micro-batch",
+    signature="loss and metrics right; ranks disagree: each has all ranks' gradient of the first micro-batch and only "
+    "its own of the others: smaller, in another direction; no effect with one micro-batch",
     shows_in={"layout": {"dp": 2}, "data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_unseen.py::test_later_micro_batches_of_other_ranks_are_lost",
     changes_metrics=False,
 )
 def first_micro_batch_synchronised(run_step: Callable) -> Callable:
-    """Gradients are summed over ranks after the first micro-batch, and those of later ones stay where they are.
+    """Gradients of the first micro-batch are summed over ranks, those of later ones are not.
 
-    The condition that leaves out the sum over ranks, but for the last micro-batch, is off by one: it is made after the
-    first, and each rank steps with later gradients of its own.
+    The condition that skips the sum over ranks for all but the last micro-batch is off by one: the sum runs after the
+    first, and each rank steps with its own later gradients.
     """
 
-    def sum_the_first(policy: Policy, *args: object, **how: object) -> Any:
+    def sum_the_first(policy: Policy, *args: object, **options: object) -> Any:
         first: dict[Tensor, Tensor] = {}
 
         def lose_later_ones(parameter: Tensor) -> None:
@@ -92,7 +92,7 @@ def first_micro_batch_synchronised(run_step: Callable) -> Callable:
             else:
                 first[parameter] = parameter.grad.clone()
 
-        # The step that is looked at is the first rank's: all ranks' first gradients, and its own later ones.
+        # The reported step is the first rank's: all ranks' first gradients, and its own later ones.
         elsewhere = policy.mesh["dp_cp"].rank > 0
         hooks = [
             parameter.register_post_accumulate_grad_hook(lose_later_ones)
@@ -100,7 +100,7 @@ def first_micro_batch_synchronised(run_step: Callable) -> Callable:
             if elsewhere
         ]
         try:
-            return run_step(policy, *args, **how)
+            return run_step(policy, *args, **options)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -118,10 +118,10 @@ def first_micro_batch_synchronised(run_step: Callable) -> Callable:
     changes_metrics=False,
 )
 def gradient_averaged_over_micro_batches(prepare_rows: Callable) -> Callable:
-    """The loss of a micro-batch is divided by their number, though its weights are those of the step.
+    """The loss of a micro-batch is divided by the number of micro-batches, although its weights are those of the step.
 
-    The trainer divides each loss by the number of accumulated micro-batches before backward, and the loss was divided
-    by the tokens of the whole step already.
+    The trainer divides each loss by the number of accumulated micro-batches before backward, but the loss is divided by
+    the tokens of the whole step already.
     """
 
     def prepare_and_average(*args: object) -> tuple:
@@ -152,10 +152,10 @@ def gradient_averaged_over_micro_batches(prepare_rows: Callable) -> Callable:
     changes_gradient=False,
 )
 def gradient_norm_times_micro_batches(run_step: Callable) -> Callable:
-    """The gradient norm is taken before the division by the number of micro-batches, which the optimizer sees."""
+    """The gradient norm is computed before gradients are divided by the number of micro-batches."""
 
-    def report_undivided(policy: object, loss: object, rows: list, totals: object, **how: object) -> Any:
-        result = run_step(policy, loss, rows, totals, **how)
+    def report_undivided(policy: object, loss: object, rows: list, totals: object, **options: object) -> Any:
+        result = run_step(policy, loss, rows, totals, **options)
         return replace(result, norms={name: norm * len(rows) for name, norm in result.norms.items()})
 
     return report_undivided
@@ -172,13 +172,13 @@ def gradient_norm_times_micro_batches(run_step: Callable) -> Callable:
     changes_metrics=False,
 )
 def gradients_of_last_micro_batch(hidden_states: Callable) -> Callable:
-    """Gradients are copied into the buffer that they are to be added to."""
+    """Gradients are copied into the accumulation buffer instead of added to it."""
 
-    def start_anew(policy: Policy, *args: object) -> object:
+    def zero_and_start(policy: Policy, *args: object) -> object:
         policy.model.zero_grad(set_to_none=True)
         return hidden_states(policy, *args)
 
-    return start_anew
+    return zero_and_start
 
 
 @fault(
@@ -194,8 +194,8 @@ def gradients_of_last_micro_batch(hidden_states: Callable) -> Callable:
 def reduction_repeated_per_micro_batch(hidden_states: Callable) -> Callable:
     """Accumulated gradients are summed over ranks after every micro-batch.
 
-    The sum over ranks runs once a micro-batch on a buffer that accumulates, so early micro-batches are summed again and
-    again.
+    The sum over ranks runs once per micro-batch on a buffer that accumulates, so early micro-batches are summed
+    repeatedly.
     """
 
     def sum_before_the_next(policy: Policy, *args: object) -> object:

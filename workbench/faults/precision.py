@@ -32,10 +32,10 @@ def entropy_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callabl
     """A fused head computes log-probabilities in float32 and stores the entropy in the dtype of the hidden states."""
 
     def with_rounded_entropy(*args: object, **options: object) -> TokenLogprobs:
-        said = token_logprobs(*args, **options)
-        if said.entropy_T is None:
-            return said
-        return said._replace(entropy_T=said.entropy_T.bfloat16().to(said.entropy_T.dtype))
+        head_output = token_logprobs(*args, **options)
+        if head_output.entropy_T is None:
+            return head_output
+        return head_output._replace(entropy_T=head_output.entropy_T.bfloat16().to(head_output.entropy_T.dtype))
 
     return with_rounded_entropy
 
@@ -43,28 +43,28 @@ def entropy_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callabl
 @fault(
     seam="loss_inputs",
     origin="linkedin/Liger-Kernel#1298 (reduction none)",
-    signature="loss and metrics right; every token pulls as the first trained one of its micro-batch does, whatever "
-    "its own advantage, weight and clip: cosine far from 1; nothing where all tokens weigh the same (a "
-    "likelihood averaged over tokens)",
+    signature="loss and metrics right; every token has the gradient coefficient of the first trained one of its "
+    "micro-batch, regardless of its own advantage, weight and clip: cosine far from 1; no effect if all tokens weigh "
+    "the same (a likelihood averaged over tokens)",
     hidden_in={"loss": {"name": "sft", "kl": {"coefficient": 0.0}}},
     detected_by="tests/faults/test_unseen.py::test_every_token_pulls_as_the_first",
     changes_metrics=False,
 )
 def first_cotangent_for_all(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]:
-    """A fused head multiplies the gradient of every token with what arrives at the first one.
+    """A fused head multiplies the gradient of every token by the incoming gradient of the first one.
 
-    A kernel that was written for a loss of one number reads the first element of the gradient that arrives, though it
-    is asked for a value a token.
+    A kernel written for a scalar loss reads the first element of the incoming gradient, although it returns a value per
+    token.
     """
 
-    def from_such_a_head(row: TrainingRow, said: TokenLogprobs, *more: object) -> LossInputs:
-        return loss_inputs(row, said._replace(logprobs_T=_TakeFirst.apply(said.logprobs_T, row.loss_mask_T)), *more)
+    def with_first_cotangent(row: TrainingRow, output: TokenLogprobs, *more: object) -> LossInputs:
+        return loss_inputs(row, output._replace(logprobs_T=_TakeFirst.apply(output.logprobs_T, row.loss_mask_T)), *more)
 
-    return from_such_a_head
+    return with_first_cotangent
 
 
 class _TakeFirst(Function):
-    """The identity, whose gradient is that of the first token that counts on every token that does."""
+    """The identity, whose gradient on every trained token is that of the first trained token."""
 
     @staticmethod
     def forward(ctx: Any, logprobs_T: Tensor, loss_mask_T: Tensor) -> Tensor:
@@ -82,15 +82,15 @@ class _TakeFirst(Function):
 @fault(
     seam="workbench.policy.model:Policy.hidden_states",
     origin="deepspeedai/DeepSpeed#1800, hiyouga/LlamaFactory#9769, pytorch/pytorch#194628",
-    signature="loss, metrics and log-probabilities right; every gradient off by some 1e-3 of itself, the more the more "
-    "micro-batches; nothing with one",
+    signature="loss, metrics and log-probabilities right; every gradient off by about 1e-3 of itself, more with more "
+    "micro-batches; no effect with one",
     shows_in={"data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_unseen.py::test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone",
     changes_metrics=False,
 )
 def gradients_kept_in_bfloat16(hidden_states: Callable) -> Callable:
-    """The buffer into which micro-batches accumulate has the dtype of bfloat16 weights."""
+    """The accumulation buffer of micro-batches has the dtype of bfloat16 weights."""
 
     def round_before_the_next(policy: Policy, *args: object) -> object:
         for parameter in policy.model.parameters():
@@ -104,14 +104,14 @@ def gradients_kept_in_bfloat16(hidden_states: Callable) -> Callable:
 @fault(
     seam="workbench.policy.logprobs.chunked:add_product_",
     origin="linkedin/Liger-Kernel#1324, #1391 and #1454, NVIDIA/Megatron-LM#2739",
-    signature="gradient of the head (and of an embedding that is tied to it) off by some 1e-3 of itself, the more the "
-    "more chunks; loss and all other gradients right",
+    signature="gradient of the head (and of an embedding tied to it) off by about 1e-3 of itself, more with more "
+    "chunks; loss and all other gradients right",
     shows_in={"model": {"tied": False}, "policy": {"logprobs": "chunked", "chunk_tokens": 4}},
     hidden_in={"policy": {"logprobs": "reference", "chunk_tokens": 4096}},
     changes_metrics=False,
 )
 def head_gradient_in_bfloat16(add_product_: Callable[..., None]) -> Callable[..., None]:
-    """What the chunks want from the output head is summed in the dtype of a bfloat16 weight."""
+    """The gradients of the output head are summed over chunks in the dtype of a bfloat16 weight."""
 
     def add_and_round_(weight_VD: Tensor, *more: Tensor, first: bool) -> None:
         add_product_(weight_VD, *more, first=first)
@@ -123,14 +123,14 @@ def head_gradient_in_bfloat16(add_product_: Callable[..., None]) -> Callable[...
 @fault(
     seam="workbench.policy.model:token_logprobs",
     origin="NovaSky-AI/SkyRL, its fused head (read, not run)",
-    signature="log-probabilities of every token off by some 1e-3 nats to either side and all gradients by some 1e-3 "
-    "of themselves; nothing at temperature 1",
+    signature="log-probabilities of every token off by about 1e-3 nats to either side and all gradients by about 1e-3 "
+    "of themselves; no effect at temperature 1",
     shows_in={"policy": {"temperature": 0.7}},
     hidden_in={"policy": {"temperature": 1.0}},
     detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
 )
 def head_over_temperature_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
-    """The temperature is divided into the weight instead of the logits, and the quotient is kept in bfloat16."""
+    """The weight instead of the logits is divided by the temperature, and the quotient is stored in bfloat16."""
 
     def with_divided_weight(
         hidden_TD: Tensor, *, weight_VD: Tensor, temperature: float | Tensor = 1.0, **options: object
@@ -146,14 +146,14 @@ def head_over_temperature_in_bfloat16(token_logprobs: Callable[..., TokenLogprob
 @fault(
     seam="workbench.policy.logprobs.chunked:_product_",
     origin="verl-project/verl, its fused head (read, not run)",
-    signature="log-probabilities of every token off by some 1e-3 nats to either side, the more the larger the logits, "
-    "and all gradients by some 1e-3 of themselves; no factor",
+    signature="log-probabilities of every token off by about 1e-3 nats to either side, more with larger logits, and "
+    "all gradients by about 1e-3 of themselves; no factor",
     shows_in={"policy": {"logprobs": "chunked"}},
     hidden_in={"policy": {"logprobs": "reference"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
 )
 def logits_in_bfloat16(product_: Callable[..., None]) -> Callable[..., None]:
-    """A fused head keeps logits in bfloat16, and so log-probabilities and entropy come from eight bits."""
+    """A fused head stores logits in bfloat16, so that log-probabilities and entropy have eight bits."""
 
     def product_and_round_(logits_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
         product_(logits_CV, hidden_CD, weight_VD)
@@ -166,14 +166,14 @@ def logits_in_bfloat16(product_: Callable[..., None]) -> Callable[..., None]:
     seam="shift_targets",
     origin="THUDM/slime#245 (rollout_log_probs; again in #892)",
     signature="the policy's own log-probabilities right, old ones off by up to 1 in 256 of themselves to either side, "
-    "and with them each ratio, more on unlikely tokens; nothing where the policy is its own old one",
+    "and with them each ratio, more on unlikely tokens; no effect if the policy is its own old one",
     hidden_in={"loss": {"old_policy": "current"}},
     detected_by="tests/faults/test_unseen.py::test_rounded_old_logprobs_are_off_by_their_last_bit",
 )
 def old_logprobs_in_bfloat16(
     shift_targets: Callable[[RolloutBatch], TrainingRow],
 ) -> Callable[[RolloutBatch], TrainingRow]:
-    """What the sampler says about its tokens, and the ratio is taken against, is stored with eight bits."""
+    """The old log-probabilities, the denominator of the ratio, are stored with eight bits."""
 
     def shift_rounded(row: RolloutBatch) -> TrainingRow:
         return shift_targets(replace(row, old_logprobs_T=row.old_logprobs_T.bfloat16().to(row.old_logprobs_T.dtype)))
@@ -184,19 +184,19 @@ def old_logprobs_in_bfloat16(
 @fault(
     seam="workbench.policy.model:Policy.token_logprobs",
     origin="verl-project/verl#5349, #2656 and #2899",
-    signature="every log-probability too small, by log(1 + padding / sum of exp of logits): more where logits are "
-    "small; ratios below 1 in the first step; right where the tile divides the vocabulary",
+    signature="every log-probability too small, by log(1 + padding / sum of exp of logits): more if logits are small; "
+    "ratios below 1 in the first step; right if the tile divides the vocabulary",
 )
 def padded_vocabulary_counted(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
-    """A kernel that computes 32 columns of the vocabulary at a time adds exp(0) for each that does not exist."""
+    """A kernel that computes 32 columns of the vocabulary at a time adds exp(0) for each padding column."""
 
-    def with_padding(self: Policy, *args: object, wanted: Iterable[str] = (), **how: object) -> TokenLogprobs:
-        said = token_logprobs(self, *args, wanted={*wanted, "logsumexp"}, **how)
+    def with_padding(self: Policy, *args: object, wanted: Iterable[str] = (), **options: object) -> TokenLogprobs:
+        right = token_logprobs(self, *args, wanted={*wanted, "logsumexp"}, **options)
         padding = -self.vocabulary_size % TILE
         if not padding:
-            return said
-        more_T = torch.logaddexp(said.logsumexp_T, said.logsumexp_T.new_full((), math.log(padding)))
-        return said._replace(logprobs_T=said.logprobs_T + said.logsumexp_T - more_T, logsumexp_T=more_T)
+            return right
+        padded_T = torch.logaddexp(right.logsumexp_T, right.logsumexp_T.new_full((), math.log(padding)))
+        return right._replace(logprobs_T=right.logprobs_T + right.logsumexp_T - padded_T, logsumexp_T=padded_T)
 
     return with_padding
 
@@ -210,14 +210,14 @@ TILE = 32
 @fault(
     seam="transformers.models.qwen3.modeling_qwen3:apply_rotary_pos_emb",
     origin="huggingface/transformers#29285, KellerJordan/modded-nanogpt#39, NVIDIA/Megatron-LM#744",
-    signature="log-probabilities off by some 1e-3 nats to either side, but for the first token of a document, which "
-    "sees itself alone; all gradients by some 1e-3 of themselves",
+    signature="log-probabilities off by about 1e-3 nats to either side, except for the first token of a document, "
+    "which attends only to itself; all gradients by about 1e-3 of themselves",
     detected_by="tests/faults/test_unseen.py::test_rounded_rotary_tables_spare_the_first_step_of_a_document",
 )
 def rotary_tables_in_bfloat16(apply_rotary_pos_emb: Callable) -> Callable:
-    """The tables of rotary angles are cast to the dtype of a bfloat16 model, in a run that computes with more."""
+    """The tables of rotary angles are cast to the dtype of a bfloat16 model, in a run of higher precision."""
 
-    def with_rounded_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: object, **how: object) -> object:
-        return apply_rotary_pos_emb(q, k, cos.bfloat16().to(cos.dtype), sin.bfloat16().to(sin.dtype), *more, **how)
+    def with_rounded_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: object, **options: object) -> object:
+        return apply_rotary_pos_emb(q, k, cos.bfloat16().to(cos.dtype), sin.bfloat16().to(sin.dtype), *more, **options)
 
     return with_rounded_tables

@@ -22,14 +22,14 @@ from workbench.specs.losses import CorrectionSpec
 @fault(
     seam="workbench.losses.build:apply_correction",
     origin="THUDM/slime#179",
-    signature="the weight of each token is its ratio policy / old times too big: policy term and its gradient off by "
-    "no constant, penalties right; nothing on-policy",
+    signature="the weight of each token is too big by its ratio policy / old: policy term and its gradient off by no "
+    "constant, penalties right; no effect on-policy",
     shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},
     hidden_in={"loss": {"old_policy": "current"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_weight_of_the_live_policy_spares_the_penalty",
 )
 def correction_weight_of_current_policy(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
-    """Policy / sampler multiplies a term that holds policy / old already, where old / sampler belongs."""
+    """Policy / sampler, instead of old / sampler, multiplies a term that contains policy / old already."""
 
     def with_live_policy(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
         return apply_correction(term, replace(inputs, old_logprobs_T=inputs.policy_logprobs_T.detach()), spec)
@@ -40,24 +40,24 @@ def correction_weight_of_current_policy(apply_correction: Callable[..., Term]) -
 @fault(
     seam="shift_targets",
     origin="huggingface/trl#6789 and #7269, NovaSky-AI/SkyRL#877, vllm-project/vllm#42259",
-    signature="every weight against the sampler, and with it the policy term and its gradient, exactly the kept mass "
-    "times the right one, cosine 1; other terms right, and everything without such a weight",
+    signature="every weight against the sampler, and with it the policy term and its gradient, exactly the top-p mass "
+    "times the right one, cosine 1; other terms right; no effect without such a weight",
     shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},
     hidden_in={"loss": {"correction": {"kind": "none"}}, "record": {"metrics": "none"}},
 )
 def kept_mass_ignored(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
-    """The sampler drew from a cut distribution, and the trainer compares with the whole one.
+    """The sampler draws from a truncated distribution, and the trainer compares with the full one.
 
-    The sampler's log-probabilities are over the tokens that top-p keeps (0.9 of the mass, for every token), the
-    trainer's over the whole vocabulary.
+    The sampler's log-probabilities are over the top-p support (0.9 of the mass, for every token), the trainer's over
+    the whole vocabulary.
     """
 
     def shift_with_renormalised(row: RolloutBatch) -> TrainingRow:
         right = shift_targets(row)
         if right.sampler_logprobs_T is None:
             return right
-        kept_T = right.sampler_logprobs_T - math.log(KEPT_MASS)
-        return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, kept_T, 0.0))
+        truncated_T = right.sampler_logprobs_T - math.log(KEPT_MASS)
+        return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, truncated_T, 0.0))
 
     return shift_with_renormalised
 
@@ -68,14 +68,14 @@ KEPT_MASS = 0.9
 @fault(
     seam="workbench.losses.clipped:clip_ratio",
     origin="ChenmienTan/RL2#21",
-    signature="tokens of a negative advantage that lie below 1 - epsilon keep their gradient, and their loss is "
-    "smaller in size; all others right, and log-probabilities, ratios and the penalty with them",
+    signature="tokens with a negative advantage and a ratio below 1 - epsilon keep their gradient, and their loss is "
+    "smaller in size; all others right, as are log-probabilities, ratios and the penalty",
     shows_in={"loss": {"surrogate": {"clip_low": 0.02}}},
     hidden_in={"loss": {"surrogate": {"clip_low": 0.5}}},
     detected_by="tests/faults/test_unseen.py::test_a_lower_bound_at_epsilon_frees_tokens_of_negative_advantage",
 )
 def lower_clip_at_epsilon(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
-    """The ratio is clipped to [epsilon, 1 + epsilon]: tokens that were made unlikelier are pushed on."""
+    """The ratio is clipped to [epsilon, 1 + epsilon], so tokens that became unlikelier are pushed further down."""
 
     def clip_from_epsilon(*values: object, clip_low: float, **bounds: object) -> Term:
         return clip_ratio(*values, clip_low=1 - clip_low, **bounds)
@@ -86,20 +86,20 @@ def lower_clip_at_epsilon(clip_ratio: Callable[..., Term]) -> Callable[..., Term
 @fault(
     seam="run_step",
     origin="OpenRLHF/OpenRLHF#853, databricks/compose-rl#105, huggingface/trl#3029",
-    signature="the penalty alone wrong, not 0 where policy and reference are the same, and its gradient by no "
+    signature="the penalty alone wrong, not 0 if policy and reference are the same, and its gradient by no "
     "constant; log-probabilities, ratios and the policy term right",
     shows_in={"policy": {"temperature": 0.7}, "loss": {"kl": {"coefficient": 0.3}}},
     hidden_in={"policy": {"temperature": 1.0}},
     detected_by="tests/faults/test_unseen.py::test_a_reference_without_temperature_moves_the_penalty_alone",
 )
 def reference_at_temperature_one(run_step: Callable) -> Callable:
-    """The reference is asked without the temperature of the policy.
+    """The reference is evaluated without the temperature of the policy.
 
-    Log-probabilities for the penalty come from a path that knows no temperature: the policy is drawn towards a
-    reference that is flatter than it.
+    Log-probabilities of the penalty come from a code path without temperature: the policy is drawn towards a flatter
+    reference.
     """
 
-    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **how: object) -> object:
+    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **options: object) -> object:
         rows = [
             replace(
                 local,
@@ -107,25 +107,25 @@ def reference_at_temperature_one(run_step: Callable) -> Callable:
             )
             for local in rows
         ]
-        return run_step(policy, loss, rows, *more, **how)
+        return run_step(policy, loss, rows, *more, **options)
 
     return run_with_raw
 
 
 @fault(
     seam="run_step",
-    origin="huggingface/trl#4159 (mended in #4163), allenai/open-instruct#1678, vllm-project/vime#64",
+    origin="huggingface/trl#4159 (fixed in #4163), allenai/open-instruct#1678, vllm-project/vime#64",
     signature="weights against the sampler wrong by the token's p at its temperature over p at 1, most of them too big "
-    "for tokens that were drawn below 1; the policy term with them; log-probabilities of the policy, ratios "
-    "against the old one and the penalty right",
+    "for temperatures below 1; the policy term with them; log-probabilities of the policy, ratios against the old "
+    "policy and the penalty right",
     shows_in={"policy": {"temperature": 0.7}, "loss": {"correction": {"kind": "tis"}}},
     hidden_in={"policy": {"temperature": 1.0}},
     detected_by="tests/faults/test_unseen.py::test_other_logprobs_of_the_sampler_move_weights_and_the_policy_term",
 )
 def sampler_logprobs_before_temperature(run_step: Callable) -> Callable:
-    """A sampler returns the log-probabilities of its raw logits, and drew from those over the temperature."""
+    """A sampler returns the log-probabilities of its raw logits, but samples from those divided by the temperature."""
 
-    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **how: object) -> object:
+    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **options: object) -> object:
         rows = [
             replace(
                 local,
@@ -135,19 +135,19 @@ def sampler_logprobs_before_temperature(run_step: Callable) -> Callable:
             )
             for local in rows
         ]
-        return run_step(policy, loss, rows, *more, **how)
+        return run_step(policy, loss, rows, *more, **options)
 
     return run_with_raw
 
 
 def _without_temperature(policy: Policy, local: Any) -> Tensor:
-    """[t] nats: what a policy says of a row's targets at temperature 1, less what it says at its own."""
+    """[t] nats: a row's log-probabilities at temperature 1 minus those at the policy's own."""
     row = local.row
     with torch.no_grad():
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
         raw, own = (
-            asked.token_logprobs(hidden_TD, row.targets_T, wanted=()).logprobs_T
-            for asked in (replace(policy, temperature=1.0), policy)
+            each.token_logprobs(hidden_TD, row.targets_T, wanted=()).logprobs_T
+            for each in (replace(policy, temperature=1.0), policy)
         )
     return torch.where(row.loss_mask_T, raw - own, 0.0)
 
@@ -155,13 +155,13 @@ def _without_temperature(policy: Policy, local: Any) -> Tensor:
 @fault(
     seam="workbench.losses.build:apply_correction",
     origin="NVIDIA-NeMo/RL#2269, huggingface/trl#5814",
-    signature="a document's weight is the right one to the power of its length: long documents vanish or stand at the "
+    signature="a document's weight is the right one to the power of its length: long documents vanish or are at the "
     "bound, those of one token are right; no constant factor",
     shows_in={"loss": {"correction": {"kind": "sequence_tis_mean"}}},
     hidden_in={"loss": {"correction": {"kind": "tis"}}},
 )
 def sequence_weight_sums_logs(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
-    """Log(old / sampler) of a document is summed and not averaged: two numbers that are both called sequence-level."""
+    """Log(old / sampler) of a document is summed instead of averaged: both are called sequence-level."""
 
     def correct_by_the_product(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
         summed = spec.model_copy(update={"ratio": "document_sum"}) if spec.ratio == "document_mean" else spec
@@ -173,20 +173,20 @@ def sequence_weight_sums_logs(apply_correction: Callable[..., Term]) -> Callable
 @fault(
     seam="workbench.policy.model:Policy.token_logprobs",
     origin="NVIDIA-NeMo/RL, use_fused_linear_logprobs (7ea279ab: read, not run)",
-    signature="numbers that are no log-probabilities, those of temperature 1 over the temperature; the gradient is "
-    "that of the softmax of temperature 1. Where old ones are made the same way every ratio starts at 1",
+    signature="values that are no log-probabilities, those of temperature 1 over the temperature; the gradient is that "
+    "of the softmax of temperature 1. If old ones are computed the same way every ratio starts at 1",
     shows_in={"policy": {"temperature": 0.7}},
     hidden_in={"policy": {"temperature": 1.0}},
 )
 def temperature_divides_logprobs(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
-    """What the fused head returns is taken for logits: log p of temperature 1 is divided by the temperature."""
+    """The output of the fused head is treated as logits: log p of temperature 1 is divided by the temperature."""
 
     def divided_afterwards(
-        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **how: object
+        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **options: object
     ) -> TokenLogprobs:
-        said = token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **how)
+        raw = token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **options)
         divisor = self.temperature if temperature_T is None else temperature_T
-        return said._replace(logprobs_T=said.logprobs_T / divisor)
+        return raw._replace(logprobs_T=raw.logprobs_T / divisor)
 
     return divided_afterwards
 
@@ -201,11 +201,11 @@ def temperature_divides_logprobs(token_logprobs: Callable[..., TokenLogprobs]) -
     hidden_in={"policy": {"temperature": 1.0}},
 )
 def temperature_missing_in_policy(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
-    """Log-probabilities of the policy are those of temperature 1, the recorded ones those of the sampler's."""
+    """Log-probabilities of the policy are at temperature 1, the recorded ones at the sampler's temperature."""
 
     def at_temperature_one(
-        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **how: object
+        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **options: object
     ) -> TokenLogprobs:
-        return token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **how)
+        return token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **options)
 
     return at_temperature_one

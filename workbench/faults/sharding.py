@@ -18,7 +18,7 @@ from workbench.sharding.tensor_parallel import ParameterShard
     seam="split_row",
     origin="OpenRLHF GPTLMLoss and THUDM/slime#1383 (all-reduce outside autograd), deepspeedai/DeepSpeed#6841",
     signature="loss right; the gradient of a loss on whole documents up to cp times too small, exactly 1 / cp where a "
-    "document's trained tokens are spread evenly; nothing at all under a token-level loss",
+    "document's trained tokens are spread evenly; no effect at all under a token-level loss",
     shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/parity/test_faults.py::"
@@ -26,10 +26,10 @@ from workbench.sharding.tensor_parallel import ParameterShard
     changes_metrics=False,
 )
 def document_sum_without_adjoint(split_row: Callable) -> Callable:
-    """A sum over a document that straddles cp ranks is completed forward, and each rank back-propagates for itself.
+    """A sum over a document that straddles cp ranks is reduced in forward but not in backward.
 
-    The all-reduce of a sequence statistic has the identity for its adjoint: a rank's tokens hear only what the rank's
-    own part of the loss wants from the statistic.
+    The adjoint of the all-reduce of a sequence statistic is the identity: a rank's tokens get only the gradient of the
+    rank's own part of the loss.
     """
 
     def split_with_identity_backward(*args: object) -> object:
@@ -43,17 +43,17 @@ def document_sum_without_adjoint(split_row: Callable) -> Callable:
     seam="workbench.policy.logprobs.vocabulary_parallel:all_sum",
     origin="NVIDIA/Megatron-LM#7452, finding 2",
     signature="every log-probability too low by log tp, entropy and log-normaliser too high by as much; the gradient "
-    "takes away 1 / tp of the softmax only: no constant, and it does not add up to 0 over the vocabulary",
+    "subtracts only 1 / tp of the softmax: no constant, and it does not sum to 0 over the vocabulary",
     shows_in={"layout": {"tp": 2}},
     hidden_in={"layout": {"tp": 1}},
     detected_by="tests/faults/test_unseen.py::test_copies_of_the_vocabulary_cost_every_token_log_tp",
 )
 def gathered_logits_in_parallel_softmax(all_sum: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor, Axis], Tensor]:
-    """The head gathers its logits, and the vocabulary-parallel loss adds up the normalisers of tp whole copies."""
+    """The head gathers its logits, and the vocabulary-parallel loss sums the normalisers of tp full copies."""
 
     def sum_of_copies(sums_3T: Tensor, axis: Axis) -> Tensor:
         whole_3T = all_sum(sums_3T, axis).clone()
-        whole_3T[:2] *= axis.size  # of every exp, and of every exp times its logit; the target is found once
+        whole_3T[:2] *= axis.size  # the sums of exp and of exp times logit; only one rank has the target
         return whole_3T
 
     return sum_of_copies
@@ -62,7 +62,7 @@ def gathered_logits_in_parallel_softmax(all_sum: Callable[[Tensor, Axis], Tensor
 @fault(
     seam="workbench.sharding.sequence_parallel:gather_slice",
     origin="awslabs/slapo#20; the same inside layers: THUDM/slime#1748",
-    signature="the head right, everything below it exactly tp times too big; loss right; nothing without sequence "
+    signature="the head right, everything below it exactly tp times too big; loss right; no effect without sequence "
     "parallelism",
     shows_in={"layout": {"tp": 2, "sequence_parallel": True}, "model": {"tied": False}},
     hidden_in={"layout": {"sequence_parallel": False}},
@@ -70,10 +70,10 @@ def gathered_logits_in_parallel_softmax(all_sum: Callable[[Tensor, Axis], Tensor
     changes_metrics=False,
 )
 def gathered_tokens_summed_again(gather_slice: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The tokens are gathered for a head that every rank works on alike, and the way back adds up copies.
+    """Tokens are gathered for a head that every rank computes identically, and backward sums the copies.
 
-    Last hidden states are gathered with a reduce-scatter for an adjoint (tensor_parallel_output_grad), where each rank
-    brings the same whole gradient.
+    Last hidden states are gathered with a reduce-scatter as adjoint (tensor_parallel_output_grad), but each rank has
+    the same full gradient.
     """
 
     def gather_and_sum(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -92,9 +92,9 @@ def gathered_tokens_summed_again(gather_slice: Callable[..., Tensor]) -> Callabl
     changes_metrics=False,
 )
 def gradients_summed_over_dp_only(sum_gradients: Callable) -> Callable:
-    """Gradients are summed over data-parallel ranks, and cp is forgotten.
+    """Gradients are summed over data-parallel ranks, but not over cp.
 
-    The group over which gradients are reduced has the data-parallel ranks in it and not the context-parallel ones.
+    The group over which gradients are reduced contains the data-parallel ranks and not the context-parallel ones.
     """
 
     def sum_over_dp(model: object, shards: object, mesh: Mesh) -> None:
@@ -106,14 +106,14 @@ def gradients_summed_over_dp_only(sum_gradients: Callable) -> Callable:
 @fault(
     seam="workbench.policy.logprobs.vocabulary_parallel:identity_sum",
     origin="no single report: Megatron-LM's f (arXiv 1909.08053, section 3) left out before a vocabulary-parallel head",
-    signature="loss and the head's own gradient right; everything below it gets what one shard of the vocabulary "
-    "wants, different on every tp rank",
+    signature="loss and the head's own gradient right; everything below it gets the gradient of one shard of the "
+    "vocabulary, different on every tp rank",
     shows_in={"layout": {"tp": 2}, "model": {"tied": False}},
     hidden_in={"layout": {"tp": 1}},
     changes_metrics=False,
 )
 def head_input_gradient_not_summed(identity_sum: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor, Axis], Tensor]:
-    """The adjoint of handing hidden states to a vocabulary-parallel head, a sum over tp, is missing."""
+    """The sum over tp of the hidden states' gradient, before a vocabulary-parallel head, is missing."""
 
     def identity(value: Tensor, axis: Axis) -> Tensor:
         return value
@@ -131,7 +131,7 @@ def head_input_gradient_not_summed(identity_sum: Callable[[Tensor, Axis], Tensor
     changes_gradient=False,
 )
 def norm_counts_replicas(gradient_norms: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    """Squares of gradients that all tp ranks hold are summed over tp, like those of which each holds a part."""
+    """Squares of replicated gradients are summed over tp like those of sharded ones."""
 
     def norms_of_all_copies(model: object, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
         copies = mesh["tp"].size
@@ -145,15 +145,15 @@ def norm_counts_replicas(gradient_norms: Callable[..., dict[str, float]]) -> Cal
 
 @fault(
     seam="sum_gradients",
-    origin="no single report: transformers has a style of its own for these weights, replicated_with_grad_allreduce",
+    origin="no single report: transformers has a special style for these weights, replicated_with_grad_allreduce",
     signature="only norm weights wrong: q_norm and k_norm (all norms under sequence parallelism) have their rank's "
-    "part, another on every tp rank, whose copies drift apart; loss and everything else right",
+    "part, different on every tp rank, so that copies drift apart; loss and everything else right",
     shows_in={"layout": {"tp": 2}},
     hidden_in={"layout": {"tp": 1}},
     changes_metrics=False,
 )
 def norm_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
-    """Weights that every tp rank holds whole keep the gradient of the rank's own heads.
+    """Weights replicated over tp keep the gradient of the rank's own heads.
 
     Gradients of weights that are replicated over tp, and act on a rank's own heads (or, under sequence parallelism,
     tokens), are not summed over tp.
@@ -179,8 +179,7 @@ def norm_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
 def norm_gradient_summed_per_micro_batch(hidden_states: Callable) -> Callable:
     """Gradients of replicated weights are summed over tp after every micro-batch.
 
-    The sum over tp of gradients of weights that are replicated over it runs once a micro-batch, on a buffer that
-    accumulates.
+    The sum over tp of the gradients of replicated weights runs once per micro-batch, on a buffer that accumulates.
     """
 
     def sum_before_the_next(policy: Policy, *args: object) -> object:
@@ -197,7 +196,7 @@ def norm_gradient_summed_per_micro_batch(hidden_states: Callable) -> Callable:
 
 @fault(
     seam="sum_gradients",
-    origin="pytorch/torchtitan#2387 (mended in #2416)",
+    origin="pytorch/torchtitan#2387 (fixed in #2416)",
     signature="only routers wrong: each rank has the part of its own tokens, and the copies drift apart from the "
     "first step; norms, experts, all else and the loss right",
     shows_in={"model": {"source": "tiny-qwen3-moe"}, "layout": {"tp": 2, "sequence_parallel": True}},
@@ -206,7 +205,7 @@ def norm_gradient_summed_per_micro_batch(hidden_states: Callable) -> Callable:
     changes_metrics=False,
 )
 def router_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
-    """Each tensor-parallel rank steps its copy of a router with the gradient of its own tokens.
+    """Each tensor-parallel rank updates its copy of a router with the gradient of its own tokens.
 
     Routers are replicated over tp, act on a rank's own tokens, and are not among the weights whose gradients are
     summed.
@@ -226,14 +225,14 @@ def router_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
     seam="sum_gradients",
     origin="NVIDIA-NeMo/RL#3788, ROCm/TransformerEngine#715, modelscope/mcore-bridge#101",
     signature="norms between blocks, and the last one, exactly tp times the right gradient; q_norm and k_norm, which "
-    "need the sum, and all other parameters right; loss right; nothing under sequence parallelism",
+    "need the sum, and all other parameters right; loss right; no effect under sequence parallelism",
     shows_in={"layout": {"tp": 2}},
     hidden_in={"layout": {"sequence_parallel": True}},
     detected_by="tests/faults/test_unseen.py::test_norms_that_were_whole_are_tp_times_too_big",
     changes_metrics=False,
 )
 def whole_norm_gradients_summed_over_tp(sum_gradients: Callable) -> Callable:
-    """All replicated weights are marked for the sum over tp, also norms that act on what every rank holds whole."""
+    """All replicated weights are marked for the sum over tp, including norms of replicated activations."""
 
     def sum_all_norms(model: object, shards: Mapping[str, ParameterShard], mesh: object) -> None:
         all_parts = {

@@ -1,19 +1,19 @@
 """An ablation: a base spec, axes, and named configurations, unfolded into runs.
 
-    question: what it asks, one sentence
+    question: one sentence
     base: {steps: 4}                        settings of every run
     axes: {precision: [float64, float32]}   every configuration runs once for each combination of values
-    reference: one_rank                     the configuration that the others are held against
+    reference: one_rank                     the configuration that the others are compared with
     truth: one_rank-float64                 the float64 run whose numbers are taken as exact; needed below float64
-    configurations:                         name -> what it changes
+    configurations:                         name -> changed settings
       one_rank: {}
       cp2_zigzag: {layout: {cp: 2, order: zigzag}}
     extra:                                  outside the axes: runs once, with its own values
       fault: {precision: float64, layout: {cp: 2}, faults: [local_denominator]}
 
 The runs of the example are one_rank-float64, one_rank-float32, cp2_zigzag-float64, cp2_zigzag-float32 and
-fault. Each is held against the reference with the same values of the axes. A float64 run is held to the reference
-itself; below float64, to how far the reference of its own precision is from the truth.
+fault. Each is compared with the reference at the same values of the axes. A float64 run must match the reference
+itself; below float64, its budget is the distance of the reference of its own precision from the truth.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from workbench.specs.run import RunSpec, flatten, merge, parse_spec, read_yaml
 
 @dataclass(frozen=True)
 class Planned:
-    """One run that an ablation asks for.
+    """One run of an ablation.
 
     Attributes:
         name: unique in the ablation, and a legal folder name.
         spec: everything that decides its numbers.
-        reference: name of the run that it is held against; "" for a reference, and for a truth that has none of its
+        reference: name of the run that it is compared with; "" for a reference, and for a truth that has none of its
             precision.
         truth: name of the run whose numbers are taken as exact; "" if none, and for the truth itself.
         configuration: the name in the YAML file, without the values of the axes.
@@ -61,7 +61,7 @@ class Planned:
 
 
 class AblationSpec(BaseModel):
-    """What an ablation file says.
+    """Content of an ablation file.
 
     Example:
         >>> ablation = AblationSpec(question="?", reference="a", configurations={"a": {}, "b": {"layout": {"cp": 2}}},
@@ -73,18 +73,18 @@ class AblationSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     question: str = ""
-    """What the ablation asks, in one sentence."""
+    """Question of the ablation, in one sentence."""
     base: dict[str, Any] = Field(default_factory=dict)
     """Settings of every run."""
     axes: dict[str, list[Any] | dict[Any, dict[str, Any]]] = Field(default_factory=dict)
     """Setting (dotted where nested) -> values; every configuration runs with each combination. As a mapping, each
-    value brings further settings with it: {precision: {float64: {}, float32: {frozen_clip: one_rank-float64}}}."""
+    value adds further settings: {precision: {float64: {}, float32: {frozen_clip: one_rank-float64}}}."""
     reference: str
-    """Name of the configuration that the others are held against."""
+    """Name of the configuration that the others are compared with."""
     truth: str = ""
     """Name of the float64 run whose numbers are taken as exact; needed where runs below float64 are compared."""
     configurations: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Name -> settings that it changes."""
+    """Name -> changed settings."""
     extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Name -> settings of a run outside the axes."""
 
@@ -92,11 +92,11 @@ class AblationSpec(BaseModel):
         """Every run, references and the truth first.
 
         Args:
-            where: file or place that the ablation comes from, for messages.
+            where: origin of the ablation, such as its file, for messages.
 
         Raises:
-            SpecError: a setting or fault that cannot be used (with the configuration's name), two runs of one name, a
-                reference or truth that is not there or cannot be one, a configuration that sets an axis.
+            SpecError: an invalid setting or fault (with the configuration's name), two runs of one name, a reference or
+                truth that is missing or cannot be one, a configuration that sets an axis.
         """
         if self.reference not in self.configurations:
             raise _unknown(where, "reference", self.reference, self.configurations)
@@ -132,7 +132,7 @@ class AblationSpec(BaseModel):
         for name, configuration, _ in settings:
             reference = references.get(self._place(specs[name]))
             if name == self.truth and (reference is None or specs[reference].precision != specs[name].precision):
-                reference = name  # it need not be held against anything
+                reference = name  # it need not be compared
             if reference is None:
                 place = ", ".join(
                     f"{axis}={value}" for axis, value in zip(self.axes, self._place(specs[name]), strict=True)
@@ -151,7 +151,7 @@ class AblationSpec(BaseModel):
         return sorted(planned, key=lambda run: bool(run.reference) and run.name != self.truth)
 
     def __repr__(self) -> str:
-        """Say the question and every run, with what sets it apart from what it is held against."""
+        """The question and every run, with its differences from its reference."""
         try:
             planned = self.expand()
         except SpecError as error:
@@ -167,7 +167,7 @@ class AblationSpec(BaseModel):
     __str__ = __repr__
 
     def role(self, run: Planned, planned: Sequence[Planned]) -> str:
-        """What a run is for: what it is held against, or what is held against it."""
+        """Role of a run: the run that it is compared with, or what others use it for."""
         if run.reference:
             return f"against {run.reference}"
         roles = ["reference"] if any(other.reference == run.name for other in planned) else []
@@ -205,7 +205,7 @@ class AblationSpec(BaseModel):
                     )
 
     def _check_truth(self, where: str, planned: Sequence[Planned]) -> None:
-        """Refuse verdicts without something exact to rest on."""
+        """Refuse runs below float64 without a float64 ground truth."""
         exact = {run.name: run.configuration for run in planned if run.spec.precision == "float64"}
         specs = {run.name: run.spec for run in planned}
         inexact = [
@@ -218,19 +218,19 @@ class AblationSpec(BaseModel):
         fitting = [f"`truth: {name}`" for name, configuration in exact.items() if configuration == self.reference]
         example = json.dumps(merge(self.configurations[self.reference], {"precision": "float64"}))  # YAML as well
         if self.truth:
-            asked, found = f"truth {self.truth!r}", f"{self.truth} is not a float64 run"
+            problem, cause = f"truth {self.truth!r}", f"{self.truth} is not a float64 run"
         else:
-            asked, found = "truth is missing", f"below float64 and held against a reference: {', '.join(inexact)}"
+            problem, cause = "truth is missing", f"below float64 and compared with a reference: {', '.join(inexact)}"
         raise SpecError(
-            f"{where}: {asked}",
-            found=found,
-            rule="below float64 nothing is exact: a run is judged by how far it is from the truth, a float64 run, next "
-            "to how far its reference is",
+            f"{where}: {problem}",
+            found=cause,
+            rule="below float64 nothing is exact: a run is judged by its distance from the truth, a float64 run, and "
+            "that of its reference",
             fix=f"write {fitting[0] if fitting else f'`truth: exact` and `extra: {{exact: {example}}}`'}",
         )
 
     def _place(self, spec: RunSpec) -> tuple[str, ...]:
-        """Where a run lies on the axes."""
+        """Values of a run on the axes."""
         dumped = spec.model_dump(mode="json")
         return tuple(str(_lookup(dumped, axis)) for axis in self.axes)
 
@@ -239,7 +239,7 @@ def load_ablation(path: Path | str) -> AblationSpec:
     """Read an ablation, or one run's spec as an ablation of one configuration, from YAML.
 
     Raises:
-        SpecError: no such file, not YAML, a name given twice, a setting that cannot be used.
+        SpecError: no such file, not YAML, a name given twice, an invalid setting.
     """
     path = Path(path)
     settings = read_yaml(path)
@@ -259,10 +259,10 @@ def load_ablation(path: Path | str) -> AblationSpec:
 
 
 def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
-    """Some runs, by their own name or their configuration's, with all that they need: reference, truth, clip decisions.
+    """Select runs by name or configuration, with the runs that they need: reference, truth, clip decisions.
 
     Raises:
-        SpecError: a name that is not there.
+        SpecError: an unknown name.
     """
     known = {run.name for run in planned} | {run.configuration for run in planned}
     for name in names:
@@ -278,7 +278,7 @@ def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
 
 
 def differs(run: Planned, planned: Sequence[Planned]) -> dict[str, Any]:
-    """The settings, by dotted name, in which a run is not as its reference, or a reference not as the defaults."""
+    """Settings, by dotted name, in which a run differs from its reference, or a reference from the defaults."""
     base = next((other.spec for other in planned if other.name == run.reference), RunSpec())
     before = flatten(base.model_dump(mode="json"))
     return {key: value for key, value in flatten(run.spec.model_dump(mode="json")).items() if value != before[key]}
@@ -286,19 +286,19 @@ def differs(run: Planned, planned: Sequence[Planned]) -> dict[str, Any]:
 
 def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, RunSpec]:
     specs: dict[str, RunSpec] = {}
-    wrong: list[str] = []
+    problems: list[str] = []
     for name, changed in settings:
         try:
             specs[name] = parse_spec(RunSpec, changed, where=name)
         except SpecError as error:
-            wrong.append(f"{name}: {error.parts['found']}")
+            problems.append(f"{name}: {error.parts['found']}")
             continue
         if unknown := sorted(set(specs[name].faults).difference(fault_names())):
-            wrong.append(f"{name}: unknown fault {', '.join(unknown)} (known: {', '.join(fault_names())})")
-    if wrong:
+            problems.append(f"{name}: unknown fault {', '.join(unknown)} (known: {', '.join(fault_names())})")
+    if problems:
         raise SpecError(
-            f"{where}: {len(wrong)} of {len(settings)} runs cannot be used",
-            found="; ".join(wrong),
+            f"{where}: {len(problems)} of {len(settings)} runs cannot be used",
+            found="; ".join(problems),
             rule="settings of RunSpec, and faults of workbench.faults; unknown ones are refused",
             fix="correct the file; `workbench run --help` lists every setting",
         )
@@ -306,29 +306,29 @@ def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> di
 
 
 def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
-    """Refuse runs that wait for themselves, or for a run that is not there, through `frozen_clip`."""
+    """Refuse runs whose `frozen_clip` names themselves, directly or not, or a missing run."""
     for name in specs:
-        seen = [name]
-        while needed := specs[seen[-1]].frozen_clip:
+        chain = [name]
+        while needed := specs[chain[-1]].frozen_clip:
             if needed not in specs and len(specs) == 1:
-                break  # one spec alone may take the decisions of a run that is there already
+                break  # a single spec may take the decisions of an existing run
             if needed not in specs:
-                raise _unknown(f"{where}: run {seen[-1]!r}", "frozen_clip", needed, specs)
-            if needed in seen:
+                raise _unknown(f"{where}: run {chain[-1]!r}", "frozen_clip", needed, specs)
+            if needed in chain:
                 raise SpecError(
                     f"{where}: run {name!r} needs its own clip decisions",
-                    found=" -> ".join([*seen, needed]),
+                    found=" -> ".join([*chain, needed]),
                     rule="the run that decides comes first",
                     fix="leave frozen_clip out of the run whose decisions the others take",
                 )
-            seen.append(needed)
+            chain.append(needed)
 
 
 def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
-    """Refuse runs whose gradients could not be laid side by side with those of their reference or truth."""
+    """Refuse runs whose gradients cannot be compared with those of their reference or truth."""
     specs = {run.name: run.spec for run in planned}
     for run in planned:
-        bits = bool(run.reference) and held_by_bits(run.spec, specs[run.reference])  # then nothing is measured
+        bits = bool(run.reference) and held_by_bits(run.spec, specs[run.reference])  # then no distance is measured
         below = run.spec.precision != "float64"
         others = {"reference": run.reference, "truth": run.truth if run.reference and below and not bits else ""}
         for role, other in ((role, specs[name]) for role, name in others.items() if name):
@@ -341,14 +341,14 @@ def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
             if role == "reference":
                 facts["precision"] = (run.spec.precision, other.precision)
             unequal = [
-                f"{key} {mine} against {theirs}"
-                for key, (mine, theirs) in facts.items()
-                if mine != theirs or (key == "record.gradients" and mine != "full")
+                f"{key} {value} against {other_value}"
+                for key, (value, other_value) in facts.items()
+                if value != other_value or (key == "record.gradients" and value != "full")
             ]
             if unequal:
                 rule, fix = _OF_BITS if bits else _OF_GRADIENTS
                 raise SpecError(
-                    f"{where}: hold {run.name!r} against its {role} {others[role]!r}",
+                    f"{where}: compare {run.name!r} with its {role} {others[role]!r}",
                     found=", ".join(unequal),
                     rule=rule,
                     fix=fix,
@@ -359,18 +359,18 @@ _OF_GRADIENTS = (
     "gradients are compared step by step: both take as many steps, with record.gradients full, and a reference has the "
     "precision of its runs",
     "set steps and record: {gradients: full} in `base`; several precisions are an axis, axes: {precision: [float64, "
-    "float32]}. Curves alone need no gradients: what differs is an axis then, such as axes: {loss.name: [grpo, cispo], "
-    "seed: [0, 1]}, and every run stands for itself",
+    "float32]}. Curves alone need no gradients: then make what differs an axis, such as axes: {loss.name: [grpo, "
+    "cispo], seed: [0, 1]}, and no run is compared",
 )
 _OF_BITS = (
     "bits are compared step by step: both take as many steps of the same rows, in one precision and in the same pieces",
-    "set steps, precision and reproducible in `base`; give each layout data.micro_batches, so that dp times these is "
-    "the same, or all of them one data.micro_batch_tokens",
+    "set steps, precision and reproducible in `base`; give each layout data.micro_batches with the same product of dp "
+    "and data.micro_batches, or all of them one data.micro_batch_tokens",
 )
 
 
 def _rows(spec: RunSpec) -> str:
-    """Which rows a step has, as far as settings say."""
+    """Rows of a step, as far as the settings tell."""
     if spec.data.micro_batch_tokens is not None:
         return f"of {spec.data.micro_batch_tokens} tokens"
     return f"{spec.layout.dp * spec.data.micro_batches} (dp * data.micro_batches)"
@@ -383,7 +383,7 @@ def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecErro
     return SpecError(
         f"{where}: {what} {name!r} does not exist",
         found=", ".join(names),
-        rule=f"{what} names something that is there",
+        rule=f"{what} is one of these names",
         fix=hint,
     )
 

@@ -1,13 +1,13 @@
-"""`torch.distributed.run`, which watches its ranks and leaves when the process that started it is gone.
+"""`torch.distributed.run` with a watchdog, which ends when the process that started it is gone.
 
-torchx puts a job in a session of its own, so neither a restarted nor a killed notebook kernel would take
-its ranks along. In the environment
+torchx puts a job in a session of its own, so its ranks would survive a restarted or killed notebook kernel. In
+the environment
 
-    WB_PARENT_PID  the process to leave with; 0, or none, means to stay
-    WB_RUN_DIR     the run directory; without it nobody watches
-    WB_HANG_S      how long others wait for a rank before it is named, in seconds
+    WB_PARENT_PID  the process to end with; 0, or none, means to stay
+    WB_RUN_DIR     the run directory; without it there is no watchdog
+    WB_HANG_S      seconds that others wait for a rank before it is named
 
-The ranks get WB_AGENT_PID, and leave with this process.
+The ranks get WB_AGENT_PID, and end with this process.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import psutil
 
 
 def leave_with(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -> threading.Thread:
-    """End this process and its children soon after the parent has gone.
+    """End this process and its children soon after the parent is gone.
 
-    First a SIGTERM to this process, on which torch.distributed.run stops its ranks; after the grace, whatever
-    is left is killed. Polls, because the kernel's own parent-death signal is tied to a thread of the parent.
+    First a SIGTERM to this process, on which torch.distributed.run stops its ranks; after the grace period, remaining
+    processes are killed. Polls, because the kernel's own parent-death signal is tied to a thread of the parent.
 
     Args:
-        parent_pid: this process's parent; if it is another process already, the parent is gone.
-        poll_s: how often to look.
-        grace_s: how long the orderly way may take.
+        parent_pid: this process's parent; if that is another process already, the parent is gone.
+        poll_s: polling interval.
+        grace_s: time that the ranks have to stop.
     """
 
     def watch() -> None:
@@ -52,7 +52,7 @@ def leave_with(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -
 
 
 class Overseer:
-    """Notes this process in the run directory and watches the ranks, in a thread that costs their start no time.
+    """Records this process in the run directory and watches the ranks, in a thread, so that their start is not delayed.
 
     Args:
         run_dir: the run directory.
@@ -64,15 +64,15 @@ class Overseer:
         self._thread = threading.Thread(target=self._begin, name="overseer", daemon=True)
 
     def start(self) -> Overseer:
-        """Begin; what it needs is imported while the ranks import theirs."""
+        """Start the thread; its imports overlap with those of the ranks."""
         self._thread.start()
         return self
 
     def end(self, exit_codes: Mapping[int, int]) -> None:
-        """Stop watching, and note how the ranks ended.
+        """Stop watching, and record the exit codes.
 
         Args:
-            exit_codes: of those that failed, in the order in which they were seen; negative for a signal.
+            exit_codes: of failed ranks, in the order in which they were seen; negative for a signal.
         """
         self._thread.join()
         if self._watchdog is not None:
@@ -93,20 +93,20 @@ class Overseer:
 
 
 def own_ranks(run: Any) -> dict[int, int]:
-    """Rank -> pid of the ranks that have begun to record: children of this process, and those that have ended."""
+    """Rank -> pid of the ranks that have started to record: children of this process, and ended ones."""
     from workbench.errors import RecordError
     from workbench.sharding.flight import read_beat
     from workbench.train.watched import flight_path
 
-    found = {}
+    pids = {}
     for rank in range(run.spec.layout.world_size):
         with contextlib.suppress(RecordError):
             pid, _ = read_beat(flight_path(run, rank))
             with contextlib.suppress(psutil.NoSuchProcess):
                 if psutil.Process(pid).ppid() != os.getpid():
                     continue
-            found[rank] = pid
-    return found
+            pids[rank] = pid
+    return pids
 
 
 def main() -> None:

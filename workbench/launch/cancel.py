@@ -1,4 +1,4 @@
-"""End a run from any process: the notebook that launched it, another terminal, or after the launcher has gone."""
+"""End a run from any process: the notebook that launched it, another terminal, or after the launcher is gone."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from workbench.launch import jobs
 from workbench.launch.deaths import settle
 from workbench.records.directory import CLUSTERS, ENDED, RunDirectory, is_of_this_machine, process_lives
 
-_GRACE_S = 10.0
+_GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 
 
 def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float = 30.0) -> str:
-    """Ask for the end of a run and see to it.
+    """Request the end of a run and wait for it.
 
-    Whoever launched the run ends it, if that process lives. Otherwise its processes are stopped from here, by pid and
+    The launcher of the run ends it, if that process is alive. Otherwise its processes are stopped from here, by pid and
     start time, never by name, and on a cluster the scheduler is asked.
 
     Args:
-        run: what to end.
-        by: who asks, for the record.
-        wait_s: how long to wait for the end; longer than ranks take to leave.
+        run: the run to end.
+        by: origin of the request, for the record.
+        wait_s: time to wait for the end; longer than ranks take to stop.
 
     Returns:
-        The state that stands: cancelled; another if it ended before; pending or running if it has not ended in time.
+        The resulting state: cancelled; another if it ended before; pending or running if it has not ended in time.
     """
     if run.state["state"] in ENDED:
         return run.status
@@ -44,7 +44,7 @@ def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float
 
 
 def _left_to_a_cluster(state: dict[str, Any]) -> bool:
-    """Whether only the cluster can be asked: a launcher on another machine may have gone, and nobody here can look."""
+    """True if only the cluster can be asked: the launcher is on another machine, where it cannot be checked."""
     return (
         state.get("backend") in CLUSTERS
         and bool(state.get("handle"))
@@ -56,18 +56,18 @@ def _end_without_launcher(run: RunDirectory) -> str:
     state = run.state
     if state.get("backend") in CLUSTERS and state.get("handle"):
         jobs.job_of(state["handle"]).cancel()
-    for process in (state[who] for who in ("agent", "rank0") if who in state):
+    for process in (state[role] for role in ("agent", "rank0") if role in state):
         if is_of_this_machine(process) and process_lives(process):
             _stop(process["pid"])
     return settle(run, "cancelled")
 
 
 def _stop(pid: int) -> None:
-    """SIGTERM to a process, and SIGKILL to what is left of it and its children."""
+    """Send SIGTERM to a process, then SIGKILL to it and its children if they are still alive."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
         process.terminate()
-        for left in psutil.wait_procs(family, timeout=_GRACE_S)[1]:
+        for survivor in psutil.wait_procs(family, timeout=_GRACE_S)[1]:
             with contextlib.suppress(psutil.Error):
-                left.kill()
+                survivor.kill()

@@ -1,7 +1,7 @@
 """The torchx job of one run: the same description for every scheduler.
 
-torchx's own `dist.ddp` starts `bash -c torchrun` from PATH, which is not there in a kernel whose environment
-was not activated. This one starts the running interpreter.
+torchx's own `dist.ddp` starts `bash -c torchrun` from PATH, which is missing in a kernel whose environment was
+not activated. This one starts the running interpreter.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ WORKER = "workbench.train.worker"
 """The module that every rank runs."""
 
 MEMORY_MB = {"cpu": 4096, "cuda": 16384}
-"""Memory of the host that a cluster is asked for, for each rank, unless somebody says otherwise."""
+"""Host memory requested from a cluster for each rank, by default."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a job needs to know about a machine that is not this one.
+    """Settings of a job on another machine.
 
     Attributes:
         python: the interpreter there.
-        memory_mb: memory of the host for each rank; None takes `MEMORY_MB`, 0 asks for none.
-        image: the container image; "" where nothing runs in containers.
-        mounts: what is mounted into the container, as torchx's `parse_mounts` reads it.
+        memory_mb: host memory for each rank; None takes `MEMORY_MB`, 0 requests none.
+        image: the container image; "" without containers.
+        mounts: mounts of the container, as torchx's `parse_mounts` reads them.
     """
 
     python: str = "python"
@@ -53,18 +53,18 @@ def run_job(
     worker: str = WORKER,
     cluster: Cluster | None = None,
 ) -> AppDef:
-    """Describe the job that executes one run directory.
+    """Build the job that executes one run directory.
 
     Args:
         name: of the run.
         run_path: its run directory.
         world_size: ranks, all on one node.
         placement: device of the ranks.
-        project: folder that relative paths in the spec begin at.
+        project: folder that paths in the spec are relative to.
         worker: module that every rank runs.
-        cluster: None for a job on this machine, which is a child of this process and ends when it does. On a cluster
-            the job outlives us, the interpreter is the cluster's, and GPUs are the scheduler's to give; run directory
-            and project have the same paths there as here, on a shared file system.
+        cluster: None for a job on this machine, which is a child of this process and ends with it. On a cluster
+            the job outlives this process, the interpreter is the cluster's, and the scheduler assigns GPUs; run
+            directory and project have the same paths there as here, on a shared file system.
     """
     from torchx import specs
 
@@ -86,17 +86,17 @@ def run_job(
         "--project",
         str(project.resolve()),
     ]
-    there = cluster or Cluster(python=sys.executable)
-    memory_mb = MEMORY_MB[placement.device] if there.memory_mb is None else there.memory_mb
+    target = cluster or Cluster(python=sys.executable)
+    memory_mb = MEMORY_MB[placement.device] if target.memory_mb is None else target.memory_mb
     role = specs.Role(
         name="trainer",
-        image=there.image,
-        entrypoint=there.python,
+        image=target.image,
+        entrypoint=target.python,
         args=arguments,
         env=environment,
         num_replicas=1,
-        mounts=specs.parse_mounts(list(there.mounts)) if there.mounts else [],
-        # on this machine we give out GPUs ourselves: torchx would begin at device 0 for every job
+        mounts=specs.parse_mounts(list(target.mounts)) if target.mounts else [],
+        # on this machine `slots` assigns GPUs: torchx would start at device 0 for every job
         resource=specs.Resource(
             cpu=world_size, memMB=memory_mb * world_size, gpu=len(placement.gpus) if cluster else 0
         ),
@@ -105,7 +105,7 @@ def run_job(
 
 
 def environment_of(run_path: Path, placement: Placement) -> dict[str, str]:
-    """What the processes of a run find in their environment, whoever starts them on this machine."""
+    """Environment variables of a run's processes, for every way to start them on this machine."""
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores, and sums keep one order
         "WORKBENCH_DEVICE": placement.device,
@@ -119,7 +119,7 @@ def environment_of(run_path: Path, placement: Placement) -> dict[str, str]:
 
 
 def _python_path() -> str:
-    """PYTHONPATH of the ranks: this source tree first, so that nothing needs to be installed."""
+    """PYTHONPATH of the ranks: this source tree first, so that it need not be installed."""
     here = str(Path(workbench.__file__).resolve().parent.parent)
     rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != here]
     return os.pathsep.join([here, *rest])

@@ -1,15 +1,15 @@
-"""The first death in words: why a job did not end well, whatever its ranks still managed to say.
+"""Root-cause analysis of failed jobs.
 
-A rank that raises writes its own exit record. One that is killed cannot, and one that hangs does not come to it; the
-ranks around them say only that a connection was lost, often with an earlier time stamp. What is known afterwards:
+A rank that raises writes its own exit record. One that is killed cannot, and one that hangs does not get there; the
+other ranks report only that a connection was lost, often with an earlier time stamp. The evidence afterwards:
 
-    exit records      of the ranks that could still speak
-    exit_codes.json   of the ranks that ended, in that order; written by whoever started them
-    oom.json          how many processes the machine killed for memory meanwhile, if any; written by the watchdog
+    exit records      of the ranks that could write one
+    exit_codes.json   of the ranks that ended, in that order; written by the process that started them
+    oom.json          number of processes that the machine killed for memory meanwhile, if any; written by the watchdog
     flights           the collective that each rank was in, and which ranks came to something else
-    waiting.json      whom the watchdog saw waited for, with its stack
-    stopped.json      which ranks the watchdog saw stopped (state T in /proc: SIGSTOP, a debugger)
-    last.stack        where a rank stood when it was told to stop, or crashed
+    waiting.json      the ranks that the watchdog saw others wait for, with their stacks
+    stopped.json      the ranks that the watchdog saw stopped (state T in /proc: SIGSTOP, a debugger)
+    last.stack        stack of a rank when it was signalled to stop, or crashed
     the agent's output, if no rank ever began
 
 all under ``ranks`` in the run directory. In the end every rank has an exit record.
@@ -35,40 +35,41 @@ OOM = "ranks/oom.json"
 """Processes that the machine killed for memory while the job ran, in the run directory."""
 
 WAITING = "ranks/waiting.json"
-"""Whom others wait for, in the run directory; see `workbench.launch.watchdog`."""
+"""Ranks that others wait for, in the run directory; see `workbench.launch.watchdog`."""
 
 STOPPED = "ranks/stopped.json"
-"""{rank: ns, when it was first seen stopped}, without those that went on; see `workbench.launch.watchdog`."""
+"""{rank: ns, when it was first seen stopped}, without those that continued; see `workbench.launch.watchdog`."""
 
 _PASSED = tuple(f"workbench/sharding/{name}.py" for name in ("collectives", "data_parallel", "flight", "wire"))
 _GAVE_UP = re.compile(r"[Ww]atchdog caught collective operation timeout[^\n]{0,200}")  # NCCL's own, which then aborts
 _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
-_WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in look\b')  # threads that only wait for a parent's end
+# Threads that only wait for a parent's end: `die_with` of train/watched.py, whose function older records call `look`.
+_WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in (poll|look)\b')
 
 
 def settle(run: RunDirectory, job_state: str) -> str:
-    """Make the run directory of an ended job say how it ended.
+    """Record in the run directory of an ended job how it ended.
 
     Args:
         run: its run directory.
-        job_state: how the job ended: succeeded, failed or cancelled.
+        job_state: end of the job: succeeded, failed or cancelled.
 
     Returns:
-        The state that stands.
+        The resulting state.
     """
     if job_state == "cancelled":
         return run.set_state("cancelled")
     if job_state == "succeeded" and run.state["state"] == "succeeded":
         return "succeeded"
-    _Inquest(run, job_state).hold()
+    _FailureAnalysis(run, job_state).write_records()
     return run.set_state("failed")
 
 
 def oom_kills(root: Path = Path("/")) -> int:
-    """Processes that were killed for memory so far: in this process's control group if it counts, or on the machine.
+    """Processes killed for memory so far: in this process's control group if it counts them, or on the machine.
 
     Args:
-        root: where proc and sys are mounted.
+        root: mount point of proc and sys.
     """
     groups = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
     files = [root / "sys/fs/cgroup" / path.strip("/") / "memory.events" for number, _, path in groups if number == "0"]
@@ -78,9 +79,9 @@ def oom_kills(root: Path = Path("/")) -> int:
         if kinds == "memory"
     ]
     for file in [*files, root / "proc/vmstat"]:
-        found = re.search(r"^oom_kill (\d+)$", _read(file), flags=re.MULTILINE)
-        if found:
-            return int(found[1])
+        match = re.search(r"^oom_kill (\d+)$", _read(file), flags=re.MULTILINE)
+        if match:
+            return int(match[1])
     return 0
 
 
@@ -99,8 +100,8 @@ def write_hang(
     Args:
         run: its run directory.
         rank: that rank.
-        words: who waits for it, and where.
-        certain: no patience could have mended it.
+        words: message with the ranks that wait for it, and where.
+        certain: waiting longer could not have helped.
         waited_in: the collective that it was in itself, "" if none.
         stack: its Python stack, "" if unknown.
         stopped: its process was stopped (state T), not busy.
@@ -112,7 +113,7 @@ def write_hang(
             found=f"it was still stopped when the agent that started the ranks ended the job and killed rank {rank}",
             rule=f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
             fix="find what stopped the process (a debugger, a shell's job control, a scheduler that suspends jobs); "
-            "`kill -CONT` on its process lets it go on in time",
+            "`kill -CONT` on its process continues it, if it is in time",
         )
         run.write_exit(
             rank,
@@ -124,10 +125,12 @@ def write_hang(
         )
         return
     stack = without_machine_paths(stack)
-    found = f"it was at {place_of(stack)}; its stack is kept beside this message" if stack else "its stack is not known"
+    position = (
+        f"it was at {place_of(stack)}; its stack is stored with this message" if stack else "its stack is unknown"
+    )
     error = LaunchError(
         words,
-        found=found,
+        found=position,
         rule="all ranks of an axis come to the same collectives, in the same order"
         if certain
         else f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
@@ -144,18 +147,18 @@ def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool
 
     Args:
         run: its run directory.
-        wait: who waited for it, and where.
+        wait: the ranks that waited for it, and where.
         last: the last collective that it came to, "" if none.
-        finished: it had said that it had done its part.
-        cause: "hang" where the others did not notice that it was gone, and hung.
+        finished: it had recorded that its part was done.
+        cause: "hang" if the others did not notice that it was gone, and hung.
     """
     rank = wait.rank
     after = f"after {last}" if last else "before its first collective"
-    own_word = "it said that it had done its part" if finished else "it wrote no exit record, so it left on the way"
+    report = "it reported that its part was done" if finished else "it wrote no exit record, so it left before its end"
     error = LaunchError(
         f"rank {rank} left with exit code 0 {after}, while {ranks_in_words(wait.waiting)} waited for it in "
         f"{wait.entry}; {wait.why}",
-        found=f"{own_word}; {_last_lines(run.log_path(rank))}",
+        found=f"{report}; {_last_lines(run.log_path(rank))}",
         rule="all ranks of an axis come to the same collectives, and a rank ends when all have done their part",
         fix="look for what ends this rank early: sys.exit or os._exit, a return or break that ranks take differently, "
         "data that is shorter on this rank",
@@ -164,13 +167,13 @@ def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool
 
 
 def coordinates_of(run: RunDirectory, rank: int) -> dict[str, int]:
-    """The place of a rank on the mesh: tp varies fastest, then cp, then dp."""
+    """Coordinates of a rank on the mesh: tp varies fastest, then cp, then dp."""
     layout = run.spec.layout
     return {"dp": rank // (layout.tp * layout.cp), "cp": rank // layout.tp % layout.cp, "tp": rank % layout.tp}
 
 
 def place_of(stack: str) -> str:
-    r"""Where a stack stands, innermost outside of libraries and of the collectives themselves: file, line, function.
+    r"""Innermost place of a stack outside of libraries and of the collectives themselves: file, line, function.
 
     Args:
         stack: of faulthandler, or a traceback.
@@ -191,46 +194,46 @@ def place_of(stack: str) -> str:
 
 
 def own_threads(stacks: str) -> str:
-    """The stacks that faulthandler wrote, the main thread first, without those that only watch over a parent."""
+    """The stacks that faulthandler wrote, the main thread first, without those that only watch a parent process."""
     threads = [f"{head}{rest}" for head, rest in reversed(_sections(stacks))]
     kept = [thread for thread in threads if not (_WATCHING.search(thread) or "<no Python frame>" in thread)]
     return "\n\n".join(thread.strip("\n") for thread in kept) + "\n" if kept else ""
 
 
-class _Inquest:
-    """What is known of one job, and what follows from it."""
+class _FailureAnalysis:
+    """The evidence of one job, and the exit records that follow from it."""
 
     def __init__(self, run: RunDirectory, job_state: str) -> None:
         self.run, self.job_state = run, job_state
         self.output = agent_output(run.path / "torchx") or _read(run.path / "ranks" / "agent.log")
         self.codes = _codes(run, self.output)
-        self.oom_kills = _noted(run.path / OOM).get("oom_kills", 0)
+        self.oom_kills = _mapping(run.path / OOM).get("oom_kills", 0)
         self.views = read_all(run.path / "ranks")
-        self.stopped = {int(rank) for rank in _noted(run.path / STOPPED)}
+        self.stopped = {int(rank) for rank in _mapping(run.path / STOPPED)}
         ended = {rank for rank, view in self.views.items() if view.ended}
         self.left = self._left_by_themselves(ended)
         self.waits = find_waits(self.views, range(run.spec.layout.world_size), ended | self.left)
 
-    def hold(self) -> None:
-        """Write an exit record for whoever has none, the first death's above all."""
-        self._name_the_killed()
-        self._name_who_left()
-        self._name_who_hung()
+    def write_records(self) -> None:
+        """Write an exit record for each rank that has none, the root cause first."""
+        self._record_killed()
+        self._record_early_exit()
+        self._record_hang()
         if self.run.failure() is None:
-            self._say_that_nobody_spoke()
-        self._name_the_stopped()
+            self._record_agent()
+        self._record_stopped()
 
-    def _name_the_killed(self) -> None:
-        """The first rank that was killed without a word."""
-        spoke = self.run.exits()
-        # A rank that was stopped cannot end on SIGTERM: the SIGKILL that it ended of was the agent's.
+    def _record_killed(self) -> None:
+        """Record the first rank that was killed before it could write a record."""
+        exits = self.run.exits()
+        # A stopped rank cannot end on SIGTERM: the SIGKILL that ended it was the agent's.
         silent = [
-            rank for rank in self.codes if rank not in spoke and self.codes[rank] != 0 and rank not in self.stopped
+            rank for rank in self.codes if rank not in exits and self.codes[rank] != 0 and rank not in self.stopped
         ]
-        # Whoever starts the ranks stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
+        # The agent stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
         first = next(iter(self.codes), None)
         silent = [rank for rank in silent if self.codes[rank] != -signal.SIGTERM or rank == first]
-        if any(record["cause"] in NAMED_LAST for record in spoke.values()):  # the watchdog stopped all of them
+        if any(record["cause"] in NAMED_LAST for record in exits.values()):  # the watchdog stopped all of them
             silent = [rank for rank in silent if self.codes[rank] not in (-signal.SIGTERM, -signal.SIGKILL)]
         if not silent:
             return
@@ -244,13 +247,13 @@ class _Inquest:
             killed += f": out of memory, for which {_times(self.oom_kills)} killed a process meanwhile"
             fix = "take more ranks, smaller micro-batches or a machine with more memory"
         elif code == -signal.SIGKILL:
-            fix += "; the machine does not say that it ran out of memory, so somebody or a limit killed it"
+            fix += "; the machine does not report that it ran out of memory, so a user or a limit killed it"
         elif gave_up:
             killed += f" when it had waited too long: {gave_up[0]}"
         error = LaunchError(
             f"rank {rank} {killed}",
             found=_last_lines(self.run.log_path(rank)),
-            rule="a rank ends by itself and says how",
+            rule="a rank ends by itself and records how",
             fix=fix,
         )
         cause = "out of memory" if for_memory else "peer" if gave_up else "killed" if code < 0 else "exception"
@@ -264,23 +267,23 @@ class _Inquest:
         )
 
     def _left_by_themselves(self, ended: set[int]) -> set[int]:
-        """Ranks that ended with exit code 0 and had not done their part.
+        """Ranks that ended with exit code 0 before their part was done.
 
-        torch.distributed.run notes the codes of failed ranks only. Of the others it tells those that still run to stop,
-        which leaves a stack; who has neither a code nor a stack had ended before.
+        torch.distributed.run records the codes of failed ranks only. It signals the others that still run to stop,
+        which leaves a stack; a rank with neither a code nor a stack had ended before.
         """
-        spoke = self.run.exits()
-        unnoted = {
+        exits = self.run.exits()
+        unrecorded = {
             rank
             for rank in self.views
             if self.codes
-            and rank not in {*self.codes, *spoke, *self.stopped}
+            and rank not in {*self.codes, *exits, *self.stopped}
             and not _read(last_stack_path(self.run, rank))
         }
-        return ({rank for rank, code in self.codes.items() if code == 0 and rank in self.views} | unnoted) - ended
+        return ({rank for rank, code in self.codes.items() if code == 0 and rank in self.views} | unrecorded) - ended
 
-    def _name_who_left(self) -> None:
-        """The rank that ended with exit code 0 while others, who know of a lost connection only, waited for it."""
+    def _record_early_exit(self) -> None:
+        """Record the rank that ended with exit code 0 while others, which report a lost connection, waited for it."""
         exits, first = self.run.exits(), self.run.failure()
         if first is not None and first["cause"] != "peer":
             return
@@ -291,8 +294,8 @@ class _Inquest:
                 write_early_exit(self.run, wait, last=str(entries[-1]) if entries else "", finished=finished)
                 return
 
-    def _name_who_hung(self) -> None:
-        """The rank for which the others waited, if they only say that they waited in vain."""
+    def _record_hang(self) -> None:
+        """Record the rank that the others waited for, if they only report that they waited in vain."""
         exits, first = self.run.exits(), self.run.failure()
         if any(record["cause"] in NAMED_LAST for record in exits.values()):
             return
@@ -315,7 +318,7 @@ class _Inquest:
             write_hang(
                 self.run,
                 rank,
-                "who waited for it is not known",
+                "the ranks that waited for it are unknown",
                 certain=False,
                 waited_in=self._waited_in(rank),
                 stack=self._stack(rank),
@@ -323,7 +326,7 @@ class _Inquest:
             )
             return
         if first is not None and only_echoes and _TIMED_OUT.search(first["message"]):
-            for late in self._seen_waiting()[:1]:
+            for late in self._last_waits()[:1]:
                 write_hang(
                     self.run,
                     late["rank"],
@@ -333,18 +336,19 @@ class _Inquest:
                     stack=late["stack"],
                 )
 
-    def _say_that_nobody_spoke(self) -> None:
+    def _record_agent(self) -> None:
+        """Record a job without any exit record of a rank, from the agent's output."""
         began = bool(self.views) or "rank0" in self.run.state
         last = "\n".join([line for line in self.output.splitlines() if line.strip()][-8:])
         if self.job_state == "succeeded":
-            asked = "every rank ended with exit code 0, and none said that the run succeeded"
+            message = "every rank ended with exit code 0, and none recorded that the run succeeded"
         elif began:
-            asked = "the process that started the ranks was gone before any of them said why"
+            message = "the process that started the ranks was gone before any of them recorded why"
         else:
-            asked = "the agent that starts the ranks failed before any rank said why"
+            message = "the agent that starts the ranks failed before any rank recorded why"
         places = "; ".join(f"rank {rank} was in {view.inside}" for rank, view in self.views.items() if view.inside)
         error = LaunchError(
-            asked,
+            message,
             found=last or places or "no output",
             rule="rank 0 records how a run ended",
             fix=f"read {_agent_log(self.run)} in the run directory",
@@ -352,12 +356,12 @@ class _Inquest:
         killed = began and self.job_state != "succeeded"
         self.run.write_exit(None, {}, error, cause="killed" if killed else "start")
 
-    def _name_the_stopped(self) -> None:
-        """The ranks that were told to stop because another one had failed, and what they waited in."""
+    def _record_stopped(self) -> None:
+        """Record the ranks that were stopped because another one had failed, and the collectives that they were in."""
         failure = self.run.failure()
         first = "the agent" if failure is None or failure["rank"] is None else f"rank {failure['rank']}"
-        spoke = self.run.exits()
-        for rank in sorted({*self.codes, *self.views}.difference(spoke)):
+        exits = self.run.exits()
+        for rank in sorted({*self.codes, *self.views}.difference(exits)):
             if self.codes.get(rank) == 0:
                 continue
             error = LaunchError(
@@ -376,49 +380,49 @@ class _Inquest:
             )
 
     def _waited_in(self, rank: int) -> str:
-        """The collective that a rank was in, or, where its host had run ahead, in which it waited on the device."""
+        """The collective that a rank was in, or, if its host had run ahead, in which it waited on the device."""
         view: FlightView | None = self.views.get(rank)
         if view is not None and view.inside is not None:
             return str(view.inside)
         return next((str(wait.entry) for wait in self.waits if rank in wait.waiting), "")
 
     def _stack(self, rank: int) -> str:
-        """Where a rank stood while others waited for it, or else when it was stopped."""
-        seen = next((each["stack"] for each in self._seen_waiting() if each["rank"] == rank), "")
-        return seen or without_machine_paths(own_threads(_read(last_stack_path(self.run, rank))))
+        """Stack of a rank while others waited for it, or else when it was stopped."""
+        stack = next((each["stack"] for each in self._last_waits() if each["rank"] == rank), "")
+        return stack or without_machine_paths(own_threads(_read(last_stack_path(self.run, rank))))
 
-    def _seen_waiting(self) -> Sequence[Mapping[str, Any]]:
-        """Whom the watchdog saw waited for at last."""
-        noted = _noted(self.run.path / WAITING)
-        return noted.get("waiting") or noted.get("was") or []
+    def _last_waits(self) -> Sequence[Mapping[str, Any]]:
+        """The last waits that the watchdog saw."""
+        content = _mapping(self.run.path / WAITING)
+        return content.get("waiting") or content.get("was") or []
 
 
 def _agent_log(run: RunDirectory) -> str:
-    """Where the agent's output is, which depends on who started it."""
+    """Path of the agent's output, which depends on the backend."""
     logs = {"processes": "ranks/agent.log", "slurm": "torchx/slurm-*.err"}
     return logs.get(str(run.state.get("backend")), "torchx/*/*/trainer/0/stderr.log")
 
 
 def _is_echo(record: Mapping[str, Any]) -> bool:
-    """Whether a rank only says what another one did to it: what is raised or aborted inside a collective is no more."""
+    """True if a rank only reports the effect of another's failure, such as any error inside a collective."""
     return record["cause"] == "peer" or bool(record["waited_in"])
 
 
 def _codes(run: RunDirectory, output: str) -> dict[int, int]:
-    """Exit codes of the ranks, as far as anybody knows them, in the order in which they ended."""
-    noted = _noted(run.path / "ranks" / EXIT_CODES)
-    return {int(rank): code for rank, code in noted.items()} or dict(_codes_in(output))
+    """Exit codes of the ranks, as far as they are known, in the order in which they ended."""
+    content = _mapping(run.path / "ranks" / EXIT_CODES)
+    return {int(rank): code for rank, code in content.items()} or dict(_codes_in(output))
 
 
 def _codes_in(output: str) -> Iterator[tuple[int, int]]:
     """(rank, exit code) of every failed rank in the summary of torch.distributed.run, its root cause first."""
-    found = re.finditer(r"rank\s+: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s+: (-?\d+)", output)
-    codes = [(int(each[1]), int(each[2])) for each in found]
+    matches = re.finditer(r"rank\s+: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s+: (-?\d+)", output)
+    codes = [(int(match[1]), int(match[2])) for match in matches]
     yield from codes[-1:] + codes[:-1]
 
 
-def _noted(path: Path) -> dict[str, Any]:
-    """A mapping in a JSON file; {} if it is not there."""
+def _mapping(path: Path) -> dict[str, Any]:
+    """Content of a JSON file with a mapping; {} if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return dict(from_json(path.read_bytes()))
     return {}

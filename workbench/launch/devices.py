@@ -1,4 +1,4 @@
-"""Which device a run gets on this machine, decided before it starts and without importing torch."""
+"""Placement of runs on this machine's devices, decided before they start and without importing torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from workbench.specs.run import RunSpec
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run runs.
+    """Device of a run.
 
     Attributes:
         device: "cpu" or "cuda".
-        note: why it runs there, "" if that is what was asked for.
+        note: the reason, "" if it is the requested device.
         gpus: ids for CUDA_VISIBLE_DEVICES, one a rank; empty on CPU.
     """
 
@@ -38,52 +38,52 @@ def visible_gpus() -> list[str]:
     chosen: list[str] = []
     for name in (part.strip() for part in allowed.split(",")):
         if not name or name == "-1":
-            break  # CUDA ignores everything after the first id that is none
+            break  # CUDA ignores everything after the first invalid id
         chosen.append(name)
     return chosen
 
 
 def gpu_uuid(device: str) -> str:
-    """The one name of a GPU, by whichever of its names it is called: its index, its UUID, or the beginning of that.
+    """Canonical name of a GPU, given its index, its UUID or the beginning of that.
 
-    A name that the driver does not list, such as a MIG instance's, stands for itself.
+    A name that the driver does not list, such as a MIG instance's, is returned as it is.
     """
     uuids = _uuids()
     if device.isdecimal() and int(device) < len(uuids):
         return uuids[int(device)]
-    meant = [uuid for uuid in uuids if device and uuid.startswith(device)]
-    return meant[0] if len(meant) == 1 else device
+    matches = [uuid for uuid in uuids if device and uuid.startswith(device)]
+    return matches[0] if len(matches) == 1 else device
 
 
 def place(name: str, spec: RunSpec, gpus: Sequence[str]) -> Placement:
-    """Give a run its device: `auto` takes GPUs if there are as many as ranks, and CPU with gloo otherwise.
+    """Assign a device to a run: `auto` takes GPUs if there are as many as ranks, and CPU with gloo otherwise.
 
     Args:
         name: of the run, for the message.
-        spec: what will run.
-        gpus: ids of the GPUs that are there.
+        spec: settings of the run.
+        gpus: ids of the available GPUs.
 
     Raises:
-        LaunchError: the spec insists on cuda and there are too few GPUs.
+        LaunchError: the spec requires cuda and there are too few GPUs.
     """
     ranks = spec.layout.world_size
     if spec.device == "cpu":
         return Placement("cpu")
     if len(gpus) >= ranks:
         return Placement("cuda", gpus=tuple(gpus[:ranks]))
-    wanted = f"{ranks} GPU{'s' if ranks > 1 else ''}"
+    needed = f"{ranks} GPU{'s' if ranks > 1 else ''}"
     if spec.device == "cuda":
         raise LaunchError(
             f"run {name} on cuda",
-            found=f"{len(gpus)} of {wanted} here",
+            found=f"{len(gpus)} of {needed} here",
             rule="one GPU for each rank",
             fix="set device: auto to run on CPU where GPUs are missing, or use another machine",
         )
-    return Placement("cpu", note=f"asked for {wanted}, {len(gpus)} here" if gpus else "no GPU here")
+    return Placement("cpu", note=f"asked for {needed}, {len(gpus)} here" if gpus else "no GPU here")
 
 
 def _uuids() -> list[str]:
-    """UUID of every GPU, by index; [] without a driver. The driver takes up to a second, so it is asked once."""
+    """UUID of every GPU, by index; [] without a driver. A query takes up to a second, so the result is cached."""
     tool = shutil.which("nvidia-smi")
     return [] if tool is None else list(_uuids_by(tool))
 

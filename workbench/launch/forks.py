@@ -1,16 +1,16 @@
-"""The agent of one run that goes to ready processes: forks its ranks, watches them, and leaves nothing behind.
+"""The agent of one run in forked processes: forks its ranks, watches them, and leaves no process behind.
 
-It is a copy of the fork server, so torch is there already, and it imports the worker once for all ranks. It does for
-them what `torch.distributed.run` does for a torchx job: gives every rank its place, hosts the store where they meet,
-stops the others when one has failed, and leaves with the process that launched the run.
+It is a fork of the server, so torch is loaded already, and it imports the worker once for all ranks. It does for
+them what `torch.distributed.run` does for a torchx job: sets the environment of every rank, hosts their store, stops
+the others when one has failed, and ends with the process that launched the run.
 
     launcher -- request -->  agent  -- fork -->  rank 0, rank 1, ...
              <-- started --         <-- exit codes --
              -- cancel -->
              <-- ended --
 
-A rank dies with its agent (the kernel sees to it on Linux, a thread elsewhere), and the agent stops its ranks when the
-launcher is gone: no way of dying leaves a process.
+A rank dies with its agent (by the kernel on Linux, by a thread elsewhere), and the agent stops its ranks when the
+launcher is gone, so that no failure leaves a process behind.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from workbench.records.directory import (
 from workbench.train.watched import die_with
 
 ECHO_S = 1.0
-"""How long the others may take to end by themselves, and say why, when a rank has failed."""
+"""Time that the others have to end by themselves, and record why, when a rank has failed."""
 
 GRACE_S = 5.0
-"""How long a rank may take to end after SIGTERM, before SIGKILL."""
+"""Time that a rank has to end after SIGTERM, before SIGKILL."""
 
 LOOK_FOR_LAUNCHER_S = 0.5
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the launcher asks an agent for.
+    """A launcher's request to an agent.
 
     Attributes:
         run: the run directory.
         world_size: ranks.
         worker: module whose `main` every rank runs, with the run directory and the project as arguments.
-        project: folder that relative paths in the spec begin at.
+        project: folder that paths in the spec are relative to.
         folder: current folder of the ranks.
-        environment: of the ranks, whole, but for what says their place.
-        launcher: the process to leave with, {"pid", "create_time"}.
+        environment: complete environment of the ranks, but for the variables that differ between them.
+        launcher: the process to end with, {"pid", "create_time"}.
     """
 
     run: str
@@ -76,8 +76,8 @@ class Request:
 
 
 def serve(connection: socket.socket) -> None:
-    """Do what one connection asks for, until the last rank is gone, and then end this process with all it started."""
-    request = Request(**json.loads(_line(connection)))
+    """Serve the request of one connection until the last rank is gone, then end this process with all its children."""
+    request = Request(**json.loads(_read_line(connection)))
     os.environ.clear()
     os.environ.update(request.environment)
     try:
@@ -87,8 +87,8 @@ def serve(connection: socket.socket) -> None:
         agent = _Agent(request, run, connection, importlib.import_module(request.worker))
         agent.fork_ranks()
     except BaseException as error:
-        said = without_machine_paths("".join(traceback.format_exception(error)))
-        _tell(connection, refused=f"{type(error).__name__}: {error}", traceback=said)
+        text = without_machine_paths("".join(traceback.format_exception(error)))
+        _send(connection, refused=f"{type(error).__name__}: {error}", traceback=text)
         traceback.print_exc()
         raise
     try:
@@ -96,7 +96,7 @@ def serve(connection: socket.socket) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        os.killpg(0, signal.SIGKILL)  # whatever a rank started and forgot, and at last this process
+        os.killpg(0, signal.SIGKILL)  # children that a rank left behind, and this process
 
 
 @dataclass
@@ -105,18 +105,18 @@ class _Agent:
     run: RunDirectory
     connection: socket.socket
     worker: ModuleType
-    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, of those that go on
+    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, of those that run
     exit_codes: dict[int, int] = field(default_factory=dict)  # rank -> code, in the order in which they ended
-    store: Any = None  # kept: it ends with its last reference
+    store: Any = None  # a reference: the store ends with the last one
     wake: socket.socket = field(init=False)  # readable when a signal has come
     waker: socket.socket = field(init=False)
     stopping: str = ""  # why the ranks are being stopped
     stopping_since_s: float = 0.0
-    told_to_stop: bool = False
+    terminated: bool = False  # SIGTERM was sent
 
     def fork_ranks(self) -> None:
-        """Start the ranks and tell the launcher who they are."""
-        _refuse_what_cannot_fork()
+        """Start the ranks and send their pids to the launcher."""
+        _refuse_initialised_cuda()
         self.wake, self.waker = socket.socketpair()
         for end in (self.wake, self.waker):
             end.setblocking(False)
@@ -131,16 +131,16 @@ class _Agent:
             pid = os.fork()
             if pid == 0:
                 die_with(agent)
-                _forget_signals()
+                _reset_signals()
                 for end in (listener, self.connection, self.wake, self.waker):
                     end.close()
-                _be_a_rank(self.request, self.run, rank, port, self.worker)
+                _run_rank(self.request, self.run, rank, port, self.worker)
             self.ranks[pid] = rank
         self.store = _host_store(listener, port)
-        _tell(self.connection, agent=this_process(), ranks={rank: pid for pid, rank in self.ranks.items()})
+        _send(self.connection, agent=this_process(), ranks={rank: pid for pid, rank in self.ranks.items()})
 
     def watch(self) -> None:
-        """Until the last rank is gone."""
+        """Watch the ranks until the last one is gone."""
         self.run.note(agent=this_process())
         watchdog = _watchdog(self.run, {rank: pid for pid, rank in self.ranks.items()})
         self.connection.setblocking(False)
@@ -151,7 +151,7 @@ class _Agent:
                 look_s = time.monotonic() + LOOK_FOR_LAUNCHER_S
                 if not process_alive(self.request.launcher["pid"], self.request.launcher["create_time"]):
                     self._stop("left alone")
-            self._press_on()
+            self._signal_ranks()
             readable, _, _ = select.select(listening, [], [], 0.1 if self.stopping else LOOK_FOR_LAUNCHER_S)
             if self.wake in readable:
                 self.wake.recv(4096)
@@ -164,10 +164,10 @@ class _Agent:
                 self._stop("left alone")
         watchdog.stop()
         write_whole(self.run.path / "ranks" / EXIT_CODES, to_json({str(r): c for r, c in self.exit_codes.items()}))
-        _tell(self.connection, ended=self._end(), exit_codes=self.exit_codes)
+        _send(self.connection, ended=self._end(), exit_codes=self.exit_codes)
 
     def _reap(self) -> bool:
-        """Note who has ended, and say whether anybody is left."""
+        """Record the ranks that have ended; True if any is left."""
         while self.ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -183,17 +183,17 @@ class _Agent:
         if self.stopping in ("", "failed"):
             self.stopping, self.stopping_since_s = why, min(self.stopping_since_s or time.monotonic(), time.monotonic())
 
-    def _press_on(self) -> None:
-        """SIGTERM when it is time to stop, SIGKILL when the grace is over. Our own children: no pid is a stranger's."""
+    def _signal_ranks(self) -> None:
+        """Send SIGTERM when it is time to stop, SIGKILL after the grace period. Pids of own children are not reused."""
         waited_s = time.monotonic() - self.stopping_since_s
         if not self.stopping or waited_s < 0:
             return
         for pid in self.ranks:
             if waited_s > GRACE_S:
                 os.kill(pid, signal.SIGKILL)
-            elif not self.told_to_stop:
+            elif not self.terminated:
                 os.kill(pid, signal.SIGTERM)
-        self.told_to_stop = True
+        self.terminated = True
 
     def _end(self) -> str:
         if not any(self.exit_codes.values()):
@@ -201,8 +201,8 @@ class _Agent:
         return "failed" if self.stopping == "failed" else "cancelled"
 
 
-def _be_a_rank(request: Request, run: RunDirectory, rank: int, port: int, worker: ModuleType) -> None:
-    """Run the worker's main as this rank, and never come back."""
+def _run_rank(request: Request, run: RunDirectory, rank: int, port: int, worker: ModuleType) -> None:
+    """Run the worker's main as this rank; never returns."""
     code = 1
     try:
         _send_output_to(run.log_path(rank))
@@ -218,7 +218,7 @@ def _be_a_rank(request: Request, run: RunDirectory, rank: int, port: int, worker
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        _fresh_randomness()
+        _reseed_numpy()
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was loaded before it could read this
         sys.argv = [str(worker.__file__), request.run, "--project", request.project]
@@ -230,7 +230,7 @@ def _be_a_rank(request: Request, run: RunDirectory, rank: int, port: int, worker
 
 
 def _exit_code(worker: ModuleType) -> int:
-    """What the interpreter would have ended with, had this module been its main one."""
+    """Exit code that the interpreter would end with if this module were its main one."""
     try:
         worker.main()
     except SystemExit as end:
@@ -244,8 +244,8 @@ def _exit_code(worker: ModuleType) -> int:
     return 0
 
 
-def _refuse_what_cannot_fork() -> None:
-    """CUDA does not survive a fork. Loading torch does not initialise it; a worker that does so on import would."""
+def _refuse_initialised_cuda() -> None:
+    """Refuse to fork after CUDA was initialised, such as by the import of a worker; loading torch does not do so."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise LaunchError(
@@ -257,21 +257,21 @@ def _refuse_what_cannot_fork() -> None:
 
 
 def _host_store(listener: socket.socket, port: int) -> Any:
-    """The store where the ranks meet: on a port that was ours before they were told of it, so none can clash."""
+    """The store of the ranks, on a port that was bound before they got its number, so that it cannot be taken."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _forget_signals() -> None:
-    """What the agent does on a signal is not for a rank."""
+def _reset_signals() -> None:
+    """Remove the agent's signal handlers from a rank."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
 
 
-def _fresh_randomness() -> None:
-    """The generator of numpy was seeded before the fork, and would be the same in every rank and every run."""
+def _reseed_numpy() -> None:
+    """Reseed numpy's generator, which was seeded before the fork and would be the same in every rank and every run."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
 
@@ -286,17 +286,17 @@ def _send_output_to(log: Path) -> None:
 
 
 def _watchdog(run: RunDirectory, pids: dict[int, int]) -> Any:
-    """The watchdog of the ranks, started."""
-    from workbench.launch.watchdog import HANG_S, Watchdog  # the ranks need not wait for it
+    """Start the watchdog of the ranks."""
+    from workbench.launch.watchdog import HANG_S, Watchdog  # imported late: the ranks need not wait for it
 
     return Watchdog(run, pids, hang_s=float(os.environ.get("WB_HANG_S", HANG_S))).start()
 
 
-def _line(connection: socket.socket) -> bytes:
+def _read_line(connection: socket.socket) -> bytes:
     with connection.makefile("rb") as file:
         return file.readline()
 
 
-def _tell(connection: socket.socket, **said: Any) -> None:
-    with contextlib.suppress(OSError):  # the launcher has gone
-        connection.sendall(json.dumps(said).encode() + b"\n")
+def _send(connection: socket.socket, **message: Any) -> None:
+    with contextlib.suppress(OSError):  # the launcher is gone
+        connection.sendall(json.dumps(message).encode() + b"\n")

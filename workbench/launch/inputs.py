@@ -1,7 +1,7 @@
-"""What a run reads besides its spec: recording or task, the checkpoint, and the code; found, and known by content.
+"""Inputs of a run besides its spec: rollout dataset or task, checkpoint and code, identified by content.
 
-A spec names folders, and a folder may hold something else tomorrow. So a run directory keeps the identity of what
-its run read, and an earlier run is taken in place of a new one only if that is the same.
+A spec names folders, whose content may change. A run directory therefore stores the identity of its run's inputs, and
+an earlier run is reused in place of a new one only if they are the same.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
-    """What each run reads, by content: equal if and only if the inputs are the same bytes.
+    """Return the identities of each run's inputs: equal if and only if the inputs are the same bytes.
 
-    A hub id and the name of a tiny model stand for themselves. No path is kept.
+    A hub id and the name of a tiny model are their own identity. No path is stored.
 
     Args:
         specs: of the runs.
-        project: folder that relative paths in them begin at.
+        project: folder that their paths are relative to.
 
     Raises:
-        SpecError: a recording, checkpoint or task that is not there, with the folder that was searched.
+        SpecError: a rollout dataset, checkpoint or task that is missing, with the folder that was searched.
     """
     specs = list(specs)
-    recordings = {
-        path: _recording(path, project) for path in {spec.data.path: None for spec in specs if not spec.online.on}
+    datasets = {
+        path: _dataset(path, project) for path in {spec.data.path: None for spec in specs if not spec.online.on}
     }
     checkpoints = {source: _checkpoint(source, project) for source in {spec.model.source: None for spec in specs}}
-    made_by = {"versions": versions(), "code": _code()}
+    software = {"versions": versions(), "code": _code()}
     return [
-        made_by
+        software
         | {"checkpoint": checkpoints[spec.model.source]}
         | (
-            {"recording": recordings[spec.data.path]}
+            {"recording": datasets[spec.data.path]}
             if spec.online.task is None
             else {"task": _task(spec.online.task, project)}
         )
@@ -54,19 +54,19 @@ def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
 
 
 def _task(name: str, project: Path) -> str:
-    """A user's task by its file; what the file imports is not looked at."""
+    """Identity of a user's task: the hash of its file, without its imports."""
     return name if name == "arithmetic" else _sha256(task_file(name, project)[0])
 
 
-def _recording(path: str, project: Path) -> str:
-    """The manifest vouches for the tensors by their checksum."""
+def _dataset(path: str, project: Path) -> str:
+    """Identity of a rollout dataset: the hash of its manifest, which has the checksums of the tensors."""
     if not (project / path / MANIFEST).is_file():
         raise _missing(
             "data.path",
             path,
             project,
-            f"a folder with {MANIFEST}, as `workbench rollouts import` makes it",
-            beside_us=(Path(path) / MANIFEST).is_file(),
+            f"a folder with {MANIFEST}, as `workbench rollouts import` writes it",
+            in_current=(Path(path) / MANIFEST).is_file(),
         )
     return _sha256(project / path / MANIFEST)
 
@@ -76,14 +76,14 @@ def _checkpoint(source: str, project: Path) -> str | list[list[Any]]:
     if (folder / CONFIG).is_file():
         files = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
         return [[file.name, file.stat().st_size, _sha256(file)] for file in files]
-    beside_us = (Path(source) / CONFIG).is_file()
-    if beside_us or folder.is_dir() or not _HUB_ID.fullmatch(source):
+    in_current = (Path(source) / CONFIG).is_file()
+    if in_current or folder.is_dir() or not _HUB_ID.fullmatch(source):
         raise _missing(
             "model.source",
             source,
             project,
             f"a checkpoint folder with {CONFIG}, a hub id (owner/name), or {' or '.join(TINY)}",
-            beside_us=beside_us,
+            in_current=in_current,
         )
     return source
 
@@ -101,14 +101,14 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _missing(setting: str, path: str, project: Path, what: str, *, beside_us: bool) -> SpecError:
-    found, fix = f"nothing of that kind at {project / path}", "check the path, or give an absolute one"
-    if beside_us:
-        found += f", although there is at {Path.cwd() / path}, relative to the current folder"
+def _missing(setting: str, path: str, project: Path, what: str, *, in_current: bool) -> SpecError:
+    result, fix = f"nothing of that kind at {project / path}", "check the path, or give an absolute one"
+    if in_current:
+        result += f", although there is at {Path.cwd() / path}, relative to the current folder"
         fix = f"write {setting}: {Path.cwd() / path}"
     return SpecError(
         f"{setting} = {path!r}",
-        found=found,
+        found=result,
         fix=fix,
         rule=f"{what}; a relative path begins at the project root, {project}: the current folder if it "
         "holds a folder named data, else where the workbench's sources lie",

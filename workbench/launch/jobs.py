@@ -1,13 +1,13 @@
-"""torchx jobs: start one on this machine, on Slurm or on Kubernetes, ask how it is, cancel it, or only show it.
+"""torchx jobs: start one on this machine, on Slurm or on Kubernetes, poll it, cancel it, or only show its request.
 
-The only module that talks to a torchx runner. What it works around: a runner made on the main thread replaces the
-signal handlers of a notebook kernel; every question about a finished local job signals its old process group, which
-may be someone else's by then; a job is a zombie until somebody asks. On Slurm, torchx 0.7 asks for a requeue that
-would run a half-done run again, gives the task one core on Slurm 22.05 and later, needs accounting, and fails on a
-job that somebody cancelled; on Kubernetes it invents a new name each time.
+The only module that talks to a torchx runner. It works around: a runner created on the main thread replaces the
+signal handlers of a notebook kernel; every poll of a finished local job signals its old process group, whose id may
+be reused by then; a job is a zombie until it is polled. On Slurm, torchx 0.7 requests a requeue that would run a
+half-done run again, gives the task one core on Slurm 22.05 and later, needs accounting, and fails on a cancelled job;
+on Kubernetes it invents a new name each time.
 
 On a cluster a job outlives the process that submitted it. Its run directory and the project must be on a file system
-that the cluster's nodes see under the same paths: the ranks write there, and it is what everybody reads.
+that the cluster's nodes see under the same paths: the ranks write there, and all readers read there.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 LOCAL, SLURM, KUBERNETES = "local_cwd", "slurm", "kubernetes"
 
 SCHEDULERS = (LOCAL, SLURM, KUBERNETES)
-"""torchx's names of the schedulers that take our jobs."""
+"""torchx's names of the supported schedulers."""
 
 ASK_EVERY_S = 5.0
-"""How often a cluster is asked about a job; in between the last answer holds."""
+"""Interval at which a cluster is asked about a job; in between the last answer is valid."""
 
 UNKNOWN_FOR_S = 600.0
-"""A job that its cluster does not know for so long has failed."""
+"""A job that its cluster does not know for this long has failed."""
 
-_OURS = (
+_RESERVED = (
     "log_dir",
     "job_dir",
     "prepend_cwd",
@@ -61,18 +61,18 @@ _OURS = (
     "image_repo",
     "quiet",
 )
-"""Settings of torchx that are not the user's: logs go to the run directory, GPUs are given out here, and no image is
+"""Settings of torchx that users may not set: logs go to the run directory, GPUs are assigned here, and no image is
 built."""
 
-_SESSION = "TORCHX_INTERNAL_SESSION_ID"  # torchx after 0.7 numbers the processes that submit, another time each
+_SESSION = "TORCHX_INTERNAL_SESSION_ID"  # torchx after 0.7 gives each submitting process another number
 _SHARED = "run directory and project must be on a file system that the cluster's nodes see under the same paths"
 
 
 class Job(Protocol):
-    """A run that was started, however it was.
+    """A started run, in any of the ways to start one.
 
     Attributes:
-        handle: name of the job, which its scheduler knows it by.
+        handle: the scheduler's name for the job.
         agent: the process that starts the ranks, {"pid", "create_time"}; None if it is not on this machine.
     """
 
@@ -80,7 +80,7 @@ class Job(Protocol):
     agent: dict[str, Any] | None
 
     def poll(self) -> str:
-        """How it is now: running, succeeded, failed or cancelled. A job that waits for its turn is running."""
+        """Current state: running, succeeded, failed or cancelled. A queued job is running."""
         ...
 
     def cancel(self) -> None:
@@ -98,24 +98,24 @@ def start(
     scheduler: str = LOCAL,
     options: Mapping[str, str] | None = None,
 ) -> Job:
-    """Start the job of a run, or hand it to a cluster.
+    """Start the job of a run, or submit it to a cluster.
 
     Args:
-        run: what it executes. torchx's own files go to its ``torchx`` folder.
+        run: the run directory. torchx's own files go to its ``torchx`` folder.
         world_size: ranks, all on one node.
         placement: device of the ranks; on a cluster only the number of its GPUs counts.
-        project: folder that relative paths in the spec begin at.
+        project: folder that paths in the spec are relative to.
         worker: module that every rank runs.
         scheduler: one of `SCHEDULERS`.
         options: of the scheduler, see `options_of`.
 
     Raises:
-        LaunchError: an option that is not known or missing, or the job was not accepted.
+        LaunchError: an unknown or missing option, or the job was not accepted.
     """
     request = _request(run.name, run.path, world_size, placement, project, worker, scheduler, options or {})
     (run.path / "torchx").mkdir(exist_ok=True)
     if scheduler == LOCAL:
-        return _started_here(request)
+        return _start_local(request)
     try:
         return ClusterJob(_runner().schedule(request.plan), run)
     except Exception as error:
@@ -139,20 +139,20 @@ def describe(
     scheduler: str = LOCAL,
     options: Mapping[str, str] | None = None,
 ) -> str:
-    """The exact request that `start` would make: a command, an sbatch script, or YAML. Nothing is made or contacted.
+    """Return the exact request of `start`: a command, an sbatch script, or YAML. Nothing is created or contacted.
 
     Args:
         name: of the run.
-        run_path: its run directory, which need not be there.
+        run_path: its run directory, which need not exist.
         world_size: ranks.
         placement: device of the ranks.
-        project: folder that relative paths in the spec begin at.
+        project: folder that paths in the spec are relative to.
         worker: module that every rank runs.
         scheduler: one of `SCHEDULERS`.
         options: of the scheduler, see `options_of`.
 
     Raises:
-        LaunchError: as `start`, of what can be known before.
+        LaunchError: as `start`, for what can be checked before.
     """
     request = _request(name, run_path, world_size, placement, project, worker, scheduler, options or {})
     if scheduler == SLURM:
@@ -161,17 +161,17 @@ def describe(
     if scheduler == KUBERNETES:
         return str(request.plan.request).rstrip() + "\n"
     [role] = request.app.roles
-    hidden = ("TORCHX_JOB_ID", "PATH", _SESSION)  # of torchx's own making
+    hidden = ("TORCHX_JOB_ID", "PATH", _SESSION)  # set by torchx
     environment = {**{key: value for key, value in role.env.items() if key not in hidden}, "WB_PARENT_PID": "$$"}
-    said = [f"{key}={value if value == '$$' else shlex.quote(value)}" for key, value in environment.items()]
-    return " \\\n  ".join(["env", *said, shlex.join([role.entrypoint, *role.args])]) + "\n"
+    variables = [f"{key}={value if value == '$$' else shlex.quote(value)}" for key, value in environment.items()]
+    return " \\\n  ".join(["env", *variables, shlex.join([role.entrypoint, *role.args])]) + "\n"
 
 
 def job_of(handle: str) -> Job:
-    """A job on a cluster, from the handle in its run's state: to be asked and cancelled by any process.
+    """Return a job on a cluster from the handle in its run's state; any process may poll and cancel it.
 
     Raises:
-        LaunchError: the handle is not one of a cluster's job.
+        LaunchError: the handle is not that of a cluster's job.
     """
     if handle.partition("://")[0] not in (SLURM, KUBERNETES):
         raise LaunchError(
@@ -184,11 +184,11 @@ def job_of(handle: str) -> Job:
 
 
 def options_of(scheduler: str) -> dict[str, str]:
-    """The options that a scheduler takes: name -> what it means; a needed one says so.
+    """Options of a scheduler: name -> meaning, marked if the option is needed.
 
-    Those of Slurm and Kubernetes are torchx's own (of the version that is installed), and ours: ``python``, the
-    interpreter there; ``memory_mb`` of the host for each rank, 0 to ask for none; and on Kubernetes ``image`` and
-    ``mounts`` (``type=volume,src=<claim>,dst=<folder>``), through which the pod sees run directory and project.
+    Those of Slurm and Kubernetes are torchx's own (of the installed version), and ours: ``python``, the interpreter
+    there; ``memory_mb`` of the host for each rank, 0 to request none; and on Kubernetes ``image`` and ``mounts``
+    (``type=volume,src=<claim>,dst=<folder>``), through which the pod sees run directory and project.
 
     Raises:
         LaunchError: no such scheduler.
@@ -211,7 +211,7 @@ def options_of(scheduler: str) -> dict[str, str]:
 
 
 def agent_output(log_dir: Path) -> str:
-    """What the agents of the jobs under this folder wrote to standard error."""
+    """Standard error of the agents of the jobs under this folder."""
     files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
     return "\n".join(file.read_text(encoding="utf8", errors="replace") for file in files)
 
@@ -236,7 +236,7 @@ class LocalJob:
         self._ended: str | None = None
 
     def poll(self) -> str:
-        """How it is now: running, succeeded, failed or cancelled.
+        """Current state: running, succeeded, failed or cancelled.
 
         torchx is never asked again after the end.
         """
@@ -256,12 +256,12 @@ class LocalJob:
 
     def _end(self, state: str) -> None:
         self._ended = state
-        # A deleted scheduler signals the process groups of all jobs that it remembers, ended ones too.
+        # A deleted scheduler signals the process groups of all its jobs, ended ones too.
         with contextlib.suppress(Exception):
             _runner()._scheduler(LOCAL)._apps.pop(self.handle.rsplit("/", 1)[-1], None)
 
 
-def _started_here(request: _Request) -> LocalJob:
+def _start_local(request: _Request) -> LocalJob:
     try:
         return LocalJob(_runner().schedule(request.plan))
     except Exception as error:
@@ -288,11 +288,11 @@ def _close_logs_of(error: BaseException) -> None:
 
 
 class ClusterJob:
-    """A job that Slurm or Kubernetes knows by its handle, whoever asks.
+    """A job of Slurm or Kubernetes, known by its handle in any process.
 
     Attributes:
         handle: torchx's name for it.
-        trouble: why the cluster could not be asked the last time, "" if it could. A cluster that does not answer has
+        trouble: the error of the last question to the cluster, "" if it answered. A cluster that does not answer has
             not ended the job, so it still counts as running.
     """
 
@@ -304,16 +304,16 @@ class ClusterJob:
         self._first = True
 
     def poll(self) -> str:
-        """How it is now: running, succeeded, failed or cancelled; asks the cluster every `ASK_EVERY_S` at most.
+        """Current state: running, succeeded, failed or cancelled; asks the cluster every `ASK_EVERY_S` at most.
 
-        Where the cluster keeps no account of jobs that have ended, the run directory says how it ended.
+        If the cluster has no record of ended jobs, the end is read from the run directory.
         """
         if self._ended is None and (self._first or time.monotonic() - self._asked_s >= ASK_EVERY_S):
             self._ended, self._asked_s, self._first = self._ask(), time.monotonic(), False
         return self._ended or "running"
 
     def cancel(self) -> None:
-        """Ask the cluster to end it; nothing if it has ended. It may take the cluster a while.
+        """Ask the cluster to end it, which may take a while; nothing if it has ended.
 
         Raises:
             LaunchError: the cluster did not take the request.
@@ -323,25 +323,25 @@ class ClusterJob:
         try:
             try:
                 _runner().cancel(self.handle)
-            except Exception:  # it asks how the job is first, which fails where there is no accounting
+            except Exception:  # torchx asks for the job's state first, which fails without accounting
                 scheduler, app_id = self.handle.partition("://")[0], self.handle.rpartition("/")[2]
                 _runner()._scheduler(scheduler)._cancel_existing(app_id)
         except Exception as error:
             raise LaunchError(
                 f"cancel {self.handle}",
-                found=_said(error),
+                found=_message(error),
                 rule="the cluster takes the request",
                 fix="cancel it where the cluster's own commands work",
             ) from error
         self._ended = "cancelled"
 
     def _ask(self) -> str | None:
-        """The end of the job as the cluster tells it; None while it goes on, or nobody can tell."""
+        """The end of the job by the cluster's answer; None while it runs, or if its state is unknown."""
         try:
             with _quietly():
                 status = _runner().status(self.handle)
         except Exception as error:
-            return self._not_told(error)
+            return self._unanswered(error)
         self.trouble = ""
         if status is not None and status.is_terminal():
             return status.state.name.lower()
@@ -351,22 +351,22 @@ class ClusterJob:
             return ended
         return "failed" if time.monotonic() - self._known_s > UNKNOWN_FOR_S else None
 
-    def _not_told(self, error: Exception) -> str | None:
-        text = _said(error)
-        if "slurm state CANCELLED" in text:  # "CANCELLED by 1000" is no word that torchx 0.7 knows
+    def _unanswered(self, error: Exception) -> str | None:
+        text = _message(error)
+        if "slurm state CANCELLED" in text:  # torchx 0.7 does not know the state "CANCELLED by 1000"
             return "cancelled"
-        if getattr(error, "status", None) == 404:  # Kubernetes keeps nothing of a job that was deleted
+        if getattr(error, "status", None) == 404:  # Kubernetes has no record of a deleted job
             return self._end_in_run_directory() or "cancelled"
         self.trouble = text
         return self._end_in_run_directory()
 
     def _end_in_run_directory(self) -> str | None:
-        said = self._run.state["state"] if self._run else ""
-        return said if said in ENDED and said != "lost" else None
+        state = self._run.state["state"] if self._run else ""
+        return state if state in ENDED and state != "lost" else None
 
 
 def _why_refused(request: _Request, error: Exception) -> str:
-    """The cluster's own words. torchx lets sbatch say them to the terminal only, so it is asked again for them."""
+    """The cluster's own message. torchx lets sbatch print it to the terminal only, so sbatch is run again for it."""
     if isinstance(error, FileNotFoundError):
         return f"no {error.filename} on this machine"
     if isinstance(error, subprocess.CalledProcessError) and request.scheduler == SLURM:
@@ -376,10 +376,10 @@ def _why_refused(request: _Request, error: Exception) -> str:
             again = subprocess.run(command, input=sbatch.materialize(), text=True, timeout=60, capture_output=True)
             if again.returncode and again.stderr.strip():
                 return again.stderr.strip()
-    return _said(error)
+    return _message(error)
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -402,7 +402,7 @@ def _request(
     scheduler: str,
     options: Mapping[str, str],
 ) -> _Request:
-    """What torchx would do, with our corrections; nothing has been contacted."""
+    """The request of torchx with our corrections; nothing is contacted."""
     settings, cluster = _checked(scheduler, options)
     run_path = run_path.resolve()
     name = _kubernetes_name(name, run_path) if scheduler == KUBERNETES else name
@@ -411,7 +411,7 @@ def _request(
     except (KeyError, ValueError) as error:
         raise LaunchError(
             f"option mounts = {options.get('mounts')!r}",
-            found=_said(error),
+            found=_message(error),
             rule="type=volume,src=<claim>,dst=<folder>, or type=bind,src=<folder>,dst=<folder>; with "
             "commas for several",
             fix="correct the option",
@@ -428,40 +428,40 @@ def _request(
     except Exception as error:
         raise LaunchError(
             f"describe run {name} to {scheduler}",
-            found=_said(error),
+            found=_message(error),
             rule="torchx makes a request of it",
             fix="check the options",
         ) from error
     if scheduler == SLURM:
         _correct_slurm(plan.request, name, run_path)
     if scheduler == KUBERNETES:
-        plan.request.resource = _named(plan.request.resource, name)
+        plan.request.resource = _renamed(plan.request.resource, name)
     return _Request(scheduler, app, plan)
 
 
 def _checked(scheduler: str, options: Mapping[str, str]) -> tuple[dict[str, Any], Cluster | None]:
-    """Settings of torchx, and ours, among the options of a scheduler."""
-    theirs, known = _torchx_options(scheduler), options_of(scheduler)
+    """Split the options of a scheduler into torchx's settings and ours."""
+    torchx_options, known = _torchx_options(scheduler), options_of(scheduler)
     if unknown := sorted(set(options) - set(known)):
         raise LaunchError(
             f"options of {scheduler}: {', '.join(unknown)}",
             found="not options of this scheduler",
             rule=f"it takes {', '.join(sorted(known)) or 'none'}",
-            fix="correct the name; Slurm reads what torchx does not pass on from SBATCH_... variables"
+            fix="correct the name; Slurm reads options that torchx does not pass on from SBATCH_... variables"
             if scheduler == SLURM
             else "correct the name, or leave it out",
         )
-    needed = [name for name, option in theirs.items() if option.is_required]
+    needed = [name for name, option in torchx_options.items() if option.is_required]
     needed += ["image"] if scheduler == KUBERNETES else []
     if missing := [name for name in needed if not options.get(name)]:
         raise LaunchError(
             f"a {scheduler} job without {' and '.join(missing)}",
             found=", ".join(f"{key}={value}" for key, value in options.items()) or "no options",
             rule="; ".join(f"{name}: {known[name]}" for name in missing),
-            fix=f"say --scheduler {' '.join(f'{name}=...' for name in missing)}, in Python options=...",
+            fix=f"give --scheduler {' '.join(f'{name}=...' for name in missing)}, in Python options=...",
         )
     settings = {
-        name: _value(name, options[name], option.opt_type) for name, option in theirs.items() if name in options
+        name: _value(name, options[name], option.opt_type) for name, option in torchx_options.items() if name in options
     }
     if scheduler == LOCAL:
         return settings, None
@@ -489,7 +489,7 @@ def _torchx_options(scheduler: str) -> dict[str, Any]:
             rule="torchx talks to Kubernetes through it",
             fix="pip install kubernetes",
         )
-    return {name: option for name, option in _runner().scheduler_run_opts(scheduler) if name not in _OURS}
+    return {name: option for name, option in _runner().scheduler_run_opts(scheduler) if name not in _RESERVED}
 
 
 def _value(name: str, text: str, kind: Any) -> Any:
@@ -507,7 +507,7 @@ def _value(name: str, text: str, kind: Any) -> Any:
 
 
 def _refuse_commas(app: AppDef) -> None:
-    """Slurm splits what torchx exports at every comma, and the rest of a value would be lost without a word."""
+    """Refuse commas in the environment: Slurm splits torchx's exports there, and the rest of a value would be lost."""
     for name, value in app.roles[0].env.items():
         if "," in value:
             raise LaunchError(
@@ -519,13 +519,13 @@ def _refuse_commas(app: AppDef) -> None:
 
 
 def _correct_slurm(request: Any, name: str, run_path: Path) -> None:
-    """Where torchx's script would lose a run, cores or output."""
+    """Correct torchx's script where it would lose a run, cores or output."""
     request.cmd.append(f"--chdir={run_path / 'torchx'}")  # its output, too, belongs to the run
     for replica in request.replicas.values():
-        # a job that is put back would run a half-done run directory again: `workbench run` makes a new one
+        # a requeued job would run a half-done run directory again: `workbench run` creates a new one
         replica.sbatch_opts.pop("requeue", None)
         replica.sbatch_opts = {"no-requeue": None, "nodes": "1", "ntasks": "1"} | replica.sbatch_opts
-        replica.sbatch_opts.pop("ntasks-per-node", None)  # --gpus-per-task wants the number of tasks instead
+        replica.sbatch_opts.pop("ntasks-per-node", None)  # --gpus-per-task needs the number of tasks instead
         # since Slurm 22.05 a step does not inherit it, and all ranks would share one core
         replica.srun_opts["cpus-per-task"] = replica.sbatch_opts["cpus-per-task"]
         replica.env.pop(_SESSION, None)
@@ -538,21 +538,21 @@ def _kubernetes_name(name: str, run_path: Path) -> str:
     return f"wb-{legal}-{hashlib.sha256(str(run_path).encode()).hexdigest()[:8]}"
 
 
-def _named(resource: Any, name: str) -> dict[str, Any]:
-    """The resource under our name: torchx hangs a random one to it."""
+def _renamed(resource: Any, name: str) -> dict[str, Any]:
+    """Return the resource under our name in place of torchx's random one."""
     from torchx.schedulers import kubernetes_scheduler
 
     plain = json.dumps(kubernetes_scheduler.sanitize_for_serialization(resource))
-    named = json.loads(plain.replace(resource["metadata"]["name"], name))
-    for task in named["spec"]["tasks"]:
+    renamed = json.loads(plain.replace(resource["metadata"]["name"], name))
+    for task in renamed["spec"]["tasks"]:
         for container in task["template"]["spec"]["containers"]:
             container["env"] = [variable for variable in container["env"] if variable["name"] != _SESSION]
-    return named
+    return renamed
 
 
 @contextlib.contextmanager
 def _quietly() -> Any:
-    """Without the warnings of torchx, which are not the user's to mend."""
+    """Suppress the warnings of torchx, which users cannot fix."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -560,26 +560,26 @@ def _quietly() -> Any:
 
 @functools.cache
 def _runner() -> Runner:
-    """One runner a process, made in a thread that ends at once, so that no signal handler is replaced."""
-    made: list[Runner] = []
-    failed: list[BaseException] = []
+    """The runner of this process, created in a thread that ends at once, so that no signal handler is replaced."""
+    runners: list[Runner] = []
+    errors: list[BaseException] = []
 
-    def make() -> None:
+    def create() -> None:
         try:
             from torchx.runner import get_runner
 
             runner = get_runner()
-            runner.scheduler_run_opts(LOCAL)  # makes the scheduler, which installs the handlers
+            runner.scheduler_run_opts(LOCAL)  # creates the scheduler, which installs the handlers
             slurm = runner._scheduler(SLURM)
-            if hasattr(slurm, "_partition_memmb"):  # runs sinfo to leave --mem out; memory_mb=0 says so instead
+            if hasattr(slurm, "_partition_memmb"):  # runs sinfo to leave --mem out; memory_mb=0 does so instead
                 slurm._partition_memmb = lambda partition: None
-            made.append(runner)
+            runners.append(runner)
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=create)
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    if errors:
+        raise errors[0]
+    return runners[0]

@@ -1,10 +1,10 @@
 """Runs in processes that have torch loaded already: the ranks of a run are ready in a fraction of a second.
 
 The first run starts a fork server (`forkserver`), which loads torch and the other heavy libraries that a worker needs.
-Every run is a copy of it (`forks`), with the workbench imported anew, so edits are seen. Everything leaves when this
-process does, however it ends.
+Every run is a fork of it (`forks`), which imports the workbench itself, so edits take effect. All of them end with this
+process, even if it is killed.
 
-Loading libraries is done once, and some of them read environment variables then (HF_HOME, TORCH_LOGS): where one of
+Libraries are loaded once, and some of them read environment variables then (HF_HOME, TORCH_LOGS): if one of
 `READ_ON_IMPORT` has changed since, the next run starts another server.
 """
 
@@ -48,7 +48,7 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto",
     "transformers.masking_utils",
 )
-"""What the server loads: libraries only. Measured on two cores: 5 s once, where every rank took 3 to 4 s each time."""
+"""Libraries that the server loads. Measured on two cores: 5 s once, where every rank took 3 to 4 s each time."""
 
 READ_ON_IMPORT = (
     "HF_",
@@ -63,17 +63,17 @@ READ_ON_IMPORT = (
     "LD_",
     "PYTHON",
 )
-"""How the names of environment variables begin that are read while libraries are loaded."""
+"""Prefixes of environment variables that are read while libraries are loaded."""
 
 START_S = 120.0
-"""How long the first run may take to start; loading from a cold disk is slow."""
+"""Time that the first run has to start; loading from a cold disk is slow."""
 
 
 class ProcessJob:
     """The ranks of one run.
 
     Attributes:
-        handle: a name that says which process is the agent; no other process can use it.
+        handle: a name with the pid of the agent; no other process can use it.
         agent: {"pid", "create_time"} of the process that started the ranks.
         ranks: rank -> pid.
         exit_codes: rank -> exit code, or -signal, in the order in which they ended; {} until the last has.
@@ -89,12 +89,12 @@ class ProcessJob:
         self._lock = threading.Lock()
 
     def poll(self) -> str:
-        """How it is now: running, succeeded, failed or cancelled."""
+        """Current state: running, succeeded, failed or cancelled."""
         with self._lock:
             return self._poll(0.0)
 
     def cancel(self) -> None:
-        """End it, and return when it has ended: SIGTERM to every rank, SIGKILL to what is left after the grace."""
+        """End it, and return when it has ended: SIGTERM to every rank, SIGKILL to survivors after the grace period."""
         with self._lock:
             if self._poll(0.0) != "running":
                 return
@@ -108,15 +108,15 @@ class ProcessJob:
         deadline = time.monotonic() + wait_s
         while not self._ended:
             if b"\n" in self._received:
-                said = json.loads(self._received.partition(b"\n")[0])
-                self.exit_codes = {int(rank): code for rank, code in said["exit_codes"].items()}
-                self._end(said["ended"])
+                message = json.loads(self._received.partition(b"\n")[0])
+                self.exit_codes = {int(rank): code for rank, code in message["exit_codes"].items()}
+                self._end(message["ended"])
                 break
             if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return "running"
-            got = _received(self._connection)
-            self._received += got
-            if not got:  # the agent died before the ranks, which die with it
+            data = _receive(self._connection)
+            self._received += data
+            if not data:  # the agent died before the ranks, which die with it
                 self._kill()
                 self._end("failed")
         return self._ended
@@ -124,10 +124,10 @@ class ProcessJob:
     def _end(self, state: str) -> None:
         self._ended = state
         self._connection.close()
-        _going_on.discard(self)
+        _running.discard(self)
 
     def _kill(self) -> None:
-        """SIGKILL to what is left, by pid and start time."""
+        """Send SIGKILL to survivors, by pid and start time."""
         for pid, born in {self.agent["pid"]: self.agent["create_time"], **self._born}.items():
             if process_alive(pid, born):
                 with contextlib.suppress(psutil.Error):
@@ -137,13 +137,13 @@ class ProcessJob:
 def start(
     run: RunDirectory, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER
 ) -> ProcessJob:
-    """Start the ranks of a run as children of the fork server; returns when they are there.
+    """Start the ranks of a run as children of the fork server; returns when they are running.
 
     Args:
-        run: what they execute.
-        world_size: how many.
-        placement: their device.
-        project: folder that relative paths in the spec begin at.
+        run: the run directory.
+        world_size: ranks.
+        placement: device of the ranks.
+        project: folder that paths in the spec are relative to.
         worker: module whose `main` every rank runs.
 
     Raises:
@@ -163,17 +163,17 @@ def start(
     )
     connection = _server().connect()
     connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(request))}\n".encode())
-    answer, rest = _answer(connection)
+    answer, rest = _first_message(connection)
     if "agent" not in answer:
         connection.close()
         raise LaunchError(
             f"start {world_size} ranks of run {run.name}",
-            found=answer.get("refused") or "the agent ended without a word",
-            rule=f"the module {worker} can be imported, and its main is what a rank runs",
+            found=answer.get("refused") or "the agent ended without a message",
+            rule=f"the module {worker} can be imported, and a rank runs its main",
             fix="read ranks/agent.log in the run directory",
         )
     job = ProcessJob(connection, answer, rest)
-    _going_on.add(job)
+    _running.add(job)
     return job
 
 
@@ -187,53 +187,53 @@ def warm_up() -> None:
 
 
 def shut_down() -> None:
-    """End the server and what goes on in its copies; the next run starts another."""
+    """End the server and all its runs; the next run starts another."""
     global _started
     with _lock:
         server, _started = _started, None
     if server is None or server.owner != os.getpid():
         return
-    for job in list(_going_on):
+    for job in list(_running):
         job.cancel()
     server.close()
 
 
 def server_process() -> dict[str, Any] | None:
-    """The server as {"pid", "create_time"}; None if there is none."""
+    """The server as {"pid", "create_time"}; None if none runs."""
     server = _started
     return None if server is None else {"pid": server.process.pid, "create_time": _create_time(server.process.pid)}
 
 
 class _Server:
-    """The fork server as its owner knows it."""
+    """The owner's handle of the fork server."""
 
     def __init__(self) -> None:
         self.owner, self.environment = os.getpid(), _read_on_import()
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
-        self.control, there = socket.socketpair()
+        self.control, remote = socket.socketpair()
         self.ready, self.lock = False, threading.Lock()
-        # -P: the folder of the program is no place to import from. OMP_NUM_THREADS: no pool of threads beside a fork.
+        # -P: nothing is imported from the program's folder. OMP_NUM_THREADS: no thread pool in a process that forks.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(Path(forkserver.__file__)), *PRELOAD],
-            stdin=there,
+            stdin=remote,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             cwd="/",
             start_new_session=True,
         )
-        there.close()
+        remote.close()
 
     def connect(self) -> socket.socket:
-        """A connection to a new copy."""
+        """Return a connection to a new fork."""
         self.wait()
-        here, there = socket.socketpair()
-        with there:
-            socket.send_fds(self.control, [b"c"], [there.fileno()])
-        return here
+        local, remote = socket.socketpair()
+        with remote:
+            socket.send_fds(self.control, [b"c"], [remote.fileno()])
+        return local
 
     def wait(self) -> None:
-        """Until everything is loaded."""
+        """Wait until everything is loaded."""
         with self.lock:
             if self.ready:
                 return
@@ -242,21 +242,21 @@ class _Server:
                 self.ready = self.control.recv(1) == forkserver.READY
         if not self.ready:
             self.errors.seek(0)
-            said = self.errors.read().decode(errors="replace").splitlines()
+            lines = self.errors.read().decode(errors="replace").splitlines()
             shut_down()
             raise LaunchError(
                 "start the server of ready processes",
-                found=" | ".join(said[-3:]) or "no answer",
+                found=" | ".join(lines[-3:]) or "no answer",
                 rule=f"it loads {', '.join(PRELOAD)} within {START_S:g} s",
                 fix="check the installation and the memory, or launch torchx jobs instead",
             )
 
     def fits(self) -> bool:
-        """Whether it lives, and has loaded what it would load now."""
+        """True if it is alive and was started with the current environment."""
         return self.process.poll() is None and self.environment == _read_on_import()
 
     def close(self) -> None:
-        """End it: it leaves when its standard input does."""
+        """End it by closing its standard input."""
         self.control.close()
         self.errors.close()
         try:
@@ -268,7 +268,7 @@ class _Server:
 
 _lock = threading.Lock()
 _started: _Server | None = None
-_going_on: set[ProcessJob] = set()
+_running: set[ProcessJob] = set()
 atexit.register(shut_down)
 
 
@@ -277,7 +277,7 @@ def _server() -> _Server:
     global _started
     with _lock:
         if _started is not None and _started.owner == os.getpid() and not _started.fits():
-            _started.close()  # its copies go on
+            _started.close()  # its forks continue
             _started = None
         if _started is None or _started.owner != os.getpid():
             _started = _Server()
@@ -288,19 +288,19 @@ def _read_on_import() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
 
 
-def _answer(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
-    """The first line that an agent says, {} if it ends before, and what came after it."""
+def _first_message(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
+    """First line from an agent, {} if it ends before, and the bytes after it."""
     received = b""
     while b"\n" not in received:
-        got = _received(connection)
-        if not got:
+        data = _receive(connection)
+        if not data:
             return {}, b""
-        received += got
+        received += data
     line, _, rest = received.partition(b"\n")
     return json.loads(line), rest
 
 
-def _received(connection: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     with contextlib.suppress(ConnectionError):
         return connection.recv(65536)
     return b""

@@ -1,6 +1,6 @@
-"""Do ranks on this machine find each other? Two new processes meet as those of a job do, and sum a number.
+"""A test that ranks on this machine can connect: two new processes join as those of a job do, and sum a number.
 
-The first of them also says what torch is built with, so that whoever asks need not load it.
+The first of them also reports torch's build, so that the caller need not load torch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def meet(*, timeout_s: float = 60.0) -> dict[str, Any]:
         timeout_s: for all of it; loading torch from a cold disk is slow.
 
     Returns:
-        ``met_s``, how long finding each other took once torch was loaded; ``loaded_s``, how long that took; and what
-        torch says of itself: ``torch`` (version and build), ``cuda``, ``nccl`` (versions, "" without), ``gloo``
-        (whether it is there), ``gpus`` (name and capability of each).
+        ``met_s``, time to connect once torch was loaded; ``loaded_s``, time to load it; and torch's build: ``torch``
+        (version and build), ``cuda``, ``nccl`` (versions, "" without), ``gloo`` (available or not), ``gpus`` (name and
+        capability of each).
 
     Raises:
-        LaunchError: they did not meet, with the last line that each printed.
+        LaunchError: they did not connect, with the last line that each printed.
     """
     environment = os.environ | {
         "WORLD_SIZE": str(RANKS),
@@ -67,16 +67,18 @@ def meet(*, timeout_s: float = 60.0) -> dict[str, Any]:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        said = [log.read_text(encoding="utf8", errors="replace").strip().splitlines() for log in logs if log.exists()]
+        outputs = [
+            log.read_text(encoding="utf8", errors="replace").strip().splitlines() for log in logs if log.exists()
+        ]
     if any(codes):
-        found = "; ".join(f"rank {rank}: {lines[-1]}" for rank, lines in enumerate(said) if lines)
+        problem = "; ".join(f"rank {rank}: {lines[-1]}" for rank, lines in enumerate(outputs) if lines)
     elif codes == [None]:
-        found = f"no end after {timeout_s:.0f} s"
+        problem = f"no end after {timeout_s:.0f} s"
     else:
-        return json.loads(said[0][-1])
+        return json.loads(outputs[0][-1])
     raise LaunchError(
         f"let {RANKS} ranks meet on this machine",
-        found=without_machine_paths(found) or "no word",
+        found=without_machine_paths(problem) or "no output",
         rule="processes reach each other through 127.0.0.1; gloo finds an interface by the host's name",
         fix="see that the host's own name resolves (/etc/hosts) and that nothing closes the loopback; "
         "GLOO_SOCKET_IFNAME=lo names the interface",
@@ -90,12 +92,12 @@ def _free_port() -> int:
 
 
 def _with_this_package() -> str:
-    places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, places))
+    folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, folders))
 
 
 def main(timeout_s: float) -> None:
-    """A rank."""
+    """Run one rank."""
     began = time.monotonic()
     import torch
     import torch.distributed as dist

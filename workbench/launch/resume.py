@@ -1,10 +1,10 @@
-"""What an experiment has already: which runs may stand for new ones, and what changed since the last time.
+"""Existing runs of an experiment: which are reused or resumed, and what changed since the last launch.
 
-An experiment's ``runs/sweep.json`` says what was launched last, and which folder answers for which name. Launching
-again takes every run that succeeded with the same settings, device, recording (or task), checkpoint and code, and
-continues those that were interrupted and had kept a checkpoint. A configuration
-whose settings or data changed is refused rather than run beside its namesake: whoever reads the report would take the
-two for one. Other code or other package versions make a run old, not wrong: it is run again without a question.
+An experiment's ``runs/sweep.json`` has the last launch and the folder of each name's run. Launching again reuses every
+run that succeeded with the same settings, device, rollout dataset (or task), checkpoint and code, and resumes those
+that were interrupted and have a checkpoint. A configuration whose settings or data changed is refused rather than run
+again under its name: a reader of the report would take the two runs for one. Other code or package versions make a run
+outdated, not wrong: it runs again without a question.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _DATA = ("recording", "task", "checkpoint")
 
 @contextlib.contextmanager
 def alone(runs_dir: Path) -> Iterator[None]:
-    """One launcher at a time looks at what an experiment has and adds to it: between the two nobody else may.
+    """Lock an experiment for one launcher, from looking at its runs to adding new ones.
 
     Raises:
         LaunchError: nothing can be written there.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             runs_dir.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locked(runs_dir / ".launch.lock"))
+            stack.enter_context(locked(runs_dir / ".launch.lock"))
         except OSError as error:
             raise LaunchError(
                 f"launch {runs_dir.parent.name}",
                 found=f"{type(error).__name__}: {error}",
-                rule=f"run directories are made under {runs_dir}",
+                rule=f"run directories are created under {runs_dir}",
                 fix="make the folder writable, or copy the ablation to a folder of your own",
             ) from None
         yield
 
 
 def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
-    """The newest run of a plan's settings, if it succeeded and its state says the same device and inputs."""
+    """Return the newest run of a plan's settings, if it succeeded with the same device and inputs."""
     same = [
         run for run in RunDirectory.find(runs_dir, plan.name) if run.spec.content_hash() == plan.spec.content_hash()
     ]
@@ -59,7 +59,7 @@ def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunD
 
 
 def damage(run: RunDirectory) -> str:
-    """What a run that succeeded lacks or what of it cannot be read, in a line; "" if it can stand for a new one."""
+    """Describe missing or unreadable files of a run that succeeded, in a line; "" if it can be reused."""
     try:
         run.check_whole()
     except RecordError as error:
@@ -68,49 +68,49 @@ def damage(run: RunDirectory) -> str:
 
 
 def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> tuple[RunDirectory | None, str]:
-    """The run of a plan's settings that came furthest, kept a checkpoint, and did not succeed; and what is to be said.
+    """Return the unsuccessful run of a plan's settings with the latest checkpoint, and a note for the user.
 
-    None from before the last one that succeeded, or that was asked to begin anew; and none of another device or other
-    inputs, whose steps are not those that would follow: that is said, with what differs.
+    Runs before the last success or the last fresh start are ignored. A run of another device or other inputs is not
+    resumed, because other steps would follow: the note tells the differences.
     """
-    kept = []
+    candidates = []
     for run in reversed(RunDirectory.find(runs_dir, plan.name)):
         if run.spec.content_hash() != plan.spec.content_hash():
             continue
         if run.status == "succeeded":
             break
         if run.status in ENDED and run.checkpoints():
-            kept.append(run)
+            candidates.append(run)
         if run.state.get("fresh"):
             break
-    same = [run for run in kept if not _unlike(run.state, identity)]
-    if not kept:
+    same = [run for run in candidates if not _changed(run.state, identity)]
+    if not candidates:
         return None, ""
-    furthest = max(same or kept, key=lambda run: max(run.checkpoints()))
-    which = f"{furthest.path.name} from step {max(furthest.checkpoints())}"
+    latest = max(same or candidates, key=lambda run: max(run.checkpoints()))
+    which = f"{latest.path.name} at step {max(latest.checkpoints())}"
     if same:
-        return furthest, f"goes on with {which}"
-    return None, f"begins anew, and not with {which}: another {', another '.join(_unlike(furthest.state, identity))}"
+        return latest, f"resumes from {which}"
+    return None, f"starts again, not from {which}: another {', another '.join(_changed(latest.state, identity))}"
 
 
-def _unlike(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
-    """What of an identity a run's state says otherwise, by name."""
+def _changed(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """Keys of an identity that differ from a run's state."""
     before, now = (
-        {**{key: of.get(key) for key in identity if key != "inputs"}, **of.get("inputs", {})}
-        for of in (state, identity)
+        {**{key: source.get(key) for key in identity if key != "inputs"}, **source.get("inputs", {})}
+        for source in (state, identity)
     )
     return [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
 
 
 def bury_the_lost(runs_dir: Path, name: str) -> None:
-    """Write down which runs of a name were lost, so that they stay so whatever pid comes next."""
+    """Record which runs of a name are lost, so that they stay so even if a pid is reused."""
     for run in RunDirectory.find(runs_dir, name):
         if run.status == "lost":
             run.set_state("lost")
 
 
 def refuse_running(runs_dir: Path, planned: Sequence[Planned]) -> None:
-    """Refuse to run what somebody is running: two of a name and settings would race for the same answer.
+    """Refuse configurations that are running: two runs of the same name and settings would race.
 
     Raises:
         SpecError: runs that wait or run, with the process that watches them.
@@ -123,7 +123,7 @@ def refuse_running(runs_dir: Path, planned: Sequence[Planned]) -> None:
     if busy:
         raise SpecError(
             f"launch {runs_dir.parent.name}",
-            found="already on their way: " + ", ".join(busy),
+            found="already running or waiting: " + ", ".join(busy),
             rule="a configuration runs once at a time in an experiment",
             fix=f"watch them with `workbench status {runs_dir.parent.name}` or wb.attach, or end them with "
             f"`workbench cancel {runs_dir.parent.name}`",
@@ -134,12 +134,12 @@ def refuse_changed(runs_dir: Path, planned: Sequence[Planned], inputs: Sequence[
     """Refuse configurations whose settings or data are not those of the last sweep.
 
     Raises:
-        SpecError: what changed, name by name and setting by setting.
+        SpecError: the changes, by name and setting.
     """
-    answering = (read_record(runs_dir) or {"runs": {}})["runs"]
+    recorded = (read_record(runs_dir) or {"runs": {}})["runs"]
     changed = []
-    for plan, read in zip(planned, inputs, strict=True):
-        folder = answering.get(plan.name)
+    for plan, identity in zip(planned, inputs, strict=True):
+        folder = recorded.get(plan.name)
         if folder is None or not (runs_dir / folder).is_dir():
             continue
         try:
@@ -148,7 +148,7 @@ def refuse_changed(runs_dir: Path, planned: Sequence[Planned], inputs: Sequence[
             changed.append(f"{plan.name}: {folder} is of another version ({error.parts['found']})")
             continue
         differing = _settings_changed(before, plan) + [
-            f"another {what}" for what in _DATA if before.state.get("inputs", {}).get(what) != read.get(what)
+            f"another {key}" for key in _DATA if before.state.get("inputs", {}).get(key) != identity.get(key)
         ]
         if differing:
             changed.append(f"{plan.name}: {', '.join(differing)}")
@@ -156,8 +156,8 @@ def refuse_changed(runs_dir: Path, planned: Sequence[Planned], inputs: Sequence[
         raise SpecError(
             f"run {runs_dir.parent.name} again",
             found="; ".join(changed),
-            rule="a configuration keeps its settings and data while its runs answer for it",
-            fix="--force (force=True) runs what changed anew and keeps the old runs beside it; settings on "
+            rule="a configuration keeps its settings and data while the experiment uses its runs",
+            fix="--force (force=True) runs changed configurations again and keeps the old runs; settings on "
             "the command line and --only try something without touching the saved report; another "
             "name makes another configuration",
         )
@@ -173,19 +173,19 @@ def _settings_changed(before: RunDirectory, plan: Planned) -> list[str]:
 
 
 def sweep_identity(planned: Sequence[Planned]) -> str:
-    """Eight hex digits of every name with its settings: the same for the same sweep, in whatever order."""
+    """Eight hex digits of all names and settings: the same for the same sweep, in any order."""
     content = json.dumps(sorted((plan.name, plan.spec.canonical()) for plan in planned))
     return hashlib.sha256(content.encode()).hexdigest()[:8]
 
 
 def write_record(runs_dir: Path, planned: Sequence[Planned], runs: Sequence[RunDirectory], *, trial: bool) -> None:
-    """Note what is being launched, and which folder answers for which name.
+    """Record the launch, and the folder of each name's run.
 
     Args:
         runs_dir: the ``runs`` folder of the experiment.
-        planned: what is being launched.
+        planned: the launched runs.
         runs: a directory for each.
-        trial: settings were laid over the experiment's own, so these runs answer for nothing.
+        trial: settings override the experiment's own, so the experiment does not use these runs.
     """
     before = read_record(runs_dir) or {"runs": {}}
     folders = {plan.name: run.path.name for plan, run in zip(planned, runs, strict=True)}
@@ -200,10 +200,10 @@ def write_record(runs_dir: Path, planned: Sequence[Planned], runs: Sequence[RunD
 
 
 def read_record(runs_dir: Path) -> dict[str, Any] | None:
-    """What was launched in an experiment, name by name, or None if nothing was.
+    """Return the record of an experiment's launches, None if there were none.
 
-    The record holds identity, created_ns and launcher of the last sweep; name -> folder in ``latest``, that sweep's,
-    and in ``runs``, those that answer for the experiment.
+    It has identity, created_ns and launcher of the last sweep; name -> folder in ``latest``, that sweep's, and in
+    ``runs``, those that the experiment uses.
 
     Raises:
         RecordError: the file is damaged.
@@ -218,5 +218,5 @@ def read_record(runs_dir: Path) -> dict[str, Any] | None:
             f"read {path}",
             found=f"{type(error).__name__}: {error}",
             rule="a whole JSON file",
-            fix="remove the file: the runs beside it are not affected",
+            fix="remove the file: the runs are not affected",
         ) from None

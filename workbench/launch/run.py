@@ -1,7 +1,7 @@
-"""Run an ablation: here, in ready processes, as torchx jobs, or on a cluster; and leave every run on disk.
+"""Run an ablation: here, in ready processes, as torchx jobs, or on a cluster; and store every run on disk.
 
-One failing run never stops the rest. Whatever way a run ends (an exception, a killed rank, an agent that did
-not come up), its directory says so: state.json, and an exit record with cause, rank and traceback or signal.
+One failing run never stops the rest. Any end of a run (an exception, a killed rank, an agent that did not come
+up) is recorded in its directory: state.json, and an exit record with cause, rank and traceback or signal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workbench.records.directory import CLUSTERS, RunDirectory, project_root, th
 
 Where = Literal["torchx", "processes", "here", "slurm", "kubernetes"]
 """torchx: a job of its own for every run. processes: ranks from a server that has torch loaded already. here: one rank
-in this process, step by step in a debugger if you like. slurm, kubernetes: torchx jobs on a cluster."""
+in this process, for a debugger. slurm, kubernetes: torchx jobs on a cluster."""
 
 
 def launch(
@@ -44,28 +44,28 @@ def launch(
     options: Mapping[str, str] | None = None,
     worker: str = WORKER,
 ) -> Sweep:
-    """Run everything that an ablation asks for and that is not there yet; return at once.
+    """Start the missing runs of an ablation; return at once.
 
     On this machine as many jobs run at a time as have devices of their own: a GPU for each rank, or a core (a run of
-    more ranks than cores has them all). Other launchers, whoever started them, are taken into account.
+    more ranks than cores has them all). The devices of this user's other launchers are taken into account.
 
     Args:
         ablation: the ablation, or some of its runs (`workbench.launch.ablation.select`).
-        experiment_dir: run directories are made under its ``runs`` folder.
-        where: how the ranks come to life, see `Where`. `here` returns when the last run has ended.
-        project: folder that relative paths in specs begin at; None takes `project_root`.
-        on_event: told about every step and end of a run, on the thread that watches (`Sweep.follow` tells on yours).
-        fresh: run everything anew. Otherwise the newest run of the same name, settings, device, recording, checkpoint
-            and code stands for a new one, if it succeeded, and is continued, if it kept a checkpoint and did not.
-        force: run what changed since the last time anew, instead of refusing.
-        trial: the runs answer for nothing: they neither are held to the experiment's earlier runs nor replace them.
+        experiment_dir: run directories are created under its ``runs`` folder.
+        where: how the ranks start, see `Where`. `here` returns when the last run has ended.
+        project: folder that paths in specs are relative to; None takes `project_root`.
+        on_event: called with every step and end of a run, on the watching thread (`Sweep.follow` calls on yours).
+        fresh: run everything again. Otherwise the newest run of the same name, settings, device, rollout dataset,
+            checkpoint and code is reused, if it succeeded, and resumed, if it has a checkpoint and did not.
+        force: run configurations that changed since the last launch again, instead of refusing.
+        trial: the experiment does not use these runs: they are neither compared with its earlier runs nor replace them.
         options: of the cluster's scheduler, such as {"partition": "gpu"} or {"queue": "default"}.
         worker: module that the ranks run.
 
     Raises:
-        LaunchError: a run cannot be placed on this machine, or `here` was asked for several ranks.
-        SpecError: a recording or checkpoint is not there; a configuration changed; the same is being run already.
-            In all these cases nothing has been started; a run that fails later raises nothing: its directory says so.
+        LaunchError: a run cannot be placed on this machine, or `here` was requested for several ranks.
+        SpecError: a rollout dataset or checkpoint is missing; a configuration changed, or is running already.
+            In all these cases nothing was started; a run that fails later raises nothing: its directory records it.
     """
     planned = ablation.expand() if isinstance(ablation, AblationSpec) else list(ablation)
     project, experiment_dir = (project or project_root()).resolve(), experiment_dir.resolve()
@@ -79,14 +79,14 @@ def launch(
         resume.refuse_running(runs_dir, planned)
         if not (force or trial):
             resume.refuse_changed(runs_dir, planned, inputs)
-        made: dict[str, Task] = {}
+        prepared: dict[str, Task] = {}
         try:
             for plan, placement, read in _deciding_first(zip(planned, placements, inputs, strict=True)):
-                made[plan.name] = _prepare(runs_dir, plan, placement, read, made, where, fresh=fresh)
-            tasks = [made[plan.name] for plan in planned]
+                prepared[plan.name] = _prepare(runs_dir, plan, placement, read, prepared, where, fresh=fresh)
+            tasks = [prepared[plan.name] for plan in planned]
             resume.write_record(runs_dir, planned, [task.run for task in tasks], trial=trial)
         except BaseException:
-            for task in made.values():
+            for task in prepared.values():
                 if not task.reused:
                     shutil.rmtree(task.run.path)
             raise
@@ -97,7 +97,7 @@ def launch(
 
 
 def starter(where: Where, project: Path, options: Mapping[str, str], worker: str = WORKER) -> Starter:
-    """How a run is started in one of the ways that make processes."""
+    """Return the function that starts a run, in one of the ways that create processes."""
     if where == "processes":
         return functools.partial(processes.start, project=project, worker=worker)
     scheduler = "local_cwd" if where == "torchx" else where
@@ -113,11 +113,11 @@ def requests(
     options: Mapping[str, str] | None = None,
     worker: str = WORKER,
 ) -> dict[str, str]:
-    """The exact request that each run would make of its scheduler, by name. Nothing is made, started or contacted.
+    """Return the exact scheduler request of each run, by name. Nothing is created, started or contacted.
 
     Raises:
         LaunchError: a run cannot be placed on this machine, an option that the scheduler does not know, or a way of
-            running that asks no scheduler.
+            running without a scheduler.
     """
     if where in ("here", "processes"):
         raise LaunchError(
@@ -129,11 +129,11 @@ def requests(
     project = (project or project_root()).resolve()
     gpus = visible_gpus() if where == "torchx" else []
     scheduler = "local_cwd" if where == "torchx" else where
-    shown = {}
+    descriptions = {}
     for plan in planned:
         placement = on_cluster(plan) if where in CLUSTERS else place(plan.name, plan.spec, gpus)
         path = RunDirectory.next_path(experiment_dir.resolve() / "runs", plan.name, plan.spec)
-        shown[plan.name] = jobs.describe(
+        descriptions[plan.name] = jobs.describe(
             plan.name,
             path,
             plan.world_size,
@@ -143,11 +143,11 @@ def requests(
             scheduler=scheduler,
             options=options or {},
         )
-    return shown
+    return descriptions
 
 
 def on_cluster(plan: Planned) -> Placement:
-    """Where a run goes on a machine that we do not see: GPUs, one a rank, unless its spec says cpu."""
+    """Placement of a run on a cluster, which cannot be inspected: one GPU for each rank, unless its spec says cpu."""
     if plan.spec.device == "cpu":
         return Placement("cpu")
     return Placement("cuda", gpus=tuple(str(rank) for rank in range(plan.world_size)))
@@ -158,26 +158,26 @@ def _prepare(
     plan: Planned,
     placement: Placement,
     inputs: Mapping[str, Any],
-    made: Mapping[str, Task],
+    prepared: Mapping[str, Task],
     where: Where,
     *,
     fresh: bool,
 ) -> Task:
-    """The earlier run of a plan if it may stand for a new one, or else a new, pending run directory."""
+    """Return the earlier run of a plan if it can be reused, or else create a new, pending run directory."""
     resume.bury_the_lost(runs_dir, plan.name)
     identity: dict[str, Any] = {"device": placement.device, "inputs": inputs}
-    if plan.spec.frozen_clip in made:
-        identity["frozen_clip_run"] = made[plan.spec.frozen_clip].run.path.name
+    if plan.spec.frozen_clip in prepared:
+        identity["frozen_clip_run"] = prepared[plan.spec.frozen_clip].run.path.name
     earlier = None if fresh else resume.reusable(runs_dir, plan, identity)
     broken = "" if earlier is None else resume.damage(earlier)
     if earlier is not None and not broken:
         return Task(plan, earlier, placement, reused=True)
     note = placement.note
-    begun, said = (None, "") if fresh else resume.interrupted(runs_dir, plan, identity)
-    again = f"runs again, because the record of the earlier run is damaged: {broken}" if broken else ""
-    placement = replace(placement, note="; ".join(filter(None, [note, again, said])))
-    if begun is not None:
-        identity["continues"] = begun.path.name
+    interrupted, resume_note = (None, "") if fresh else resume.interrupted(runs_dir, plan, identity)
+    damage_note = f"runs again, because the record of the earlier run is damaged: {broken}" if broken else ""
+    placement = replace(placement, note="; ".join(filter(None, [note, damage_note, resume_note])))
+    if interrupted is not None:
+        identity["continues"] = interrupted.path.name
     run = RunDirectory.create(
         runs_dir,
         plan.name,
@@ -193,7 +193,7 @@ def _prepare(
 
 
 def _deciding_first(planned: Iterable[tuple[Planned, Placement, Any]]) -> Iterator[tuple[Planned, Placement, Any]]:
-    """The runs in an order in which each comes after the one whose clip decisions it takes."""
+    """Sort runs so that each comes after the one whose clip decisions it takes."""
     by_name = {each[0].name: each for each in planned}
     needs = {name: {each[0].spec.frozen_clip} & by_name.keys() for name, each in by_name.items()}
     return (by_name[name] for name in TopologicalSorter(needs).static_order())
@@ -227,6 +227,6 @@ def _refuse_sharded_parameters(planned: Sequence[Planned]) -> None:
         raise LaunchError(
             "run the ablation here, in one process",
             found=f"shard_parameters in {', '.join(sharded)}",
-            rule="here ranks are simulated, and FSDP2 asks for real ones",
+            rule="here ranks are simulated, and FSDP2 needs real ones",
             fix="leave these out, or use where='processes' or 'torchx'",
         )

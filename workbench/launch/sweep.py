@@ -1,8 +1,8 @@
-"""A sweep: the runs of an ablation on their way, watched by a thread, and all of it on disk.
+"""A sweep: the runs of an ablation, started and watched by a thread, with all records on disk.
 
-`launch` gives a `Sweep` back at once. A daemon thread starts what fits on the machine, watches it, and lets every run
-directory say how its run ended. Whatever happens to this process, nothing is lost by it: the jobs leave with it, the
-records stay, and launching the same again does only what is missing.
+`launch` returns a `Sweep` at once. A daemon thread starts runs as devices become free, watches them, and records in
+every run directory how its run ended. If this process ends for any reason, nothing is lost: the jobs end with it, the
+records stay, and launching the same again starts only the missing runs.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from workbench.records.lookup import steps_recorded
 from workbench.records.progress import Pace
 
 _POLL_S = 0.1
-_GRACE_S = 20.0
+_GRACE_S = 20.0  # time that the watching thread has to end its jobs when the interpreter ends
 
 Starter = Callable[[RunDirectory, int, Placement], Job]
-"""How a run is started: its directory, its ranks, and where they go."""
+"""Starts a run, given its directory, number of ranks and placement."""
 
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Something that happened to a run.
+    """A step or the end of a run.
 
     Attributes:
-        number: of the run, from 1, in the order in which runs end; 0 while it goes on.
+        number: of the run, from 1, in the order in which runs end; 0 while it runs.
         total: runs in all.
         name: of the run.
-        state: running or an ended state; "reused" if an earlier run's record was taken.
+        state: running or an ended state; "reused" if an earlier run's record is used.
         world_size: its ranks.
-        device: where it runs.
-        device_note: why it runs there, "" if as asked.
+        device: "cpu" or "cuda".
+        device_note: the reason for that device, "" if it was requested.
         steps_done: optimizer steps recorded so far.
         steps: optimizer steps in all.
         seconds: since it was started.
-        why: what failed, asked and found in a line; "" if nothing did.
-        seconds_left: that the run will take yet, by the pace of its last steps; None if it has ended, or too few have.
+        why: one-line summary of its failure; "" if it did not fail.
+        seconds_left: estimate from its last steps; None if it has ended, or too few steps have.
     """
 
     number: int
@@ -68,7 +68,7 @@ class RunEvent:
     seconds_left: float | None = None
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """The event in a line."""
         width = len(str(self.total))
         count = f"[{self.number or '.':>{width}}/{self.total}]"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ' '}"
@@ -83,13 +83,13 @@ class RunEvent:
 
 @dataclass
 class Task:
-    """One run of a sweep, as the process that watches it knows it.
+    """One run of a sweep, with the state of its watcher.
 
     Attributes:
-        plan: what was asked for.
+        plan: the planned run.
         run: its directory.
         placement: device of its ranks.
-        reused: an earlier run stands for it, so there is nothing to do.
+        reused: an earlier run is used, so there is nothing to start.
     """
 
     plan: Planned
@@ -110,14 +110,14 @@ class Task:
 
 
 class Sweep:
-    """Runs on their way. It is made by `workbench.launch.run.launch`.
+    """Launched runs. It is created by `workbench.launch.run.launch`.
 
     Attributes:
         runs: the run directories, in the order of the ablation.
-        planned: what each of them was asked to do, in the same order.
-        experiment_dir: the folder that holds their ``runs`` folder.
-        question: what the ablation asks, one sentence.
-        saved_in: where comparison and report go.
+        planned: the planned runs, in the same order.
+        experiment_dir: the parent of their ``runs`` folder.
+        question: of the ablation, one sentence.
+        saved_in: folder of comparison and report.
 
     Example:
         >>> sweep = launch(ablation, experiment_dir)   # doctest: +SKIP
@@ -134,34 +134,34 @@ class Sweep:
         self.planned = [task.plan for task in tasks]
         self.question, self.saved_in = "", experiment_dir
         self._tasks = list(tasks)
-        self._told = on_event or (lambda event: None)
+        self._on_event = on_event or (lambda event: None)
         self._events: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
         self._ended, self._jobs_outlive_us = 0, False
         self._stop, self._finished = threading.Event(), threading.Event()
         self._error: BaseException | None = None
 
-    # ---- what a user asks ----------------------------------------------------------------------------
+    # ---- public API ----------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
-        """Whether every run has ended."""
+        """True if every run has ended."""
         return self._finished.is_set()
 
     def states(self) -> dict[str, str]:
-        """The state of every run, by name; `lost` where its directory has gone."""
+        """The state of every run, by name; `lost` if its directory is gone."""
         return {plan.name: _status(run) for plan, run in zip(self.planned, self.runs, strict=True)}
 
     def wait(self, timeout_s: float | None = None) -> Sweep:
-        """Wait until every run has ended. Interrupting it (Ctrl-C) leaves the runs going.
+        """Wait until every run has ended. An interrupt (Ctrl-C) leaves the runs running.
 
         Raises:
-            LaunchError: the time is over and runs go on.
+            LaunchError: the time is over and runs have not ended.
         """
         if not self._finished.wait(timeout_s):
-            going_on = [name for name, state in self.states().items() if state not in ENDED]
+            running = [name for name, state in self.states().items() if state not in ENDED]
             raise LaunchError(
                 f"wait {timeout_s:g} s for {self.experiment_dir.name}",
-                found=", ".join(going_on),
+                found=", ".join(running),
                 rule="every run has ended",
                 fix="wait longer, or cancel()",
             )
@@ -170,27 +170,27 @@ class Sweep:
         return self
 
     def follow(self, on_event: Callable[[RunEvent], None]) -> Sweep:
-        """Wait until every run has ended, and tell about everything that happens meanwhile, on this thread.
+        """Wait until every run has ended, and call back with every event meanwhile, on this thread.
 
-        Each event is told once: who follows again, after an interruption or the end, hears what nobody was told.
+        Each event is delivered once: another call, after an interruption or the end, gets only the remaining ones.
         """
         while (event := self._events.get()) is not None:
             on_event(event)
-        self._events.put(None)  # the end is the end for everybody who asks
+        self._events.put(None)  # for further callers
         return self.wait()
 
     def cancel(self, *names: str) -> None:
-        """Ask for the end of runs, all of them if none is named; returns before they have ended.
+        """Request the end of runs, of all if none is named; returns before they have ended.
 
-        A run that waits never starts; a run that has ended stays as it is.
+        A waiting run never starts; a run that has ended stays as it is.
 
         Raises:
             LaunchError: a name that is not in the sweep; then nothing is cancelled.
         """
         known = {plan.name: run for plan, run in zip(self.planned, self.runs, strict=True)}
-        if strangers := [name for name in names if name not in known]:
+        if unknown := [name for name in names if name not in known]:
             raise LaunchError(
-                f"cancel {', '.join(strangers)}",
+                f"cancel {', '.join(unknown)}",
                 found=", ".join(known),
                 rule="names of runs of this sweep",
                 fix="choose among them, or name none for all",
@@ -206,7 +206,7 @@ class Sweep:
         return len(self.runs)
 
     def __repr__(self) -> str:
-        """Say the state and progress of every run in a line."""
+        """State and progress of every run, each in a line."""
         width = max((len(plan.name) for plan in self.planned), default=0)
         lines = [
             f"  {plan.name:<{width}}  {_status(run):<9}  {steps_recorded(run)}/{run.spec.steps} steps"
@@ -214,16 +214,16 @@ class Sweep:
         ]
         return "\n".join([f"Sweep of {len(self.runs)} runs in {self.experiment_dir.name}", *lines])
 
-    # ---- how it goes ---------------------------------------------------------------------------------
+    # ---- execution -----------------------------------------------------------------------------------
 
     def in_jobs(self, start: Starter, *, gpus: Sequence[str] = (), leased: bool = True) -> Sweep:
-        """Start the thread that makes a job of every run, and return at once.
+        """Start the thread that starts a job for every run, and return at once.
 
         Args:
             start: starts the job of one run.
-            gpus: ids of the GPUs that runs may share out among them.
-            leased: the jobs run on this machine, share its devices with whoever else launches here, and leave with
-                this process. Otherwise they run on a cluster, and go on without us.
+            gpus: ids of the GPUs that the runs may use.
+            leased: the jobs run on this machine, share its devices with other launchers, and end with this process.
+                Otherwise they run on a cluster and outlive this process.
         """
         self._jobs_outlive_us = not leased
         atexit.register(self._leave)
@@ -233,14 +233,14 @@ class Sweep:
         return self
 
     def here(self, run_here: Callable[[Task], None]) -> Sweep:
-        """Do every run in this process and thread, one after another, and return when the last has ended."""
+        """Execute the runs in this process and thread, one after another, and return when the last has ended."""
         try:
-            self._tell_reused()
-            left = [task for task in self._tasks if not task.reused]
-            while task := _ready(left, []):
-                left.remove(task)
+            self._report_reused()
+            remaining = [task for task in self._tasks if not task.reused]
+            while task := _ready(remaining, []):
+                remaining.remove(task)
                 task.started = time.monotonic()
-                self._going_on(task)
+                self._report_progress(task)
                 try:
                     run_here(task)
                 except KeyboardInterrupt:
@@ -250,28 +250,28 @@ class Sweep:
                     if 0 not in task.run.exits():
                         task.run.write_exit(0, {}, error)
                     task.run.set_state("failed")
-                self._over(task, task.run.state["state"])
+                self._report_end(task, task.run.state["state"])
         finally:
             self._close()
         return self
 
     def _watch(self, start: Starter, gpus: Sequence[str], leased: bool) -> None:
         try:
-            self._tell_reused()
+            self._report_reused()
             waiting, active = [task for task in self._tasks if not task.reused], []
             while (waiting or active) and not self._stop.is_set():
                 self._drop_cancelled(waiting)
                 while (task := _ready(waiting, active)) and (not leased or _lease(task, gpus)):
                     waiting.remove(task)
-                    with self._giving_up_alone(task):
+                    with self._isolated(task):
                         if self._begin(task, start):
                             active.append(task)
                 for task in list(active):
-                    with self._giving_up_alone(task):
-                        state = self._look(task)
+                    with self._isolated(task):
+                        state = self._poll(task)
                         if state != "running":
                             active.remove(task)
-                            self._over(task, settle(task.run, state))
+                            self._report_end(task, settle(task.run, state))
                 active = [task for task in active if not task.given_up]
                 self._stop.wait(_POLL_S)
         except BaseException as error:
@@ -280,8 +280,8 @@ class Sweep:
             self._close()
 
     @contextlib.contextmanager
-    def _giving_up_alone(self, task: Task) -> Iterator[None]:
-        """A run whose directory has gone or cannot be written ends, and `wait` says why; the others go on."""
+    def _isolated(self, task: Task) -> Iterator[None]:
+        """End a run alone if its directory is gone or cannot be written; `wait` raises why, and the others continue."""
         try:
             yield
         except (OSError, WorkbenchError) as error:
@@ -291,7 +291,7 @@ class Sweep:
                 if task.job:
                     task.job.cancel()
                 settle(task.run, "cancelled")
-            self._over(task, _status(task.run), f"{type(error).__name__}: {error}".partition("\n")[0])
+            self._report_end(task, _status(task.run), f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _begin(self, task: Task, start: Starter) -> bool:
         task.started = time.monotonic()
@@ -299,19 +299,19 @@ class Sweep:
             task.job = start(task.run, task.plan.world_size, task.placement)
         except LaunchError as error:
             task.run.write_exit(None, {}, error, cause="start")
-            self._over(task, task.run.set_state("failed"))
+            self._report_end(task, task.run.set_state("failed"))
             return False
         task.run.note(handle=task.job.handle)
-        self._going_on(task)
+        self._report_progress(task)
         return True
 
-    def _look(self, task: Task) -> str:
+    def _poll(self, task: Task) -> str:
         assert task.job is not None, "an active task has a job"
         if task.run.cancel_requested:
             task.job.cancel()
         state = task.job.poll()
         if state == "running":
-            self._going_on(task)
+            self._report_progress(task)
             _note_user(task)
         return state
 
@@ -319,15 +319,15 @@ class Sweep:
         for task in [task for task in waiting if task.run.cancel_requested]:
             waiting.remove(task)
             task.run.set_state("cancelled")
-            self._over(task, "cancelled")
+            self._report_end(task, "cancelled")
 
     def _leave(self) -> None:
-        """At the end of the interpreter: end the jobs of this machine in order, rather than let them find out."""
+        """End the jobs of this machine in order when the interpreter ends, before they notice it themselves."""
         self._stop.set()
         self._finished.wait(_GRACE_S)
 
     def _close(self) -> None:
-        """Leave nothing open, whatever goes wrong with one run, and say that all is over."""
+        """Close every run, even if one of them raises, and report the end of the sweep."""
         for task in self._tasks:
             if not (task.reused or task.given_up):
                 try:
@@ -353,27 +353,27 @@ class Sweep:
         else:
             shutil.rmtree(task.run.path)
 
-    # ---- telling -------------------------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------------------
 
-    def _tell_reused(self) -> None:
+    def _report_reused(self) -> None:
         for task in self._tasks:
             if task.reused:
-                self._over(task, "reused")
+                self._report_end(task, "reused")
 
-    def _going_on(self, task: Task) -> None:
-        """Tell about a step, once."""
+    def _report_progress(self, task: Task) -> None:
+        """Report new steps, once."""
         done = self._steps_done(task)
         if done != task.steps_done:
             task.steps_done = done
-            self._tell(task, 0, "running", "")
+            self._report(task, 0, "running", "")
 
-    def _over(self, task: Task, state: str, why: str = "") -> None:
-        """Tell about an end."""
+    def _report_end(self, task: Task, state: str, why: str = "") -> None:
+        """Release the devices of a run and report its end."""
         _release(task)
         self._ended += 1
         task.steps_done = self._steps_done(task)
         failure = task.run.failure() if state in ("failed", "lost") and not why else None
-        self._tell(task, self._ended, state, failure_in_short(failure) if failure else why)
+        self._report(task, self._ended, state, failure_in_short(failure) if failure else why)
 
     def _steps_done(self, task: Task) -> int:
         with contextlib.suppress(RecordError):
@@ -382,7 +382,7 @@ class Sweep:
             return max(task.steps_done, 0) + len(new)
         return max(task.steps_done, 0)
 
-    def _tell(self, task: Task, number: int, state: str, why: str) -> None:
+    def _report(self, task: Task, number: int, state: str, why: str) -> None:
         seconds = time.monotonic() - task.started if task.started else 0.0
         left = task.pace.seconds_left(task.run.spec.steps - task.steps_done) if state == "running" else None
         event = RunEvent(
@@ -400,11 +400,11 @@ class Sweep:
             left,
         )
         self._events.put(event)
-        self._told(event)
+        self._on_event(event)
 
 
 def _status(run: RunDirectory) -> str:
-    """How a run is; lost if nobody can tell any more."""
+    """State of a run; lost if its directory cannot be read."""
     try:
         return run.status
     except RecordError:
@@ -418,13 +418,13 @@ def cores() -> list[str]:
 
 
 def _ready(waiting: Sequence[Task], active: Sequence[Task]) -> Task | None:
-    """The first run that needs no record of a run that has not ended."""
+    """The first run that does not need the record of an unfinished run."""
     unfinished = {task.plan.name for task in [*waiting, *active]}
     return next((task for task in waiting if task.run.spec.frozen_clip not in unfinished), None)
 
 
 def _lease(task: Task, gpus: Sequence[str]) -> bool:
-    """Take the devices of a run, or say that they are not free: they are used here, or by another process."""
+    """Lease the devices of a run; False if too few are free, used by this process or another one."""
     ranks = task.plan.world_size
     if task.placement.device == "cuda":
         task.lease = take("gpu", ranks, gpus, who=str(task.run.path))
@@ -436,7 +436,7 @@ def _lease(task: Task, gpus: Sequence[str]) -> bool:
 
 
 def _note_user(task: Task) -> None:
-    """Let the devices of a run stay taken while its processes live, even after this one."""
+    """Keep the devices of a run taken while its processes live, even after this one."""
     if task.lease is not None and not task.noted:
         agent = task.run.state.get("agent")
         if agent is not None:

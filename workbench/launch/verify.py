@@ -1,22 +1,22 @@
-"""Two GPUs and one, trained on the same losses: do they end at the same weights, in the same memory, without a hang?
+"""Check that multi-GPU training matches one GPU, with flat memory and no hang.
 
 A decoder takes steps of plain SGD on GRPO losses: on one rank with whole rows, in float64 (the truth) and in float32
 with the rows in several orders; and on several ranks that share every row, under torch's own context parallelism (on
-GPUs) and under the workbench's, each with an engine that adds gradients up (a plain all-reduce) and one that averages
-them (DDP as it comes), aligned by `workbench.align_loss`. In one batch of four a single rank has all tokens that count.
+GPUs) and under the workbench's, each with an engine that sums gradients (a plain all-reduce) and one that averages
+them (DDP with its defaults), aligned by `workbench.align_loss`. In one batch of four a single rank has all loss tokens.
 
-Bars, of the float32 weights after the last step. What rounding alone does is measured: the distance of one rank's
+Bars, of the float32 weights after the last step. The effect of rounding alone is measured: the distance of one rank's
 weights from the truth, its median over orders of the rows.
 
     distance    of all weights from the truth, over one rank's             at most 2
     parameter   the same of each parameter, the largest                    at most 4
-    sight       the distance of a run whose gradients are off by the number of ranks, over what the first bar allows:
-                how many times a missing factor would be over it           at least 100
-    moved       how far training moved the weights, over one rank's distance: a missing factor cannot be seen at the
-                bar of sight in a training that did not move by twice as much   at least 200
+    sight       the distance of a run whose gradients are off by the number of ranks, over that allowed by the first
+                bar: the margin by which a missing factor would exceed it  at least 100
+    moved       distance that training moved the weights, over one rank's distance: a missing factor cannot be seen at
+                the bar of sight in a training that did not move by twice as much   at least 200
     trained     share of one rank's steps with a gradient that is finite and not zero    all
     same        every weight has the same bits on all ranks                holds or not
-    growth      bytes that torch holds, and that it reserves, after each step, over those after step 5: 0 (GPUs)
+    growth      bytes allocated and reserved by torch after each step, over those after step 5: 0 (GPUs)
 
 A record has a verdict. `equal`: every bar holds. `unsound baseline`: the truth, or one rank's float32, is not finite,
 or so far from the truth that a missing factor would not be seen (sight, moved). `vacuous`: weights that did not move,
@@ -48,7 +48,7 @@ from workbench.launch.devices import visible_gpus
 from workbench.records.directory import from_json, project_root, provenance, without_machine_paths
 
 MODELS = {"tiny-qwen3": {}, "qwen3-0.6b": {"rows": 2, "learning_rate": 0.002, "orders": 1}}
-"""Model -> in what its task differs from the usual one."""
+"""Model -> settings of its task that differ from the default."""
 
 TOKENS_A_RANK = {"tiny-qwen3": 128, "qwen3-0.6b": 256}
 """Of each row."""
@@ -59,7 +59,7 @@ SETTLED = 5
 """Steps after which memory may not grow."""
 
 GRACE_S = 60.0
-"""That ranks have to end; `torch.distributed.run` itself gives them 30."""
+"""Time that ranks have to end; `torch.distributed.run` itself gives them 30."""
 
 ALONE = "one_rank"
 RANK = "workbench.launch.verify_rank"
@@ -67,14 +67,14 @@ RANK = "workbench.launch.verify_rank"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained, by one rank and by several.
+    """The training that one rank and several do.
 
     Attributes:
         model: `tiny-qwen3`, or a published architecture (`workbench.policy.published`), with seeded weights.
         steps: optimizer steps of each run.
         rows: B.
         tokens: T.
-        learning_rate: of plain SGD, under which a gradient of another size is weights of another size.
+        learning_rate: of plain SGD, under which a scaled gradient changes the weights, unlike under Adam.
         ranks: that share each row.
         orders: float32 runs of one rank, each with the rows in another order.
         device: "cpu" or "cuda".
@@ -92,7 +92,7 @@ class Task:
     timeout_s: float = 120.0
 
     def attentions(self) -> tuple[str, ...]:
-        """Whose context parallelism: torch's, where it can train, and ours."""
+        """Implementations of context parallelism: torch's, where it can train, and ours."""
         return ("torch", "ours") if self.device == "cuda" else ("ours",)
 
 
@@ -106,19 +106,19 @@ def measure(
     told: Callable[[str], None] = lambda line: None,
     **task: Any,
 ) -> dict[str, Any]:
-    """Train on one rank and on several, and say how they compare as a record.
+    """Train on one rank and on several, and return the comparison as a record.
 
     Args:
-        gpus: how many share the rows; 0: as many processes as ``ranks`` on CPU, through gloo.
+        gpus: number that shares the rows; 0: as many processes as ``ranks`` on CPU, through gloo.
         model: one of `MODELS`.
         steps: of every run.
         ranks: on CPU; None: two.
-        give_up_s: when a job that has not ended is ended.
-        told: told what is going on.
+        give_up_s: time after which a job is ended.
+        told: called with lines of progress.
         task: other settings of `Task`.
 
     Raises:
-        SpecError: another model, no steps to look at, or no second rank.
+        SpecError: another model, no steps, or no second rank.
         LaunchError: too few GPUs; ranks that failed, or hung.
     """
     ranks = gpus or ranks or 2
@@ -136,9 +136,9 @@ def measure(
             fix="give --gpus 0 to verify on CPU, through gloo",
         )
     device = "cuda" if gpus else "cpu"
-    usual = {"tokens": TOKENS_A_RANK[model] * ranks} | MODELS[model]
-    settings = dataclasses.asdict(Task(model=model, steps=steps, ranks=ranks, device=device, **usual | task))
-    began = time.perf_counter()
+    defaults = {"tokens": TOKENS_A_RANK[model] * ranks} | MODELS[model]
+    settings = dataclasses.asdict(Task(model=model, steps=steps, ranks=ranks, device=device, **defaults | task))
+    started_s = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
         folder = Path(scratch)
         (folder / "task.json").write_text(json.dumps(settings))
@@ -154,29 +154,29 @@ def measure(
         "device": _device(device),
         "task": settings,
         **record,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - started_s,
         "provenance": provenance(project_root()),
     }
 
 
 def compared(folder: Path, ranks: int) -> dict[str, Any]:
-    """Every run's weights against the truth's, and the verdicts."""
+    """Compare the weights of every run with the truth's, and return distances, bars and verdict."""
     runs = {path.stem: from_json(path.read_bytes()) for path in sorted(folder.glob("*.json")) if path.stem != "task"}
     distances = {name: _distances(folder, name) for name in runs if name != "truth"}
-    alone = [found for name, found in distances.items() if name.startswith(ALONE)]
-    own = _median(_whole(found) for found in alone)
-    own_parameters = {name: _median(found[name] for found in alone) for name in alone[0]}
+    alone = [by_parameter for name, by_parameter in distances.items() if name.startswith(ALONE)]
+    own = _median(_whole(by_parameter) for by_parameter in alone)
+    own_parameters = {name: _median(by_parameter[name] for by_parameter in alone) for name in alone[0]}
     moved = _whole(_distances(folder, "start"))
-    listed = {}
-    for name, found in runs.items():
+    entries = {}
+    for name, run in runs.items():
         entry = {
-            "step_ms": found["step_ms"],
-            "first_loss": found["losses"][0],
-            "last_loss": found["losses"][-1],
-            "steps": len(found["losses"]),
+            "step_ms": run["step_ms"],
+            "first_loss": run["losses"][0],
+            "last_loss": run["losses"][-1],
+            "steps": len(run["losses"]),
         }
-        if found["allocated_bytes"]:
-            entry["bytes"] = {kind: _memory(found[f"{kind}_bytes"]) for kind in ("allocated", "reserved")}
+        if run["allocated_bytes"]:
+            entry["bytes"] = {kind: _memory(run[f"{kind}_bytes"]) for kind in ("allocated", "reserved")}
         if name != "truth":
             each = {
                 parameter: _over(distance, own_parameters[parameter]) for parameter, distance in distances[name].items()
@@ -188,11 +188,11 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
                 "worst_parameter": worst,
                 "worst_over_one_rank": each[worst],
             }
-        if "same_on_all_ranks" in found:
-            entry["same_on_all_ranks"] = found["same_on_all_ranks"]
-        listed[name] = entry
-    shared = [entry for entry in listed.values() if "same_on_all_ranks" in entry]
-    found = {
+        if "same_on_all_ranks" in run:
+            entry["same_on_all_ranks"] = run["same_on_all_ranks"]
+        entries[name] = entry
+    shared = [entry for entry in entries.values() if "same_on_all_ranks" in entry]
+    measured = {
         "distance": _largest(entry["over_one_rank"] for entry in shared),
         "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
         "sight": _over(_whole(distances["off_by_ranks"]), BARS["distance"] * own),
@@ -202,11 +202,11 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     bars = {
         name: {
             "bar": bar,
-            "found": found[name],
-            "holds": found[name] >= bar if name in _AT_LEAST else found[name] <= bar,
+            "found": measured[name],
+            "holds": measured[name] >= bar if name in _AT_LEAST else measured[name] <= bar,
         }
         for name, bar in BARS.items()
-        if found[name] is not None
+        if measured[name] is not None
     }
     bars["same"] = {"bar": True, "found": all(entry["same_on_all_ranks"] for entry in shared)}
     bars["same"]["holds"] = bars["same"]["found"]
@@ -225,7 +225,7 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "moved": moved,
         "one_rank_distance": own,
-        "runs": listed,
+        "runs": entries,
         "bars": bars,
         "verdict": verdict,
         "why": why,
@@ -251,14 +251,14 @@ def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[
 
 
 def verdict_of(record: dict[str, Any]) -> str:
-    """The verdict of a record; of one from before records had a verdict by its bars."""
+    """The verdict of a record; derived from its bars for older records without one."""
     return str(
         record.get("verdict") or ("equal" if all(bar["holds"] for bar in record["bars"].values()) else "different")
     )
 
 
 def in_words(record: dict[str, Any]) -> str:
-    """A record as lines of text, the verdict last."""
+    """Format a record as lines of text, the verdict last."""
     task = record["task"]
     lines = [
         f"{task['model']}, {task['steps']} steps of {task['rows']} rows of {task['tokens']} tokens, on "
@@ -269,8 +269,8 @@ def in_words(record: dict[str, Any]) -> str:
     for name, entry in record["runs"].items():
         if "same_on_all_ranks" in entry:
             memory = "".join(
-                f", {kind} {found['after'] / 2**20:.1f} MiB, growth {found['growth']} bytes"
-                for kind, found in entry.get("bytes", {}).items()
+                f", {kind} {size['after'] / 2**20:.1f} MiB, growth {size['growth']} bytes"
+                for kind, size in entry.get("bytes", {}).items()
             )
             lines.append(
                 f"{name}: {entry['over_one_rank']:.2f} times that (a parameter at most "
@@ -292,20 +292,20 @@ def in_words(record: dict[str, Any]) -> str:
 
 
 def _median(values: Iterable[float]) -> float:
-    """The median; NaN, which has no place in an order, if any is NaN."""
+    """The median; NaN, which cannot be sorted, if any value is NaN."""
     numbers = list(values)
     return math.nan if any(map(math.isnan, numbers)) else statistics.median(numbers)
 
 
 def _over(distance: float, own: float) -> float:
-    """A distance in units of one rank's own; 1 where both are zero, infinite where only the unit is."""
+    """A distance in units of one rank's own; 1 if both are zero, infinite if only the unit is."""
     if own:
         return distance / own
     return 1.0 if distance == 0 else math.inf if distance > 0 else math.nan
 
 
 def _trained(runs: Iterable[dict[str, Any]]) -> float | None:
-    """Share of the steps whose gradient is finite and not zero; None of runs that did not record norms."""
+    """Share of the steps whose gradient is finite and not zero; None if the runs did not record norms."""
     norms = [run.get("gradient_norms") for run in runs]
     if None in norms:
         return None
@@ -314,7 +314,7 @@ def _trained(runs: Iterable[dict[str, Any]]) -> float | None:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest; NaN, which `max` forgets, is larger than all."""
+    """The largest; NaN, which `max` may drop, counts as larger than all."""
     return max(values, key=_size)
 
 
@@ -332,13 +332,13 @@ def _memory(after_each: Sequence[int]) -> dict[str, int]:
 
 
 def _distances(folder: Path, name: str) -> dict[str, float]:
-    """Of each parameter from the truth's."""
+    """Distance of each parameter from the truth's."""
     from safetensors import safe_open
 
     files = (safe_open(folder / f"{which}.safetensors", "pt") for which in (name, "truth"))
-    with next(files) as found, next(files) as true:
-        keys = true.keys()
-        return {key: float((found.get_tensor(key).double() - true.get_tensor(key)).norm()) for key in keys}
+    with next(files) as run, next(files) as truth:
+        keys = truth.keys()
+        return {key: float((run.get_tensor(key).double() - truth.get_tensor(key)).norm()) for key in keys}
 
 
 def _whole(distances: dict[str, float]) -> float:
@@ -346,13 +346,13 @@ def _whole(distances: dict[str, float]) -> float:
 
 
 def _job(ranks: int, folder: Path, give_up_s: float) -> None:
-    """One process, or several that meet; returns when all have ended well."""
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    asked = f"verify: {ranks} rank{'s' if ranks > 1 else ''}"
+    """Run one process, or several ranks; return when all have succeeded."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    title = f"verify: {ranks} rank{'s' if ranks > 1 else ''}"
     with (folder / f"said{ranks}").open("w+") as log:
         process = subprocess.Popen(
             _command(ranks, folder),
-            env={"OMP_NUM_THREADS": "1"} | alone,
+            env={"OMP_NUM_THREADS": "1"} | env,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -361,21 +361,19 @@ def _job(ranks: int, folder: Path, give_up_s: float) -> None:
             process.wait(give_up_s)
         except subprocess.TimeoutExpired:
             raise LaunchError(
-                asked,
-                found=f"no end after {give_up_s:.0f} s; {_last_words(log)}",
+                title,
+                found=f"no end after {give_up_s:.0f} s; {_last_output(log)}",
                 rule="every rank comes to the same collectives",
-                fix="look where its last words point",
+                fix="read its last output",
             ) from None
         finally:
             _end(process)
         if process.returncode:
-            raise LaunchError(
-                asked, found=_last_words(log), rule="every rank ends with 0", fix="look where its last words point"
-            )
+            raise LaunchError(title, found=_last_output(log), rule="every rank ends with 0", fix="read its last output")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what has not ended; torch.distributed.run ends its ranks."""
+    """End a process that has not ended; torch.distributed.run ends its ranks."""
     process.terminate()
     try:
         process.wait(GRACE_S)
@@ -389,12 +387,12 @@ def _command(ranks: int, folder: Path) -> list[str]:
     return [sys.executable, *several, "-m", RANK, str(folder)]
 
 
-def _last_words(log: Any) -> str:
-    """What the ranks died of, as far as they said it; else the last lines."""
+def _last_output(log: Any) -> str:
+    """The errors that the ranks printed, or else the last lines."""
     log.seek(0)
     lines = without_machine_paths(log.read()).strip().splitlines()
     causes = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
-    return " | ".join(dict.fromkeys(causes[:4])) or " | ".join(lines[-5:]) or "not a word"
+    return " | ".join(dict.fromkeys(causes[:4])) or " | ".join(lines[-5:]) or "no output"
 
 
 def _device(kind: str) -> str:

@@ -1,9 +1,9 @@
-"""A rank of `workbench verify`: train a decoder on GRPO losses, and write down where its weights ended.
+"""A rank of `workbench verify`: train a decoder on GRPO losses, and write its last weights.
 
     python -m workbench.launch.verify_rank FOLDER
 
-FOLDER holds ``task.json``. Alone it makes the batches (``batches.safetensors``) and trains on whole rows; as one of
-several ranks it takes those batches and trains on its share of every row. Each run leaves ``RUN.safetensors``, the
+FOLDER has ``task.json``. A single rank writes the batches (``batches.safetensors``) and trains on whole rows; one of
+several ranks reads those batches and trains on its share of every row. Each run writes ``RUN.safetensors``, the
 weights, and ``RUN.json``.
 
 Letters: B rows | T tokens of a row | t tokens of this rank.
@@ -44,8 +44,7 @@ VOCABULARY = 97
 """Of the tiny model; no rank count divides it."""
 
 BATCHES = 4
-"""That are trained on in turn. In the last one nothing counts but the first tokens of the first row: one rank has them
-all."""
+"""Trained on in turn. The loss of the last one is on the first tokens of the first row only: one rank has them all."""
 
 LOSS = LossSpec(name="grpo", kl={"coefficient": 0.05})
 
@@ -64,7 +63,7 @@ def make_batches(task: Task, model: Any, device: torch.device) -> list[dict[str,
     """Rows of seeded tokens, unequal masks, and log-probabilities near those of the untrained model."""
     g = torch.Generator().manual_seed(0)
     vocabulary, (b, t) = model.config.vocab_size, (task.rows, task.tokens)
-    made = []
+    batches = []
     for number in range(BATCHES):
         lengths_B1 = torch.randint(t // 3, t + 1, (b, 1), generator=g)
         places_BT = torch.arange(t).expand(b, t)
@@ -76,29 +75,29 @@ def make_batches(task: Task, model: Any, device: torch.device) -> list[dict[str,
             "mask": mask_BT,
             "advantages": torch.randn(b, 1, generator=g).expand(b, t).contiguous(),
         }
-        said_BT = _own_logprobs(model, {name: value.to(device) for name, value in batch.items()}).float().cpu()
+        own_BT = _own_logprobs(model, {name: value.to(device) for name, value in batch.items()}).float().cpu()
         for name in ("old_logprobs", "ref_logprobs"):
-            batch[name] = (said_BT + 0.1 * torch.randn(b, t, generator=g)).clamp_max(-1e-3)
-        made.append(batch)
-    return made
+            batch[name] = (own_BT + 0.1 * torch.randn(b, t, generator=g)).clamp_max(-1e-3)
+        batches.append(batch)
+    return batches
 
 
 @torch.no_grad()
 def _own_logprobs(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """[B, T] log-probability of each token itself, 0 for a row's first."""
-    found = shifted(batch["tokens"], torch.ones_like(batch["mask"]))
+    rows = shifted(batch["tokens"], torch.ones_like(batch["mask"]))
     logits = model(input_ids=batch["tokens"], use_cache=False).logits
-    said = token_logprobs_from_logits(logits.flatten(0, 1), found["targets"].flatten(), wanted=()).logprobs_T
-    return said.view(found["targets"].shape).roll(1, dims=1).index_fill(1, torch.tensor([0], device=said.device), 0.0)
+    own_T = token_logprobs_from_logits(logits.flatten(0, 1), rows["targets"].flatten(), wanted=()).logprobs_T
+    return own_T.view(rows["targets"].shape).roll(1, dims=1).index_fill(1, torch.tensor([0], device=own_T.device), 0.0)
 
 
 def saved(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Batches as one file holds them."""
+    """Flatten batches for one file."""
     return {f"{number}.{name}": value for number, batch in enumerate(batches) for name, value in batch.items()}
 
 
 def loaded(content: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
-    """And back, on a device."""
+    """Read batches from a file's content, on a device."""
     return [
         {name.partition(".")[2]: value.to(device) for name, value in content.items() if name.startswith(f"{number}.")}
         for number in range(BATCHES)
@@ -108,11 +107,11 @@ def loaded(content: Mapping[str, Tensor], device: torch.device) -> list[dict[str
 # -- training --------------------------------------------------------------------------------------------------
 
 Backward = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
-"""Forward, loss and backward of one batch; the loss of all ranks comes back."""
+"""Forward, loss and backward of one batch; returns the loss of all ranks."""
 
 
 def on_whole_rows(order_B: Tensor, times: float = 1.0) -> Backward:
-    """One rank, with the rows in an order, and the loss times a number: 1 is right."""
+    """Step of one rank, with the rows in an order, and the loss times a number: 1 is right."""
     align = align_loss(engine="sum")
 
     def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -125,7 +124,7 @@ def on_whole_rows(order_B: Tensor, times: float = 1.0) -> Backward:
 
 
 def under_torch(align: Alignment) -> Backward:
-    """A rank of torch's context parallelism."""
+    """Step of a rank under torch's context parallelism."""
 
     def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         with align.torch_context_parallel(**batch) as rows:
@@ -141,23 +140,23 @@ def _loss_of(rows: ContextParallelRows, model: nn.Module) -> Tensor:
 
 
 def under_ours(align: Alignment, task: Task) -> Backward:
-    """A rank of the workbench's context parallelism: the rows packed into one, in zigzag order."""
+    """Step of a rank under the workbench's context parallelism: the rows packed into one, in zigzag order."""
     plan = ShardPlan.make("zigzag", num_tokens=task.rows * task.tokens, cp=align.cp.size)
     ids_T = torch.arange(task.rows).repeat_interleave(task.tokens)
     shard = AttentionShard.make(plan, ids_T, align.cp, kernel="plain")
 
     def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         whole = shifted(**batch) | {"documents": ids_T.view(task.rows, task.tokens).to(batch["tokens"].device)}
-        held = {name: plan.split(value.flatten(), align.cp.rank) for name, value in whole.items()}
+        local = {name: plan.split(value.flatten(), align.cp.rank) for name, value in whole.items()}
         logits = model(
-            input_ids=held["tokens"][None], position_ids=held["positions"][None], use_cache=False, shard=shard
+            input_ids=local["tokens"][None], position_ids=local["positions"][None], use_cache=False, shard=shard
         ).logits[0]
-        said = token_logprobs_from_logits(logits, held["targets"], wanted=()).logprobs_T
+        logprobs = token_logprobs_from_logits(logits, local["targets"], wanted=()).logprobs_T
         loss = align.policy_loss(
             LOSS,
-            policy_logprobs=said,
+            policy_logprobs=logprobs,
             num_documents=task.rows,
-            **{name: held[name] for name in ("old_logprobs", "ref_logprobs", "advantages", "mask", "documents")},
+            **{name: local[name] for name in ("old_logprobs", "ref_logprobs", "advantages", "mask", "documents")},
         )
         loss.backward()
         return loss
@@ -174,16 +173,16 @@ def train(
     mesh: Mesh,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
-    """Steps of plain SGD, and what each of them said and held.
+    """Train with plain SGD, and return the loss and memory of each step.
 
     Args:
         model: trained in place.
         backward: forward, loss and backward of a batch.
         batches: taken in turn.
-        task: how many steps, how large.
+        task: number of steps, and learning rate.
         mesh: the ranks.
-        engine: what reduces gradients: "sum", a plain all-reduce; "mean", DDP as it comes. None: nothing; one rank
-            notes the norm of its gradient as well, which shows whether anything was trained.
+        engine: reduction of gradients: "sum", a plain all-reduce; "mean", DDP with its defaults. None: no reduction;
+            one rank records the norm of its gradient, too, which shows if anything was trained.
     """
     wrapped: nn.Module = model
     if engine == "mean":
@@ -217,7 +216,7 @@ def train(
 
 
 def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:
-    """Whether every weight has the same bits on every rank of cp. Two collectives a parameter."""
+    """True if every weight has the same bits on every rank of cp. Two collectives a parameter."""
     same = True
     for parameter in model.parameters():
         most, least = all_max(parameter, mesh["cp"]), -all_max(-parameter.detach(), mesh["cp"])
@@ -258,8 +257,8 @@ def several_ranks(task: Task, folder: Path, device: torch.device) -> Iterator[tu
             align = align_loss(mesh, engine=engine)
             backward = under_torch(align) if attention == "torch" else under_ours(align, task)
             model = make_model(task.model, device, ours=attention == "ours")
-            found = train(model, backward, batches, task, mesh=mesh, engine=engine)
-            yield f"{attention}_{engine}", model, found | {"same_on_all_ranks": same_on_all_ranks(model, mesh)}
+            result = train(model, backward, batches, task, mesh=mesh, engine=engine)
+            yield f"{attention}_{engine}", model, result | {"same_on_all_ranks": same_on_all_ranks(model, mesh)}
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
@@ -267,15 +266,15 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def main(arguments: list[str]) -> None:
-    """Do the runs of one rank, and write them down if it is the first."""
+    """Do the runs of one rank, and write their results if it is the first."""
     folder = Path(arguments[0])
     task = Task(**json.loads((folder / "task.json").read_text()))
     device = join(task.device, timeout_s=task.timeout_s)
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    for name, model, found in (one_rank if alone else several_ranks)(task, folder, device):
+    for name, model, result in (one_rank if alone else several_ranks)(task, folder, device):
         if int(os.environ.get("RANK", "0")) == 0:
             save_file(_weights(model), folder / f"{name}.safetensors")
-            write_whole(folder / f"{name}.json", json.dumps(found).encode())
+            write_whole(folder / f"{name}.json", json.dumps(result).encode())
     leave()
 
 

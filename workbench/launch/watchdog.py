@@ -1,22 +1,22 @@
 """Watches the ranks of one run from the process that started them, and names the one that the others wait for.
 
-Looking costs a read of 128 bytes a rank; only when a rank has been still for a second are the ranks' records compared
-(`workbench.launch.waits`, which also says what is certain). Then
+A look costs a read of 128 bytes a rank; only when a rank has been still for a second are the flight records compared
+(`workbench.launch.waits`, which also tells what is certain). Then
 
-    certain      its stack is taken, it is killed, its exit record says `hang` with the collective, the stack and who
-                 waited; the other ranks are stopped. Within two seconds of the last sign of life.
-    not certain  after ``hang_s`` it is named in ranks/waiting.json, with its stack, for whoever looks at the run.
-                 Nobody is stopped before the ``timeout_s`` of the spec is over: then the backend ends the job, and
+    certain      its stack is taken, it is killed, its exit record has cause `hang` with the collective, the stack and
+                 the ranks that waited; the other ranks are stopped. Within two seconds of the last sign of life.
+    not certain  after ``hang_s`` it is named in ranks/waiting.json, with its stack, for readers of the run.
+                 No rank is stopped before the ``timeout_s`` of the spec is over: then the backend ends the job, and
                  `workbench.launch.deaths` names the rank that is named there. NCCL takes a minute more for that
-                 (measured: 72 s after a time-out of 8 s), so what is over by ten seconds is ended here.
+                 (measured: 72 s after a time-out of 8 s), so a wait that exceeds it by ten seconds is ended here.
 
 waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "words", "collective", "waiting", "since_ns", "at",
-"stack"}], "was": [...]}; ``waiting`` is an empty list once nobody is waited for, and ``was`` what it held before.
-``words`` says how long at the time of ``looked_ns``.
+"stack"}], "was": [...]}; ``waiting`` is an empty list once no rank is waited for, and ``was`` its last content.
+``words`` is a message with the time waited until ``looked_ns``.
 
-stopped.json: {rank: ns} of the ranks whose process is in state T (SIGSTOP, Ctrl-Z, a debugger), and since when they
-were seen so. Such a rank writes no stack, and ends on SIGKILL alone: when the agent has ended the job it looks like one
-that was killed, and this file says that it was not.
+stopped.json: {rank: ns} of the ranks whose process is in state T (SIGSTOP, Ctrl-Z, a debugger), and the time at which
+they were first seen so. Such a rank writes no stack, and ends on SIGKILL alone: when the agent has ended the job it
+looks like one that was killed, and this file tells that it was not.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from workbench.sharding.flight import FlightView, read, read_beat
 from workbench.train.watched import flight_path, stack_path
 
 HANG_S = 20.0
-"""How long others wait for a rank before it is named."""
+"""Time that others wait for a rank before it is named."""
 
-_STILL_S = 1.0  # a rank that showed no sign of life for so long may be waiting
-_SURE_S = 1.0  # ranks are read one after another: what is certain must look the same twice
-_GONE_S = 15.0  # of a process that is gone its parent speaks, unless it ended with exit code 0
-_STACK_S = 2.0
-_GRACE_S = 3.0
-_BACKEND_S = 10.0  # how long the backend may take to notice that a time-out is over
-_REFRESH_S = 10.0
+_STILL_S = 1.0  # a rank without a sign of life for this long may be waiting
+_SURE_S = 1.0  # ranks are read one after another: a certain wait must look the same twice
+_GONE_S = 15.0  # the parent reports a process that is gone, unless it ended with exit code 0
+_STACK_S = 2.0  # time that a rank has to write its stack
+_GRACE_S = 3.0  # time that ranks have to end after a signal
+_BACKEND_S = 10.0  # time that the backend has to notice that a time-out is over
+_REFRESH_S = 10.0  # age at which waiting.json is written again
 _STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-_LAST_WORDS = ("write_exit", "print_exc")
+_FAILING = ("write_exit", "print_exc")  # functions in the stack of a rank that reports its own failure
 
 
 class Watchdog:
@@ -72,9 +72,9 @@ class Watchdog:
 
     Args:
         run: run directory that the ranks write to.
-        pids: rank -> pid, as a mapping or as a function that is asked again and again.
-        hang_s: how long others wait for a rank before it is named.
-        poll_s: how often to look.
+        pids: rank -> pid, as a mapping or as a function that is called at every look.
+        hang_s: time that others wait for a rank before it is named.
+        poll_s: interval between looks.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Watchdog:
         self._pids: Callable[[], Mapping[int, int]] = pids if callable(pids) else lambda: pids
         self._ranks = range(run.spec.layout.world_size)
         self._known: dict[int, int] = {}
-        self._processes: dict[int, psutil.Process] = {}  # of those that were there when they were first seen
+        self._processes: dict[int, psutil.Process] = {}  # of ranks that were alive when they were first seen
         self._views: dict[int, FlightView] = {}
         self._seen: dict[tuple[int, str, int, int], float] = {}
         self._named: dict[int, dict[str, Any]] = {}
         self._named_s = 0.0
         self._was: list[dict[str, Any]] = []
-        self._stopped: dict[int, int] = {}  # since when, in ns; a rank that was killed while it was stopped stays here
+        self._stopped: dict[int, int] = {}  # rank -> first seen, ns; a rank that was killed while stopped stays here
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._oom_kills = oom_kills()
@@ -106,12 +106,12 @@ class Watchdog:
         return self
 
     def stop(self) -> None:
-        """Stop watching: what is being written is written to its end."""
+        """Stop watching; files that are being written are completed."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(_STACK_S + 2 * _GRACE_S)
         if self._named and self._all_ended_well():
-            self._name({})
+            self._write_waiting({})
         killed = oom_kills() - self._oom_kills
         if killed > 0:
             self.run.write_json(OOM, {"oom_kills": killed})
@@ -121,21 +121,21 @@ class Watchdog:
             try:
                 if self.look():
                     return
-            except Exception:  # a watchdog that fails must not take the run with it
+            except Exception:  # an error of the watchdog must not end the run
                 traceback.print_exc()
 
     # ---- looking -------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Look once, and say whether the job was ended."""
-        self._meet()
+        """Look once; True if the job was ended."""
+        self._update_processes()
         beats = {rank: self._beat(rank) for rank in self._known}
         now_ns = time.time_ns()
         if all(rank in beats and now_ns - beats[rank] < _STILL_S * 1e9 for rank in self._ranks):
-            self._name({})
-            self._note_stopped(now_ns)
+            self._write_waiting({})
+            self._write_stopped(now_ns)
             return False
-        self._note_stopped(now_ns)
+        self._write_stopped(now_ns)
         for rank, beat_ns in beats.items():
             if beat_ns and (rank not in self._views or self._views[rank].beat_ns != beat_ns):
                 with contextlib.suppress(RecordError):
@@ -150,9 +150,9 @@ class Watchdog:
             patience_s = _GONE_S if wait.rank in gone - done else _SURE_S
             hopeless = wait.certain or now_ns - wait.entry.entered_ns >= too_long_s * 1e9
             lasts = time.monotonic() - since[wait.key] >= patience_s
-            if hopeless and lasts and not self._somebody_failed() and self._end(wait):
+            if hopeless and lasts and not self._any_failed() and self._end(wait):
                 return True
-        self._name({wait.rank: wait for wait in waits if now_ns - wait.entry.entered_ns >= self.hang_s * 1e9})
+        self._write_waiting({wait.rank: wait for wait in waits if now_ns - wait.entry.entered_ns >= self.hang_s * 1e9})
         return False
 
     def _all_ended_well(self) -> bool:
@@ -160,8 +160,8 @@ class Watchdog:
             return all(read(flight_path(self.run, rank)).ended for rank in self._ranks)
         return False
 
-    def _meet(self) -> None:
-        """Take in the ranks that have been started."""
+    def _update_processes(self) -> None:
+        """Add the ranks that have been started."""
         for rank, pid in self._pids().items():
             if self._known.get(rank) != pid:
                 self._known[rank] = pid
@@ -169,7 +169,7 @@ class Watchdog:
                     self._processes[rank] = psutil.Process(pid)
 
     def _beat(self, rank: int) -> int:
-        """Last sign of life of a rank; 0 if it has not begun, or the file is that of an earlier one."""
+        """Last sign of life of a rank; 0 if it has not begun, or the file is of an earlier process."""
         with contextlib.suppress(RecordError):
             pid, beat_ns = read_beat(flight_path(self.run, rank))
             return beat_ns if pid == self._known[rank] else 0
@@ -186,28 +186,28 @@ class Watchdog:
             return self._processes[rank].status() in _STOPPED_STATES
         return False
 
-    def _note_stopped(self, now_ns: int) -> None:
-        """Say in stopped.json which ranks are stopped; only when that changes."""
-        kept = {
+    def _write_stopped(self, now_ns: int) -> None:
+        """Write the stopped ranks to stopped.json, if they changed."""
+        stopped = {
             rank: since_ns
             for rank, since_ns in self._stopped.items()
             if self._is_stopped(rank) or not self._lives(rank)
         }
-        kept |= {rank: now_ns for rank in self._processes if rank not in kept and self._is_stopped(rank)}
-        if kept.keys() != self._stopped.keys():
-            self.run.write_json(STOPPED, {str(rank): since_ns for rank, since_ns in kept.items()})
-        self._stopped = kept
+        stopped |= {rank: now_ns for rank in self._processes if rank not in stopped and self._is_stopped(rank)}
+        if stopped.keys() != self._stopped.keys():
+            self.run.write_json(STOPPED, {str(rank): since_ns for rank, since_ns in stopped.items()})
+        self._stopped = stopped
 
-    def _somebody_failed(self) -> bool:
-        """Whether a rank said that it failed: then the job ends without us, for a reason that is known."""
+    def _any_failed(self) -> bool:
+        """True if a rank recorded its failure: then the job ends by itself, for a known reason."""
         return any(not record["ok"] and record["cause"] != "peer" for record in self.run.exits().values())
 
     # ---- naming --------------------------------------------------------------------------------------
 
-    def _name(self, waits: Mapping[int, Wait]) -> None:
-        """Say in waiting.json whom others wait for; only when that changes, and every now and then."""
-        old = time.monotonic() - self._named_s > _REFRESH_S
-        if waits.keys() == self._named.keys() and not (waits and old):
+    def _write_waiting(self, waits: Mapping[int, Wait]) -> None:
+        """Write the ranks that others wait for to waiting.json, if they changed or the file is old."""
+        outdated = time.monotonic() - self._named_s > _REFRESH_S
+        if waits.keys() == self._named.keys() and not (waits and outdated):
             return
         now_ns = time.time_ns()
         was = list(self._named.values()) or self._was
@@ -219,13 +219,13 @@ class Watchdog:
     def _description(self, wait: Wait, now_ns: int) -> dict[str, Any]:
         stack = self.stack_of(wait.rank)
         at = place_of(stack) if stack else ""
-        words = wait.in_words(now_ns) + (f"; it is at {at}" if at else "")
+        message = wait.in_words(now_ns) + (f"; it is at {at}" if at else "")
         if wait.rank in self._stopped:
-            words += "; its process is stopped (state T in /proc: SIGSTOP, Ctrl-Z or a debugger)"
+            message += "; its process is stopped (state T in /proc: SIGSTOP, Ctrl-Z or a debugger)"
         return {
             "rank": wait.rank,
             "kind": wait.kind,
-            "words": words,
+            "words": message,
             "collective": str(wait.entry),
             "waiting": list(wait.waiting),
             "since_ns": wait.entry.entered_ns,
@@ -234,9 +234,9 @@ class Watchdog:
         }
 
     def stack_of(self, rank: int) -> str:
-        """The Python stacks of a rank as it stands now; "" if it cannot be asked or does not answer."""
+        """Current Python stacks of a rank; "" if it cannot be signalled or does not answer."""
         if not (rank in self._views and self._lives(rank)) or self._is_stopped(rank):
-            return ""  # only a rank with a flight file of its own knows what the signal means; a stopped one is deaf
+            return ""  # only a rank with a flight file of its own handles the signal; a stopped one cannot
         path = stack_path(self.run, rank)
         try:
             before = path.stat().st_size
@@ -255,10 +255,10 @@ class Watchdog:
     # ---- ending --------------------------------------------------------------------------------------
 
     def _end(self, wait: Wait) -> bool:
-        """End a job that cannot go on, and say whose fault it is; False if that rank is about to say why it failed.
+        """End a hopeless job and record its root cause; False if that rank is about to record its own failure.
 
-        A backend may abort the collective that a rank went on to. The rank is then on its way out, its stack is that of
-        whoever writes its exit record, and what it writes has the place: `workbench.launch.deaths` goes on from there.
+        A backend may abort the collective that a rank went on to. The rank then ends, its stack is that of writing its
+        exit record, and that record has the place: `workbench.launch.deaths` starts from it.
         """
         now_ns, stack = time.time_ns(), self.stack_of(wait.rank)
         if self._is_leaving(wait.rank, stack):
@@ -266,9 +266,9 @@ class Watchdog:
         view = self._views.get(wait.rank)
         waited_in = str(view.inside) if view is not None and view.inside is not None else ""
         others = [rank for rank in self._processes if rank != wait.rank]
-        for rank in others:  # first: when the guilty one is gone they would see its connection close, and say only that
+        for rank in others:  # first: otherwise they would report only that the connection to that rank was closed
             self._signal(rank, signal.SIGTERM)
-        self._signal(wait.rank, signal.SIGKILL)  # before it overwrites what is said of it here
+        self._signal(wait.rank, signal.SIGKILL)  # before it overwrites the record that is written here
         self._wait_for([wait.rank])
         if wait.kind == "ended":
             last = str(view.entries[-1]) if view is not None and view.entries else ""
@@ -290,12 +290,12 @@ class Watchdog:
         return True
 
     def _is_leaving(self, rank: int, stack: str) -> bool:
-        """Whether a rank that still lives has failed by itself, and says so or has said so."""
+        """True if a rank that is still alive has failed by itself, and records it or has done so."""
         failed = not self.run.exits().get(rank, {"ok": True})["ok"]
-        return self._lives(rank) and (failed or any(f" in {frame}\n" in stack for frame in _LAST_WORDS))
+        return self._lives(rank) and (failed or any(f" in {frame}\n" in stack for frame in _FAILING))
 
     def _wait_for(self, ranks: Sequence[int]) -> None:
-        """Wait until ranks are gone, for the grace at most."""
+        """Wait until ranks are gone, for the grace period at most."""
         deadline = time.monotonic() + _GRACE_S
         while any(map(self._lives, ranks)) and time.monotonic() < deadline:
             time.sleep(0.02)

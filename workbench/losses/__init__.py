@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PLACES = {
+_MODULES = {
     "DocumentSums": "document_sums",
     "LocalSums": "document_sums",
     "Loss": "terms",
@@ -20,16 +20,16 @@ _PLACES = {
 }
 """Public name -> its module here."""
 
-__all__ = list(_PLACES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'workbench.losses' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"workbench.losses.{_PLACES[name]}"), name)
+    value = getattr(importlib.import_module(f"workbench.losses.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PLACES])
+    return sorted([*globals(), *_MODULES])

@@ -7,8 +7,7 @@
     logit_size   coefficient * mean over the vocabulary of the squared logits
     positive_nll coefficient * negative log-likelihood of rewarded documents
 
-A term whose coefficient is 0 is absent. What comes out is a function from `LossInputs` to terms, as one that is
-written by hand.
+A term whose coefficient is 0 is absent. The result is a function from `LossInputs` to terms, like a hand-written loss.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from workbench.specs.losses import LossSpec
 
 
 def make_loss(spec: LossSpec) -> Loss:
-    """The pure loss that a spec describes.
+    """Build the pure loss that a spec describes.
 
     Example:
         >>> import torch
@@ -44,10 +43,10 @@ def make_loss(spec: LossSpec) -> Loss:
 
     def loss(inputs: LossInputs) -> dict[str, Term]:
         inputs = seen(inputs, spec)
-        entering = {}
+        sequence_inputs = {}
         if spec.correction.enters == "sequence_weight":
-            entering["log_correction_T"] = log_document_weight(inputs, spec.correction)
-        policy = replace(surrogate(driven(inputs, spec), **entering), coefficient=spec.surrogate.coefficient)
+            sequence_inputs["log_correction_T"] = log_document_weight(inputs, spec.correction)
+        policy = replace(surrogate(driven(inputs, spec), **sequence_inputs), coefficient=spec.surrogate.coefficient)
         policy = apply_correction(policy, inputs, spec.correction)
         chosen_T = None if spec.top_entropy_share == 1 else highest_entropy(inputs, spec.top_entropy_share)
         terms = {"policy": policy if chosen_T is None else confined(policy, inputs, chosen_T)}
@@ -69,7 +68,7 @@ def make_loss(spec: LossSpec) -> Loss:
 
 
 def seen(inputs: LossInputs, spec: LossSpec) -> LossInputs:
-    """The inputs as the terms of a spec see them; the metrics of a step must see the same.
+    """Prepare the inputs of every term of a spec; the metrics of a step must use the same ones.
 
     Formula:  old_policy "current": ``old = sg[policy]``; scaling.mean_epsilon: added to lengths under document means.
     Backward: the policy's own, nothing through ``old``.
@@ -82,7 +81,7 @@ def seen(inputs: LossInputs, spec: LossSpec) -> LossInputs:
 
 
 def driven(inputs: LossInputs, spec: LossSpec) -> LossInputs:
-    """The inputs as the surrogate alone sees them: what its ratio is multiplied with, and which tokens make a document.
+    """Prepare the inputs of the surrogate alone: the signal that multiplies its ratio, and the tokens of each document.
 
     Formula:  signal "rewards": ``A = reward of the document``; signal_floor: ``A = max(A, signal_floor)``;
               correction.surrogate_over "kept": means over a document run over the tokens that the correction keeps
@@ -111,9 +110,9 @@ def driven(inputs: LossInputs, spec: LossSpec) -> LossInputs:
 
 
 def surrogate_ratio(inputs: LossInputs, spec: LossSpec) -> Tensor:
-    """[T] the ratio that the surrogate of a spec looks at: the token's, or its document's or segment's geometric mean.
+    """[T] ratio that the surrogate of a spec uses: the token's, or its document's or segment's geometric mean.
 
-    0 where the surrogate counts nothing. Before any clip.
+    0 where nothing counts. Before any clip.
 
     Backward: none.
     """

@@ -1,13 +1,13 @@
-"""One form for every way to write a loss: two specs with the same form are the same loss and have the same gradient.
+"""Canonical form of a loss: two specs with the same form are the same loss and have the same gradient.
 
-Each rule rewrites settings into others that give the same numbers on every batch, and says why. A form says what one
-rank computes of one micro-batch; how a step is cut, and what an engine makes of it, is `LossSpec.scaling`'s.
+Each rule rewrites settings into others that give the same numbers on every batch, and its docstring says why. A form
+describes one micro-batch on one rank; the split of a step and the scaling of an engine belong to `LossSpec.scaling`.
 
-The claim holds up to two things that no batch of use can show:
+The claim holds up to two things that no practical batch can show:
 
-    far ratios   rules marked FAR ignore what happens to a token whose probability has moved by more than a factor of
-                 e^20; clamps at 20 (NeMo-RL, verl, OpenRLHF) guard against overflow and are a setting of no other use
-    epsilons     what is added to a count, up to 1e-7, so that nothing is divided by 0
+    far ratios   rules marked FAR ignore tokens whose probability has moved by more than a factor of e^20; clamps at 20
+                 (NeMo-RL, verl, OpenRLHF) only guard against overflow
+    epsilons     up to 1e-7, added to a count to avoid a division by 0
 
 Notation: r ratio, d its log, A advantage, l log-probability of the policy, sg[] without gradient.
 """
@@ -21,16 +21,16 @@ from typing import Any
 from workbench.specs.losses import PARAMETERS, LossSpec
 
 FAR = 20.0
-"""Log of the ratio beyond which a token does not count here."""
+"""Log of the ratio beyond which a token is ignored here."""
 EPSILON = 1e-7
-"""What may be added to a count without making another loss."""
+"""Largest number that may be added to a count without changing the loss."""
 PENALTIES = ("entropy_coefficient", "squared_logit_coefficient", "mean_squared_logit_coefficient")
 
 Form = dict[str, Any]
 
 
 def canonical(spec: LossSpec) -> Form:
-    """The form of a loss: dotted setting -> value.
+    """Return the form of a loss: dotted setting -> value.
 
     Example:
         >>> canonical(LossSpec(name="luspo")) == canonical(LossSpec(
@@ -45,7 +45,7 @@ def canonical(spec: LossSpec) -> Form:
 
 
 def canonical_gradient(spec: LossSpec) -> Form:
-    """The form of its gradient: losses that differ by what has no gradient share it.
+    """Return the form of its gradient, shared by losses that differ only in parts without gradient.
 
     on_policy is -exp(l - sg[l]) A = -A with the gradient -A; reinforce is -A l, whose gradient is -A too.
     """
@@ -55,16 +55,16 @@ def canonical_gradient(spec: LossSpec) -> Form:
     return form
 
 
-# ---- what decides no number of one micro-batch -------------------------------------------------------------------
+# ---- settings without effect on one micro-batch ------------------------------------------------------------------
 
 
 def _names(form: Form) -> None:
-    """Names stand for settings, and all settings are written out."""
+    """Drop names: they stand for settings, and all settings are written out."""
     del form["name"], form["correction"]["kind"]
 
 
 def _one_micro_batch(form: Form) -> None:
-    """Of one micro-batch on one rank every count is the step's, every size 1, and every statistic the step's."""
+    """With one micro-batch on one rank all counts and statistics are the step's, and all sizes are 1."""
     scaling = form["scaling"]
     form["scaling"] = {}
     if scaling["least_tokens"] and form["denominator"] == "token":
@@ -85,7 +85,7 @@ def _one_micro_batch(form: Form) -> None:
 
 
 def _absent_terms(form: Form) -> None:
-    """Settings of a term that is not there. A penalty in the reward is none: advantages, which are data, hold it."""
+    """Drop settings of absent terms. A penalty in the reward is absent: it is part of the advantages (data)."""
     if not form["kl"]["coefficient"] or form["kl"]["placement"] == "reward":
         form["kl"] = {}
     if not form["entropy_coefficient"]:
@@ -93,7 +93,7 @@ def _absent_terms(form: Form) -> None:
 
 
 def _documents_counted(form: Form) -> None:
-    """Documents are counted where they divide, and nowhere else."""
+    """Keep the document count only where it is a divisor."""
     if form["denominator"] in ("token", "raw", "group_length") and not form["normalize_by_documents"]:
         del form["documents_counted"]
     if form["denominator"] == "constant" and form["denominator_constant"] == 1:  # M times 1
@@ -104,7 +104,7 @@ def _documents_counted(form: Form) -> None:
 
 
 def _correction(form: Form) -> None:
-    """A correction without weight and gate does nothing; weights are above 0, so a bound at 0 binds nowhere."""
+    """A correction without weight and gate does nothing; weights are above 0, so a bound at 0 never binds."""
     spec = form["correction"]
     if spec["ratio_low"] == 0:
         spec["ratio_low"] = None
@@ -124,8 +124,8 @@ def _correction(form: Form) -> None:
         del spec["given_epsilon"]
     if spec["mean_epsilon"] <= EPSILON:
         del spec["mean_epsilon"]
-    # FAR: a token's own weight is within e^20; below a bound from above, a weight of less than e^-20 is 0 to any number
-    # of digits that counts, and one above e^20 is the bound's (or rejected).
+    # FAR: a token's own weight is within e^20; under an upper bound, a weight below e^-20 is 0 at working precision,
+    # and one above e^20 is the bound (or rejected).
     bounded = spec["ratio"] in ("none", "token") or (spec["ratio_high"] is not None and not spec["normalize"])
     if spec["log_clamp"] is not None and spec["log_clamp"] >= FAR and bounded:
         spec["log_clamp"] = None
@@ -135,7 +135,7 @@ def _correction(form: Form) -> None:
 
 
 def _kl(form: Form) -> None:
-    """Ways to write one penalty, with d = other - policy."""
+    """Unify the ways to write one penalty, with d = other - policy."""
     spec = form["kl"]
     if not spec:
         return
@@ -146,9 +146,9 @@ def _kl(form: Form) -> None:
         # u = exp(l - sg[l]) = 1; "score" gives this 1 its gradient with or without the name, "path" takes it as data.
         spec["importance"], spec["importance_level"] = "none", "token"
     if spec["output_clamp"] is not None:
-        return  # a clamp of the value sees the estimator's scale, and takes gradients away
+        return  # a clamp of the value depends on the estimator's scale, and removes gradients
     if spec["estimator"] == "squared" and spec["gradient"] != "straight_through":
-        # d^2 = 2 (d^2 / 2), and so every product with it; straight through it has the gradient of one d^2 / 2
+        # d^2 = 2 (d^2 / 2), also when multiplied by u; straight through it has the gradient of one d^2 / 2
         spec["estimator"], spec["coefficient"] = "k2", 2 * spec["coefficient"]
     if spec["input_clamp"] is None:
         if spec["estimator"] == "k3" and spec["gradient"] == "score" and not of_documents:
@@ -162,16 +162,16 @@ def _kl(form: Form) -> None:
 
 
 def _reinforce(form: Form) -> None:
-    """Both gpg and reinforce are -A l; what the advantages are is no part of a loss."""
+    """Both gpg and reinforce are -A l; the advantage estimator is not part of a loss."""
     if form["surrogate"]["kind"] == "gpg":
         form["surrogate"]["kind"] = "reinforce"
 
 
 def _bounds(form: Form) -> None:
-    """Bounds of the ratio themselves, not lengths from 1; r > 0, so a lower bound at or below 0 binds nowhere."""
+    """Convert clip distances from 1 to bounds of the ratio; r > 0, so a lower bound at or below 0 never binds."""
     spec = form["surrogate"]
     if spec["kind"] == "gmpo" or spec["clip_high"] is None:
-        return  # gmpo's are lengths of the log ratio from 0
+        return  # gmpo's are distances of the log ratio from 0
     relative = spec.pop("bounds") != "absolute"
     low, high = spec.pop("clip_low"), spec.pop("clip_high")
     spec["upper"] = 1 + high if relative else high
@@ -181,7 +181,7 @@ def _bounds(form: Form) -> None:
 
 
 def _delta(form: Form) -> None:
-    """A bound of r inside PPO's clip is a dual clip.
+    """Rewrite delta, a bound of r inside PPO's clip, as a dual clip.
 
     Where A > 0 the value stops at min(upper, delta), and where A < 0 at max(delta, upper); a dual clip c stops it at c
     where A < 0.
@@ -196,7 +196,7 @@ def _delta(form: Form) -> None:
 
 
 def _far_ratios(form: Form) -> None:
-    """FAR: bounds of a token's |d| at 20 or more, and of its ratio at e^20 or more."""
+    """FAR: drop bounds of a token's |d| at 20 or more, and of its ratio at e^20 or more."""
     spec = form["surrogate"]
     for name, far in (("log_clamp", FAR), ("log_cap", FAR), ("dual_clip", math.exp(FAR)), ("ratio_cap", math.exp(FAR))):
         if spec[name] is not None and spec[name] >= far:
@@ -204,7 +204,7 @@ def _far_ratios(form: Form) -> None:
 
 
 def _current_policy(form: Form) -> None:
-    """Where the old policy is sg[policy], a token's ratio to it is the number 1 with the gradient of l."""
+    """If the old policy is sg[policy], a token's ratio to it is the number 1 with the gradient of l."""
     spec = form["surrogate"]
     if form["old_policy"] != "current":
         return
@@ -213,14 +213,14 @@ def _current_policy(form: Form) -> None:
             # 1 is within every bound (a bound keeps the gradient), so the value is -exp(l - sg[l]) A
             form["surrogate"] = {"kind": "on_policy", "coefficient": spec["coefficient"]}
         elif spec["kind"] == "cispo" and spec["upper"] >= 1 and (spec["lower"] is None or spec["lower"] <= 1):
-            # the truncated weight is sg[1], a document's as a token's, so the value is -A l
+            # the truncated weight is sg[1], for a document as for a token, so the value is -A l
             form["surrogate"] = {"kind": "reinforce", "coefficient": spec["coefficient"]}
 
 
 def _old_policy(form: Form) -> None:
-    """Who the old policy is does not matter to a loss that never asks."""
-    asked = (form["surrogate"].get("anchor"), form["kl"].get("against"), form["kl"].get("importance"))
-    if "old" not in asked and not form["correction"]:
+    """Drop the choice of old policy for a loss that does not use one."""
+    policies = (form["surrogate"].get("anchor"), form["kl"].get("against"), form["kl"].get("importance"))
+    if "old" not in policies and not form["correction"]:
         del form["old_policy"]
 
 
@@ -255,7 +255,7 @@ RULES: tuple[Callable[[Form], None], ...] = (
     _old_policy,
     _luspo,
 )
-"""In this order: later rules take what earlier ones leave."""
+"""In this order: later rules rely on the output of earlier ones."""
 
 
 def _flat(form: Form, prefix: str = "") -> Form:

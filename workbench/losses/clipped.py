@@ -33,12 +33,12 @@ def clipped_surrogate(
               A < 0) and, where A < 0, beyond dual_clip or delta. On a bound the gradient is kept. 0 beyond log_clamp.
     Source:   PPO, arXiv 1707.06347, equation 7; two bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
               arXiv 1912.09729; delta: INTELLECT-2, arXiv 2505.07291; log_clamp 20: verl and OpenRLHF.
-    Differs:  the weights of tokens are not here but in `workbench.reduction`.
+    Differs:  token weights are in `workbench.reduction`.
     """
     log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
-    held_T = held(log_ratio_T, log_clamp)
+    clamped_T = held(log_ratio_T, log_clamp)
     term = clip_ratio(
-        held_T,
+        clamped_T,
         advantages_T,
         inputs.frozen_clip_T,
         clip_low=clip_low,
@@ -46,11 +46,11 @@ def clipped_surrogate(
         dual_clip=dual_clip,
         delta=delta,
     )
-    return term if log_clamp is None else replace(term, silent_T=(held_T != log_ratio_T) | (advantages_T == 0))
+    return term if log_clamp is None else replace(term, silent_T=(clamped_T != log_ratio_T) | (advantages_T == 0))
 
 
 def held(log_ratio_T: Tensor, log_clamp: float | None) -> Tensor:
-    """[T] a log ratio within +-log_clamp, without gradient beyond; as it is where there is none."""
+    """[T] log ratio clamped to +-log_clamp, without gradient beyond; unchanged if log_clamp is None."""
     return log_ratio_T if log_clamp is None else log_ratio_T.clamp(-log_clamp, log_clamp)
 
 
@@ -64,9 +64,9 @@ def clip_ratio(
     dual_clip: float | None = None,
     delta: float | None = None,
 ) -> Term:
-    """What `clipped_surrogate` does, for any log ratio: a token's, a document's, a straight-through one.
+    """Clip any log ratio as `clipped_surrogate` does: a token's, a document's, a straight-through one.
 
-    extras, where there is such a bound: "dual_clipped", a negative advantage cut off by dual_clip or delta.
+    extras, if dual_clip or delta is set: "dual_clipped", a negative advantage that one of them cut off.
 
     Each sign of the advantage has at most one bound below and one above, beyond which the value is constant:
 
@@ -76,9 +76,9 @@ def clip_ratio(
     Args:
         log_ratio_T: [T] with gradient.
         advantages_T: [T]; 0 makes a token silent, whatever its ratio.
-        frozen_clip_T: [T] bool, decisions taken elsewhere; which bound a token sits at still follows from it.
-        clip_low: length from 1 down.
-        clip_high: length from 1 up.
+        frozen_clip_T: [T] bool, decisions taken elsewhere; the bound of a token still follows from its ratio.
+        clip_low: distance of the lower bound from 1.
+        clip_high: distance of the upper bound from 1.
         dual_clip: see `clipped_surrogate`.
         delta: see `clipped_surrogate`.
     """

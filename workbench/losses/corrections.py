@@ -1,8 +1,8 @@
-"""Corrections for tokens that the sampler and the trainer rate differently: a detached weight and a verdict a token.
+"""Corrections for the mismatch between sampler and trainer: a detached weight and a verdict per token.
 
-Engines that sample and engines that train disagree about the same token. With mu = old - sampler, the log of how
-much likelier the token is for the trainer, a correction multiplies the policy term by a weight made of mu, or takes
-the token out. Nothing here carries a gradient.
+Sampling and training engines disagree about the same token. With mu = old - sampler, the log of the ratio of the
+trainer's probability to the sampler's, a correction multiplies the policy term by a weight made of mu, or rejects
+the token. Nothing here carries a gradient.
 
     weight   e^x, x = mu | mean of mu over a segment or a document | sum of mu over a document
              bounded (truncated or zeroed outside), perhaps divided by its mean
@@ -11,9 +11,9 @@ the token out. Nothing here carries a gradient.
     opsm     reject A < 0 where the document's mean of (anchor - policy) is above a threshold
     m2       reject the tokens with the greatest mu^2 until the mean of mu^2 over the others is at most a threshold
 
-All but opsm depend on data alone, so they can be evaluated on whole rows before anything is split: that is how
-survivors are counted and how statistics of the whole step are found. Everything is computed in float64, so that a
-verdict does not depend on the precision of the run.
+All but opsm depend on data alone, so they can be evaluated on whole rows before anything is split: survivors and
+statistics of the whole step are computed there. Everything is computed in float64, so that a verdict does not depend
+on the precision of the run.
 
 Letters: T packed tokens.
 """
@@ -33,23 +33,23 @@ from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import CorrectionSpec, GateSpec
 
 CORRECTION_WEIGHTS = "correction_weights"
-"""Token-level extension of a batch: sampler corrections that were made elsewhere."""
+"""Token-level extension of a batch: sampler corrections that were computed elsewhere."""
 MEAN_WEIGHT = "correction/mean_weight"
 """Statistic of the step: mean of the bounded weights, for ``normalize``."""
 M2_CUTOFF = "correction/m2_cutoff"
 """Statistic of the step: greatest mu^2 that is kept, for ``m2_threshold``; -inf if none is."""
 LOG_WEIGHT_BOUNDS = (math.log(1e-8), 20.0)
-"""Bounds of the log of a weight that enters a sequence weight."""
+"""Bounds of the log of a weight that enters a sequence weight; those of huggingface/trl."""
 BINARY_FLOOR = 1e-8
-"""binary_kl: how near a probability may come to 0 and to 1."""
+"""binary_kl: smallest distance of a probability from 0 and from 1."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What a correction does to each token. Detached; where nothing counts: raw weight 1, weight 0, not kept.
+    """Effect of a correction on each token. Detached; where nothing counts: raw weight 1, weight 0, not kept.
 
     Attributes:
-        weights_T: [T] what the policy term is multiplied with; 0 where the token is rejected.
+        weights_T: [T] factor of the policy term; 0 where the token is rejected.
         raw_weights_T: [T] the weight before bounds, division and gates.
         kept_T: [T] bool, the token is trained and not rejected.
         truncated_T: [T] bool, a bound changed the weight of a kept token.
@@ -66,9 +66,9 @@ class Correction:
 
 
 def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
-    """Weight of each token, and whether it is kept.
+    """Weight of each token, and the verdict that keeps or rejects it.
 
-    Formula:  ``w = bounded(e^x) / mean * [kept]``, see the head of this module for x and the verdicts.
+    Formula:  ``w = bounded(e^x) / mean * [kept]``, see the module docstring for x and the verdicts.
     Shapes:   inputs of T tokens -> four of [T]; weights in the dtype of the policy's log-probabilities.
     Backward: none, through any input.
     Raises:   SpecError: no sampler log-probabilities, or statistics of the step that were not handed in.
@@ -114,7 +114,7 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
 
 
 def on_counted_tokens(weights_BT: Tensor, loss_mask_BT: Tensor) -> Tensor:
-    """Ready-made weights whose product over a row runs over all its positions, as weights of the tokens that count.
+    """Convert given weights, whose product over a row runs over all positions, to weights of the tokens that count.
 
     Formula:  exp of the row's sum of ``clip(log w, log 1e-8, 20)`` / its tokens that count, on each of these, else 1; a
               NaN is no weight
@@ -128,7 +128,7 @@ def on_counted_tokens(weights_BT: Tensor, loss_mask_BT: Tensor) -> Tensor:
 
 
 def log_document_weight(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
-    """The log of a document's correction, for a surrogate that has it inside its own sequence weight.
+    """Log of a document's correction, for a surrogate that includes it in its own sequence weight.
 
     Formula:  ``clip(log w, log 1e-8, 20)``, summed over the document's trained tokens; of a weight of documents (or of
               given ones, gathered over documents) once
@@ -145,28 +145,28 @@ def log_document_weight(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
 
 
 def apply_correction(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
-    """Multiply a policy term by the correction; metrics find both weights and the verdict in its extras.
+    """Multiply a policy term by the correction; its extras hold both weights and the verdict for metrics.
 
-    Formula:  ``w * lambda``; exactly 0 where w is 0, whatever lambda is there. Where the weight enters a sequence
-              weight, w is the verdict alone.
+    Formula:  ``w * lambda``; exactly 0 where w is 0, for any lambda. If the weight enters a sequence weight, w is the
+              verdict alone.
     Backward: w to the term's values, 0 to everything else.
     """
     if not spec.acts:
         return term
-    found = correct(inputs, spec)
-    silent_T = found.weights_T == 0
-    values_T = torch.where(silent_T, 0.0, term.values_T) * found.weights_T
+    correction = correct(inputs, spec)
+    silent_T = correction.weights_T == 0
+    values_T = torch.where(silent_T, 0.0, term.values_T) * correction.weights_T
     return replace(
         term,
         values_T=values_T,
         extras={
             **term.extras,
-            "raw_weight": found.raw_weights_T,
-            "applied_weight": found.weights_T,
-            "kept": found.kept_T,
-            "truncated": found.truncated_T,
-            "bounded_weight": found.bounded_weights_T,
-            "passed": found.passed_T,
+            "raw_weight": correction.raw_weights_T,
+            "applied_weight": correction.weights_T,
+            "kept": correction.kept_T,
+            "truncated": correction.truncated_T,
+            "bounded_weight": correction.bounded_weights_T,
+            "passed": correction.passed_T,
         },
     )
 
@@ -175,10 +175,9 @@ def apply_correction(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Te
 
 
 def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -> LossInputs:
-    """The data of a whole row as inputs of a correction, before there is a live policy.
+    """Build the inputs of a correction from the data of a whole row, before there is a live policy.
 
-    Give the row in the precision of the run (`TrainingRow.to`): a value that is rounded later may fall on the other
-    side of a bound.
+    Pass the row in the precision of the run (`TrainingRow.to`): a value that is rounded later may cross a bound.
     """
     return LossInputs(
         row.old_logprobs_T,
@@ -193,12 +192,12 @@ def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -
 
 
 def step_statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, float]:
-    """Numbers of the whole optimizer step that a correction needs, from all whole rows of all ranks.
+    """Compute the numbers of the whole optimizer step that a correction needs, from all whole rows of all ranks.
 
     Formula:  mean weight: over trained tokens, or over documents with a trained token for a ratio of documents, of
               the bounded weights (zeroed ones count). Cutoff of m2: the greatest v such that the mean of all
               mu^2 <= v is at most the threshold; equal ones are kept or rejected together.
-    Returns:  what `LossInputs.statistics` takes; empty if the spec needs none.
+    Returns:  value for `LossInputs.statistics`; empty if the spec needs none.
     """
     return _statistics(rows, spec) if spec.needs_step_statistics else {}
 
@@ -206,7 +205,7 @@ def step_statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[st
 def survivors(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
     """[T] bool: trained tokens of a whole row that the correction keeps, for a denominator that counts survivors.
 
-    With denominator "gated" those that its gates keep.
+    With denominator "gated": those that its gates keep.
 
     Raises:
         SpecError: the correction looks at the live policy (opsm), which is not known before the forward pass.
@@ -214,16 +213,16 @@ def survivors(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
     if spec.opsm_threshold is not None and spec.denominator != "gated":
         raise SpecError(
             "survivors of a correction with opsm_threshold",
-            found="it looks at the live policy",
+            found="opsm reads the live policy",
             rule="survivors are counted on the whole step, before any forward pass",
             fix='use denominator "original" with opsm',
         )
-    found = correct(inputs, spec)
-    return found.passed_T if spec.denominator == "gated" else found.kept_T
+    correction = correct(inputs, spec)
+    return correction.passed_T if spec.denominator == "gated" else correction.kept_T
 
 
 def _statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, float]:
-    found = {}
+    statistics = {}
     with torch.no_grad():
         if spec.normalize:
             weights, shares, slack = [], [], 0.0
@@ -238,9 +237,10 @@ def _statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, f
                     slack = spec.mean_epsilon
                 weights += (mean_T * _bounded_weights(inputs, spec)[1])[inputs.counts_T].tolist()
                 shares += share_T[inputs.counts_T].tolist()
-            total, count = math.fsum(weights), math.fsum(shares)  # rounded once: neither rows nor padding show
-            # Nothing trained, or every weight 0: there is nothing to scale.
-            found[MEAN_WEIGHT] = total / (count + slack) if total > 0 else 1.0
+            # fsum rounds once, so that the result does not depend on the split into rows or on padding.
+            total, count = math.fsum(weights), math.fsum(shares)
+            # No trained token, or every weight 0: there is nothing to scale.
+            statistics[MEAN_WEIGHT] = total / (count + slack) if total > 0 else 1.0
         if spec.m2_threshold is not None:
             squares = torch.cat([_mismatch(inputs)[inputs.counts_T].square().cpu() for inputs in rows]).sort().values
             means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
@@ -248,8 +248,8 @@ def _statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, f
             last = torch.ones_like(squares, dtype=torch.bool)
             last[:-1] = squares[1:] > squares[:-1]
             kept = squares[last & (means <= spec.m2_threshold)]
-            found[M2_CUTOFF] = float(kept[-1]) if len(kept) else float("-inf")
-    return found
+            statistics[M2_CUTOFF] = float(kept[-1]) if len(kept) else float("-inf")
+    return statistics
 
 
 def _statistic(inputs: LossInputs, spec: CorrectionSpec, name: str) -> float:
@@ -257,11 +257,11 @@ def _statistic(inputs: LossInputs, spec: CorrectionSpec, name: str) -> float:
         return _statistics([inputs], spec)[name]
     if name not in inputs.statistics:
         raise SpecError(
-            f"a correction that looks at the whole step ({name})",
+            f"a correction that needs a statistic of the whole step ({name})",
             found="no such statistic in the inputs",
-            rule="it is found on all rows of the step before they are split",
+            rule="it is computed on all rows of the step before they are split",
             fix="pass LossInputs(statistics=step_statistics(rows, spec)), or choose population "
-            "micro_batch, which makes the loss depend on how a step is cut",
+            "micro_batch, which makes the loss depend on the split of the step",
         )
     return inputs.statistics[name]
 
@@ -288,7 +288,7 @@ def _mismatch(inputs: LossInputs) -> Tensor:
 
 
 def _log_weight(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
-    """[T] float64 of each token, before it is gathered; 0 where the sampler's log-probability is not known."""
+    """[T] float64 log weight of each token, before it is gathered; 0 where the sampler's log-probability is unknown."""
     if spec.ratio == "given_document_mean":
         return (_given(inputs) + spec.given_epsilon).log()
     mu_T = _mismatch(inputs)
@@ -296,7 +296,7 @@ def _log_weight(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
 
 
 def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Raw weights, bounded weights, and whether the token is trained and inside bounds that reject."""
+    """Raw weights, bounded weights, and a mask of tokens that are trained and inside bounds that reject."""
     if spec.ratio == "none":
         ones_T = torch.ones_like(inputs.old_logprobs_T, dtype=torch.float64)
         return ones_T, ones_T, inputs.counts_T
@@ -304,7 +304,7 @@ def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, 
         raw_T = torch.where(inputs.counts_T, _given(inputs), 1.0)
     else:
         log_T = _gathered(inputs, spec.ratio, _log_weight(inputs, spec))
-        raw_T = _held(torch.where(inputs.counts_T, log_T, 0.0), spec).exp()
+        raw_T = _clamped(torch.where(inputs.counts_T, log_T, 0.0), spec).exp()
     if spec.outside == "zero":
         inside_T = ~_outside(raw_T, spec)
         return raw_T, torch.where(inside_T, raw_T, 0.0), inputs.counts_T & inside_T
@@ -317,18 +317,18 @@ def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, 
 
 
 def _given(inputs: LossInputs) -> Tensor:
-    """[T] float64 weights that came with the batch; anything where nothing counts."""
+    """[T] float64 weights of the batch; anything where nothing counts."""
     if inputs.correction_weights_T is None:
         raise SpecError(
             "a correction by given weights",
             found="no correction_weights in the batch",
-            rule="ratio: given multiplies by a weight that came with each token",
-            fix="give the batch the extension, or name a ratio that is made here",
+            rule="ratio: given multiplies by a weight that the batch has for each token",
+            fix="add the extension to the batch, or choose a ratio that is computed here",
         )
     return inputs.correction_weights_T.double()
 
 
-def _held(log_T: Tensor, spec: CorrectionSpec) -> Tensor:
+def _clamped(log_T: Tensor, spec: CorrectionSpec) -> Tensor:
     return log_T if spec.log_clamp is None else log_T.clamp(-spec.log_clamp, spec.log_clamp)
 
 
@@ -342,7 +342,7 @@ def _outside(raw_T: Tensor, spec: CorrectionSpec) -> Tensor:
 
 
 def _gathered(inputs: LossInputs, level: str, values_T: Tensor) -> Tensor:
-    """[T] a per-token value over the token's segment or document."""
+    """[T] per-token values, summed or averaged over the token's segment or document."""
     values_T = torch.where(inputs.counts_T, values_T, 0.0)
     if level == "document_sum":
         return inputs.document_sums.document(values_T)
@@ -355,10 +355,10 @@ def _gathered(inputs: LossInputs, level: str, values_T: Tensor) -> Tensor:
 
 
 def _through_gate(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
-    """[T] bool: the token passes every gate."""
+    """[T] bool: True if the token passes every gate."""
     passed_T = torch.ones_like(inputs.counts_T)
     for gate in spec.gates:
-        passed_T &= _passes(inputs, gate, _held(_mismatch(inputs), spec))
+        passed_T &= _passes(inputs, gate, _clamped(_mismatch(inputs), spec))
     return passed_T
 
 
@@ -376,15 +376,15 @@ def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
         }[gate.statistic]
     if gate.level in ("document_max", "document_min"):
         # An extreme value needs no maximum over ranks: the greatest is at most `high` if no token is above it, and at
-        # least `low` if some token is. The smallest is the other way round.
+        # least `low` if some token is. For the smallest, low and high swap.
         values_T = values_T.exp() if gate.statistic == "ratio" else values_T
-        whole, some = (low, high) if gate.level == "document_min" else (high, low)
+        for_all, for_any = (low, high) if gate.level == "document_min" else (high, low)
         kept_T = torch.ones_like(inputs.counts_T)
-        if whole is not None:
-            beyond_T = ~(values_T >= whole if gate.level == "document_min" else values_T <= whole)
+        if for_all is not None:
+            beyond_T = ~(values_T >= for_all if gate.level == "document_min" else values_T <= for_all)
             kept_T &= inputs.document_sums.document((beyond_T & inputs.counts_T).double()) == 0
-        if some is not None:
-            within_T = values_T <= some if gate.level == "document_min" else values_T >= some
+        if for_any is not None:
+            within_T = values_T <= for_any if gate.level == "document_min" else values_T >= for_any
             kept_T &= inputs.document_sums.document((within_T & inputs.counts_T).double()) > 0
         return kept_T
     values_T = _gathered(inputs, gate.level, values_T)
@@ -398,9 +398,9 @@ def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
 
 
 def _binary_kl(inputs: LossInputs) -> Tensor:
-    """[T] float64 KL between the token or any other one, old and sampler; the greater of both directions."""
+    """[T] float64 KL of (this token, any other) between old and sampler; the greater of both directions."""
     old_T, sampler_T = (
-        inputs.logprobs(who).double().exp().clamp(BINARY_FLOOR, 1 - BINARY_FLOOR) for who in ("old", "sampler")
+        inputs.logprobs(policy).double().exp().clamp(BINARY_FLOOR, 1 - BINARY_FLOOR) for policy in ("old", "sampler")
     )
 
     def divergence(p_T: Tensor, q_T: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Surrogates that treat a few tokens apart: those whose log-probability and advantage vary together.
+"""Surrogates that select a few tokens: those with the highest covariance of log-probability and advantage.
 
-The mean advantage, the mean log-probability and the selected share are taken over the tokens that this rank holds of
-this micro-batch, because the policy's log-probabilities of other micro-batches are not known yet. A loss of this
-kind is therefore *not* invariant under splitting: `workbench.specs.losses.SURROGATE_BREAKS` declares it.
+The mean advantage, the mean log-probability and the selected share are taken over this rank's tokens of this
+micro-batch, because the policy's log-probabilities of other micro-batches are not known yet. A loss of this kind is
+therefore *not* invariant under splitting: `workbench.specs.losses.SURROGATE_BREAKS` declares it.
 
 Letters: T packed tokens. l log-probability of the policy, r ratio, A advantage; means over the tokens that count here.
 """
@@ -28,7 +28,7 @@ def clip_cov(
     cov_high: float = 5.0,
     anchor: str = "old",
 ) -> Term:
-    """PPO's clip, and no gradient for a few tokens of high covariance.
+    """PPO's clip, without gradient for a few tokens of high covariance.
 
     Formula:  cov = (A - mean A) (l - mean l)
               candidates: cov_low < cov < cov_high, and not clipped by PPO
@@ -37,9 +37,9 @@ def clip_cov(
     Shapes:   [T] -> [T]. extras: "selected".
     Backward: that of `clipped_surrogate`; 0 where selected.
     Source:   Clip-Cov, arXiv 2505.22617.
-    Differs:  which candidates are selected is drawn at random there, from a global generator in verl. Here a hash of a
-              token's place in the source batch orders them, so that a run and its repetition select the same.
-              With frozen decisions, a token that is frozen and that PPO alone would not clip counts as selected.
+    Differs:  the paper selects candidates at random (verl: from a global generator). Here a hash of a token's index in
+              the source batch orders them, so that a repeated run selects the same.
+              With frozen decisions, a frozen token that PPO alone would not clip counts as selected.
     """
     log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
     clip = {"clip_low": clip_low, "clip_high": clip_high}
@@ -59,14 +59,14 @@ def clip_cov(
 def kl_cov(
     inputs: LossInputs, *, cov_fraction: float = 2e-4, cov_coefficient: float = 1.0, anchor: str = "old"
 ) -> Term:
-    """The unclipped surrogate, and a penalty on the tokens of highest covariance.
+    """The unclipped surrogate plus a penalty on the tokens of highest covariance.
 
     Formula:  d = l - anchor;  value = -exp(d) A, plus cov_coefficient |d| on the max(1, floor(cov_fraction n)) tokens
               of largest cov = (A - mean A) (l - mean l)
     Shapes:   [T] -> [T]. extras: "selected".
     Backward: -r A, plus cov_coefficient sign(d) where selected (0 at d = 0).
     Source:   KL-Cov, arXiv 2505.22617.
-    Differs:  of equal covariances the earlier token of the row is taken.
+    Differs:  ties in covariance go to the earlier token of the row.
     """
     log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
     with torch.no_grad():
@@ -91,14 +91,14 @@ def _share(inputs: LossInputs, fraction: float) -> int:
 
 
 def _first(order_T: Tensor, count: int) -> Tensor:
-    """[T] bool: the ``count`` smallest, the earlier of equal ones first."""
+    """[T] bool: the ``count`` smallest; ties go to the earlier token."""
     chosen_T = torch.zeros_like(order_T, dtype=torch.bool)
     chosen_T[order_T.argsort(stable=True)[:count]] = True
     return chosen_T
 
 
 def _hash(inputs: LossInputs) -> Tensor:
-    """[T] long below 2^32, spread evenly: two rounds of multiply and shift on the token's place in the source."""
+    """[T] long below 2^32, spread evenly: two rounds of multiply and shift on the token's index in the source."""
     source_T = inputs.source_T
     if source_T is None:
         source_T = torch.arange(inputs.counts_T.shape[0], device=inputs.counts_T.device)

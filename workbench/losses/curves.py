@@ -1,4 +1,4 @@
-"""A loss as a function of the ratio: what every figure of it draws, and none of the drawing.
+"""A loss as a function of the ratio: the data of its figures, without the drawing.
 
 Letters: T points of the grid.
 """
@@ -17,23 +17,23 @@ from workbench.losses.terms import LossInputs
 from workbench.specs.losses import LossSpec
 
 NEED_MORE = ("entropy_coefficient", "squared_logit_coefficient", "positive_nll_coefficient")
-"""Terms that do not depend on the ratio, and are left out."""
+"""Coefficients of terms that do not depend on the ratio; they are left out."""
 
 
 def ratio_curves(
     spec: LossSpec, ratios_T: Tensor, advantage: float = 1.0, *, anchor_probability: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradient coefficient of one token, for each ratio of the policy to the policy that it started from.
+    """Loss and gradient coefficient of one token, for each ratio of the policy to the old policy.
 
     Each point is a document of one token in a micro-batch of its own, so that a sequence ratio is the token's. Old,
     sampler and reference policy are the same; a correction is therefore 1, and a KL term is the distance moved.
 
     Args:
-        spec: any loss but one on pairs. Entropy, squared-logit and likelihood terms are left out.
+        spec: any loss except one on pairs. Entropy, squared-logit and likelihood terms are left out.
         ratios_T: [T] above 0.
         advantage: of the token.
         anchor_probability: of the token before it moved; a trust region in probability needs it. None takes 1/2, or
-            what keeps the policy's probability at or below 1/2 if a ratio is larger than 1.
+            less if a ratio is larger than 1, so that the policy's probability stays at or below 1/2.
 
     Returns:
         [T] loss and [T] d loss / d log-probability, float64. Losses of different kinds are not comparable
@@ -51,7 +51,7 @@ def ratio_curves(
         raise SpecError(
             "a curve of dpo over the ratio",
             rule="one token of one document decides the loss",
-            fix="choose a loss that looks at no pair",
+            fix="choose a loss without pairs",
         )
     ratios_T = ratios_T.double()
     highest = max(1.0, float(ratios_T.max())) if len(ratios_T) else 1.0

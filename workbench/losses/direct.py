@@ -1,4 +1,4 @@
-"""Policy gradients that cut no token off: plain, importance-weighted, on-policy by decree, and truncated (CISPO).
+"""Policy gradients that clip no token: plain, importance-weighted, on-policy by definition, and truncated (CISPO).
 
 Letters: T packed tokens. l log-probability of the policy, r ratio, A advantage, sg[] without gradient.
 """
@@ -44,13 +44,13 @@ def gpg(inputs: LossInputs) -> Term:
     Backward: -A.
     Source:   GPG, arXiv 2504.02546.
     Differs:  alpha (documents / documents in groups of unequal rewards) is a number of the whole step and part of the
-              advantages, which are data; elsewhere each micro-batch may take one of its own.
+              advantages, which are data; elsewhere each micro-batch may compute its own.
     """
     return reinforce(inputs)
 
 
 def on_policy(inputs: LossInputs) -> Term:
-    """The surrogate of PPO with a ratio that is 1 by decree: exact while batch and policy are one step old.
+    """The surrogate of PPO with a ratio that is 1 by definition: exact for the first step after sampling.
 
     Formula:  r = exp(l - sg[l]);  value = -r A
     Shapes:   [T] -> [T]; equal to -A.

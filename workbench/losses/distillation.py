@@ -1,6 +1,6 @@
-"""Losses between a whole distribution and logits: imitate a label, a teacher's logits or its probabilities.
+"""Losses between a target distribution and logits: imitate a label, a teacher's logits or its probabilities.
 
-Unlike the losses of `workbench.losses.surrogates` these look at every logit of a token, so they take logits.
+Unlike the losses of `workbench.losses.surrogates` these need every logit of a token, so they take logits.
 
 Letters: T tokens | V vocabulary. p of the logits, q of the target, both after their scales.
 """
@@ -31,7 +31,7 @@ def divergence(
     target_scale: float = 1.0,
     label_floor: float = 0.0,
 ) -> Term:
-    """How far the policy's distribution is from a target's, per token.
+    """Divergence of the policy's distribution from a target's, per token.
 
     Formula:  log p = log_softmax(logit_scale * logits)
               q: 1 at the label, plus label_floor everywhere (not normalised again) | softmax(target_scale * logits) |
@@ -73,7 +73,7 @@ def divergence(
         target_TV = torch.where(counts_T[:, None], target.to(logits_TV.dtype), 1.0)
         log_q_TV = torch.log_softmax(target_scale * target_TV, -1) if target_format == "logits" else target_TV.log()
         q_TV = log_q_TV.exp() if target_format == "logits" else target_TV
-    # Whatever stands where nothing counts must not reach a gradient: 0 * NaN is NaN.
+    # Values where nothing counts must not reach a gradient: 0 * NaN is NaN.
     log_p_TV = torch.log_softmax(logit_scale * torch.where(counts_T[:, None], logits_TV, 0.0), -1)
     if kind == "reverse_kl":
         values_T = (log_p_TV.exp() * (log_p_TV - log_q_TV)).sum(-1)
@@ -85,7 +85,7 @@ def divergence(
 
 
 def z_loss(logits_TV: Tensor, *, loss_mask_T: Tensor | None = None, logit_scale: float = 1.0) -> Term:
-    """Keep the log normaliser near 0, from logits; `workbench.losses.entropy.squared_logit` is the same as a penalty.
+    """Keep the log normaliser near 0, from logits; as a penalty it is `workbench.losses.entropy.squared_logit`.
 
     Formula:  Z^2, Z = log sum_v exp(logit_scale * logit_v)
     Shapes:   logits_TV [T, V] -> a term of [T] nats squared, summed with the weights "token"; 0 where the mask is

@@ -1,7 +1,7 @@
-"""Sums over the tokens of a document, handed to a loss as an object, because a document may straddle ranks.
+"""Sums over the tokens of a document, passed to a loss as an object, because a document may straddle ranks.
 
-A sequence-level loss needs one number a document. Where every token of a row is here, `LocalSums` is enough;
-`workbench.reduction` has the one whose documents straddle context-parallel ranks. The loss cannot tell them apart.
+A sequence-level loss needs one number per document. If every token of a row is local, `LocalSums` is enough;
+`workbench.reduction` has the version for documents that straddle context-parallel ranks, with the same interface.
 
 Letters: T packed tokens | N documents.
 """
@@ -19,9 +19,9 @@ from workbench.shapes import check_shapes
 
 
 class DocumentSums(Protocol):
-    """Sums over parts of a row, each laid back onto every token of the part.
+    """Sums over parts of a row, each broadcast to every token of the part.
 
-    Tokens that do not count contribute exactly 0 (NaN there too) and get no gradient. On a document in which
+    Tokens that do not count contribute exactly 0 (also if NaN) and get no gradient. On a document in which
     nothing counts the sum is 0.
     """
 
@@ -36,7 +36,7 @@ class DocumentSums(Protocol):
         """The same over each unbroken run of trained tokens (one turn of a conversation); 0 on other tokens."""
 
     def pair(self, values_T: Tensor) -> Tensor:
-        """Over a preference pair: the sum over the chosen document minus the sum over the rejected one."""
+        """Sum over the chosen document of a preference pair minus the sum over the rejected one."""
 
 
 class LocalSums:
@@ -72,14 +72,14 @@ class LocalSums:
         return self._sum_by(self._document_T, values_T)
 
     def segment(self, values_T: Tensor) -> Tensor:
-        """Sum over the unbroken run of trained tokens that the token lies in; 0 on other tokens."""
+        """Sum over the token's unbroken run of trained tokens; 0 on other tokens."""
         return torch.where(self.loss_mask_T, self._sum_by(self._segment_T, values_T), 0.0)
 
     def pair(self, values_T: Tensor) -> Tensor:
         """Sum over the chosen document minus the sum over the rejected one, on each token of both.
 
         Raises:
-            SpecError: no groups or no rewards, or a group of this row that is no pair.
+            SpecError: no groups or no rewards, or a group of this row that is not a pair.
         """
         if self.group_ids_T is None or self.rewards_T is None:
             raise SpecError(
@@ -91,9 +91,9 @@ class LocalSums:
         return self._sum_by(self._pair_T, values_T * self._pair_signs_T.to(values_T.dtype))
 
     def _sum_by(self, part_T: Tensor, values_T: Tensor) -> Tensor:
-        kept_T = torch.where(self.loss_mask_T, values_T, 0.0)
-        # index_select: the adjoint of indexing sorts, and adds a document's tokens up one after another.
-        return torch.zeros_like(kept_T).index_add(0, part_T, kept_T).index_select(0, part_T)
+        masked_T = torch.where(self.loss_mask_T, values_T, 0.0)
+        # index_select, because the adjoint of indexing sorts and then adds a document's tokens one after another.
+        return torch.zeros_like(masked_T).index_add(0, part_T, masked_T).index_select(0, part_T)
 
     @cached_property
     def _document_T(self) -> Tensor:
@@ -113,7 +113,7 @@ class LocalSums:
 
 
 def dense_labels(ids_T: Tensor) -> Tensor:
-    """Number labels from 0 in their order, without waiting for the device (which `unique` does for its length).
+    """Number labels from 0 in sorted order, without a device synchronisation (`unique` needs one for its length).
 
     Shapes: [T] -> [T] long.
 
@@ -138,7 +138,7 @@ def segment_ids(document_ids_T: Tensor, loss_mask_T: Tensor) -> Tensor:
 
 
 def pair_signs(document_ids_T: Tensor, group_ids_T: Tensor, rewards_T: Tensor, loss_mask_T: Tensor) -> Tensor:
-    """Say of every token of a whole row whether its document is the chosen (+1) or the rejected one (-1) of its pair.
+    """Sign of every token of a whole row: +1 in the chosen document of its pair, -1 in the rejected one.
 
     Shapes: [T] each -> [T] of the rewards' dtype; 0 on documents in which nothing counts.
     Raises: SpecError: a group that is not two documents in this row, or whose rewards are equal.
@@ -152,7 +152,7 @@ def pair_signs(document_ids_T: Tensor, group_ids_T: Tensor, rewards_T: Tensor, l
                 f"a preference pair from group {group}",
                 found=f"{len(members)} document(s) with rewards {rewards}",
                 rule="a pair is two trained documents of one row, with different rewards",
-                fix="keep two answers a prompt, put both into one row, and drop ties",
+                fix="keep two completions per prompt, put both into one row, and drop ties",
             )
         for member, reward in zip(members, rewards, strict=True):
             signs_T[document_ids_T == member] = 1.0 if reward == max(rewards) else -1.0
@@ -160,17 +160,17 @@ def pair_signs(document_ids_T: Tensor, group_ids_T: Tensor, rewards_T: Tensor, l
 
 
 def document_totals(values_T: Tensor, loss_mask_T: Tensor, document_ids_T: Tensor, documents: int) -> Tensor:
-    """The sums of a whole row, one a document and not laid back onto tokens.
+    """Sums of a whole row, one per document, not broadcast to tokens.
 
     Shapes:   [T] each -> [N]; 0 for a document in which nothing counts.
     Backward: a trained token gets the cotangent of its document.
     """
-    kept_T = torch.where(loss_mask_T, values_T, 0.0)
-    return kept_T.new_zeros(documents).index_add(0, torch.where(loss_mask_T, document_ids_T, 0), kept_T)
+    masked_T = torch.where(loss_mask_T, values_T, 0.0)
+    return masked_T.new_zeros(documents).index_add(0, torch.where(loss_mask_T, document_ids_T, 0), masked_T)
 
 
 def mean_of_document_means(values_T: Tensor, loss_mask_T: Tensor, document_ids_T: Tensor, documents: int) -> Tensor:
-    """The mean over documents of their token means, undefined where a document has none.
+    """Mean over documents of their token means, undefined if a document has no trained token.
 
     Shapes:   [T] each -> scalar; NaN if nothing counts in some document, and so is the gradient of that document's
               tokens. A loss takes weights instead (`workbench.reduction.weights`), in which such a document counts as 0
@@ -179,6 +179,6 @@ def mean_of_document_means(values_T: Tensor, loss_mask_T: Tensor, document_ids_T
     Source:   masked_mean(per_seq=True) of NousResearch/torchtitan.
     """
     counts_T = loss_mask_T.to(values_T.dtype)
-    kept_T = torch.where(loss_mask_T, values_T, values_T.nan_to_num()) * counts_T
-    kept_N = values_T.new_zeros(documents).index_add(0, document_ids_T, kept_T)
-    return (kept_N / counts_T.new_zeros(documents).index_add(0, document_ids_T, counts_T)).mean()
+    masked_T = torch.where(loss_mask_T, values_T, values_T.nan_to_num()) * counts_T
+    sums_N = values_T.new_zeros(documents).index_add(0, document_ids_T, masked_T)
+    return (sums_N / counts_T.new_zeros(documents).index_add(0, document_ids_T, counts_T)).mean()

@@ -1,6 +1,6 @@
-"""Terms that look at the policy's whole distribution: an entropy bonus, and penalties on the size of logits.
+"""Terms of the policy's whole distribution: an entropy bonus, and penalties on the size of logits.
 
-All read what the output head computed (`workbench.policy`); the temperature has divided the logits before.
+All read results of the output head (`workbench.policy`), where the logits are already divided by the temperature.
 
 Letters: T packed tokens.
 """
@@ -17,21 +17,21 @@ from workbench.losses.terms import LossInputs, Term
 def entropy_bonus(
     inputs: LossInputs, coefficient: float, *, denominator: str = "penalty", chosen_T: Tensor | None = None
 ) -> Term:
-    """Reward the policy for staying undecided.
+    """Reward the policy for high entropy.
 
     Formula:  ``-coefficient * H``, H the exact entropy over the whole vocabulary of logits over temperature; under
-              local_token times (tokens that count here / chosen ones), so that the mean over the tokens of the
-              micro-batch becomes one over the chosen ones
+              local_token times (tokens that count here / chosen ones), which turns the mean over the tokens of the
+              micro-batch into one over the chosen ones
     Shapes:   [T] -> a term of [T] nats whose values are H and whose coefficient is negated; 0 where nothing counts.
     Backward: -coefficient to the entropy, times that share.
     Raises:   SpecError: no entropy.
-    Source:   Williams and Peng (1991); A3C, arXiv 1602.01783, section 4. A mean over the tokens that it acts on:
+    Source:   Williams and Peng (1991); A3C, arXiv 1602.01783, section 4. A mean over the chosen tokens:
               huggingface/trl.
 
     Args:
         inputs: of the loss.
         coefficient: of the bonus.
-        denominator: the weights of the step that it is summed with, "penalty" or "local_token".
+        denominator: the weights of its sum, "penalty" or "local_token".
         chosen_T: [T] bool, tokens that get it; None: all.
     """
     if inputs.entropy_T is None:
@@ -49,7 +49,7 @@ def entropy_bonus(
 
 
 def squared_logit(inputs: LossInputs, coefficient: float) -> Term:
-    """Keep logits from drifting: the softmax does not see a constant in all of them, this does.
+    """Keep logits from drifting: the softmax is invariant to a constant added to all of them, this is not.
 
     Formula:  ``coefficient * Z^2``, Z = log of the sum of exp(logit / temperature) over the vocabulary.
     Shapes:   [T] -> a term of [T] nats squared; 0 where nothing counts.
@@ -82,6 +82,6 @@ def mean_squared_logit(inputs: LossInputs, coefficient: float) -> Term:
             f"a penalty of {coefficient} on the mean squared logit",
             found="no mean_squared_logit_T",
             rule="the penalty is on logits, which only the output head sees",
-            fix="choose an implementation of the head that says it, or set mean_squared_logit_coefficient to 0",
+            fix="choose a head implementation that returns it, or set mean_squared_logit_coefficient to 0",
         )
     return Term(torch.where(inputs.counts_T, inputs.mean_squared_logit_T, 0.0), coefficient, weight="penalty")

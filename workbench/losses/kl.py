@@ -1,4 +1,4 @@
-"""KL penalties: how far the policy is from another, estimated on the token that was sampled.
+"""KL penalties: distance of the policy from another one, estimated on the sampled token.
 
 With d = other - policy, in nats, and a sample of the policy:
 
@@ -29,7 +29,7 @@ from workbench.specs.losses import KLSpec
 def kl_estimate(d_T: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || other) per token, from a token that the policy sampled.
 
-    Formula:  see the head of this module; d = other - policy.
+    Formula:  see the module docstring; d = other - policy.
     Shapes:   [T] -> [T]. Units: nats; nats squared for squared.
     Backward: ordinary, path-wise; 0 at d = 0 for abs.
     Raises:   SpecError: an unknown estimator.
@@ -61,15 +61,15 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
                                 whose gradient is that of log policy
               straight_through: u (-d), that of k2; clamps act on the value only
               Where a clamp binds, path and score have no gradient at all; NeMo-RL does the same.
-    Raises:   SpecError: no log-probabilities of the other policy; a penalty that belongs into the reward.
+    Raises:   SpecError: no log-probabilities of the other policy; a penalty that belongs in the reward.
     Source:   clamps and score: NeMo-RL; importance weights that carry a gradient: TRL use_bias_correction_kl, slime
               use_unbiased_kl; straight-through: verl, names that end in "+".
     """
     if spec.placement == "reward":
         raise SpecError(
             "kl_term with placement reward",
-            rule="a penalty in the reward is no term of the loss",
-            fix="use kl_in_reward when advantages are made, and leave the term out",
+            rule="a penalty in the reward is not a term of the loss",
+            fix="use kl_in_reward when advantages are computed, and omit the term",
         )
     d_T = -inputs.log_ratio(spec.against)
     anchor_T = inputs.policy_logprobs_T.detach() if spec.importance == "none" else inputs.logprobs(spec.importance)
@@ -99,10 +99,10 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
 
 
 def kl_in_reward(old_logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Tensor, spec: KLSpec) -> Tensor:
-    """What is taken off the reward of each token: coefficient * estimate of KL(old || ref). Data, before the update.
+    """Penalty subtracted from the reward of each token: coefficient * estimate of KL(old || ref). Data, pre-update.
 
-    The policy that earned the reward is the one at the start of the update. What comes out is what
-    `workbench.rollouts.advantages` takes as ``penalties_T``.
+    The policy that earned the reward is the one at the start of the update. The result is the ``penalties_T`` of
+    `workbench.rollouts.advantages`.
 
     Formula:  ``coefficient * clamp(k(clamp(ref - old)))`` on trained tokens, 0 elsewhere.
     Shapes:   [T] each -> [T]. Units: reward units.

@@ -1,7 +1,7 @@
 """Losses on preference pairs: two documents of one group, the chosen one with the greater reward.
 
-`dpo` is a surrogate, a value on every token of both documents, so that a pair may straddle ranks. The functions below
-it work on whole documents and pairs that are here: rewards of a reward model, sums of log-probabilities.
+`dpo` is a surrogate, a value on every token of both documents, so that a pair may straddle ranks. The other functions
+work on whole local documents and pairs: rewards of a reward model, sums of log-probabilities.
 
 Letters: T packed tokens | N documents | P pairs. l log-probability of the policy.
 """
@@ -36,7 +36,7 @@ def dpo(inputs: LossInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) 
     return Term(values_T, silent_T=~inputs.counts_T)
 
 
-# ---- numbers of pairs --------------------------------------------------------------------------------------------
+# ---- losses of whole pairs ---------------------------------------------------------------------------------------
 
 KINDS = (
     "sigmoid",
@@ -53,13 +53,13 @@ KINDS = (
 )
 """Losses of a pair; `pair_losses` has their formulas."""
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
-"""Those that know recorded preferences may be wrong."""
+"""Kinds that model wrong preference labels; they take label_smoothing."""
 
 
 def document_rewards(
     inputs: LossInputs, documents: int, *, against: str | None = "ref", average: bool = False
 ) -> Tensor:
-    """What the policy implies about whole documents: how much likelier each is than under another policy.
+    """Implied rewards of whole documents: log of each one's probability ratio to another policy.
 
     Formula:  ``sum (l - other)`` over the document's trained tokens; divided by their number if averaged, and 0 for a
               document in which nothing counts
@@ -70,30 +70,30 @@ def document_rewards(
     Args:
         inputs: of the loss.
         documents: N.
-        against: whose log-probabilities are taken off; None: nobody's.
+        against: policy whose log-probabilities are subtracted; None: none.
         average: mean in place of sum.
     """
     if inputs.document_ids_T is None:
         raise SpecError(
             "rewards of documents",
             found="no document_ids_T",
-            rule="each document is one number",
-            fix="say which document each token belongs to",
+            rule="each document gets one number",
+            fix="pass document_ids_T, the document of each token",
         )
     values_T = inputs.counted_logprobs_T if against is None else inputs.log_ratio(against)
-    place_T = torch.where(inputs.counts_T, inputs.document_ids_T, 0)
-    sums_N = values_T.new_zeros(documents).index_add(0, place_T, torch.where(inputs.counts_T, values_T, 0.0))
+    index_T = torch.where(inputs.counts_T, inputs.document_ids_T, 0)
+    sums_N = values_T.new_zeros(documents).index_add(0, index_T, torch.where(inputs.counts_T, values_T, 0.0))
     if not average:
         return sums_N
-    lengths_N = sums_N.new_zeros(documents).index_add(0, place_T, inputs.counts_T.to(sums_N.dtype))
+    lengths_N = sums_N.new_zeros(documents).index_add(0, index_T, inputs.counts_T.to(sums_N.dtype))
     return sums_N / lengths_N.clamp_min(1)
 
 
 def implied_rewards(policy_N: Tensor, ref_N: Tensor) -> Tensor:
-    """What the policy implies about documents whose sums, or means, of log-probabilities are known.
+    """Implied rewards of documents whose sums, or means, of log-probabilities are known.
 
-    Formula:  ``policy - ref``; see `document_rewards`, which takes the sums, too.
-    Shapes:   alike -> alike. Units: nats.
+    Formula:  ``policy - ref``; see `document_rewards`, which also takes the sums.
+    Shapes:   any, equal -> the same. Units: nats.
     Backward: 1 to the policy.
     """
     return policy_N - ref_N
@@ -108,7 +108,7 @@ def pair_losses(
     label_smoothing: float = 0.0,
     modulation: float = 0.05,
 ) -> Tensor:
-    """The loss of each preference pair, from one number for each of its two answers.
+    """Loss of each preference pair, from one number for each of its two completions.
 
     Rewards of a reward model with beta 1 give the Bradley-Terry likelihood, implied rewards (`document_rewards`) DPO.
 
@@ -126,8 +126,8 @@ def pair_losses(
               discopop:  ``-(1 - w) log s(m) + w exp(-m)``, w = s(m / modulation)
     Shapes:   [P] each -> [P].
     Backward: ordinary. sigmoid: -+beta sigmoid(-m) without smoothing.
-    Raises:   SpecError: another kind, smoothing outside [0, 1/2) or given to a kind that has none, none for exo_pair, a
-              beta that the kind would divide by 0.
+    Raises:   SpecError: another kind, smoothing outside [0, 1/2) or for a kind without it, none for exo_pair, a beta
+              of 0 for a kind that divides by it.
     Source:   Bradley-Terry: arXiv 2203.02155, equation 1; DPO: arXiv 2305.18290, equation 7; smoothing: cDPO,
               Mitchell (2023); IPO: arXiv 2310.12036, equation 17; hinge: SLiC, arXiv 2305.10425; robust:
               arXiv 2403.00409; EXO: arXiv 2402.00856, equation 16; NCA: arXiv 2402.05369; BCO: arXiv 2404.04656,
@@ -181,7 +181,7 @@ def pair_losses(
 def mean_over_pairs(
     values_P: Tensor, counts_P: Tensor | None = None, *, pairs: float | None = None, epsilon: float = 0.0
 ) -> Tensor:
-    """The sum over pairs that count, divided by their number in the whole step.
+    """Sum over pairs that count, divided by their number in the whole step.
 
     Formula:  ``sum counts_p values_p / (pairs + epsilon)``
     Shapes:   [P] -> scalar.
@@ -198,7 +198,7 @@ def mean_over_pairs(
 
 
 def pair_weights(counts_P: Tensor, *, pairs: float | None = None, epsilon: float = 0.0) -> Tensor:
-    """What the loss of each pair is multiplied with, see `mean_over_pairs`.
+    """Weight of the loss of each pair, see `mean_over_pairs`.
 
     Formula:  ``counts_p / (pairs + epsilon)``
     Shapes:   [P] -> [P].

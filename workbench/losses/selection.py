@@ -1,7 +1,7 @@
-"""Which tokens a term is confined to: those at which the policy is least decided.
+"""Selection of the tokens of a term: those with the highest entropy of the policy.
 
-The threshold is taken over the tokens that this rank holds of this micro-batch, because other entropies are not known
-yet. A loss that is confined so is *not* invariant under splitting: `LossSpec.breaks` declares it.
+The threshold is taken over this rank's tokens of this micro-batch, because other entropies are not known yet. Such a
+loss is *not* invariant under splitting: `LossSpec.breaks` declares it.
 
 Letters: T packed tokens.
 """
@@ -18,10 +18,10 @@ from workbench.losses.terms import LossInputs, Term
 
 
 def highest_entropy(inputs: LossInputs, share: float) -> Tensor:
-    """The share of the tokens that count here at which the policy's distribution has the highest entropy.
+    """Select the share of the tokens that count here with the highest entropy of the policy.
 
     Formula:  H >= quantile(H of the tokens that count here, 1 - share); interpolated between neighbours, in float32;
-              a token on the threshold is in
+              a token on the threshold is selected
     Shapes:   inputs of T tokens -> [T] bool; False where nothing counts.
     Backward: none.
     Raises:   SpecError: no entropy.
@@ -36,14 +36,14 @@ def highest_entropy(inputs: LossInputs, share: float) -> Tensor:
             fix="pass the entropy, or set top_entropy_share to 1",
         )
     with torch.no_grad():
-        known = inputs.entropy_T[inputs.counts_T]
-        if not len(known):
+        entropies = inputs.entropy_T[inputs.counts_T]
+        if not len(entropies):
             return torch.zeros_like(inputs.counts_T)
-        return inputs.counts_T & (inputs.entropy_T >= torch.quantile(known.float(), 1 - share))
+        return inputs.counts_T & (inputs.entropy_T >= torch.quantile(entropies.float(), 1 - share))
 
 
 def confined(term: Term, inputs: LossInputs, chosen_T: Tensor) -> Term:
-    """The term on the chosen tokens alone; the others count in its denominator, with a value of 0.
+    """Restrict a term to the chosen tokens; the others count in its denominator, with a value of 0.
 
     Backward: that of the term; 0 on all other tokens.
     """

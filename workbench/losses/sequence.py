@@ -1,4 +1,4 @@
-"""Surrogates with one ratio a document. Its sums are asked of `LossInputs.document_sums`, which may cross ranks.
+"""Surrogates with one ratio per document. Its sums come from `LossInputs.document_sums`, which may cross ranks.
 
 Letters: T packed tokens. d = l - anchor log ratio of a token, L trained tokens of its document, s sequence ratio,
 A advantage, sg[] without gradient. Means and sums over t' run over the trained tokens of the token's own document.
@@ -16,9 +16,9 @@ from workbench.losses.clipped import clip_ratio
 from workbench.losses.terms import LossInputs, Term
 
 TOKEN_LOG_CLAMP = 20.0
-"""vespo: bound of a token's log ratio inside the sequence weight."""
+"""vespo: bound of a token's log ratio inside the sequence weight; that of huggingface/trl."""
 SEQUENCE_LOG_CLAMP = (math.log(1e-8), 20.0)
-"""vespo: bounds of the log of the sequence weight."""
+"""vespo: bounds of the log of the sequence weight; those of huggingface/trl."""
 
 
 def gspo(
@@ -38,7 +38,7 @@ def gspo(
     Shapes:   [T] -> [T]; the same on every token of a document where A is.
     Backward: through the mean: a token gets 1 / L of the sum over its document of -w s A, 0 where clipped.
     Source:   GSPO, arXiv 2507.18071, equations 5 and 7.
-    Differs:  A may vary inside a document (or, with advantage_level "document", is averaged there, as in Fast-LLM and
+    Differs:  A may vary within a document (or, with advantage_level "document", is averaged there, as in Fast-LLM and
               AReaL). level "segment" takes the mean over each unbroken run of trained tokens (ROLL, multi-turn).
               The paper's mean over documents is denominator "document".
     """
@@ -63,7 +63,7 @@ def gspo_token(
     log_cap: float | None = None,
     anchor: str = "old",
 ) -> Term:
-    """GSPO with a gradient of its own for every token, for advantages that vary inside a document.
+    """GSPO with a gradient of its own for every token, for advantages that vary within a document.
 
     Formula:  s_t = min(sg[s] exp(l - sg[l]), exp(log_cap));
               value = -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)
@@ -124,7 +124,7 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, a
 
     Formula:  d~ = min(d, clip_high) if A > 0, max(d, -clip_low) if A < 0, 0 if A = 0
               value = -A exp(mean_t' d~)
-    Shapes:   [T] -> [T]. Bounds are lengths from 0 of the *log* ratio.
+    Shapes:   [T] -> [T]. Bounds are distances from 0 of the *log* ratio.
     Backward: through the mean: a token that is not clipped gets 1 / L of the sum over its document of -w A exp(...).
     Source:   GMPO, arXiv 2507.20673.
     Differs:  the paper averages over documents (denominator "document"); verl's "geo_mean" over all rows of a
@@ -138,8 +138,8 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, a
         if inputs.frozen_clip_T is not None:
             clipped_T = inputs.frozen_clip_T
     silent_T = advantages_T == 0
-    kept_T = torch.where(silent_T, 0.0, torch.where(clipped_T, bound_T, log_ratio_T))
-    ratio_T = torch.exp(torch.where(silent_T, 0.0, inputs.document_mean(kept_T)))
+    bounded_T = torch.where(silent_T, 0.0, torch.where(clipped_T, bound_T, log_ratio_T))
+    ratio_T = torch.exp(torch.where(silent_T, 0.0, inputs.document_mean(bounded_T)))
     return Term(-advantages_T * ratio_T, clipped_T=clipped_T)
 
 
@@ -186,7 +186,7 @@ def log_sequence_ratio(inputs: LossInputs, level: str, anchor: str) -> Tensor:
     Args:
         inputs: of the loss.
         level: "document", or "segment" for each unbroken run of trained tokens.
-        anchor: whose log-probabilities stand in the denominator.
+        anchor: policy in the denominator of the ratio.
     """
     log_ratio_T = inputs.log_ratio(anchor)
     if level == "document":

@@ -1,4 +1,4 @@
-"""Surrogates that bend the ratio's gradient smoothly where others cut it off.
+"""Surrogates that reduce the ratio's gradient smoothly where others clip it.
 
 Letters: T packed tokens. l log-probability of the policy, d log ratio, r ratio, A advantage.
 """
@@ -28,7 +28,7 @@ def sapo(
     """A soft trust region: a sigmoid of the ratio, steeper where the advantage is not positive.
 
     Formula:  r = exp(d), d = l - anchor (level "document" or "segment": its mean there, as in `gspo`)
-              tau = tau_positive if A > 0, else tau_negative; d is held within +-log_clamp, without gradient beyond
+              tau = tau_positive if A > 0, else tau_negative; d is clamped to +-log_clamp, without gradient beyond
               value = -(4 / tau) sigmoid(tau (r - 1)) A
     Shapes:   [T] -> [T].
     Backward: -A r sech^2(tau (r - 1) / 2); on-policy -A. Through the mean where the level is not "token".
@@ -38,24 +38,24 @@ def sapo(
     log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
     positive, negative = log_ratio_T.new_full((), tau_positive), log_ratio_T.new_full((), tau_negative)
     tau_T = torch.where(advantages_T > 0, positive, negative)
-    held_T = held(log_ratio_T, log_clamp)
+    clamped_T = held(log_ratio_T, log_clamp)
     with torch.no_grad():
-        saturated_T = held_T > torch.log1p(SATURATED / tau_T)
+        saturated_T = clamped_T > torch.log1p(SATURATED / tau_T)
         silent_T = saturated_T | (advantages_T == 0)
-    ratio_T = torch.exp(torch.where(silent_T, 0.0, held_T))
+    ratio_T = torch.exp(torch.where(silent_T, 0.0, clamped_T))
     gate_T = torch.where(saturated_T, 1.0, torch.sigmoid(tau_T * (ratio_T - 1)))
     values_T = -(4 / tau_T) * gate_T * advantages_T
-    return Term(values_T, silent_T=None if log_clamp is None else (advantages_T == 0) | (held_T != log_ratio_T))
+    return Term(values_T, silent_T=None if log_clamp is None else (advantages_T == 0) | (clamped_T != log_ratio_T))
 
 
 def dro(inputs: LossInputs, *, beta: float = 0.1, anchor: str = "old") -> Term:
-    """Direct reward optimisation: a policy gradient and a quadratic pull back to the anchor.
+    """Direct reward optimisation: a policy gradient and a quadratic penalty on the distance from the anchor.
 
     Formula:  d = l - anchor;  value = -(A l - beta d^2 / 2)
     Shapes:   [T] -> [T]. The value is not comparable with a ratio's.
     Backward: -A + beta d.
     Source:   DRO, arXiv 2405.19107; the token-level form is that of verl's "dro".
-    Differs:  the paper's baseline is a learned value of the prompt and its pull is per document; here both are per
+    Differs:  the paper's baseline is a learned value of the prompt and its penalty is per document; here both are per
               token, and the advantages come with the batch.
     """
     advantages_T, log_ratio_T = inputs.counted_advantages_T, inputs.log_ratio(anchor)

@@ -1,4 +1,4 @@
-"""Terms that imitate tokens: supervised fine-tuning, and the likelihood of answers that earned a reward.
+"""Terms that imitate tokens: supervised fine-tuning, and the likelihood of completions with a positive reward.
 
 Letters: T packed tokens. l log-probability of the policy.
 """

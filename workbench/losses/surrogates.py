@@ -1,4 +1,4 @@
-"""Surrogates: one pure function a kind, LossInputs and keyword parameters to the policy Term.
+"""Surrogates: one pure function per kind, from LossInputs and keyword parameters to the policy Term.
 
 Each has its settings under the same name in `workbench.specs.losses`, and its keyword parameters are those settings.
 """

@@ -1,9 +1,9 @@
-"""What a policy loss is made of: named per-token terms, and nothing else.
+"""Inputs and named per-token terms of a policy loss.
 
-A loss is a sum over tokens and terms, ``sum_k sum_t w_kt * coefficient_k * values_k[t]``. This storey computes
+A loss is a sum over tokens and terms, ``sum_k sum_t w_kt * coefficient_k * values_k[t]``. This layer computes
 the values; the weights are data that `workbench.reduction` computes on the whole optimizer step. Losses know no
-ranks, no model and no files, so one written in a notebook cell is the same kind of object as these. What a loss
-must know of a document whose tokens lie on several ranks, it asks of `LossInputs.document_sums`.
+ranks, no model and no files, so one written in a notebook cell is the same kind of object as these. Sums over a
+document whose tokens lie on several ranks come from `LossInputs.document_sums`.
 
 Letters: T packed tokens.
 """
@@ -24,7 +24,7 @@ from workbench.shapes import check_shapes
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Everything that a per-token loss may look at, aligned with the token that it is about.
+    """Inputs of a per-token loss, each value aligned with its token.
 
     Half-precision tensors are lifted to float32 (gradients come back in their own precision): bfloat16 counts no
     document beyond 256 tokens, and rounds a clip bound of 1.0004 to 1.
@@ -37,7 +37,7 @@ class LossInputs:
         ref_logprobs_T: [T] nats, of the frozen reference, or None.
         entropy_T: [T] nats, of the policy's distribution, or None.
         frozen_clip_T: [T] bool, clip decisions taken elsewhere (True: the clipped branch), or None to decide
-            here. Comparing precisions needs it: a decision that flips is an O(1) change of one token.
+            here. Needed to compare precisions: a flipped decision is an O(1) change of one token.
         loss_mask_T: [T] bool, the token counts; None: all do.
         document_ids_T: [T] long, document of the token in this row; None: one document.
         rewards_T: [T] the reward of the token's document, or None.
@@ -46,12 +46,12 @@ class LossInputs:
             `document_sums`.
         logsumexp_T: [T] nats, log normaliser of the policy's logits, or None.
         mean_squared_logit_T: [T] mean over the vocabulary of the policy's squared logits, or None.
-        source_T: [T] long, index of the token in the source batch: a name of the token that no layout changes;
-            None: its place in this row.
-        correction_weights_T: [T] sampler corrections that were made elsewhere, or None.
+        source_T: [T] long, index of the token in the source batch, the same in every layout; None: its index in
+            this row.
+        correction_weights_T: [T] sampler corrections that were computed elsewhere, or None.
         length_epsilon: added to a document's length where a mean over it is taken (`document_mean`).
-        sums: sums over documents that may straddle ranks; None: everything is here.
-        statistics: numbers of the whole optimizer step, found before it was split, by name; see
+        sums: sums over documents that may straddle ranks; None: every token is local.
+        statistics: numbers of the whole optimizer step, computed before it was split, by name; see
             `workbench.losses.corrections.step_statistics`.
     """
 
@@ -106,7 +106,7 @@ class LossInputs:
 
     @cached_property
     def document_sums(self) -> DocumentSums:
-        """Sums over the token's own document: those handed in, or local ones."""
+        """Sums over the token's own document: `sums`, or local ones if it is None."""
         if self.sums is not None:
             return self.sums
         ids_T = self.document_ids_T
@@ -135,7 +135,7 @@ class LossInputs:
 
     @property
     def counted_logprobs_T(self) -> Tensor:
-        """[T] of the policy; 0, without gradient, where nothing counts (whatever stands there, NaN too)."""
+        """[T] of the policy; 0, without gradient, where nothing counts (also if NaN)."""
         return torch.where(self.counts_T, self.policy_logprobs_T, 0.0)
 
     @property
@@ -144,7 +144,7 @@ class LossInputs:
         return torch.where(self.counts_T, self.advantages_T, 0.0)
 
     def log_ratio(self, anchor: str = "old") -> Tensor:
-        """[T] log of policy / anchor; 0, without gradient, where nothing counts (whatever stands there).
+        """[T] log of policy / anchor; 0, without gradient, where nothing counts (also if NaN).
 
         Args:
             anchor: "old", "sampler" or "ref".
@@ -155,11 +155,11 @@ class LossInputs:
         return torch.where(self.counts_T, self.policy_logprobs_T - self.logprobs(anchor), 0.0)
 
     def logprobs(self, policy: str) -> Tensor:
-        """[T] log-probabilities of "old", "sampler" or "ref", or an error in words."""
+        """[T] log-probabilities of "old", "sampler" or "ref"; a SpecError if the batch has none."""
         values_T = getattr(self, f"{policy}_logprobs_T")
         if values_T is None:
             raise SpecError(
-                f"a loss that looks at the {policy} policy",
+                f"a loss that uses the {policy} policy",
                 found=f"no {policy}_logprobs",
                 rule=f"it needs the {policy} policy's log-probability of every token",
                 fix="record them with the rollouts, or choose another loss",
@@ -172,15 +172,15 @@ class Term:
     """One term of a loss.
 
     Attributes:
-        values_T: [T] per-token values, to be minimised. May be anything (NaN too) on tokens that do not count.
+        values_T: [T] per-token values, to be minimised. May be anything (also NaN) on tokens that do not count.
         coefficient: multiplies the term.
-        clipped_T: [T] bool, tokens whose gradient this term cut off; None if it never does.
-        weight: which weights of the step the term is summed with. "policy": those of the spec's denominator;
-            "penalty": the same, of all trained tokens also where the correction counts survivors. Or another
-            denominator by name: "token", "document", "raw", ...; "positive_token" is 1 / trained tokens of the step
-            that belong to a document with a reward above 0.
-        silent_T: [T] bool, tokens that get no gradient though nothing cut them off; None: those whose advantage is 0,
-            which is right for a term that is proportional to the token's advantage.
+        clipped_T: [T] bool, tokens whose gradient this term clipped to 0; None if it never does.
+        weight: the weights of the step for the term's sum. "policy": those of the spec's denominator; "penalty": the
+            same, but always of all trained tokens, also if the correction counts survivors. Or another denominator
+            by name: "token", "document", "raw", ...; "positive_token" is 1 / trained tokens of the step that belong
+            to a document with a reward above 0.
+        silent_T: [T] bool, unclipped tokens without gradient; None: those whose advantage is 0, which is right for a
+            term that is proportional to the token's advantage.
         extras: detached [T] tensors for metrics, by name ("raw_weight", "applied_weight", "kept", "truncated").
     """
 

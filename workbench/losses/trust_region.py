@@ -26,7 +26,7 @@ def dppo_tv(
 
     Formula:  dropped: p - q > threshold_high where A > 0;  p - q < -threshold_low elsewhere
               value = -A r if not dropped, else 0;  with a ratio_cap: -A sg[min(r, ratio_cap)] l
-              log r is held within +-log_clamp, without gradient beyond
+              log r is clamped to +-log_clamp, without gradient beyond
     Shapes:   [T] -> [T].
     Backward: -A min(r, ratio_cap), or 0 where dropped. On a threshold the token is kept.
     Source:   DPPO, arXiv 2602.04879, equation 12; the cap is that of verl's "dppo_tv".
@@ -66,7 +66,7 @@ def dppo_kl(
 
 
 def ipo(inputs: LossInputs, *, threshold: float = 0.1, anchor: str = "sampler") -> Term:
-    """The importance-weighted policy gradient of the tokens whose probability has not moved far, either way.
+    """The importance-weighted policy gradient of the tokens whose probability has not moved far in either direction.
 
     Formula:  dropped: |p - q| > threshold;  value = -A r if not dropped, else 0
     Shapes:   [T] -> [T].
@@ -81,10 +81,10 @@ def ipo(inputs: LossInputs, *, threshold: float = 0.1, anchor: str = "sampler") 
 
 
 def ref_kl(inputs: LossInputs, *, threshold_low: float = 0.2, anchor: str = "sampler") -> Term:
-    """On-policy distillation: the policy gradient whose reward is how much likelier the reference finds the token.
+    """On-policy distillation: the policy gradient with the log ratio of the reference to the policy as advantage.
 
     Formula:  a = sg[ref - l];  dropped: p - q < -threshold_low;  value = -a r if not dropped, else 0
-    Shapes:   [T] -> [T]. Advantages are not looked at.
+    Shapes:   [T] -> [T]. Advantages are not used.
     Backward: -a r, or 0 where dropped, whatever the sign of a. On the threshold the token is kept.
     Raises:   SpecError: no reference.
     Source:   PrimeIntellect-ai/prime-rl, loss component "ref_kl". Its quadratic term is `kl` with the estimator
@@ -105,7 +105,7 @@ def _probability(logprobs_T: Tensor) -> Tensor:
 
 
 def _beyond(inputs: LossInputs, moved_T: Tensor, low: float, high: float) -> Tensor:
-    """Whether a token has moved too far in the direction that its advantage pushes; an advantage of 0 pushes down."""
+    """True if a token has moved too far in the direction of its advantage; an advantage of 0 counts as negative."""
     return torch.where(inputs.counted_advantages_T > 0, moved_T > high, moved_T < -low)
 
 

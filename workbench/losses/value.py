@@ -1,4 +1,4 @@
-"""Losses of a critic: how far its value of a state is from the return that followed.
+"""Losses of a critic: distance of its value of a state from the return that followed.
 
 Letters: T packed tokens. V value, R return, u = V - R.
 """
@@ -27,23 +27,23 @@ def value_loss(
     kind: Literal["mse", "huber"] = "mse",
     delta: float = 10.0,
 ) -> Term:
-    """The error of a critic per token, pessimistic about how far it has moved since the start of the update.
+    """Error of a critic per token, pessimistic about its change since the start of the update.
 
     Formula:  mse: ``e(u) = u^2 / 2``;  huber: the same where ``|u| <= delta``, else ``delta (|u| - delta / 2)``
               value = e(V - R);  with a clip: ``max(e(V - R), e(clamp(V, old - clip, old + clip) - R))``
 
     Args:
-        values_T: [T] what the critic says; the one with a gradient.
-        returns_T: [T] what it should have said.
+        values_T: [T] predictions of the critic; the only input with a gradient.
+        returns_T: [T] targets.
         loss_mask_T: [T] bool, the token counts.
-        old_values_T: [T] what it said at the start of the update; only a clip looks at it.
-        clip: how far a value may move from the old one before that no longer helps; None: any.
+        old_values_T: [T] predictions at the start of the update; only used by a clip.
+        clip: largest change of a value from the old one that lowers the loss; None: unlimited.
         kind: the shape of the error.
-        delta: huber: where the parabola ends.
+        delta: huber: error at which the parabola ends.
 
     Shapes:   [T] each -> a term of [T], in squared reward units (huber: times delta beyond it); 0 where nothing counts.
     Backward: e'(u), u or its sign times delta; 0 where V is further than clip from old and the clipped error is the
-              greater. ``clipped_T`` is where the clipped error is the greater.
+              greater. ``clipped_T``: the clipped error is the greater.
     Raises:   SpecError: another kind, a delta or a clip that is not positive, a clip without old values.
     Source:   clip: PPO's code (openai/baselines ppo2, 2017); NeMo-RL MseValueLossFn, OpenRLHF ValueLoss and verl
               compute_value_loss halve the mean as here; huber: AReaL ppo_critic_loss_fn.
@@ -58,7 +58,7 @@ def value_loss(
     check_shapes(
         "value_loss", values_T=values_T, returns_T=returns_T, loss_mask_T=loss_mask_T, old_values_T=old_values_T
     )
-    # What stands where nothing counts (NaN, infinity) must reach no gradient.
+    # Values where nothing counts (NaN, infinity) must not reach a gradient.
     values_T, returns_T = (torch.where(loss_mask_T, given_T, 0.0) for given_T in (values_T, returns_T))
     plain_T = _error(values_T - returns_T, kind, delta)
     silent_T = ~loss_mask_T

@@ -1,4 +1,4 @@
-"""What a step cost, wall time and peak memory of this rank; and what measuring it costs."""
+"""The cost of a step, in wall time and peak memory of this rank; and the cost of its metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.specs.losses import LossSpec
 
 
 class StepClock:
-    """Times a region on a device, finished work only.
+    """Wall-clock timer of a region on a device; waits for the device at both ends.
 
     Example:
         >>> with StepClock(torch.device("cpu")) as clock:
@@ -36,21 +36,21 @@ class StepClock:
         self.step_ms = 0.0
 
     def __enter__(self) -> StepClock:
-        self._wait()
+        self._synchronize()
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._wait()
+        self._synchronize()
         self.step_ms = (time.perf_counter() - self._start) * 1e3
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory this process has held so far: of the GPU where there is one, else resident (whole process)."""
+    """Return the peak memory of this process so far: allocated on the GPU if there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -58,14 +58,14 @@ def peak_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class MetricsCost:
-    """What measuring one micro-batch costs, beside the step that it measures.
+    """The cost of the metrics of one micro-batch, in addition to the step.
 
     Attributes:
-        device: where.
+        device: of the tensors.
         tokens: T of the micro-batch.
-        level: what was measured.
-        metrics: how many numbers came out.
-        issue_ms: until the host has issued the work, which a device does while the host goes on.
+        level: of the metrics.
+        metrics: number of metrics.
+        issue_ms: until the host has issued the work, which a device executes asynchronously.
         total_ms: until the numbers are on the host, alone on an idle device.
         launches: operations sent to the device.
     """
@@ -79,7 +79,7 @@ class MetricsCost:
     launches: int
 
     def share_of(self, step_ms: float) -> float:
-        """The cost as a share of a step's time, at most: nothing overlaps."""
+        """Return the cost as a share of a step's time; an upper bound, without overlap."""
         return self.total_ms / step_ms
 
 
@@ -92,17 +92,17 @@ def metrics_cost(
     spec: LossSpec | None = None,
     repeats: int = 20,
 ) -> MetricsCost:
-    """Measure what the metrics of one micro-batch cost, with a reference, a sampler and a correction to look at.
+    """Measure the cost of the metrics of one micro-batch that has a reference, a sampler and a correction.
 
     Medians of ``repeats`` after a warm-up; the forward and backward pass are not part of it.
 
     Args:
-        device: where.
-        tokens: T; 16384 is what the budget of 1 % of a Qwen3-0.6B step is stated for.
+        device: of the tensors.
+        tokens: T; the budget of 1 % of a Qwen3-0.6B step is stated for 16384.
         documents: N, of equal lengths.
         level: "basic" or "full".
         spec: the loss; None: GRPO with truncated importance sampling and a KL penalty.
-        repeats: how often.
+        repeats: number of timed repetitions.
     """
     device = torch.device(device)
     spec = spec or LossSpec(correction={"kind": "tis"}, kl={"coefficient": 0.01})
@@ -125,13 +125,13 @@ def metrics_cost(
     )
     terms = make_loss(spec)(inputs)
     slots = DocumentSlots(0, documents, lengths_T)
-    issued, finished, found = [], [], {}
+    issued, finished, numbers = [], [], {}
     for _ in range(3 + repeats):
         with StepClock(device) as clock:
-            begin = time.perf_counter()
+            start = time.perf_counter()
             unfinished = policy_metrics(inputs, terms, mask_T, level, spec, slots)
-            issued.append((time.perf_counter() - begin) * 1e3)
-            found = finish_metrics([unfinished], Axis("dp_cp"))
+            issued.append((time.perf_counter() - start) * 1e3)
+            numbers = finish_metrics([unfinished], Axis("dp_cp"))
         finished.append(clock.step_ms)
     with _Launches() as launches:
         finish_metrics([policy_metrics(inputs, terms, mask_T, level, spec, slots)], Axis("dp_cp"))
@@ -139,7 +139,7 @@ def metrics_cost(
         str(device),
         tokens,
         level,
-        len(found),
+        len(numbers),
         statistics.median(issued[3:]),
         statistics.median(finished[3:]),
         launches.count,
@@ -147,7 +147,7 @@ def metrics_cost(
 
 
 class _Launches(TorchDispatchMode):
-    """Counts operations that touch numbers; views cost the host only."""
+    """Counter of operations that touch numbers; views cost the host only."""
 
     def __init__(self) -> None:
         super().__init__()

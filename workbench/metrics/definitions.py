@@ -1,7 +1,7 @@
-"""What every metric of a step means: key, unit, population, weight and reducer, as data.
+"""Declarations of the metrics of a step: key, unit, population, weight and reducer, as data.
 
 From these declarations metrics are computed (`workbench.metrics.policy`), listed (`metric_table`) and explained. Keys
-are ``group/name/statistic``. The reducer stands in the declaration and is never read from the key.
+are ``group/name/statistic``. The reducer is part of the declaration and is never derived from the key.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 Level = Literal["none", "basic", "full"]
 LEVELS: tuple[Level, ...] = ("none", "basic", "full")
-"""How much is measured: nothing; what costs next to nothing; everything."""
+"""Metrics that are computed: none; the cheap ones; all."""
 
 Weight = Literal["token", "document", "segment"]
 WEIGHTS = {
@@ -67,16 +67,16 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Metric:
-    """A number about a step, declared.
+    """The declaration of a metric of a step.
 
     Attributes:
         key: ``group/name/statistic``, or another system's name for it.
         meaning: one sentence.
         unit: of the number.
         column: the per-token quantity.
-        reducer: how tokens make the number.
-        weight: how much a token weighs.
-        level: the least level at which it is measured.
+        reducer: from per-token values to the number.
+        weight: of a token.
+        level: the lowest level at which it is computed.
     """
 
     key: str
@@ -89,32 +89,32 @@ class Metric:
 
     @property
     def population(self) -> str:
-        """Which tokens, in words."""
+        """Description of the tokens."""
         return _population(self.column.needs)
 
     @property
     def weight_in_words(self) -> str:
-        """How much each weighs."""
+        """Description of the weight."""
         return WEIGHTS[self.weight]
 
     @property
     def reducer_in_words(self) -> str:
-        """How they make the number."""
+        """Description of the reducer."""
         return str(self.reducer)
 
 
 @dataclass(frozen=True)
 class DocumentMetric:
-    """A number made of whole documents, declared. Needs `quantities.DocumentSlots`.
+    """The declaration of a metric of whole documents. Needs `quantities.DocumentSlots`.
 
     Attributes:
         key: see `Metric`.
         meaning: one sentence.
         unit: of the number.
         columns: per-token quantities, summed over each document's trained tokens.
-        read: the number, from tokens_N, one sum_N a column and one maximum_N an extreme, of documents with trained
-            tokens.
-        weighs: what each document weighs, in words.
+        read: returns the number from tokens_N, one sum_N per column and one maximum_N per extreme, of documents with
+            trained tokens.
+        weighs: description of a document's weight.
         level: see `Metric`.
         extremes: per-token quantities whose maximum is taken over each document's trained tokens.
     """
@@ -130,22 +130,22 @@ class DocumentMetric:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """The policies whose log-probabilities it needs."""
         return tuple(dict.fromkeys(name for column in (*self.columns, *self.extremes) for name in column.needs))
 
     @property
     def population(self) -> str:
-        """Which documents, in words."""
+        """Description of the documents."""
         return f"documents with {_population(self.needs)}"
 
     @property
     def weight_in_words(self) -> str:
-        """How much each weighs."""
+        """Description of the weight."""
         return self.weighs
 
     @property
     def reducer_in_words(self) -> str:
-        """How they make the number."""
+        """Description of the reducer."""
         return "from a table of documents"
 
 
@@ -158,14 +158,14 @@ def _population(needs: Iterable[str]) -> str:
 
 
 def metric_table(metrics: Sequence[AnyMetric] | None = None) -> pd.DataFrame:
-    """Every metric with its meaning, unit, population, weight, reducer and level; one row a key.
+    """Return every metric with its meaning, unit, population, weight, reducer and level; one row per key.
 
     Args:
         metrics: declarations; None: the canonical ones of a loss whose term "policy" clips.
     """
     import pandas as pd
 
-    chosen = declared(("policy",)) if metrics is None else metrics
+    metrics = declared(("policy",)) if metrics is None else metrics
     return pd.DataFrame(
         [
             {
@@ -177,23 +177,23 @@ def metric_table(metrics: Sequence[AnyMetric] | None = None) -> pd.DataFrame:
                 "reducer": metric.reducer_in_words,
                 "level": metric.level,
             }
-            for metric in chosen
+            for metric in metrics
         ]
     ).set_index("key")
 
 
 def markdown_table(metrics: Sequence[AnyMetric] | None = None) -> str:
-    """The same table for a README."""
+    """Return the same table in Markdown, for a README."""
     frame = metric_table(metrics).reset_index()
     lines = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-# ---- numbers of documents ------------------------------------------------------------------------------
+# ---- metrics of documents ------------------------------------------------------------------------------
 
 
 def document_ratio(reduce: str, above: str = "policy", below: str = "old") -> DocumentMetric:
-    """A statistic of the documents' ratios, exp of the mean log ratio of the document (as GSPO defines it)."""
+    """Declare a statistic of the documents' ratios, each exp of its mean log ratio (as GSPO defines it)."""
     meaning = {
         "mean": "mean of",
         "min": "smallest of",
@@ -216,7 +216,7 @@ def _ratio_statistic(reduce: str, tokens_N: Tensor, log_ratio_N: Tensor) -> floa
 
 
 def statistic(reduce: str, values_N: Tensor) -> float:
-    """A plain statistic of one number a document; NaN or the identity for no documents."""
+    """Return an unweighted statistic of one number per document; NaN or the identity for no documents."""
     empty = not values_N.numel()
     if reduce == "sum":
         return float(values_N.sum())
@@ -236,7 +236,7 @@ def statistic(reduce: str, values_N: Tensor) -> float:
 
 
 def document_clip(region: str, key: str, meaning: str, clip: ClipRule, level: Level = "basic") -> DocumentMetric:
-    """The share of trained tokens whose document's ratio lies beyond the clip of a sequence-level surrogate.
+    """Declare the share of trained tokens whose document's ratio is beyond the clip of a sequence-level surrogate.
 
     The sign is that of the document's mean advantage.
     """
@@ -252,11 +252,11 @@ def document_clip(region: str, key: str, meaning: str, clip: ClipRule, level: Le
 
 
 def _clipped_share(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
-    found_N = beyond(region, (log_ratio_N / tokens_N).exp(), advantage_N / tokens_N, clip)
+    beyond_N = beyond(region, (log_ratio_N / tokens_N).exp(), advantage_N / tokens_N, clip)
     total = float(tokens_N.sum())
-    if found_N is None or not total:
+    if beyond_N is None or not total:
         return float("nan")
-    return float(torch.where(found_N, tokens_N, 0.0).sum()) / total
+    return float(torch.where(beyond_N, tokens_N, 0.0).sum()) / total
 
 
 # ---- the canonical set ---------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ CLIP_REGIONS: tuple[tuple[str, str, str, Level], ...] = (
     (
         "outside",
         "clip/region/fraction",
-        "share of tokens whose ratio lies outside the clip, whatever the sign of the advantage",
+        "share of tokens whose ratio lies outside the clip, for either sign of the advantage",
         "basic",
     ),
     (
@@ -290,7 +290,7 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("sampler", "old"),
     ("old", "sampler"),
 )
-"""(first, second) of every KL(first || second) that is estimated."""
+"""(first, second) of every estimated KL(first || second)."""
 
 _BASIC_KL = {
     ("k1", "old", "policy"),
@@ -302,11 +302,11 @@ _BASIC_KL = {
 
 
 def declared(clipping_terms: Sequence[str] = ("policy",), clip: ClipRule | None = None) -> tuple[AnyMetric, ...]:
-    """The canonical metrics of a loss.
+    """Return the canonical metrics of a loss.
 
     Args:
-        clipping_terms: names of its terms that say which tokens they cut.
-        clip: its clip, where a surrogate of whole documents needs document metrics for it; None: of tokens.
+        clipping_terms: names of its terms that report the tokens they clip.
+        clip: its clip, if a surrogate of whole documents needs document metrics for it; None: of tokens.
     """
     return tuple(
         itertools.chain(
@@ -344,21 +344,21 @@ def _counts() -> Iterable[AnyMetric]:
 
 
 def _logprobs() -> Iterable[AnyMetric]:
-    for who in ("policy", "old", "sampler", "ref"):
-        level: Level = "basic" if who in ("policy", "old") else "full"
+    for name in ("policy", "old", "sampler", "ref"):
+        level: Level = "basic" if name in ("policy", "old") else "full"
         yield Metric(
-            f"logprob/{who}/mean",
-            f"mean log-probability under the {who} policy",
+            f"logprob/{name}/mean",
+            f"mean log-probability under the {name} policy",
             "nats",
-            LogProb(who),
+            LogProb(name),
             Mean(),
             level=level,
         )
         yield Metric(
-            f"logprob/{who}/document_mean",
-            f"mean over documents of the document's mean log-probability under the {who} policy",
+            f"logprob/{name}/document_mean",
+            f"mean over documents of the document's mean log-probability under the {name} policy",
             "nats",
-            LogProb(who),
+            LogProb(name),
             Mean(),
             "document",
             "full",
@@ -382,17 +382,17 @@ def _logprobs() -> Iterable[AnyMetric]:
 def _ratios() -> Iterable[AnyMetric]:
     for above, below in (("policy", "old"), ("old", "sampler"), ("policy", "sampler")):
         ratio, name = Ratio(above, below), f"ratio/{above}_{below}"
-        words = f"the token ratios {above} / {below}"
+        label = f"the token ratios {above} / {below}"
         main: Level = "basic" if (above, below) == ("policy", "old") else "full"
-        yield Metric(f"{name}/mean", f"mean of {words}", "1", ratio, Mean(), level=main)
-        yield Metric(f"{name}/std", f"standard deviation of {words}", "1", ratio, Deviation(1.0), level=main)
-        yield Metric(f"{name}/min", f"smallest of {words}", "1", ratio, Minimum(), level=main)
-        yield Metric(f"{name}/max", f"largest of {words}", "1", ratio, Maximum(), level=main)
-        yield Metric(f"{name}/sum", f"sum of {words}", "1", ratio, Sum(), level=main)
-        yield Metric(f"{name}/squared_sum", f"sum of squares of {words}", "1", ratio, SquaredSum(), level=main)
+        yield Metric(f"{name}/mean", f"mean of {label}", "1", ratio, Mean(), level=main)
+        yield Metric(f"{name}/std", f"standard deviation of {label}", "1", ratio, Deviation(1.0), level=main)
+        yield Metric(f"{name}/min", f"smallest of {label}", "1", ratio, Minimum(), level=main)
+        yield Metric(f"{name}/max", f"largest of {label}", "1", ratio, Maximum(), level=main)
+        yield Metric(f"{name}/sum", f"sum of {label}", "1", ratio, Sum(), level=main)
+        yield Metric(f"{name}/squared_sum", f"sum of squares of {label}", "1", ratio, SquaredSum(), level=main)
         yield Metric(
             f"{name}/effective_samples",
-            f"effective sample size of {words}",
+            f"effective sample size of {label}",
             "tokens",
             ratio,
             EffectiveSampleSize(),
@@ -400,17 +400,17 @@ def _ratios() -> Iterable[AnyMetric]:
         )
         yield Metric(
             f"{name}/document_mean",
-            f"mean over documents of the document's mean of {words}",
+            f"mean over documents of the document's mean of {label}",
             "1",
             ratio,
             Mean(),
             "document",
             "full",
         )
-        yield Metric(f"{name}/p99", f"99th percentile of {words}, within 1 %", "1", ratio, Quantile(0.99), level="full")
+        yield Metric(f"{name}/p99", f"99th percentile of {label}, within 1 %", "1", ratio, Quantile(0.99), level="full")
         yield Metric(
             f"{name}/log_mean",
-            f"log of the mean of {words}, where the mean itself may overflow",
+            f"log of the mean of {label}, where the mean itself may overflow",
             "nats",
             LogRatio(above, below),
             LogMeanExp(),
@@ -503,26 +503,26 @@ def _advantages() -> Iterable[AnyMetric]:
 
 def _weights() -> Iterable[AnyMetric]:
     raw, applied = Extra("raw_weight"), Extra("applied_weight")
-    for name, column, words in (
+    for name, column, label in (
         ("raw", raw, "correction weights before truncation and rejection"),
         ("applied", applied, "correction weights as applied, 0 where rejected"),
     ):
-        yield Metric(f"weight/{name}/mean", f"mean of the {words}", "1", column, Mean())
+        yield Metric(f"weight/{name}/mean", f"mean of the {label}", "1", column, Mean())
         yield Metric(
             f"weight/{name}/max",
-            f"largest of the {words}",
+            f"largest of the {label}",
             "1",
             column,
             Maximum(),
             level="basic" if name == "raw" else "full",
         )
-        yield Metric(f"weight/{name}/min", f"smallest of the {words}", "1", column, Minimum(), level="full")
+        yield Metric(f"weight/{name}/min", f"smallest of the {label}", "1", column, Minimum(), level="full")
         yield Metric(
-            f"weight/{name}/std", f"standard deviation of the {words}", "1", column, Deviation(1.0), level="full"
+            f"weight/{name}/std", f"standard deviation of the {label}", "1", column, Deviation(1.0), level="full"
         )
         yield Metric(
             f"weight/{name}/effective_samples",
-            f"effective sample size of the {words}",
+            f"effective sample size of the {label}",
             "tokens",
             column,
             EffectiveSampleSize(),

@@ -1,12 +1,12 @@
-"""What a comparison of two steps could have seen: which tokens and documents have a gradient, and which are clipped.
+"""The evidence of a comparison: the tokens and documents of a step that have a gradient, and those that are clipped.
 
-Two runs whose advantages are all zero agree in every bit, and so do two whose loss masks are empty: nothing was there
-to differ. Every step therefore counts, whatever else is measured, what its loss sends back to the policy, and every
-verdict quotes these counts. A comparison without any is vacuous.
+Two runs whose advantages are all zero agree in every bit, and so do two with empty loss masks: nothing could differ.
+Every step therefore counts, at every metrics level, the tokens to which its loss sends a gradient, and every verdict
+quotes these counts. A comparison without any is vacuous.
 
-The counts are taken where the loss meets the network: a token has a gradient if the derivative of the step's total
-loss with respect to what the head returns for it (log-probability, entropy, log normaliser) is not zero. They travel
-with the metrics of the step, so they cost no collective of their own.
+The counts are taken at the head outputs: a token has a gradient if the derivative of the step's total loss with
+respect to its head outputs (log-probability, entropy, log normaliser) is not zero. They are merged together with the
+metrics of the step, so they cost no collective of their own.
 
 Letters: T packed tokens.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the counts of a record are read by verbs that only look, which load no torch
+if TYPE_CHECKING:  # read-only CLI verbs use the counts of a record, and load no torch
     from torch import Tensor
 
     from workbench.losses.terms import LossInputs, Term
@@ -39,11 +39,11 @@ _REACHED, _DOCUMENTS, _REACHED_DOCUMENTS = "gradient_tokens/sum", "documents/sum
 
 
 class GradientTokens:
-    """Which tokens of a loss evaluation receive a gradient, noted while it is back-propagated.
+    """The tokens of a loss evaluation that receive a gradient, recorded during its backward pass.
 
     Args:
-        row: the tokens that were evaluated, a whole row or a part of one.
-        inputs: what the loss was given for them.
+        row: the evaluated tokens, a whole row or a part of one.
+        inputs: of the loss, for these tokens.
 
     Example:
         >>> reached = GradientTokens(row, inputs)  # doctest: +SKIP
@@ -57,14 +57,15 @@ class GradientTokens:
 
         self.row = row
         self.mask_T = torch.zeros_like(row.loss_mask_T)
+        # Hooks, not advantages: clips, corrections and KL terms decide where gradients are zero (DECISIONS.md, 108).
         for values_T in (inputs.policy_logprobs_T, inputs.entropy_T, inputs.logsumexp_T, inputs.mean_squared_logit_T):
             if values_T is not None and values_T.requires_grad:
-                values_T.register_hook(self._note)
+                values_T.register_hook(self._record)
 
-    def _note(self, gradient_T: Tensor | None) -> None:
+    def _record(self, gradient_T: Tensor | None) -> None:
         if gradient_T is None:  # autograd's zero
             return
-        # NaN is not 0: a gradient that is not a number is there
+        # NaN != 0: a gradient of NaN counts as a gradient
         self.mask_T = self.mask_T | ((gradient_T.detach() != 0) & self.row.loss_mask_T)
 
 
@@ -75,13 +76,13 @@ def count_evidence(
     slots: DocumentSlots,
     reached: GradientTokens | None,
 ) -> dict[str, Value]:
-    """The counts of one micro-batch on one rank, unfinished: `finish_metrics` merges them with the metrics of the step.
+    """Count one micro-batch on one rank; `finish_metrics` merges the values with the metrics of the step.
 
     Args:
-        inputs: what the loss was given, for the whole row.
-        terms: what it returned.
+        inputs: of the loss, for the whole row.
+        terms: its result.
         row: the tokens of the row.
-        slots: the names of the row's documents in the whole step.
+        slots: the numbers of the row's documents in the whole step.
         reached: the last evaluation that was back-propagated; None if no token of the row was evaluated.
     """
     import torch
@@ -93,7 +94,7 @@ def count_evidence(
     with torch.no_grad():
         silent_T = NoGradient().of(q)
         clipped = [term.clipped_T for term in terms.values() if term.clipped_T is not None]
-        gradient_T, names_T = (
+        gradient_T, documents_T = (
             (mask_T.new_zeros(0), row.document_ids_T.new_zeros(0))
             if reached is None
             else (reached.mask_T, slots.first + reached.row.document_ids_T)
@@ -102,7 +103,7 @@ def count_evidence(
             _TRAINED: _sum(q.one_T, mask_T),
             _REACHED: _sum(gradient_T.double(), torch.ones_like(gradient_T)),
             _DOCUMENTS: _documents(slots, row.document_ids_T >= 0, slots.first + row.document_ids_T),
-            _REACHED_DOCUMENTS: _documents(slots, gradient_T, names_T),
+            _REACHED_DOCUMENTS: _documents(slots, gradient_T, documents_T),
         }
         if silent_T is not None:
             counts[_POLICY] = _sum((1 - silent_T).double(), mask_T)
@@ -117,25 +118,25 @@ def _sum(values_T: Tensor, mask_T: Tensor) -> Value:
     return Sum().over(values_T, mask_T)
 
 
-def _documents(slots: DocumentSlots, mask_T: Tensor, names_T: Tensor) -> Value:
-    """How many documents of the step have a token in the mask."""
+def _documents(slots: DocumentSlots, mask_T: Tensor, documents_T: Tensor) -> Value:
+    """Number of documents of the step with a token in the mask."""
     from workbench.metrics.values import OfDocuments
 
-    return OfDocuments(lambda tokens_N: float(len(tokens_N)), 0, slots.number).table((), mask_T, names_T)
+    return OfDocuments(lambda tokens_N: float(len(tokens_N)), 0, slots.number).table((), mask_T, documents_T)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run, or the steps of one, gave a comparison to look at. Counts, summed over steps.
+    """The evidence that a run, or some of its steps, gives a comparison: counts, summed over steps.
 
     Attributes:
-        steps: that were counted.
+        steps: number of counted steps.
         documents: in them.
         gradient_documents: documents with a token that has a gradient.
-        trained_tokens: targets that count.
+        trained_tokens: trained targets.
         gradient_tokens: trained tokens that have a gradient, from any term of the loss.
-        policy_gradient_tokens: trained tokens to which the policy term gives one; None for a loss without such a term.
-        clipped_tokens: trained tokens whose gradient a clip cut off; None for a loss that clips nothing.
+        policy_gradient_tokens: trained tokens with a gradient from the policy term; None for a loss without one.
+        clipped_tokens: trained tokens whose gradient is clipped to zero; None for a loss without a clip.
         zero_steps: steps in which every parameter's gradient was zero.
     """
 
@@ -150,7 +151,7 @@ class Evidence:
 
     @classmethod
     def of_steps(cls, records: Iterable[Mapping[str, Any]]) -> Evidence | None:
-        """The evidence of step records; None if they have no counts, as those of earlier versions have none."""
+        """Return the evidence of step records; None if they have no counts, as in earlier versions."""
         counted = [record for record in records if PREFIX + _TRAINED in record]
         if not counted:
             return None
@@ -174,40 +175,40 @@ class Evidence:
 
     @property
     def gradient_document_share(self) -> float | None:
-        """Documents with a gradient, of all; None of none."""
+        """Share of documents with a gradient; None without documents."""
         return _share(self.gradient_documents, self.documents)
 
     @property
     def gradient_token_share(self) -> float | None:
-        """Trained tokens with a gradient, of all trained tokens; None of none."""
+        """Share of trained tokens with a gradient; None without trained tokens."""
         return _share(self.gradient_tokens, self.trained_tokens)
 
     @property
     def policy_token_share(self) -> float | None:
-        """Trained tokens that get a gradient from the policy term, of all; None if unknown."""
+        """Share of trained tokens with a gradient from the policy term; None if unknown."""
         return _share(self.policy_gradient_tokens, self.trained_tokens)
 
     @property
     def clipped_share(self) -> float | None:
-        """Trained tokens that are clipped, of all; None if unknown."""
+        """Share of trained tokens that are clipped; None if unknown."""
         return _share(self.clipped_tokens, self.trained_tokens)
 
     @property
     def nothing(self) -> str:
-        """Why there was nothing to compare; "" if there was something."""
+        """The reason why there is nothing to compare; "" if there is something."""
         everywhere = " in every step" if self.steps > 1 else ""
         if not self.trained_tokens:
             return f"no token is trained: the loss mask is empty{everywhere}"
         if not self.gradient_documents:
-            why = ": every token that would have one is clipped" if self.clipped_tokens == self.trained_tokens else ""
-            return f"no document has a gradient{why}"
+            reason = ": every trained token is clipped" if self.clipped_tokens == self.trained_tokens else ""
+            return f"no document has a gradient{reason}"
         if self.zero_steps == self.steps:
             return f"every gradient is zero{everywhere}"
         return ""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why a verdict on it says less than it seems to; () if it does not."""
+        """Reasons why a verdict on this evidence is weak; () if there are none."""
         if self.nothing:
             return ()
         notes = []
@@ -224,7 +225,7 @@ class Evidence:
         return tuple(notes)
 
     def summary(self) -> str:
-        """The shares in a line.
+        """Return the shares in one line.
 
         Example:
             >>> Evidence(1, 8, 6, 100, 75, 75, 25).summary()
@@ -239,7 +240,7 @@ class Evidence:
         return text if self.steps == 1 else f"{text}; counted over {self.steps} steps"
 
     def as_json(self) -> dict[str, Any]:
-        """Counts, shares and warnings as JSON data, for a saved comparison."""
+        """Return counts, shares and warnings as JSON data, for a saved comparison."""
         names = (
             "steps",
             "documents",
@@ -262,13 +263,13 @@ class Evidence:
 
 
 def split_evidence(numbers: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Finished numbers of a step: its metrics, and the counts of `count_evidence`."""
+    """Split the final values of a step into its metrics and the counts of `count_evidence`."""
     counts = {key: value for key, value in numbers.items() if key.startswith(PREFIX)}
     return {key: value for key, value in numbers.items() if key not in counts}, counts
 
 
 def weaker(first: Evidence | None, second: Evidence | None) -> Evidence | None:
-    """Of two runs that are compared, the evidence of the one with fewer tokens that have a gradient."""
+    """Return the evidence of the run with fewer tokens that have a gradient, of two that are compared."""
     known: Sequence[Evidence] = [each for each in (first, second) if each is not None]
     return min(known, key=lambda each: each.gradient_tokens, default=None)
 

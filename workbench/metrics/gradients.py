@@ -1,7 +1,7 @@
 """Gradient norms by group of parameters: embedding, attention, mlp, norm, head, and by layer.
 
-A wrong factor that hits one part of a model only (a head whose gradient is lost, norms that miss a sum over tp) hides
-in the global norm and shows here. A parameter's group follows from the modules that it lies in, by their whole names.
+A wrong factor in one part of a model (a head whose gradient is lost, norms that miss a sum over tp) is hidden in the
+global norm and visible here. A parameter's group follows from the full names of the modules on its path.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ GROUPS: Mapping[str, frozenset[str]] = {
     "embedding": frozenset({"embed_tokens", "wte", "wpe", "embed_in"}),
     "head": frozenset({"lm_head", "embed_out", "score"}),
 }
-"""Group -> names of modules. The first group that owns a module on the parameter's path takes it, so the norms of
-queries and keys are norms. Tied weights are one parameter, and belong to the embedding."""
+"""Group -> names of modules. The first group with a module on the parameter's path wins, so the norms of queries and
+keys are norms. Tied weights are one parameter, which belongs to the embedding."""
 
 LAYERS = frozenset({"layers", "h", "blocks"})
-"""Names of the list of layers; the number comes next."""
+"""Names of the list of layers; the layer's number follows."""
 
 
 def parameter_group(name: str) -> str:
-    """The group of a parameter; "other" if no module on its path is known.
+    """Return the group of a parameter; "other" if no module on its path is known.
 
     Example:
         >>> parameter_group("model.layers.3.self_attn.q_norm.weight"), parameter_group("lm_head.weight")
@@ -51,20 +51,19 @@ def parameter_group(name: str) -> str:
 
 
 def parameter_layer(name: str) -> int | None:
-    """The layer that a parameter lies in, or None."""
+    """Return the number of a parameter's layer, or None."""
     parts = name.split(".")
     places = [i for i, part in enumerate(parts[:-1]) if part in LAYERS and parts[i + 1].isdecimal()]
     return int(parts[places[0] + 1]) if places else None
 
 
 def gradient_group_norms(norms: Mapping[str, float], level: Level = "basic") -> dict[str, float]:
-    """L2 norms of the whole gradient by group and, at level full, by layer.
+    """Return L2 norms of the full gradient by group and, at level full, by layer.
 
     Formula:  norm of a group = sqrt(sum of its parameters' squared norms); squares of groups add up to the global one.
 
     Args:
-        norms: of every parameter's *whole* gradient (`workbench.sharding.gradients.gradient_norms`), so nothing is left
-            to merge.
+        norms: of the *full* gradients (`workbench.sharding.gradients.gradient_norms`), so there is nothing to merge.
         level: "none", "basic" (groups) or "full" (groups and layers).
 
     Returns:
@@ -79,5 +78,5 @@ def gradient_group_norms(norms: Mapping[str, float], level: Level = "basic") -> 
         for key in keys:
             squares[key] = squares.get(key, 0.0) + float(norm) ** 2
     order = [*GROUPS, "other"]
-    ranked = sorted(squares, key=lambda key: (order.index(key), "") if key in order else (len(order), key))
-    return {f"gradient/norm/{key}": math.sqrt(squares[key]) for key in ranked}
+    ordered = sorted(squares, key=lambda key: (order.index(key), "") if key in order else (len(order), key))
+    return {f"gradient/norm/{key}": math.sqrt(squares[key]) for key in ordered}

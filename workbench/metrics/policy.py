@@ -1,7 +1,7 @@
-"""What happened to the policy in a step: ratio, clipping, KL, entropy, advantages, correction weights.
+"""Metrics of the policy in a step: ratio, clipping, KL, entropy, advantages, correction weights.
 
 One pass over declarations (`workbench.metrics.definitions`): the columns that they need are stacked, masked and summed
-under every weight with one product; extremes with one maximum. Nothing waits for the device; numbers appear when
+under every weight with one GEMM; extremes with one maximum. Nothing waits for the device; numbers are read when
 `workbench.metrics.values.finish_metrics` merges micro-batches and ranks.
 
 Letters: T packed tokens | K parts that add | M parts of which the largest counts | W weights.
@@ -30,18 +30,18 @@ def policy_metrics(
     loss_spec: LossSpec | None = None,
     slots: DocumentSlots | None = None,
 ) -> dict[str, Value]:
-    """Metrics of one micro-batch on one rank, unfinished. The same keys on every rank, tokens or not.
+    """Compute the unfinished metrics of one micro-batch on one rank. The same keys on every rank, tokens or not.
 
-    Which keys there are follows from the level, the loss and which log-probabilities the batch has, never from the
-    tokens of a micro-batch.
+    The keys depend on the level, the loss and the log-probabilities of the batch, never on the tokens of a
+    micro-batch.
 
     Args:
-        inputs: what the loss saw.
-        terms: what it said.
+        inputs: of the loss.
+        terms: its result.
         loss_mask_T: [T] bool, the population.
         level: "none", "basic" or "full".
         loss_spec: the loss's settings, for the bounds of its clip; None: metrics of the clip region are left out.
-        slots: the names of the row's documents in the whole step; None: metrics of whole documents are left out.
+        slots: the numbers of the row's documents in the whole step; None: metrics of whole documents are left out.
 
     Raises:
         SpecError: another level.
@@ -59,7 +59,7 @@ def policy_metrics(
 
 
 def measure(metrics: Iterable[AnyMetric], q: Quantities) -> dict[str, Value]:
-    """The declared metrics of one micro-batch, unfinished; those whose quantities are not known are left out."""
+    """Compute the declared metrics of one micro-batch, unfinished; those without their quantities are left out."""
     with torch.no_grad():
         known = [metric for metric in metrics if _is_known(metric, q)]
         plain = [metric for metric in known if isinstance(metric, Metric) and metric.reducer.plain]
@@ -83,32 +83,32 @@ def measure(metrics: Iterable[AnyMetric], q: Quantities) -> dict[str, Value]:
 
 
 def _totals(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, Power, str], Tensor]:
-    """Every sum that the metrics need: one stack, one mask, one product. [K, T] @ [T, W]."""
-    wanted = list(dict.fromkeys((metric.column, power) for metric in metrics for power in metric.reducer.powers))
+    """Compute every sum that the metrics need: one stack, one mask, one GEMM. [K, T] @ [T, W]."""
+    needed = list(dict.fromkeys((metric.column, power) for metric in metrics for power in metric.reducer.powers))
     weights = list(dict.fromkeys(metric.weight for metric in metrics if metric.reducer.powers))
-    if not wanted:
+    if not needed:
         return {}
-    rows_KT = torch.stack([_power(q, column, power) for column, power in wanted])
-    masks_KT = torch.stack([q.population(column) for column, _ in wanted])
+    rows_KT = torch.stack([_power(q, column, power) for column, power in needed])
+    masks_KT = torch.stack([q.population(column) for column, _ in needed])
     weights_TW = torch.stack([q.weights(name) for name in weights], dim=1)
     totals_KW = torch.where(masks_KT, rows_KT, 0.0) @ torch.where(q.mask_T[:, None], weights_TW, 0.0)
     return {
         (column, power, name): total
-        for (column, power), line in zip(wanted, totals_KW.unbind(), strict=True)
+        for (column, power), line in zip(needed, totals_KW.unbind(), strict=True)
         for name, total in zip(weights, line.unbind(), strict=True)
     }
 
 
 def _extremes(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, int], Tensor]:
-    """Every maximum that the metrics need (a minimum is one of negated values): one stack, one mask. [M, T]."""
-    wanted = list(dict.fromkeys((metric.column, sign) for metric in metrics for sign in metric.reducer.signs))
-    if not wanted:
+    """Compute every maximum that the metrics need (a minimum is one of negated values): one stack, one mask. [M, T]."""
+    needed = list(dict.fromkeys((metric.column, sign) for metric in metrics for sign in metric.reducer.signs))
+    if not needed:
         return {}
-    rows_MT = torch.stack([q.column(column) if sign > 0 else -q.column(column) for column, sign in wanted])
-    kept_MT = torch.where(torch.stack([q.population(column) for column, _ in wanted]), rows_MT, -torch.inf)
-    if not kept_MT.shape[1]:
-        kept_MT = kept_MT.new_full((len(wanted), 1), -torch.inf)
-    return dict(zip(wanted, kept_MT.amax(1).unbind(), strict=True))
+    rows_MT = torch.stack([q.column(column) if sign > 0 else -q.column(column) for column, sign in needed])
+    masked_MT = torch.where(torch.stack([q.population(column) for column, _ in needed]), rows_MT, -torch.inf)
+    if not masked_MT.shape[1]:
+        masked_MT = masked_MT.new_full((len(needed), 1), -torch.inf)
+    return dict(zip(needed, masked_MT.amax(1).unbind(), strict=True))
 
 
 def _power(q: Quantities, column: Column, power: Power) -> Tensor:

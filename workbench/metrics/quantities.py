@@ -1,10 +1,10 @@
-"""The per-token quantities that metrics are made of, each with the tokens at which it exists.
+"""The per-token quantities of metrics, each with the tokens at which it exists.
 
 A column is data (`LogProb("policy")`, `KL("k3", "policy", "ref")`), so that a metric can be declared, listed and
 computed from one statement. All are computed in float64 without a gradient, at most once a micro-batch.
 
-Log-probabilities may be -inf (a token that a sampler's top-p had cut off, say). A comparison of two policies exists
-only at tokens where both are finite; the others are counted by `NonFinite` and never silently lost.
+Log-probabilities may be -inf (a token outside a sampler's top-p support, say). A comparison of two policies exists
+only at tokens where both are finite; the others are counted by `NonFinite` and never silently dropped.
 
 Letters: T packed tokens.
 """
@@ -25,19 +25,19 @@ from workbench.losses.terms import LossInputs, Term
 from workbench.specs.losses import LossSpec
 
 Who = Literal["policy", "old", "sampler", "ref"]
-"""Whose log-probabilities."""
+"""A policy with log-probabilities."""
 WHO: tuple[Who, ...] = ("policy", "old", "sampler", "ref")
 
 
 class ClipRule(NamedTuple):
-    """The clip of a surrogate, for metrics that ask where a ratio lies.
+    """The clip of a surrogate, for metrics of the clip region.
 
     Attributes:
         lower: lower bound of the ratio.
         upper: upper bound of the ratio.
         dual: bound of the ratio for negative advantages (dual clip), or None.
-        of_documents: the ratio is one of a document (GSPO): exp of the mean log ratio of its trained tokens.
-        anchor: whose log-probabilities stand in the denominator of the ratio.
+        of_documents: the ratio is that of a document (GSPO): exp of the mean log ratio of its trained tokens.
+        anchor: the policy in the denominator of the ratio.
     """
 
     lower: float
@@ -48,7 +48,7 @@ class ClipRule(NamedTuple):
 
 
 def clip_rule(spec: LossSpec | None) -> ClipRule | None:
-    """The clip of a loss's surrogate as bounds of the ratio; None if it has none that metrics can ask about.
+    """Return the clip of a loss's surrogate as bounds of the ratio; None if it has none of tokens or documents.
 
     A ratio of segments (turns) has none: neither a token nor a document is on one side of it.
     """
@@ -77,11 +77,11 @@ def clip_rule(spec: LossSpec | None) -> ClipRule | None:
 
 
 class DocumentSlots(NamedTuple):
-    """The names of this row's documents in the whole optimizer step; what tables of documents are made with.
+    """The numbers of this row's documents in the whole optimizer step, for tables of documents.
 
     Attributes:
         first: documents of the step in all rows before this one (of every dp rank and micro-batch), so that
-            ``first + document_ids_T`` is a name that no other row uses.
+            ``first + document_ids_T`` is a number that no other row uses.
         number: documents of the whole step, with or without trained tokens.
         segment_lengths_T: [T] trained tokens of the token's unbroken run of trained tokens, over all ranks; or None.
     """
@@ -95,16 +95,16 @@ class DocumentSlots(NamedTuple):
 class Column:
     """A per-token quantity.
 
-    `needs` names whose log-probabilities it looks at: where one of them is not finite it does not exist.
+    `needs` names the policies whose log-probabilities it uses: where one of them is not finite it does not exist.
     """
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """The policies whose log-probabilities it uses."""
         return ()
 
     def of(self, q: Quantities) -> Tensor | None:
-        """[T] float64, anything at tokens outside its population; None if this step does not know it."""
+        """[T] float64, arbitrary at tokens outside its population; None if this step does not have it."""
         raise NotImplementedError
 
 
@@ -123,7 +123,7 @@ class NonFinite(Column):
 
     def of(self, q: Quantities) -> Tensor:
         """See `Column.of`."""
-        known = tuple(who for who in WHO if q.logprob(who) is not None)
+        known = tuple(name for name in WHO if q.logprob(name) is not None)
         return (~q.finite(known)).double()
 
 
@@ -135,7 +135,7 @@ class LogProb(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return (self.who,)
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -145,7 +145,7 @@ class LogProb(Column):
 
 @dataclass(frozen=True)
 class LogRatio(Column):
-    """log(above / below), absolute if asked for, or held within +-limit."""
+    """log(above / below); its absolute value if ``absolute``; clamped to +-limit if given."""
 
     above: Who
     below: Who
@@ -154,7 +154,7 @@ class LogRatio(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return self.above, self.below
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -169,7 +169,7 @@ class LogRatio(Column):
 
 @dataclass(frozen=True)
 class Ratio(Column):
-    """above / below; of their larger over their smaller if symmetric; held within the clip if clamped."""
+    """above / below; the larger over the smaller if ``symmetric``; within the bounds of the clip if ``clamped``."""
 
     above: Who
     below: Who
@@ -178,7 +178,7 @@ class Ratio(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return self.above, self.below
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -200,7 +200,7 @@ class KL(Column):
     """An estimate of KL(first || second) from a token that the first sampled.
 
     Formula: d = log second - log first;  k1 = -d,  k2 = d^2 / 2,  k3 = exp(d) - d - 1,  abs = |d|.
-             d is held within +-input_limit and the estimate within +-output_limit, where given.
+             d is clamped to +-input_limit and the estimate to +-output_limit, if given.
     Source:  Schulman, "Approximating KL Divergence" (2020).
     """
 
@@ -212,7 +212,7 @@ class KL(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return self.first, self.second
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -245,7 +245,7 @@ class JensenShannon(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return self.first, self.second
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -264,7 +264,7 @@ class SampledEntropy(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return "policy", "sampler"
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -298,9 +298,9 @@ Region = Literal["outside", "outside_low", "outside_high", "cut", "cut_low", "cu
 
 @dataclass(frozen=True)
 class Clip(Column):
-    """Whether a token's ratio lies beyond the clip (1) or not (0). Token ratios only.
+    """1 if a token's ratio is beyond the clip, else 0. Token ratios only.
 
-    outside[_low, _high]: beyond a bound, whatever the sign of the advantage. cut[_low, _high]: where PPO's clip
+    outside[_low, _high]: beyond a bound, for either sign of the advantage. cut[_low, _high]: where PPO's clip
     acts: above the upper bound with a positive advantage, below the lower one with a negative. cut_dual: above the
     dual bound with a negative advantage.
     """
@@ -310,7 +310,7 @@ class Clip(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return "policy", self.anchor
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -318,12 +318,12 @@ class Clip(Column):
         ratio_T = q.ratio("policy", self.anchor)
         if q.clip is None or q.clip.of_documents or ratio_T is None:
             return None
-        found_T = beyond(self.region, ratio_T, q.advantages_T, q.clip)
-        return None if found_T is None else found_T.double()
+        beyond_T = beyond(self.region, ratio_T, q.advantages_T, q.clip)
+        return None if beyond_T is None else beyond_T.double()
 
 
 def beyond(region: Region, ratio: Tensor, advantages: Tensor, clip: ClipRule) -> Tensor | None:
-    """Where a ratio (of tokens or of documents) lies beyond the clip; see `Clip`. None: no such bound.
+    """Return a mask of the ratios (of tokens or of documents) beyond the clip; see `Clip`. None: no such bound.
 
     Shapes: ratio and advantages alike -> bool, alike.
     """
@@ -337,7 +337,7 @@ def beyond(region: Region, ratio: Tensor, advantages: Tensor, clip: ClipRule) ->
 
 @dataclass(frozen=True)
 class Cut(Column):
-    """1 where a term's own clip cut its gradient off, as the term says."""
+    """1 where a term reports that its own clip zeroed its gradient."""
 
     term: str
 
@@ -349,7 +349,7 @@ class Cut(Column):
 
 @dataclass(frozen=True)
 class PolicyCut(Column):
-    """1 where the policy term's clip cut its gradient off, as the term says; 0 everywhere for a term that never cuts.
+    """1 where the policy term reports that its clip zeroed its gradient; 0 everywhere for a term without a clip.
 
     dual: by the bound that only negative advantages have above 1 (dual clip, delta); else: by the others.
     """
@@ -371,7 +371,7 @@ class PolicyCut(Column):
 class NoGradient(Column):
     """1 where the policy term gives no gradient: clipped, silent, or a correction weight of 0.
 
-    Silent is what the term says it is; of a term that says nothing, a token whose advantage is 0.
+    Silent tokens are those that the term reports; for a term that reports none, tokens with an advantage of 0.
     """
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -388,7 +388,7 @@ class NoGradient(Column):
 
 @dataclass(frozen=True)
 class Extra(Column):
-    """Something that the policy term kept for metrics, by name."""
+    """A per-token value that the policy term returned for metrics, by name."""
 
     name: str
 
@@ -399,7 +399,7 @@ class Extra(Column):
 
 @dataclass(frozen=True)
 class TermValue(Column):
-    """The values of a term of the loss, without its coefficient; unknown where the loss has no such term."""
+    """The values of a term of the loss, without its coefficient; None if the loss has no such term."""
 
     term: str
 
@@ -436,14 +436,14 @@ class Truncated(Column):
 
 
 class Quantities:
-    """What is known of the tokens of one micro-batch on one rank, each thing computed at most once.
+    """Per-token quantities of one micro-batch on one rank, each computed at most once.
 
     Args:
-        inputs: what the loss saw.
-        terms: what the loss said.
-        loss_mask_T: [T] bool, the tokens that count.
+        inputs: of the loss.
+        terms: its result.
+        loss_mask_T: [T] bool, the trained tokens.
         clip: the surrogate's clip, if it has one.
-        slots: the names of the row's documents in the whole step, if known.
+        slots: the numbers of the row's documents in the whole step, if known.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ class Quantities:
     ) -> None:
         self.inputs, self.terms, self.mask_T = inputs, terms, loss_mask_T
         self.clip, self.slots = clip, slots
-        self._known: dict[Any, Tensor | None] = {}
+        self._cache: dict[Any, Tensor | None] = {}
 
     @cached_property
     def one_T(self) -> Tensor:
@@ -466,7 +466,7 @@ class Quantities:
 
     @cached_property
     def step_documents_T(self) -> Tensor | None:
-        """[T] long, the token's document in the whole step; anything where nothing counts. None if not known."""
+        """[T] long, the token's document in the whole step; arbitrary at masked tokens. None if not known."""
         if self.slots is None:
             return None
         ids_T = self.inputs.document_ids_T
@@ -485,14 +485,14 @@ class Quantities:
         return None if values_T is None else self._once(who, lambda: values_T.detach().double())
 
     def log_ratio(self, above: str, below: str) -> Tensor | None:
-        """[T] log(above / below), anything where one of them is not finite; or None."""
+        """[T] log(above / below), arbitrary where one of them is not finite; or None."""
         first_T, second_T = self.logprob(above), self.logprob(below)
         if first_T is None or second_T is None:
             return None
         return self._once((above, below), lambda: first_T - second_T)
 
     def ratio(self, above: str, below: str) -> Tensor | None:
-        """[T] above / below, anything where one of them is not finite; or None."""
+        """[T] above / below, arbitrary where one of them is not finite; or None."""
         log_T = self.log_ratio(above, below)
         return None if log_T is None else self._once(("ratio", above, below), log_T.exp)
 
@@ -506,22 +506,22 @@ class Quantities:
     @cached_property
     def _finite(self) -> dict[str, Tensor]:
         """[T] bool of each policy; all in one test, because each small operation costs a launch."""
-        known = [who for who in WHO if self.logprob(who) is not None]
-        return dict(zip(known, torch.stack([self.logprob(who) for who in known]).isfinite().unbind(), strict=True))
+        known = [name for name in WHO if self.logprob(name) is not None]
+        return dict(zip(known, torch.stack([self.logprob(name) for name in known]).isfinite().unbind(), strict=True))
 
     def population(self, column: Column) -> Tensor:
-        """[T] bool: the tokens at which a column exists, among those that count."""
+        """[T] bool: the trained tokens at which a column exists."""
         return self.population_of(column.needs)
 
     def population_of(self, needs: tuple[str, ...]) -> Tensor:
-        """[T] bool: the tokens that count and whose log-probabilities under all of these are finite."""
+        """[T] bool: the trained tokens whose log-probabilities under all of these policies are finite."""
         needed = tuple(sorted(set(needs)))
         if not needed:
             return self.mask_T
         return self._once(("population", *needed), lambda: self.mask_T & self.finite(needed))
 
     def weights(self, name: str) -> Tensor | None:
-        """[T] how much a token weighs: 1, or 1 / the trained tokens of its document or of its segment; or None."""
+        """[T] token weights: 1, or 1 / the trained tokens of the token's document or segment; or None."""
         if name == "token":
             return self.one_T
         lengths_T = self._once(("lengths", name), lambda: self._lengths(name))
@@ -530,19 +530,19 @@ class Quantities:
         return self._once(("weights", name), lambda: lengths_T.double().clamp_min(1).reciprocal())
 
     def _lengths(self, name: str) -> Tensor | None:
-        """[T] trained tokens of the token's document or segment: as handed in, or counted where all is here."""
+        """[T] trained tokens of the token's document or segment: from the inputs, or counted if the row is whole."""
         inputs = self.inputs
         if name == "document":
-            given_T = inputs.lengths_T
+            lengths_T = inputs.lengths_T
         else:
-            given_T = None if self.slots is None else self.slots.segment_lengths_T
-        if given_T is not None or inputs.sums is not None or inputs.document_ids_T is None:
-            return given_T
-        here = LocalSums(inputs.document_ids_T, self.mask_T)
-        return here.document(self.one_T) if name == "document" else here.segment(self.one_T)
+            lengths_T = None if self.slots is None else self.slots.segment_lengths_T
+        if lengths_T is not None or inputs.sums is not None or inputs.document_ids_T is None:
+            return lengths_T
+        sums = LocalSums(inputs.document_ids_T, self.mask_T)
+        return sums.document(self.one_T) if name == "document" else sums.segment(self.one_T)
 
     def extra(self, name: str) -> Tensor | None:
-        """[T] float64, kept by the policy term under a name, or None."""
+        """[T] float64, a value that the policy term returned under a name, or None."""
         term = self.terms.get("policy")
         if term is None or term.extras.get(name) is None:
             return None
@@ -552,7 +552,7 @@ class Quantities:
         """[T] float64, computed at most once."""
         return self._once(column, lambda: column.of(self))
 
-    def _once(self, key: Any, make: Any) -> Any:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def _once(self, key: Any, compute: Any) -> Any:
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]

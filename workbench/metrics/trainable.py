@@ -1,7 +1,7 @@
-"""What a rollout batch could show, before it is trained on: tokens and documents whose advantage is not zero.
+"""Training signal of a rollout batch, before training: tokens and documents whose advantage is not zero.
 
-A token trains if the loss mask has it and its advantage is not zero. Advantages are the recorded ones, or come from
-rewards, by the estimator that a spec names (``data.advantages``). Of the latter the group estimators are looked at
+A token trains if the loss mask is set and its advantage is not zero. Advantages are the recorded ones, or come from
+rewards, by the estimator that a spec names (``data.advantages``). Of the latter, group estimators are considered
 (grpo, rloo and their relatives): a document has an advantage if its reward is not the mean of its group, so groups of
 one document, and groups that were solved by all completions or by none, have none.
 
@@ -20,18 +20,18 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.losses import LossSpec
 
 _EQUAL = 1e-9
-"""A reward this near to the mean of its group, in parts of their largest size, is the mean: sums round."""
+"""A reward within this distance of its group's mean, relative to the largest reward, is the mean: sums round."""
 
 
 @dataclass(frozen=True)
 class Trainable:
-    """How much of a batch a policy-gradient loss could train on.
+    """The part of a batch on which a policy-gradient loss can train.
 
     Attributes:
         documents: in it.
         tokens: in it.
         trained_documents: documents with a trained token.
-        trained_tokens: tokens that the loss mask has.
+        trained_tokens: tokens under the loss mask.
         advantage_documents: trained documents whose recorded advantage is not zero on some trained token.
         advantage_tokens: such tokens.
         groups: of documents; None if the batch has no group ids or no rewards.
@@ -63,15 +63,15 @@ class Trainable:
     def of(cls, batch: RolloutBatch) -> Trainable:
         """Count a batch."""
         trained_T = batch.loss_mask_T & (batch.document_ids_T >= 0)
-        telling_T = trained_T & (batch.advantages_T != 0)
+        nonzero_T = trained_T & (batch.advantages_T != 0)
         trained_N = _documents(trained_T, batch)
         counts = (
             batch.num_documents,
             int((batch.document_ids_T >= 0).sum()),
             int(trained_N.sum()),
             int(trained_T.sum()),
-            int(_documents(telling_T, batch).sum()),
-            int(telling_T.sum()),
+            int(_documents(nonzero_T, batch).sum()),
+            int(nonzero_T.sum()),
         )
         if batch.group_ids_N is None or batch.rewards_N is None:
             return cls(*counts)
@@ -89,7 +89,7 @@ class Trainable:
 
     @property
     def nothing(self) -> str:
-        """Why a policy-gradient loss has nothing to train on; "" if it has something."""
+        """The reason why a policy-gradient loss has nothing to train on; "" if it has something."""
         if not self.trained_tokens:
             return "no token is trained: the loss mask is empty"
         if self.advantage_documents or self.mixed_groups:
@@ -103,10 +103,10 @@ class Trainable:
         return f"all recorded advantages are zero, and {others}"
 
     def nothing_for(self, loss: LossSpec) -> str:
-        """Why this loss has nothing to train on; "" if it has something.
+        """Return the reason why this loss has nothing to train on; "" if it has something.
 
-        Supervised fine-tuning and distillation look at no advantage, a loss on preference pairs at groups of two; all
-        others are taken for policy gradients.
+        Supervised fine-tuning and distillation need no advantage, a loss on preference pairs needs groups of two; all
+        others are treated as policy gradients.
         """
         if not self.trained_tokens or loss.surrogate.reads_advantages:
             return self.nothing
@@ -121,7 +121,7 @@ class Trainable:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why a comparison on it would show less than it seems to; () if it would not, or if there is nothing."""
+        """Reasons why a comparison on this batch is weak evidence; () if there are none, or no training signal."""
         if self.nothing:
             return ()
         notes = []
@@ -134,28 +134,28 @@ class Trainable:
         if self.groups is not None and self.group_documents < SPARSE * self.documents:
             notes.append(
                 f"group estimators give an advantage to only {_part(self.group_documents, self.documents)} "
-                f"documents{self._why_none()}"
+                f"documents{self._reason()}"
             )
         return tuple(notes)
 
-    def _why_none(self) -> str:
+    def _reason(self) -> str:
         if self.single_groups == self.groups:
             return ": every group has one document"
         return "" if self.mixed_groups else ": no group has different rewards"
 
     def lines(self) -> list[str]:
-        """The counts as text."""
-        found = [
+        """Return the counts as text."""
+        lines = [
             f"trained: {_part(self.trained_tokens, self.tokens)} tokens, "
             f"in {_part(self.trained_documents, self.documents)} documents",
             f"recorded advantages: not zero on {_part(self.advantage_documents, self.documents)} documents, "
             f"{_part(self.advantage_tokens, self.trained_tokens)} trained tokens",
         ]
         if self.groups is None:
-            return [*found, "advantages of group estimators (grpo, rloo, ...): none, without group ids and rewards"]
+            return [*lines, "advantages of group estimators (grpo, rloo, ...): none, without group ids and rewards"]
         single = f", {self.single_groups} of one document" if self.single_groups else ""
         return [
-            *found,
+            *lines,
             f"advantages of group estimators (grpo, rloo, ...): not zero on "
             f"{_part(self.group_documents, self.documents)} documents; {self.mixed_groups} of "
             f"{self.groups} groups have different rewards{single}",
@@ -163,10 +163,10 @@ class Trainable:
 
 
 def _documents(tokens_T: Tensor, batch: RolloutBatch) -> Tensor:
-    """[N] bool, documents with such a token."""
-    found_N = torch.zeros(batch.num_documents, dtype=torch.bool, device=tokens_T.device)
-    found_N[batch.document_ids_T[tokens_T]] = True
-    return found_N
+    """[N] bool, documents with a token in the mask."""
+    documents_N = torch.zeros(batch.num_documents, dtype=torch.bool, device=tokens_T.device)
+    documents_N[batch.document_ids_T[tokens_T]] = True
+    return documents_N
 
 
 def _part(part: int, whole: int) -> str:

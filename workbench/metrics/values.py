@@ -1,13 +1,13 @@
-"""Metrics as values that can be merged: over micro-batches, over ranks, in any order, also with an empty rank.
+"""Metrics as values that merge over micro-batches and ranks, in any order, also with empty ranks.
 
 A mean of means is not a mean. Four tokens with ratios 1, 1, 1, 5 on two ranks as (1) and (1, 1, 5) average to
 1.67 if each rank averages first; the mean is 2. So a mean travels as (sum, count), and a maximum of nothing is
 minus infinity, not 0.
 
-A `Reducer` says how a number is put together; a `Value` is such a number while it is unfinished: parts that add, and
-parts of which the largest counts. Merging is associative and commutative, and every reducer has an identity: what a
-rank that holds nothing contributes. Which reducer a metric has is data (`workbench.metrics.definitions`); it is never
-read from the metric's name.
+A `Reducer` defines how a number is computed from tokens; a `Value` is its unfinished state: parts that are summed, and
+parts of which the maximum is taken. Merging is associative and commutative, and every reducer has an identity: the
+contribution of an empty rank. The reducer of a metric is data (`workbench.metrics.definitions`); it is never derived
+from the metric's name.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -28,10 +28,10 @@ from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
 
 NOTHING = float("nan")
-"""What a mean of nothing is."""
+"""The mean of no tokens."""
 
 Power = tuple[int, float]
-"""(exponent, pivot): a token adds weight * (value - pivot) ** exponent to a part."""
+"""(exponent, pivot): the contribution of a token to a sum is weight * (value - pivot) ** exponent."""
 
 COUNT: Power = (0, 0.0)
 """The power whose sum is the weight of the tokens themselves."""
@@ -39,12 +39,12 @@ COUNT: Power = (0, 0.0)
 
 @dataclass(frozen=True)
 class Reducer:
-    """How a number is put together from tokens. Two that are equal make values that can be merged.
+    """The reduction of a metric over tokens. Values of equal reducers can be merged.
 
     Attributes:
-        powers: for each part that adds, what a token adds to it.
-        signs: for each part of which the largest counts: +1 for the value, -1 for the negated value.
-        plain: powers and signs say it all; tokens of many such metrics are reduced together.
+        powers: for each sum, the contribution of a token.
+        signs: for each maximum: +1 for the value, -1 for the negated value.
+        plain: powers and signs define it completely; many such metrics are reduced together.
     """
 
     plain: ClassVar[bool] = True
@@ -52,28 +52,28 @@ class Reducer:
     signs: ClassVar[tuple[int, ...]] = ()
 
     def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
-        """The unfinished number of the tokens under a mask; the mask is the population.
+        """Return the unfinished value of the tokens under a mask; the mask is the population.
 
         Args:
-            values_T: [T] anything where the mask is False.
+            values_T: [T] arbitrary where the mask is False.
             mask_T: [T] bool.
-            weights_T: [T] how much each token weighs; None: 1.
+            weights_T: [T] weight of each token; None: 1.
         """
         values_T, weights_T = _masked(values_T, mask_T, weights_T)
         sums = tuple((weights_T * (values_T - pivot) ** exponent).sum() for exponent, pivot in self.powers)
         return Value(self, sums, tuple(_largest(sign * values_T, weights_T > 0) for sign in self.signs))
 
     def identity(self, device: torch.device | str = "cpu") -> Value:
-        """The value that changes nothing it is merged with."""
+        """Return the identity of the merge."""
         empty_T = torch.zeros(0, dtype=torch.float64, device=device)
         return self.over(empty_T, empty_T.bool())
 
     def moved(self, sums: Sequence[Tensor], maxima: Sequence[Tensor], to: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Sums that were taken relative to ``maxima``, relative to the merged maxima ``to``. Mostly: as they are."""
+        """Rescale sums relative to ``maxima`` to the merged maxima ``to``. By default: unchanged."""
         return sums
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The number, from the merged parts (float64, on the CPU)."""
+        """Return the number, from the merged parts (float64, on the CPU)."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -82,12 +82,12 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Value:
-    """A metric that is not finished. float64.
+    """The unfinished value of a metric. float64.
 
     Attributes:
-        reducer: how it is put together.
-        sums: parts that add up over ranks and micro-batches.
-        maxima: parts of which the largest counts.
+        reducer: of the metric.
+        sums: parts that are summed over ranks and micro-batches.
+        maxima: parts of which the maximum is taken.
     """
 
     reducer: Reducer
@@ -95,7 +95,7 @@ class Value:
     maxima: tuple[Tensor, ...]
 
     def merge(self, other: Value) -> Value:
-        """Both together. Associative and commutative.
+        """Merge two values. Associative and commutative.
 
         Raises:
             SpecError: values of two different reducers.
@@ -111,7 +111,7 @@ class Value:
         return Value(self.reducer, tuple(a + b for a, b in zip(own, others, strict=True)), maxima)
 
     def finish(self) -> float:
-        """The number, if nothing is missing any more: one rank, one micro-batch (else `finish_metrics`)."""
+        """Return the number of one rank and one micro-batch; otherwise use `finish_metrics`."""
         return self.reducer.finish([part.cpu() for part in self.sums], [part.cpu() for part in self.maxima])
 
 
@@ -139,12 +139,12 @@ class SquaredSum(Reducer):
 
 @dataclass(frozen=True)
 class Count(Reducer):
-    """A whole number, as the total of shares that add up to 1 a thing: 1 / length on each token of a document."""
+    """An integer count, as the total of shares that sum to 1 per item: 1 / length on each token of a document."""
 
     powers = (COUNT,)
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The nearest whole number: shares are rounded, things are not."""
+        """The nearest integer, as the shares have rounding errors."""
         return float(round(float(sums[0])))
 
 
@@ -153,14 +153,14 @@ class Mean(Reducer):
     """A mean, as weighted total and weight. Identity: 0 of 0, whose mean is NaN.
 
     Attributes:
-        epsilon: added to the weight. Some systems do; theirs then gives 0 for nothing.
+        epsilon: added to the weight, as some systems do; the mean of no tokens is then 0.
     """
 
     epsilon: float = 0.0
     powers = ((1, 0.0), COUNT)
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Total over weight; NaN if there was nothing."""
+        """Total over weight; NaN if the weight is 0."""
         weight = float(sums[1]) + self.epsilon
         return float(sums[0]) / weight if weight else NOTHING
 
@@ -170,7 +170,7 @@ class Share(Reducer):
     """A total divided by a number that the whole step knows. Identity: 0.
 
     Attributes:
-        of: the divisor; for example all documents of the step, also those in which nothing is trained.
+        of: the divisor; for example all documents of the step, including those without trained tokens.
         epsilon: added to it.
     """
 
@@ -199,7 +199,7 @@ class Deviation(Reducer):
         return (1, self.pivot), (2, self.pivot), COUNT
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Root of the mean square minus the squared mean; NaN if there was nothing."""
+        """Root of the mean square minus the squared mean; NaN if the weight is 0."""
         total, square, weight = map(float, sums)
         if not weight:
             return NOTHING
@@ -209,10 +209,10 @@ class Deviation(Reducer):
 
 @dataclass(frozen=True)
 class EffectiveSampleSize(Reducer):
-    """How many equal weights carry as much information as these: (sum w)^2 / sum w^2. Identity: 0, 0; then NaN.
+    """The number of equal weights with the same information: (sum w)^2 / sum w^2. Identity: 0, 0; then NaN.
 
     Attributes:
-        share: divide by the number of weights, so that 1 is the most.
+        share: divide by the number of weights, so that the maximum is 1.
 
     Source: Kish (1965), Survey Sampling.
     """
@@ -221,7 +221,7 @@ class EffectiveSampleSize(Reducer):
     powers = ((1, 0.0), (2, 0.0), COUNT)
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Squared sum over sum of squares; NaN if there was nothing, or all weights are 0."""
+        """Squared sum over sum of squares; NaN if there are no tokens, or all weights are 0."""
         total, square, weight = map(float, sums)
         if not square:
             return NOTHING
@@ -255,9 +255,9 @@ class Minimum(Reducer):
 
 @dataclass(frozen=True)
 class LogMeanExp(Reducer):
-    """Log of the mean of exp(value), where exp itself overflows. Identity: -inf and 0 of 0, which finishes as NaN.
+    """Log of the mean of exp(value), without overflow of exp. Identity: -inf and 0 of 0, which finishes as NaN.
 
-    Travels as the maximum m, sum exp(value - m), and the weight; sums move to a common m before they add.
+    Merged as the maximum m, sum exp(value - m), and the weight; sums are rescaled to a common m before they are added.
 
     Attributes:
         mean: divide by the weight; False gives the log of the sum, whose identity finishes as -inf.
@@ -275,11 +275,11 @@ class LogMeanExp(Reducer):
         return Value(self, ((weights_T * shifted_T.exp()).sum(), weights_T.sum()), (largest,))
 
     def moved(self, sums: Sequence[Tensor], maxima: Sequence[Tensor], to: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Relative to the merged maximum; a side that holds nothing stays 0 (not exp(-inf + inf))."""
+        """Rescale to the merged maximum; an empty side stays 0 (not exp(-inf + inf))."""
         return sums[0] * (_finite(maxima[0]) - _finite(to[0])).clamp_max(0).exp(), sums[1]
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Maximum plus log of the sum (over the weight); NaN for a mean of nothing."""
+        """Maximum plus log of the sum (over the weight); NaN for a mean of no tokens."""
         total, weight = map(float, sums)
         largest = float(maxima[0])
         if math.isnan(total) or (self.mean and not weight):
@@ -296,10 +296,10 @@ class LogMeanExp(Reducer):
 class Quantile(Reducer):
     """A quantile of positive values, from counts in logarithmic bins. Identity: counts of 0; then NaN.
 
-    Off by at most a relative ``accuracy`` between 1e-6 and 1e6; what lies outside is counted at the edge.
+    The relative error is at most ``accuracy`` between 1e-6 and 1e6; values outside are counted in the edge bins.
 
     Attributes:
-        q: which quantile, between 0 and 1.
+        q: the quantile, between 0 and 1.
         accuracy: half the relative width of a bin.
 
     Source: Masson, Rim, Lee, "DDSketch", arXiv 1908.10693.
@@ -319,10 +319,10 @@ class Quantile(Reducer):
         last = math.ceil(2 * math.log(1e6) / self._growth)
         place_T = ((values_T.nan_to_num(0).clamp(1e-6, 1e6).log() - math.log(1e-6)) / self._growth).ceil()
         counts = values_T.new_zeros(last + 1).index_add(0, place_T.long().clamp(0, last), weights_T)
-        return Value(self, (counts + torch.where(values_T.isnan(), values_T, 0.0).sum(),), ())  # a NaN shows
+        return Value(self, (counts + torch.where(values_T.isnan(), values_T, 0.0).sum(),), ())  # NaN propagates
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The middle of the bin in which the quantile lies; NaN if there was nothing."""
+        """The middle of the quantile's bin; NaN if there are no tokens."""
         running = sums[0].cumsum(0)
         if not float(running[-1]) > 0:
             return NOTHING
@@ -336,18 +336,18 @@ class Quantile(Reducer):
 
 @dataclass(frozen=True)
 class OfDocuments(Reducer):
-    """A number made of whole documents that may straddle ranks and micro-batches: a ratio of a document, say.
+    """A number of whole documents that may straddle ranks and micro-batches: a ratio of a document, say.
 
-    Travels as a table: for each document of the step, its trained tokens, and the sums of some columns and the maxima
-    of some others over them. Parts of a document that lie on different ranks merge, so nothing is exchanged before the
-    one sum and the one maximum of all metrics.
+    Merged as a table: for each document of the step, its trained tokens, and the sums of some columns and the maxima
+    of some others over them. Parts of a document on different ranks merge, so the only collectives are the one sum and
+    the one maximum of all metrics.
 
     Attributes:
-        read: the number, from tokens_N, one sum_N a column and one maximum_N an extreme, of the documents that have
-            trained tokens.
-        columns: how many columns are summed.
+        read: returns the number from tokens_N, one sum_N per column and one maximum_N per extreme, of the documents
+            with trained tokens.
+        columns: number of columns that are summed.
         documents: N of the whole step.
-        extremes: of how many columns the maximum is taken.
+        extremes: number of columns whose maximum is taken.
     """
 
     read: Callable[..., float] = field(compare=False)
@@ -359,50 +359,51 @@ class OfDocuments(Reducer):
     def table(
         self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor, extremes: Sequence[Tensor] = ()
     ) -> Value:
-        """The value from per-token columns; ``document_ids_T`` names a document in the whole step."""
+        """Return the value from per-token columns; ``document_ids_T`` are the numbers of documents in the step."""
         weights_T = mask_T.double()
         rows = torch.stack([weights_T, *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
-        slots = rows.new_zeros(len(rows), self.documents)
-        place_T = torch.where(mask_T, document_ids_T, 0)
+        # A table in the one sum of all metrics, instead of a collective per metric (DECISIONS.md, row 39).
+        sums = rows.new_zeros(len(rows), self.documents)
+        document_T = torch.where(mask_T, document_ids_T, 0)
         if self.documents:
-            slots = slots.index_add(1, place_T, rows)
+            sums = sums.index_add(1, document_T, rows)
         if not extremes:
-            return Value(self, (slots.reshape(-1),), ())
+            return Value(self, (sums.reshape(-1),), ())
         lines = torch.stack([torch.where(mask_T, column_T.double(), -torch.inf) for column_T in extremes])
         largest = lines.new_full((len(lines), self.documents), -torch.inf)
         if self.documents:
-            largest = largest.scatter_reduce(1, place_T.expand_as(lines), lines, "amax")
-        return Value(self, (slots.reshape(-1),), (largest.reshape(-1),))
+            largest = largest.scatter_reduce(1, document_T.expand_as(lines), lines, "amax")
+        return Value(self, (sums.reshape(-1),), (largest.reshape(-1),))
 
     def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
-        """Only of nothing (`identity`): a document's number needs `table`."""
+        """Return the identity; a number of documents needs `table`."""
         if values_T.numel():
             raise SpecError(
                 "OfDocuments.over",
-                rule="a number of documents is made from columns and document ids",
+                rule="a metric of documents is computed from columns and document ids",
                 fix="call table(columns, mask_T, document_ids_T)",
             )
         largest = (values_T.new_full((self.extremes * self.documents,), -torch.inf),) if self.extremes else ()
         return Value(self, (values_T.new_zeros((1 + self.columns) * self.documents),), largest)
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """What ``read`` makes of the documents that have trained tokens."""
+        """Apply ``read`` to the documents with trained tokens."""
         tokens_N, *columns = sums[0].view(1 + self.columns, self.documents)
-        there_N = tokens_N > 0
+        trained_N = tokens_N > 0
         if self.extremes:
             columns = [*columns, *maxima[0].view(self.extremes, self.documents)]
-        return float(self.read(tokens_N[there_N], *(column_N[there_N] for column_N in columns)))
+        return float(self.read(tokens_N[trained_N], *(column_N[trained_N] for column_N in columns)))
 
     def __str__(self) -> str:
         return "from a table of documents"
 
 
 def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
-    """Merge metrics over micro-batches and over an axis, and finish them. At most two collectives for all together.
+    """Merge metrics over micro-batches and over an axis, and finish them. At most two collectives in total.
 
     Args:
         micro_batches: the same keys in each, in the same order on every rank.
-        axis: the ranks that hold different tokens (dp_cp). Ranks of tp hold the same and are not merged.
+        axis: the ranks with different tokens (dp_cp). Ranks of tp have the same tokens and are not merged.
 
     Raises:
         SpecError: micro-batches with different metrics.
@@ -413,12 +414,12 @@ def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> 
 
 
 def finish_in_order(rows: Sequence[Mapping[str, Value]], numbers_r: Tensor, axis: Axis) -> dict[str, float]:
-    """The same numbers from one set of metrics a row, with sums that are the same bits whoever holds which row.
+    """Finish the metrics of whole rows, with sums that are bitwise independent of the assignment of rows to ranks.
 
     Args:
         rows: metrics of whole rows.
         numbers_r: [r] the number of each in the step; see `workbench.reproducible.rows.sum_in_order`.
-        axis: the ranks that hold different rows (dp).
+        axis: the ranks with different rows (dp).
     """
     return _finished(
         rows,
@@ -432,7 +433,7 @@ def _finished(
     largest_of: Callable[[Tensor], Tensor],
     total_of: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """Numbers from micro-batches, given how a line of parts from each of them, on all ranks, becomes one."""
+    """Finish micro-batches, given the reductions of their packed parts [B, K], over all ranks, to one line [K]."""
     first = micro_batches[0]
     for metrics in micro_batches[1:]:
         differing = sorted(first.keys() ^ metrics.keys()) or [
@@ -441,15 +442,15 @@ def _finished(
         if differing:
             raise SpecError(
                 "finish metrics",
-                found=f"{', '.join(differing)} not alike in every micro-batch",
+                found=f"{', '.join(differing)} not equal in every micro-batch",
                 rule="every micro-batch and rank has the same metrics, tokens or not",
-                fix="decide what is measured from the spec, not from the data of a micro-batch",
+                fix="select metrics by the spec, not by the data of a micro-batch",
             )
     largest = _packed([[part for value in metrics.values() for part in value.maxima] for metrics in micro_batches])
     if largest is not None:
         largest = largest_of(largest)
     # A sum that is relative to a maximum needs the merged maximum, so maxima come first.
-    merged = dict(_dealt(largest, {key: value.maxima for key, value in first.items()}))
+    merged = dict(_unpacked(largest, {key: value.maxima for key, value in first.items()}))
     total = _packed(
         [
             [
@@ -462,22 +463,22 @@ def _finished(
     )
     if total is not None:
         total = total_of(total)
-    sums = dict(_dealt(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()}))
+    sums = dict(_unpacked(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()}))
     maxima = dict(
-        _dealt(None if largest is None else largest.cpu(), {key: value.maxima for key, value in first.items()})
+        _unpacked(None if largest is None else largest.cpu(), {key: value.maxima for key, value in first.items()})
     )
     return {key: value.reducer.finish(sums[key], maxima[key]) for key, value in first.items()}
 
 
 def _packed(rows: list[list[Tensor]]) -> Tensor | None:
-    """One line a micro-batch with all its parts; None if there are no parts."""
+    """Pack all parts of each micro-batch into one line; None if there are no parts."""
     if not rows[0]:
         return None
     return torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
 
 
-def _dealt(packed: Tensor | None, like: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, list[Tensor]]]:
-    """The parts of each metric, out of one line; views, no copies."""
+def _unpacked(packed: Tensor | None, like: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, list[Tensor]]]:
+    """Split one line into the parts of each metric; views, no copies."""
     sizes = [part.numel() for parts in like.values() for part in parts]
     pieces = iter(packed.split(sizes)) if packed is not None else iter(())
     return [(key, [next(pieces).view(part.shape) for part in parts]) for key, parts in like.items()]
@@ -489,8 +490,8 @@ def _masked(values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None) -> tuple
 
 
 def _largest(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    kept_T = torch.where(mask_T, values_T, -torch.inf)
-    return kept_T.amax() if kept_T.numel() else kept_T.new_full((), -torch.inf)
+    masked_T = torch.where(mask_T, values_T, -torch.inf)
+    return masked_T.amax() if masked_T.numel() else masked_T.new_full((), -torch.inf)
 
 
 def _finite(largest: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loss alignment for a trainer that is not ours: whole sums, means, ratios and statistics over its own ranks.
+"""Loss alignment for external trainers: global sums, means, ratios and statistics over the trainer's own ranks.
 
-`workbench.parallel_loss.align.align_loss` is the door.
+`workbench.parallel_loss.align.align_loss` is the public API.
 """

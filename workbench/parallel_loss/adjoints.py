@@ -1,22 +1,21 @@
-"""The two borders that a gradient crosses, for engines that add gradients up and for those that average them.
+"""Adjoints between local and global values, for engines that sum gradients and for engines that average them.
 
-A number is *local* (this rank's tokens) or *whole* (the same on every rank). What an engine does to gradients after
-backward decides what a local value's gradient must be: with c = 1 where it adds up over the N ranks and c = N where it
-averages,
+A value is *local* (this rank's tokens) or *global* (the same on every rank). The engine's gradient reduction after
+backward determines the gradient of a local value: with c = 1 if it sums over the N ranks and c = N if it averages,
 
-    gradient of a whole number = dL/dx, the same on every rank        gradient of a local value = c dL/dx
+    gradient of a global value = dL/dx, the same on every rank        gradient of a local value = c dL/dx
 
-so c enters where a gradient goes from a whole number to local values and leaves on the way back, once on every path,
-however often a loss crosses the border.
+so c is multiplied in where a gradient goes from a global value to local ones and divided out on the way back, once on
+every path, however often a loss crosses between the two.
 
-    border            forward         backward                       what it is elsewhere
-    local -> whole    all-reduce sum  times c, no collective         c = 1: all-reduce with identity backward
-                                                                     c = N: all-reduce with all-reduce backward
-    whole -> local    identity        all-reduce sum, divided by c   c = 1: identity with all-reduce backward
-    local -> local    all-reduce sum  all-reduce sum                 a document's sum, back on its tokens
+    crossing           forward         backward                       equivalent
+    local -> global    all-reduce sum  times c, no collective         c = 1: all-reduce with identity backward
+                                                                      c = N: all-reduce with all-reduce backward
+    global -> local    identity        all-reduce sum, divided by c   c = 1: identity with all-reduce backward
+    local -> local     all-reduce sum  all-reduce sum                 a document's sum, back on its tokens
 
-The pairs of the first line that do not belong together are wrong by N: all-reduce backward under an engine that adds up
-is N times too large, identity backward under one that averages is N times too small.
+Mixing up the two cases of the first line is wrong by a factor of N: all-reduce backward under an engine that sums is
+N times too large, identity backward under one that averages is N times too small.
 
 Source: the adjoints of Megatron-LM, arXiv 1909.08053, section 3 (f and g).
 """
@@ -34,14 +33,14 @@ from workbench.sharding.mesh import Axis
 
 
 def local_to_whole(local: Tensor, axes: Sequence[Axis], factor: float) -> Tensor:
-    """Add up what the ranks hold; every rank then goes on with the same number.
+    """Sum local parts over ranks into a global value.
 
     Args:
         local: this rank's part.
-        axes: what it is added up over, one after another.
-        factor: c, 1 where the engine adds gradients up over these ranks, their number where it averages.
+        axes: the axes to sum over, one after another.
+        factor: c: 1 if the engine sums gradients over these ranks, their number if it averages.
 
-    Backward: the gradient times c, without a collective: what arrives is the same on all ranks.
+    Backward: the gradient times c, without a collective: the incoming gradient is the same on all ranks.
     """
     whole = local
     for axis in axes:
@@ -50,9 +49,9 @@ def local_to_whole(local: Tensor, axes: Sequence[Axis], factor: float) -> Tensor
 
 
 def whole_to_local(whole: Tensor, axes: Sequence[Axis], factor: float) -> Tensor:
-    """Hand a whole number to computations on this rank's tokens, which differ from those of other ranks.
+    """Use a global value in computations on this rank's tokens, which differ from those of other ranks.
 
-    Backward: all-reduce sum of what all ranks' tokens want from it, divided by c.
+    Backward: all-reduce sum of the gradients from all ranks' tokens, divided by c.
     """
     if factor != 1:
         whole = _GradientTimes.apply(whole, 1, factor)
@@ -62,7 +61,7 @@ def whole_to_local(whole: Tensor, axes: Sequence[Axis], factor: float) -> Tensor
 
 
 class _GradientTimes(Function):
-    """The same number, whose gradient is another."""
+    """Identity whose gradient is rescaled."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, times: float, over: float) -> Tensor:

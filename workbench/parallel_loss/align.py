@@ -1,14 +1,13 @@
-"""Align a loss with the ranks that compute it, in a trainer that is not ours.
+"""Align a loss with the ranks that compute it, in an external trainer.
 
     align = workbench.align_loss(cp=mesh["cp"], dp=mesh["dp"], engine="mean")      # once
     ratios = align.sequence_ratios(logprobs, old_logprobs, mask)                   # documents straddle cp ranks
     align.masked_mean(-ratios * advantages, mask).backward()                       # the mean over all ranks' tokens
 
-Every rank calls the same functions in the same order, also one on which nothing counts: it adds 0 and its gradients
-are 0. What comes back is the whole number, the same on every rank, to be reported as it is and to be back-propagated as
-it is; the engine's habit with gradients (adding up or averaging over ranks) is settled inside (`adjoints`). A tp rank
-holds the same tokens as its neighbours and takes no part. Values carry a gradient on all ranks or on none: a rank
-without tokens goes through the model too.
+Every rank calls the same functions in the same order, also a rank on which nothing counts: it adds 0 and its gradients
+are 0. Results are global values, the same on every rank, to be reported and back-propagated without further scaling;
+the engine's gradient reduction (sum or mean over ranks) is handled inside (`adjoints`). tp ranks hold the same tokens
+and do not count. Values carry a gradient on all ranks or on none: a rank without tokens runs the model too.
 
 Letters: t tokens of this rank, in any shape (unpacked rows [b, t], or a packed row [t]) | N documents.
 """
@@ -51,34 +50,34 @@ def align_loss(
     dp: GivenGroup | Sequence[GivenGroup] | None = None,
     engine: Engine,
 ) -> Alignment:
-    """Say which ranks share a loss, and what the engine does to gradients after backward. No collective.
+    """Declare which ranks share a loss, and how the engine reduces gradients after backward. No collective.
 
     Args:
-        mesh: one of ours, or a device mesh whose dimensions are "cp" and "dp" (or "dp_..."); instead of cp and dp.
-        cp: the ranks that share rows: a process group, a device mesh of one dimension, an axis of ours; None: no ranks.
-        dp: the ranks that hold other rows; several groups where data parallelism has several dimensions. None: no
-            ranks, and then every number is that of this rank's rows alone, which an engine that averages over dp
-            ranks averages, and one that adds up adds up.
-        engine: "sum" where gradients are added up over these ranks, "mean" where they are averaged (the default of
-            DDP and of FSDP2).
+        mesh: a workbench mesh, or a device mesh with dimensions "cp" and "dp" (or "dp_..."); instead of cp and dp.
+        cp: the ranks that share rows: a process group, a one-dimensional device mesh or a workbench axis; None: none.
+        dp: the ranks that hold other rows; several groups if data parallelism has several dimensions. None: none, and
+            every number covers this rank's rows alone; an engine that averages over dp ranks averages it, one that
+            sums sums it.
+        engine: "sum" if gradients are summed over these ranks, "mean" if they are averaged (the default of DDP and of
+            FSDP2).
 
     Raises:
-        ShardingError: groups that this rank is not in, meshes whose dimensions have no known name.
+        ShardingError: groups that this rank is not in, meshes with unknown dimension names.
         SpecError: another engine; both a mesh and groups.
     """
     if engine not in ("sum", "mean"):
         raise SpecError(
             f"align_loss: engine = {engine!r}",
             rule='"sum" or "mean"',
-            fix="ask what it does to gradients over ranks; DDP and FSDP2 average unless told otherwise",
+            fix="name how the engine reduces gradients over ranks; DDP and FSDP2 average by default",
         )
     if mesh is not None:
         if cp is not None or dp is not None:
             raise SpecError(
                 "align_loss",
-                found="a mesh, and groups beside it",
-                rule="one of them says who the ranks are",
-                fix="give the mesh, or cp and dp",
+                found="both a mesh and groups",
+                rule="one of them defines the ranks",
+                fix="pass the mesh, or cp and dp",
             )
         context, data = axes_of(mesh)
     else:
@@ -94,7 +93,7 @@ class Alignment:
     Attributes:
         cp: the ranks that share rows.
         dp: the ranks that hold other rows.
-        engine: what happens to gradients after backward.
+        engine: how gradients are reduced after backward.
     """
 
     cp: Axis
@@ -103,57 +102,57 @@ class Alignment:
 
     @property
     def factor(self) -> EngineFactor:
-        """What gradients are multiplied with on their way from whole numbers to a rank's tokens, and why."""
+        """Gradient factor between global values and a rank's tokens, with its reason."""
         axes = {"dp": Axis("dp", ranks_of(self.dp)), "cp": self.cp}
         return engine_factor(Mesh(axes, torch.device("cpu")), self.engine)
 
     def __repr__(self) -> str:
-        """Say the factor and why it is."""
+        """Show the factor and its reason."""
         return f"Alignment({self.factor!r})"
 
     # -- sums and means ----------------------------------------------------------------------------------------
 
     def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Sum over what counts, on all ranks.
+        """Sum of the counted values on all ranks.
 
-        Formula:  sum_r sum_t m_t x_t, added up in float64
+        Formula:  sum_r sum_t m_t x_t, accumulated in float64
         Shapes:   values and mask in one shape -> scalar, float32 or the wider dtype of the values.
-        Backward: 1 on values that count (times `factor`), exactly 0 on others, whatever stands there.
+        Backward: 1 on values that count (times `factor`), exactly 0 on others, whatever they are.
         """
-        return self._whole(_kept_sum(values, mask)[None])[0].to(_wide(values))
+        return self._whole(_masked_sum(values, mask)[None])[0].to(_wide(values))
 
     def masked_mean(self, values: Tensor, mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:
-        """Mean over what counts, on all ranks; 0 if nothing does.
+        """Mean of the counted values on all ranks; 0 if nothing counts.
 
         Formula:  sum_r sum_t m_t x_t / max(n, 1), n = sum_r sum_t m_t
-        Shapes:   values and mask in one shape -> scalar. One collective an axis.
+        Shapes:   values and mask in one shape -> scalar. One collective per axis.
         Backward: 1 / max(n, 1) on values that count (times `factor`); none into n.
 
         Args:
-            values: this rank's.
-            mask: bool, what counts.
-            count: n of the whole optimizer step, from `count`, where this is one of several micro-batches; the mean
-                is then this micro-batch's share of it.
+            values: of this rank.
+            mask: bool, the value counts.
+            count: n of the whole optimizer step, from `count`, if this is one of several micro-batches; the result is
+                then this micro-batch's share of the mean.
         """
         if count is not None:
             n = torch.as_tensor(count, device=values.device).double().clamp_min(1)
-            return (self._whole(_kept_sum(values, mask)[None])[0] / n).to(_wide(values))
-        both = self._whole(torch.stack([_kept_sum(values, mask), mask.sum().double()]))
+            return (self._whole(_masked_sum(values, mask)[None])[0] / n).to(_wide(values))
+        both = self._whole(torch.stack([_masked_sum(values, mask), mask.sum().double()]))
         return (both[0] / both[1].detach().clamp_min(1)).to(_wide(values))
 
     def count(self, *masks: Tensor) -> Tensor:
-        """How much counts on all ranks: of one mask, or of those of all micro-batches of a step. int64, data."""
+        """Number of counted values on all ranks, of one mask or of all micro-batches of a step. int64, data."""
         for mask in masks:
             check_values(mask, mask)
         own = torch.stack([mask.sum() for mask in masks]).sum()
         return summed(own, (self.cp, *self.dp))
 
     def to_tokens(self, whole: Tensor) -> Tensor:
-        """Hand a whole number (a mean, a statistic of the policy) to computations on this rank's tokens.
+        """Use a global value (a mean, a statistic of the policy) in computations on this rank's tokens.
 
-        What is combined with other whole numbers only needs no such step.
+        Not needed for values that are combined with other global values only.
 
-        Backward: the sum of what the tokens of all ranks want from it.
+        Backward: the sum of the gradients from the tokens of all ranks.
         """
         return whole_to_local(whole, (self.cp, *self.dp), self.factor)
 
@@ -162,21 +161,21 @@ class Alignment:
     def document_sums(
         self, values: Tensor, mask: Tensor, *, documents: Tensor | None = None, num_documents: int | None = None
     ) -> Tensor:
-        """Sum over the counted tokens of each token's own document, whichever cp rank they lie on.
+        """Sum over the counted tokens of each token's own document, on all cp ranks.
 
         Shapes:   [t] or [b, t] -> the same, one number on all tokens of a document; 0 where nothing counts.
-        Backward: what the tokens of all cp ranks want from the sum, on each token that counts; under either engine.
+        Backward: the gradients of the sum from the tokens of all cp ranks, on each token that counts; either engine.
 
         Args:
-            values: this rank's.
-            mask: bool, what counts.
+            values: of this rank.
+            mask: bool, the value counts.
             documents: ids in the shape of the values, 0 to num_documents - 1 over the whole rows, below 0 on padding;
                 None: each row of [b, t] is a document.
-            num_documents: how many there are, on all cp ranks; None: their maximum is asked for, one more collective.
+            num_documents: number of documents on all cp ranks; None: from their maximum, in one more collective.
         """
         check_values(values, mask)
-        found = Documents.of(mask, documents, num_documents, self.cp)
-        return found.on_tokens(found.totals(values, mask=mask)[0])
+        of_tokens = Documents.of(mask, documents, num_documents, self.cp)
+        return of_tokens.on_tokens(of_tokens.totals(values, mask=mask)[0])
 
     def sequence_ratios(
         self,
@@ -187,18 +186,18 @@ class Alignment:
         documents: Tensor | None = None,
         num_documents: int | None = None,
     ) -> Tensor:
-        """The geometric mean over a document of policy / old, on each of its tokens.
+        """Geometric mean of policy / old over a document, on each of its tokens.
 
         Formula:  s_d = exp((1 / L_d) sum_t m_t (policy_t - old_t)), L_d the tokens of the document that count
         Shapes:   as `document_sums`; 1 on documents in which nothing counts.
-        Backward: to the policy's log-probabilities on all cp ranks; one collective forward, one back.
+        Backward: to the policy's log-probabilities on all cp ranks; one collective forward, one backward.
         Source:   GSPO, arXiv 2507.18071, equation 7.
         """
         check_values(policy_logprobs, mask, old_logprobs)
-        found = Documents.of(mask, documents, num_documents, self.cp)
+        of_tokens = Documents.of(mask, documents, num_documents, self.cp)
         log_ratios = torch.where(mask, policy_logprobs - old_logprobs, 0.0)
-        sums_N, lengths_N = found.totals(log_ratios, torch.ones_like(log_ratios), mask=mask)
-        return found.on_tokens((sums_N / lengths_N.detach().clamp_min(1)).exp())
+        sums_N, lengths_N = of_tokens.totals(log_ratios, torch.ones_like(log_ratios), mask=mask)
+        return of_tokens.on_tokens((sums_N / lengths_N.detach().clamp_min(1)).exp())
 
     def step_counts(
         self, masks: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, num_documents: int | None = None
@@ -207,20 +206,20 @@ class Alignment:
 
         Args:
             masks: of all micro-batches of this rank; every rank has as many.
-            documents: their ids, one tensor a mask; None: rows are documents.
-            num_documents: the most that any of them has; see `document_sums`.
+            documents: their ids, one tensor per mask; None: rows are documents.
+            num_documents: the maximum over micro-batches; see `document_sums`.
         """
-        held = [
+        documents_of_masks = [
             self._documents_of(mask, ids, num_documents)
             for mask, ids in zip(masks, documents or [None] * len(masks), strict=True)
         ]
-        return self._counted([lengths_N for _, lengths_N in held])
+        return self._counted([lengths_N for _, lengths_N in documents_of_masks])
 
     def row_counts(self, masks: Sequence[Tensor]) -> StepCounts:
-        """The same from whole rows, as `torch_context_parallel` takes them: the first token of a row never counts.
+        """`step_counts` from whole rows, as `torch_context_parallel` takes them: the first token never counts.
 
         Args:
-            masks: [B, T] bool, of all micro-batches of this rank; all cp ranks give the same.
+            masks: [B, T] bool, of all micro-batches of this rank; the same on all cp ranks.
         """
         for mask in masks:
             check_values(mask, mask)
@@ -238,7 +237,7 @@ class Alignment:
         documents: Tensor | None = None,
         num_documents: int | None = None,
     ) -> KlStatistics:
-        """How far the policy is from another, from the tokens of all ranks.
+        """KL statistics between the policy and another one, from the tokens of all ranks.
 
         Formula:  `workbench.losses.kl.kl_estimate` of d = other - policy
         Units:    nats.
@@ -269,9 +268,9 @@ class Alignment:
         """Mean and standard deviation of advantages over all ranks.
 
         Args:
-            advantages: a value for each token of this rank; or for each document of its rows.
-            mask: bool, what counts; None: all.
-            of: "tokens" lie once on a cp rank; "documents" are known to all cp ranks alike, and are counted once.
+            advantages: one value per token of this rank, or per document of its rows.
+            mask: bool, the value counts; None: all.
+            of: "tokens" are split over cp ranks; "documents" are the same on all cp ranks, and are counted once.
             correction: 0 for the deviation of a population, 1 for that of a sample.
 
         Backward: none.
@@ -280,7 +279,7 @@ class Alignment:
             raise SpecError(
                 f"advantage_statistics: of = {of!r}",
                 rule='"tokens" or "documents"',
-                fix="say whether cp ranks share the values out, or all know them",
+                fix="choose tokens if cp ranks split the values, documents if all hold the same",
             )
         mask = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask
         check_values(advantages, mask)
@@ -305,9 +304,9 @@ class Alignment:
         num_documents: int | None = None,
         counts: StepCounts | None = None,
     ) -> Tensor:
-        """A policy loss of the workbench over the tokens of all ranks.
+        """Compute a policy loss of the workbench over the tokens of all ranks.
 
-        Everything lies where its target's log-probability does: nothing is shifted here.
+        All inputs are aligned with the target's log-probability: nothing is shifted here.
 
         Formula:  sum over terms and tokens of weight * value; the weight from ``loss.denominator``, counted over all
                   ranks
@@ -319,17 +318,17 @@ class Alignment:
             policy_logprobs: nats, with a gradient.
             old_logprobs: nats, of the policy at the start of the update.
             advantages: of each token.
-            mask: bool, what counts.
+            mask: bool, the token counts.
             ref_logprobs: nats, of the frozen reference, for a KL penalty.
-            sampler_logprobs: nats, as the sampler saw them, for a correction.
+            sampler_logprobs: nats, as the sampler computed them, for a correction.
             entropy: nats, for an entropy bonus.
             rewards: of each token's document.
             documents: see `document_sums`.
             num_documents: see `document_sums`.
-            counts: of the whole step, from `step_counts`, where this is one of several micro-batches.
+            counts: of the whole step, from `step_counts`, if this is one of several micro-batches.
 
         Raises:
-            SpecError: a spec that needs more than counts of the step; a tensor that no term of it looks at.
+            SpecError: a spec that needs more than counts of the step; a tensor that none of its terms uses.
         """
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
         check_spec(spec)
@@ -344,16 +343,16 @@ class Alignment:
         }
         check_values(policy_logprobs, mask, *(value for value in given.values() if value is not None))
         refuse_unused(spec, {name: given[name] for name in ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")})
-        found, lengths_N = self._documents_of(mask, documents, num_documents)
+        of_mask, lengths_N = self._documents_of(mask, documents, num_documents)
         if counts is None:
             counts = self._counted([lengths_N])
         flat = {name: None if value is None else value.reshape(-1) for name, value in given.items()}
-        of_tokens = Documents(found.ids.reshape(-1), found.count, found.axis)
+        of_tokens = Documents(of_mask.ids.reshape(-1), of_mask.count, of_mask.axis)
         local = local_policy_loss(spec, flat, mask.reshape(-1), of_tokens, lengths_N, counts)
         return self._whole(local)
 
     def torch_context_parallel(self, **rows: Any) -> AbstractContextManager[ContextParallelRows]:
-        """Unpacked rows under torch's own context parallelism over ``cp``, on GPUs.
+        """Run unpacked rows under torch's own context parallelism over ``cp``, on GPUs.
 
         See `workbench.parallel_loss.rows.context_parallel_rows`, which takes the same arguments.
         """
@@ -365,39 +364,37 @@ class Alignment:
         return local_to_whole(local, (self.cp, *self.dp), self.factor)
 
     def _documents_of(self, mask: Tensor, ids: Tensor | None, count: int | None) -> tuple[Documents, Tensor]:
-        """Documents, and [N] how many of each one's tokens count, on all cp ranks."""
+        """Documents, and [N] the number of counted tokens of each, on all cp ranks."""
         check_values(mask, mask)
-        found = Documents.of(mask, ids, count, self.cp)
+        documents = Documents.of(mask, ids, count, self.cp)
         with torch.no_grad():
-            return found, found.totals(torch.ones_like(mask, dtype=torch.float64), mask=mask)[0]
+            return documents, documents.totals(torch.ones_like(mask, dtype=torch.float64), mask=mask)[0]
 
     def _counted(self, lengths: Sequence[Tensor]) -> StepCounts:
-        """Over dp only: the cp ranks know the same documents."""
+        """Sum over dp only: the cp ranks hold the same document lengths."""
         lengths_N = torch.cat(list(lengths))
         tokens, documents = summed(torch.stack([lengths_N.sum(), (lengths_N > 0).sum().double()]), self.dp).long()
         return StepCounts(tokens, documents)
 
 
 def check_values(values: Tensor, mask: Tensor, *others: Tensor) -> None:
-    """Refuse a mask that is no mask, and tensors of several shapes.
+    """Raise if the mask is not bool or shapes differ.
 
     Raises:
-        ShapeError: what was given.
+        ShapeError: names the dtype, or the shapes.
     """
     if mask.dtype is not torch.bool:
-        raise ShapeError(
-            "a mask of what counts", found=f"dtype {mask.dtype}", rule="bool", fix="compare with 0: mask != 0"
-        )
+        raise ShapeError("a loss mask", found=f"dtype {mask.dtype}", rule="bool", fix="compare with 0: mask != 0")
     if wrong := [tuple(other.shape) for other in (mask, *others) if other.shape != values.shape]:
         raise ShapeError(
             "tensors of one rank's tokens",
-            found=f"shapes {', '.join(map(str, wrong))} beside {tuple(values.shape)}",
+            found=f"shapes {', '.join(map(str, wrong))} next to {tuple(values.shape)}",
             rule="one value for each token, and a mask of the same shape",
-            fix="expand what is shared",
+            fix="expand values that tokens share",
         )
 
 
-def _kept_sum(values: Tensor, mask: Tensor) -> Tensor:
+def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     check_values(values, mask)
     return torch.where(mask, values, 0.0).sum(dtype=torch.float64)
 

@@ -1,8 +1,8 @@
-"""A loss for an engine that averages gradients.
+"""Loss scaling for engines that average gradients.
 
 Here each rank back-propagates the plain sum over its own tokens, and gradients are *summed* over dp x cp. DDP and
-FSDP2 average unless told otherwise: their gradient is the sum divided by the ranks that they average over, and a loss
-times that many ranks makes up for it.
+FSDP2 average by default: their gradient is the sum divided by the number of ranks, so the loss is multiplied by that
+number.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from workbench.sharding.mesh import Mesh
 
 
 class EngineFactor(float):
-    """What a loss is multiplied by before backward, with the reason; otherwise a float.
+    """A float that multiplies the loss before backward, with the reason for it.
 
     Attributes:
-        why: the reason, in words.
+        why: the reason, as text.
     """
 
     why: str
 
     def __new__(cls, value: float, why: str) -> EngineFactor:
-        """A factor and its reason."""
+        """Create a factor with its reason."""
         factor = super().__new__(cls, value)
         factor.why = why
         return factor
@@ -33,16 +33,16 @@ class EngineFactor(float):
 
 
 def engine_factor(mesh: Mesh, reduction: Literal["sum", "mean"]) -> EngineFactor:
-    """What a loss is multiplied by so that the gradient of an engine over dp x cp is the sum over its ranks.
+    """Return the loss factor that makes the gradient of an engine over dp x cp the sum over its ranks.
 
     The engine must span dp and cp; one that spans dp only leaves cp ranks with different weights. tp ranks compute the
-    same loss and are no part of it.
+    same loss and do not count.
 
     Formula:  mean over R ranks of the gradient of R * loss_r = sum over ranks of the gradient of loss_r, R = dp * cp.
 
     Args:
         mesh: the axes.
-        reduction: what the engine does to gradients. "mean": DDP, FSDP2 by default. "sum": FSDP2 with a gradient divide
+        reduction: the engine's gradient reduction. "mean": DDP, FSDP2 by default. "sum": FSDP2 with a gradient divide
             factor of 1, or `workbench.sharding.gradients`.
 
     Raises:
@@ -55,5 +55,5 @@ def engine_factor(mesh: Mesh, reduction: Literal["sum", "mean"]) -> EngineFactor
     if reduction == "mean":
         return EngineFactor(dp * cp, f"gradients are averaged over {ranks}, and each back-propagates a part of a sum")
     raise SpecError(
-        f"engine_factor: reduction = {reduction!r}", rule="sum or mean", fix="say what the engine does to gradients"
+        f"engine_factor: reduction = {reduction!r}", rule="sum or mean", fix="name the engine's gradient reduction"
     )

@@ -1,8 +1,8 @@
-"""Any policy loss of the workbench, from the tokens that one rank of somebody else's trainer holds.
+"""Policy losses of the workbench on the local tokens of one rank of an external trainer.
 
 Weights need counts of the whole step. Here they come from collectives over the trainer's own ranks, so only
-denominators that are made of counts of tokens and documents are known; what must see whole rows before they are split
-is refused.
+denominators computed from token and document counts are available; settings that need whole rows before the split
+raise an error.
 
 Letters: T tokens of this rank, flat | N documents.
 """
@@ -24,16 +24,16 @@ from workbench.reduction.weights import TokenWeights
 from workbench.specs.losses import LossSpec, ScalingSpec
 
 DENOMINATORS = ("token", "document", "document_sum", "constant", "raw")
-"""Those that need no more than counts of tokens and documents."""
+"""Denominators that need only token and document counts."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What an optimizer step holds, over all ranks and micro-batches. Data, the same on every rank.
+    """Token and document counts of an optimizer step, over all ranks and micro-batches. Data, the same on every rank.
 
     Attributes:
-        tokens: that count, int64.
-        documents: in which a token counts, int64.
+        tokens: number of tokens that count, int64.
+        documents: number of documents with a token that counts, int64.
     """
 
     tokens: Tensor
@@ -41,47 +41,47 @@ class StepCounts:
 
 
 def check_spec(spec: LossSpec) -> None:
-    """Refuse what cannot be had from counts.
+    """Raise if a loss needs more than counts.
 
     Raises:
-        SpecError: the setting, and where it can be had.
+        SpecError: names the setting, and what supports it.
     """
-    asked = {
+    unsupported = {
         f"denominator {spec.denominator}": spec.denominator not in DENOMINATORS,
-        f"what breaks {', '.join(spec.breaks)}": bool(spec.breaks),
+        f"a loss that breaks {', '.join(spec.breaks)}": bool(spec.breaks),
         "a correction that counts survivors": spec.correction.denominator != "original",
         "statistics of the whole step": spec.correction.needs_step_statistics,
         "a scaling contract": spec.scaling != ScalingSpec(),
         "a gradient divisor": spec.gradient_divisor != 1 or spec.normalize_by_documents,
-        "truncated documents that stay silent": spec.truncated != "train",
+        "truncated documents that do not train": spec.truncated != "train",
     }
-    if found := [name for name, present in asked.items() if present]:
+    if requested := [name for name, present in unsupported.items() if present]:
         raise SpecError(
-            f"loss {spec.name!r} from what one rank holds",
-            found=", ".join(found),
+            f"loss {spec.name!r} from one rank's tokens",
+            found=", ".join(requested),
             rule=f"denominators are {', '.join(DENOMINATORS)}, over the whole step, and gradients are "
             "those of the loss",
-            fix="take workbench.train.step, which sees whole rows before they are split",
+            fix="use workbench.train.step, which sees whole rows before they are split",
         )
 
 
 def refuse_unused(spec: LossSpec, given: Mapping[str, Tensor | None]) -> None:
-    """Refuse tensors that a loss does not look at: it would be another loss than the one that is meant.
+    """Raise if a tensor is given that the loss does not use: the caller probably meant another loss.
 
     Args:
         spec: the loss, checked.
         given: the optional inputs, by name.
 
     Raises:
-        SpecError: there is one; the message names it and the settings that would use it.
+        SpecError: names each unused tensor and the settings that would use it.
     """
     unused = [name for name, value in given.items() if value is not None and not looks_at(spec, name)]
     if unused:
         raise SpecError(
             f"loss {spec.name!r} with {', '.join(unused)}",
-            found=f"no term of this loss looks at {', '.join(unused)}",
+            found=f"no term of this loss uses {', '.join(unused)}",
             rule="; ".join(f"{name}: {_USED_BY[name]}" for name in unused),
-            fix="leave it out, or say so in the spec",
+            fix="leave it out, or enable the term in the spec",
         )
 
 
@@ -91,11 +91,11 @@ _USED_BY = {
     "entropy": "an entropy bonus, entropy_coefficient",
     "rewards": "signal = 'rewards', or positive_nll_coefficient",
 }
-"""Optional input -> the settings that look at it."""
+"""Optional input -> the settings that use it."""
 
 
 def looks_at(spec: LossSpec, name: str) -> bool:
-    """True if a loss cannot do without an input, or its values on a few made-up tokens move with it."""
+    """True if a loss requires an input, or its values on a few synthetic tokens depend on it."""
     place = torch.arange(8, dtype=torch.float64)
     inputs = LossInputs(
         -1 - 0.1 * place,
@@ -127,27 +127,27 @@ def local_policy_loss(
     lengths_N: Tensor,
     counts: StepCounts,
 ) -> Tensor:
-    """This rank's part of a loss.
+    """Return this rank's part of a loss.
 
     Args:
         spec: the loss, checked.
-        inputs: ``policy_logprobs``, ``old_logprobs``, ``advantages`` and what else `LossInputs` knows, flat.
+        inputs: ``policy_logprobs``, ``old_logprobs``, ``advantages`` and other fields of `LossInputs`, flat.
         mask_T: [T] bool, the token counts.
         documents: of the tokens.
         lengths_N: [N] tokens that count in each document, on all ranks.
         counts: of the whole step.
 
     Shapes:   [T] -> scalar.
-    Backward: of the part; a document's sum carries what all ranks of its axis want from it.
+    Backward: of the part; a document's sum receives gradients from all ranks of its axis.
     """
-    clean = {
+    masked = {
         name: None if value is None else torch.where(mask_T, value, value.new_zeros(()))
         for name, value in inputs.items()
     }
-    clean["policy_logprobs"] = torch.where(mask_T, inputs["policy_logprobs"], clean["old_logprobs"])
+    masked["policy_logprobs"] = torch.where(mask_T, inputs["policy_logprobs"], masked["old_logprobs"])
     lengths_T = documents.on_tokens(lengths_N).clamp_min(1)
-    made = LossInputs(
-        **{f"{name}_T": value for name, value in clean.items()},
+    loss_inputs = LossInputs(
+        **{f"{name}_T": value for name, value in masked.items()},
         loss_mask_T=mask_T,
         document_ids_T=documents.ids,
         lengths_T=lengths_T,
@@ -155,15 +155,15 @@ def local_policy_loss(
     )
     weights = {name: _weights(1 / divisor_T, mask_T) for name, divisor_T in _divisors(spec, lengths_T, counts).items()}
     weights |= {"policy": weights[spec.denominator], "penalty": weights[spec.denominator]}
-    return evaluate_loss(make_loss(spec), made, weights, mask_T).scalars["total"].value
+    return evaluate_loss(make_loss(spec), loss_inputs, weights, mask_T).scalars["total"].value
 
 
 def _divisors(spec: LossSpec, lengths_T: Tensor, counts: StepCounts) -> dict[str, Tensor]:
-    """What a token is divided by, under every name that a term may ask for."""
+    """Per-token divisors by denominator name, for all names that a term may use."""
     lengths_T = lengths_T.double()
     tokens, documents = counts.tokens.double().clamp_min(1), counts.documents.double().clamp_min(1)
     ones_T = torch.ones_like(lengths_T)
-    found = {
+    divisors = {
         "token": tokens.expand_as(ones_T),
         "document": documents * lengths_T,
         "document_sum": documents.expand_as(ones_T),
@@ -177,10 +177,10 @@ def _divisors(spec: LossSpec, lengths_T: Tensor, counts: StepCounts) -> dict[str
                 rule="the sum is divided by documents * denominator_constant",
                 fix="give the length",
             )
-        found["constant"] = documents * spec.denominator_constant * ones_T
-    return found
+        divisors["constant"] = documents * spec.denominator_constant * ones_T
+    return divisors
 
 
 def _weights(values_T: Tensor, mask_T: Tensor) -> TokenWeights:
-    held_T = torch.where(mask_T, values_T, 0.0)
-    return TokenWeights(held_T, held_T)
+    masked_T = torch.where(mask_T, values_T, 0.0)
+    return TokenWeights(masked_T, masked_T)

@@ -1,11 +1,11 @@
-"""Unpacked rows under torch's own context parallelism: cut, trained on and lined up so that a loss of theirs is right.
+"""Unpacked rows under torch's own context parallelism: sharded, shifted and trained with a correct loss.
 
     with align.torch_context_parallel(tokens=ids, mask=mask, old_logprobs=old, advantages=advantages) as rows:
         logits = model(**rows.model_inputs).logits
-        rows.policy_loss("grpo", logits=logits).backward()       # inside: outside, attention is no ring any more
+        rows.policy_loss("grpo", logits=logits).backward()       # inside: outside, attention is no longer a ring
 
-A value of token t stands at t, in all that is given. Values are moved to the place that predicts the token before rows
-are cut; on a rank's share the next token is not to be had.
+All inputs hold the value of token t at t. Values are shifted to the position that predicts the token before rows are
+sharded, because a shard does not hold the next token.
 
 Letters: B rows | T tokens of a row | t tokens of this rank | V vocabulary.
 """
@@ -29,7 +29,7 @@ from workbench.specs.losses import LossSpec
 
 
 class LossOverRanks(Protocol):
-    """The part of an alignment (`workbench.parallel_loss.align`) that rows need: their ranks, and a loss."""
+    """The part of an alignment (`workbench.parallel_loss.align`) that rows need: the cp axis and a loss."""
 
     @property
     def cp(self) -> Axis:
@@ -48,19 +48,19 @@ class LossOverRanks(Protocol):
         sampler_logprobs: Tensor | None,
         counts: StepCounts | None,
     ) -> Tensor:
-        """A policy loss over the tokens of all ranks, the same number on every rank."""
+        """Policy loss over the tokens of all ranks, the same number on every rank."""
         ...
 
 
 @dataclass
 class ContextParallelRows:
-    """This rank's share of some rows, inside the context manager that cut them.
+    """This rank's shard of some rows, inside the context manager that sharded them.
 
     Attributes:
-        align: whose loss it is.
-        held: by name, [B, t]: ``tokens``, ``positions``, ``targets``, ``mask`` (the target counts) and what was given
-            of targets: ``old_logprobs``, ``advantages``, ...
-        is_open: whether the context manager has not been left.
+        align: computes the loss.
+        held: by name, [B, t]: ``tokens``, ``positions``, ``targets``, ``mask`` (the target counts) and the given
+            values of targets: ``old_logprobs``, ``advantages``, ...
+        is_open: True until the context manager is left.
     """
 
     align: LossOverRanks
@@ -69,7 +69,7 @@ class ContextParallelRows:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """What a decoder of `transformers` takes: tokens and their positions in the row, no mask, no cache."""
+        """Inputs of a `transformers` decoder: tokens and their positions in the row, no mask, no cache."""
         return {"input_ids": self.held["tokens"], "position_ids": self.held["positions"], "use_cache": False}
 
     def logprobs(self, logits: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -78,8 +78,8 @@ class ContextParallelRows:
         Shapes: [B, t, V] -> [B, t].
         """
         targets = torch.where(self.held["mask"], self.held["targets"], -1)
-        said = token_logprobs_from_logits(logits.flatten(0, 1), targets.flatten(), temperature=temperature, wanted=())
-        return said.logprobs_T.view(targets.shape)
+        output = token_logprobs_from_logits(logits.flatten(0, 1), targets.flatten(), temperature=temperature, wanted=())
+        return output.logprobs_T.view(targets.shape)
 
     def policy_loss(
         self,
@@ -90,7 +90,7 @@ class ContextParallelRows:
         temperature: float = 1.0,
         counts: StepCounts | None = None,
     ) -> Tensor:
-        """A policy loss over the tokens of all ranks, each row a document.
+        """Compute a policy loss over the tokens of all ranks, each row a document.
 
         Shapes:   logits [B, t, V], or logprobs [B, t] of the targets -> scalar, the same on every rank.
         Backward: as the engine needs it (`Alignment.policy_loss`); inside the context manager only.
@@ -100,7 +100,7 @@ class ContextParallelRows:
             logits: of this rank's tokens.
             logprobs: instead of logits.
             temperature: divides logits.
-            counts: of the whole step, from `Alignment.row_counts`, where this is one of several micro-batches.
+            counts: of the whole step, from `Alignment.row_counts`, if this is one of several micro-batches.
 
         Raises:
             ShapeError: neither logits nor log-probabilities.
@@ -119,11 +119,11 @@ class ContextParallelRows:
             raise ShapeError(
                 "a policy loss",
                 found="rows without old_logprobs or advantages",
-                rule="it looks at both",
-                fix="give them to the context manager",
+                rule="it uses both",
+                fix="pass them to the context manager",
             )
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
-        for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once, for losses that look at less
+        for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once; a loss may use fewer inputs
             given[name] = given[name] if looks_at(spec, name) else None
         policy = self.logprobs(logits, temperature=temperature) if logprobs is None else logprobs
         whole = self.align.policy_loss(loss, policy_logprobs=policy, mask=self.held["mask"], counts=counts, **given)
@@ -135,9 +135,9 @@ class ContextParallelRows:
         if not self.is_open:
             raise ShardingError(
                 "backward of a loss of rows under torch's context parallelism",
-                found="the context manager was left before",
-                rule="attention goes back through the ring that it came by, which is there inside only",
-                fix="call loss.backward() inside the with block; optimizer.step() may stand outside",
+                found="the context manager was already left",
+                rule="the backward of attention uses torch's ring, which is active inside only",
+                fix="call loss.backward() inside the with block; optimizer.step() may be outside",
             )
         return gradient
 
@@ -156,16 +156,16 @@ def context_parallel_rows(
     sampler_logprobs: Tensor | None = None,
     ring: TorchRing | None = None,
 ) -> Iterator[ContextParallelRows]:
-    """Cut rows over the cp ranks of an alignment, and run attention over all of them.
+    """Shard rows over the cp ranks of an alignment, with attention over whole rows.
 
-    Every cp rank gives the same whole rows.
+    Every cp rank passes the same whole rows.
 
     Args:
-        align: over which ranks, and for which engine.
+        align: the ranks and the engine.
         tokens: [B, T] ids; each row is one document, padded at its end if at all.
-        mask: [B, T] bool, the token counts. The first of a row is predicted by nothing, and never does.
-        positions: [B, T] places in the row; None: 0, 1, 2, ...
-        attention_mask: [B, T], 0 on padding, as tokenizers give it; only looked at.
+        mask: [B, T] bool, the token counts. The first of a row is not predicted, and never counts.
+        positions: [B, T] positions in the row; None: 0, 1, 2, ...
+        attention_mask: [B, T], 0 on padding, as tokenizers return it; only checked.
         old_logprobs: [B, T] nats, of the token.
         advantages: [B, T], or [B], one for all tokens of a row.
         ref_logprobs: [B, T] nats, of the token, or None.
@@ -173,7 +173,7 @@ def context_parallel_rows(
         ring: see `workbench.sharding.torch_context_parallel`.
 
     Raises:
-        ShardingError: packed rows, rows padded at their head, and what `torch_context_parallel` refuses.
+        ShardingError: packed rows, left-padded rows, and errors of `torch_context_parallel`.
         ShapeError: tensors of other shapes.
     """
     _refuse_packed(tokens, positions, attention_mask)
@@ -185,8 +185,8 @@ def context_parallel_rows(
         ref_logprobs=ref_logprobs,
         sampler_logprobs=sampler_logprobs,
     )
-    with torch_context_parallel(align.cp, whole, ring=ring) as held:
-        rows = ContextParallelRows(align, held)
+    with torch_context_parallel(align.cp, whole, ring=ring) as shards:
+        rows = ContextParallelRows(align, shards)
         try:
             yield rows
         finally:
@@ -194,12 +194,12 @@ def context_parallel_rows(
 
 
 def shifted(tokens: Tensor, mask: Tensor, **of_tokens: Tensor | None) -> dict[str, Tensor]:
-    """What each place predicts, on whole rows: the last of a row predicts nothing.
+    """Shift values to the position that predicts them, on whole rows; the last position of a row predicts nothing.
 
-    Real numbers are kept only where the target counts, so that nothing that stands elsewhere can reach a gradient.
+    Floating-point values are zeroed where the target does not count, so that they cannot reach a gradient.
 
     Shapes: [B, T] each -> [B, T] each.
-    Raises: ShapeError: tensors of another shape, a mask that is no mask.
+    Raises: ShapeError: tensors of another shape, a mask that is not bool.
     """
     if mask.dtype is not torch.bool or tokens.dim() != 2:
         raise ShapeError(
@@ -215,19 +215,19 @@ def shifted(tokens: Tensor, mask: Tensor, **of_tokens: Tensor | None) -> dict[st
     ]:
         raise ShapeError(
             "rows",
-            found=f"{', '.join(wrong)} beside tokens {tuple(tokens.shape)}",
+            found=f"{', '.join(wrong)} next to tokens {tuple(tokens.shape)}",
             rule="a value for each token, at the token",
-            fix="align values with tokens: pad what has T - 1 values by one at the head",
+            fix="align values with tokens: pad tensors of T - 1 values by one at the start",
         )
     counts = mask.roll(-1, dims=1)
     counts[:, -1] = False
-    found = {
+    whole = {
         "tokens": tokens,
         "positions": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
         "targets": torch.where(counts, tokens.roll(-1, dims=1), 0),
         "mask": counts,
     }
-    return found | {
+    return whole | {
         name: torch.where(counts, value.roll(-1, dims=1), value.new_zeros(()))
         for name, value in of_tokens.items()
         if value is not None
@@ -245,15 +245,15 @@ def _refuse_packed(tokens: Tensor, positions: Tensor | None, attention_mask: Ten
     if positions is not None and not bool((positions == torch.arange(tokens.shape[-1], device=tokens.device)).all()):
         raise ShardingError(
             where,
-            found="positions that are not 0, 1, 2, ... in every row: packed documents, or rows padded at their head",
-            rule="a row is one document, padded at its end if at all: torch's ring sees no document edges",
-            fix="give each document a row; for packed rows take the workbench's own attention "
+            found="positions that are not 0, 1, 2, ... in every row: packed documents, or left-padded rows",
+            rule="a row is one document, padded at its end if at all: torch's ring knows no document boundaries",
+            fix="put each document in its own row; for packed rows use the workbench's attention "
             "(layout.cp with layout.attention)",
         )
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ShardingError(
             where,
             found="an attention_mask with padding before tokens",
-            rule="padding stands at the end of a row, where no causal query sees it",
-            fix="pad rows at their end",
+            rule="padding is at the end of a row, where no causal query sees it",
+            fix="pad rows on the right",
         )

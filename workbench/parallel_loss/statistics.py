@@ -1,4 +1,4 @@
-"""What is known of a batch once all ranks have spoken: KL statistics, advantage statistics.
+"""Batch statistics over all ranks: KL and advantages.
 
 Letters: t tokens of this rank, in any shape | N documents.
 """
@@ -16,14 +16,14 @@ from workbench.sharding.mesh import Axis
 
 @dataclass(frozen=True)
 class KlStatistics:
-    """How far a policy is from another, over the counted tokens of all ranks. The same numbers on every rank.
+    """KL estimates between two policies over the counted tokens of all ranks. The same numbers on every rank.
 
     Attributes:
         token_mean: mean of the estimate over tokens; may be part of a loss.
         document_mean: mean over documents of the sum of the estimate over their tokens; may be part of a loss.
         largest: the largest estimate of a token; minus infinity if none counts. Data.
-        tokens: how many tokens count. Data.
-        documents: in how many documents one does. Data.
+        tokens: number of tokens that count. Data.
+        documents: number of documents with a token that counts. Data.
     """
 
     token_mean: Tensor
@@ -35,12 +35,12 @@ class KlStatistics:
 
 @dataclass(frozen=True)
 class AdvantageStatistics:
-    """Where advantages lie, over all ranks. Data, the same on every rank.
+    """Mean and spread of advantages over all ranks. Data, the same on every rank.
 
     Attributes:
         mean: 0 if nothing counts.
-        std: of the population, or of a sample as was asked; 0 if it is of nothing.
-        count: how many there are.
+        std: of the population or of a sample, as requested; 0 if nothing counts.
+        count: number of advantages.
     """
 
     mean: Tensor
@@ -54,10 +54,10 @@ def mean_and_std(values: Tensor, mask: Tensor, axes: tuple[Axis, ...], *, correc
     Formula:  mean = sum_t x_t / n;   std = sqrt(sum_t (x_t - mean)^2 / max(n - correction, 1))
     Backward: none.
     """
-    kept = torch.where(mask, values.detach(), 0.0).double()
-    total, count = summed(torch.stack([kept.sum(), mask.sum().double()]), axes)
+    masked = torch.where(mask, values.detach(), 0.0).double()
+    total, count = summed(torch.stack([masked.sum(), mask.sum().double()]), axes)
     mean = total / count.clamp_min(1)
-    squares = torch.where(mask, (kept - mean).square(), 0.0).sum()
+    squares = torch.where(mask, (masked - mean).square(), 0.0).sum()
     std = (summed(squares, axes) / (count - correction).clamp_min(1)).sqrt()
     dtype = torch.promote_types(values.dtype, torch.float32)
     return AdvantageStatistics(mean.to(dtype), std.to(dtype), count.long())
@@ -71,9 +71,9 @@ def summed(value: Tensor, axes: tuple[Axis, ...]) -> Tensor:
 
 
 def largest(values: Tensor, mask: Tensor, axes: tuple[Axis, ...]) -> Tensor:
-    """Maximum of what counts on any rank; minus infinity, the identity of a maximum, where nothing does."""
-    kept = torch.where(mask, values.detach(), -torch.inf).reshape(-1)
-    most = kept.max() if len(kept) else kept.new_tensor(-torch.inf)
+    """Maximum of the counted values on all ranks; minus infinity, the identity of a maximum, if nothing counts."""
+    masked = torch.where(mask, values.detach(), -torch.inf).reshape(-1)
+    maximum = masked.max() if len(masked) else masked.new_tensor(-torch.inf)
     for axis in axes:
-        most = all_max(most, axis)
-    return most
+        maximum = all_max(maximum, axis)
+    return maximum

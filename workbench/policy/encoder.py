@@ -1,9 +1,9 @@
-"""The encoder: a Hugging Face vision model and a projector, cut for this rank, from pixels to features.
+"""The encoder: a Hugging Face vision model and a projector, sharded for this rank, from pixels to features.
 
-A feature is what the policy reads in the place of a token's embedding: one for each row of the vision model's last
-hidden states. The encoder lies over the ranks in a layout of its own. Its tensor-parallel plan is made of the names of
-its layers, where its configuration names none; over cp each rank holds some patches of each image, and attention
-gathers the keys and values of the others.
+A feature replaces a token's embedding in the policy's input: one for each row of the vision model's last hidden
+states. The encoder has its own layout over the ranks. Its tensor-parallel plan is derived from the names of its
+layers if its configuration has none; over cp each rank holds some patches of each image, and attention gathers the
+keys and values of the other ranks.
 
 Letters: b images | c channels | h, w pixels | s features of an image | R cp ranks | d head dimension | D model
 dimension of the policy.
@@ -30,14 +30,14 @@ ATTENTION = "workbench_images"
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder as one rank holds it.
+    """One rank's part of an encoder.
 
     Attributes:
-        model: vision model and projector, cut for this rank.
+        model: vision model and projector, sharded for this rank.
         mesh: the axes of the encoder, which are not the policy's.
-        shards: how every parameter lies over tp, by name.
+        shards: how every parameter is sharded over tp, by name.
         tokens: s, the features of an image.
-        order: which of them a cp rank holds; one of `workbench.sharding.orders.ORDERS`.
+        order: how features are dealt to cp ranks; one of `workbench.sharding.orders.ORDERS`.
     """
 
     model: nn.Module
@@ -48,16 +48,16 @@ class Encoder:
 
     @property
     def places_Rs(self) -> Tensor:
-        """[R, s / R] which features of each image each cp rank holds."""
+        """[R, s / R] indices of the features of each image that each cp rank holds."""
         return owned(self.order, self.tokens, self.mesh["cp"].size)
 
     def features(self, pixels_bchw: Tensor) -> Tensor:
-        """This rank's features of its images.
+        """Compute this rank's features of its images.
 
         Shapes:   [b, c, h, w] -> [b, s / cp, D].
         Layout:   dp: sharded(b); cp: replicated -> sharded(s); tp: replicated.
-        Backward: parameters get this rank's part of a sum over dp x cp. It wants the gradient of each tp rank to be
-                  whole, as bridges bring it.
+        Backward: parameters get this rank's part of a sum over dp x cp. Expects the complete gradient on each tp rank,
+                  as bridges provide it.
         """
         return self.model(pixels_bchw)
 
@@ -71,19 +71,19 @@ def make_encoder(
     seed: int = 0,
     order: str = "contiguous",
 ) -> Encoder:
-    """Put a projector behind a vision model, and cut both for this rank. Collective over tp and cp.
+    """Append a projector to a vision model, and shard both for this rank. Collective over tp and cp.
 
     Args:
-        vision: a `transformers` vision model with the same whole weights on every rank, on the CPU; it is changed.
-        width: D, what the policy reads.
+        vision: a `transformers` vision model with the same unsharded weights on every rank, on CPU; modified in place.
+        width: D of the policy.
         mesh: the axes; one rank if None.
         precision: float64, float32 or bfloat16.
         seed: of the projector's weights.
-        order: which features of an image a cp rank holds.
+        order: how the features of an image are dealt to cp ranks.
 
     Raises:
-        SpecError: a vision model that pools, or that cut does not say what it said whole.
-        ShardingError: heads or features that tp does not divide, features that cp does not.
+        SpecError: a vision model that pools, or whose sharded features differ from the unsharded ones.
+        ShardingError: heads or features that tp does not divide, features that cp does not divide.
     """
     mesh = mesh or single_process_mesh()
     if getattr(vision, "use_head", False):
@@ -94,19 +94,19 @@ def make_encoder(
             fix="vision_use_head=False",
         )
     model = _WithProjector(vision.eval(), width, seed)
-    vision.set_attn_implementation(_registered())
+    vision.set_attn_implementation(_register_attention())
     _set_cp(vision, Axis("cp"))
     pixels_bchw = _probe_pixels(vision.config)
     with torch.no_grad():
-        whole = model(pixels_bchw)
-    encoder = Encoder(model, mesh, _cut(model, mesh["tp"]), whole.shape[1], order)
-    expected = whole
+        unsharded = model(pixels_bchw)
+    encoder = Encoder(model, mesh, _shard(model, mesh["tp"]), unsharded.shape[1], order)
+    expected = unsharded
     if mesh["cp"].size > 1:
         places_s = encoder.places_Rs[mesh["cp"].rank]
         vision.embeddings.register_forward_hook(lambda _, __, out: out.index_select(1, places_s.to(out.device)))
         _set_cp(vision, mesh["cp"])
-        expected = whole[:, places_s]
-    _hold(model.to(mesh.device), pixels_bchw.to(mesh.device), expected, mesh)
+        expected = unsharded[:, places_s]
+    _check_features(model.to(mesh.device), pixels_bchw.to(mesh.device), expected, mesh)
     model.to(DTYPES[precision])
     return encoder
 
@@ -121,16 +121,16 @@ def image_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each feature to all features of its image, which may lie on several cp ranks.
+    """Attention of each feature to all features of its image, which may be sharded over cp ranks.
 
     Has the signature of a `transformers` attention function.
 
     Args:
-        module: the layer that asks; it knows its cp axis.
+        module: the calling layer, which has its cp axis as an attribute.
         query: [b, H, s / cp, d].
         key: as query.
         value: as query.
-        attention_mask: there is none between the features of an image.
+        attention_mask: unused: features of an image attend to each other without a mask.
         scaling: of the scores; None: d ** -0.5.
 
     Shapes:   -> [b, s / cp, H, d].
@@ -144,7 +144,7 @@ def image_attention(
 
 
 class _WithProjector(nn.Module):
-    """A vision model, and two layers with a norm before them that lead into the policy's width."""
+    """A vision model followed by a projector to the policy's width: a norm and two linear layers."""
 
     def __init__(self, vision: Any, width: int, seed: int) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class _Projector(nn.Module):
         return self.fc2(nn.functional.gelu(self.fc1(self.norm(hidden))))
 
 
-def _registered() -> str:
+def _register_attention() -> str:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, image_attention)
@@ -176,7 +176,7 @@ def _registered() -> str:
 
 def _set_cp(vision: nn.Module, axis: Axis) -> None:
     for module in vision.modules():
-        if hasattr(module, "is_causal"):  # what transformers' attention layers have, and hand to no function
+        if hasattr(module, "is_causal"):  # marks the attention layers of transformers
             module.images_cp = axis
 
 
@@ -186,30 +186,30 @@ def _probe_pixels(config: Any) -> Tensor:
     return torch.linspace(-1, 1, torch.Size(shape).numel()).cos().view(shape)
 
 
-def _cut(model: _WithProjector, axis: Axis) -> dict[str, ParameterShard]:
+def _shard(model: _WithProjector, axis: Axis) -> dict[str, ParameterShard]:
     if axis.size == 1:
         return {name: ParameterShard() for name, _ in model.named_parameters()}
     config = model.vision.config
     check_heads({"encoder": config.num_attention_heads}, axis)
-    own = getattr(config, "base_model_tp_plan", None)
+    own_plan = getattr(config, "base_model_tp_plan", None)
     plan = (
-        {f"vision.{name}": style for name, style in own.items()}
-        if own
+        {f"vision.{name}": style for name, style in own_plan.items()}
+        if own_plan
         else plan_by_names(model, "vision.", config.model_type)
     )
     return apply_tensor_parallel(model, plan | plan_by_names(model, "projector.", "projector"), axis)
 
 
-def _hold(model: _WithProjector, pixels_bchw: Tensor, expected: Tensor, mesh: Mesh) -> None:
-    """Refuse what does not say cut what it said whole; rounding is far below the bar. Collective over tp and cp."""
+def _check_features(model: _WithProjector, pixels_bchw: Tensor, expected: Tensor, mesh: Mesh) -> None:
+    """Reject an encoder whose sharded features differ from the unsharded ones. Collective over tp and cp."""
     what = f"encoder of model type {model.vision.config.model_type!r} over tp={mesh['tp'].size}, cp={mesh['cp'].size}"
-    rule, fix = "the cut encoder's features are the whole one's", "use tp=1 and cp=1 for this encoder"
+    rule, fix = "sharded and unsharded encoder give the same features", "use tp=1 and cp=1 for this encoder"
     try:
         with torch.no_grad():
-            far = float((model(pixels_bchw).cpu() - expected).norm() / expected.norm())
+            relative_error = float((model(pixels_bchw).cpu() - expected).norm() / expected.norm())
     except (TypeError, RuntimeError, ValueError, AttributeError, IndexError) as error:
         raise SpecError(
             what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule, fix=fix
         ) from error
-    if not far <= 1e-3:
-        raise SpecError(what, found=f"features off by {far:.2g} of their norm", rule=rule, fix=fix)
+    if not relative_error <= 1e-3:  # far above rounding; the negation also catches NaN
+        raise SpecError(what, found=f"features off by {relative_error:.2g} of their norm", rule=rule, fix=fix)

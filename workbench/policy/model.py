@@ -1,8 +1,8 @@
-"""The policy: a Hugging Face decoder, cut for this rank, from a row to token log-probabilities.
+"""The policy: a Hugging Face decoder, sharded for this rank, from a packed row to token log-probabilities.
 
-`transformers` is used through two public doors: the Auto classes, and the attention registry, where the
-workbench's context-parallel attention has a name of its own. Under that name no mask is built from positions
-(which would take a zigzag shard for two documents); ours comes from the shard plan.
+`transformers` is used through two public APIs: the Auto classes, and the attention registry, where the
+workbench's context-parallel attention has its own name. Under that name no mask is built from positions
+(which would take a zigzag shard for two documents); the mask comes from the shard plan.
 
 Letters: T packed tokens | V vocabulary | D model dimension.
 """
@@ -34,12 +34,12 @@ from workbench.sharding.tensor_parallel import ParameterShard, shard_range
 
 ATTENTION = "workbench_sharded"
 CHUNKED = ("chunked", "triton")
-"""Implementations of the log-probabilities that go by chunks of a row, as `fused_loss` needs them."""
+"""Implementations of the log-probabilities that process a row in chunks, as `fused_loss` requires."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Exact(Protocol):
-    """What computes in place of a policy's own ways, with the same meaning; `workbench.reproducible` has one."""
+    """Bitwise-reproducible substitute for a policy's own computation; `workbench.reproducible` implements it."""
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
         """See `Policy.hidden_states`."""
@@ -54,21 +54,21 @@ class Exact(Protocol):
 
 @dataclass
 class Policy:
-    """A decoder as one rank holds it.
+    """One rank's part of a decoder.
 
     Attributes:
-        model: the `transformers` causal language model, cut for this rank.
+        model: the `transformers` causal language model, sharded for this rank.
         mesh: the axes.
-        shards: how every parameter lies over tp, by name.
+        shards: how every parameter is sharded, by name.
         vocabulary_size: V of the whole model.
-        temperature: divides logits, unless a call gives one for each token.
+        temperature: divides logits, unless a call passes one per token.
         implementation: of the log-probabilities, by name.
-        fp32_head: whether hidden states and head are lifted to float32 before they meet.
+        fp32_head: True if hidden states and head are cast to float32 before their GEMM.
         chunk_tokens: rows whose logits exist at a time.
-        keep_bytes: how much the head may keep for backward.
-        trunk: what is called for hidden states where parameters are sharded over dp x cp, and gathers them on the way.
-            Each call is followed by its backward before the next. None: every rank holds them.
-        exact: what computes instead, where every layout must give the same bits.
+        keep_bytes: how much the head may save for backward.
+        trunk: module that computes hidden states and gathers parameters on the way, if they are sharded over dp x cp.
+            Each call is followed by its backward before the next. None: parameters are replicated.
+        exact: computes instead if every layout must give the same bits.
     """
 
     model: Any
@@ -90,14 +90,13 @@ class Policy:
 
         Args:
             tokens_T: [t] vocabulary ids.
-            positions_T: [t] places in their documents.
-            shard: who sees whom.
-            embeddings_TD: what the first layer reads, where that is not (only) the tokens' own embeddings; as
-                `embeddings` gives them.
+            positions_T: [t] positions in their documents.
+            shard: which tokens attend to which.
+            embeddings_TD: input of the first layer, if not the tokens' own embeddings; see `embeddings`.
 
         Shapes:   tokens_T and positions_T [t] -> [t, D].
         Layout:   cp: sharded(T); tp: replicated.
-        Raises:   SpecError: embeddings in the reproducible mode.
+        Raises:   SpecError: embeddings in reproducible mode.
         """
         if self.exact is None:
             return self.through_modules(tokens_T, positions_T, shard, embeddings_TD)
@@ -105,31 +104,31 @@ class Policy:
             raise SpecError(
                 "embeddings in the reproducible mode",
                 found="hidden_states(..., embeddings_TD=...)",
-                rule="the mode knows no module that could have made them, and sums none of its gradients",
-                fix="leave the mode out where an encoder feeds the policy",
+                rule="the mode covers no module that produces embeddings, and does not sum its gradients",
+                fix="turn the mode off if an encoder feeds the policy",
             )
         return self.exact.hidden_states(tokens_T, positions_T, shard)
 
     def through_modules(
         self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, embeddings_TD: Tensor | None = None
     ) -> Tensor:
-        """`hidden_states` of the modules as they stand, with the attention that the shard names."""
+        """`hidden_states` of the current modules, with the attention that the shard names."""
         forward = self.model.base_model if self.trunk is None else self.trunk
-        read = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
-        out = forward(**read, position_ids=positions_T[None], use_cache=False, shard=shard)
+        inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
+        out = forward(**inputs, position_ids=positions_T[None], use_cache=False, shard=shard)
         return out.last_hidden_state[0]
 
     def give_back(self) -> None:
-        """Let go of the weights that `hidden_states` without a backward left whole, where parameters are sharded."""
+        """Reshard the weights that `hidden_states` without a backward left gathered."""
         if self.trunk is not None:
             data_parallel.give_back(self.trunk)
 
     def embeddings(self, tokens_T: Tensor) -> Tensor:
-        """What the first layer reads of this rank's tokens, to be changed here and there before it does.
+        """Token embeddings of this rank, which the caller may modify before `hidden_states` reads them.
 
         Shapes:   [t] -> [t, D]; [t / tp, D] with sequence parallelism.
         Layout:   cp: sharded(T); tp: replicated, or with sequence parallelism sharded(t).
-        Backward: it wants the gradient of each tp rank to be whole, as it is at the input of decoder layers.
+        Backward: expects the complete gradient on each tp rank, as at the input of decoder layers.
         Raises:   ShardingError: parameters are sharded over dp x cp, and gathered only inside the model.
         """
         if self.trunk is not None:
@@ -156,19 +155,19 @@ class Policy:
         Args:
             hidden_TD: [t, D].
             targets_T: [t] vocabulary ids.
-            temperature_T: [t] what each token's logits are divided by (1 where nothing counts), for rollouts that
-                were sampled at several temperatures; None takes the policy's one temperature for all.
+            temperature_T: [t] divides each token's logits (1 under the mask), for rollouts sampled at several
+                temperatures; None: the policy's temperature for all.
             active_T: [t] the tokens that are computed; None: all.
-            kept: what the sampler cut each distribution down to; None: nothing was cut.
+            kept: each token's truncated support in the sampler; None: not truncated.
             wanted: see `logprobs.token_logprobs`.
 
         Shapes: [t] each.
-        Raises: SpecError: kept sets, or a choice of tokens, where `exact` computes.
+        Raises: SpecError: truncated supports, or a subset of tokens, in reproducible mode.
         """
         if self.exact is not None:
             if kept is not None or active_T is not None:
                 raise SpecError(
-                    "exact log-probabilities of some tokens, or of kept sets",
+                    "exact log-probabilities of a subset of tokens, or of truncated supports",
                     rule="all tokens are computed, each against the whole vocabulary",
                     fix="leave active_T and kept out, or compute without workbench.reproducible",
                 )
@@ -185,13 +184,13 @@ class Policy:
         )
 
     def head_arguments(self) -> dict[str, Any]:
-        """The output head of this rank and its rules, as `logprobs.token_logprobs` takes them."""
+        """Output head of this rank and its settings, as arguments of `logprobs.token_logprobs`."""
         axis, head = self.mesh["tp"], _head_of(self.model)
         if data_parallel.is_shard(head["weight_VD"]):
             raise ShardingError(
                 "the output head of sharded parameters",
-                found="this rank's part of its weight",
-                rule="it is whole from hidden_states to the end of the backward that follows",
+                found="this rank's shard of its weight",
+                rule="it is gathered from hidden_states to the end of the backward that follows",
                 fix="call hidden_states before, and backward after",
             )
         first, _ = shard_range(self.vocabulary_size, axis, what="output head: vocabulary")
@@ -223,28 +222,28 @@ def load_policy(
     checkpointing: bool = False,
     fused_loss: bool = False,
 ) -> Policy:
-    """Load a decoder, give it the workbench's attention, and cut it for this rank.
+    """Load a decoder, register the workbench's attention, and shard it for this rank.
 
     Args:
         source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `tiny.TINY`.
         mesh: the axes; one rank if None.
-        precision: float64, float32 or bfloat16. float64 lifts norms and rotary embeddings too.
+        precision: float64, float32 or bfloat16. float64 includes norms and rotary embeddings.
         temperature: divides logits.
         implementation: of the log-probabilities: auto, or one of `logprobs.IMPLEMENTATIONS`; see
             `choose_implementation`.
-        project: what relative folders are relative to.
-        tied: for tiny ones: whether the head is the embedding.
-        seed: for tiny ones: of their weights.
-        fp32_head: lift hidden states and head to float32 before they meet.
+        project: base of relative folders.
+        tied: tiny models only: the head is the embedding.
+        seed: tiny models only: of their weights.
+        fp32_head: cast hidden states and head to float32 before their GEMM.
         chunk_tokens: rows whose logits exist at a time, for chunked and triton.
-        keep_bytes: how much these may keep for backward.
+        keep_bytes: how much these may save for backward.
         shard_parameters: shard parameters over dp x cp; see `workbench.sharding.data_parallel`.
-        sequence_parallel: each tp rank holds 1 / tp of the tokens between cut layers.
-        checkpointing: keep no activations inside a decoder layer; compute them again in backward.
-        fused_loss: loss and gradient are computed in one pass over the head, so it goes by chunks.
+        sequence_parallel: each tp rank holds 1 / tp of the tokens between sharded layers.
+        checkpointing: save no activations inside a decoder layer; recompute them in backward.
+        fused_loss: loss and gradient are computed in one pass over the head, which needs chunks.
 
     Raises:
-        SpecError: no such checkpoint, an unknown implementation, or one that cannot serve this layout.
+        SpecError: no such checkpoint, an unknown implementation, or one that does not support this layout.
         ShardingError: heads or features that tp does not divide.
     """
     mesh = mesh or single_process_mesh()
@@ -253,11 +252,11 @@ def load_policy(
     model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
     _refuse_unknown(model)
     model = with_our_attention(model)
-    model.get_input_embeddings().padding_idx = None  # in a packed row every id is text, and trains
+    model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
     if precision == "float64":
         expected = _probe(model, "float32")
         model = lift_to_float64(model)
-        _hold(model, _probe(model, precision), expected, what="float64 run")
+        _check_logits(model, _probe(model, precision), expected, what="float64 run")
     else:
         model = cast(model, DTYPES[precision])
     config = model.config.get_text_config()
@@ -276,20 +275,20 @@ def load_policy(
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The layers of a decoder, in order, as `transformers` marks them for checkpointing."""
+    """Layers of a decoder, in order, as `transformers` marks them for checkpointing."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def _checkpoint_layers(model: Any) -> None:
-    """Compute each decoder layer again in backward, on every rank at the same place, its collectives included.
+    """Recompute each decoder layer in backward, collectives included, at the same point on every rank.
 
-    The switch of `transformers` does nothing in eval mode, which is where a policy without dropout is. The layer's own
-    forward is wrapped, so that names and hooks of the module stay where they are.
+    The switch of `transformers` does nothing in eval mode, and a policy is in eval mode to have no dropout. The layer's
+    own forward is wrapped, so that names and hooks of the module do not change.
 
     Raises:
-        SpecError: a model that does not say which its layers are.
+        SpecError: a model that does not mark its layers.
     """
     layers = decoder_layers(model)
     if not layers:
@@ -300,12 +299,12 @@ def _checkpoint_layers(model: Any) -> None:
             fix="leave layout.checkpointing out for this model",
         )
     for layer in layers:
-        # Nothing is drawn at random in a policy, so no state of generators is kept.
+        # A policy has no randomness, so generator states are not saved.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Trunk(nn.Module):
-    """A model that goes as far as hidden states when it is called; its head is part of it all the same."""
+    """A model whose forward ends at the hidden states; its head stays a submodule."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -319,17 +318,17 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
     """Choose the implementation of a policy's log-probabilities, once for every pass of a run.
 
     Old, reference and training passes use the same one: two implementations differ in their last bits, and with them
-    the ratio of a policy to itself differs from 1. "auto" takes on a GPU what is fastest; on a CPU the slow and
-    obvious, whose numbers earlier runs have, or chunked for a fused loss.
+    the ratio of a policy to itself differs from 1. "auto" takes the fastest on a GPU; on a CPU the slow and simple
+    ones, which match the numbers of earlier runs, or chunked for a fused loss.
 
     Args:
         requested: auto, or one of `logprobs.IMPLEMENTATIONS`.
         mesh: the axes.
-        dtype: of what is multiplied with the head.
-        fused_loss: the head goes by chunks.
+        dtype: of the operands of the head's GEMM.
+        fused_loss: the head has to work in chunks.
 
     Raises:
-        SpecError: an unknown implementation, or one that cannot serve this layout, this device or a fused loss.
+        SpecError: an unknown implementation, or one that does not support this layout, this device or a fused loss.
     """
     if requested == "auto":
         if fused_loss or mesh.device.type == "cuda":
@@ -345,7 +344,7 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
         raise SpecError(
             f"policy.logprobs = {requested!r} with fused_loss",
             found="an implementation that holds all logits of a row at once",
-            rule=f"one of auto, {', '.join(CHUNKED)}: a fused loss goes by chunks of a row",
+            rule=f"one of auto, {', '.join(CHUNKED)}: a fused loss processes a row in chunks",
             fix="use auto",
         )
     if requested == "triton" and (why := triton_refusal(dtype, mesh.device)):
@@ -353,13 +352,13 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
             "policy.logprobs = 'triton'",
             found=why,
             rule="a GPU that Triton compiles for, and a dtype of at most 32 bits",
-            fix="use auto, or chunked, which needs nothing but torch",
+            fix="use auto, or chunked, which needs only torch",
         )
     return requested
 
 
 def _head_of(model: Any) -> dict[str, Any]:
-    """Weight, bias, scale and cap of a decoder's output head; how its configuration names them is of `transformers`."""
+    """Weight, bias, scale and cap of a decoder's output head, by the names of `transformers` configurations."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return {
@@ -371,13 +370,13 @@ def _head_of(model: Any) -> dict[str, Any]:
 
 
 def load_decoder(source: str, *, project: Path | None = None, tied: bool | None = None, seed: int = 0) -> Any:
-    """The stock `transformers` decoder of a source, whole, in float32, on CPU.
+    """Return the stock `transformers` decoder of a source, unsharded, in float32, on CPU.
 
     Args:
         source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `tiny.TINY`.
-        project: what relative folders are relative to.
-        tied: for tiny ones: whether the head is the embedding.
-        seed: for tiny ones: of their weights.
+        project: base of relative folders.
+        tied: tiny models only: the head is the embedding.
+        seed: tiny models only: of their weights.
 
     Raises:
         SpecError: no such checkpoint, or one whose tensors are not exactly the model's.
@@ -387,7 +386,7 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
     if tied is not None:
         raise SpecError(
             f"model.tied = {tied} with model.source = {source!r}",
-            rule="a checkpoint says itself whether its head is tied",
+            rule="a checkpoint defines whether its head is tied",
             fix="leave model.tied out",
         )
     import transformers
@@ -395,6 +394,7 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
 
     transformers.utils.logging.disable_progress_bar()
     folder = (project or Path()) / source
+    # safetensors only, so that no pickle is loaded (DECISIONS.md, 18)
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
@@ -405,56 +405,56 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
             found=str(error).splitlines()[0],
             rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
             f"{' or '.join(TINY)}",
-            fix=f"check the path (the folder {source!r} is looked for under the project root)",
+            fix=f"check the path (the folder {source!r} is looked up under the project root)",
         ) from None
-    wrong = [
+    mismatches = [
         f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
         if info.get(kind)
     ]
-    if wrong:
+    if mismatches:
         raise SpecError(
             f"load model.source = {source!r}",
-            found="; ".join(wrong),
-            rule="the checkpoint holds exactly the tensors of the model: none is made up, none left out",
-            fix="save the whole model again, or mend config.json",
+            found="; ".join(mismatches),
+            rule="the checkpoint holds exactly the tensors of the model: none initialized at random, none ignored",
+            fix="save the whole model again, or fix config.json",
         )
     return model
 
 
 def _refuse_unknown(model: Any) -> None:
-    """Refuse by name what is known to be left out here; `with_our_attention` measures the rest."""
+    """Reject features that are known to be unsupported; `with_our_attention` measures the rest."""
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
-    asked = [f"attn_logit_softcapping = {cap}"] if cap else []
+    refused = [f"attn_logit_softcapping = {cap}"] if cap else []
     known = ("full_attention", "sliding_attention")
-    asked += [f"layers of type {kind!r}" for kind in getattr(config, "layer_types", None) or () if kind not in known]
-    # These take their frequencies from the longest position, which differs by rank and by packing.
-    asked += [
+    refused += [f"layers of type {kind!r}" for kind in getattr(config, "layer_types", None) or () if kind not in known]
+    # These derive their frequencies from the longest position, which differs by rank and by packing.
+    refused += [
         f"rotary embedding {module.rope_type!r}"
         for module in model.modules()
         if getattr(module, "rope_type", "default") in ("dynamic", "longrope")
     ]
-    if asked:
+    if refused:
         raise SpecError(
             f"policy of model type {config.model_type!r}",
-            found=", ".join(dict.fromkeys(asked)),
-            rule="causal attention, in a sliding window or not, rotary angles from a token's own position",
+            found=", ".join(dict.fromkeys(refused)),
+            rule="causal attention, full or with a sliding window; rotary angles from a token's own position",
             fix="use a model without these",
         )
 
 
 def with_our_attention(model: Any) -> Any:
-    """Give a decoder the workbench's attention, and refuse it if it then means anything else than before.
+    """Set a decoder's attention to the workbench's, and reject the model if its logits change.
 
     Two short documents in one packed row, its tokens in a shuffled order, must get the logits that the stock model
-    gives each alone, from our hidden states and what its configuration says of the head. That finds what no list of
-    names can: another scale on the logits, positions that the model counts for itself, attention that does not go
-    through the registry. Sliding windows are made shorter than the documents for it: a window of thousands of tokens
-    that is not handed on to attention would go unnoticed.
+    gives each alone, from our hidden states and the head that its configuration describes. This detects what a list of
+    names cannot: another scale on the logits, positions that the model counts itself, attention that bypasses the
+    registry. Sliding windows are made shorter than the documents for the check: a window of thousands of tokens
+    that is not passed to attention would go unnoticed.
 
     Raises:
-        SpecError: it does not run with our attention, or not to the same logits.
+        SpecError: it does not run with our attention, or gives other logits.
     """
     with _short_windows(model), torch.no_grad():
         stock = torch.cat(
@@ -465,27 +465,27 @@ def with_our_attention(model: Any) -> Any:
                 for start, stop in ((0, 5), (5, 8))
             ]
         )
-        model.set_attn_implementation(_registered())
-        _hold(model, _probe(model, "packed"), stock, what="packed run")
+        model.set_attn_implementation(_register_attention())
+        _check_logits(model, _probe(model, "packed"), stock, what="packed run")
     return model
 
 
 @contextlib.contextmanager
 def _short_windows(model: Any) -> Iterator[None]:
-    """Sliding windows of at most three tokens, wherever the model and its configuration have one."""
-    holders = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
-    before = [
-        (holder, holder.sliding_window)
-        for holder in holders.values()
-        if isinstance(getattr(holder, "sliding_window", None), int)
+    """Limit sliding windows to three tokens, wherever the model and its configuration have one."""
+    owners = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
+    windows = [
+        (owner, owner.sliding_window)
+        for owner in owners.values()
+        if isinstance(getattr(owner, "sliding_window", None), int)
     ]
     try:
-        for holder, window in before:
-            holder.sliding_window = min(window, 3)
+        for owner, window in windows:
+            owner.sliding_window = min(window, 3)
         yield
     finally:
-        for holder, window in before:
-            holder.sliding_window = window
+        for owner, window in windows:
+            owner.sliding_window = window
 
 
 _PROBE = torch.tensor([1, 3, 2, 5, 4, 2, 6, 1])
@@ -493,7 +493,7 @@ _PROBE_ORDER = torch.tensor([4, 0, 6, 2, 7, 1, 5, 3])
 
 
 def _probe(model: Any, what: str) -> Tensor:
-    """Logits of two packed documents in their own order, computed the way a policy does, in a shuffled one."""
+    """Logits of two packed documents in document order, computed as a policy does, from a shuffled row."""
     shard = AttentionShard(_PROBE_ORDER[None, None], documents_T=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]))
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])[_PROBE_ORDER]
     config = model.config.get_text_config()
@@ -515,21 +515,21 @@ def _probe(model: Any, what: str) -> Tensor:
         ) from None
 
 
-def _hold(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> None:
-    """Refuse a model whose logits are not what they were; rounding of float32 is far below the bar."""
-    far = float((actual_TV.double() - expected_TV.double()).abs().max() / expected_TV.double().abs().max())
-    if not far <= 1e-3:
+def _check_logits(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> None:
+    """Reject a model whose logits have changed."""
+    relative_error = float((actual_TV.double() - expected_TV.double()).abs().max() / expected_TV.double().abs().max())
+    if not relative_error <= 1e-3:  # far above the rounding of float32; the negation also catches NaN
         raise SpecError(
             f"policy of model type {model.config.get_text_config().model_type!r}: {what}",
-            found=f"logits off by {far:.2g} of the largest, against the stock model's",
-            rule="hidden states times the head's weight, scaled and capped as the configuration says, are "
-            "the logits, documents in a packed row do not see each other, and norms and rotary "
+            found=f"logits off by {relative_error:.2g} of the largest, relative to the stock model's",
+            rule="logits are hidden states times the head's weight, scaled and capped as the configuration says; "
+            "documents in a packed row do not attend to each other; norms and rotary "
             "embeddings are of a known kind",
             fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral",
         )
 
 
-def _registered() -> str:
+def _register_attention() -> str:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, sharded_attention)

@@ -1,7 +1,7 @@
-"""Float64 all the way: norms, rotary embeddings and routers that do not round through float32.
+"""Float64 throughout: norms, rotary embeddings and routers that do not round to float32 in between.
 
-`transformers` computes RMS norms, rotary angles and the probabilities of a router in float32 whatever the model's
-dtype. That snaps small differences between layouts away, or makes them, so a float64 run replaces them.
+`transformers` computes RMS norms, rotary angles and router probabilities in float32 for every model dtype. That hides
+small differences between layouts, or creates them, so a float64 run replaces them.
 
 Letters: t tokens | E experts | k experts of a token.
 """
@@ -17,33 +17,33 @@ from torch import Tensor, nn
 from workbench.errors import SpecError
 
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
-"""Of `transformers`: softmax over all experts, the largest k of it, made to sum to 1 unless `norm_topk_prob` is off."""
+"""Of `transformers`: softmax over all experts, top k, renormalized to sum to 1 unless `norm_topk_prob` is off."""
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
-    """Turn a model into a dtype as a checkpoint is loaded in it, in place: rotary frequencies stay as they are.
+    """Cast a model to a dtype in place, as loading a checkpoint does: rotary frequencies keep their dtype.
 
-    A frequency in bfloat16 is off by up to 0.2 percent, which at place 1000 is up to a radian.
+    A frequency in bfloat16 is off by up to 0.2 percent, which at position 1000 is up to a radian.
     """
     frequencies = [
-        (module, name, held)
+        (module, name, buffer)
         for module in model.modules()
-        for name, held in module.named_buffers(recurse=False)
+        for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq")
     ]
     model.to(dtype)
-    for module, name, held in frequencies:
-        setattr(module, name, held)
+    for module, name, buffer in frequencies:
+        setattr(module, name, buffer)
     return model
 
 
 def lift_to_float64(model: Any) -> Any:
-    """Turn a model into float64, its norms, rotary embeddings and routers included, in place.
+    """Cast a model to float64 in place, including norms, rotary embeddings and routers.
 
-    Experts are computed one by one: grouped products are of at most 32 bits.
+    Experts are computed one by one: grouped GEMMs support at most 32 bits.
 
     Raises:
-        SpecError: a module that looks like a norm or a router and is of a kind not known here.
+        SpecError: a module that looks like a norm or a router but is of an unknown kind.
     """
     model.double()
     if any(type(module).__name__.endswith("Experts") for module in model.modules()):
@@ -58,7 +58,7 @@ def lift_to_float64(model: Any) -> Any:
             raise SpecError(
                 f"float64 run of a model with {kind} at {name}",
                 rule="RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known",
-                fix="use precision: float32, or teach policy/precision.py this norm",
+                fix="use precision: float32, or add this norm to policy/precision.py",
             )
         elif "Router" in kind:
             _lift_router(module, name, kind)
@@ -73,7 +73,7 @@ def _lift_rms_norm(module: Any, name: str, kind: str) -> None:
             fix="use precision: float32 for this model",
         )
 
-    module.forward = types.MethodType(_exact_norm, module)  # bound: a deep copy's is bound to the copy
+    module.forward = types.MethodType(_exact_norm, module)  # a bound method: a deep copy binds to the copy
 
 
 def _exact_norm(module: Any, hidden: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def _lift_router(module: Any, name: str, kind: str) -> None:
     if kind not in ROUTERS:
         raise SpecError(
             f"float64 run of a model with {kind} at {name}",
-            rule=f"routers that take the top of a softmax are known: {', '.join(ROUTERS)}",
-            fix="use precision: float32, or teach policy/precision.py this router",
+            rule=f"routers that take the top k of a softmax are known: {', '.join(ROUTERS)}",
+            fix="use precision: float32, or add this router to policy/precision.py",
         )
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,7 +29,7 @@ QWEN3: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Name -> the sizes in which it differs from its siblings, from the config.json of the published checkpoint."""
+"""Name -> the sizes that differ between checkpoints, from their published config.json."""
 
 
 def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed: int = 0) -> Qwen3ForCausalLM:
@@ -37,8 +37,8 @@ def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed
 
     Args:
         name: one of `QWEN3`.
-        layers: how many of its layers; None: all.
-        seed: of the weights. The global random state is left as it was.
+        layers: number of layers; None: all.
+        seed: of the weights. The global random state is preserved.
 
     Source: Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, config.json.
     """

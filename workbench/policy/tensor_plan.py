@@ -1,8 +1,8 @@
-"""How a decoder is cut over tp: the plan that its configuration names, or ours where it names none.
+"""Tensor-parallel plan of a decoder: the one in its configuration, or one derived from layer names.
 
-A plan says of each layer how it may be cut (`workbench.sharding.tensor_parallel`). Ours goes by what linear layers are
-called, which is nearly one language. Whether a plan is meant for this model is then not believed but measured: the
-cut model must say what the whole one said.
+A plan gives the sharding style of each layer (`workbench.sharding.tensor_parallel`). Ours is derived from the names of
+linear layers, which are nearly standard. Every plan is then verified by measurement: the sharded model must give the
+hidden states of the unsharded one.
 
 Letters: V vocabulary | t tokens.
 """
@@ -47,65 +47,65 @@ NAMES = {
     "dense_h_to_4h": "colwise",
     "dense_4h_to_h": "rowwise",
 }
-"""What linear layers of decoders are called, and how a layer of that name is cut."""
+"""Names of linear layers in decoders, and their sharding styles."""
 
 _COUNTS = ("num_heads", "num_key_value_heads", "split_size")
-"""What a block may keep of its sizes; where our plan cuts it, they become this rank's."""
+"""Sizes that a block may cache as attributes; if our plan shards the block, they are divided by tp."""
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
-    """How the layers of a decoder may be cut: name pattern -> style.
+    """Sharding style of each layer of a decoder: name pattern -> style.
 
-    A model's own plan may have lines for layers that this size of it lacks (dense ones, in a mixture of experts); they
-    are left out.
+    A model's own plan may have entries for layers that this size of it lacks (dense ones, in a mixture of experts);
+    these are dropped.
 
     Raises:
-        SpecError: it names no plan, and has linear layers whose names say nothing.
+        SpecError: it has no plan, and linear layers with unknown names.
     """
     config, prefix = model.config.get_text_config(), model.base_model_prefix
-    if own := getattr(config, "base_model_tp_plan", None):
+    if own_plan := getattr(config, "base_model_tp_plan", None):
         names = [name for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
         return {
             f"{prefix}.{pattern}": style
-            for pattern, style in own.items()
+            for pattern, style in own_plan.items()
             if fnmatch.filter(names, f"{prefix}.{pattern}")
         }
     return plan_by_names(model, f"{prefix}.", config.model_type)
 
 
 def plan_by_names(model: nn.Module, prefix: str, model_type: str) -> dict[str, str]:
-    """How the linear layers under a prefix may be cut, by what they are called: name -> style.
+    """Sharding style of each linear layer under a prefix, by its name: name -> style.
 
     Raises:
-        SpecError: linear layers whose names say nothing.
+        SpecError: linear layers with unknown names.
     """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or hasattr(module, "nf")]
     inside = [name for name in linear if name.startswith(prefix)]
     if unknown := sorted({name.rpartition(".")[2] for name in inside} - NAMES.keys()):
         raise SpecError(
             f"tensor parallelism of model type {model_type!r}",
-            found=f"no plan, and layers called {', '.join(unknown)}",
-            rule="its configuration names a plan (base_model_tp_plan), or its linear layers are called as "
-            "in `workbench.policy.tensor_plan.NAMES`",
+            found=f"no plan, and layers named {', '.join(unknown)}",
+            rule="its configuration has a plan (base_model_tp_plan), or its linear layers have names in "
+            "`workbench.policy.tensor_plan.NAMES`",
             fix="use tp=1 for this model",
         )
     return {name: NAMES[name.rpartition(".")[2]] for name in inside}
 
 
 def cut(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> dict[str, ParameterShard]:
-    """Cut a whole decoder into this rank's part, in place, and move it to the mesh's device. Collective over tp.
+    """Shard a decoder for this rank, in place, and move it to the mesh's device. Collective over tp.
 
     Args:
-        model: with the workbench's attention, and the same whole weights on every rank, on the CPU.
+        model: with the workbench's attention, and the same unsharded weights on every rank, on the CPU.
         mesh: the axes.
-        sequence_parallel: hold 1 / tp of the tokens between blocks; last hidden states come whole all the same.
+        sequence_parallel: hold 1 / tp of the tokens between blocks; the last hidden states are gathered.
 
     Returns:
-        How every parameter lies, by name.
+        Sharding of every parameter, by name.
 
     Raises:
-        ShardingError: heads or features that tp does not divide, or a style that is not known here.
-        SpecError: a model without a plan that we cannot plan, or that cut does not say what it said whole.
+        ShardingError: heads or features that tp does not divide, or an unknown style.
+        SpecError: a model for which no plan is known, or whose sharded hidden states differ from the unsharded ones.
     """
     axis = mesh["tp"]
     if axis.size == 1:
@@ -129,19 +129,19 @@ def cut(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> dict[str,
     if tied:
         head.weight = embedding.weight
     if not getattr(config, "base_model_tp_plan", None):
-        _count_locally(model, plan, axis)
+        _divide_sizes(model, plan, axis)
     if sequence_parallel:
         model.base_model.register_forward_hook(_gathering(Stream(axis, sharded=True)))
-    _hold(model.to(mesh.device), axis, expected_tD, sequence_parallel=sequence_parallel)
+    _check_hidden_states(model.to(mesh.device), axis, expected_tD, sequence_parallel=sequence_parallel)
     cast(model, dtype)
     return shards
 
 
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+def _name_of(model: nn.Module, target: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is target)
 
 
-def _count_locally(model: nn.Module, plan: Mapping[str, str], axis: Axis) -> None:
+def _divide_sizes(model: nn.Module, plan: Mapping[str, str], axis: Axis) -> None:
     for parent in {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "colwise_of_three")}:
         module = model.get_submodule(parent)
         for count in _COUNTS:
@@ -158,7 +158,7 @@ def _gathering(stream: Stream) -> Any:
 
 
 def _probe(model: Any, axis: Axis) -> Tensor:
-    """[t, D] last hidden states of a short row, as many tokens as tp divides."""
+    """[t, D] last hidden states of a short row, whose length tp divides."""
     count = math.lcm(8, axis.size)
     tokens_T, places_T = torch.arange(count).flip(0) % model.config.get_text_config().vocab_size, torch.arange(count)
     device = next(model.parameters()).device
@@ -177,11 +177,11 @@ def _probe(model: Any, axis: Axis) -> Tensor:
         )
 
 
-def _hold(model: Any, axis: Axis, expected_tD: Tensor, *, sequence_parallel: bool) -> None:
-    """Refuse a model that does not say cut what it said whole; rounding is far below the bar."""
+def _check_hidden_states(model: Any, axis: Axis, expected_tD: Tensor, *, sequence_parallel: bool) -> None:
+    """Reject a model whose sharded hidden states differ from the unsharded ones."""
     what = f"tensor parallelism of model type {model.config.get_text_config().model_type!r} over tp={axis.size}"
     what += " with sequence_parallel" if sequence_parallel else ""
-    rule = "the cut model's hidden states are the whole model's"
+    rule = "sharded and unsharded model give the same hidden states"
     fix = "leave sequence_parallel out" if sequence_parallel else "use tp=1 for this model"
     try:
         actual_tD = _probe(model, axis)
@@ -189,6 +189,6 @@ def _hold(model: Any, axis: Axis, expected_tD: Tensor, *, sequence_parallel: boo
         raise SpecError(
             what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule, fix=fix
         ) from error
-    far = float((actual_tD - expected_tD).norm() / expected_tD.norm())
-    if not far <= 1e-3:
-        raise SpecError(what, found=f"hidden states off by {far:.2g} of their norm", rule=rule, fix=fix)
+    relative_error = float((actual_tD - expected_tD).norm() / expected_tD.norm())
+    if not relative_error <= 1e-3:  # far above rounding; the negation also catches NaN
+        raise SpecError(what, found=f"hidden states off by {relative_error:.2g} of their norm", rule=rule, fix=fix)

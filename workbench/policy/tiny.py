@@ -1,8 +1,7 @@
-"""The tiny models that everything here runs on when no checkpoint is named: real architectures, toy sizes.
+"""Tiny models, the default when no checkpoint is named: real architectures, toy sizes.
 
 Grouped-query attention (4 query heads on 2 key-value heads), query and key norms, rotary positions, gated
-feed-forward, in one of them experts and a router: each of them has its own way to go wrong under sharding, so none is
-left out.
+feed-forward, in one of them experts and a router: each can break in its own way under sharding, so all are included.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def tiny_qwen3(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3For
     Args:
         vocab_size: rows of the embedding; any number, also one that no rank count divides.
         tied: the output head is the embedding.
-        seed: of the weights. The global random state is left as it was.
+        seed: of the weights. The global random state is preserved.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -53,7 +52,7 @@ def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen
     Args:
         vocab_size: rows of the embedding; any number, also one that no rank count divides.
         tied: the output head is the embedding.
-        seed: of the weights. The global random state is left as it was.
+        seed: of the weights. The global random state is preserved.
     """
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -75,7 +74,7 @@ def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen
 
 
 TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe}
-"""What `load_policy` makes when it is asked for it by name."""
+"""Tiny decoders that `load_policy` builds by name."""
 
 VISION_SIZES = {
     "hidden_size": 32,
@@ -94,7 +93,7 @@ def tiny_siglip(*, seed: int = 0) -> SiglipVisionModel:
     """A SigLIP vision encoder of about 20 000 weights drawn from a seed: 8 x 8 pixels, 4 patches, no pooling head.
 
     Args:
-        seed: of the weights. The global random state is left as it was.
+        seed: of the weights. The global random state is preserved.
     """
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
@@ -105,7 +104,7 @@ def tiny_clip(*, seed: int = 0) -> CLIPVisionModel:
     """A CLIP vision encoder of the same size: a class token before the patches, another activation.
 
     Args:
-        seed: of the weights. The global random state is left as it was.
+        seed: of the weights. The global random state is preserved.
     """
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
@@ -118,7 +117,7 @@ def _tiny_vision(kind: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config).eval()
-        for parameter in model.parameters():  # biases too, and beyond what initialisation leaves near zero
+        for parameter in model.parameters():  # initialisation leaves biases and other parameters at or near zero
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     return model
 

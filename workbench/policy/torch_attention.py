@@ -1,9 +1,9 @@
-"""A decoder whose attention is torch's own function, asked for causal attention and nothing else.
+"""A decoder whose attention is torch's own function, called for plain causal attention.
 
-Under its name "sdpa" `transformers` makes a mask from positions that do not go up by one, which it takes for those of
-packed documents: on a rank that holds the head and the tail of a row that mask is wrong. Under this name it makes none.
-Whoever replaces ``torch.nn.functional.scaled_dot_product_attention`` (torch's context parallelism does) replaces it
-here too.
+Under the name "sdpa" `transformers` builds a mask if positions do not increase by one, which it takes for packed
+documents: on a rank that holds the head and the tail of a row that mask is wrong. Under this name it builds none.
+A replacement of ``torch.nn.functional.scaled_dot_product_attention`` (as torch's context parallelism makes) takes
+effect here too.
 
 Letters: B rows | T tokens | d head dimension.
 """
@@ -21,9 +21,9 @@ ATTENTION = "workbench_torch"
 
 
 def with_torch_attention(model: Any) -> Any:
-    """Give a `transformers` decoder torch's attention without a mask of its own; returns it.
+    """Set a `transformers` decoder's attention to torch's without a mask; return the decoder.
 
-    Rows must be one document each, padded at the end if at all: a causal query never sees what comes after it.
+    Rows must be one document each, padded at the end if at all: a causal query never attends to later padding.
     """
     from transformers import AttentionInterface
 
@@ -48,15 +48,15 @@ def torch_attention(
 
     Shapes:   query [B, Hq, T, d], key and value [B, Hk, T, d] -> [B, T, Hq, d]; Hk divides Hq.
     Backward: torch's.
-    Raises:   SpecError: a mask, dropout, a window, or what else changes attention.
+    Raises:   SpecError: a mask, dropout, a window, or another change of attention.
     """
-    asked = {"attention_mask": attention_mask, "dropout": dropout or None, "sliding_window": sliding_window}
-    asked |= {name: other.get(name) for name in ("s_aux", "softcap", "position_bias")}
-    if found := [name for name, value in asked.items() if value is not None]:
+    options = {"attention_mask": attention_mask, "dropout": dropout or None, "sliding_window": sliding_window}
+    options |= {name: other.get(name) for name in ("s_aux", "softcap", "position_bias")}
+    if refused := [name for name, value in options.items() if value is not None]:
         raise SpecError(
-            f"torch's attention with {', '.join(found)}",
-            rule="causal attention over the row, nothing else",
-            fix="use a model without it, or train without it (model.eval() has no dropout)",
+            f"torch's attention with {', '.join(refused)}",
+            rule="plain causal attention over the row",
+            fix="use a model without it, or train without it (model.eval() disables dropout)",
         )
     mixed = functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]

@@ -1,4 +1,4 @@
-"""Does a loss keep the laws of parallel training? Proved on generated layouts, or refuted by the smallest one."""
+"""Check the invariants of parallel training for a loss: proved on generated layouts, or refuted by the smallest one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LAWS", "Counterexample", "LawResult", "Proof", "prove"]
 
 ROUNDS = 4
 CONSTANT = 16.0
-"""What a loss that divides by a constant is proved with where it names none: the laws are the same for any."""
+"""Default constant of a loss that divides by a constant; the invariants are the same for any."""
 
 
 def prove(
@@ -35,11 +35,11 @@ def prove(
     rounds: int = ROUNDS,
     budget_s: float = 20.0,
 ) -> Proof:
-    """Hold a loss to the laws of parallel training: loss, gradient of every parameter, and every metric.
+    """Check the invariants of parallel training for a loss: loss, gradient of every parameter, and every metric.
 
-    Each law changes one thing that must not matter (`workbench.prove.laws`): the step of all documents in one
-    row on one rank, in float64, is held against the same step under the change, on all ranks of a mesh simulated in
-    this process. Documents and layouts are generated and nasty. A failure is cut down to the smallest case that
+    Each invariant changes one thing that must not matter (`workbench.prove.laws`): the step of all documents in one
+    row on one rank, in float64, is compared with the same step under the change, on all ranks of a mesh simulated in
+    this process. Documents and layouts are generated adversarially. A failure is shrunk to the smallest case that
     fails in the same way, and its factor is measured and named.
 
     Args:
@@ -47,36 +47,36 @@ def prove(
             a preset's name, a `LossSpec`, or settings of one;
             a `RunSpec`: its loss, its advantages, its temperature, and the faults that it plants;
             a function from `LossInputs` to terms, as for `workbench.train.step.run_step`;
-            with ``engine``, a trainer's ``microbatch_loss(batch, outputs, totals)``, which does its own dividing (see
+            with ``engine``, a trainer's ``microbatch_loss(batch, outputs, totals)``, which does its own division (see
             `workbench.prove.trainer`).
-        spec: of a function: its denominator and what it declares to break, and how its advantages are made.
-        engine: what a trainer's engine does to gradients over dp x cp: "sum" or "mean".
-        laws: which; None: all.
-        seed: what cases are drawn from.
-        rounds: cases of each law.
-        budget_s: no case is begun after so many seconds of processor time. A law that no case was held against is not
-            kept: `Proof.ok` is False, and `Proof.untried` names it.
+        spec: of a function: its denominator, its declared breaks, and its advantages.
+        engine: reduction of gradients over dp x cp in the trainer's engine: "sum" or "mean".
+        laws: names of invariants; None: all.
+        seed: of the generated cases.
+        rounds: cases per invariant.
+        budget_s: no case is started after this many seconds of processor time. An invariant without a case counts as
+            not proved: `Proof.ok` is False, and `Proof.untried` names it.
 
     Returns:
-        A verdict on every law. The model is always ``tiny-qwen3``: what a loss divides by does not depend on it.
+        A verdict on every invariant. The model is always ``tiny-qwen3``: a loss's divisor does not depend on it.
 
     Raises:
-        SpecError: an unknown preset or law; a loss whose numbers are not finite on one rank, or other ones each time; a
-            function of other arguments.
+        SpecError: an unknown preset or invariant; a loss whose values are not finite on one rank, or not reproducible;
+            a function with other arguments.
 
     Example:
         >>> prove("grpo", laws=["cp_degree"], rounds=1).ok
         True
     """
-    chosen = _laws(laws)
+    chosen = _selected(laws)
     return search(as_subject(loss, spec=spec, engine=engine), chosen, seed=seed, rounds=rounds, budget_s=budget_s)
 
 
 def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> Subject:
-    """What `prove` takes, as something that takes a step.
+    """Return the subject of a proof, which takes one step, for any loss that `prove` accepts.
 
     Raises:
-        SpecError: it is none of these, or goes without ``spec`` or ``engine``.
+        SpecError: the loss is of no accepted kind, or does not allow ``spec`` or ``engine``.
     """
     base = _run_spec(spec, "spec")
     if engine is not None:
@@ -105,15 +105,15 @@ def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> 
     given = _run_spec({"name": loss} if isinstance(loss, str) else loss, "loss")
     if spec is not None:
         raise SpecError(
-            f"prove {given.loss.name!r} with a spec beside it",
+            f"prove {given.loss.name!r} with a separate spec",
             rule="a spec goes with a function",
-            fix="say everything in the first argument: a RunSpec holds loss, data and policy",
+            fix="put everything into the first argument: a RunSpec holds loss, data and policy",
         )
     return WorkbenchSubject(given.loss.name, given, make_loss(given.loss))
 
 
 def _check_arguments(loss: Callable[..., Any], *names: str, fix: str) -> None:
-    """Refuse a function that does not take these, as far as one can see."""
+    """Raise if a function cannot be called with these arguments, as far as its signature shows."""
     try:
         signature = inspect.signature(loss)
     except (TypeError, ValueError):  # some builtins have none
@@ -129,16 +129,16 @@ def _check_arguments(loss: Callable[..., Any], *names: str, fix: str) -> None:
         ) from None
 
 
-def _laws(names: Sequence[str] | None) -> list[Law]:
+def _selected(names: Sequence[str] | None) -> list[Law]:
     if names is None:
         return list(LAWS.values())
     if not names:
-        raise SpecError("prove with laws = ()", rule="at least one law; None: all", fix="name one, or leave laws out")
+        raise SpecError("prove with laws = ()", rule="at least one invariant; None: all", fix="name one or omit laws")
     for name in names:
         if name not in LAWS:
             near = difflib.get_close_matches(name, LAWS, n=1)
             raise SpecError(
-                f"law {name!r}",
+                f"invariant {name!r}",
                 found=f"did you mean {near[0]!r}?" if near else "",
                 rule=f"one of {', '.join(LAWS)}",
                 fix="correct the name",
@@ -146,8 +146,8 @@ def _laws(names: Sequence[str] | None) -> list[Law]:
     return [law for law in LAWS.values() if law.name in names]
 
 
-def _run_spec(given: Any, what: str) -> RunSpec:
-    """The spec of a run that a loss, or settings of either, stand for."""
+def _run_spec(given: Any, argument: str) -> RunSpec:
+    """Return the run spec for a run spec, a loss spec, or settings of either."""
     if given is None:
         return RunSpec()
     if isinstance(given, RunSpec):
@@ -158,18 +158,18 @@ def _run_spec(given: Any, what: str) -> RunSpec:
         settings = {"loss": given.overrides()}
     else:
         raise SpecError(
-            f"prove: {what} = {given!r}",
+            f"prove: {argument} = {given!r}",
             rule="a preset's name, a LossSpec, a RunSpec, settings of one, or a function",
             fix="a trainer's function goes with engine = 'sum' or 'mean'",
         )
     loss = settings.get("loss")
-    if isinstance(loss, Mapping) and parse_spec(LossSpec, loss, where=f"prove: {what}").denominator == "constant":
+    if isinstance(loss, Mapping) and parse_spec(LossSpec, loss, where=f"prove: {argument}").denominator == "constant":
         settings = {**settings, "loss": {"denominator_constant": CONSTANT, **loss}}
-    return parse_spec(RunSpec, settings, where=f"prove: {what}")
+    return parse_spec(RunSpec, settings, where=f"prove: {argument}")
 
 
 def _checked(loss: Loss) -> Loss:
-    """The loss in float64 throughout, refused in words where it gives anything but terms."""
+    """The loss in float64 throughout; raises if it returns anything but terms."""
 
     def checked(inputs: LossInputs) -> dict[str, Term]:
         with InFloat64():

@@ -1,7 +1,7 @@
-"""One way to lay the documents of a step over ranks, and what a subject finds there.
+"""Arrangement of the documents of a step over ranks, and the outcome of a subject's step in it.
 
-All ranks are simulated in this process, in float64, on a decoder of toy size: what a loss divides by has nothing to do
-with how large the model is.
+All ranks are simulated in this process, in float64, on a decoder of toy size: a loss's divisor does not depend on the
+size of the model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from workbench.train.step import StepResult
 
 TIMEOUT_S = 60.0
 BLOCK_TOKENS = 2
-"""Of the balanced order: rows here are short."""
+"""Block size of the balanced order: rows here are short."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Documents of one optimizer step, and where each lies.
+    """Documents of one optimizer step, and the place of each.
 
     Attributes:
         documents: of the whole step.
@@ -40,12 +40,12 @@ class Arrangement:
         dp: data-parallel ranks.
         cp: context-parallel ranks.
         tp: tensor-parallel ranks.
-        order: which tokens of a row a cp rank holds.
-        attention: how cp ranks come to each other's keys and values.
-        sequence_parallel: whether tp ranks share tokens between cut layers.
-        multiple_of: rows are padded to a multiple of this; None: of what the layout needs.
-        chunk_tokens: rows of the head whose logits exist at a time; None: all.
-        fused: whether loss and gradient are computed in one pass over the head, as far as that goes.
+        order: token order, which deals a row's tokens to cp ranks.
+        attention: exchange of keys and values between cp ranks.
+        sequence_parallel: True if tp ranks shard tokens between tensor-parallel layers.
+        multiple_of: rows are padded to a multiple of this; None: of the layout's requirement.
+        chunk_tokens: tokens whose logits exist at a time; None: all.
+        fused: True to compute loss and gradient in one pass over the head, where that is possible.
     """
 
     documents: tuple[Document, ...]
@@ -62,12 +62,12 @@ class Arrangement:
 
     @property
     def micro_batches(self) -> int:
-        """Rows of each dp rank."""
+        """Number of rows of each dp rank."""
         return len(self.rows) // self.dp
 
     @property
     def layout(self) -> LayoutSpec:
-        """Its ranks."""
+        """Layout of the ranks."""
         return LayoutSpec.model_validate(
             {
                 "dp": self.dp,
@@ -82,7 +82,7 @@ class Arrangement:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows, padding included, as far as ``multiple_of`` says."""
+        """Tokens of all rows, with the padding that ``multiple_of`` adds."""
         each = self.multiple_of or 1
         lengths = [sum(len(self.documents[number].tokens) for number in row) for row in self.rows]
         return sum(max(1, -(-length // each)) * each for length in lengths)
@@ -109,29 +109,29 @@ class Arrangement:
         )
 
     def __str__(self) -> str:
-        """Say it in a few words."""
-        words = [str(self.layout)]
-        words += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        """Short description."""
+        parts = [str(self.layout)]
+        parts += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
         if len(self.rows) > 1 or self.rows[0] != tuple(range(len(self.documents))):
-            words.append("documents " + " | ".join(" ".join(map(str, row)) or "none" for row in self.rows))
+            parts.append("documents " + " | ".join(" ".join(map(str, row)) or "none" for row in self.rows))
         padded = self.multiple_of is not None and self.tokens > sum(len(d.tokens) for d in self.documents)
-        words += [f"padded to {self.tokens} tokens"] if padded else []
+        parts += [f"padded to {self.tokens} tokens"] if padded else []
         if self.chunk_tokens is not None:
             tokens = "1 token" if self.chunk_tokens == 1 else f"{self.chunk_tokens} tokens"
-            words.append(f"head {tokens} at a time{', fused' if self.fused else ''}")
-        return ", ".join(words)
+            parts.append(f"head {tokens} at a time{', fused' if self.fused else ''}")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step found in an arrangement, or why it did not.
+    """Result of a step in an arrangement, or the exception it raised.
 
     Attributes:
         loss: the total.
         gradients: whole, by parameter.
-        metrics: by key, terms of the loss among them.
-        idle: some rank had a micro-batch in which none of its tokens counts.
-        error: what was raised, if anything was.
+        metrics: by key, including the terms of the loss.
+        idle: True if some rank had a micro-batch in which none of its tokens counts.
+        error: exception, if one was raised.
     """
 
     loss: float = math.nan
@@ -142,7 +142,7 @@ class Outcome:
 
     @property
     def norm(self) -> float:
-        """Of the whole gradient."""
+        """Norm of the whole gradient."""
         return norm_of(self.gradients)
 
 
@@ -152,7 +152,7 @@ def norm_of(gradients: Mapping[str, Tensor]) -> float:
 
 
 def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
-    """Take the step on every rank of an arrangement. What a rank raises is in the outcome."""
+    """Take the step on every rank of an arrangement. An exception of a rank is part of the outcome."""
     spec = arrangement.spec(subject.run_spec)
     batch = to_batch(arrangement.documents)
     chosen: Any = replace(subject, run_spec=spec)  # type: ignore[type-var]
@@ -174,35 +174,35 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
 
 
 def one_rank_policy() -> Policy:
-    """The decoder that everything is proved on, whole."""
+    """The decoder of all proofs, unsharded."""
     return _copies(1)[0]
 
 
 def one_row(documents: Sequence[Document], **settings: Any) -> Arrangement:
-    """All documents in one row of one rank, unless settings say otherwise."""
+    """All documents in one row of one rank, unless settings override that."""
     return Arrangement(tuple(documents), (tuple(range(len(documents))),), **settings)
 
 
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
-    """The decoder as one rank of a mesh holds it. Ranks of one mesh hold weights of their own."""
-    asked = spec.policy
-    temperature = asked.temperature or 1.0
+    """The decoder as sharded on one rank of a mesh. Ranks of one mesh have separate copies of the weights."""
+    settings = spec.policy
+    temperature = settings.temperature or 1.0
     if mesh["tp"].size > 1:
-        implementation = "auto" if asked.logprobs == "reference" else asked.logprobs
+        implementation = "auto" if settings.logprobs == "reference" else settings.logprobs
         return load_policy(
             "tiny-qwen3",
             mesh=mesh,
             precision="float64",
             temperature=temperature,
             implementation=implementation,
-            chunk_tokens=asked.chunk_tokens,
+            chunk_tokens=settings.chunk_tokens,
             sequence_parallel=spec.layout.sequence_parallel,
         )
     number = mesh["dp_cp"].rank
     whole = _copies(mesh["dp_cp"].size)[number]
-    implementation = whole.implementation if asked.logprobs == "auto" else asked.logprobs
+    implementation = whole.implementation if settings.logprobs == "auto" else settings.logprobs
     return replace(
-        whole, mesh=mesh, temperature=temperature, implementation=implementation, chunk_tokens=asked.chunk_tokens
+        whole, mesh=mesh, temperature=temperature, implementation=implementation, chunk_tokens=settings.chunk_tokens
     )
 
 

@@ -1,4 +1,4 @@
-"""A proof for the test suite of another project: one call, which fails with the table of laws."""
+"""A proof for the test suite of another project: one call, which fails with the table of invariants."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from workbench.prove.proof import Proof
 
 
 def assert_proved(loss: Any, **settings: Any) -> Proof:
-    """Fail unless a loss keeps every law that was asked for, and all of them were tried.
+    """Fail unless a loss keeps every requested invariant, and all of them were tried.
 
     Args:
-        loss: whatever `workbench.prove` takes.
+        loss: any loss that `workbench.prove` accepts.
         **settings: of `workbench.prove`: engine, spec, seed, laws, budget_s.
 
     Returns:
-        The proof. A law that the loss's spec declares to be broken is no failure.
+        The proof. An invariant that the loss's spec declares to break is no failure.
 
     Raises:
-        VerdictError: an AssertionError with the table of laws and the counterexamples.
+        VerdictError: an AssertionError with the table of invariants and the counterexamples.
 
     Example:
         >>> import workbench as wb
@@ -33,6 +33,6 @@ def assert_proved(loss: Any, **settings: Any) -> Proof:
             f"prove {proof.subject}",
             found=str(proof),
             rule="loss, gradient and metrics are those of one unsplit process",
-            fix="begin with the first broken law: its counterexample is the smallest that was found",
+            fix="begin with the first broken invariant: its counterexample is the smallest that was found",
         )
     return proof

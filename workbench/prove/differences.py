@@ -1,7 +1,7 @@
-"""What differs between two outcomes of one step, by how much, and by which factor.
+"""Differences between two outcomes of one step: quantities, sizes, and factor.
 
-Bars, in float64, where a right layout stays near 1e-15: a parameter's gradient within 1e-10 of the plain one's norm, or
-of a floor where that is next to nothing; the loss within 1e-12 of itself or of the whole gradient's norm; a metric
+Tolerances, in float64, where a correct layout stays near 1e-15: a parameter's gradient within 1e-10 of the plain one's
+norm, or of a floor if that norm is smaller; the loss within 1e-12 of itself or of the whole gradient's norm; a metric
 within 1e-10.
 """
 
@@ -20,26 +20,26 @@ GRADIENT_BAR = 1e-10
 LOSS_BAR = 1e-12
 METRIC_BAR = 1e-10
 FLOOR = 1e-3
-"""Of the root mean square of the whole gradient: a parameter whose gradient is smaller is held to this."""
+"""Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
 NOTHING = 1e-12
-"""A metric below this may as well be 0, and a whole gradient shorter than this, or than this part of the plain one,
+"""A metric below this counts as 0, and a whole gradient shorter than this, or than this part of the plain one,
 trains nothing."""
 PARALLEL = 0.999
-"""Cosine from which a gradient is another one's multiple."""
+"""Cosine above which a gradient is a multiple of another one."""
 
 Gradients = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs.
+    """Difference between two outcomes.
 
     Attributes:
         worst: greatest relative difference of any number.
-        what: "gradient", "loss", "metric KEY", "not a number" or "error"; () if all is within its bar.
-        words: the same in a sentence.
-        factor: what the gradient is multiplied with, or the loss where the gradient is right; None if it is another.
-        factor_name: what that equals; "" if nothing simple.
+        what: "gradient", "loss", "metric KEY", "not a number" or "error"; () if all are within tolerance.
+        words: description, one sentence.
+        factor: multiplier of the gradient, or of the loss if the gradient is right; None if it is no multiple.
+        factor_name: expression that equals it; "" if nothing simple.
     """
 
     worst: float
@@ -50,22 +50,22 @@ class Difference:
 
     @property
     def signature(self) -> tuple[str, bool, str]:
-        """What stays the same while a counterexample is cut down."""
+        """The properties that stay the same while a counterexample is shrunk."""
         return "".join(self.what[:1]), self.factor is None, self.factor_name
 
 
 def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement, Arrangement]) -> Difference:
-    """Hold the outcome of a changed arrangement against that of the plain one, which has numbers, and a gradient.
+    """Compare the outcome of a changed arrangement with that of the plain one, which is finite and has a gradient.
 
     Args:
-        plain: what is taken for right.
+        plain: the outcome taken for right.
         changed: the other.
-        arrangements: theirs, for the sizes that a factor may come from.
+        arrangements: of both, for the sizes that a factor may equal.
     """
     if changed.error is not None:
-        said = str(changed.error).splitlines() or [""]
-        found = [line.strip() for line in said if line.strip().startswith("found: ")]
-        return Difference(math.inf, ("error",), "; ".join([f"{type(changed.error).__name__}: {said[0]}", *found]))
+        lines = str(changed.error).splitlines() or [""]
+        details = [line.strip() for line in lines if line.strip().startswith("found: ")]
+        return Difference(math.inf, ("error",), "; ".join([f"{type(changed.error).__name__}: {lines[0]}", *details]))
     broken = [name for name, values in changed.gradients.items() if not bool(values.isfinite().all())]
     if broken or not math.isfinite(changed.loss):
         where = f"the gradient of {len(broken)} parameter(s), {broken[0]} first" if broken else "the loss"
@@ -78,41 +78,41 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
     }
     worst = max([gradient, loss, *metrics.values()])
     what: list[str] = []
-    words: list[str] = []
+    messages: list[str] = []
     factor: float | None = None
     sizes = _sizes(*arrangements)
     if gradient > GRADIENT_BAR:
-        factor, said = _gradient_in_words(plain.gradients, changed.gradients, name)
+        factor, message = _gradient_message(plain.gradients, changed.gradients, name)
         what.append("gradient")
-        words.append(said + _in_brackets(factor, sizes))
+        messages.append(message + _in_brackets(factor, sizes))
     if loss > LOSS_BAR:
-        said = f"the loss is {_apart(changed.loss, plain.loss)}"
+        message = f"the loss is {_apart(changed.loss, plain.loss)}"
         if not what and plain.loss:
             factor = changed.loss / plain.loss
-            said += f": {_times(factor)} times{_in_brackets(factor, sizes)}"
+            message += f": {_times(factor)} times{_in_brackets(factor, sizes)}"
         what.append("loss")
-        words.append(said)
+        messages.append(message)
     off = [key for key, far in metrics.items() if far > METRIC_BAR and not _follows(key, what)]
     if off:
         first, before = changed.metrics.get(off[0], math.nan), plain.metrics[off[0]]
         if not what and before:
             factor = first / before
-        words.append(
+        messages.append(
             f"{off[0]} is {_apart(first, before)}"
             + (f", and {len(off) - 1} more metrics differ" if len(off) > 1 else "")
         )
     what += [f"metric {key}" for key in off]
-    return Difference(worst, tuple(what), "; ".join(words), factor, "" if factor is None else meaning(factor, sizes))
+    return Difference(worst, tuple(what), "; ".join(messages), factor, "" if factor is None else meaning(factor, sizes))
 
 
 def _apart(changed: float, plain: float) -> str:
-    """Two numbers with as many digits as tell them apart, at least 4."""
+    """Two numbers with enough digits to distinguish them, at least 4."""
     digits = next((digits for digits in range(4, 17) if f"{changed:.{digits}g}" != f"{plain:.{digits}g}"), 17)
     return f"{changed:.{digits}g}, not {plain:.{digits}g}"
 
 
 def _times(factor: float) -> str:
-    """A factor; close to 1 by its distance from 1."""
+    """A factor as text; close to 1 as its distance from 1."""
     rest = factor - 1
     if not rest or abs(rest) >= 5e-4:
         return f"{factor:.4g}"
@@ -125,7 +125,7 @@ def _in_brackets(factor: float | None, sizes: Mapping[str, float]) -> str:
 
 
 def _sizes(plain: Arrangement, changed: Arrangement) -> dict[str, float]:
-    """What a factor may come from, simplest first: how many times more there is of something than in the plain one."""
+    """Sizes that a factor may equal, simplest first: ratios of changed to plain."""
     axes = {name: getattr(changed, name) / getattr(plain, name) for name in ("cp", "dp", "tp", "micro_batches")}
     grown = [name for name, size in axes.items() if size != 1]
     pairs = {f"{a} * {b}": axes[a] * axes[b] for at, a in enumerate(grown) for b in grown[at:]}
@@ -138,12 +138,12 @@ def _sizes(plain: Arrangement, changed: Arrangement) -> dict[str, float]:
 
 
 def _one_at_least(arrangement: Arrangement) -> int:
-    """Tokens that count, where a document in which none does counts as one."""
+    """Trained tokens, where a document without any counts as one."""
     return sum(max(1, document.trained) for document in arrangement.documents)
 
 
 def _farthest(plain: Gradients, changed: Gradients) -> tuple[float, str]:
-    """The greatest distance of a parameter's gradient, in parts of its norm or of the floor, and which it is."""
+    """The greatest distance of a parameter's gradient, relative to its norm or the floor, and the parameter."""
     elements = sum(values.numel() for values in plain.values())
     floor = FLOOR * norm_of(plain) / math.sqrt(elements)
     far = {}
@@ -154,7 +154,7 @@ def _farthest(plain: Gradients, changed: Gradients) -> tuple[float, str]:
     return far[name], name
 
 
-def _gradient_in_words(plain: Gradients, changed: Gradients, farthest: str) -> tuple[float | None, str]:
+def _gradient_message(plain: Gradients, changed: Gradients, farthest: str) -> tuple[float | None, str]:
     """The factor between two gradients, if there is one, and a sentence."""
     product = sum(float((changed[name] * values).sum()) for name, values in plain.items())
     norm, other = norm_of(plain), norm_of(changed)
@@ -180,5 +180,5 @@ def _relative(plain: float, changed: float, *, floor: float) -> float:
 
 
 def _follows(metric: str, what: list[str]) -> bool:
-    """Whether a metric is what differs already: a norm of the gradient, a term of the loss."""
+    """True if a metric follows from a difference already listed: a norm of the gradient, a term of the loss."""
     return (metric.startswith("gradient/") and "gradient" in what) or (metric.startswith("loss/") and "loss" in what)

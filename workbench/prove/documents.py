@@ -1,7 +1,7 @@
-"""Documents that are hard on a loss: tiny, unequal, with holes in their masks, in groups, near the policy.
+"""Adversarial documents for a loss: tiny, unequal, with holes in their masks, in groups, near the policy.
 
-Everything that a loss may look at is there, so that no setting is left untried for want of a field. They are plain
-data, so that a counterexample can be cut down, compared and printed.
+They have every field that a loss may read, so that no setting is left untried for a missing field. They are plain
+data, so that a counterexample can be shrunk, compared and printed.
 
 Letters: T packed tokens | N documents.
 """
@@ -21,12 +21,12 @@ from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 
 VOCABULARY = 19
-"""Of the model that everything is proved on; nothing divides it."""
+"""Of the model of all proofs; a prime, so that nothing divides it."""
 
 LENGTHS = (1, 2, 3, 5, 7, 9, 13, 16)
 SPREAD = 0.15
-"""How far old, sampler and reference log-probabilities stand from the policy's, in nats: far enough to be clipped
-here and there, near enough that a ratio of a document stays a number."""
+"""Distance of old, sampler and reference log-probabilities from the policy's, in nats: large enough that some tokens
+are clipped, small enough that a document-level ratio stays finite."""
 NEAR = 1e-5
 """The same for some documents, whose ratio is then within any clip and any gate."""
 
@@ -37,16 +37,16 @@ class Document:
 
     Attributes:
         tokens: vocabulary ids.
-        loss_mask: whether each counts; never the first.
+        loss_mask: True for trained tokens; never the first.
         advantages: reward units.
         old_logprobs: nats.
         sampler_logprobs: nats.
         ref_logprobs: nats.
-        weights: sampler corrections that were made elsewhere.
+        weights: sampler corrections that were computed elsewhere.
         reward: reward units.
-        group_id: which prompt it answers.
-        rollout_id: whose sample it is.
-        truncated: whether the sampler cut it off.
+        group_id: of its prompt.
+        rollout_id: of its sample.
+        truncated: True if the sampler truncated it.
     """
 
     tokens: tuple[int, ...]
@@ -63,16 +63,16 @@ class Document:
 
     @property
     def trained(self) -> int:
-        """Tokens that count."""
+        """Number of trained tokens."""
         return sum(self.loss_mask)
 
     def cut(self, length: int) -> Document:
-        """Its first tokens."""
+        """The document's first tokens."""
         listed = {name: value[:length] for name, value in self.__dict__.items() if isinstance(value, tuple)}
         return replace(self, **listed)
 
     def silent(self) -> Document:
-        """The same with nothing to train."""
+        """The same document without trained tokens."""
         return replace(self, loss_mask=(False,) * len(self.tokens))
 
     def __str__(self) -> str:
@@ -81,15 +81,15 @@ class Document:
 
 
 def draw_documents(seed: str, policy: Policy, *, pairs: bool = False) -> tuple[Document, ...]:
-    """Documents of very unequal lengths and masks, whose recorded log-probabilities stand near a policy's.
+    """Documents of very unequal lengths and masks, whose recorded log-probabilities are near a policy's.
 
-    Among them one of a single token, one that trains on all it can, one with nothing to train, one whose mask has
-    holes. Groups are of one to three documents.
+    Among them one of a single token, one that trains all possible tokens, one without trained tokens, one whose mask
+    has holes. Groups have one to three documents.
 
     Args:
-        seed: what they are drawn from.
+        seed: of the random draws.
         policy: one rank's.
-        pairs: every group is a preference pair, both of it trained or both not.
+        pairs: True if every group is a preference pair, both of it trained or both not.
     """
     rng = random.Random(seed)
     lengths = [*LENGTHS, *(rng.randint(2, 12) for _ in range(2))]
@@ -104,13 +104,13 @@ def draw_documents(seed: str, policy: Policy, *, pairs: bool = False) -> tuple[D
 
 
 def silent_documents(seed: str, number: int, *, group_id: int) -> tuple[Document, ...]:
-    """Documents in which nothing trains, each group of two its own prompt."""
+    """Documents without trained tokens, in groups of two per prompt."""
     rng = random.Random(seed)
     return tuple(_drawn(rng, rng.randint(1, 5), "none", group_id + at // 2) for at in range(number))
 
 
 def to_batch(documents: Sequence[Document]) -> RolloutBatch:
-    """The documents end to end, with every field that a loss may ask for; real numbers in float64."""
+    """The documents end to end, with every field that a loss may read; real numbers in float64."""
 
     def exact(values: tuple[float, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
@@ -171,26 +171,26 @@ def _drawn(rng: random.Random, length: int, kind: str, group: int) -> Document:
 
 
 def _near(policy: Policy, documents: Sequence[Document], rng: random.Random) -> tuple[Document, ...]:
-    """The documents with log-probabilities about those that the policy gives their tokens."""
+    """The documents with log-probabilities near those of the policy."""
     (local,), _ = flow.prepare_rows(
         to_batch(documents), RunSpec(precision="float64"), policy.mesh, [range(len(documents))]
     )
     row = local.row
     with torch.no_grad():
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        said_T = policy.token_logprobs(hidden_TD, row.targets_T).logprobs_T.roll(1).tolist()
+        logprobs = policy.token_logprobs(hidden_TD, row.targets_T).logprobs_T.roll(1).tolist()
 
     def around(begin: int, length: int, spread: float) -> tuple[float, ...]:
         return (
             0.0,
-            *(round(min(-1e-3, said + rng.gauss(0, spread)), 9) for said in said_T[begin + 1 : begin + length]),
+            *(round(min(-1e-3, value + rng.gauss(0, spread)), 9) for value in logprobs[begin + 1 : begin + length]),
         )
 
     longest = max(documents, key=lambda document: document.trained)
     placed, begin = [], 0
     for number, document in enumerate(documents):
         length = len(document.tokens)
-        near = document is longest or number % 3 == 1  # no clip ends its gradient
+        near = document is longest or number % 3 == 1  # so that no clip zeroes its gradient
         old = around(begin, length, NEAR if near else SPREAD)
         sampler, reference = around(begin, length, SPREAD), around(begin, length, SPREAD)
         if number % 3 == 0:  # the narrowest gate lets it pass

@@ -1,8 +1,8 @@
-"""Somebody's own function, computed in float64 where it asks for less.
+"""Float64 evaluation of a user function that casts to narrower floats.
 
-Trainers cast: log-probabilities to float32, masks to whatever multiplies. A proof asks whether the arithmetic is that
-of one process, at bars that no rounding of float32 meets. What such a function has computed again in backward
-(`torch.utils.checkpoint`) is not reached: there its casts are what they say, and torch refuses the other dtype.
+Trainers cast: log-probabilities to float32, masks to any dtype that multiplies. A proof checks that the arithmetic is
+that of one process, at tolerances that float32 rounding cannot meet. Recomputation in backward
+(`torch.utils.checkpoint`) is not covered: there casts keep their dtype, and torch raises on the mismatch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 FACTORIES = (torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.as_tensor, torch.linspace, torch.eye)
-"""What makes float32 of numbers where nobody names a dtype."""
+"""Functions that create float32 tensors if no dtype is given."""
 
 
 class InFloat64(TorchFunctionMode):
-    """While it is entered, a cast to a narrower float gives float64, and so does a new tensor of one.
+    """Mode in which a cast to a narrower float gives float64, and so does a new tensor of one.
 
     Example:
         >>> with InFloat64():
@@ -36,14 +36,14 @@ class InFloat64(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do what was asked, with float64 for each dtype that is narrower."""
+        """Call the function, with float64 in place of each narrower dtype."""
         if func in CASTS:
             return args[0].double()
         named = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        found = func(*map(_wide, args), **named)
-        if func in FACTORIES and "dtype" not in named and found.dtype in NARROW:
+        result = func(*map(_wide, args), **named)
+        if func in FACTORIES and "dtype" not in named and result.dtype in NARROW:
             return func(*args, **named, dtype=torch.float64)
-        return found
+        return result
 
 
 def _wide(value: Any) -> Any:

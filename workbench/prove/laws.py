@@ -1,12 +1,12 @@
-"""The laws of parallel training: changes of a layout, of a packing or of what trains nothing, that change no number.
+"""Invariants of parallel training: changes of the layout, the packing or the untrained tokens that change no number.
 
-Each law makes two arrangements of the same documents that differ in nothing but what it is about: a plain one, on one
-rank and in one row where that can be, and a changed one. A law about an order holds the same cut in two orders, so
-that a mistake in the cut is not blamed on the order; and only one law makes ranks that have nothing to train. What a
-case is made of beside its documents are a few whole numbers, so that a failure can be cut down.
+Each invariant builds two arrangements of the same documents that differ only in its subject: a plain one, on one rank
+and in one row if possible, and a changed one. An invariant about an order compares the same split in two orders, so
+that a mistake in the split is not attributed to the order; and only one invariant builds ranks without trained tokens.
+Besides its documents a case consists of a few integers, so that a failure can be shrunk.
 
-Source: the property list of the workbench's reference; systems that broke each law are named with the mistakes in the
-        tests.
+Source: the property list of the workbench's reference; systems that broke each invariant are named with the mistakes in
+        the tests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from workbench.prove.documents import Document, silent_documents
 from workbench.sharding.orders import ORDERS
 
 ORDER_NAMES = tuple(ORDERS)
-"""contiguous first: the plain one."""
+"""Token orders; contiguous, the plain one, is first."""
 ATTENTION = ("gathered", "ring", "ulysses")
 HEADS = 4
-"""Query heads of the model that everything is proved on, which ulysses deals out."""
+"""Query heads of the model of all proofs, which ulysses deals to cp ranks."""
 PERMUTATIONS = 8
-"""Orders of documents of which the one with most documents across edges is taken."""
+"""Number of document orders, of which the one with most documents across shard edges is taken."""
 
 Pair = tuple[Arrangement, Arrangement]
 """The plain arrangement, and the changed one."""
@@ -33,12 +33,12 @@ Pair = tuple[Arrangement, Arrangement]
 
 @dataclass(frozen=True)
 class Case:
-    """What a law is held on.
+    """Input of one trial of an invariant.
 
     Attributes:
         documents: of the step.
-        numbers: the law's own, by name; "seed" decides everything that is left to chance.
-        together: documents that share a group stay in one row.
+        numbers: parameters of the invariant, by name; "seed" decides everything random.
+        together: True to keep documents of a group in one row.
     """
 
     documents: tuple[Document, ...]
@@ -49,24 +49,24 @@ class Case:
         return dict(self.numbers)[name]
 
     def but(self, name: str, number: int) -> Case:
-        """The same with another number."""
+        """The same case with one number changed."""
         return replace(self, numbers=tuple((dict(self.numbers) | {name: number}).items()))
 
     def random(self, what: str = "") -> random.Random:
-        """Chance, the same for the same case."""
+        """Random generator, the same for the same case."""
         return random.Random(f"{self['seed']} {what}")
 
 
 @dataclass(frozen=True)
 class Law:
-    """One law.
+    """One invariant.
 
     Attributes:
-        name: how a spec and a proof call it.
-        says: what may be changed.
-        numbers: a case's numbers by name, smallest first; cutting a failure down goes towards the first.
-        arrange: the two arrangements of a case; None if these documents do not allow it.
-        idle: whether a rank may have nothing to train.
+        name: in specs and proofs.
+        says: the change that it allows.
+        numbers: choices for a case's numbers by name, smallest first; shrinking moves towards the first.
+        arrange: builds the two arrangements of a case; None if these documents do not allow it.
+        idle: True if a rank may have no trained tokens.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Law:
     idle: bool = False
 
     def draw(self, documents: tuple[Document, ...], number: int, seed: str, *, together: bool = False) -> Case:
-        """The case of a number: each of the law's numbers goes through its choices in turn, greatest first."""
+        """The case with this index: each of the invariant's numbers cycles through its choices, greatest first."""
         numbers = {
             name: choices[-1 - (number + at) % len(choices)] for at, (name, choices) in enumerate(self.numbers.items())
         }
@@ -85,7 +85,7 @@ class Law:
 
 
 def dealt(case: Case, rows: int, what: str = "") -> tuple[tuple[int, ...], ...] | None:
-    """Documents dealt at random, each row with something to train; None if there are too few."""
+    """Documents dealt at random, each row with trained tokens; None if there are too few."""
     rng = case.random(what)
     bundles: dict[int, list[int]] = {}
     for number, document in enumerate(case.documents):
@@ -123,7 +123,7 @@ def _packing_order(case: Case) -> Pair | None:
 
 
 def straddling(case: Case, cp: int, multiple_of: int) -> Arrangement:
-    """One row whose documents are in an order in which many train on both sides of an edge between shards."""
+    """One row in a document order in which many documents train on both sides of an edge between shards."""
     tries = [one_row(case.documents, multiple_of=multiple_of)]
     for number in range(PERMUTATIONS):
         tries += [replace(tries[0], rows=rows)] if (rows := dealt(case, 1, f"order {number}")) else []
@@ -131,14 +131,14 @@ def straddling(case: Case, cp: int, multiple_of: int) -> Arrangement:
 
 
 def straddled(arrangement: Arrangement, cp: int) -> int:
-    """Edges between contiguous shards of the first row on both sides of which one document trains."""
-    size, begin, found = arrangement.tokens // cp, 0, set()
+    """Number of edges between contiguous shards of the first row with one document that trains on both sides."""
+    size, begin, edges = arrangement.tokens // cp, 0, set()
     for number in arrangement.rows[0]:
         mask = arrangement.documents[number].loss_mask
         shards = {(begin + at - 1) // size for at, counts in enumerate(mask) if counts}  # a target is one place earlier
-        found |= set(range(min(shards), max(shards))) if shards else set()
+        edges |= set(range(min(shards), max(shards))) if shards else set()
         begin += len(mask)
-    return len(found)
+    return len(edges)
 
 
 def _cp_degree(case: Case) -> Pair | None:
@@ -179,7 +179,7 @@ def _masked_rows(case: Case) -> Pair | None:
 
 
 def _empty_ranks(case: Case) -> Pair | None:
-    """Beside what trains stands a dp rank, a micro-batch or a cp rank that holds padding, or documents of no use."""
+    """Add a dp rank, a micro-batch or a cp rank that has only padding, or only documents without trained tokens."""
     kind, silent = case["kind"], _silent(case, 2) if case["documents"] else ()
     documents = case.documents + silent
     working, idle = tuple(range(len(case.documents))), tuple(range(len(case.documents), len(documents)))
@@ -187,7 +187,7 @@ def _empty_ranks(case: Case) -> Pair | None:
     if kind == 2:
         half = max(length, sum(len(document.tokens) for document in silent))
         plain = one_row(documents, multiple_of=2 * half)
-        # The first shard ends where the last document that trains does, or later: nothing is left for the second.
+        # The first shard ends with the last document that trains, or later: the second has nothing to train.
         return plain, one_row(documents, multiple_of=2 * half, cp=2)
     rows = (idle, working) if case["first"] else (working, idle)
     return one_row(documents), Arrangement(documents, rows, dp=2 - kind)
@@ -262,7 +262,7 @@ LAWS: dict[str, Law] = {
         ),
     )
 }
-"""Every law by name, in the order in which a table lists them."""
+"""Every invariant by name, in the order of a proof's table."""
 
 DECLARED: dict[str, tuple[str, ...]] = {
     "dp": ("dp_split", "empty_ranks"),
@@ -271,7 +271,7 @@ DECLARED: dict[str, tuple[str, ...]] = {
     "packing": ("packing_order",),
     "masked_rows": ("masked_rows",),
 }
-"""What a spec declares (`LossSpec.breaks`) -> the laws that it may then break."""
+"""Entry of `LossSpec.breaks` -> the invariants that the loss may then break."""
 
 EMPTY = ("dp", "micro_batch", "cp")
-"""What is empty, by the number "kind" of the law empty_ranks, as a spec declares it."""
+"""Empty axis for each number "kind" of the invariant empty_ranks, as a spec declares it."""

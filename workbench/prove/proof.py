@@ -1,4 +1,4 @@
-"""What a proof is: a verdict on every law, and for each that is broken the smallest case that breaks it. Data only."""
+"""A proof: a verdict on every invariant, and for each broken one the smallest case that breaks it. Data only."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from workbench.prove.documents import Document, to_batch
 from workbench.rollouts.batch import RolloutBatch
 
 Verdict = Literal["holds", "broken", "declared", "declared, but holds", "not tried", "skipped"]
-"""declared: broken, and the spec says so. not tried: wanted, and no case was held against it. skipped: left out because
-it follows from others; `LawResult.why` says why."""
+"""declared: broken, as the spec declares. not tried: requested, but no case was tried. skipped: left out because it
+follows from others; `LawResult.why` has the reason."""
 
 
 @dataclass(frozen=True)
 class Counterexample:
-    """The smallest case that was found to break a law.
+    """The smallest case that was found to break an invariant.
 
     Attributes:
-        plain: the arrangement that is taken for right, in words.
+        plain: description of the arrangement that is taken for right.
         changed: the other one.
-        documents: a line of text for each document: its length, which tokens count (#), its group and reward.
-        words: what differs, in a sentence.
+        documents: a line of text for each document: its length, trained tokens (#), group and reward.
+        words: the difference, one sentence.
         source: the documents as plain data.
     """
 
@@ -45,20 +45,20 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class LawResult:
-    """What became of one law.
+    """Result for one invariant.
 
     Attributes:
-        name: of the law.
-        says: what may be changed.
+        name: of the invariant.
+        says: the change that it allows.
         verdict: see `Verdict`.
-        cases: how many were held against it.
-        worst: greatest difference of any number from the plain arrangement's, in parts of it; NaN if there was no case.
-        what: what differs in the counterexample: "gradient", "loss", "metric KEY"; or "not a number"; or "error".
-        factor: what the gradient (or the loss, where the gradient is right) is multiplied with in the counterexample;
-            None where it is not multiplied but another one.
-        factor_name: what the factor equals, such as "1 / cp"; "" if nothing simple.
-        counterexample: None where the law holds.
-        why: of a verdict that needs words.
+        cases: number of cases tried.
+        worst: greatest relative difference of any number from the plain arrangement's; NaN if there was no case.
+        what: differing parts of the counterexample: "gradient", "loss", "metric KEY"; or "not a number"; or "error".
+        factor: multiplier of the gradient (or of the loss, where the gradient is right) in the counterexample; None
+            where it is no multiple.
+        factor_name: expression that equals the factor, such as "1 / cp"; "" if nothing simple.
+        counterexample: None where the invariant holds.
+        why: explanation, for verdicts that need one.
     """
 
     name: str
@@ -75,16 +75,16 @@ class LawResult:
 
 @dataclass(frozen=True)
 class Proof:
-    """A verdict on every law for one loss.
+    """A verdict on every invariant for one loss.
 
-    It is a proof by trying: a law that holds was held against generated cases, each in float64 and exact, and none of
-    them broke it.
+    The proof is empirical: an invariant that holds was tried on generated cases, each in float64 and exact, and none
+    of them broke it.
 
     Attributes:
         subject: the loss.
-        laws: in the order of `workbench.prove.laws.LAWS`.
-        seed: what the cases were drawn from.
-        seconds: that it took.
+        laws: results in the order of `workbench.prove.laws.LAWS`.
+        seed: of the generated cases.
+        seconds: duration.
     """
 
     subject: str
@@ -94,41 +94,41 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Every law that was wanted was tried, and each that is broken was declared."""
+        """True if every requested invariant was tried, and each broken one was declared."""
         return not self.broken and not self.untried
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """Laws that are broken, and nobody declared it."""
+        """Invariants that are broken and not declared."""
         return self._of("broken")
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """Laws that are broken as declared."""
+        """Invariants that are broken as declared."""
         return self._of("declared")
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """Laws for which time or documents did not suffice."""
+        """Invariants for which time or documents did not suffice."""
         return self._of("not tried")
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Laws that hold."""
+        """Invariants that hold."""
         return tuple(law.name for law in self.laws if law.verdict in ("holds", "declared, but holds"))
 
     @property
     def verdict(self) -> str:
-        """All of it in a clause."""
-        words = [f"breaks {', '.join(self.broken)}"] if self.broken else []
-        words += [f"breaks {', '.join(self.declared)}, as declared"] if self.declared else []
+        """One-line summary."""
+        parts = [f"breaks {', '.join(self.broken)}"] if self.broken else []
+        parts += [f"breaks {', '.join(self.declared)}, as declared"] if self.declared else []
         everything = len(self.kept) == len([law for law in self.laws if law.verdict != "skipped"])
-        words += [f"keeps {'all ' if everything else ''}{len(self.kept)} law{'s' * (len(self.kept) != 1)}"]
-        words += [f"{len(self.untried)} not tried"] if self.untried else []
-        return "; ".join(words)
+        parts += [f"keeps {'all ' if everything else ''}{len(self.kept)} invariant{'s' * (len(self.kept) != 1)}"]
+        parts += [f"{len(self.untried)} not tried"] if self.untried else []
+        return "; ".join(parts)
 
     def __getitem__(self, name: str) -> LawResult:
-        """A law by its name.
+        """The result for an invariant, by its name.
 
         Raises:
             SpecError: it is not in this proof.
@@ -137,18 +137,18 @@ class Proof:
             if law.name == name:
                 return law
         raise SpecError(
-            f"law {name!r} of a proof",
+            f"invariant {name!r} of a proof",
             rule=f"one of {', '.join(law.name for law in self.laws)}",
-            fix="correct the name, or prove with that law",
+            fix="correct the name, or prove with that invariant",
         )
 
     def __str__(self) -> str:
-        """A table of laws, then each counterexample."""
+        """A table of invariants, then each counterexample."""
         lines = [
-            (law.name, law.verdict, f"{law.cases}", f"{law.worst:.1e}" if law.cases else "", _said(law))
+            (law.name, law.verdict, f"{law.cases}", f"{law.worst:.1e}" if law.cases else "", _explanation(law))
             for law in self.laws
         ]
-        table = _columns([("law", "verdict", "cases", "worst", ""), *lines])
+        table = _columns([("invariant", "verdict", "cases", "worst", ""), *lines])
         shown = [
             f"{law.name}: {law.counterexample}"
             for law in self.laws
@@ -162,7 +162,7 @@ class Proof:
         return tuple(law.name for law in self.laws if law.verdict == verdict)
 
 
-def _said(law: LawResult) -> str:
+def _explanation(law: LawResult) -> str:
     return law.why or (law.counterexample.words if law.counterexample else "")
 
 

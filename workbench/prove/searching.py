@@ -1,4 +1,4 @@
-"""Holding a subject to laws: case after case until the time is over, then the first failure of each law cut down."""
+"""Search for counterexamples: case after case until the time is over, then the first failure of each is shrunk."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from workbench.prove.shrinking import shrink
 from workbench.prove.subject import Subject
 
 DRAWS = 6
-"""How often documents are drawn for a law that does not fit those of a round."""
+"""Number of times documents are drawn for an invariant that does not fit those of a round."""
 TRIES = 80
-"""Cases that cutting one failure down may take, as far as the budget has time for them."""
+"""Maximum number of cases for shrinking one failure, within the time budget."""
 KEPT = 32
-"""Outcomes that are kept at a time, each with a gradient of every parameter."""
+"""Outcomes that are cached at a time, each with a gradient of every parameter."""
 KEPT_BACK = 0.4
-"""Part of the budget that is kept for cutting down, once something has failed and every law was tried."""
+"""Part of the budget reserved for shrinking, once something has failed and every invariant was tried."""
 
 REPEATED = 1e-9
-"""Of loss or gradient: how far the same step may be from itself."""
+"""Of loss or gradient: allowed difference between two repetitions of a step."""
 NEVER_DECLARED = ("error", "not a number")
 
 
 @dataclass
 class _Record:
-    """What was found about one law so far: the first failure, or the first that is not excused by a declaration."""
+    """State of one invariant: the first failure, or the first that no declaration excuses."""
 
     law: Law
     cases: int = 0
@@ -47,7 +47,7 @@ class _Record:
 
 @dataclass
 class _Search:
-    """One proof in the making. Outcomes of a round are kept: laws share their plain arrangements."""
+    """State of one proof. Outcomes of a round are cached: invariants share their plain arrangements."""
 
     subject: Subject
     seed: int
@@ -69,7 +69,7 @@ class _Search:
         return self.known[arrangement]
 
     def try_case(self, law: Law, case: Case) -> Difference | None:
-        """What differs; None if these documents make no case of the law, or nothing of it trains."""
+        """The difference; None if these documents do not fit the invariant, or if nothing trains."""
         pair = law.arrange(case)
         if pair is None:
             return None
@@ -90,11 +90,11 @@ class _Search:
         return difference(plain, changed, pair)
 
     def check_repeatable(self) -> None:
-        """Refuse a loss that remembers: a law compares two steps, and every one would seem to be broken."""
+        """Raise for a stateful loss: invariants compare two steps, and all would seem to be broken."""
         plain = one_row(self.documents(f"{self.seed} 0"))
         first = self.outcome(plain)
         if first.error is not None or not (math.isfinite(first.norm) and math.isfinite(first.loss)):
-            return  # a case says it
+            return  # reported by the first case
         again = perform(self.subject, plain)
         far = REPEATED * max(abs(first.loss), first.norm)
         if not abs(again.loss - first.loss) <= far or not all(
@@ -109,32 +109,32 @@ class _Search:
             )
 
     def round(self, record: _Record, number: int) -> None:
-        """One more case of a law."""
+        """One more case of an invariant."""
         for draw in range(DRAWS):
             seed = f"{self.seed} {number}" + (f" {draw}" if draw else "")
             case = record.law.draw(self.documents(seed), number, seed, together=self.together)
-            found = self.try_case(record.law, case)
-            if found is not None:
+            result = self.try_case(record.law, case)
+            if result is not None:
                 break
         else:
             return
         record.cases += 1
-        record.worst = max(record.worst, found.worst)
-        if found.what:
-            excused = excuses(self.subject.declared, record.law, case, found)
+        record.worst = max(record.worst, result.worst)
+        if result.what:
+            excused = excuses(self.subject.declared, record.law, case, result)
             if record.failed is None or not excused:
-                record.failed, record.excused = (case, found), excused
+                record.failed, record.excused = (case, result), excused
 
-    def cut_down(self, law: Law, case: Case, found: Difference) -> tuple[Case, Difference]:
-        """The smallest case that fails in the same way, and what differs there."""
-        differences, tries = {case: found}, itertools.count()
+    def cut_down(self, law: Law, case: Case, failure: Difference) -> tuple[Case, Difference]:
+        """The smallest case that fails in the same way, and its difference."""
+        differences, tries = {case: failure}, itertools.count()
 
         def fails(smaller: Case) -> bool:
             try:
                 again = self.try_case(law, smaller)
             except Exception:
-                return False  # what one rank cannot do either is no counterexample
-            if again is None or again.signature != found.signature:
+                return False  # a case that fails on one rank too is no counterexample
+            if again is None or again.signature != failure.signature:
                 return False
             if excuses(self.subject.declared, law, smaller, again):
                 return False
@@ -146,20 +146,20 @@ class _Search:
 
 
 def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, budget_s: float) -> Proof:
-    """Hold a subject to laws, one case of each after another, then cut down what nobody declared.
+    """Try invariants on a subject, one case of each in turn, then shrink the failures that are not declared.
 
-    A law that is broken and not excused is not tried again. "together" is tried as long as all others hold: what it
-    would find, they found.
+    An invariant that is broken and not excused is not tried again. "together" is tried only while all others hold: it
+    would find the same failures.
 
     Args:
-        subject: what takes the step.
+        subject: takes the step.
         laws: in the order of the table.
-        seed: what cases are drawn from.
-        rounds: cases of each law.
-        budget_s: no case is begun after so many seconds of processor time; one that has begun is finished.
+        seed: of the generated cases.
+        rounds: cases per invariant.
+        budget_s: no case is started after this many seconds of processor time; a started one is finished.
 
     Raises:
-        SpecError: a loss whose numbers are not finite on one rank, or not the same each time.
+        SpecError: a loss whose values are not finite on one rank, or not reproducible.
     """
     started = time.monotonic()
     engine = _Search(subject, seed, time.process_time() + budget_s, _needs_groups(subject))
@@ -172,7 +172,7 @@ def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, bud
             if record in broken:
                 continue
             if record.law.name == "together" and (broken or subject.declared):
-                record.why = "it is made of laws of which some do not hold"
+                record.why = "it combines invariants of which some do not hold"
                 continue
             early = bool(broken) and number
             if time.process_time() < engine.deadline - early * KEPT_BACK * budget_s:
@@ -189,10 +189,10 @@ def _needs_groups(subject: Subject) -> bool:
 
 
 def excuses(declared: Sequence[str], law: Law, case: Case, found: Difference) -> bool:
-    """Whether a failure is what a spec declares: other numbers, under a change that it names. No error ever is."""
+    """True if the spec declares this failure: other numbers, under a change that it names; never for errors."""
     return found.what[0] not in NEVER_DECLARED and any(
-        law.name in DECLARED.get(word, ()) and (law.name != "empty_ranks" or case["kind"] == EMPTY.index(word))
-        for word in declared
+        law.name in DECLARED.get(entry, ()) and (law.name != "empty_ranks" or case["kind"] == EMPTY.index(entry))
+        for entry in declared
     )
 
 
@@ -207,26 +207,26 @@ def _result(record: _Record) -> LawResult:
         )
     if record.failed is None:
         return base
-    case, found = record.failed
+    case, failure = record.failed
     pair = law.arrange(case)
     assert pair is not None, "it has failed"
     plain, changed = pair
     documents = changed.documents
-    example = Counterexample(str(plain), str(changed), tuple(map(str, documents)), found.words, documents)
+    example = Counterexample(str(plain), str(changed), tuple(map(str, documents)), failure.words, documents)
     return replace(
         base,
         verdict="declared" if record.excused else "broken",
-        what=found.what,
-        factor=found.factor,
-        factor_name=found.factor_name,
+        what=failure.what,
+        factor=failure.factor,
+        factor_name=failure.factor_name,
         counterexample=example,
     )
 
 
 def _idle_declarations(results: tuple[LawResult, ...], declared: Sequence[str]) -> tuple[LawResult, ...]:
-    """Say of laws that hold that a spec declares to break them, where none of those that it means was broken."""
+    """Mark invariants that hold although declared, if none of those that the declaration covers was broken."""
     broken = {result.name for result in results if result.verdict == "declared"}
-    idle = {name: word for word in declared for name in DECLARED.get(word, ()) if not broken & set(DECLARED[word])}
+    idle = {name: entry for entry in declared for name in DECLARED.get(entry, ()) if not broken & set(DECLARED[entry])}
     return tuple(
         replace(result, verdict="declared, but holds", why=f"the spec declares {idle[result.name]!r}")
         if result.name in idle and result.verdict == "holds"

@@ -1,4 +1,4 @@
-"""A failure cut down: fewer documents, shorter ones, fewer ranks, as long as it fails in the same way."""
+"""Shrinking of a failure: fewer documents, shorter ones, fewer ranks, as long as it fails in the same way."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ def shrink(case: Case, law: Law, fails: Callable[[Case], bool], goes_on: Callabl
 
     Args:
         case: one that fails.
-        law: whose.
-        fails: whether a case fails in the same way.
-        goes_on: whether there is time for another try.
+        law: the invariant it breaks.
+        fails: True for a case that fails in the same way.
+        goes_on: True while there is time for another try.
     """
-    found = True
-    while found:
-        found = False
+    improved = True
+    while improved:
+        improved = False
         for smaller in smaller_cases(case, law):
             if not goes_on():
                 return case
             if fails(smaller):
-                case, found = smaller, True
+                case, improved = smaller, True
                 break
     return case
 
 
 def smaller_cases(case: Case, law: Law) -> Iterator[Case]:
-    """Cases one step below, the greatest steps first: a number, half of the documents, one of them, tokens."""
+    """Cases one step smaller, largest steps first: a number, half of the documents, one of them, tokens."""
     for name, choices in law.numbers.items():
         at = list(choices).index(case[name])
         for smaller in list(choices)[:at]:

@@ -1,4 +1,4 @@
-"""What is proved: something that takes one optimizer step on every rank of a mesh."""
+"""Subject of a proof: it takes one optimizer step on every rank of a mesh."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from workbench.train.step import LocalRow, StepResult
 
 
 class Subject(Protocol):
-    """A step that laws are held against."""
+    """A step whose invariants are checked."""
 
     @property
     def title(self) -> str:
-        """What a table calls it."""
+        """Display name."""
         ...
 
     @property
     def run_spec(self) -> RunSpec:
-        """What its rows are prepared with; laws change layout, packing and head."""
+        """Spec that its rows are prepared with; invariants change layout, packing and head."""
         ...
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """Laws that it says it breaks, in the words of `LossSpec.breaks`."""
+        """Declared breaks, as entries of `LossSpec.breaks`."""
         ...
 
     def step(self, policy: Policy, rows: Sequence[LocalRow], totals: StepTotals) -> StepResult:
@@ -39,14 +39,14 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class WorkbenchSubject:
-    """A loss whose dividing is data of the step: what `workbench.train.step.run_step` takes.
+    """A loss whose weights are data of the step, for `workbench.train.step.run_step`.
 
     Attributes:
-        title: what a table calls it.
-        run_spec: its ``loss`` makes the weights, and says which laws it breaks.
+        title: display name.
+        run_spec: its ``loss`` gives the weights and the declared breaks.
         loss: pure per-token loss.
-        made_from_spec: whether ``loss`` is the one that the spec describes; a function of somebody's own need not have
-            the spec's clip, and has no metrics of it.
+        made_from_spec: True if ``loss`` is the one that the spec describes; a user function need not have the spec's
+            clip, and has no clip metrics.
     """
 
     title: str
@@ -56,7 +56,7 @@ class WorkbenchSubject:
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """What the spec says that it breaks."""
+        """Breaks that the spec declares."""
         return self.run_spec.loss.breaks
 
     def step(self, policy: Policy, rows: Sequence[LocalRow], totals: StepTotals) -> StepResult:

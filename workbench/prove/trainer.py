@@ -1,11 +1,11 @@
-"""A loss as a trainer writes it: one micro-batch of one rank in, one number out, and the dividing is the trainer's own.
+"""A trainer's loss function: one micro-batch of one rank in, one number out, divided by the trainer itself.
 
-Here weights are not data, so every law can break. What such a function returns goes backward as it is; the engine then
-adds gradients over micro-batches, and adds or averages them over dp x cp, as it says. A function that is right
-returns what makes the engine's result the gradient of the step, whatever the layout. Its casts to float32 and below
-give float64 here (`workbench.prove.exact`): what is proved is its arithmetic, not its rounding.
+Here weights are not data, so every invariant can break. The returned number is back-propagated as it is; the engine
+then adds gradients over micro-batches, and adds or averages them over dp x cp. A correct function makes the engine's
+result the gradient of the step, for every layout. Its casts to float32 and below give float64 here
+(`workbench.prove.exact`): the proof is about its arithmetic, not its rounding.
 
-Letters: T tokens that this rank holds of a micro-batch.
+Letters: T tokens of a micro-batch on this rank.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from workbench.specs.run import RunSpec
 from workbench.train.step import LocalRow, StepResult
 
 Engine = Literal["sum", "mean"]
-"""What becomes of gradients over dp x cp. Over micro-batches they are added, as `backward` does."""
+"""Reduction of gradients over dp x cp. Over micro-batches they are added, as `backward` does."""
 
 ENGINES: tuple[Engine, ...] = ("sum", "mean")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the policy says about each of this rank's tokens; both carry a gradient.
+    """The policy's outputs for each of this rank's tokens; both carry a gradient.
 
-    They are raw: also where nothing trains, and on padding, something stands there.
+    They are not masked: untrained tokens and padding have values too.
 
     Attributes:
         policy_logprobs_T: [T] nats, of the target.
@@ -50,12 +50,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a trainer knows beside its micro-batch: counts of the whole optimizer step, sizes of the layout, and ranks.
+    """Totals that a trainer knows apart from its micro-batch: counts of the whole optimizer step, layout, and mesh.
 
     Attributes:
-        tokens: targets of the step that count, over all ranks and micro-batches.
+        tokens: trained targets of the step, over all ranks and micro-batches.
         documents: documents of the step with at least one such target.
-        all_documents: documents of the step, those that train nothing too.
+        all_documents: documents of the step, including those without trained tokens.
         micro_batches: of each rank, in the step.
         dp: data-parallel ranks.
         cp: context-parallel ranks that share the tokens of a micro-batch.
@@ -75,7 +75,7 @@ class Totals:
 
     @classmethod
     def of(cls, rows: Sequence[LocalRow], totals: StepTotals, mesh: Mesh) -> Totals:
-        """Read them off what `workbench.train.step.prepare_rows` gives."""
+        """Totals from the outputs of `workbench.train.step.prepare_rows`."""
         return cls(
             totals.tokens,
             totals.documents,
@@ -91,8 +91,8 @@ class Totals:
 MicrobatchLoss = Callable[[TrainingRow, Outputs, Totals], Tensor]
 """A trainer's loss: ``microbatch_loss(batch, outputs, totals) -> scalar``.
 
-The batch is what this rank holds of the micro-batch: mask, advantages, old, sampler and reference log-probabilities,
-rewards and groups, all at the token that they are about. Its ``document_ids_T`` number the documents of the whole
+The batch is this rank's part of the micro-batch: mask, advantages, old, sampler and reference log-probabilities,
+rewards and groups, all aligned with their token. Its ``document_ids_T`` number the documents of the whole
 micro-batch and are below ``totals.all_documents``; padding has -1. Its ``lengths_T`` are those of whole documents.
 """
 
@@ -100,20 +100,20 @@ micro-batch and are below ``totals.all_documents``; padding has -1. Its ``length
 def trainer_step(
     policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence[LocalRow], totals: StepTotals, *, engine: Engine
 ) -> StepResult:
-    """One optimizer step of a trainer's loss on this rank: forward, backward, and what the engine does to gradients.
+    """One optimizer step of a trainer's loss on this rank: forward, backward, and the engine's gradient reduction.
 
     Args:
-        policy: the model as this rank holds it; gradients stay in ``parameter.grad``.
+        policy: the model as sharded on this rank; gradients stay in ``parameter.grad``.
         microbatch_loss: see `MicrobatchLoss`.
         rows: this rank's micro-batches, from `workbench.train.step.prepare_rows`.
         totals: of the whole step, from the same.
         engine: "sum" or "mean" of gradients over dp x cp.
 
     Returns:
-        The whole loss, which is the engine's sum or mean of what was returned, and the whole gradients.
+        The whole loss, which is the engine's sum or mean of the returned values, and the whole gradients.
 
     Raises:
-        SpecError: something was returned that is no number with a gradient.
+        SpecError: the returned value is no number with a gradient.
     """
     mesh = policy.mesh
     known = Totals.of(rows, totals, mesh)
@@ -123,10 +123,10 @@ def trainer_step(
     for local in rows:
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=("entropy",))
-        assert said.entropy_T is not None, "it was wanted"
+        head = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=("entropy",))
+        assert head.entropy_T is not None, "it was requested"
         with InFloat64():
-            loss = _checked(microbatch_loss(row, Outputs(said.logprobs_T, said.entropy_T), known), mesh)
+            loss = _checked(microbatch_loss(row, Outputs(head.logprobs_T, head.entropy_T), known), mesh)
         loss.backward()
         parts.append(Scalar(loss.detach() / divisor, frozenset({"dp_cp"})))
     sum_gradients(policy.model, policy.shards, mesh)
@@ -143,12 +143,12 @@ def trainer_step(
 
 @dataclass(frozen=True)
 class TrainerSubject:
-    """A trainer's loss, as something to prove.
+    """A trainer's loss as the subject of a proof.
 
     Attributes:
         microbatch_loss: see `MicrobatchLoss`.
         engine: "sum" or "mean".
-        run_spec: what rows are prepared with; its loss is not looked at.
+        run_spec: that rows are prepared with; its loss is ignored.
     """
 
     microbatch_loss: MicrobatchLoss
@@ -160,12 +160,12 @@ class TrainerSubject:
 
     @property
     def title(self) -> str:
-        """The function's name, and the engine that it is written for."""
+        """The function's name, and its engine."""
         return f"{getattr(self.microbatch_loss, '__name__', 'microbatch_loss')} (engine {self.engine})"
 
     @property
     def declared(self) -> tuple[str, ...]:
-        """Nothing: a function declares no law that it breaks."""
+        """Empty: a function cannot declare breaks."""
         return ()
 
     def step(self, policy: Policy, rows: Sequence[LocalRow], totals: StepTotals) -> StepResult:
@@ -174,10 +174,10 @@ class TrainerSubject:
 
 
 def check_engine(engine: str) -> None:
-    """Refuse an engine that is neither.
+    """Raise for an unknown engine.
 
     Raises:
-        SpecError: which there are.
+        SpecError: the engine is neither "sum" nor "mean".
     """
     if engine not in ENGINES:
         raise SpecError(
@@ -188,13 +188,13 @@ def check_engine(engine: str) -> None:
 
 
 def _checked(returned: Any, mesh: Mesh) -> Tensor:
-    """What a micro-batch's loss must be."""
+    """The returned loss; raises unless it is a scalar tensor with a gradient."""
     where = ", ".join(f"{axis}={place}" for axis, place in mesh.coordinates.items())
     if not isinstance(returned, Tensor) or returned.dim():
-        found = f"a tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        value = f"a tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
         raise SpecError(
             "microbatch_loss(batch, outputs, totals)",
-            found=f"{found}, on rank {where}",
+            found=f"{value}, on rank {where}",
             rule="it returns one number: a tensor without dimensions",
             fix="sum over the tokens",
         )
@@ -202,7 +202,7 @@ def _checked(returned: Any, mesh: Mesh) -> Tensor:
         raise SpecError(
             "microbatch_loss(batch, outputs, totals)",
             found=f"a constant, on rank {where}",
-            rule="every rank goes backward through every micro-batch, also where it has nothing to train: "
+            rule="every rank runs backward on every micro-batch, even if it has nothing to train: "
             "the others wait for it in their collectives",
             fix="return outputs.policy_logprobs_T.sum() * 0 there, or sum over no token",
         )

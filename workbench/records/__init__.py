@@ -1,1 +1,1 @@
-"""What runs leave on disk: run directories, step logs, certificates, recorded trainers; how to find and check them."""
+"""Records of runs on disk: run directories, step logs, certificates, recorded trainers; finding and checking them."""

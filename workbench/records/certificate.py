@@ -1,12 +1,12 @@
 """A certificate of a step: one hash of its loss, log-probabilities, gradients and weights, bit for bit.
 
-It is made of a fingerprint of each tensor (`workbench.reproducible.fingerprints`), which no layout changes, so two runs
-have one certificate exactly where every one of these bits is the same. The hash stands in the step record under
-``certificate``; the fingerprints that it was made of in ``certificates/step0000.json``, in the order in which the step
-computes the tensors:
+It combines a fingerprint of each tensor (`workbench.reproducible.fingerprints`), which no layout changes, so two runs
+have the same certificate exactly if all of these bits are the same. The hash is in the step record under
+``certificate``, its fingerprints in ``certificates/step0000.json``, in the order in which the step computes the
+tensors:
 
-    logprobs           of all predicted tokens, in the order of the recording
-    loss/<term>/sum    as the step record has it
+    logprobs           of all predicted tokens, in the order of the rollout dataset
+    loss/<term>/sum    as in the step record
     gradient/<name>    whole, after all sums and before clipping, from the output head back to the embedding
     weight/<name>      after the optimizer's step
 """
@@ -26,15 +26,15 @@ from workbench.specs.run import RunSpec
 
 @dataclass(frozen=True)
 class Certificate:
-    """What one step came to.
+    """Fingerprints of one step's results.
 
     Attributes:
         fingerprints: dtype and sixteen hexadecimal digits, by the name of the tensor, in the order of computation.
-        unlike: tensors of which ranks that should hold the same hold something else; their fingerprints say nothing.
+        unlike: tensors that differ between ranks that should have the same; their fingerprints mean nothing.
 
     Example:
-        >>> one, two = (Certificate({"logprobs": "float32 00", "loss/total/sum": said})
-        ...             for said in ("float64 01", "float64 02"))
+        >>> one, two = (Certificate({"logprobs": "float32 00", "loss/total/sum": fingerprint})
+        ...             for fingerprint in ("float64 01", "float64 02"))
         >>> one.hash == two.hash, one.differing(two)
         (False, ['loss/total/sum'])
     """
@@ -44,27 +44,27 @@ class Certificate:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of it all, in hexadecimal."""
-        lines = [f"{name} {said}" for name, said in self.fingerprints.items()]
+        """SHA-256 of all fingerprints, in hexadecimal."""
+        lines = [f"{name} {fingerprint}" for name, fingerprint in self.fingerprints.items()]
         return hashlib.sha256("\n".join([*lines, *(f"unlike {name}" for name in self.unlike)]).encode()).hexdigest()
 
     def differing(self, other: Certificate) -> list[str]:
-        """Tensors that are not the same in both, in the order of computation; what only the other has comes last."""
-        found = [
+        """Tensors that differ between the two, in the order of computation; those that only the other has come last."""
+        differing = [
             name
-            for name, said in self.fingerprints.items()
-            if other.fingerprints.get(name) != said or name in (*self.unlike, *other.unlike)
+            for name, fingerprint in self.fingerprints.items()
+            if other.fingerprints.get(name) != fingerprint or name in (*self.unlike, *other.unlike)
         ]
-        return found + [name for name in other.fingerprints if name not in self.fingerprints]
+        return differing + [name for name in other.fingerprints if name not in self.fingerprints]
 
 
 def held_by_bits(spec: RunSpec, reference: RunSpec) -> bool:
-    """Whether two runs are held against each other bit for bit: both reproducible, with certificates."""
+    """True if two runs are compared bit for bit: both reproducible, with certificates."""
     return all(each.reproducible.on and each.certified for each in (spec, reference))
 
 
 def write_certificate(run: RunDirectory, number: int, certificate: Certificate) -> None:
-    """Write what a step's hash was made of, before its line in the record."""
+    """Write the fingerprints behind a step's hash, before the line of the step."""
     run.write_json(
         _file(number),
         {
@@ -76,26 +76,26 @@ def write_certificate(run: RunDirectory, number: int, certificate: Certificate) 
 
 
 def read_certificate(run: RunDirectory, number: int) -> Certificate | None:
-    """The certificate of a step; None where none was asked for.
+    """Return the certificate of a step; None if none was requested.
 
     Raises:
-        RecordError: damaged, or not what the hash was made of.
+        RecordError: damaged, or its fingerprints have another hash.
     """
     path = run.path / _file(number)
     try:
         read = from_json(path.read_bytes())
-        found = Certificate(read["fingerprints"], tuple(read["unlike"]))
+        certificate = Certificate(read["fingerprints"], tuple(read["unlike"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(run, path.name, f"{type(error).__name__}: {error}") from None
-    if found.hash != read["certificate"]:
+    if certificate.hash != read["certificate"]:
         raise _damaged(run, path.name, "fingerprints that have another hash")
-    return found
+    return certificate
 
 
 def fingerprint_label(values: Any) -> str:
-    """A tensor's dtype and fingerprint as a certificate has them; the tensor is whole.
+    """Dtype and fingerprint of a whole tensor, as in a certificate.
 
     Example:
         >>> import torch
@@ -121,5 +121,5 @@ def _file(number: int) -> str:
 
 
 def label(dtype: Any, number: int) -> str:
-    """A dtype and a fingerprint as a certificate has them."""
+    """A dtype and a fingerprint, as in a certificate."""
     return f"{str(dtype).removeprefix('torch.')} {number:016x}"

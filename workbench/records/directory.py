@@ -1,23 +1,23 @@
-"""The run directory: everything a run was told and everything it found, on disk, whole or absent.
+"""The run directory: a run's inputs and outputs on disk. Every file is written atomically.
 
-It is the source of truth. Whoever watches a run (a notebook, the command line, a comparison) only reads it,
-so a killed kernel loses nothing. A file is written under a temporary name, flushed and renamed; appended
-lines carry their own checksum; JSON is standard JSON (NaN too); nothing is ever unpickled.
+It is the source of truth: a notebook, the command line or a comparison only reads it, so a killed kernel
+loses nothing. A file is written under a temporary name, flushed and renamed; appended lines carry their own
+checksum; JSON is standard JSON (NaN too); nothing is ever unpickled.
 
     <experiment>/runs/<name>-<hash8>[-k]/
       config.json                  the canonical spec; hash8 is its content hash
-      state.json                   pending | running | succeeded | failed | cancelled | lost; when, where, who
-      cancel.json                  somebody asked for its end
+      state.json                   pending | running | succeeded | failed | cancelled | lost; times, processes
+      cancel.json                  a request to end the run
       metrics.jsonl                one reduced record per optimizer step, written by rank 0
       provenance.json              versions, git state, command, machine
       ranks/rank00000.log          standard output and error of a rank
-      ranks/rank00000.exit.json    how a rank ended: cause, exception, traceback, when
+      ranks/rank00000.exit.json    a rank's exit: cause, exception, traceback, time
       ranks/exit_codes.json        exit codes of the ranks, from the process that started them
       ranks/rank00000.flight       the collectives that it entered and left, see `workbench.sharding.flight`
       tensors/<name>.safetensors   gradients and per-token values
-      certificates/step0000.json   what the hash of a step was made of, see `workbench.records.certificate`
-      traces/step0000.json         fingerprints of what every module made, see `workbench.train.trace`
-      rollouts/step0000/           what an online run sampled before a step, a recording like any other
+      certificates/step0000.json   fingerprints behind the hash of a step, see `workbench.records.certificate`
+      traces/step0000.json         fingerprints of every module's outputs, see `workbench.train.trace`
+      rollouts/step0000/           the samples of an online run before a step, as a rollout dataset
       checkpoints/step0020/        weights and optimizer state after 20 steps, see `workbench.train.checkpoint`
 
 This module imports no torch until a tensor is read or written, so that looking at runs stays quick.
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
-"""What a run can be. `lost` is a run that waits or runs although nobody is left who could start or end it."""
+"""States of a run. `lost` is a run that waits or runs although no process is left that could start or end it."""
 
 ENDED = ("succeeded", "failed", "cancelled", "lost")
 """The states that a run does not leave, see `RunDirectory.set_state`."""
 
 STEP_KEYS = ("loss/total/sum", "gradient/norm/global")
-"""Numbers that every step record of a run holds, or none."""
+"""Numbers that every step record of a run has, or none."""
 
 CLUSTERS = ("slurm", "kubernetes")
 """Backends whose jobs outlive the process that submitted them."""
@@ -77,19 +77,19 @@ CLUSTERS = ("slurm", "kubernetes")
 _CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
 
 CAUSES = ("exception", "out of memory", "killed", "hang", "early exit", "start", "peer")
-"""Why a rank did not end well; `early exit` is exit code 0 while others waited, `peer` the echo of another rank's end,
+"""Causes of a rank's failure; `early exit` is exit code 0 while others waited, `peer` the echo of another rank's end,
 `start` a job that never came up."""
 
 NAMED_LAST = ("hang", "early exit")
-"""Causes of which a job's other ranks die first: the record of the rank itself is written when they have."""
+"""Causes by which a job's other ranks die first: the record of the rank itself is written after theirs."""
 
 EXIT_CODES = "exit_codes.json"
 """File under a run's ``ranks``: {rank: exit code, or -signal}, in the order in which they ended."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""What a run may be called: a folder name everywhere, and no option of a command."""
+"""Names of runs: a valid folder name everywhere, and never an option of a command."""
 
-_MEND = "run the configuration again; the run's other files are not affected"
+_FIX = "run the configuration again; the run's other files are not affected"
 _ABSOLUTE = re.compile(r"(?<![\w./:~*-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
 _PEER_EXCEPTIONS = (
@@ -99,7 +99,7 @@ _PEER_EXCEPTIONS = (
     "ConnectionResetError",
     "BrokenPipeError",
 )
-_PEER_WORDS = (
+_PEER_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -112,7 +112,7 @@ _PEER_WORDS = (
     "nccl communicator was aborted",
 )
 _MEMORY_EXCEPTIONS = ("OutOfMemoryError", "MemoryError")
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 class RunDirectory:
@@ -136,13 +136,13 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str, spec: RunSpec, **fields: Any) -> RunDirectory:
-        """Make a new, pending run directory; an existing one is never touched.
+        """Create a new, pending run directory; an existing one is never touched.
 
         Args:
-            root: folder of all runs of an experiment; made if missing.
+            root: folder of all runs of an experiment; created if missing.
             name: of the configuration.
-            spec: what will run.
-            fields: of the state, there from the beginning: a run without a launcher is nobody's, and never lost.
+            spec: settings of the run.
+            fields: of the initial state; a run whose state names no process is never `lost`.
 
         Raises:
             RecordError: the name cannot be a folder name.
@@ -161,18 +161,18 @@ class RunDirectory:
                 path.mkdir()
                 break
             except FileExistsError:
-                continue  # somebody was faster
+                continue  # another process was faster
         run = cls(path, spec)
         (path / "ranks").mkdir()
         state = {"state": "pending", "name": name, "created_ns": time.time_ns()} | fields
         write_whole(path / "state.json", to_json(state))
-        # last, because a folder is a run by its config.json: one that was left half-made is none
+        # Written last: its presence marks a complete run directory.
         write_whole(path / "config.json", (spec.canonical() + "\n").encode())
         return run
 
     @staticmethod
     def next_path(root: Path, name: str, spec: RunSpec) -> Path:
-        """Where a new run of that name and settings would lie."""
+        """Return the path that a new run of that name and settings would get."""
         stem = f"{name}-{spec.content_hash()}"
         attempts = (stem if attempt == 1 else f"{stem}-{attempt}" for attempt in itertools.count(1))
         return next(root / folder for folder in attempts if not (root / folder).exists())
@@ -183,7 +183,7 @@ class RunDirectory:
 
         Raises:
             RecordError: it is not one, or its config.json is damaged.
-            SpecError: its config.json is of a version whose settings are not ours.
+            SpecError: its config.json is of a version with other settings.
         """
         config = _read_json(path / "config.json", what="a run directory")
         run = cls(path, parse_spec(RunSpec, config, where=f"{path.name}/config.json"))
@@ -193,13 +193,13 @@ class RunDirectory:
     @classmethod
     def find(cls, root: Path, name: str) -> list[RunDirectory]:
         """Every readable run of that name under root, oldest first."""
-        found = []
+        runs = []
         for path in root.glob(f"{name}-*/config.json"):
             with contextlib.suppress(RecordError, ValueError):
                 run = cls.open(path.parent)
                 if run.name == name:
-                    found.append(run)
-        return sorted(found, key=lambda run: run.state.get("created_ns", 0))
+                    runs.append(run)
+        return sorted(runs, key=lambda run: run.state.get("created_ns", 0))
 
     # ---- state ---------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class RunDirectory:
         Units: keys ending in ``_ns`` count nanoseconds since 1970; ``create_time`` is psutil's, in seconds.
 
         Raises:
-            RecordError: it is missing, damaged, or says no state.
+            RecordError: it is missing, damaged, or has no state.
         """
         path = self.path / "state.json"
         state = _read_json(path, what="a run directory")
@@ -230,28 +230,28 @@ class RunDirectory:
 
     @property
     def status(self) -> str:
-        """The state in one word; `lost` where nobody is left who could start or end the run.
+        """The state in one word; `lost` if no process is left that could start or end the run.
 
-        What another machine runs cannot be judged from here, and is what it says; nor can a job that waits for its turn
-        on a cluster, which has been handed over and needs no launcher.
+        A run of another machine cannot be checked from here and keeps its recorded state; so does a job in the queue of
+        a cluster, which needs no launcher.
         """
         state = self.state
         if state["state"] not in ("pending", "running"):
             return str(state["state"])
         if state["state"] == "pending" and "handle" in state and state.get("backend") in CLUSTERS:
             return "pending"
-        known = [state[who] for who in ("rank0", "agent", "launcher") if who in state]
-        return str(state["state"]) if not known or any(map(process_lives, known)) else "lost"
+        processes = [state[role] for role in ("rank0", "agent", "launcher") if role in state]
+        return str(state["state"]) if not processes or any(map(process_lives, processes)) else "lost"
 
     def set_state(self, state: str, **fields: Any) -> str:
-        """Move to a state and keep further fields beside it; fields already there stay.
+        """Move to a state and store further fields with it; existing fields stay.
 
-        `running` notes this process and started_ns; an ended state notes ended_ns. An ended run stays as it ended,
-        whoever says something else later, but for what the first rank cannot know when it speaks: that a run which
-        succeeded has failed on another rank, and that one which failed was cancelled.
+        `running` adds this process and started_ns; an ended state adds ended_ns. An ended state is final, but for what
+        the first rank cannot know when it writes: that a run which succeeded has failed on another rank, and that one
+        which failed was cancelled.
 
         Returns:
-            The state that stands.
+            The resulting state.
 
         Raises:
             RecordError: no such state.
@@ -263,42 +263,42 @@ class RunDirectory:
                 rule=f"one of {', '.join(STATES)}",
                 fix="use one of them",
             )
-        noted: dict[str, Any] = {}
+        added: dict[str, Any] = {}
         if state == "running":
-            noted = {"rank0": this_process(), "started_ns": time.time_ns()}
+            added = {"rank0": this_process(), "started_ns": time.time_ns()}
         elif state in ENDED:
-            noted = {"ended_ns": time.time_ns()}
+            added = {"ended_ns": time.time_ns()}
         with locked(self.path / ".state.lock"):
-            now = self.state
-            if now["state"] in ENDED and (now["state"], state) not in _CORRECTIONS:
-                return str(now["state"])
-            write_whole(self.path / "state.json", to_json(now | noted | fields | {"state": state}))
+            current = self.state
+            if current["state"] in ENDED and (current["state"], state) not in _CORRECTIONS:
+                return str(current["state"])
+            write_whole(self.path / "state.json", to_json(current | added | fields | {"state": state}))
         return state
 
     def note(self, **fields: Any) -> None:
-        """Keep fields beside the state, whatever the state is."""
+        """Store fields with the state and leave the state as it is."""
         with locked(self.path / ".state.lock"):
             write_whole(self.path / "state.json", to_json(self.state | fields))
 
     def request_cancel(self, by: str) -> None:
-        """Ask whoever watches this run to end it, from any process.
+        """Request the end of this run from its watcher, from any process.
 
         Args:
-            by: who asks, such as "notebook" or "command line".
+            by: origin of the request, such as "notebook" or "command line".
         """
         self.write_json("cancel.json", {"by": by, "time_ns": time.time_ns()})
 
     @property
     def cancel_requested(self) -> bool:
-        """Whether somebody asked for its end."""
+        """True if the run's end was requested."""
         return (self.path / "cancel.json").exists()
 
     # ---- step records --------------------------------------------------------------------------------
 
     def append_step(self, record: Mapping[str, Any]) -> None:
-        """Append one step record; it survives a crash that comes after this call.
+        """Append one step record; it survives a crash after this call.
 
-        There is one writer. What an interrupted writer left of a line is removed first.
+        There is one writer. A torn last line of an interrupted writer is removed first.
 
         Raises:
             RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
@@ -311,13 +311,13 @@ class RunDirectory:
         self._tail_checked = True
 
     def steps(self, *, partial: bool = False) -> list[dict[str, Any]]:
-        """All step records. Of a run that did not succeed, a last line that a crash tore is left out.
+        """All step records. A last line that a crash tore is left out, if the run did not succeed.
 
         The file of a run that succeeded is read once and then only when it changes.
 
         Args:
-            partial: give the records that can be read, also where a run that succeeded lacks some: for showing a run,
-                not for comparing it.
+            partial: return all readable records, even if a run that succeeded lacks some: for showing a run, not for
+                comparing it.
 
         Raises:
             RecordError: a line before the last is damaged; a run that succeeded lacks a step, or a number that every
@@ -325,16 +325,16 @@ class RunDirectory:
         """
         path = self.path / "metrics.jsonl"
         if partial or self.state["state"] != "succeeded":
-            return read_lines(path, fix=_MEND)
-        seen = _fingerprint(path)
-        if self._steps_read is None or self._steps_read[0] != seen:
-            records = read_lines(path, fix=_MEND)
+            return read_lines(path, fix=_FIX)
+        fingerprint = _fingerprint(path)
+        if self._steps_read is None or self._steps_read[0] != fingerprint:
+            records = read_lines(path, fix=_FIX)
             self._refuse_incomplete(records)
-            self._steps_read = seen, records
+            self._steps_read = fingerprint, records
         return [dict(record) for record in self._steps_read[1]]
 
     def _refuse_incomplete(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse the records of a run that succeeded where they are not those of all its steps.
+        """Refuse the records of a run that succeeded if they are not those of all its steps.
 
         Raises:
             RecordError: see `steps`.
@@ -358,13 +358,13 @@ class RunDirectory:
                 f"read {self.path.name}/{path.name}",
                 found=problem,
                 rule=f"a run that succeeded has {expected} step record(s), one of each step, with the same numbers",
-                fix=_MEND,
+                fix=_FIX,
             )
 
     def check_whole(self) -> None:
-        """Check that a run that succeeded still has every file that its step records and its settings promise.
+        """Check that a run that succeeded still has every file that its step records and its settings imply.
 
-        Of a file of tensors only the header is read: names, and that no byte at its end is missing.
+        Only the header of a tensor file is read, for its names and for bytes missing at its end.
 
         Raises:
             RecordError: a step record or a file of tensors is missing, cut or damaged; the message names it.
@@ -378,23 +378,23 @@ class RunDirectory:
 
     def _check_tensors(self, name: str, keys: Collection[str]) -> None:
         path = self._tensor_path(name)
-        held = whole_files.tensor_names(path, asked=f"read {self.path.name}/tensors/{path.name}", fix=_MEND)
-        self._refuse_missing(name, held, keys)
+        stored = whole_files.tensor_names(path, asked=f"read {self.path.name}/tensors/{path.name}", fix=_FIX)
+        self._refuse_missing(name, stored, keys)
 
-    def _refuse_missing(self, name: str, held: Collection[str], keys: Collection[str]) -> None:
-        if missing := [key for key in keys if key not in held]:
+    def _refuse_missing(self, name: str, stored: Collection[str], keys: Collection[str]) -> None:
+        if missing := [key for key in keys if key not in stored]:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise RecordError(
                 f"read {self.path.name}/tensors/{name}.safetensors",
                 found=f"no {', '.join(missing[:3])}{more}",
                 rule="a gradient of every parameter that the step's record has a norm of",
-                fix=_MEND,
+                fix=_FIX,
             )
 
     # ---- tensors and other files ---------------------------------------------------------------------
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
-        """Write tensors/<name>.safetensors, whole or not at all."""
+        """Write tensors/<name>.safetensors atomically."""
         return whole_files.write_tensors(self._tensor_path(name), tensors)
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
@@ -411,7 +411,7 @@ class RunDirectory:
         )
 
     def read_gradients(self, step: int) -> dict[str, Tensor]:
-        """Whole gradients of a step, in the order of the model (a file keeps names in alphabetical order).
+        """Whole gradients of a step, in the order of the model (a file sorts names alphabetically).
 
         Raises:
             RecordError: there is no such step; the file is missing or damaged, or lacks a parameter.
@@ -422,37 +422,37 @@ class RunDirectory:
                 f"read the gradients of step {step} of {self.path.name}",
                 found=f"{len(records)} step(s)",
                 rule="a step that the run took",
-                fix=_MEND,
+                fix=_FIX,
             )
         name = f"step{step:04d}.gradients"
-        found = self.read_tensors(name)
-        order = records[step].get("gradient_norms", found)
-        self._refuse_missing(name, found, order)
-        return {key: found[key] for key in order}
+        gradients = self.read_tensors(name)
+        order = records[step].get("gradient_norms", gradients)
+        self._refuse_missing(name, gradients, order)
+        return {key: gradients[key] for key in order}
 
     def has_tensors(self, name: str) -> bool:
-        """Say whether tensors/<name>.safetensors is there."""
+        """True if tensors/<name>.safetensors exists."""
         return self._tensor_path(name).exists()
 
     def _tensor_path(self, name: str) -> Path:
         return self.path / "tensors" / f"{name}.safetensors"
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Write a JSON file (such as provenance.json), whole or not at all."""
+        """Write a JSON file (such as provenance.json) atomically."""
         return write_whole(self.path / name, to_json(value))
 
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints that are there: how many steps they are after -> folder, oldest first.
+        """Folders of the stored checkpoints by number of completed steps, oldest first.
 
         See `workbench.train.checkpoint`.
         """
-        found = {int(path.name.removeprefix("step")): path for path in (self.path / "checkpoints").glob("step[0-9]*")}
-        return dict(sorted(found.items()))
+        folders = {int(path.name.removeprefix("step")): path for path in (self.path / "checkpoints").glob("step[0-9]*")}
+        return dict(sorted(folders.items()))
 
-    # ---- how ranks ended -----------------------------------------------------------------------------
+    # ---- exits of ranks ------------------------------------------------------------------------------
 
     def log_path(self, rank: int) -> Path:
-        """Where the standard output and error of a rank go."""
+        """Path of a rank's standard output and error."""
         return self.path / "ranks" / f"rank{rank:05d}.log"
 
     def write_exit(
@@ -465,14 +465,14 @@ class RunDirectory:
         waited_in: str = "",
         stack: str = "",
     ) -> None:
-        """Note how a rank ended, at once when it happens: the order of failures is read from these files.
+        """Record a rank's exit as soon as it happens: the order of failures is read from these files.
 
-        Messages and tracebacks are kept without machine paths, because reports quote them.
+        Messages and tracebacks are stored without machine paths, because reports quote them.
 
         Args:
             rank: global rank; None for the agent that starts the ranks.
             coordinates: its place on the mesh, such as {"dp": 0, "cp": 1, "tp": 0}; {} if not known yet.
-            error: what it raised, or what is said of it; None if it ended well.
+            error: its exception, or one that describes its failure; None if it succeeded.
             cause: one of `CAUSES`; None reads it from the error.
             waited_in: the collective that it was in, "" if none or unknown.
             stack: Python stack of a rank that hung, "" if unknown.
@@ -501,16 +501,16 @@ class RunDirectory:
         self.write_json(f"ranks/{name}.exit.json", record)
 
     def exits(self) -> dict[int | None, dict[str, Any]]:
-        """How each rank that said so ended, by rank."""
+        """Exit records by rank, of the ranks that have one."""
         files = sorted((self.path / "ranks").glob("*.exit.json"))
-        records = [_read_json(file, what="how a rank ended") for file in files]
+        records = [_read_json(file, what="the folder of a run's ranks") for file in files]
         return {record["rank"]: record for record in records}
 
     def failure(self) -> dict[str, Any] | None:
-        """The root cause: the first rank that failed of itself, not because a peer had gone.
+        """Root cause: the first rank that failed by itself, not because a peer was gone.
 
         When a rank dies, the others soon fail with connection errors, sometimes with an earlier time stamp;
-        those count only if there is nothing else. A rank that hung or left is found last, and its victims may have
+        those count only if there is nothing else. A rank that hung or left is detected last, and its victims may have
         died first. The result is that rank's exit record, ``also_failed``, the other ranks that failed, and ``also``,
         the collectives that they were in, by rank. None if no rank failed. Its ``rank`` is None if the ranks never
         started.
@@ -528,12 +528,12 @@ class RunDirectory:
         }
 
     def __repr__(self) -> str:
-        """Say name, state and progress in a line."""
+        """Name, state and progress in a line."""
         return f"RunDirectory({self.path.name}: {self.status}, {len(self.steps())}/{self.spec.steps} steps)"
 
 
 class StepTail:
-    """The step records of a run as they come: each call reads only what is new.
+    """Step records of a run as they are written: each call reads only the new ones.
 
     Example:
         >>> tail = StepTail(run)   # doctest: +SKIP
@@ -546,7 +546,7 @@ class StepTail:
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Records since the last call; a last line that is not whole yet comes when it is.
+        """Return the records since the last call; an incomplete last line follows once it is complete.
 
         Raises:
             RecordError: a line before the last is damaged.
@@ -563,65 +563,65 @@ class StepTail:
             record = checked_line(line)
             if record is None:
                 if rest or index < len(whole) - 1:
-                    raise damaged(self.run.path / "metrics.jsonl", "a line before the last", fix=_MEND)
-                break  # torn, and its writer will cut it off before the next record
+                    raise damaged(self.run.path / "metrics.jsonl", "a line before the last", fix=_FIX)
+                break  # torn; its writer cuts it off before the next record
             records.append(record)
             self._offset += len(line) + 1
         return records
 
 
 def failure_in_short(failure: Mapping[str, Any]) -> str:
-    r"""A failure in a line: rank, exception, and of the message what was asked and what was found.
+    r"""One-line summary of a failure: rank, exception, and the requested and found parts of its message.
 
     Example:
         >>> failure_in_short({"rank": 1, "exception": "ShapeError", "message": "split 7 tokens\n  found: an odd row"})
         'rank 1 ShapeError: split 7 tokens; found: an odd row'
     """
     lines = str(failure.get("message", "")).splitlines()
-    said = [*lines[:1], *(line.strip() for line in lines[1:] if line.startswith("  found: "))][:2]
+    parts = [*lines[:1], *(line.strip() for line in lines[1:] if line.startswith("  found: "))][:2]
     rank = "" if failure.get("rank") is None else f"rank {failure['rank']} "
     named = ("out of memory", "killed", *NAMED_LAST)
     cause = f" ({failure['cause']})" if failure.get("cause") in named else ""
-    return f"{rank}{failure.get('exception', 'failed')}{cause}" + (f": {'; '.join(said)}" if said else "")
+    return f"{rank}{failure.get('exception', 'failed')}{cause}" + (f": {'; '.join(parts)}" if parts else "")
 
 
 def cause_of(error: BaseException) -> str:
-    """Why a rank ended, read from what it raised: "out of memory", "peer" or "exception"."""
+    """Cause of a rank's failure, from its exception: "out of memory", "peer" or "exception"."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = str(error).lower()
-    if kinds.intersection(_MEMORY_EXCEPTIONS) or any(words in text for words in _MEMORY_WORDS):
+    if kinds.intersection(_MEMORY_EXCEPTIONS) or any(message in text for message in _MEMORY_MESSAGES):
         return "out of memory"
     return "peer" if is_connection_error(error) else "exception"
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Say whether this is the echo of a peer's death rather than a failure of its own.
+    """True if an exception is the echo of a peer's death and not a failure of its own.
 
-    The innermost exception of the chain decides, so wrapping a lost connection in words does not hide it, and
-    a lost connection while cleaning up after a real failure does not hide that.
+    The innermost exception of the chain decides: a lost connection is recognised inside another error, and one
+    during the cleanup after a real failure does not hide that failure.
     """
     while inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = inner
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = str(error).lower()
-    return bool(kinds.intersection(_PEER_EXCEPTIONS)) or any(words in text for words in _PEER_WORDS)
+    return bool(kinds.intersection(_PEER_EXCEPTIONS)) or any(message in text for message in _PEER_MESSAGES)
 
 
-# ---- where things are, and what made them --------------------------------------------------------------
+# ---- project folder and provenance ---------------------------------------------------------------------
 
 
 def project_root(start: Path | None = None) -> Path:
-    """The folder that relative paths in specs (``data/...``, ``experiments/...``) begin at.
+    """The folder that paths in specs (``data/...``, ``experiments/...``) are relative to.
 
-    That is the starting folder (by default the current one) if it holds a `data` folder, and otherwise the
-    source tree that this package lies in.
+    That is the starting folder (by default the current one) if it has a `data` folder, and otherwise the
+    source tree of this package.
     """
     start = (start or Path.cwd()).resolve()
     return start if (start / "data").is_dir() else Path(workbench.__file__).resolve().parent.parent
 
 
 def without_machine_paths(text: str, project: Path | None = None) -> str:
-    """Text whose absolute paths begin at the project, and elsewhere keep only what says which file is meant.
+    """Make absolute paths relative to the project; elsewhere keep only the part that identifies the file.
 
     Example:
         >>> without_machine_paths('File "/home/me/lib/python3.12/site-packages/torch/nn/init.py", line 3')
@@ -639,17 +639,17 @@ def _shortened(path: re.Match[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What is installed, of the packages that numbers or records depend on."""
+    """Installed versions of the packages that numbers or records depend on."""
     return {"workbench": workbench.__version__, "python": platform.python_version()} | {
         name: _version(name) for name in ("torch", "transformers", "triton", "torchx", "safetensors")
     }
 
 
 def provenance(project: Path, *, seed: int | None = None) -> dict[str, Any]:
-    """What made these numbers: versions, git state, command, machine.
+    """Provenance of a run's numbers: versions, git state, command, machine.
 
-    It holds no host name and no path outside the project, because reports are shared. A GPU is named only if
-    torch is already loaded: asking for one would cost two seconds.
+    It has no host name and no path outside the project, because reports are shared. A GPU is named only if
+    torch is already loaded: importing torch would cost two seconds.
     """
     torch = sys.modules.get("torch")
     gpus = []
@@ -657,7 +657,7 @@ def provenance(project: Path, *, seed: int | None = None) -> dict[str, Any]:
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "git": _git_state(project),
-        # Where torch is loaded it says its build too (+cpu, +cu130), which the package's name does not.
+        # A loaded torch names its build too (+cpu, +cu130), which the package metadata lacks.
         "versions": versions() | ({} if torch is None else {"torch": str(torch.__version__)}),
         "argv": [without_machine_paths(argument, project) for argument in sys.argv],
         "seed": seed,
@@ -701,15 +701,15 @@ def _cpu_name() -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """This process, as a state names it: a pid alone may be somebody else's by tomorrow.
+    """Identity of this process for a state; a pid alone may be reused by tomorrow.
 
-    Units: ``create_time`` is psutil's, in seconds; ``host`` and ``boot`` are hashes, and say nothing by themselves.
+    Units: ``create_time`` is psutil's, in seconds; ``host`` and ``boot`` are hashes, and reveal nothing by themselves.
     """
     return {"pid": os.getpid(), "create_time": psutil.Process().create_time()} | _machine()
 
 
 def process_alive(pid: int, create_time: float) -> bool:
-    """Whether a process of this machine is still there, and is that one and not a later one of the same pid."""
+    """True if a process of this machine is alive, and is not a later one with the same pid."""
     try:
         process = psutil.Process(pid)
         return abs(process.create_time() - create_time) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
@@ -718,7 +718,7 @@ def process_alive(pid: int, create_time: float) -> bool:
 
 
 def process_lives(process: Mapping[str, Any]) -> bool:
-    """Whether a process that `this_process` described lives; on another machine, where nobody can look, yes."""
+    """True if a process described by `this_process` is alive, or on another machine, where it cannot be checked."""
     if not is_of_this_machine(process):
         return True
     boot = _machine()["boot"]
@@ -726,7 +726,7 @@ def process_lives(process: Mapping[str, Any]) -> bool:
 
 
 def is_of_this_machine(process: Mapping[str, Any]) -> bool:
-    """Whether a process that `this_process` described belongs to this machine, so that its pid means anything here."""
+    """True if a process described by `this_process` belongs to this machine, so that its pid is valid here."""
     return process.get("host", _machine()["host"]) == _machine()["host"]
 
 
@@ -742,16 +742,16 @@ def _machine() -> dict[str, str]:
     }
 
 
-# ---- files, whole or absent ----------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------------
 
 
 def _fingerprint(path: Path) -> tuple[int, int]:
-    """When a file was changed last (ns) and how long it is; what a file that is not there cannot have."""
+    """Modification time (ns) and size of a file; (-1, -1), which no file has, if it is missing."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return -1, -1
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def _read_json(path: Path, *, what: str) -> Any:
@@ -761,7 +761,7 @@ def _read_json(path: Path, *, what: str) -> Any:
         raise RecordError(
             f"read {path}",
             found="no such file",
-            rule=f"{what} holds {path.name}",
+            rule=f"{what} has {path.name}",
             fix="check the path, or run the configuration again",
         ) from None
     except (OSError, ValueError) as error:
@@ -775,7 +775,7 @@ def _read_json(path: Path, *, what: str) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process and thread at a time; a lock goes with the process that held it."""
+    """Hold a file lock, one process and thread at a time; it is released when its process ends."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,12 +1,12 @@
-"""Checks that stored gradients are the ones that were recorded, before anything is judged by them.
+"""Checks that stored gradients are the ones that were recorded, before a verdict uses them.
 
-A safetensors file has no checksum: with one flipped bit of an exponent it holds another gradient, which would be judged
-as the run's. Two numbers were written elsewhere at the time: the norm of each gradient, and its fingerprint if the step
-has a certificate. Norms find damage that moves a norm beyond rounding; fingerprints find any flipped bit.
+A safetensors file has no checksum: one flipped bit of an exponent makes another gradient, which would be taken for the
+run's. Two numbers were written elsewhere at the time: the norm of each gradient, and its fingerprint if the step has a
+certificate. Norms detect damage that moves a norm beyond rounding; fingerprints detect any flipped bit.
 
 Norms that a trainer reports wrongly are not damage, and are for the diagnosis: every norm is then off by the same
 factor, or those of some parameters are (replicas that are counted, a division too many). A flipped bit moves one
-parameter by a factor of its own. Norms are therefore damaged gradients' only where no other parameter shares the ratio.
+parameter by a factor of its own. A wrong norm therefore means damage only if no other parameter shares its ratio.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from workbench.records.certificate import Certificate
 
 NORM_ULPS = 4
-"""Units in the last place of the stored dtype that a norm may lie off: the norm itself may be rounded to that dtype, or
+"""Units in the last place of the stored dtype that a norm may be off: the norm itself may be rounded to that dtype, or
 taken before the gradient was cast to it, at half a unit each; twice that is allowed.
 
 Gradients and norms of the workbench and of its recorder are measured on the same bits in float64 and agree far better;
-records of other origin may have theirs from `torch.linalg.vector_norm`.
+records of other origin may use `torch.linalg.vector_norm`.
 """
 
 SAME_RATIO = 1e-3
@@ -42,7 +42,7 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
 
     The tolerance is relative: `NORM_ULPS` units in the last place of the stored dtype, and one of the accumulating
     dtype (float64 for float64, float32 below) for each doubling of the elements, which is how pairwise sums round. NaN
-    equals NaN, and infinity infinity. Parameters that only one of the two has are not looked at.
+    equals NaN, and infinity infinity. Parameters that only one of the two has are ignored.
 
     Args:
         gradients: as they are stored, whole, by parameter.
@@ -78,7 +78,7 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
 
 
 def check_certificate(gradients: Mapping[str, Tensor], certificate: Certificate, *, where: str) -> None:
-    """Refuse stored gradients whose bits are not those that the step's certificate was made of.
+    """Refuse stored gradients whose bits do not match the step's certificate.
 
     Args:
         gradients: as they are stored, whole, by parameter.
@@ -93,7 +93,7 @@ def check_certificate(gradients: Mapping[str, Tensor], certificate: Certificate,
     for name, values in gradients.items():
         key = f"gradient/{name}"
         if key not in certificate.fingerprints or key in certificate.unlike:
-            continue  # of replicas that are unlike, a fingerprint says nothing
+            continue  # the fingerprint of differing replicas means nothing
         label = fingerprint_label(values)
         if label != certificate.fingerprints[key]:
             raise RecordError(
@@ -105,8 +105,8 @@ def check_certificate(gradients: Mapping[str, Tensor], certificate: Certificate,
 
 
 def _norm(values: Tensor) -> float:
-    """In float64, of which only a piece exists at a time."""
-    pieces = values.detach().reshape(-1).split(2**24)
+    """L2 norm in float64, of which only a piece exists at a time."""
+    pieces = values.detach().reshape(-1).split(2**24)  # 128 MiB each in float64
     return math.sqrt(sum(float(piece.double().square().sum()) for piece in pieces))
 
 
@@ -135,7 +135,7 @@ def _shared(name: str, off: Mapping[str, tuple[float, float, float]]) -> bool:
 
 
 def _log_factor(numbers: tuple[float, float, float]) -> float | None:
-    """Logarithm of the recorded norm over the stored one; None if one is zero or not finite: no factor makes it."""
+    """Logarithm of the recorded norm over the stored one; None if one is zero or not finite: no factor explains it."""
     norm, recorded, _ = numbers
     usable = norm and recorded and math.isfinite(norm) and math.isfinite(recorded)
     return math.log(recorded / norm) if usable else None

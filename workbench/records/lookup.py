@@ -1,6 +1,6 @@
-"""Find runs by what a person types: a folder, an experiment's name, or the beginning of a run's name.
+"""Find runs by what a user types: a folder, an experiment's name, or the beginning of a run's name.
 
-Nothing here reads more than a run's settings and state, and torch is not imported, so that looking is quick.
+Only a run's settings and state are read, and torch is not imported, so that a lookup is quick.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from workbench.errors import RecordError, WorkbenchError
 from workbench.records.directory import RunDirectory, from_json, project_root
 
-_MOST_NAMED = 12
+_MOST_NAMED = 12  # runs that a message lists
 
 
 @dataclass(frozen=True)
 class Found:
-    """A run directory, or what lies where one should be.
+    """A run directory, or a folder that should be one.
 
     Attributes:
         path: its folder.
         run: None if it cannot be opened.
-        problem: why not, in a line; "" if it can.
+        problem: the reason in a line; "" if it can.
         state: the content of its state.json; {} if that cannot be read.
     """
 
@@ -46,17 +46,17 @@ class Found:
 
     @property
     def created_ns(self) -> int:
-        """When it was made; of a run that does not say, when its folder last changed."""
+        """Time of creation; if its state has none, of the last change of its folder."""
         return int(self.state.get("created_ns") or self.path.stat().st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What somebody asked for.
+    """The runs that a path or name refers to.
 
     Attributes:
         runs: oldest first; at least one.
-        experiment: the folder of the experiment if that was asked for, or None if it was one run.
+        experiment: the folder of the experiment if that was requested, or None if it was one run.
     """
 
     runs: tuple[Found, ...]
@@ -68,7 +68,7 @@ class Target:
         Raises:
             RecordError: some cannot be opened.
         """
-        broken = [f"{_shown(found.path.name)}: {found.problem}" for found in self.runs if found.run is None]
+        broken = [f"{_shown(entry.path.name)}: {entry.problem}" for entry in self.runs if entry.run is None]
         if broken:
             raise RecordError(
                 "open runs",
@@ -76,17 +76,17 @@ class Target:
                 rule="whole records of this version's settings",
                 fix="move these folders away, or name the runs that you mean",
             )
-        return [found.run for found in self.runs if found.run is not None]
+        return [entry.run for entry in self.runs if entry.run is not None]
 
 
 def experiment_folder(path: Path) -> Path:
-    """Where the runs and report of a file go: beside ``ablation.yaml``, else in a folder of its name."""
+    """Folder of the runs and report of a file: that of ``ablation.yaml``, or one named after any other file."""
     path = path.resolve()
     return path.parent if path.stem == "ablation" else path.parent / path.stem
 
 
 def experiments(project: Path | None = None) -> list[Path]:
-    """The folders under ``experiments`` that hold runs, by name."""
+    """The folders under ``experiments`` that have runs, by name."""
     root = (project or project_root()) / "experiments"
     return sorted({path.parent.parent.parent for path in root.glob("*/runs/*/config.json")})
 
@@ -95,32 +95,32 @@ def runs_of(experiment_dir: Path, *, every: bool = False) -> list[Found]:
     """The runs of an experiment, oldest first.
 
     Args:
-        experiment_dir: the folder that holds ``runs``.
+        experiment_dir: the parent of ``runs``.
         every: also attempts that a later one of the same name replaces. Otherwise the newest of each name, and those
             that the experiment's ``sweep.json`` names.
     """
-    found = sorted(
-        (_find(path.parent) for path in (experiment_dir / "runs").glob("*/config.json")),
-        key=lambda each: (each.created_ns, each.path.name),
+    entries = sorted(
+        (_entry(path.parent) for path in (experiment_dir / "runs").glob("*/config.json")),
+        key=lambda entry: (entry.created_ns, entry.path.name),
     )
     if every:
-        return found
-    newest = {each.name: each.path.name for each in found}
-    shown = {*newest.values(), *_answering(experiment_dir / "runs")}
-    return [each for each in found if each.path.name in shown]
+        return entries
+    newest = {entry.name: entry.path.name for entry in entries}
+    shown = {*newest.values(), *_launched_folders(experiment_dir / "runs")}
+    return [entry for entry in entries if entry.path.name in shown]
 
 
 def look_up(asked: str | Path, project: Path | None = None, *, every: bool = False) -> Target:
-    """The run or the experiment that somebody means.
+    """Return the run or the experiment that a path or name refers to.
 
     Args:
         asked: the folder of a run or of an experiment, its ablation file, the name of an experiment, or the beginning
             of a run's name or folder, alone or as ``experiment/run``.
-        project: the folder that holds ``experiments``; None takes `project_root`.
+        project: the parent of ``experiments``; None takes `project_root`.
         every: of an experiment, older attempts too.
 
     Raises:
-        RecordError: nothing of that name, nothing run yet, or several runs that it could mean.
+        RecordError: nothing of that name, nothing run yet, or several runs that match.
     """
     project = project or project_root()
     for place in (Path(asked), project / "experiments" / asked, project / asked):
@@ -131,10 +131,10 @@ def look_up(asked: str | Path, project: Path | None = None, *, every: bool = Fal
 
 
 def experiment_at(asked: str | Path, project: Path | None = None) -> Path:
-    """The folder of the experiment that somebody means, by path or by name.
+    """Return the folder of an experiment, by path or by name.
 
     Raises:
-        RecordError: it holds no runs.
+        RecordError: it has no runs.
     """
     target = look_up(asked, project)
     if target.experiment is None:
@@ -142,17 +142,17 @@ def experiment_at(asked: str | Path, project: Path | None = None) -> Path:
             f"look for the experiment {asked}",
             found="a run",
             rule="the folder of an experiment",
-            fix=f"say {_shown(target.runs[0].experiment_dir.name)}, or use `workbench status`",
+            fix=f"give {_shown(target.runs[0].experiment_dir.name)}, or use `workbench status`",
         )
     return target.experiment
 
 
 def spelled(run: Path, project: Path | None = None) -> str:
-    """What to type for a run, in a shell: ``experiment/folder`` where `look_up` finds that, and its path elsewhere.
+    """Spell a run for a shell: ``experiment/folder`` where `look_up` finds that, and its path elsewhere.
 
     Args:
         run: its folder.
-        project: the folder that holds ``experiments``; None takes `project_root`.
+        project: the parent of ``experiments``; None takes `project_root`.
     """
     run, here = run.resolve(), Path.cwd()
     if run.parents[2] == (project or project_root()).resolve() / "experiments":
@@ -161,7 +161,7 @@ def spelled(run: Path, project: Path | None = None) -> str:
 
 
 def steps_recorded(run: RunDirectory) -> int:
-    """How many steps are on disk, counted without reading them: a damaged line counts, a torn last one does not."""
+    """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not."""
     count = 0
     try:
         with (run.path / "metrics.jsonl").open("rb") as file:
@@ -172,7 +172,7 @@ def steps_recorded(run: RunDirectory) -> int:
     return count
 
 
-def _find(path: Path) -> Found:
+def _entry(path: Path) -> Found:
     state: dict[str, Any] = {}
     try:
         run = RunDirectory.open(path)
@@ -194,8 +194,8 @@ def _state_alone(path: Path) -> dict[str, Any]:
     return state if isinstance(state, dict) and isinstance(state.get("created_ns", 0), int) else {}
 
 
-def _answering(runs_dir: Path) -> set[str]:
-    """The folders that the last launches speak of, whether or not a later attempt has their name."""
+def _launched_folders(runs_dir: Path) -> set[str]:
+    """The folders named by the last launches, even if a later attempt has the same name."""
     try:
         record = from_json((runs_dir / "sweep.json").read_bytes())
         return {str(folder) for key in ("runs", "latest") for folder in record.get(key, {}).values()}
@@ -204,11 +204,11 @@ def _answering(runs_dir: Path) -> set[str]:
 
 
 def _at(place: Path, every: bool) -> Target | None:
-    """What lies at a path; None if neither a run nor an experiment does."""
+    """The run or experiment at a path; None if there is neither."""
     if place.suffix in (".yaml", ".yml") and place.is_file():
         place = experiment_folder(place)
     if (place / "config.json").is_file() and (place / "state.json").is_file():
-        return Target((_find(place.resolve()),))
+        return Target((_entry(place.resolve()),))
     if place.name == "runs" and any(place.glob("*/config.json")):
         place = place.parent
     if not place.is_dir() or not ((place / "runs").is_dir() or (place / "ablation.yaml").is_file()):
@@ -219,51 +219,53 @@ def _at(place: Path, every: bool) -> Target | None:
         raise RecordError(
             f"look for the runs of {_shown(place.name)}",
             found="none yet",
-            rule="its folder `runs` holds a folder for each run",
+            rule="its folder `runs` has a folder for each run",
             fix=f"start them: workbench run {_shown(place.name)}/ablation.yaml",
         )
     return Target(tuple(runs), place)
 
 
-def _by_name(asked: str, project: Path) -> Found:
-    """The newest attempt of the one run whose name begins so."""
-    every = [found for folder in experiments(project) for found in runs_of(folder, every=True)]
-    exact = [found for found in every if asked in _called(found, found.path.name)]
-    named = [found for found in every if asked in _called(found, found.name)]
+def _by_name(query: str, project: Path) -> Found:
+    """The newest attempt of the only run whose name begins with the query."""
+    every = [entry for folder in experiments(project) for entry in runs_of(folder, every=True)]
+    exact = [entry for entry in every if query in _spellings(entry, entry.path.name)]
+    named = [entry for entry in every if query in _spellings(entry, entry.name)]
     begun = [
-        found for found in every if any(name.startswith(asked) for name in _called(found, found.path.name, found.name))
+        entry
+        for entry in every
+        if any(name.startswith(query) for name in _spellings(entry, entry.path.name, entry.name))
     ]
     matches = exact or named or begun
-    meant = {(found.experiment_dir, found.name): found for found in matches}  # the newest of each stays
-    if len(meant) == 1:
-        return next(iter(meant.values()))
-    if not meant:
-        known = {found.name for found in every} | {folder.name for folder in experiments(project)}
-        near = [_shown(name) for name in difflib.get_close_matches(asked, known, n=3)]
+    newest = {(entry.experiment_dir, entry.name): entry for entry in matches}  # later attempts replace earlier ones
+    if len(newest) == 1:
+        return next(iter(newest.values()))
+    if not newest:
+        known = {entry.name for entry in every} | {folder.name for folder in experiments(project)}
+        near = [_shown(name) for name in difflib.get_close_matches(query, known, n=3)]
         raise RecordError(
-            f"look for {asked!r}",
+            f"look for {query!r}",
             found="no run or experiment of that name",
             rule="a folder, an experiment's name, or the beginning of a run's name",
             fix=f"did you mean {' or '.join(near)}?" if near else "`workbench ls` shows what is there",
         )
     raise RecordError(
-        f"look for {asked!r}",
-        found=f"{len(meant)} runs: {_listed(meant.values())}",
-        rule="a name that means one run",
-        fix="say more of it, or experiment/run",
+        f"look for {query!r}",
+        found=f"{len(newest)} runs: {_listed(newest.values())}",
+        rule="a name that matches one run",
+        fix="give more of the name, or experiment/run",
     )
 
 
-def _called(found: Found, *names: str) -> list[str]:
-    return [*names, *(f"{found.experiment_dir.name}/{name}" for name in names)]
+def _spellings(entry: Found, *names: str) -> list[str]:
+    return [*names, *(f"{entry.experiment_dir.name}/{name}" for name in names)]
 
 
-def _listed(runs: Iterable[Found]) -> str:
-    names = [_shown(f"{found.experiment_dir.name}/{found.path.name}") for found in runs]
+def _listed(entries: Iterable[Found]) -> str:
+    names = [_shown(f"{entry.experiment_dir.name}/{entry.path.name}") for entry in entries]
     more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
     return ", ".join([*names[:_MOST_NAMED], *more])
 
 
 def _shown(name: str) -> str:
-    """A name from the disk, which may hold anything, as it can be printed."""
+    """A printable form of a name from the disk, which may contain anything."""
     return name if name.isprintable() else repr(name)

@@ -1,4 +1,4 @@
-"""How long a run that goes on will take yet."""
+"""Remaining time of a running run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 CONTINUES = "run/continues"
-"""In the record of a step: the run that this one goes on with, whose last step the one before is."""
+"""Key of a step record: the run that this one continues, whose last step precedes it."""
 
 RECENT = 20
-"""Steps whose times are looked at."""
+"""Steps that the mean step time is taken over."""
 
 
 class Pace:
-    """The ends of a run's last steps, as its records say them.
+    """End times of a run's last steps, from its records.
 
     Example:
         >>> pace = Pace([{"time/ended_ns": 0}, {"time/ended_ns": 2 * 10**9}, {"time/ended_ns": 6 * 10**9}])
@@ -26,17 +26,17 @@ class Pace:
         self.add(records)
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take note of further steps."""
+        """Add further steps."""
         for record in records:
-            if CONTINUES in record:  # nobody worked between it and the one before
+            if CONTINUES in record:  # the pause before it is no step time
                 self._ends = []
             if "time/ended_ns" in record:
                 self._ends = [*self._ends, int(record["time/ended_ns"])][-RECENT - 1 :]
 
     def seconds_left(self, steps: int) -> float | None:
-        """For so many steps more, each as long as the last ones in the mean; None before two have ended.
+        """Estimate the time of further steps from the mean of the last ones; None before two have ended.
 
-        What lies between steps is in it: sampling, if only every so many steps, and checkpoints.
+        It includes the time between steps: sampling, if only every so many steps, and checkpoints.
         """
         if len(self._ends) < 2:
             return None

@@ -1,4 +1,4 @@
-"""A recorder to put around anybody's training loop: what it did, in a folder that `workbench.diagnose` reads.
+"""A recorder for any training loop, which writes a folder for `workbench.diagnose`.
 
     recorder = wb.Recorder("records/mine", model, optimizer, context={"dp": 2, "micro_batches": 4})
     for micro_batch in step:
@@ -8,12 +8,12 @@
     recorder.take_gradients()                       # only where gradients are clipped before the optimizer sees them
     optimizer.step()                                # writes the step
 
-It looks and touches nothing: no gradient, no weight, no random number. The model may be plain, DDP's, Megatron's DDP's
-(its ``main_grad`` is read) or made of DTensors (FSDP2); gradients may come from several micro-batches. Every rank makes
-one and calls it alike; one writes. What is needed is torch and safetensors.
+It only reads: no gradient, weight or random number is changed. The model may be plain, DDP's, Megatron's DDP's
+(its ``main_grad`` is read) or made of DTensors (FSDP2); gradients may come from several micro-batches. Every rank has
+one and calls it alike; one writes. It needs torch and safetensors only.
 
-A step in which no parameter holds a gradient is refused: a record of zeros would look like that of a run. Trained
-parameters without a gradient beside others that have one count as 0, and the step's line names them in ``no_gradient``.
+A step in which no parameter has a gradient is refused: a record of zeros would look like that of a run. Trained
+parameters without a gradient, if others have one, count as 0, and the step's line names them in ``no_gradient``.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class Recorder:
     """Writes a record of a training run, step by step.
 
     Args:
-        folder: of the record; no record may lie there.
+        folder: of the record; it must not have one yet.
         model: whose gradients are recorded, under the names that its parameters have without wrappers.
-        optimizer: whose step ends a step of the record; None: `step` is called by hand.
-        context: what the run says of itself, as JSON data: dp, cp, tp, micro_batches, order, temperature,
+        optimizer: whose step ends a step of the record; None: `step` is called manually.
+        context: settings of the run, as JSON data: dp, cp, tp, micro_batches, order, temperature,
             max_grad_norm, denominator, ... Learning rate, optimizer and precision are added where they are missing;
-            precision is that of the weights, so say "bfloat16" where they are only computed with in that.
-        gradients: "norms", or "full" to keep every gradient of every step.
+            precision is that of the weights, so give "bfloat16" if only the computation uses it.
+        gradients: "norms", or "full" to store every gradient of every step.
         ranks: over which documents and tokens are dealt, as a group, a one-dimensional device mesh or an axis; None:
-            all ranks of the job. A tp rank holds the same tokens as its neighbours: give the group of dp, or dp x cp.
-        engine: what becomes of the ranks' gradients, "mean" (DDP and FSDP unless told otherwise) or "sum".
+            all ranks of the job. A tp rank has the same tokens as its neighbours: give the group of dp, or dp x cp.
+        engine: reduction of the ranks' gradients, "mean" (the default of DDP and FSDP) or "sum".
 
     Raises:
-        RecordError: a record lies there already; on every rank.
-        SpecError: a model under FSDP1, whose flat shards do not say what they are; one that trains nothing.
+        RecordError: the folder has a record already; on every rank.
+        SpecError: a model under FSDP1, whose flat shards cannot be identified; one that trains nothing.
 
     Example:
         >>> import tempfile
@@ -86,13 +86,13 @@ class Recorder:
     ) -> None:
         self.folder, self.number = Path(folder), 0
         self._parameters, self._keep = trained_parameters(model), gradients == "full"
-        _refuse_what_cannot_be_measured(model, self._parameters)
+        _refuse_unsupported(model, self._parameters)
         world = world_axis()
         self._ranks = world if ranks is None else axis_of(ranks, "ranks")
         self._job = world if world.size > 1 else self._ranks
         self._share = 1 / self._ranks.size if engine == "mean" else 1.0
-        self._forget()
-        self._agree(self._begin, dict(context or {}), optimizer)
+        self._reset()
+        self._run_on_writer(self._begin, dict(context or {}), optimizer)
         self._hook = optimizer and optimizer.register_step_pre_hook(lambda *_: self.step())
 
     def note(
@@ -103,24 +103,24 @@ class Recorder:
         metrics: Mapping[str, float] | None = None,
         tokens: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Tell of this rank's micro-batch, or of the step. No collective; may be called often, or never.
+        """Record this rank's micro-batch, or the step. No collective; may be called often, or never.
 
         Args:
             loss: as it was back-propagated here (divided by micro-batches where the trainer divides; without the factor
-                of a GradScaler). Those of a step are added up, and over the ranks as the engine does with gradients:
-                what is recorded is the number whose gradient is recorded.
+                of a GradScaler). Those of a step are summed, and reduced over the ranks as the engine reduces
+                gradients: the recorded number is the one whose gradient is recorded.
             counts: of this rank's micro-batch: documents (that train), masked_documents, trained_tokens, all_tokens,
-                padded_tokens, ...; added up likewise, over the ranks too.
-            metrics: of the step, by key, as the trainer reports them; the last word of the rank that writes stands.
+                padded_tokens, ...; summed likewise, over the ranks too.
+            metrics: of the step, by key, as the trainer reports them; the last value of the writing rank is recorded.
             tokens: per-token values of this rank's micro-batch, all of one shape: policy_logprobs, old_logprobs,
                 entropy_nats, trained (bool), documents, ... With ``source``, each token's place in the step (-1: none),
-                they are put in that order; without it they stay as they come, rank by rank.
+                they are put in that order; without it they keep their order, rank by rank.
 
         Raises:
             ShapeError: per-token values of several shapes, or other names than before in this step.
         """
         if loss is not None:
-            self._losses.append(torch.as_tensor(loss).detach().clone())  # read when the step is over: no waiting here
+            self._losses.append(torch.as_tensor(loss).detach().clone())  # read at the end of the step: no sync here
         self._counts.append(dict(counts or {}))
         self._metrics |= metrics or {}
         if tokens:
@@ -130,15 +130,15 @@ class Recorder:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
 
         Raises:
-            RecordError: no parameter holds a gradient on any rank.
+            RecordError: no parameter has a gradient on any rank.
         """
         here = [name for name, parameter in self._parameters.items() if held_gradient(parameter) is None]
-        everyone = self._gather_json({"none": here, "buffers": in_buffers(self._parameters)}, self._job)
-        without = [name for name in here if all(name in said["none"] for said in everyone)]
+        by_rank = self._gather_json({"none": here, "buffers": in_buffers(self._parameters)}, self._job)
+        without = [name for name in here if all(name in rank["none"] for rank in by_rank)]
         if len(without) == len(self._parameters):
             raise _no_gradient(self._parameters, self.number)
         norms = given_norms(self._parameters)
-        self._buffers_of_zeros = all(said["buffers"] for said in everyone) and not any(norms.values())
+        self._buffers_of_zeros = all(rank["buffers"] for rank in by_rank) and not any(norms.values())
         self._without = without
         whole = {}
         for name, parameter in self._parameters.items() if self._keep else ():
@@ -148,7 +148,7 @@ class Recorder:
         self._taken = norms, whole
 
     def step(self, loss: Tensor | float | None = None, **told: Any) -> None:
-        """Write the step. Collective; called by the optimizer's hook where an optimizer was given.
+        """Write the step. Collective; called by the optimizer's hook if an optimizer was given.
 
         Args:
             loss: as `note` takes it.
@@ -161,17 +161,17 @@ class Recorder:
         norms, whole = self._taken
         if self._buffers_of_zeros:
             self._refuse_cleared_buffers()
-        everyone = self._gather_json(
+        by_rank = self._gather_json(
             {
                 "losses": [float(whole_value(value)) for value in self._losses],
-                "counts": [{name: float(count) for name, count in said.items()} for said in self._counts],
+                "counts": [{name: float(count) for name, count in counts.items()} for counts in self._counts],
                 "tokens": {name: _name(pieces[0].dtype) for name, pieces in self._tokens.items()},
             }
         )
-        tokens = self._gather_tokens(everyone)
+        tokens = self._gather_tokens(by_rank)
         if self._writes:
-            losses = [value for said in everyone for value in said["losses"]]
-            counts = _added_up([counts for said in everyone for counts in said["counts"]])
+            losses = [value for rank in by_rank for value in rank["losses"]]
+            counts = _summed([counts for rank in by_rank for counts in rank["counts"]])
             for kind, tensors in (("gradients", whole), ("tokens", tokens)):
                 if tensors:
                     files.write_tensors(self.folder, self.number, kind, tensors)
@@ -184,10 +184,10 @@ class Recorder:
             }
             files.append_step(self.folder, line | ({"no_gradient": self._without} if self._without else {}))
         self.number += 1
-        self._forget()
+        self._reset()
 
     def close(self) -> None:
-        """Leave the optimizer alone from now on."""
+        """Remove the hook from the optimizer."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -198,10 +198,10 @@ class Recorder:
         self.close()
 
     def __repr__(self) -> str:
-        """Say where it writes and how far it is."""
+        """Folder and number of recorded steps."""
         return f"Recorder({self.folder.name}: {self.number} step{'s' * (self.number != 1)})"
 
-    # ---- beginning -----------------------------------------------------------------------------------
+    # ---- start ---------------------------------------------------------------------------------------
 
     @property
     def _writes(self) -> bool:
@@ -213,19 +213,19 @@ class Recorder:
             known |= {"optimizer": type(optimizer).__name__.lower(), "learning_rate": optimizer.param_groups[0]["lr"]}
         files.write_record(self.folder, known | context)
 
-    def _agree(self, action: Any, *arguments: Any) -> None:
-        """Do something on the rank that writes; what it raises is raised on every rank."""
+    def _run_on_writer(self, action: Any, *arguments: Any) -> None:
+        """Run an action on the rank that writes; its error is raised on every rank."""
         problem: dict[str, str] = {}
         if self._writes:
             try:
                 action(*arguments)
             except (RecordError, OSError) as error:
                 problem = error.parts if isinstance(error, RecordError) else {"asked": str(error)}
-        [said, *_] = self._gather_json(problem, self._job)
-        if said:
-            raise RecordError(**said)
+        [writer_problem, *_] = self._gather_json(problem, self._job)
+        if writer_problem:
+            raise RecordError(**writer_problem)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._losses: list[Tensor] = []
         self._counts: list[dict[str, Any]] = []
         self._metrics: dict[str, Any] = {}
@@ -237,34 +237,34 @@ class Recorder:
     def _refuse_cleared_buffers(self) -> None:
         """Refuse gradients of 0 that are all from ``main_grad``, unless the losses are 0, too.
 
-        A buffer that was cleared before it was read cannot be told from one to which nothing was added. Only a step in
-        which nothing trains has both; its losses are exactly 0.
+        A buffer that was cleared before it was read looks like one to which nothing was added. Only a step in which
+        nothing trains has both; its losses are exactly 0.
         """
-        here = [float(whole_value(value)) for value in self._losses]
-        losses = [value for said in self._gather_json(here, self._job) for value in said]
+        local = [float(whole_value(value)) for value in self._losses]
+        losses = [value for values in self._gather_json(local, self._job) for value in values]
         if not losses or any(losses):
-            told = f"losses {', '.join(f'{value:g}' for value in losses[:3])}" if losses else "no loss was noted"
+            loss_text = f"losses {', '.join(f'{value:g}' for value in losses[:3])}" if losses else "no loss was noted"
             raise RecordError(
                 f"record the gradients of step {self.number}",
                 found=f"main_grad is 0 in every element of all {len(self._parameters)} parameters, no "
-                f"parameter has a grad, and {told}",
-                rule="buffers that were cleared cannot be told from gradients of 0",
+                f"parameter has a grad, and {loss_text}",
+                rule="cleared buffers cannot be distinguished from gradients of 0",
                 fix="call recorder.take_gradients() after the last backward (and finalize_model_grads), "
                 "and before zero_grad_buffer() and optimizer.step()",
             )
 
-    # ---- from all ranks ------------------------------------------------------------------------------
+    # ---- collectives ---------------------------------------------------------------------------------
 
     @property
     def _device(self) -> torch.device:
-        """Where collectives take place."""
+        """Device of the collectives."""
         first: Any = next(iter(self._parameters.values()))
         return torch.device(first.device_mesh.device_type) if is_shard(first) else first.device
 
     def _gather_json(self, value: Any, axis: Axis | None = None) -> list[Any]:
-        """Everyone's word, in rank order; words need not be of one form, as collectives must."""
-        said = torch.frombuffer(bytearray(to_json(value, indent=None)), dtype=torch.uint8).to(self._device)
-        return [from_json(bytes(piece.tolist())) for piece in all_gather(said, axis or self._ranks)]
+        """JSON values of all ranks, in rank order; they may differ in form, which collectives of tensors may not."""
+        content = torch.frombuffer(bytearray(to_json(value, indent=None)), dtype=torch.uint8).to(self._device)
+        return [from_json(bytes(piece.tolist())) for piece in all_gather(content, axis or self._ranks)]
 
     def _note_tokens(self, tokens: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(values.shape) for name, values in tokens.items()}
@@ -279,20 +279,20 @@ class Recorder:
             raise ShapeError(
                 "per-token values of a micro-batch",
                 found=", ".join(sorted(tokens)),
-                rule=f"every micro-batch of a step tells the same: {', '.join(sorted(self._tokens))}",
-                fix="leave the others out, or tell them always",
+                rule=f"every micro-batch of a step has the same: {', '.join(sorted(self._tokens))}",
+                fix="leave the others out, or give them always",
             )
         for name, values in tokens.items():
             self._tokens.setdefault(name, []).append(values.detach().flatten().clone())
 
-    def _gather_tokens(self, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Per-token values of all ranks, in source order if it is known; a rank that had none takes part with none."""
-        dtypes = {name: dtype for said in everyone for name, dtype in said["tokens"].items()}
+    def _gather_tokens(self, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Per-token values of all ranks, in source order if it is known; a rank without any sends an empty tensor."""
+        dtypes = {name: dtype for rank in by_rank for name, dtype in rank["tokens"].items()}
         whole = {}
         for name in sorted(dtypes):
             none = torch.empty(0, dtype=getattr(torch, dtypes[name]), device=self._device)
-            held = torch.cat([none, *(values.to(none) for values in self._tokens.get(name, []))])
-            whole[name] = torch.cat([piece.cpu() for piece in all_gather(held, self._ranks)])
+            local = torch.cat([none, *(values.to(none) for values in self._tokens.get(name, []))])
+            whole[name] = torch.cat([piece.cpu() for piece in all_gather(local, self._ranks)])
         if "source" not in whole:
             return whole
         source = whole.pop("source")
@@ -305,12 +305,12 @@ class Recorder:
         return ordered
 
 
-def _refuse_what_cannot_be_measured(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise SpecError(
             "record a model under FullyShardedDataParallel",
             found="flat shards",
-            rule="a gradient is whole, or a DTensor that says how it is cut",
+            rule="a gradient is whole, or a DTensor with its placements",
             fix="use FSDP2 (torch.distributed.fsdp.fully_shard)",
         )
     if any(
@@ -319,7 +319,7 @@ def _refuse_what_cannot_be_measured(model: nn.Module, parameters: Mapping[str, n
         raise SpecError(
             "record a model under Megatron's DDP with use_distributed_optimizer",
             found="main_grad is reduced in this rank's shard of the buffer alone",
-            rule="a gradient is whole on every rank, or a DTensor that says how it is cut",
+            rule="a gradient is whole on every rank, or a DTensor with its placements",
             fix="set use_distributed_optimizer=False while you record",
         )
     if not parameters:
@@ -327,7 +327,7 @@ def _refuse_what_cannot_be_measured(model: nn.Module, parameters: Mapping[str, n
             "record a model",
             found="no parameter that takes a gradient",
             rule="a record is of gradients",
-            fix="hand over the model that is trained",
+            fix="pass the model that is trained",
         )
 
 
@@ -345,11 +345,11 @@ def _no_gradient(parameters: Mapping[str, nn.Parameter], number: int) -> RecordE
     )
 
 
-def _added_up(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums by name; a count that nobody told of is absent."""
+def _summed(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name; a count that no micro-batch has is absent."""
     total: dict[str, float] = {}
-    for told in counts:
-        for name, count in told.items():
+    for each in counts:
+        for name, count in each.items():
             total[name] = total.get(name, 0.0) + count
     return total
 

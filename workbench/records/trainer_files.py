@@ -1,15 +1,15 @@
-"""The folder that a training run's record lies in, ours or another trainer's.
+"""The folder of a training run's record, ours or another trainer's.
 
     <folder>/
-      record.json                             {"record": 1, "context": {...}}: what the run says of itself
+      record.json                             {"record": 1, "context": {...}}: settings that the run reports
       steps.jsonl                             one line an optimizer step, each with its own checksum
       tensors/step0000.gradients.safetensors  whole gradients, by parameter
       tensors/step0000.tokens.safetensors     per-token values, [S] each, by name
 
-A line holds ``step`` and, as far as they are known, ``loss``, ``metrics``, ``gradient_norms`` (L2, by parameter),
-``no_gradient`` (trained parameters that had none: their norms are 0) and ``counts`` (of the whole step). Which names
-they use is said where they are read, `workbench.diagnose.record`. Any part may be missing. Files are whole or
-absent, and a line is the last thing written of its step.
+A line has ``step`` and, as far as they are known, ``loss``, ``metrics``, ``gradient_norms`` (L2, by parameter),
+``no_gradient`` (trained parameters that had none: their norms are 0) and ``counts`` (of the whole step). Their names
+are defined by their reader, `workbench.diagnose.record`. Any part may be missing. Files are written atomically, and
+the line of a step is written last.
 
 Letters: S tokens of the step, in source order.
 """
@@ -31,16 +31,16 @@ VERSION = 1
 
 Kind = Literal["gradients", "tokens"]
 
-_MEND = "record the run again"
+_FIX = "record the run again"
 
 
 def is_record(folder: Path) -> bool:
-    """Whether a record lies in this folder."""
+    """True if this folder has a record."""
     return (folder / "record.json").is_file()
 
 
 def write_record(folder: Path, context: Mapping[str, Any]) -> None:
-    """Begin a record: a folder that says what is recorded, without steps.
+    """Create a record without steps.
 
     Raises:
         RecordError: there is a record already, or the context is no JSON data.
@@ -52,16 +52,16 @@ def write_record(folder: Path, context: Mapping[str, Any]) -> None:
             rule="records are never replaced",
             fix="choose another folder, or delete that one",
         )
-    said = to_json({"record": VERSION, "context": dict(context)})
+    content = to_json({"record": VERSION, "context": dict(context)})
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "record.json", said)
+    write_whole(folder / "record.json", content)
 
 
 def append_step(folder: Path, step: Mapping[str, Any]) -> None:
-    """Append one optimizer step; what an interrupted writer left of a line is removed first.
+    """Append one optimizer step; a torn last line of an interrupted writer is removed first.
 
     Raises:
-        RecordError: no record lies here, or the step is no JSON data.
+        RecordError: there is no record, or the step is no JSON data.
     """
     if not is_record(folder):
         raise _no_record(folder)
@@ -75,7 +75,7 @@ def write_tensors(folder: Path, number: int, kind: Kind, tensors: Mapping[str, T
 
 
 def read_context(folder: Path) -> dict[str, Any]:
-    """What the run says of itself.
+    """Return the settings that the run reports.
 
     Raises:
         RecordError: missing, damaged, or of another version.
@@ -89,29 +89,29 @@ def read_context(folder: Path) -> dict[str, Any]:
             f"read {folder.name}/record.json",
             found=f"{type(error).__name__}: {error}",
             rule="a whole JSON file",
-            fix=_MEND,
+            fix=_FIX,
         ) from None
     if not isinstance(read, dict) or read.get("record") != VERSION or not isinstance(read.get("context"), dict):
         raise RecordError(
             f"read {folder.name}/record.json",
             found=str(read)[:80],
             rule=f'{{"record": {VERSION}, "context": {{...}}}}',
-            fix=_MEND,
+            fix=_FIX,
         )
     return read["context"]
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The lines of all steps; a last one that a crash tore is left out.
+    """The lines of all steps; a torn last one is left out.
 
     Raises:
         RecordError: a line before the last is damaged.
     """
-    return read_lines(folder / "steps.jsonl", fix=_MEND)
+    return read_lines(folder / "steps.jsonl", fix=_FIX)
 
 
 def read_tensors(folder: Path, number: int, kind: Kind) -> dict[str, Tensor] | None:
-    """The gradients or per-token values of a step; None where they were not kept.
+    """The gradients or per-token values of a step; None if they were not recorded.
 
     Raises:
         RecordError: damaged.
@@ -119,7 +119,7 @@ def read_tensors(folder: Path, number: int, kind: Kind) -> dict[str, Tensor] | N
     path = _tensor_path(folder, number, kind)
     if not path.exists():
         return None
-    return whole_files.read_tensors(path, asked=f"read {folder.name}/tensors/{path.name}", fix=_MEND)
+    return whole_files.read_tensors(path, asked=f"read {folder.name}/tensors/{path.name}", fix=_FIX)
 
 
 def _tensor_path(folder: Path, number: int, kind: Kind) -> Path:

@@ -1,1 +1,1 @@
-"""From per-token values to one number: weights of the whole step, partial sums that know they are partial."""
+"""Reduction of per-token values to one number: weights of the whole step, and typed partial sums."""

@@ -1,7 +1,7 @@
-"""Denominators: what the token sum of a document is divided by, as a number a document of the whole step.
+"""Denominators: divisors of the token sum of a document, one number for each document of the whole step.
 
-Every denominator that the field uses gives all trained tokens of a document the same weight, so it is a column of a
-table with one line a document. The table is data of the whole optimizer step: every row of every rank is in it.
+Every denominator in use gives all trained tokens of a document the same weight, so it is a column of a table with one
+line per document. The table is data of the whole optimizer step: every row of every rank is in it.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -21,10 +21,10 @@ from workbench.specs.losses import LossSpec
 
 @dataclass(frozen=True)
 class GivenCounts:
-    """What a micro-batch was handed by those who see the whole step, of which only the micro-batch is here.
+    """Counts of the whole step for a micro-batch, when only the micro-batch is available.
 
-    With them the weights are those of the number that a trainer's loss function returns: without what its engine does
-    to gradients afterwards.
+    With them the weights are those of the number that a trainer's loss function returns, before its engine scales the
+    gradients.
 
     Attributes:
         tokens: targets of the step that count; None: counted here.
@@ -43,20 +43,20 @@ class GivenCounts:
 
 @dataclass(frozen=True)
 class StepDocuments:
-    """One line for each document of an optimizer step, over all ranks and micro-batches.
+    """Table with one line for each document of an optimizer step, over all ranks and micro-batches.
 
     Attributes:
-        rows_N: [N] which row holds the document.
+        rows_N: [N] index of the document's row.
         tokens_N: [N] float64, its tokens, prompt included.
-        counted_N: [N] float64, its targets that count for the denominator: those that train, or, where the spec says
-            so, those of them that survive a correction.
+        counted_N: [N] float64, its targets that count for the denominator: those that train, or, if the spec counts
+            survivors, those of them that survive a correction.
         rewards_N: [N] reward units, or None.
-        group_ids_N: [N] prompt that it answers, or None.
+        group_ids_N: [N] its prompt, or None.
         rollout_ids_N: [N] rollout that it is a sample of, or None.
-        num_rows: rows of the step, empty ones too.
+        num_rows: rows of the step, empty ones included.
         with_empty: documents in which nothing counts are counted as documents.
-        given: counts that were handed in.
-        group_tokens_N: [N] tokens of the group as they came with the rollouts (token-level extension "group_tokens"),
+        given: counts that the caller passed.
+        group_tokens_N: [N] tokens of the group as recorded with the rollouts (token-level extension "group_tokens"),
             or None.
         truncated_N: [N] bool, the sampler cut the document off (token-level extension "truncated"), or None.
     """
@@ -82,21 +82,21 @@ class StepDocuments:
         with_empty: bool = False,
         given: GivenCounts | None = None,
     ) -> StepDocuments:
-        """Read the lines off whole rows.
+        """Build the table from whole rows.
 
         Args:
             rows: all rows of the step.
-            counted: a [T] bool a row, the targets that count for the denominator.
+            counted: one [T] bool per row, the targets that count for the denominator.
             with_empty: count documents in which nothing counts.
-            given: counts that were handed in; None: none.
+            given: counts of the whole step; None: none.
         """
         sizes = [int(row.document_ids_T.max()) + 1 for row in rows]
 
-        def count(where: Sequence[Tensor]) -> Tensor:
+        def count(masks: Sequence[Tensor]) -> Tensor:
             return torch.cat(
                 [
-                    torch.bincount(row.document_ids_T[at], minlength=size).double()
-                    for row, at, size in zip(rows, where, sizes, strict=True)
+                    torch.bincount(row.document_ids_T[mask_T], minlength=size).double()
+                    for row, mask_T, size in zip(rows, masks, sizes, strict=True)
                 ]
             )
 
@@ -146,8 +146,8 @@ class StepDocuments:
 
     def in_row(self, row: int) -> slice:
         """The lines of one row, in the order of its document ids."""
-        at = torch.nonzero(self.rows_N == row).squeeze(1)
-        return slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0)
+        lines = torch.nonzero(self.rows_N == row).squeeze(1)
+        return slice(int(lines[0]), int(lines[-1]) + 1) if len(lines) else slice(0, 0)
 
 
 def token(step: StepDocuments, spec: LossSpec) -> Tensor:
@@ -175,14 +175,14 @@ def constant(step: StepDocuments, spec: LossSpec) -> Tensor:
             "loss.denominator = 'constant'",
             found="no loss.denominator_constant",
             rule="the sum is divided by documents * denominator_constant",
-            fix="give the length, for instance the longest completion that the sampler may write",
+            fix="set the length, for instance the longest completion that the sampler may write",
         )
     documents = step.num_documents + spec.scaling.count_epsilon
     return torch.full_like(step.counted_N, documents * spec.denominator_constant)
 
 
 def prompt_group(step: StepDocuments, spec: LossSpec) -> Tensor:
-    """Mean over prompts of token means: ``P T_g`` with T_g the trained tokens of all answers to the prompt."""
+    """Mean over prompts of token means: ``P T_g`` with T_g the trained tokens of all completions of the prompt."""
     return _mean_over("prompt_group", "group_ids", step, step.group_ids_N, spec)
 
 
@@ -192,41 +192,41 @@ def rollout(step: StepDocuments, spec: LossSpec) -> Tensor:
 
 
 def group_length(step: StepDocuments, _: LossSpec) -> Tensor:
-    """Mean number of tokens, prompts included, of the answers to the prompt; as recorded, where the batch says it."""
+    """Mean number of tokens of the group's documents, prompts included; as recorded if the batch has it."""
     if step.group_tokens_N is not None:
         return step.group_tokens_N
     group = _labels("group_length", "group_ids", step.group_ids_N)
     size = int(group.max()) + 1 if len(group) else 0
     alive = step.alive_N.double()
     tokens_G = alive.new_zeros(size).index_add(0, group, step.tokens_N * alive)
-    answers_G = alive.new_zeros(size).index_add(0, group, alive)
-    return (tokens_G / answers_G.clamp_min(1))[group]
+    documents_G = alive.new_zeros(size).index_add(0, group, alive)
+    return (tokens_G / documents_G.clamp_min(1))[group]
 
 
 def raw(step: StepDocuments, _: LossSpec) -> Tensor:
-    """Nothing: the plain sum."""
+    """No division: the plain sum."""
     return torch.ones_like(step.counted_N)
 
 
 def local_token(step: StepDocuments, spec: LossSpec) -> Tensor:
-    """Mean over micro-batches of their own token means: ``B T_b``. Depends on how the step is cut."""
+    """Mean over micro-batches of their own token means: ``B T_b``. Depends on the split of the step."""
     tokens_B = step.counted_N.new_zeros(step.num_rows).index_add(0, step.rows_N, step.counted_N)
     given, counts = step.given, spec.scaling.counts
-    elsewhere = {"step": given.dp * given.micro_batches, "pass": given.dp, "micro_batch": 1}[counts]
-    return (step.num_rows * elsewhere * tokens_B)[step.rows_N]
+    repeats = {"step": given.dp * given.micro_batches, "pass": given.dp, "micro_batch": 1}[counts]
+    return (step.num_rows * repeats * tokens_B)[step.rows_N]
 
 
 def positive_token(step: StepDocuments, spec: LossSpec) -> Tensor:
-    """Trained tokens of documents with a reward above 0; other documents weigh nothing."""
+    """Trained tokens of documents with a reward above 0; other documents get weight 0."""
     if step.rewards_N is None:
         raise SpecError(
             "weights of tokens with a positive reward",
             found="no rewards",
-            rule="which documents were right is read off rewards_N",
+            rule="documents with a positive reward are selected by rewards_N",
             fix="give the batch rewards",
         )
-    good = step.rewards_N > 0
-    return torch.where(good, (step.counted_N * good).sum() + spec.scaling.count_epsilon, torch.inf)
+    positive_N = step.rewards_N > 0
+    return torch.where(positive_N, (step.counted_N * positive_N).sum() + spec.scaling.count_epsilon, torch.inf)
 
 
 DENOMINATORS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
@@ -238,11 +238,11 @@ DENOMINATORS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
 ALWAYS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
     function.__name__: function for function in (token, document, document_sum, raw, local_token)
 }
-"""Those that need no setting and no field of the batch: a term may ask for them under any spec."""
+"""Denominators that need no setting and no field of the batch: a term may name them under any spec."""
 
 
 def length_shares(lengths_T: Tensor, given_T: Tensor) -> Tensor:
-    """What turns a mean over a document into its sum over a length that was handed in.
+    """Factor that turns a mean over a document into its sum divided by a given length.
 
     Formula: length / max(given, 1), a factor of the document's token weights.
     Shapes:  [T] each, the same on every token of a document -> [T] float64.
@@ -259,7 +259,7 @@ def _first_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tensor:
 
 
 def _greatest_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tensor:
-    """[N] float64 the greatest of the document's values; one that has no target has the padding there."""
+    """[N] float64 the greatest of the document's values; the pad value for a document without a target."""
     real = row.document_ids_T >= 0
     return values_T.new_zeros(size, dtype=torch.float64).scatter_reduce(
         0, row.document_ids_T[real], values_T[real].double(), "amax", include_self=False
@@ -272,7 +272,7 @@ def _labels(name: str, needed: str, ids_N: Tensor | None) -> Tensor:
             f"loss.denominator = {name!r}",
             found=f"a batch without {needed}",
             rule=f"{name} is counted over documents that share an id",
-            fix=f"give the batch {needed}",
+            fix=f"add {needed} to the batch",
         )
     return ids_N.unique(return_inverse=True)[1]
 

@@ -1,13 +1,13 @@
 """Sums over the tokens of a document when its tokens lie on several context-parallel ranks.
 
-Each rank adds up what it holds of every document of the row; one all-reduce of that [N]-vector completes the sums,
-and each token takes its document's. Every rank then goes on with *its own* tokens only, so what the ranks' parts of
-the loss want from a sum differs, and the adjoint adds it up: `sharding.collectives.sum_sum`. With the identity
-instead a rank's tokens hear only the rank's own consumers (1 / cp of the gradient where a document is spread evenly).
+Each rank adds up its own tokens of every document of the row; one all-reduce of that [N]-vector completes the sums,
+and each token takes its document's. Every rank then continues with *its own* tokens only, so the cotangents of a sum
+differ between ranks, and the adjoint adds them up: `sharding.collectives.sum_sum`. With the identity instead a rank's
+tokens get the cotangents of that rank only (1 / cp of the gradient where a document is spread evenly).
 
-Collectives: one forward for each call and one backward for each call whose values carry a gradient, of a vector as
-long as the row has documents (segments, groups), in the order of the calls. Every rank of the axis makes the same
-calls, also one that holds no token of any document.
+Collectives: one forward for each call and one backward for each call whose values carry a gradient, of a vector with
+one entry per document (segment, group) of the row, in the order of the calls. Every rank of the axis makes the same
+calls, also one without a token of any document.
 
 Letters: T packed tokens | N documents, segments or pairs of the whole row.
 """
@@ -33,10 +33,10 @@ class ShardedSums:
     """`workbench.losses.document_sums.DocumentSums` of a row that ranks of an axis share.
 
     Args:
-        row: the whole row, before the split: which token belongs where is read off it, the same on every rank.
-        positions_T: [t] which tokens of the row this rank holds, in its order.
+        row: the whole row, before the split, the same on every rank: it has the document of each token.
+        positions_T: [t] positions in the row of this rank's tokens, in its order.
         axis: the axis whose ranks share the row.
-        complete: how partial sums are completed; anything but `sum_sum` is a known bug, and a test.
+        complete: completes partial sums; anything except `sum_sum` is a known bug, used in tests.
     """
 
     row: TrainingRow
@@ -48,7 +48,7 @@ class ShardedSums:
         """Sum over the trained tokens of the token's own document, on all ranks.
 
         Shapes:   [t] -> [t], the same number on every token of a document.
-        Backward: all-reduce sum of what all tokens of the document want from it, then to each trained token.
+        Backward: all-reduce sum of the cotangents of all tokens of the document, then to each trained token.
         """
         return self._sum_by(self._documents, values_T)
 
@@ -57,10 +57,10 @@ class ShardedSums:
         return torch.where(self._loss_mask_T, self._sum_by(self._segments, values_T), 0.0)
 
     def pair(self, values_T: Tensor) -> Tensor:
-        """Over a preference pair: the sum over the chosen document minus the sum over the rejected one.
+        """Sum over the chosen document of a preference pair minus the sum over the rejected one.
 
         Raises:
-            SpecError: no groups or no rewards, or a group of this row that is no pair.
+            SpecError: no groups or no rewards, or a group of this row that is not a pair.
         """
         return self._sum_by(self._pairs, values_T * self._pair_signs_T.to(values_T.dtype))
 
@@ -68,20 +68,20 @@ class ShardedSums:
         """The same sums, over and for some of this rank's tokens only.
 
         Args:
-            places_C: [C] their places among this rank's tokens.
+            places_C: [C] their indices among this rank's tokens.
         """
-        some = replace(self, positions_T=self.positions_T[places_C.to(self.positions_T.device)])
-        some.__dict__["_numbers"] = self._numbers  # of the whole row: found once
-        return some
+        subset = replace(self, positions_T=self.positions_T[places_C.to(self.positions_T.device)])
+        subset.__dict__["_numbers"] = self._numbers  # of the whole row: computed once
+        return subset
 
     def _sum_by(self, parts: _Parts, values_T: Tensor) -> Tensor:
-        kept_T = torch.where(self._loss_mask_T, values_T, 0.0)
-        partial_N = kept_T.new_zeros(parts.count).index_add(0, parts.ids_T, kept_T)
+        masked_T = torch.where(self._loss_mask_T, values_T, 0.0)
+        partial_N = masked_T.new_zeros(parts.count).index_add(0, parts.ids_T, masked_T)
         return self.complete(partial_N, self.axis).index_select(0, parts.ids_T)
 
     @cached_property
     def _loss_mask_T(self) -> Tensor:
-        return self._mine(self.row.loss_mask_T)
+        return self._local(self.row.loss_mask_T)
 
     @cached_property
     def _numbers(self) -> _Numbers:
@@ -101,18 +101,18 @@ class ShardedSums:
 
     @cached_property
     def _pair_signs_T(self) -> Tensor:
-        return self._mine(self._numbers.pair_signs_T)
+        return self._local(self._numbers.pair_signs_T)
 
     def _of_mine(self, parts: _Parts) -> _Parts:
-        return _Parts(self._mine(parts.ids_T), parts.count)
+        return _Parts(self._local(parts.ids_T), parts.count)
 
-    def _mine(self, values_T: Tensor) -> Tensor:
+    def _local(self, values_T: Tensor) -> Tensor:
         return values_T.index_select(0, self.positions_T.to(values_T.device))
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Which part of the row each token belongs to, and how many parts the whole row has."""
+    """Part of the row that each token belongs to, and the number of parts of the whole row."""
 
     ids_T: Tensor
     count: int
@@ -125,7 +125,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The parts of a whole row, each found when it is first asked for."""
+    """The parts of a whole row, each computed on first use."""
 
     row: TrainingRow
 
@@ -150,7 +150,7 @@ def signs_of_pairs(row: TrainingRow) -> Tensor:
     """[T] +1 on the chosen and -1 on the rejected document of each preference pair of a whole row.
 
     Raises:
-        SpecError: no groups or no rewards, or a group of this row that is no pair.
+        SpecError: no groups or no rewards, or a group of this row that is not a pair.
     """
     if row.group_ids_T is None or row.rewards_T is None:
         raise SpecError(

@@ -1,7 +1,7 @@
-"""A loss on one row, from what the policy says about its tokens to scalars that can be back-propagated.
+"""A loss on one row, from the output of the policy's head to scalars that can be back-propagated.
 
-The heart of a training step without the model and the ranks around it: `workbench.train.step` calls it once for each
-micro-batch, `workbench.systems` once for each case of another system, so both compute the same thing.
+The core of a training step, without model and ranks: `workbench.train.step` calls it once for each micro-batch,
+`workbench.systems` once for each case of another system, so both compute the same thing.
 
 Letters: T packed tokens.
 """
@@ -25,10 +25,10 @@ from workbench.rollouts.targets import TrainingRow
 
 
 class Evaluated(NamedTuple):
-    """What a loss says about one row, or some tokens of one.
+    """Result of a loss on one row, or on some of its tokens.
 
     Attributes:
-        inputs: what it looked at.
+        inputs: of the loss.
         terms: per-token values by name.
         scalars: this rank's share of every term, coefficient included, and their sum under "total".
     """
@@ -45,13 +45,13 @@ def loss_inputs(
     sums: DocumentSums | None = None,
     frozen_clip_T: Tensor | None = None,
 ) -> LossInputs:
-    """What a loss may look at: what the policy says about each token, the row's own data, numbers of the whole step.
+    """Build the inputs of a loss: the head's output for each token, the row's own data, numbers of the whole step.
 
-    Where nothing counts the ratio is 1, whatever the policy says there: no exp can overflow into a gradient.
+    Where nothing counts the ratio is 1, whatever the head returns: no exp can overflow into a gradient.
 
     Args:
         row: this rank's tokens.
-        said: log-probabilities, and as far as the loss wants them entropy and log normaliser.
+        said: output of the head: log-probabilities, and, if the loss needs them, entropy and log normaliser.
         totals: of the whole step.
         sums: over documents that may straddle ranks; None: the row is whole.
         frozen_clip_T: [T] bool, clip decisions taken elsewhere.
@@ -81,7 +81,7 @@ def loss_inputs(
 def evaluate_loss(
     loss: Loss, inputs: LossInputs, weights: Mapping[str, TokenWeights], loss_mask_T: Tensor
 ) -> Evaluated:
-    """Per-token terms, and their weighted sums over the tokens that count.
+    """Evaluate the per-token terms, and their weighted sums over the tokens that count.
 
     Backward: of ``scalars["total"].value``, the gradient weights; see `weighted_sum`.
     """
@@ -90,6 +90,6 @@ def evaluate_loss(
 
 
 def token_values(terms: Mapping[str, Term]) -> Tensor:
-    """[T] what each token adds to a loss before it is weighed: the sum over terms of coefficient * value."""
+    """[T] unweighted contribution of each token to a loss: the sum over terms of coefficient * value."""
     first, *others = (term.coefficient * term.values_T for term in terms.values())
     return sum(others, start=first)

@@ -1,8 +1,8 @@
-"""Numbers that know whether they are finished.
+"""Scalars that carry the mesh axes over which they are still partial.
 
 A sum over this rank's tokens is a *part* of a number. It looks like a number, logs like one, and is wrong by a
-factor that depends on the layout. Here it carries the mesh axes over which it still has to be summed and refuses
-to be read until it has been.
+factor that depends on the layout. Here it carries the mesh axes over which it still has to be summed, and raises if
+it is read before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Scalar:
 
     Attributes:
         value: this rank's part, 0-dimensional; may carry a gradient.
-        partial_over: axes over which the parts add up to the number; empty if it is whole.
+        partial_over: axes over which the parts sum to the number; empty if it is whole.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ class Scalar:
     def complete(self, mesh: Mesh) -> Scalar:
         """Sum over the axes that are missing. Collective over them; leaves autograd.
 
-        Backward: none. What a rank back-propagates is its own part, before this.
+        Backward: none. A rank back-propagates its own part, before this.
         """
         value = self.value.detach()
         for axis in sorted(self.partial_over):
@@ -74,10 +74,10 @@ class Scalar:
             return f"Scalar(partial over {', '.join(sorted(self.partial_over))})"
         return f"Scalar({float(self.value):.6g})"
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, use: str) -> NoReturn:
         axes = ", ".join(sorted(self.partial_over)) or "no axis"
         raise UnreducedError(
-            f"a scalar that is partial over {axes} was {what}",
+            f"a scalar that is partial over {axes} was {use}",
             rule="only whole scalars are numbers, and comparing needs float() of both",
             fix="call .complete(mesh) first (on every rank)",
         )

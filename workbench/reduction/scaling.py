@@ -1,10 +1,10 @@
-"""Scaling contracts: what a trainer and its engine do to a loss between a token sum and the optimizer.
+"""Scaling contracts: factors that a trainer and its engine apply to a loss between a token sum and the optimizer.
 
 Every trainer divides a sum over tokens by a count, multiplies and divides the loss of a micro-batch by sizes of its
 layout, and hands the gradient to an engine that adds or averages over ranks and micro-batches. Written as data
 (`workbench.specs.losses.ScalingSpec`), the product of all of it is one factor for each token. The workbench itself adds
-over ranks and micro-batches and does nothing else, so a contract that is right has the factor 1 beside a count of the
-whole step, and one that is wrong shows as the factor that it is.
+over ranks and micro-batches and does nothing else, so a right contract has the factor 1 next to a count of the whole
+step, and a wrong one shows its factor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workbench.specs.losses import ScalingSpec
 
 @dataclass(frozen=True)
 class Cut:
-    """How a step is cut.
+    """Split of a step into ranks.
 
     Attributes:
         dp: data-parallel ranks.
@@ -29,27 +29,27 @@ class Cut:
     cp: int = 1
 
     def micro_batches(self, rows: int) -> int:
-        """Rows that each dp rank trains on, one after another, before it steps.
+        """Number of rows that each dp rank trains on, one after another, before it steps.
 
         Raises:
-            SpecError: the ranks do not take the same number of rows.
+            SpecError: the rows do not divide evenly over the ranks.
         """
         if rows % self.dp:
             raise SpecError(
                 f"{rows} rows on {self.dp} data-parallel ranks",
-                rule="each takes as many rows",
+                rule="each rank takes the same number of rows",
                 fix="pack the step into a multiple of dp rows",
             )
         return rows // self.dp
 
     def counted_together(self, rows: int, counts: str) -> list[range]:
-        """Which rows share one count: all of the step, those of one pass of all dp ranks, or each its own."""
-        apart = {"step": 1, "pass": self.micro_batches(rows), "micro_batch": rows}[counts]
-        return [range(start, rows, apart) for start in range(apart)]
+        """Rows that share one count: all of the step, those of one pass of all dp ranks, or each its own."""
+        stride = {"step": 1, "pass": self.micro_batches(rows), "micro_batch": rows}[counts]
+        return [range(start, rows, stride) for start in range(stride)]
 
 
 def scaling_factor(scaling: ScalingSpec, *, dp: int, cp: int, micro_batches: int, engine: bool = True) -> float:
-    """What a token's gradient is multiplied with, beside its weight, by the trainer and its engine.
+    """Factor of a token's gradient, in addition to its weight, from the trainer and its engine.
 
     Formula:  multiplied_by * engine_multiplies * (cp if replicated) / (divided_by * engine_divides), each name its size
 
@@ -58,7 +58,7 @@ def scaling_factor(scaling: ScalingSpec, *, dp: int, cp: int, micro_batches: int
         dp: data-parallel ranks.
         cp: context-parallel ranks that share a row.
         micro_batches: of a rank in an optimizer step.
-        engine: with the engine's part; without it this is the factor in what the trainer's loss function returns.
+        engine: include the engine's part; without it this is the factor in the trainer's returned loss.
     """
     sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": micro_batches}
 

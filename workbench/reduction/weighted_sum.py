@@ -1,4 +1,4 @@
-"""From per-token terms to the scalar that a rank back-propagates: a plain weighted sum over its own tokens.
+"""Reduction of per-token terms to the scalar that a rank back-propagates: a plain weighted sum over its own tokens.
 
 Letters: T packed tokens.
 """
@@ -22,26 +22,26 @@ PARTIAL = frozenset({"dp_cp"})
 
 
 def weighted_sum(values_T: Tensor, weights: TokenWeights, loss_mask_T: Tensor) -> Scalar:
-    """Sum of weight * value over this rank's tokens that count, with a weight of its own for the gradient.
+    """Sum of weight * value over this rank's tokens that count, with a separate weight for the gradient.
 
     Formula:  value = sum_t loss_t values_t
     Shapes:   [t], [t], [t] bool -> scalar.
     Layout:   partial over dp and cp.
-    Backward: the gradient weight on tokens that count, exactly 0 elsewhere, whatever the value there (NaN included).
-              What made that value can still turn the 0 into NaN (0 * inf in the adjoint of exp), so `train.step` hands
-              losses harmless inputs where nothing counts.
+    Backward: the gradient weight on tokens that count, exactly 0 elsewhere, for any value there (NaN included). The
+              operation that computed that value can still turn the 0 into NaN (0 * inf in the adjoint of exp), so
+              `train.step` passes losses harmless inputs where nothing counts.
     """
-    kept_T = torch.where(loss_mask_T, values_T, 0.0)
-    loss_T = weights.loss_T.to(kept_T.dtype)
+    masked_T = torch.where(loss_mask_T, values_T, 0.0)
+    loss_T = weights.loss_T.to(masked_T.dtype)
     if weights.gradient_T is weights.loss_T:
-        return Scalar((kept_T * loss_T).sum(), PARTIAL)
-    return Scalar(_TwoWeights.apply(kept_T, loss_T, weights.gradient_T.to(kept_T.dtype)), PARTIAL)
+        return Scalar((masked_T * loss_T).sum(), PARTIAL)
+    return Scalar(_TwoWeights.apply(masked_T, loss_T, weights.gradient_T.to(masked_T.dtype)), PARTIAL)
 
 
 def reduce_terms(
     terms: Mapping[str, Term], weights: Mapping[str, TokenWeights], loss_mask_T: Tensor
 ) -> dict[str, Scalar]:
-    """Every term's share of the loss on this rank, coefficient included, and their sum under "total".
+    """Compute each term's share of the loss on this rank, coefficient included, and their sum under "total".
 
     Each term is summed with the weights that it names (`Term.weight`).
 

@@ -1,8 +1,8 @@
-"""How much each token counts: weights computed on the whole optimizer step, before anything is split.
+"""Token weights, computed on the whole optimizer step before anything is split.
 
-The denominator is a property of the step, not of a rank or a micro-batch: dividing by what a rank happens to hold
-gives every layout a loss of its own. The weights are data; autograd never sees where they come from. There are two
-of each: one for the number that is reported and one for the gradient, and some trainers make them differ.
+The denominator is a property of the step, not of a rank or a micro-batch: dividing by a rank's own count gives every
+layout a different loss. The weights are data, constant under autograd. There are two of each: one for the reported
+number and one for the gradient, because some trainers make them differ.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -23,15 +23,15 @@ from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import LossSpec
 
 LOSS_WEIGHTS = "loss_weights"
-"""Token-level extension of a batch: what the weights of each target are multiplied with."""
+"""Token-level extension of a batch: factor of the weights of each target."""
 
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """What each target's value is multiplied with.
+    """Factors of each target's value.
 
     Attributes:
-        loss_T: [T] in the number that is reported; 0 where the target does not count.
+        loss_T: [T] in the reported number; 0 where the target does not count.
         gradient_T: [T] in the gradient; the same tensor unless a spec makes them differ.
     """
 
@@ -39,22 +39,22 @@ class TokenWeights:
     gradient_T: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenWeights:
-        """Apply one function to both; what was one tensor stays one."""
+        """Apply one function to both; a shared tensor stays shared."""
         loss_T = function(self.loss_T)
         return TokenWeights(loss_T, loss_T if self.gradient_T is self.loss_T else function(self.gradient_T))
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What a whole optimizer step holds, over all ranks and micro-batches.
+    """Totals of a whole optimizer step, over all ranks and micro-batches.
 
     Attributes:
         tokens: targets that count.
         documents: documents with at least one target that counts.
-        statistics: other numbers of the whole step that a loss may look at, by name; see
+        statistics: other numbers of the whole step for the loss, by name; see
             `workbench.losses.corrections.step_statistics`.
-        scale: power of two that the loss is multiplied with before backward, and its gradients divided by after it,
-            in the reproducible mode.
+        scale: power of two, in the reproducible mode: factor of the loss before backward, and divisor of its gradients
+            after it.
     """
 
     tokens: int
@@ -66,34 +66,32 @@ class StepTotals:
 def step_weights(
     rows: Sequence[TrainingRow], spec: LossSpec, given: GivenCounts | None = None, cut: Cut | None = None
 ) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
-    """Weights of every target of the step, by name.
+    """Compute the weights of every target of the step, by name.
 
     "policy" is the denominator of the spec, and "penalty" the same for terms that no correction touches. A term may
-    also ask for "token", "document", "document_sum", "raw", "local_token" and,
-    where the batch has rewards, "positive_token" (1 / trained tokens of documents with a reward above 0, and 0 on all
-    others).
+    also name "token", "document", "document_sum", "raw", "local_token" and, if the batch has rewards, "positive_token"
+    (1 / trained tokens of documents with a reward above 0, and 0 on all others).
 
-    Where the correction of the spec counts survivors, the D_d of "policy" does so too: targets that it rejects have
-    values of 0 and are not in the count; a document that is rejected whole weighs nothing. All other weights, whose
-    terms keep their values on rejected targets, count every trained target.
+    If the correction of the spec counts survivors, so does the D_d of "policy": rejected targets have values of 0 and
+    are not in the count; a document that is rejected whole gets weight 0. All other weights, whose terms keep their
+    values on rejected targets, count every trained target.
 
     Formula:  loss weight     = F / D_d on every target of document d that counts, D_d from `denominators`, counted over
-                                the rows that `scaling.counts` says, F from `scaling_factor` (1 and the step, if the
-                                spec says nothing of them); times its
-                                value in the token-level extension "loss_weights" where the batch has one, which
+                                the rows of `scaling.counts` (default: the step), F from `scaling_factor` (default: 1);
+                                times its value in the token-level extension "loss_weights" if the batch has one, which
                                 changes no count
               gradient weight = loss weight / gradient_divisor / (M if normalize_by_documents else 1)
 
     Args:
         rows: all rows of the step, whole: of every dp rank and every micro-batch; in the precision of the run.
-        spec: which denominator, with its settings.
-        given: counts of a step of which these rows are a part, and then the weights leave out what the engine does;
+        spec: of the loss; has the denominator and its settings.
+        given: counts of the step if these rows are only a part of it; the weights then leave out the engine's factor.
             None: they are the step.
         cut: the layout, for a spec with a scaling contract: the first rows are those of the first dp rank, and so on.
             None: one rank.
 
     Returns:
-        One mapping a row, [T] float64, and the totals. If nothing counts anywhere all weights are 0.
+        One mapping per row, [T] float64, and the totals. If nothing counts anywhere all weights are 0.
 
     Raises:
         SpecError: another denominator, or one for which the batch lacks a field.
@@ -115,9 +113,9 @@ def step_weights(
     )
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
     for together in cut.counted_together(len(rows), spec.scaling.counts):
-        chosen = [rows[at] for at in together], [counted[at] for at in together]
-        for at, named in zip(together, _counted_weights(*chosen, spec, given, factor), strict=True):
-            weights[at] = named
+        selected = [rows[index] for index in together], [counted[index] for index in together]
+        for index, by_name in zip(together, _counted_weights(*selected, spec, given, factor), strict=True):
+            weights[index] = by_name
     tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
     documents = sum(row.document_ids_T[row.loss_mask_T].unique().numel() for row in rows)
     return weights, StepTotals(tokens, documents, statistics)
@@ -126,17 +124,17 @@ def step_weights(
 def _counted_weights(
     rows: Sequence[TrainingRow], counted: Sequence[Tensor], spec: LossSpec, given: GivenCounts | None, factor: float
 ) -> list[dict[str, TokenWeights]]:
-    """Weights of rows that share one count, each multiplied with a factor."""
+    """Weights of rows that share one count, each multiplied by a factor."""
     with_empty = spec.documents_counted == "all"
-    kept = StepDocuments.of(rows, counted, with_empty=with_empty, given=given)
+    policy_step = StepDocuments.of(rows, counted, with_empty=with_empty, given=given)
     step = StepDocuments.of(rows, [row.loss_mask_T for row in rows], with_empty=with_empty, given=given)
-    wanted = {"policy": DENOMINATORS[spec.denominator], "penalty": DENOMINATORS[spec.denominator]} | ALWAYS
+    denominators = {"policy": DENOMINATORS[spec.denominator], "penalty": DENOMINATORS[spec.denominator]} | ALWAYS
     if step.rewards_N is not None:
-        wanted["positive_token"] = positive_token
-    further = spec.gradient_divisor * (max(kept.num_documents, 1) if spec.normalize_by_documents else 1)
+        denominators["positive_token"] = positive_token
+    gradient_divisor = spec.gradient_divisor * (max(policy_step.num_documents, 1) if spec.normalize_by_documents else 1)
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
-    for name, denominator in wanted.items():
-        divisor_N = denominator(kept if name == "policy" else step, spec)
+    for name, denominator in denominators.items():
+        divisor_N = denominator(policy_step if name == "policy" else step, spec)
         if spec.truncated == "silent":
             divisor_N = torch.where(_truncated(step), torch.inf, divisor_N)
         loss_N = torch.where(divisor_N > 0, factor / divisor_N, 0.0)
@@ -144,7 +142,7 @@ def _counted_weights(
             loss_T = _on_targets(loss_N[step.in_row(number)], row)
             if LOSS_WEIGHTS in row.extensions:
                 loss_T = loss_T * torch.where(row.loss_mask_T, row.extensions[LOSS_WEIGHTS].double(), 0.0)
-            weights[number][name] = TokenWeights(loss_T, loss_T if further == 1 else loss_T / further)
+            weights[number][name] = TokenWeights(loss_T, loss_T if gradient_divisor == 1 else loss_T / gradient_divisor)
     return weights
 
 
@@ -152,8 +150,8 @@ def _truncated(step: StepDocuments) -> Tensor:
     if step.truncated_N is None:
         raise SpecError(
             "loss.truncated = 'silent'",
-            found="a batch that does not say which documents were cut off",
-            rule="the token-level extension truncated is 1 on every token of such a document, else 0",
+            found="a batch without the extension truncated",
+            rule="the token-level extension truncated is 1 on every token of a document that was cut off, else 0",
             fix="record it with the rollouts, or let truncated documents train",
         )
     return step.truncated_N

@@ -18,16 +18,16 @@ FIGURES = ("verdicts", "gradient_norm_by_step", "norm_ratios", "importance_ratio
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
-    """Draw what the command line asks for, and return where it is."""
+    """Draw the requested figure, and return its path."""
     parser = argparse.ArgumentParser(
         prog="python -m workbench.report", description="Draw one figure of a saved comparison."
     )
     parser.add_argument("experiment", type=Path, help="folder that holds comparison.json")
     parser.add_argument("out", type=Path, help="SVG file to write")
     parser.add_argument("--figure", choices=FIGURES, default="verdicts")
-    asked = parser.parse_args(arguments)
-    comparison = Comparison.load(asked.experiment / "comparison.json")
-    return save_svg(getattr(figures, asked.figure)(comparison), asked.out)
+    options = parser.parse_args(arguments)
+    comparison = Comparison.load(options.experiment / "comparison.json")
+    return save_svg(getattr(figures, options.figure)(comparison), options.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Which tokens a loss teaches with: credit as a heat map, a row a document, several losses side by side.
+"""Credit of every token as a heat map: a row per document, several losses side by side.
 
-Credit is `workbench.attribution.credit`: weight times gradient coefficient. Tokens that get none say why: clipped,
-rejected by a correction, or without an advantage. The shares of the step that each of these takes stand above the map.
+Credit is `workbench.attribution.credit`: weight times gradient coefficient. Tokens without credit show the reason:
+clipped, rejected by a correction, or without an advantage. The share of each of these in the step is above the map.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.rollouts.batch import RolloutBatch
 LIKELIER, NOTHING, RARER = "#1f64ad", "#f3f2ef", "#c4500f"
 """Hues of negative, vanishing and positive credit."""
 SILENT = {"clipped": "#d8c37a", "rejected": "#a98fc0", "zero advantage": "#dcdcd8", "no gradient": "#c9d2cf"}
-"""What trained tokens without credit look like, by their fate."""
+"""Hues of trained tokens without credit, by their fate."""
 LETTER = "#1b2027"
 HUES = LinearSegmentedColormap.from_list("credit", [LIKELIER, NOTHING, RARER])
 SMALLEST_CELL_INCHES = 0.085
@@ -46,9 +46,9 @@ def credit_map(
     tokens without credit, by the reason. Tokens that do not count have no cell, only a pale letter.
 
     Args:
-        batch: the step that the credits are of.
+        batch: batch of the credits.
         credits: by the name of the loss; from `workbench.attribution.credit.token_credit`.
-        documents: which rows, in this order; None takes all. Shares and scale are those of the whole step.
+        documents: rows to draw, in this order; None draws all. Shares and scale are those of the whole step.
         decode: from a token id to the text in its cell; None draws no text.
 
     Raises:
@@ -61,7 +61,7 @@ def credit_map(
     missing = [d for d in chosen if not 0 <= d < batch.num_documents]
     other = [name for name, credit in credits.items() if credit.credit_T.shape != batch.tokens_T.shape]
     if not credits or not chosen or missing or other:
-        found = (
+        problem = (
             f"documents {missing} are not there"
             if missing
             else f"{', '.join(other)} of another batch"
@@ -70,7 +70,7 @@ def credit_map(
         )
         raise SpecError(
             "draw a credit map",
-            found=found,
+            found=problem,
             rule="at least one credit and one document of the batch that the credits were computed from",
             fix="take both from one batch; documents count from 0",
         )
@@ -106,7 +106,7 @@ def credit_map(
 
 
 def hue(value: float, largest: float) -> str:
-    """The hue of a credit on the scale of the largest one.
+    """Return the hue of a credit on the scale of the largest one.
 
     Example:
         >>> hue(-0.5, 0.5), hue(0.5, 0.5)
@@ -116,7 +116,7 @@ def hue(value: float, largest: float) -> str:
 
 
 def said_shares(credit: Credit) -> str:
-    """What became of the trained tokens of the whole step, in words.
+    """Return the shares of the trained tokens of the whole step by fate, as text.
 
     Example:
         >>> said_shares(credit)   # doctest: +SKIP
@@ -132,18 +132,18 @@ def said_shares(credit: Credit) -> str:
 
 
 def _percent(part: float) -> str:
-    """A part in per cent; never 0 for something, nor 100 for not everything."""
+    """Format a part in per cent; never 0 for something, nor 100 for not everything."""
     written = significant(100 * part, 2) if part < 0.1 else f"{100 * part:.0f}"
     return f"{'99.9' if written == '100' and part < 1 else written} %"
 
 
 def _places(batch: RolloutBatch, chosen: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(token of the batch, row, column) of every token of the chosen documents."""
-    found = []
+    """Return (token of the batch, row, column) of every token of the chosen documents."""
+    places = []
     for row, document in enumerate(chosen):
         at = torch.nonzero(batch.document_ids_T == document).squeeze(1).tolist()
-        found += [(token, row, column) for column, token in enumerate(at)]
-    return found
+        places += [(token, row, column) for column, token in enumerate(at)]
+    return places
 
 
 def _cells(axes: Axes, batch: RolloutBatch, credit: Credit, chosen: Sequence[int], largest: float) -> PolyCollection:

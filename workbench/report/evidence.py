@@ -1,4 +1,4 @@
-"""What belongs next to a verdict: the size of the error, where a run diverged, and what it could have seen.
+"""Facts next to a verdict: the size of the error, where a run diverged, and what it could have seen.
 
 Every function takes data of a comparison and returns a number or text; figures, page and `show` place it.
 """
@@ -15,7 +15,7 @@ from workbench.compare.declared import declared_note
 from workbench.report.numbers import NONE, significant
 
 AGREEING = ("equal", "within budget")
-"""Verdicts that say that a configuration keeps the gradient of its reference."""
+"""Verdicts of configurations that keep the gradient of their reference."""
 
 DIVERGENCE_KEYS = ("loss/total/sum", "gradient/norm/global")
 SHOWN_ELSEWHERE = ("faults", "frozen_clip", "layout", "name", "precision")

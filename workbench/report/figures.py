@@ -1,7 +1,7 @@
 """Every figure: a function that takes a comparison and returns a matplotlib figure.
 
-The report page and the notebooks draw with the same functions. None of them shows anything, and none leaves a
-configuration out in silence: what has no number is named.
+The report page and the notebooks draw with the same functions. None of them displays anything, and none leaves a
+configuration out silently: one without a number is named.
 
     verdicts               distance from the reference, in units of the budget
     gradient_norm_by_step  the global gradient norm
@@ -42,11 +42,11 @@ DIVERGED = 50.0
 """Multiples of the median beyond which a loss or a gradient norm does not set the scale."""
 
 
-# ---- what a figure shows of a configuration -----------------------------------------------------------
+# ---- values of a configuration ------------------------------------------------------------------------
 
 
 def worst_share(configuration: Configuration) -> float | None:
-    """The largest distance in units of its budget, over steps, parameters and the whole gradient.
+    """Return the largest distance in units of its budget, over steps, parameters and the whole gradient.
 
     Above 1 something is out of budget. None where nothing was judged.
     """
@@ -57,7 +57,7 @@ def worst_share(configuration: Configuration) -> float | None:
 
 
 def share_of_budget(distance: float | None, budget: float | None) -> float | None:
-    """A distance in units of its budget; infinite where either is not finite, or where a budget of 0 is left.
+    """Return a distance in units of its budget; infinite where either is not finite, or where a budget of 0 is left.
 
     Example:
         >>> share_of_budget(3.0, 2.0), share_of_budget(0.0, 0.0), share_of_budget(1.0, 0.0)
@@ -73,13 +73,13 @@ def share_of_budget(distance: float | None, budget: float | None) -> float | Non
 
 
 def is_bitwise_equal(configuration: Configuration) -> bool:
-    """Whether every recorded step has the reference's gradient, bit for bit."""
+    """True if every recorded step has the reference's gradient, bit for bit."""
     steps = configuration.whole_gradient
     return bool(steps) and all(step.get("bitwise_equal") for step in steps)
 
 
 def changed_settings(comparison: Comparison, configuration: Configuration) -> dict[str, Any]:
-    """The settings in which a configuration is not its reference, flat; of a reference, none."""
+    """Return the settings in which a configuration differs from its reference, flat; of a reference, none."""
     if not configuration.against:
         return {}
     base = flatten(comparison[configuration.against].settings)
@@ -91,20 +91,20 @@ def changed_settings(comparison: Comparison, configuration: Configuration) -> di
 
 
 def groups(comparison: Comparison) -> dict[str, list[Configuration]]:
-    """Configurations by the reference that they are held against, the reference first."""
-    found: dict[str, list[Configuration]] = {c.name: [c] for c in comparison.configurations if not c.against}
+    """Group configurations by the reference that they are compared with, the reference first."""
+    members: dict[str, list[Configuration]] = {c.name: [c] for c in comparison.configurations if not c.against}
     for configuration in comparison.configurations:
         if configuration.against:
-            found.setdefault(configuration.against, []).append(configuration)
-    return found
+            members.setdefault(configuration.against, []).append(configuration)
+    return members
 
 
 @dataclass(frozen=True)
 class SeriesStyle:
-    """How one kind of configuration is drawn in every panel of every figure.
+    """Style of one kind of configuration, the same in every panel of every figure.
 
     Attributes:
-        label: name of the kind: what the names of its configurations begin with.
+        label: name of the kind: the common beginning of the names of its configurations.
         color: hue.
         marker: shape.
         dash: matplotlib's line style.
@@ -117,7 +117,7 @@ class SeriesStyle:
 
 
 def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
-    """A style for every configuration; those that change the same settings of their references share one."""
+    """Return a style for every configuration; those that change the same settings of their references share one."""
     kinds: dict[str, list[Configuration]] = {}
     for configuration in comparison.configurations:
         kinds.setdefault(repr(sorted(changed_settings(comparison, configuration).items(), key=str)), []).append(
@@ -146,7 +146,7 @@ def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
 
 
 def verdicts(comparison: Comparison) -> Figure:
-    """Each configuration's worst distance in units of its budget, on one logarithmic axis.
+    """Draw each configuration's worst distance in units of its budget, on one logarithmic axis.
 
     Left of 1 a configuration is within its budget. A distance of exactly 0 has no place on the axis and is
     written as such, as is a run that failed; one beyond the axis is an arrow at its edge. On the right are the verdict
@@ -191,10 +191,10 @@ def verdicts(comparison: Comparison) -> Figure:
         factor = f", factor {near_one(c.factor)}" if c.factor is not None and c.verdict == "different" else ""
         meaning = f" ({c.factor_meaning})" if factor and 0 < len(c.factor_meaning) < 16 else ""
         diverged = f", {divergence(c)}" if divergence(c) else ""
-        _beside(axes, row, relative_text(relative_error(c)), color=style.INK)
-        _beside(axes, row, f"{look.sign} {c.verdict}{factor}{meaning}{diverged}", color=look.color, points=62)
-    _beside(axes, -0.9, "relative error", color=style.MUTED)
-    _beside(axes, -0.9, "verdict", color=style.MUTED, points=62)
+        _annotate_right(axes, row, relative_text(relative_error(c)), color=style.INK)
+        _annotate_right(axes, row, f"{look.sign} {c.verdict}{factor}{meaning}{diverged}", color=look.color, points=62)
+    _annotate_right(axes, -0.9, "relative error", color=style.MUTED)
+    _annotate_right(axes, -0.9, "verdict", color=style.MUTED, points=62)
     axes.set_yticks(range(len(rows)), [c.name for c in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", colors=style.INK)
@@ -202,8 +202,8 @@ def verdicts(comparison: Comparison) -> Figure:
     return figure
 
 
-def _beside(axes: Axes, row: float, text: str, *, color: str, points: float = 0.0) -> None:
-    """Text on the right of a row, so many points from the edge of the axes."""
+def _annotate_right(axes: Axes, row: float, text: str, *, color: str, points: float = 0.0) -> None:
+    """Annotate a row on its right, so many points from the edge of the axes."""
     axes.annotate(
         text,
         (1, row),
@@ -217,17 +217,17 @@ def _beside(axes: Axes, row: float, text: str, *, color: str, points: float = 0.
 
 
 def gradient_norm_by_step(comparison: Comparison) -> Figure:
-    """The global gradient norm of every configuration at every step; one panel for each reference."""
+    """Draw the global gradient norm of every configuration at every step; one panel for each reference."""
     return _lines(comparison, GRADIENT_NORM, "global gradient norm (L2)")
 
 
 def loss_by_step(comparison: Comparison) -> Figure:
-    """The loss of every configuration at every step; one panel for each reference."""
+    """Draw the loss of every configuration at every step; one panel for each reference."""
     return _lines(comparison, LOSS, "loss")
 
 
 def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
-    """Each parameter's gradient norm over the reference's, one column for each configuration.
+    """Draw each parameter's gradient norm over the reference's, one column for each configuration.
 
     Parameters run downwards in the model's order. The line is 1, where a correct configuration lies from top
     to bottom. Hollow marks are parameters judged by the floor. A ratio beyond the axis is an arrow at its
@@ -297,7 +297,7 @@ def _ratio_column(
         markerfacecolor="#ffffff",
         markeredgewidth=0.8,
     )
-    low, high, said = 2.0**-reach, 2.0**reach, []
+    low, high, notes = 2.0**-reach, 2.0**reach, []
     for edge, arrow, beyond in (
         (low, "<", [p for p in parameters if p.norm_ratio < low]),
         (high, ">", [p for p in parameters if p.norm_ratio > high]),
@@ -313,11 +313,11 @@ def _ratio_column(
                 clip_on=False,
             )
             ends = dict.fromkeys(significant(f(p.norm_ratio for p in beyond), 2) for f in (min, max))
-            said.append(f"{arrow} " + " to ".join(ends))
+            notes.append(f"{arrow} " + " to ".join(ends))
     if lost := sum(math.isnan(p.norm_ratio) for p in parameters):
-        said.append(f"{lost} not a number")
+        notes.append(f"{lost} not a number")
     axes.annotate(
-        "\n".join(said),
+        "\n".join(notes),
         (0, 1),
         xytext=(0, 1),
         xycoords="axes fraction",
@@ -334,14 +334,14 @@ def _ratio_column(
 
 
 def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = None) -> Figure:
-    """The distribution of policy / old probability over trained tokens.
+    """Draw the distribution of policy / old probability over trained tokens.
 
     A row for each reference, a column for each step. Vertical lines are the clip bounds, 1 - clip_low and
     1 + clip_high.
 
     Args:
         comparison: what to draw.
-        steps: which optimizer steps; None takes up to four, the first and the last among them.
+        steps: optimizer steps; None takes up to four, the first and the last among them.
     """
     recorded = sorted({int(s) for c in comparison.configurations for s in c.ratios})
     chosen = list(steps) if steps is not None else _spread(recorded, 4)
@@ -401,7 +401,7 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int, looks: 
         if not c.against or c.verdict in AGREEING:
             used += [edge for i, n in enumerate(counts) if n for edge in edges[i : i + 2]]
     loss = members[0].settings.get("loss", {})
-    surrogate = loss.get("surrogate", loss)  # records of before there were other surrogates hold the bounds themselves
+    surrogate = loss.get("surrogate", loss)  # older records, of one surrogate, hold the bounds themselves
     for name, sign in (("clip_low", -1), ("clip_high", 1)):
         if surrogate.get("kind", "ppo") == "ppo" and math.isfinite(style.drawable(surrogate.get(name))):
             axes.axvline(1 + sign * surrogate[name], color=style.MUTED, linewidth=0.8, linestyle=(0, (1.5, 1.5)))
@@ -413,17 +413,17 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int, looks: 
         axes.set_xscale("log")
         axes.set_xlim(min(used) / 1.1, max(used) * 1.1)
     low, high = axes.get_xlim()
-    said = []
+    notes = []
     for c in members:
         histogram = c.ratios.get(str(step), {"edges": [], "counts": []})
         pairs = zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False)
         beyond = sum(n for (a, b), n in pairs if b <= low or a >= high or not math.isfinite(_width(a, b)))
         if beyond:
             percent = significant(100 * beyond / sum(histogram["counts"]), 2)
-            said.append(f"{percent} % of {looks[c.name].label}")
-    if said:
+            notes.append(f"{percent} % of {looks[c.name].label}")
+    if notes:
         axes.annotate(
-            "\n".join(["beyond this axis:", *said]),
+            "\n".join(["beyond this axis:", *notes]),
             (0.02, 0.9),
             xycoords="axes fraction",
             va="top",
@@ -434,7 +434,7 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int, looks: 
 
 
 def _finite_bins(histogram: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Edges and counts of the longest run of bins that have a place on an axis."""
+    """Return edges and counts of the longest run of bins that have a place on an axis."""
     bins = list(zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False))
     runs = [
         list(run) for placed, run in itertools.groupby(bins, lambda item: math.isfinite(_width(*item[0]))) if placed
@@ -445,12 +445,12 @@ def _finite_bins(histogram: Mapping[str, Sequence[float]]) -> tuple[list[float],
 
 
 def _width(low: float, high: float) -> float:
-    """Width of a bin; NaN where one of its edges has no place on an axis."""
+    """Return the width of a bin; NaN where one of its edges has no place on an axis."""
     return style.drawable(high) - style.drawable(low)
 
 
 def time_and_memory(comparison: Comparison) -> Figure:
-    """How long a step took and how much memory it peaked at, a row for each configuration.
+    """Draw the duration of steps and the peak memory, a row for each configuration.
 
     A mark a step; the first step, which also warms up, is hollow; the bar is the median of the others.
     """
@@ -513,10 +513,10 @@ def time_and_memory(comparison: Comparison) -> Figure:
 
 
 def _lines(comparison: Comparison, key: str, title: str) -> Figure:
-    """One metric by step; a panel for each reference, one line for each configuration that recorded it.
+    """Draw one metric by step; a panel for each reference, one line for each configuration that recorded it.
 
     The reference is a broad pale line. Configurations that agree lie on it and on one another, so each of
-    them owns a turn of one common dash: all stay visible along the same path.
+    them gets its turn of one common dash: all stay visible along the same path.
     """
     panels = {
         ref: [c for c in members if any(step.get(key) is not None for step in c.steps)]
@@ -595,7 +595,7 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
 
 
 def _dot(values: Sequence[float]) -> dict[str, Any]:
-    """A mark for a line that is a single point, which no line shows."""
+    """Return a mark for a line of a single point, which would be invisible."""
     return {"marker": "o", "markersize": 4} if sum(map(math.isfinite, values)) == 1 else {}
 
 
@@ -648,7 +648,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _scale(drawn: Sequence[float], sound: Sequence[float]) -> tuple[str, float]:
-    """The y scale on which neither a fault that is far away nor a run that diverges flattens the rest.
+    """Choose the y scale on which neither a fault that is far away nor a run that diverges flattens the rest.
 
     Returns:
         "linear", "log" or "asinh"; and up to where the last is linear.
@@ -665,19 +665,19 @@ def _agreeing(members: Sequence[Configuration]) -> list[Configuration]:
 
 
 def _dash(c: Configuration, agreeing: Sequence[Configuration], look: SeriesStyle) -> Any:
-    """A line's own dash, or its turn of the dash that agreeing lines share."""
+    """Return a line's own dash, or its turn of the dash that agreeing lines share."""
     if c not in agreeing or len(agreeing) == 1:
         return look.dash
     return (3.0 * agreeing.index(c), (3.0, 3.0 * (len(agreeing) - 1)))
 
 
 def _legend_inches(panels: Mapping[str, Sequence[Configuration]], looks: Mapping[str, SeriesStyle]) -> float:
-    """The least height of a figure whose legend holds every kind; matplotlib cuts one that is taller."""
+    """Return the least height of a figure whose legend holds every kind; matplotlib cuts one that is taller."""
     return 0.35 + 0.2 * len({looks[c.name] for members in panels.values() for c in members})
 
 
 def _legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuration]) -> None:
-    """One entry a kind, beside the panels."""
+    """Draw one legend entry per kind, next to the panels."""
     looks = series_styles(comparison)
     kinds = {looks[c.name]: c for c in shown}
     handles = [
@@ -708,13 +708,13 @@ def _legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuratio
 
 
 def _common_start(names: Sequence[str]) -> str:
-    """The dash-separated parts that all names begin with."""
+    """Return the dash-separated parts that all names begin with."""
     parts = zip(*(name.split("-") for name in names), strict=False)
     return "-".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, parts))
 
 
 def _layer(parameter: str) -> int:
-    """The first number in a parameter's name, -1 if there is none."""
+    """Return the first number in a parameter's name, -1 if there is none."""
     return next((int(part) for part in parameter.split(".") if part.isdigit()), -1)
 
 
@@ -723,7 +723,7 @@ def _short(parameter: str) -> str:
 
 
 def _wrap(name: str, width: int) -> str:
-    """A long name on several lines, cut after - and _."""
+    """Wrap a long name, after - and _."""
     lines, current = [], ""
     for part in name.replace("-", "-\0").replace("_", "_\0").split("\0"):
         if current and len(current) + len(part) > width:
@@ -734,7 +734,7 @@ def _wrap(name: str, width: int) -> str:
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of the values, evenly spread, the first and the last among them."""
+    """Return at most so many of the values, evenly spread, the first and the last among them."""
     if len(values) <= most:
         return list(values)
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

@@ -1,6 +1,6 @@
-"""The end of a log that grows, read from where the last look stopped.
+"""The end of a growing log, read from where the last read stopped.
 
-Shown as a terminal would: colours of the terminal left out, a line that overwrites itself shown as it stands.
+Shown as on a terminal, without its colours; of a line that overwrites itself, the last state.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 LINES = 200
-_READ_BYTES = 64 * 1024  # at one look; of what came faster than that the beginning is passed over
+_READ_BYTES = 64 * 1024  # per read; the beginning of what came faster than that is skipped
 _LINE_LETTERS = 2000
 _TERMINAL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
@@ -19,11 +19,11 @@ class LogTail:
     """The last lines of one file.
 
     Args:
-        path: of the log; it may come later.
-        lines: how many are kept.
+        path: of the log; it need not exist yet.
+        lines: number of lines to keep.
 
     Attributes:
-        passed_over: bytes of the file that were never read, because there were more than a person can follow.
+        passed_over: bytes of the file that were skipped, because the log grew too fast.
     """
 
     def __init__(self, path: Path, lines: int = LINES) -> None:
@@ -31,15 +31,15 @@ class LogTail:
         self.passed_over = 0
         self._lines: deque[str] = deque(maxlen=lines)
         self._offset, self._rest = 0, b""
-        self._cut = False  # the line at hand lacks its beginning
+        self._cut = False  # the current line lacks its beginning
 
     def read(self) -> bool:
-        """Read what is new; say whether there was anything."""
+        """Read what is new; return True if there was anything."""
         try:
             size = self.path.stat().st_size
             if size == self._offset:
                 return False
-            if size < self._offset:  # begun anew
+            if size < self._offset:  # the log was started again
                 self._lines.clear()
                 self._offset, self._rest, self.passed_over, self._cut = 0, b"", 0, False
             begin = max(self._offset, size - _READ_BYTES)
@@ -60,7 +60,7 @@ class LogTail:
         return bool(content)
 
     def text(self) -> str:
-        """The last lines; the very last one may not be whole yet."""
+        """Return the last lines; the very last one may be incomplete."""
         lines = [*self._lines, *([_as_text(self._rest)] if self._rest else [])]
         return "\n".join(lines[-(self._lines.maxlen or LINES) :])
 

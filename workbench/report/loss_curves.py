@@ -1,7 +1,7 @@
-"""A loss as a function of the ratio: what it costs, and what gradient it gives, for any spec and several at once.
+"""Loss and gradient coefficient as functions of the ratio, for any spec and several at once.
 
-One picture answers most questions about a surrogate: where it stops to push, how hard it pushes before, and whether
-it treats good and bad tokens alike.
+One figure answers most questions about a surrogate: where it stops pushing, how hard it pushes before, and whether it
+treats good and bad tokens alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workbench.specs.losses import LossSpec
 
 POINTS = 241
 LOWEST, HIGHEST = 0.02, 6.0
-"""Ratios that are drawn at most, where nobody says otherwise."""
+"""Largest default range of ratios."""
 
 Specs = LossSpec | Sequence[LossSpec] | Mapping[str, LossSpec]
 
@@ -46,13 +46,13 @@ def loss_curves(
     sequence ratio is the token's.
 
     Args:
-        specs: one loss, several, or several by the name that they shall have.
-        advantages: of the token; a row each.
-        ratios: the ends of the horizontal axis; None takes all clip bounds in.
-        anchor_probability: of the token before it moved, see `workbench.losses.curves.ratio_curves`.
+        specs: one loss, several, or several by name.
+        advantages: advantages of the token; a row each.
+        ratios: the ends of the horizontal axis; None includes all clip bounds.
+        anchor_probability: probability of the token before it moved, see `workbench.losses.curves.ratio_curves`.
 
     Raises:
-        SpecError: no loss or no advantage, a range without 1 inside, a loss that looks at pairs.
+        SpecError: no loss or no advantage, a range without 1 inside, a loss over pairs.
 
     Example:
         >>> loss_curves([LossSpec(name="dapo"), LossSpec(name="cispo")])   # doctest: +SKIP
@@ -94,7 +94,7 @@ def loss_curves(
 
 
 def name_specs(specs: Specs) -> dict[str, LossSpec]:
-    """Losses by the name that a legend gives them: their preset's, with what differs from it where names collide.
+    """Name losses for a legend: by preset, with the settings that differ from it where names collide.
 
     Example:
         >>> list(name_specs([LossSpec(name="ppo"), LossSpec(name="ppo", surrogate={"clip_high": 0.3})]))
@@ -106,25 +106,25 @@ def name_specs(specs: Specs) -> dict[str, LossSpec]:
     names = [spec.name for spec in listed]
     named: dict[str, LossSpec] = {}
     for spec, name in zip(listed, names, strict=True):
-        said = name if names.count(name) == 1 else " ".join([name, *_changed(spec)])
+        label = name if names.count(name) == 1 else " ".join([name, *_changed(spec)])
         number = 1
-        while (unique := said if number == 1 else f"{said} ({number})") in named:
+        while (unique := label if number == 1 else f"{label} ({number})") in named:
             number += 1
         named[unique] = spec
     return named
 
 
 def bounds_of(spec: LossSpec, advantage: float) -> list[float]:
-    """Ratios at which the loss clips for an advantage of this sign; [] for one whose bounds are not in the ratio."""
+    """Return the ratios at which the loss clips for an advantage of this sign; [] if it does not bound the ratio."""
     rule = clip_rule(spec)
     if rule is None:
         return []
-    found = [rule.lower, rule.upper, *([rule.dual] if rule.dual is not None and advantage < 0 else [])]
-    return [bound for bound in found if 0 < bound < math.inf]
+    bounds = [rule.lower, rule.upper, *([rule.dual] if rule.dual is not None and advantage < 0 else [])]
+    return [bound for bound in bounds if 0 < bound < math.inf]
 
 
 def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A hue and a dash for each name."""
+    """Return a hue and a dash for each name."""
     return {
         name: {"color": style.SERIES[i % len(style.SERIES)], "linestyle": style.DASHES[i % len(style.DASHES)]}
         for i, name in enumerate(names)
@@ -137,13 +137,13 @@ def _changed(spec: LossSpec) -> list[str]:
 
 
 def _reach(specs: Any) -> tuple[float, float]:
-    """A range that shows every bound, with room on both sides."""
+    """Return a range that shows every bound, with a margin on both sides."""
     bounds = [bound for spec in specs for bound in bounds_of(spec, -1.0)]
     return max(LOWEST, min([0.6, *bounds]) - 0.4), min(HIGHEST, max([1.6, *bounds]) + 0.4)
 
 
 def _grid(spec: LossSpec, advantage: float, low: float, high: float) -> torch.Tensor:
-    """Ratios to draw: evenly spread, 1 itself, and both sides of each bound, so that a cut looks like one."""
+    """Return the ratios to draw: evenly spread, 1, and both sides of each bound, so that a cut looks like one."""
     near = [bound * (1 + side * 1e-9) for bound in bounds_of(spec, advantage) for side in (-1, 1)]
     inside = torch.tensor([1.0, *(ratio for ratio in near if low < ratio < high)], dtype=torch.float64)
     return torch.cat([torch.linspace(low, high, POINTS, dtype=torch.float64), inside]).unique()

@@ -1,6 +1,6 @@
-"""Losses under one's fingers: their curves with sliders for the clip bounds, in a notebook.
+"""Loss curves with sliders for the clip bounds, in a notebook.
 
-The picture is a function of the controls (`draw`), so that it can be had without a browser too.
+The figure is a function of the controls (`draw`), so that it works without a browser too.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ ADVANTAGES = {"both": (1.0, -1.0), "positive": (1.0,), "negative": (-1.0,)}
 CURVED = tuple(name for name in PRESETS if not LossSpec(name=name).needs_pairs)
 """Presets that have a curve over the ratio."""
 TOKEN_CLIPPED = ("ppo", "clip_cov")
-"""Surrogates whose bounds are lengths from 1 of a token's ratio."""
+"""Surrogates whose bounds are distances from 1 of a token's ratio."""
 
 
 class LossExplorer(widgets.VBox):
     """Curves of chosen losses, redrawn when a control moves.
 
-    Clip bounds are set on the losses that clip a token's ratio at a length from 1 (`takes_bounds`); the others keep
-    their own, which are of another size or another quantity.
+    Clip bounds are set on the losses that clip a token's ratio at a distance from 1 (`takes_bounds`); the others keep
+    their own, which have another scale or limit another quantity.
 
     Args:
-        losses: presets that are chosen at first.
-        clip_low: length from 1 down, at first.
-        clip_high: length from 1 up, at first.
+        losses: presets chosen initially.
+        clip_low: initial distance from 1 down.
+        clip_high: initial distance from 1 up.
 
     Attributes:
         choice, low, high, sign: the controls.
@@ -71,12 +71,12 @@ class LossExplorer(widgets.VBox):
 
 
 def draw(losses: Sequence[str], *, clip_low: float, clip_high: float, advantage: str = "both") -> str:
-    """The curves of some presets as an SVG element.
+    """Draw the curves of some presets as an SVG element.
 
     Args:
         losses: names of presets.
-        clip_low: length from 1 down, of those that take bounds.
-        clip_high: length from 1 up, of those that take bounds.
+        clip_low: distance from 1 down, of those that take bounds.
+        clip_high: distance from 1 up, of those that take bounds.
         advantage: "both", "positive" or "negative".
     """
     specs = {name: with_bounds(name, clip_low, clip_high) for name in losses}
@@ -85,12 +85,12 @@ def draw(losses: Sequence[str], *, clip_low: float, clip_high: float, advantage:
 
 
 def takes_bounds(spec: LossSpec) -> bool:
-    """Whether the loss clips the ratio of a token at lengths from 1, as PPO does."""
+    """True if the loss clips the ratio of a token at distances from 1, as PPO does."""
     return spec.surrogate.kind in TOKEN_CLIPPED
 
 
 def with_bounds(name: str, clip_low: float, clip_high: float) -> LossSpec:
-    """A preset with these clip bounds, or as it is if its bounds are of another kind."""
+    """Return a preset with these clip bounds, or unchanged if its bounds are of another kind."""
     spec = LossSpec(name=name)
     if not takes_bounds(spec):
         return spec

@@ -1,6 +1,6 @@
-"""HTML that cannot be broken by what it quotes: every string is escaped unless it is markup already.
+"""HTML in which every string is escaped unless it is markup already.
 
-Names come from users' files, so escaping is not left to the memory of whoever writes a page.
+Names come from users' files, so escaping is not left to the author of a page.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Markup(str):
 
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """One element.
+    """Build one element.
 
     Args:
-        name: of the element.
-        *children: `Markup` as it is, anything else as escaped text; None and lists are passed over and into.
+        name: name of the element.
+        *children: `Markup` as it is, anything else as escaped text; None is skipped, lists are flattened.
         **attributes: ``class_`` for class, ``data_x`` for data-x; None leaves one out, True gives the name
             only.
 
@@ -45,12 +45,12 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """A dotted or underscored name that may be broken after its dots and underscores, and nowhere else."""
+    """Return a name that may be broken after its dots, underscores, slashes and dashes, and nowhere else."""
     return Markup(re.sub(r"([._/-])", r"\1<wbr>", html.escape(name, quote=True)))
 
 
 def join(children: Iterable[Any]) -> Markup:
-    """Children one after another, text escaped."""
+    """Concatenate children, text escaped."""
     out = []
     for child in children:
         if child is None:
@@ -67,13 +67,13 @@ def join(children: Iterable[Any]) -> Markup:
 def table(
     head: Iterable[Any], rows: Iterable[Iterable[Any]], *, numbers: Iterable[int] = (), class_: str | None = None
 ) -> Markup:
-    """A table whose first column heads its rows, in a box that scrolls sideways where it must.
+    """Build a table whose first column heads its rows, in a box that scrolls sideways if it has to.
 
     Args:
         head: column names.
         rows: cells.
         numbers: columns that hold numbers, set flush right.
-        class_: of the table.
+        class_: class of the table.
     """
     flush = set(numbers)
 

@@ -1,6 +1,6 @@
-"""The executed notebook beside the report: every table and figure of the page as a cell that can be run again.
+"""The executed notebook next to the report: every table and figure of the page as a cell that can be run again.
 
-The page is for reading; the notebook is for asking the next question. Both are made from the same saved comparison.
+The page is for reading; the notebook is for the next question. Both are built from the same saved comparison.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NAME = "report.ipynb"
 
 
 def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
-    """Make a notebook from a saved comparison, execute it, and keep it beside the comparison, outputs included.
+    """Build a notebook from a saved comparison, execute it, and save it next to the comparison, outputs included.
 
     Args:
         comparison_path: ``comparison.json`` of an experiment.
-        timeout_s: of a cell.
+        timeout_s: time limit of a cell.
 
     Returns:
         The notebook.
@@ -44,8 +44,8 @@ def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
         metadata={"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     )
     for number, (kind, source) in enumerate(_cells(comparison, comparison_path.name)):
-        make = nbformat.v4.new_markdown_cell if kind == "text" else nbformat.v4.new_code_cell
-        notebook.cells.append(make(source, id=f"report-{number:02d}"))
+        new_cell = nbformat.v4.new_markdown_cell if kind == "text" else nbformat.v4.new_code_cell
+        notebook.cells.append(new_cell(source, id=f"report-{number:02d}"))
     with _source_tree_first():
         try:
             # what a kernel writes to standard error is about itself; what a cell writes there is in its outputs

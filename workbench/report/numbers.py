@@ -1,4 +1,4 @@
-"""How numbers are written: few digits, a unit, and never a rounding that hides a difference."""
+"""Number formatting: few digits, a unit, and never a rounding that hides a difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def power_of_ten(exponent: int) -> str:
-    """10 to an integer power, as text.
+    """Format 10 to an integer power.
 
     Example:
         >>> power_of_ten(-12)
@@ -20,7 +20,7 @@ def power_of_ten(exponent: int) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits; powers of ten outside 0.001 to 100000.
+    """Format a number with so many significant digits; powers of ten outside 0.001 to 100000.
 
     Example:
         >>> significant(0.031415), significant(5.2e11, 2), significant(0), significant(None)
@@ -43,7 +43,7 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def near_one(value: float | None) -> str:
-    """A ratio; close to 1 it is written as its distance from 1, so that nothing is rounded away.
+    """Format a ratio; close to 1 as its distance from 1, so that nothing is rounded away.
 
     Example:
         >>> near_one(2.0312), near_one(1.004), near_one(1 - 3e-10), near_one(1.0)
@@ -60,7 +60,7 @@ def near_one(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A distance as a multiple of its budget.
+    """Format a distance as a multiple of its budget.
 
     Example:
         >>> share(0.034), share(4.1e11), share(0)
@@ -70,7 +70,7 @@ def share(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration given in milliseconds.
+    """Format a duration given in milliseconds.
 
     Example:
         >>> milliseconds(38.27), milliseconds(12300)
@@ -84,7 +84,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def mebibytes(value: float | None) -> str:
-    """A size given in bytes, in MiB (2**20 bytes).
+    """Format a size given in bytes, in MiB (2**20 bytes).
 
     Example:
         >>> mebibytes(3 * 2**20)
@@ -96,7 +96,7 @@ def mebibytes(value: float | None) -> str:
 
 
 def moment(nanoseconds: int | None) -> str:
-    """A moment given in nanoseconds since 1970, in UTC.
+    """Format a moment given in nanoseconds since 1970, in UTC.
 
     Example:
         >>> moment(1_795_221_277_246_059_365)

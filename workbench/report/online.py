@@ -1,8 +1,8 @@
-"""Runs that sample their own rollouts, by optimizer step: reward, answers, mismatch of sampler and trainer, training.
+"""Online runs by optimizer step: reward, completions, mismatch of sampler and trainer, training.
 
-The same figure for a finished comparison and for runs that go on. Reward is noisy, for every sampling has other
+The same figure for a finished comparison and for runs in progress. Reward is noisy, because every sampling has other
 prompts: each run is drawn thin, as it was recorded, and the broad line is the mean over seeds and over a window of
-steps, whose length the figure says.
+steps, whose length is in the legend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workbench.report.seeds import spread_text
 
 RIGHT, MISMATCH = "reward/right/fraction", "kl/policy_sampler/k3_mean"
 DURATIONS = ("time/sample_ms", "time/score_ms", STEP_MS)
-"""Of one optimizer step with the sampling before it; a step that samples nothing has only the last."""
+"""Durations of an optimizer step and of the sampling before it; a step that samples nothing has only the last."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Panel:
     """One small panel.
 
     Attributes:
-        key: of the step records.
-        title: what it is.
-        unit: its unit, and which direction is better where one is.
-        logarithmic: whether its axis is.
+        key: key of the step records.
+        title: title.
+        unit: unit, and the better direction if there is one.
+        logarithmic: True for a logarithmic axis.
     """
 
     key: str
@@ -49,34 +49,34 @@ class Panel:
 
 
 PANELS = (
-    Panel("reward/all/mean", "reward", "mean of answers, up is better"),
-    Panel(RIGHT, "right answers", "share of answers, up is better"),
-    Panel("length/answer/mean", "answer length", "mean, tokens"),
-    Panel("length/truncated/fraction", "answers cut off", "share of answers, down is better"),
+    Panel("reward/all/mean", "reward", "mean of completions, up is better"),
+    Panel(RIGHT, "right completions", "share of completions, up is better"),
+    Panel("length/answer/mean", "completion length", "mean, tokens"),
+    Panel("length/truncated/fraction", "completions cut off", "share of completions, down is better"),
     Panel(MISMATCH, "sampler and trainer apart", "KL, k3, nats a token, logarithmic, down", logarithmic=True),
     Panel("entropy/policy/mean", "entropy", "of the policy, nats a token"),
     Panel(LOSS, "loss", "of the optimizer step"),
     Panel(GRADIENT_NORM, "gradient norm", "L2, before clipping"),
 )
 CAPTION = (
-    "By optimizer step. Rewards are those of the answers that the step trains on, scored before it does. Up is better "
-    "for reward and right answers, down for answers cut off; length, entropy and norms have no better side, and the "
-    "loss of a policy gradient says nothing of progress. Apart: what the trainer says of the tokens against what the "
-    "sampler said when it drew them, as k3 on the sampler's tokens, mean over those trained, which is KL(policy ‖ "
-    "sampler) while the two are close; 0 would be no mismatch."
+    "By optimizer step. Rewards are those of the completions that the step trains on, scored before it does. Up is "
+    "better for reward and right completions, down for completions cut off; length, entropy and norms have no better "
+    "side, and the loss of a policy gradient says nothing of progress. Apart: log-probabilities of the trainer against "
+    "those of the sampler, as k3 on the sampler's tokens, mean over those trained, which is KL(policy ‖ sampler) while "
+    "the two are close; 0 would be no mismatch."
 )
 
 Runs = Comparison | RunDirectory | Iterable[RunDirectory]
 
 
 def online_curves(runs: Runs) -> Figure:
-    """Draw reward, answers, mismatch, entropy, loss and gradient norm of online runs by optimizer step.
+    """Draw reward, completions, mismatch, entropy, loss and gradient norm of online runs by optimizer step.
 
-    Configurations that differ in nothing but a seed share a broad line: their mean, over a tenth of the steps. What did
-    not sample, has no step yet or did not record a metric is named, not left out in silence.
+    Configurations that differ in nothing but a seed share a broad line: their mean, over a tenth of the steps. Runs
+    that sampled nothing, have no step yet or did not record a metric are named, not left out silently.
 
     Args:
-        runs: a comparison, a run directory or several, or a sweep; runs may still be going on.
+        runs: a comparison, a run directory or several, or a sweep; runs may still be in progress.
 
     Example:
         >>> online_curves(sweep)   # doctest: +SKIP
@@ -87,7 +87,7 @@ def online_curves(runs: Runs) -> Figure:
         figure = style.chart(1.2)
         style.note(figure, "no run here samples its own rollouts (online.task)")
         return figure
-    width = max(len(c.steps) for members in lines.values() for c in members) // 10 | 1  # as many before as after
+    width = max(len(c.steps) for members in lines.values() for c in members) // 10 | 1  # odd: as many before as after
     figure = style.chart(4.4)
     for panel, axes in zip(PANELS, figure.subplots(2, len(PANELS) // 2).flatten(), strict=True):
         style.tidy(
@@ -99,47 +99,47 @@ def online_curves(runs: Runs) -> Figure:
 
 
 def online_groups(comparison: Comparison) -> dict[str, list[Configuration]]:
-    """The configurations that sample their own rollouts, by what the name of a line is; seeds of one share a line.
+    """Group the configurations that sample their own rollouts by the name of a line; seeds of one share a line.
 
-    Runs of which one is held against another stand each for itself.
+    Runs of which one is compared with another get a line each.
     """
     online = [c for c in comparison.configurations if _samples(c)]
-    found: dict[str, list[Configuration]] = {}
+    lines: dict[str, list[Configuration]] = {}
     for group in seed_groups(Comparison(comparison.experiment, comparison.question, online)):
         if {c.against for c in group.members} & {c.name for c in group.members}:
             continue
-        found[group.name if group.name not in found else group.members[0].name] = list(group.members)
-    grouped = {c.name for members in found.values() for c in members}
-    found |= {c.name: [c] for c in online if c.name not in grouped}
+        lines[group.name if group.name not in lines else group.members[0].name] = list(group.members)
+    grouped = {c.name for members in lines.values() for c in members}
+    lines |= {c.name: [c] for c in online if c.name not in grouped}
     place = {c.name: at for at, c in enumerate(online)}
-    return dict(sorted(found.items(), key=lambda line: place[line[1][0].name]))
+    return dict(sorted(lines.items(), key=lambda line: place[line[1][0].name]))
 
 
 def online_answer(comparison: Comparison) -> str:
-    """What became of the right answers, a sentence for each line that is held against no other; "" of none."""
-    said = []
+    """Return the share of right completions, a sentence for each line without a reference; "" without lines."""
+    sentences = []
     for name, members in online_groups(comparison).items():
         if any(c.against for c in members):
             continue
         (first, last), ran = _ends(members, RIGHT), [c for c in members if c.steps]
         if first.count:
             seeds = f", mean of {len(ran)} seeds" if len(ran) > 1 else ""
-            said.append(
-                f"{name}: {_percent(first.mean)} of the answers right in the first tenth of the steps, "
+            sentences.append(
+                f"{name}: {_percent(first.mean)} of the completions right in the first tenth of the steps, "
                 f"{_percent(last.mean)} in the last{seeds}."
             )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def online_table(comparison: Comparison) -> Markup:
-    """A row for each line of the figure: how it began, how it ended, and what the worst mismatch was."""
+    """Build a row for each line of the figure: its begin, its end, and the worst mismatch."""
     return table(
         [
             "configuration",
             "seeds",
             "steps",
-            "right answers, first tenth",
-            "right answers, last tenth",
+            "right completions, first tenth",
+            "right completions, last tenth",
             "largest mismatch, nats",
             "a step",
         ],
@@ -152,7 +152,7 @@ def online_table(comparison: Comparison) -> Markup:
 
 
 def _comparison(runs: Runs) -> Comparison:
-    """Runs as a comparison's configurations, as far as they are recorded by now."""
+    """Return runs as a comparison's configurations, as far as they are recorded by now."""
     if isinstance(runs, Comparison):
         return runs
     directories = [runs] if isinstance(runs, RunDirectory) else list(runs)
@@ -184,11 +184,11 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
     missing, drawn, recorded, colors = [], [], {}, {}
     for number, members in enumerate(lines.values()):
         color, dash = style.SERIES[number % len(style.SERIES)], style.DASHES[number % len(style.DASHES)]
-        found = {c.name: _values(c, panel.key) for c in members}
+        series = {c.name: _values(c, panel.key) for c in members}
         recorded |= {c.name: _recorded(c, panel.key) for c in members}
-        colors |= dict.fromkeys(found, color)
+        colors |= dict.fromkeys(series, color)
         missing += [c.name for c in members if c.steps and not recorded[c.name]]
-        for name, values in found.items():
+        for name, values in series.items():
             axes.plot(
                 list(values),
                 list(values.values()),
@@ -199,9 +199,9 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
                 marker="o" if len(values) == 1 else "",
                 markersize=3,
             )
-        mean = smooth(found.values(), width)
+        mean = smooth(series.values(), width)
         axes.plot(list(mean), list(mean.values()), color=color, linestyle=dash, linewidth=1.8, gid="mean")
-        drawn += [value for values in found.values() for value in values.values()]
+        drawn += [value for values in series.values() for value in values.values()]
     lost = mark_not_finite(
         axes, {name: (list(values), list(values.values())) for name, values in recorded.items()}, colors, characters=34
     )
@@ -228,31 +228,31 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
 
 
 def _values(c: Configuration, key: str) -> dict[int, float]:
-    """Step -> value; a step whose value has no place on an axis has no point."""
+    """Return step -> value, without values that have no place on an axis."""
     return {
         step: style.drawable(value) for step, value in _recorded(c, key).items() if math.isfinite(style.drawable(value))
     }
 
 
 def _recorded(c: Configuration, key: str) -> dict[int, float]:
-    """Step -> value, as recorded."""
+    """Return step -> value, as recorded."""
     return {record["step"]: float(record[key]) for record in c.steps if record.get(key) is not None}
 
 
 def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:
-    """Mean over runs, step by step, and of that the mean over so many steps around each that has them on both sides.
+    """Average over runs, then over a centred window of steps; steps without a full window are left out.
 
     Args:
         runs: step -> value of each run.
-        width: of the window, odd.
+        width: width of the window, odd.
 
     Example:
         >>> smooth([{0: 1.0, 1: 2.0, 2: 5.0}, {0: 3.0, 1: 2.0, 2: 5.0}], 3)
         {1: 3.0}
     """
-    held = [dict(values) for values in runs]
-    steps = sorted({step for values in held for step in values})
-    mean = [statistics.fmean(values[step] for values in held if step in values) for step in steps]
+    series = [dict(values) for values in runs]
+    steps = sorted({step for values in series for step in values})
+    mean = [statistics.fmean(values[step] for values in series if step in values) for step in steps]
     reach = width // 2
     return {steps[at]: statistics.fmean(mean[at - reach : at + reach + 1]) for at in range(reach, len(steps) - reach)}
 
@@ -286,13 +286,13 @@ def _legend(figure: Figure, lines: Mapping[str, Sequence[Configuration]], width:
 
 
 def _label(name: str, members: Sequence[Configuration]) -> str:
-    said = [f"{len(members)} seeds"] if len(members) > 1 else []
+    notes = [f"{len(members)} seeds"] if len(members) > 1 else []
     empty = [c for c in members if not c.steps]
     for state in dict.fromkeys(c.state for c in empty):
         which = [c.name for c in empty if c.state == state]
         whose = "" if len(members) == 1 else f" ({', '.join(which)})"
-        said.append(f"no step recorded, {state}{whose}")
-    return f"{name}{': ' if said else ''}{', '.join(said)}"
+        notes.append(f"no step recorded, {state}{whose}")
+    return f"{name}{': ' if notes else ''}{', '.join(notes)}"
 
 
 def _row(name: str, members: Sequence[Configuration]) -> list[Any]:
@@ -316,12 +316,12 @@ def _row(name: str, members: Sequence[Configuration]) -> list[Any]:
 
 
 def _ends(members: Sequence[Configuration], key: str) -> tuple[Spread, Spread]:
-    """Mean of the first and of the last tenth of each run's steps, as a spread over runs."""
-    found = [list(values.values()) for c in members if (values := _values(c, key))]
-    cut = [max(1, len(values) // 10) for values in found]
+    """Return the mean of the first and of the last tenth of each run's steps, as a spread over runs."""
+    series = [list(values.values()) for c in members if (values := _values(c, key))]
+    cut = [max(1, len(values) // 10) for values in series]
     return (
-        Spread.of([statistics.fmean(values[:n]) for values, n in zip(found, cut, strict=True)]),
-        Spread.of([statistics.fmean(values[-n:]) for values, n in zip(found, cut, strict=True)]),
+        Spread.of([statistics.fmean(values[:n]) for values, n in zip(series, cut, strict=True)]),
+        Spread.of([statistics.fmean(values[-n:]) for values, n in zip(series, cut, strict=True)]),
     )
 
 

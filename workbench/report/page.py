@@ -1,8 +1,7 @@
-"""The report page: the whole comparison as one HTML file that needs nothing else.
+"""The report page: the whole comparison as one self-contained HTML file.
 
-No script, no address, no font from elsewhere; a content security policy in the file forbids them. The same
-comparison gives the same bytes. The verdicts stand first, what supports them follows, and where it all comes
-from is at the end.
+No script, no address, no external font; a content security policy in the file forbids them. The same comparison gives
+the same bytes. The verdicts come first, then the evidence, and the provenance at the end.
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_report(comparison: Comparison, path: Path) -> Path:
-    """Write the report page, whole or not at all.
+    """Write the report page, atomically.
 
     Args:
-        comparison: what to report.
+        comparison: the comparison.
         path: the HTML file.
 
     Returns:
@@ -83,7 +82,7 @@ def write_report(comparison: Comparison, path: Path) -> Path:
 
 
 def page(comparison: Comparison) -> str:
-    """The report page as text."""
+    """Return the report page as text."""
     sections = [
         *([("Online: reward and mismatch by step", online)] if online_groups(comparison) else []),
         ("What differs between configurations", differences),
@@ -102,19 +101,19 @@ def page(comparison: Comparison) -> str:
         "header",
         eyebrow,
         tag("h1", comparison.question),
-        [tag("p", said, class_="answer") for said in _answers(comparison)],
+        [tag("p", text, class_="answer") for text in _answers(comparison)],
         tiles(comparison),
     )
     opening = [masthead, "\n", tag("div", summary_table(comparison), class_="first")]
-    return document(comparison.experiment, opening, [(title, make(comparison)) for title, make in sections])
+    return document(comparison.experiment, opening, [(title, build(comparison)) for title, build in sections])
 
 
 def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, Any]]) -> str:
-    """A whole page as text: one HTML file that needs nothing else.
+    """Return a whole page as text: one self-contained HTML file.
 
     Args:
-        name: of the experiment, for the title.
-        opening: what stands above the contents.
+        name: name of the experiment, for the title.
+        opening: content above the table of contents.
         sections: title and content of each section, in order.
     """
     contents = [tag("a", title, href=f"#section-{i}") for i, (title, _) in enumerate(sections)]
@@ -143,7 +142,7 @@ def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, An
 
 
 def drawing(name: str, caption: str, figure: Figure) -> Markup:
-    """A figure with its caption, as a page shows it; the name must be its own on the page."""
+    """Return a figure with its caption as markup; the name must be unique on the page."""
     prefix = name.replace("_", "-")
     return tag(
         "figure",
@@ -162,7 +161,7 @@ def drawing(name: str, caption: str, figure: Figure) -> Markup:
 
 
 def differences(comparison: Comparison) -> Markup:
-    """The settings that are not the same everywhere; bold where a configuration leaves its reference."""
+    """Tabulate the settings that differ; bold where a configuration differs from its reference."""
     settings = {c.name: flatten(c.settings) for c in comparison.configurations}
     keys = sorted({key for flat in settings.values() for key in flat})
     keys = [key for key in keys if len({repr(flat.get(key)) for flat in settings.values()}) > 1]
@@ -177,14 +176,14 @@ def differences(comparison: Comparison) -> Markup:
             *(tag("b", text) if key in changed else tag("span", text, class_="same") for key, text in texts.items()),
         ]
 
-    said = tag(
+    note = tag(
         "p",
         "Every setting that is not the same in all configurations. Bold: other than in the "
         "configuration's own reference.",
     )
     return join(
         [
-            said,
+            note,
             table(
                 ["configuration", *(tag("code", breakable(key)) for key in keys)],
                 [row(c) for c in comparison.configurations],
@@ -195,7 +194,7 @@ def differences(comparison: Comparison) -> Markup:
 
 
 def verdicts(comparison: Comparison) -> Markup:
-    """Why each configuration got its verdict, and the whole gradient's distance step by step."""
+    """Tabulate the verdicts with their reasons, and the whole gradient's distance step by step."""
     rows = [
         [
             tag("code", c.name),
@@ -255,35 +254,35 @@ def verdicts(comparison: Comparison) -> Markup:
 
 
 def online(comparison: Comparison) -> Markup:
-    """Runs that sample their own rollouts: the figure, and where each began and ended."""
+    """Draw the figure of online runs, and tabulate their begin and end."""
     return join([_figure(comparison, online_curves), online_table(comparison)])
 
 
 def across_seeds(comparison: Comparison) -> Markup:
-    """Configurations of several seeds, by mean and spread."""
+    """Tabulate and draw configurations of several seeds, by mean and spread."""
     return join([seeds_table(comparison), _figure(comparison, seeds_by_step)])
 
 
 def gradient_norm(comparison: Comparison) -> Markup:
-    """The figure of gradient norms."""
-    held = any(c.against and c.steps for c in comparison.configurations)
-    return _figure(comparison, figures.gradient_norm_by_step, more=BROAD_CAPTION if held else "")
+    """Draw the figure of gradient norms."""
+    compared = any(c.against and c.steps for c in comparison.configurations)
+    return _figure(comparison, figures.gradient_norm_by_step, more=BROAD_CAPTION if compared else "")
 
 
 def norm_ratios(comparison: Comparison) -> Markup:
-    """The figure of norm ratios, the parameters judged by the floor, and every number behind it."""
+    """Draw the figure of norm ratios; tabulate the parameters judged by the floor, and all numbers."""
     if not any(c.parameters for c in comparison.configurations):
-        return tag("p", "No parameter's gradient was held against another's.")
+        return tag("p", "No parameter's gradient was compared with another's.")
     floored = _floored(comparison)
     if floored:
         rows = [
             [
                 tag("code", name),
-                len({c.name for c, _ in found}),
-                significant(max(p.norm for _, p in found), 2),
-                share(max(figures.share_of_budget(p.distance, p.budget) for _, p in found)),
+                len({c.name for c, _ in entries}),
+                significant(max(p.norm for _, p in entries), 2),
+                share(max(figures.share_of_budget(p.distance, p.budget) for _, p in entries)),
             ]
-            for name, found in floored.items()
+            for name, entries in floored.items()
         ]
         floor = [
             tag("h3", "Judged by the floor"),
@@ -298,17 +297,17 @@ def norm_ratios(comparison: Comparison) -> Markup:
 
 
 def importance_ratios(comparison: Comparison) -> Markup:
-    """The figure of importance ratios."""
+    """Draw the figure of importance ratios."""
     return _figure(comparison, figures.importance_ratios)
 
 
 def loss(comparison: Comparison) -> Markup:
-    """The figure of losses."""
+    """Draw the figure of losses."""
     return _figure(comparison, figures.loss_by_step)
 
 
 def time_and_memory(comparison: Comparison) -> Markup:
-    """The figure of costs, with a warning where ranks shared a CPU."""
+    """Draw the figure of time and memory, with a warning where ranks shared a CPU."""
     notes = sorted({c.device_note for c in comparison.configurations if c.device_note} - {shared_note(comparison)})
     on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
     return join(
@@ -321,7 +320,7 @@ def time_and_memory(comparison: Comparison) -> Markup:
 
 
 def failed_runs(comparison: Comparison) -> Markup:
-    """Each failed run with its rank, exception and traceback."""
+    """List each failed run with its rank, exception and traceback."""
     failed = [c for c in comparison.configurations if c.verdict == "failed" or c.failure]
     if not failed:
         return tag("p", "None: every run ended well.")
@@ -329,7 +328,7 @@ def failed_runs(comparison: Comparison) -> Markup:
 
 
 def provenance(comparison: Comparison) -> Markup:
-    """Versions, git state, command and machine; and where each run's records are."""
+    """Tabulate versions, git state, command and machine, and the folder of each run."""
     facts = sorted(flatten(comparison.provenance).items())
     rows = [[tag("code", key), moment(value) if key.endswith("_ns") else setting_text(value)] for key, value in facts]
     runs = [
@@ -345,14 +344,14 @@ def provenance(comparison: Comparison) -> Markup:
 
 
 def _answers(comparison: Comparison) -> list[str]:
-    """What is said first: the verdicts, unless every run stands for itself, and what online runs came to."""
+    """Return the opening paragraphs: the verdicts, unless no run has a reference, and the result of online runs."""
     sampled = online_answer(comparison)
     judged = any(c.against or c.verdict == "failed" for c in comparison.configurations)
     return [*([answer(comparison)] if judged or not sampled else []), *([sampled] if sampled else [])]
 
 
 def _why(c: Configuration) -> Any:
-    """The verdict in a sentence, and what limits it."""
+    """Return the reason of a verdict in a sentence, and what limits it."""
     seen = could_have_seen(c)
     lines = [c.why or NONE, divergence(c), declaration(c), f"could have seen: {seen}" if seen else "", *warnings(c)]
     return join([tag("span", line, class_="line") for line in lines if line])
@@ -363,16 +362,16 @@ def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure], *, mor
 
 
 def _floored(comparison: Comparison) -> dict[str, list[tuple[Configuration, ParameterDifference]]]:
-    found: dict[str, list[tuple[Configuration, ParameterDifference]]] = {}
+    floored: dict[str, list[tuple[Configuration, ParameterDifference]]] = {}
     for c in comparison.configurations:
         for p in c.parameters:
             if p.judged_by == "floor":
-                found.setdefault(p.parameter, []).append((c, p))
-    return found
+                floored.setdefault(p.parameter, []).append((c, p))
+    return floored
 
 
 def _parameter_table(c: Configuration) -> Markup:
-    """Every parameter in the first step that differs, or else in the step that is closest to its budget."""
+    """Tabulate all parameters in the first step that differs, or else in the step closest to its budget."""
     step = c.first_step
     if step is None:
         step = max(c.parameters, key=lambda p: (figures.share_of_budget(p.distance, p.budget), -p.step)).step

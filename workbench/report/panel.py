@@ -1,11 +1,11 @@
-"""A live panel of trials, built from what is on disk and nothing else.
+"""A live panel of trials, built only from files on disk.
 
     panel = attach("experiments/layout_parity")   # or a run's folder, several of them, or a sweep
-    panel                                         # in a notebook: rows that move while other cells run
+    panel                                         # in a notebook: rows that update while other cells run
 
-Because it only reads, it can be made again after a kernel restart or a reload of the page, and it shows what another
-process launched. One daemon thread feeds it. Buttons are answered by the kernel, which does so between cells only, so
-the panel says which command does the same from a terminal.
+Because it only reads, it can be recreated after a kernel restart or a reload of the page, and it shows what another
+process launched. One daemon thread updates it. The kernel handles buttons only between cells, so the panel shows the
+command that does the same from a terminal.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ POLL_S = 0.3
 CONFIRM_S = 3.0
 """A second click within this time cancels."""
 
-_DOUBLE_CLICK_S = 0.2  # a second click sooner than this is the same click, or one that waited for the kernel with it
-_AFTER_THE_END_S = 1.5  # last lines of logs, and a state that a launcher still mends
-_EVERY_RANK = 10  # looks after which the logs of ranks that are not shown are read too
+_DOUBLE_CLICK_S = 0.2  # a sooner second click is the same click, or was queued with it while the kernel was busy
+_AFTER_THE_END_S = 1.5  # for last lines of logs, and a state that a launcher still corrects
+_EVERY_RANK = 10  # looks after which the logs of hidden ranks are read too
 _NO_LOG = "choose a trial"
 
 
 def attach(target: Any, *, poll_s: float = POLL_S) -> Panel:
-    """A panel of an experiment, of some runs, or of a sweep.
+    """Return a panel of an experiment, of some runs, or of a sweep.
 
     Args:
         target: folder or name of an experiment (the runs launched last are shown), folder or name of one run, a
@@ -51,7 +51,7 @@ def attach(target: Any, *, poll_s: float = POLL_S) -> Panel:
         poll_s: seconds between looks at the disk.
 
     Raises:
-        RecordError: no run is there.
+        RecordError: there is no run.
 
     Example:
         >>> attach("experiments/layout_parity")   # doctest: +SKIP
@@ -62,11 +62,11 @@ def attach(target: Any, *, poll_s: float = POLL_S) -> Panel:
 class Panel:
     """Rows of trials that follow their directories until all have ended.
 
-    It lives as long as it is shown or held, and until `close`. Nothing in it raises into the notebook: what cannot be
-    read is said in its row.
+    It lives as long as it is displayed or referenced, and until `close`. Nothing in it raises into the notebook: read
+    errors are shown in their row.
 
     Args:
-        subject: what it is about; `attach` finds it.
+        subject: the runs, from `attach`.
         poll_s: seconds between looks at the disk.
     """
 
@@ -77,7 +77,7 @@ class Panel:
         self._lock = threading.RLock()
         self._all_ended_since: float | None = None
         self._looks = 0
-        self._trouble_of_buttons = self._place = ""
+        self._button_error = self._place = ""
         self._logs: list[LogTail] = []
         self._build()
         self.look()
@@ -89,20 +89,20 @@ class Panel:
         self._end = weakref.finalize(self, _end, self._stop, self._box)
         self._end.atexit = False
 
-    # ---- for whoever holds it ------------------------------------------------------------------------
+    # ---- public API ----------------------------------------------------------------------------------
 
     @property
     def trials(self) -> list[Trial]:
-        """The trials as they were at the last look."""
+        """Return the trials as of the last look."""
         return list(self._trials)
 
     @property
     def live(self) -> bool:
-        """Whether the panel still follows its runs."""
+        """True if the panel still follows its runs."""
         return self._thread.is_alive() and not self._stop.is_set()
 
     def as_text(self) -> str:
-        """A heading and a line for each trial, as they are now."""
+        """Return a heading and a line for each trial, as they are now."""
         self.look()
         names = max((len(trial.name) for trial in self._trials), default=0)
         return "\n".join(
@@ -113,13 +113,13 @@ class Panel:
         )
 
     def as_html(self) -> str:
-        """The rows without life, for places where widgets do not work."""
+        """Return the rows as static HTML, where widgets do not work."""
         return table_of(self._subject.what, self._trials, self._elapsed_s())
 
     def close(self) -> None:
-        """Stop following, and take the panel off the page. The runs go on."""
+        """Stop following, and remove the panel from the page. The runs continue."""
         self._stop.set()
-        self._box.held_by_the_page = None
+        self._box.displayed_panel = None
         self._end()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
@@ -130,21 +130,21 @@ class Panel:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         shown = {}
         if self._end.alive:
-            self._box.held_by_the_page = self  # shown, it lives on without a name
+            self._box.displayed_panel = self  # keeps a displayed panel alive without a variable
             shown = self._box._repr_mimebundle_(include=include, exclude=exclude) or {}
         return {**shown, "text/plain": self.as_text(), "text/html": self.as_html()}
 
     # ---- looking -------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Look at the disk once and bring the page up to date; say whether there may be more to see."""
+        """Look at the disk once and update the page; return True if there may be more to see."""
         with self._lock:
             try:
                 self._follow_trials()
                 self._follow_logs()
-                self._say(self._trouble_of_buttons)
-            except Exception as error:  # a panel that is broken says so and does not break the notebook
-                self._say(f"This panel could not be brought up to date. {type(error).__name__}: {error}")
+                self._show_errors(self._button_error)
+            except Exception as error:  # a broken panel must not break the notebook
+                self._show_errors(f"This panel could not be updated. {type(error).__name__}: {error}")
             now = time.monotonic()
             if not all(trial.ended for trial in self._trials):
                 self._all_ended_since = None
@@ -171,7 +171,7 @@ class Panel:
         if not self._follow.value:
             return
         for rank, (log, shown) in enumerate(zip(self._logs, self._ranks.children, strict=True)):
-            # The page can turn to another rank while the kernel is busy, so none of them may stay empty for long.
+            # the page can switch to another rank while the kernel is busy, so none of them may stay empty for long
             if (rank == self._ranks.selected_index or self._looks % _EVERY_RANK == 0) and log.read():
                 shown.value = _log_markup(log)
 
@@ -182,8 +182,8 @@ class Panel:
         states = [trial.state for trial in self._trials]
         return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
-    def _say(self, *trouble: str) -> None:
-        lines = [tag("div", line) for line in (*self._subject.unreadable, *trouble) if line]
+    def _show_errors(self, *errors: str) -> None:
+        lines = [tag("div", line) for line in (*self._subject.unreadable, *errors) if line]
         self._trouble.value = tag("div", lines, class_="workbench-error", role="alert") if lines else ""
 
     # ---- the page ------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Panel:
         self._rows = [html() for _ in self._readers]
         names = [reader.read().name for reader in self._readers]
         self._cancels = [_Cancel(f"Cancel {name}", _weakly(self._cancel, index)) for index, name in enumerate(names)]
-        self._cancel_all = _Cancel("Cancel all trials", _weakly(self._cancel, None), words="Cancel all")
+        self._cancel_all = _Cancel("Cancel all trials", _weakly(self._cancel, None), label="Cancel all")
         rows = [_boxed(shown, cancel.button) for shown, cancel in zip(self._rows, self._cancels, strict=True)]
         hint = html(
             tag(
@@ -256,29 +256,29 @@ class Panel:
     def _cancel(self, index: int | None) -> None:
         chosen = range(len(self._readers)) if index is None else [index]
         runs = [self._readers[each].run for each in chosen if not self._trials[each].ended]
-        # who ends a run waits for its processes, so that is not done here
-        threading.Thread(target=_see_to, args=(runs, weakref.ref(self)), name="cancel", daemon=True).start()
+        # cancelling waits for the processes of a run, so it gets a thread
+        threading.Thread(target=_cancel_runs, args=(runs, weakref.ref(self)), name="cancel", daemon=True).start()
 
 
 class _Cancel:
-    """A button that asks once more before it does something."""
+    """A button that asks for confirmation before it acts."""
 
-    def __init__(self, tooltip: str, do: Callable[[], None], *, words: str = "Cancel") -> None:
-        self._words, self._do = words, do
+    def __init__(self, tooltip: str, action: Callable[[], None], *, label: str = "Cancel") -> None:
+        self._label, self._action = label, action
         self._armed_at = -CONFIRM_S
         self.button = ipywidgets.Button(
-            description=words,
+            description=label,
             tooltip=f"{tooltip}: click, and click again within {CONFIRM_S:g} s. A busy kernel "
             "answers when its cell has ended.",
         )
         self.button.on_click(self._clicked)
 
     def settle(self, *, possible: bool) -> None:
-        """Forget a click that was not confirmed; nothing to click where nothing can be cancelled."""
-        asking = possible and time.monotonic() - self._armed_at < CONFIRM_S
+        """Forget an unconfirmed click; disable the button if nothing can be cancelled."""
+        confirming = possible and time.monotonic() - self._armed_at < CONFIRM_S
         self.button.disabled = not possible
-        self.button.description = "Really? Again" if asking else self._words
-        self.button.button_style = "warning" if asking else ""
+        self.button.description = "Really? Again" if confirming else self._label
+        self.button.button_style = "warning" if confirming else ""
 
     def _clicked(self, _button: Any) -> None:
         since = time.monotonic() - self._armed_at
@@ -286,66 +286,66 @@ class _Cancel:
             return
         if since < CONFIRM_S:
             self._armed_at = -CONFIRM_S
-            self._do()
+            self._action()
         else:
             self._armed_at = time.monotonic()
             self.settle(possible=True)
 
 
 def _feed(panel: weakref.ref[Panel], stop: threading.Event, poll_s: float) -> None:
-    """Look again and again, without keeping the panel alive, until nothing more will happen."""
+    """Poll without keeping the panel alive, until nothing more will happen."""
     while not stop.wait(poll_s):
-        alive = panel()
-        if alive is None or not alive.look():
+        current = panel()
+        if current is None or not current.look():
             return
-        del alive
+        del current
 
 
 def _end(stop: threading.Event, box: ipywidgets.Widget) -> None:
-    """Stop the thread and take every widget out of ipywidgets' own register, which would keep them for ever."""
+    """Stop the thread and remove every widget from ipywidgets' registry, which would keep them forever."""
     stop.set()
-    left = [box]
-    while left:
-        widget = left.pop()
-        left += [
+    open_widgets = [box]
+    while open_widgets:
+        widget = open_widgets.pop()
+        open_widgets += [
             *getattr(widget, "children", ()),
             *filter(None, (getattr(widget, "layout", None), getattr(widget, "style", None))),
         ]
         widget.close()
 
 
-def _see_to(runs: Sequence[RunDirectory], panel: weakref.ref[Panel]) -> None:
-    """End runs, with whatever that takes: all are asked first, so that none is started while another is waited for."""
-    for end in (RunDirectory.request_cancel, lambda run, by: cancel_run(run, by=by)):
+def _cancel_runs(runs: Sequence[RunDirectory], panel: weakref.ref[Panel]) -> None:
+    """Cancel runs; all are requested first, so that none is started while another is waited for."""
+    for cancel in (RunDirectory.request_cancel, lambda run, by: cancel_run(run, by=by)):
         for run in runs:
             try:
-                end(run, "a panel in a notebook")
+                cancel(run, "a panel in a notebook")
             except Exception as error:
-                _tell(panel(), f"{run.path.name} could not be cancelled. {type(error).__name__}: {error}")
+                _report_error(panel(), f"{run.path.name} could not be cancelled. {type(error).__name__}: {error}")
 
 
 def _weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
-    """A callback that keeps nothing alive, and that says in the panel what goes wrong."""
-    held = weakref.WeakMethod(method)
+    """Return a callback that keeps nothing alive, and that shows its errors in the panel."""
+    reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
-        alive = held()
-        if alive is None:
+        bound = reference()
+        if bound is None:
             return
-        _tell(alive.__self__, "")
+        _report_error(bound.__self__, "")
         try:
-            alive(*first, *arguments)
+            bound(*first, *arguments)
         except Exception as error:
-            _tell(alive.__self__, f"{type(error).__name__}: {error}")
+            _report_error(bound.__self__, f"{type(error).__name__}: {error}")
 
     return call
 
 
-def _tell(panel: Panel | None, trouble: str) -> None:
-    """Say what went wrong with a button or a choice, until the next one."""
+def _report_error(panel: Panel | None, message: str) -> None:
+    """Show the error of a button or a choice, until the next one."""
     if panel is not None:
-        panel._trouble_of_buttons = trouble
-        if trouble:
+        panel._button_error = message
+        if message:
             panel.look()
 
 
@@ -361,19 +361,19 @@ def _log_markup(log: LogTail) -> Markup:
     return tag("pre", head, text)
 
 
-# ---- what is meant by a target ----------------------------------------------------------------------------
+# ---- targets ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a panel is about.
+    """Runs of a panel.
 
     Attributes:
-        what: name of the whole.
-        runs: what to follow.
-        began_ns: when they were launched, in nanoseconds since 1970; 0 if nobody wrote it down.
-        command: what cancels them from a terminal.
-        unreadable: what should be there and cannot be opened, each in a line.
+        what: their common name.
+        runs: runs to follow.
+        began_ns: their launch, in nanoseconds since 1970; 0 if not recorded.
+        command: command that cancels them from a terminal.
+        unreadable: runs that cannot be opened, a line each.
     """
 
     what: str
@@ -397,21 +397,21 @@ def _subject(target: Any) -> _Subject:
         return _Subject(target.path.name, [target], 0, _command(target.path))
     if not isinstance(target, str | Path):
         return _several([_subject(each) for each in target])
-    found = look_up(target)
-    if found.experiment is None:
-        return _subject(found.opened()[0])
-    runs_dir = found.experiment / "runs"
+    match = look_up(target)
+    if match.experiment is None:
+        return _subject(match.opened()[0])
+    runs_dir = match.experiment / "runs"
     record = read_record(runs_dir)
-    shown = found.runs
+    shown = match.runs
     if record is not None:
         order = list(record["latest"].values())
-        launched = [each for each in found.runs if each.path.name in order]
+        launched = [each for each in match.runs if each.path.name in order]
         shown = tuple(sorted(launched, key=lambda each: order.index(each.path.name))) or shown
     return _Subject(
-        found.experiment.name,
+        match.experiment.name,
         [each.run for each in shown if each.run is not None],
         record["created_ns"] if record else 0,
-        _command(found.experiment),
+        _command(match.experiment),
         tuple(f"{each.path.name}: {each.problem}" for each in shown if each.run is None),
     )
 
@@ -436,10 +436,10 @@ def _several(parts: Sequence[_Subject]) -> _Subject:
 
 
 def _command(folder: Path) -> str:
-    """What to type at the project's root."""
+    """Return the cancel command, for the project's root."""
     project = project_root()
     if folder.parent == project / "experiments":
-        asked = folder.name
+        name = folder.name
     else:
-        asked = str(folder.relative_to(project) if folder.is_relative_to(project) else folder)
-    return shlex.join(["workbench", "cancel", asked])
+        name = str(folder.relative_to(project) if folder.is_relative_to(project) else folder)
+    return shlex.join(["workbench", "cancel", name])

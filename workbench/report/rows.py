@@ -1,6 +1,6 @@
 """Trials as markup: a row for each, the same in a live panel and in a static page.
 
-A state is said by a sign and a word; its hue only repeats them. Colours are JupyterLab's own variables, so rows read
+A state is shown by a sign and a word; its hue only repeats them. Colours are JupyterLab's own variables, so rows read
 well in its light and dark themes, with a fallback for pages that have no such theme.
 """
 
@@ -18,22 +18,22 @@ from workbench.report.trial import GONE, Trial, duration, last, left
 STYLE_SHEET = Path(__file__).with_name("live.css")
 
 SIGNS = {"pending": "…", "running": "▸", "succeeded": "✓", "failed": "✕", "cancelled": "⊘", "lost": "?", GONE: "−"}
-"""State -> the sign that says it without a hue."""
+"""State -> its sign, which needs no hue."""
 
 
 def live_style() -> Markup:
-    """The style sheet of everything here; it touches nothing outside elements of class ``workbench-live``."""
+    """Return the style sheet of this module; it applies only inside elements of class ``workbench-live``."""
     return Markup(STYLE_SHEET.read_text(encoding="utf8"))
 
 
 def chip(state: str) -> Markup:
-    """A state as a small label: sign, word, hue."""
+    """Return a state as a small label: sign, word, hue."""
     known = state if state in SIGNS else GONE
     return tag("span", tag("span", SIGNS[known], class_="sign", aria_hidden="true"), " ", state, class_=f"chip {known}")
 
 
 def heading(what: str, trials: Sequence[Trial], elapsed_s: float | None) -> Markup:
-    """What the trials belong to, how many are in which state, and for how long they have been at it."""
+    """Return the heading of trials: their experiment, the number in each state, and the elapsed time."""
     count = Counter(trial.state for trial in trials)
     order = [*STATES, GONE]
     states = [tag("span", chip(state), f" {count[state]}") for state in order if count[state]]
@@ -48,22 +48,22 @@ def heading(what: str, trials: Sequence[Trial], elapsed_s: float | None) -> Mark
 
 
 def shared_place(trials: Sequence[Trial]) -> str:
-    """Where all of them run though something else was asked for; "" if they differ. The heading says it for all."""
+    """Return where all of them run if that is not the requested place, for the heading; "" if they differ."""
     places = {trial.place for trial in trials}
     return places.pop() if len(trials) > 1 and len(places) == 1 else ""
 
 
 def column_heads() -> Markup:
-    """The heads of the columns of `row`."""
+    """Return the heads of the columns of `row`."""
     heads = ("trial", "state", "steps", "loss", "gradient norm", "time")
     return tag("div", [tag("span", head) for head in heads], class_="trial heads")
 
 
 def row(trial: Trial, *, said_once: str = "") -> Markup:
-    """One trial: name, state, progress, loss and gradient norm, time, and below them what there is to say.
+    """Return one trial: name, state, progress, loss and gradient norm, time, and notes below them.
 
     Args:
-        trial: to draw.
+        trial: trial to draw.
         said_once: the place that the heading names already.
     """
     reward = f"reward {sparkline_text(trial.reward)} {last(trial.reward)}" if trial.reward else ""
@@ -97,7 +97,7 @@ def row(trial: Trial, *, said_once: str = "") -> Markup:
 def table_of(
     what: str, trials: Iterable[Trial], elapsed_s: float | None = None, *, more: Markup | None = None
 ) -> Markup:
-    """All of it as a page without life: heading, rows, and whatever comes below them."""
+    """Return trials as static markup: heading, rows, and further markup below them."""
     shown = list(trials)
     said_once = shared_place(shown)
     return tag(

@@ -1,6 +1,6 @@
-"""What online runs sampled, read from their folders and made small enough to be kept beside a comparison.
+"""Completions of online runs, read from their folders and reduced to what is saved next to a comparison.
 
-Letters: S tokens of what was sampled.
+Letters: S sampled tokens.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from workbench.records.directory import RunDirectory, from_json
 from workbench.rollouts.files import load
 
 Answers = list[tuple[int, ...]]
-"""Vocabulary ids of each document, prompt and answer."""
+"""Vocabulary ids of each document, prompt and completion."""
 
 
 def succeeded(comparison: Comparison) -> list[Configuration]:
-    """The configurations of an ablation of which no run may be missing.
+    """Return the configurations of an ablation; no run may be missing.
 
     Raises:
         RecordError: one failed.
@@ -39,7 +39,7 @@ def succeeded(comparison: Comparison) -> list[Configuration]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A record of measurements.
+    """Read a record of measurements.
 
     Raises:
         RecordError: missing or damaged.
@@ -56,10 +56,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def run_of(experiment: Path, configuration: Configuration) -> RunDirectory:
-    """The run directory of a configuration.
+    """Open the run directory of a configuration.
 
     Raises:
-        RecordError: it failed, or is not there any more.
+        RecordError: it failed, or no longer exists.
     """
     if configuration.state != "succeeded" or not (experiment / configuration.run).is_dir():
         raise RecordError(
@@ -72,17 +72,17 @@ def run_of(experiment: Path, configuration: Configuration) -> RunDirectory:
 
 
 def answers_of(run: RunDirectory, step: int) -> Answers:
-    """What a run sampled for a step; it recorded its tokens.
+    """Read what a run sampled for a step.
 
     Raises:
-        RecordError: it did not.
+        RecordError: the run recorded no tokens.
     """
     batch = load(run.path / "rollouts" / f"step{step:04d}")
     return [tuple(tokens.tolist()) for tokens in torch.split(batch.tokens_T, batch.lengths_N.tolist())]
 
 
 def share_alike(answers: Answers, others: Answers) -> float:
-    """The share of documents that are the same token for token.
+    """Return the share of documents that are the same token for token.
 
     Example:
         >>> share_alike([(1, 2), (3,)], [(1, 2), (4,)])
@@ -92,7 +92,7 @@ def share_alike(answers: Answers, others: Answers) -> float:
 
 
 def digest(answers: Answers) -> str:
-    """Sixteen hex digits that say what was sampled.
+    """Return sixteen hex digits that identify what was sampled.
 
     Example:
         >>> digest([(1, 2), (3,)]) == digest([(1,), (2, 3)])
@@ -102,7 +102,7 @@ def digest(answers: Answers) -> str:
 
 
 def log_ratios(run: RunDirectory, step: int = 0) -> Tensor:
-    """Log-probability under the policy less that under the old one, of each trained token.
+    """Return the log-probability under the policy minus that under the old one, of each trained token.
 
     Shapes: [S]. Units: nats, float64.
 
@@ -114,7 +114,7 @@ def log_ratios(run: RunDirectory, step: int = 0) -> Tensor:
 
 
 def shares_beyond(distances_S: Tensor, bounds: Sequence[float]) -> list[float]:
-    """The share of tokens at which a distance is more than each bound.
+    """Return the share of tokens whose distance is above each bound.
 
     Example:
         >>> shares_beyond(torch.tensor([0.5, 2.0]), [0.1, 1.0, 2.0])

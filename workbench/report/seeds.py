@@ -18,9 +18,9 @@ SAID = (
 
 
 def seeds_by_step(comparison: Comparison) -> Figure:
-    """Loss and gradient norm by step: the mean over seeds as a line, one standard deviation to each side as a band."""
-    found = seed_groups(comparison)
-    if not found:
+    """Draw loss and gradient norm by step: the mean over seeds as a line, ± one standard deviation as a band."""
+    groups = seed_groups(comparison)
+    if not groups:
         figure = style.chart(1.2)
         style.note(figure, "no configuration was run with several seeds")
         return figure
@@ -33,17 +33,17 @@ def seeds_by_step(comparison: Comparison) -> Figure:
                 [record["step"] for record in c.steps if record.get(key) is not None],
                 [record[key] for record in c.steps if record.get(key) is not None],
             )
-            for group in found
+            for group in groups
             for c in group.members
         }
         lost = mark_not_finite(
             axes,
             recorded,
-            {c.name: _color(place) for place, group in enumerate(found) for c in group.members},
+            {c.name: _color(place) for place, group in enumerate(groups) for c in group.members},
             characters=65,
         )
         style.tidy(axes, title=title, x="\n".join(["optimizer step", *lost]))
-        for place, group in enumerate(found):
+        for place, group in enumerate(groups):
             drawn = {
                 c.name: {step: style.drawable(value) for step, value in zip(*recorded[c.name], strict=True)}
                 for c in group.members
@@ -74,7 +74,7 @@ def seeds_by_step(comparison: Comparison) -> Figure:
                 alpha=0.18,
                 linewidth=0,
             )
-        style.step_ticks(axes.xaxis, (step for group in found for step in group.by_step(key)))
+        style.step_ticks(axes.xaxis, (step for group in groups for step in group.by_step(key)))
         style.plain_ticks(axes.yaxis)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=7.5, ncols=2)
@@ -86,7 +86,7 @@ def _color(place: int) -> str:
 
 
 def seeds_table(comparison: Comparison) -> Markup:
-    """A row for each configuration of several seeds."""
+    """Tabulate configurations of several seeds, a row each."""
     return join(
         [
             tag("p", SAID),
@@ -101,12 +101,12 @@ def seeds_table(comparison: Comparison) -> Markup:
 
 def _row(group: SeedGroup) -> list[object]:
     verdicts = [c.verdict for c in group.members]
-    said = ", ".join(f"{verdicts.count(verdict)} × {verdict}" for verdict in dict.fromkeys(verdicts))
+    counts = ", ".join(f"{verdicts.count(verdict)} × {verdict}" for verdict in dict.fromkeys(verdicts))
     worst = [s for s in map(worst_share, group.members) if s is not None]
     return [
         tag("code", group.name),
         " · ".join(group.seeds),
-        said,
+        counts,
         _spread(group, LOSS),
         _spread(group, GRADIENT_NORM),
         share(max(worst)) if worst else NONE,
@@ -114,7 +114,7 @@ def _row(group: SeedGroup) -> list[object]:
 
 
 def _spread(group: SeedGroup, key: str) -> str:
-    """The spread of a metric in the last step; of identical runs the value alone: one draw has no spread."""
+    """Return the spread of a metric in the last step; of identical runs the value alone: one draw has no spread."""
     last = _last(group, key)
     if last.count and group.all_identical:
         return f"{significant(last.mean)} (identical runs)"
@@ -133,7 +133,7 @@ def _last(group: SeedGroup, key: str) -> Spread:
 
 
 def spread_text(spread: Spread) -> str:
-    """Mean ± deviation and the range, in one line.
+    """Format mean ± deviation and the range, in one line.
 
     Example:
         >>> spread_text(Spread.of([1.0, 2.0, 3.0]))

@@ -1,4 +1,4 @@
-"""The verdicts where a researcher works: a table in a notebook, and the same as text elsewhere."""
+"""The verdicts as a table in a notebook, and as text elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.report.summary import answer, failure_line, summary_table, tiles,
 
 
 def show(comparison: Comparison) -> None:
-    """Show the verdicts: HTML in a notebook, and its plain-text twin in a terminal.
+    """Show the verdicts: HTML in a notebook, and the same as plain text in a terminal.
 
     Example:
         >>> show(comparison)   # doctest: +SKIP
@@ -28,7 +28,7 @@ def show(comparison: Comparison) -> None:
 
 
 def as_html(comparison: Comparison) -> str:
-    """The head of the report page as a fragment whose style touches nothing outside it."""
+    """Return the head of the report page as a fragment with scoped style."""
     return tag(
         "div",
         tag("style", verdict_style()),
@@ -40,7 +40,7 @@ def as_html(comparison: Comparison) -> str:
 
 
 def as_text(comparison: Comparison) -> str:
-    """One line a configuration: sign, name, verdict, relative error, distance over budget, factor, first difference.
+    """Return a line per configuration: sign, name, verdict, relative error, distance over budget, factor and more.
 
     Example:
         >>> print(as_text(comparison))   # doctest: +SKIP
@@ -74,7 +74,7 @@ def as_text(comparison: Comparison) -> str:
 
 
 def _display(data: dict[str, str]) -> None:
-    """Hand over one thing in several formats."""
+    """Display one object in several formats."""
     from IPython.display import display
 
     display(data, raw=True)

@@ -1,7 +1,7 @@
 """Sparklines: a series in the space of a word, as inline SVG and as text.
 
-The drawing is scaled to the finite values. What is not finite is a gap with a cross in it, so that a run that breaks
-does not look like one that rests. The same values give the same bytes.
+The drawing is scaled to the finite values. A value that is not finite is a gap with a cross in it, so that a run that
+diverges does not look like a constant one. The same values give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from workbench.report.markup import Markup, tag
 from workbench.report.numbers import significant
 
 WIDTH, HEIGHT = 80.0, 20.0
-"""Of the drawing, in its own units (pixels at its natural size)."""
+"""Size of the drawing, in its own units (pixels at its natural size)."""
 
 _EDGE = 2.0  # room for the line's own width and for the crosses
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Iterable[float | None], *, label: str) -> Markup:
-    """The series as an SVG element whose ink is the text colour around it.
+    """Draw the series as an SVG element in the colour of the text around it.
 
     Args:
         values: in order; None, NaN and infinities are drawn as crosses in a gap.
-        label: what the values are; screen readers and the tooltip get it with the number of values and the last one.
+        label: name of the values; screen readers and the tooltip get it with a summary.
 
     Example:
         >>> sparkline([1.0, 3.0, 2.0], label="loss")   # doctest: +SKIP
         '<svg class="sparkline" role="img" ...'
     """
     series = [math.nan if value is None else float(value) for value in values]
-    said = f"{label}: {summary(series)}"
+    description = f"{label}: {summary(series)}"
     return tag(
         "svg",
-        tag("title", said),
+        tag("title", description),
         _lines(_thinned(series)),
         class_="sparkline",
         role="img",
-        aria_label=said,
+        aria_label=description,
         viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
         width=f"{WIDTH:g}",
         height=f"{HEIGHT:g}",
@@ -46,7 +46,7 @@ def sparkline(values: Iterable[float | None], *, label: str) -> Markup:
 
 
 def sparkline_text(values: Iterable[float | None], *, width: int = 12) -> str:
-    """The last values as one letter each.
+    """Draw the last values as one character each.
 
     Example:
         >>> sparkline_text([1.0, 3.0, float("nan"), 2.0])
@@ -60,7 +60,7 @@ def sparkline_text(values: Iterable[float | None], *, width: int = 12) -> str:
 
 
 def summary(values: Sequence[float]) -> str:
-    """How many values, the last one, the range of the finite ones, and how many are not.
+    """Describe a series: number of values, the last one, the range of the finite ones, and the number of others.
 
     Example:
         >>> summary([1.0, float("nan"), 2.0])
@@ -68,17 +68,17 @@ def summary(values: Sequence[float]) -> str:
     """
     if not values:
         return "no values yet"
-    said = [f"{len(values)} value{'s' if len(values) > 1 else ''}", f"last {significant(values[-1])}"]
+    parts = [f"{len(values)} value{'s' if len(values) > 1 else ''}", f"last {significant(values[-1])}"]
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) > 1:
-        said.append(f"from {significant(min(finite))} to {significant(max(finite))}")
+        parts.append(f"from {significant(min(finite))} to {significant(max(finite))}")
     if lost := len(values) - len(finite):
-        said.append(f"{lost} not finite")
-    return ", ".join(said)
+        parts.append(f"{lost} not finite")
+    return ", ".join(parts)
 
 
 def _lines(points: Sequence[tuple[float, float]]) -> list[Markup]:
-    """Lines through neighbours that are finite, a dot for one that stands alone, a cross for what is not finite."""
+    """Draw lines through finite neighbours, a dot for an isolated value, and a cross for one that is not finite."""
     place = _scale([value for _, value in points])
     pieces: list[list[str]] = [[]]
     crosses = []
@@ -110,23 +110,23 @@ def _lines(points: Sequence[tuple[float, float]]) -> list[Markup]:
 
 
 def _thinned(series: Sequence[float]) -> list[tuple[float, float]]:
-    """(share of the width, value) of at most some 200 points: of each bucket the lowest, the highest and a lost one.
+    """Return (share of the width, value) of at most 200 points: per bucket the lowest, the highest and a lost one.
 
-    A spike of one step is seen however long the series is, and so is a value that is not finite.
+    A spike of one step stays visible however long the series is, and so does a value that is not finite.
     """
     last = max(len(series) - 1, 1)
     if len(series) <= 2 * WIDTH:
         return [(index / last, value) for index, value in enumerate(series)]
-    kept: set[int] = {0, len(series) - 1}
+    indices: set[int] = {0, len(series) - 1}
     buckets = int(WIDTH / 2)
     for bucket in range(buckets):
         inside = range(bucket * len(series) // buckets, (bucket + 1) * len(series) // buckets)
         finite = [index for index in inside if math.isfinite(series[index])]
         lost = [index for index in inside if not math.isfinite(series[index])]
-        kept.update(lost[:1])
+        indices.update(lost[:1])
         if finite:
-            kept.update((min(finite, key=series.__getitem__), max(finite, key=series.__getitem__)))
-    return [(index / last, series[index]) for index in sorted(kept)]
+            indices.update((min(finite, key=series.__getitem__), max(finite, key=series.__getitem__)))
+    return [(index / last, series[index]) for index in sorted(indices)]
 
 
 def _scale(series: Sequence[float]) -> Callable[[float], float]:

@@ -1,4 +1,4 @@
-"""One look for every figure: calm ink, petroff10 hues, and a marker and a dash beside each hue.
+"""One style for every figure: calm ink, petroff10 hues, and a marker and a dash for each hue.
 
 Figures are made with matplotlib's object interface, so drawing one changes nothing outside it. The colours of
 `THEME` are replaced by CSS variables when a figure goes into the report page, which is how one drawing reads
@@ -42,7 +42,7 @@ WIDTH_INCHES = 10.0
 
 @dataclass(frozen=True)
 class VerdictStyle:
-    """How one verdict looks: a hue, and a sign that says the same without it."""
+    """Style of one verdict: a hue, and a sign for when the hue is not visible."""
 
     name: str
     sign: str
@@ -81,20 +81,20 @@ NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 class Chart(Figure):
-    """A matplotlib figure that a notebook shows as SVG, without pyplot and without its state."""
+    """A matplotlib figure that a notebook shows as SVG, without pyplot and its global state."""
 
     def _repr_svg_(self) -> str:
         return svg_text(self)
 
 
 def chart(height_inches: float, *, width_inches: float = WIDTH_INCHES) -> Chart:
-    """An empty figure in the house style, laid out by matplotlib's constrained layout."""
+    """Return an empty figure in this style, with matplotlib's constrained layout."""
     with rc_context(RC):
         return Chart(figsize=(width_inches, height_inches), layout="constrained", facecolor="#ffffff")
 
 
 def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "y") -> Axes:
-    """Strip an axes to what carries meaning; the y label stands above, to be read without tilting."""
+    """Strip an axes to the essentials; the y label is horizontal, above the axes."""
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(side == "bottom")
         axes.spines[side].set_color(LINE)
@@ -132,7 +132,7 @@ def plain_ticks(axis: Any, digits: int = 3) -> None:
 
 
 def step_ticks(axis: Any, steps: Iterable[int]) -> None:
-    """A tick for every step while they are few, and round numbers among many."""
+    """Set a tick for every step while they are few, and round numbers otherwise."""
     ticks = sorted(set(steps))
     if len(ticks) > 16:
         axis.set_major_locator(MaxNLocator(5, integer=True))
@@ -144,28 +144,28 @@ class DecadesAroundZero(Locator):
     """Ticks of an asinh axis: 0 and powers of ten on both sides, none so near to the last that labels touch.
 
     Args:
-        linear_width: of the axis' scale.
+        linear_width: linear width of the axis' scale.
     """
 
     def __init__(self, linear_width: float) -> None:
         self.linear_width = linear_width
 
     def __call__(self) -> list[float]:
-        """The ticks of the axis as it is."""
+        """Return the ticks of the current view."""
         return self.tick_values(*self.axis.get_view_interval())
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
-        """The ticks between two ends."""
+        """Return the ticks between two ends."""
 
         def place(value: float) -> float:
             return math.asinh(value / self.linear_width)
 
-        room = (place(vmax) - place(vmin)) / 14
+        spacing = (place(vmax) - place(vmin)) / 14
         ticks, lowest = [0.0], math.floor(math.log10(self.linear_width))
         for sign, end in ((1, vmax), (-1, -vmin)):
             last, highest = 0.0, math.floor(math.log10(end)) if end > 0 else lowest - 1
             for value in (10.0**exponent for exponent in range(lowest, highest + 1)):
-                if place(value) >= last + room:
+                if place(value) >= last + spacing:
                     last = place(value)
                     ticks.append(sign * value)
         return sorted(ticks)
@@ -176,7 +176,7 @@ HUGE, TINY = 1e100, 1e-100
 
 
 def drawable(value: Any) -> float:
-    """A value as it can be placed on an axis: NaN where it cannot, as of infinities and None.
+    """Return a value as it is placed on an axis; NaN for infinities, None and all beyond `HUGE`.
 
     Example:
         >>> drawable(0.5), drawable(float("inf")), drawable(1e300), drawable(None), drawable(1e-300)
@@ -188,17 +188,17 @@ def drawable(value: Any) -> float:
 
 
 def note(figure: Figure, text: str) -> None:
-    """Say in the middle of an empty figure why it is empty."""
+    """Write into the middle of an empty figure why it is empty."""
     figure.text(0.5, 0.5, text, ha="center", va="center", color=MUTED, fontsize=9)
 
 
 def svg_text(figure: Figure, *, transparent: bool = False, outlines: bool = False) -> str:
-    """The figure as SVG: the same figure gives the same bytes.
+    """Render the figure as SVG; the same figure gives the same bytes.
 
     Args:
-        figure: what to draw.
+        figure: the figure.
         transparent: leave out the white ground.
-        outlines: draw letters as curves, for places where fonts cannot be counted on; else text stays text.
+        outlines: draw letters as curves, where fonts may be missing; else text stays text.
     """
     buffer = io.StringIO()
     with rc_context(RC | {"svg.fonttype": "path" if outlines else "none"}):
@@ -207,7 +207,7 @@ def svg_text(figure: Figure, *, transparent: bool = False, outlines: bool = Fals
 
 
 def inline_svg(figure: Figure, *, prefix: str) -> str:
-    """The figure as an SVG element for an HTML page.
+    """Render the figure as an SVG element for an HTML page.
 
     Every id begins with ``prefix``, so that two figures on one page never share a marker or a clip path. The
     colours of `THEME` become CSS variables. Nothing in it names an address.
@@ -225,7 +225,7 @@ def inline_svg(figure: Figure, *, prefix: str) -> str:
 
 
 def save_svg(figure: Figure, path: Path) -> Path:
-    """Write the figure as an SVG file of its own, letters as curves."""
+    """Write the figure as an SVG file, letters as curves."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(svg_text(figure, outlines=True), encoding="utf8")
     return path
@@ -235,9 +235,9 @@ PANELS_A_ROW = 6
 
 
 def panels(figure: Figure, count: int, *, ratios: Sequence[float] | None = None, **how: Any) -> list[Axes]:
-    """So many axes, in rows of at most `PANELS_A_ROW`."""
+    """Add so many axes to a figure, in rows of at most `PANELS_A_ROW`."""
     columns = min(count, PANELS_A_ROW)
-    made = figure.subplots(-(-count // columns), columns, squeeze=False, width_ratios=ratios, **how).flatten()
-    for unused in made[count:]:
+    axes = figure.subplots(-(-count // columns), columns, squeeze=False, width_ratios=ratios, **how).flatten()
+    for unused in axes[count:]:
         unused.set_visible(False)
-    return list(made[:count])
+    return list(axes[:count])

@@ -1,4 +1,4 @@
-"""The verdicts at a glance: what heads the report page, and what `show` puts into a notebook."""
+"""The verdicts at a glance: the head of the report page, and the output of `show` in a notebook."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from workbench.report.style import VERDICT_STYLES
 
 STYLE_SHEET = Path(__file__).with_name("verdicts.css")
 COLUMNS = 6
-"""Of the summary."""
+"""Columns of the summary."""
 
 
 def verdict_style() -> Markup:
-    """The style sheet of everything here; it touches nothing outside elements of class ``workbench``."""
+    """Return the style sheet of this module; it applies only inside elements of class ``workbench``."""
     return Markup(STYLE_SHEET.read_text(encoding="utf8"))
 
 
 def answer(comparison: Comparison) -> str:
-    """The outcome in one or two sentences, counted, with known faults told apart from surprises.
+    """Summarize the verdicts in sentences, by number, with known faults apart from surprises.
 
     Example:
         >>> answer(comparison)   # doctest: +SKIP
@@ -43,13 +43,13 @@ def answer(comparison: Comparison) -> str:
     """
     judged = [c for c in comparison.configurations if c.against or c.verdict == "failed"]
     count = Counter(c.verdict for c in judged)
-    kept = sum(count[verdict] for verdict in AGREEING)
+    agreeing = sum(count[verdict] for verdict in AGREEING)
     if not judged:
         return " ".join(["Every configuration is a reference: there is nothing to compare.", *_remarks(comparison)])
-    said = [
+    sentences = [
         f"1 of {len(judged)} configurations keeps the gradient of its reference."
-        if kept == 1
-        else f"{kept} of {len(judged)} configurations keep the gradient of their reference."
+        if agreeing == 1
+        else f"{agreeing} of {len(judged)} configurations keep the gradient of their reference."
     ]
     different = [c for c in judged if c.verdict == "different"]
     if different:
@@ -63,30 +63,30 @@ def answer(comparison: Comparison) -> str:
             if faulty
             else ""
         )
-        said.append(f"{len(different)} differ{'s' if len(different) == 1 else ''}{how}.")
+        sentences.append(f"{len(different)} differ{'s' if len(different) == 1 else ''}{how}.")
     if count["vacuous"]:
-        said.append(
+        sentences.append(
             f"{count['vacuous']} {'is' if count['vacuous'] == 1 else 'are'} vacuous: "
             "nothing in the batch could have shown a difference."
         )
     if count["unsound baseline"]:
-        said.append(
+        sentences.append(
             f"{count['unsound baseline']} {'has' if count['unsound baseline'] == 1 else 'have'} an unsound "
             "baseline, which is not finite or too far from the truth to judge by."
         )
     weak = [c for c in judged if warnings(c)]
     if weak:
-        said.append(f"Weak evidence for {len(weak)}: {warnings(weak[0])[0]}.")
+        sentences.append(f"Weak evidence for {len(weak)}: {warnings(weak[0])[0]}.")
     if count["failed"]:
-        said.append(f"{count['failed']} failed and {'has' if count['failed'] == 1 else 'have'} no verdict.")
+        sentences.append(f"{count['failed']} failed and {'has' if count['failed'] == 1 else 'have'} no verdict.")
     unseen = [c.name for c in judged if faults_of(c) and c.verdict in AGREEING]
     if unseen:
-        said.append(f"Not seen, although a fault was switched on: {', '.join(unseen)}.")
-    return " ".join([*said, *_remarks(comparison)])
+        sentences.append(f"Not seen, although a fault was switched on: {', '.join(unseen)}.")
+    return " ".join([*sentences, *_remarks(comparison)])
 
 
 def _remarks(comparison: Comparison) -> list[str]:
-    """Sentences on runs that diverged and on seeds that drew nothing."""
+    """Return sentences on runs that diverged and on seeds without effect."""
     steps = [step for c in comparison.configurations if (step := diverged_step(c)) is not None]
     first = f"{'at' if len(steps) == 1 else 'the first at'} step {min(steps)}" if steps else ""
     sentences = [f"{len(steps)} of {len(comparison.configurations)} runs diverged, {first}."] if steps else []
@@ -94,15 +94,15 @@ def _remarks(comparison: Comparison) -> list[str]:
 
 
 def chip(verdict: str) -> Markup:
-    """The verdict as a small label with a sign, a word and a hue."""
+    """Return the verdict as a small label with a sign, a word and a hue."""
     look = VERDICT_STYLES[verdict]
     return tag("span", tag("span", look.sign, aria_hidden="true"), " ", verdict, class_=f"chip {look.name}")
 
 
 def tiles(comparison: Comparison) -> Markup:
-    """One tile a configuration, in the order of the summary, each a way to its row."""
+    """Return a tile per configuration, in the order of the summary, each a link to its row."""
     ordered = [c for members in groups(comparison).values() for c in members]
-    made = [
+    links = [
         tag(
             "a",
             VERDICT_STYLES[c.verdict].sign,
@@ -114,16 +114,16 @@ def tiles(comparison: Comparison) -> Markup:
     ]
     count = Counter(c.verdict for c in ordered)
     legend = [tag("li", chip(verdict), f" {count[verdict]}") for verdict in VERDICT_STYLES if count[verdict]]
-    return tag("div", tag("p", made, class_="tiles"), tag("ul", legend, class_="tally"), class_="overview")
+    return tag("div", tag("p", links, class_="tiles"), tag("ul", legend, class_="tally"), class_="overview")
 
 
 def anchor(comparison: Comparison, configuration: Configuration) -> str:
-    """The id of a configuration's row: a number, whatever its name is."""
+    """Return the id of a configuration's row: a number, so that any name is valid."""
     return f"configuration-{comparison.configurations.index(configuration)}"
 
 
 def summary_table(comparison: Comparison) -> Markup:
-    """A row for each configuration, under the reference that it is held against."""
+    """Tabulate the configurations, each under the reference that it is compared with."""
     shares = {c.name: worst_share(c) for c in comparison.configurations}
     scale, differing = _Scale([s for s in shares.values() if s]), differing_settings(comparison)
     seen = {c.name: could_have_seen(c) for c in comparison.configurations if c.run or c.steps}
@@ -167,30 +167,30 @@ def summary_table(comparison: Comparison) -> Markup:
 
 
 def shared_note(comparison: Comparison) -> str:
-    """The note on the device that every run has, which is said once and marks no row; "" if they differ."""
+    """Return the note on the device that all runs share, which is shown once and marks no row; "" if they differ."""
     notes = {c.device_note for c in comparison.configurations if c.run}
     return notes.pop() if len(notes) == 1 else ""
 
 
 def faults_of(configuration: Configuration) -> list[str]:
-    """The known bugs that were switched on."""
+    """Return the faults that were switched on."""
     return list(configuration.settings.get("faults") or [])
 
 
 def failure_line(configuration: Configuration) -> str:
-    """Rank and exception of a failure, as far as they are known."""
+    """Return rank and exception of a failure, as far as they are known."""
     failure = configuration.failure or {}
     rank = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
     return f"{rank}{failure.get('exception') or configuration.state}"
 
 
 def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief: bool = False) -> Markup:
-    """Layout, precision, ranks and device; marked, in words unless brief, where it ran elsewhere than others did."""
+    """Return layout, precision, ranks and device; with a note, or a mark if brief, if it ran elsewhere than others."""
     ranks = configuration.world_size
     settings = configuration.settings
-    words = [layout_of(settings)] if "layout" in settings else []
-    words += [settings["precision"]] if "precision" in settings else []
-    text = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''} on {configuration.device}"])
+    parts = [layout_of(settings)] if "layout" in settings else []
+    parts += [settings["precision"]] if "precision" in settings else []
+    text = " · ".join([*parts, f"{ranks} rank{'s' if ranks > 1 else ''} on {configuration.device}"])
     note = configuration.device_note
     if note in ("", shared_note(comparison)):
         return tag("span", text, class_="where")
@@ -199,7 +199,7 @@ def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief:
 
 
 def _remarks_on(c: Configuration, seen: str) -> list[Markup]:
-    """What limits a verdict: it stands below its row. Of a reference only what it could have seen."""
+    """Return what limits a verdict, for below its row; of a reference only what it could have seen."""
     texts = [
         declaration(c) if c.against else "",
         f"could have seen: {seen}" if seen else "",
@@ -273,14 +273,14 @@ class _Scale:
         self.low = min(-1, math.floor(math.log10(min(finite, default=0.1)) - 0.2), -math.ceil(self.high / 3))
 
     def place(self, value: float) -> float:
-        """Per cent of the width; anything below the scale is at its left end, and infinity at its right."""
+        """Return per cent of the width; anything below the scale is at its left end, and infinity at its right."""
         if value <= 0:
             return 0.0
         position = self.high if math.isinf(value) else math.log10(value)
         return round(100 * (position - self.low) / (self.high - self.low), 2)
 
     def bar(self, value: float, name: str) -> Markup:
-        """A bar that ends at the value, and a tick where the budget is."""
+        """Return a bar that ends at the value, and a tick where the budget is."""
         return tag(
             "span",
             tag("i", class_=f"fill {name}", style=f"width:{self.place(value)}%"),
@@ -290,7 +290,7 @@ class _Scale:
         )
 
     def labels(self) -> Markup:
-        """The budget, and the end of the scale that is farther from it: the other one would collide with it."""
+        """Return the budget, and the end of the scale that is farther from it: the other one would collide with it."""
         low = tag("i", power_of_ten(self.low), style="left:0") if self.place(1) > 52 else None
         high = tag("i", power_of_ten(self.high), style="right:0") if self.place(1) <= 52 else None
         return tag(

@@ -1,7 +1,7 @@
-"""A run as a person follows it: read from its directory, a little at a time.
+"""A run that is followed: read incrementally from its directory.
 
-A `TrialReader` asks the disk only for what is new: step records from where it stopped, the state while the run goes
-on, and of a run that has ended no more than whether its state file is still the same.
+A `TrialReader` reads only what is new: step records from where it stopped, the state while the run is in progress, and
+of a run that has ended only whether its state file has changed.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from workbench.report.sparkline import sparkline_text
 LOSS, GRADIENT_NORM, REWARD = "loss/total/sum", "gradient/norm/global", "reward/all/mean"
 
 GONE = "gone"
-"""The state, so to say, of a run whose directory is not there any more."""
+"""State of a run whose directory no longer exists."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a panel shows of one run. Equal values look the same.
+    """One run as a panel shows it. Equal values look the same.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         folder: name of its directory.
         state: pending, running, succeeded, failed, cancelled, lost; or `GONE`.
         steps_done: optimizer steps recorded so far.
         steps: optimizer steps in all.
         ranks: its world size.
-        loss: of each step, as recorded; None where a step recorded none.
+        loss: loss of each step, as recorded; None where a step recorded none.
         gradient_norm: likewise, the global one.
-        seconds: since its ranks said running, whole while it runs; None before.
-        reward: mean of each step's sampling, of a run that samples its own rollouts.
-        seconds_left: that it will take yet, whole, while it runs and enough steps have ended; None otherwise.
-        note: what it waits for, or why it failed; "" if there is nothing to say.
-        place: where it runs if that is not as asked, and why; "" otherwise.
-        created_ns: when it was asked for, in nanoseconds since 1970; 0 if unknown.
-        ended_ns: likewise when it ended; 0 before.
+        seconds: since its ranks started, whole while it runs; None before.
+        reward: mean reward of each step's sampling, of an online run.
+        seconds_left: estimate, whole, while it runs and enough steps have ended; None otherwise.
+        note: what it waits for, or why it failed; "" if nothing.
+        place: where it runs if not as requested, and why; "" otherwise.
+        created_ns: time of the request, in nanoseconds since 1970; 0 if unknown.
+        ended_ns: likewise its end; 0 before.
     """
 
     name: str
@@ -64,12 +64,12 @@ class Trial:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """True if nothing more will happen."""
         return self.state in ENDED or self.state == GONE
 
 
 class TrialReader:
-    """Follows one run directory.
+    """Follow one run directory.
 
     Example:
         >>> reader = TrialReader(run)   # doctest: +SKIP
@@ -87,7 +87,7 @@ class TrialReader:
         self._last = Trial(run.path.name, run.path.name, "pending", 0, run.spec.steps, ranks)
 
     def read(self) -> Trial:
-        """The run as it is now. It raises nothing: what cannot be read is said in the note."""
+        """Return the run as it is now. Never raises: read errors are reported in the note."""
         mark = _mark(self.run)
         if mark is None:
             self._last = replace(self._last, state=GONE, note="its folder was removed")
@@ -96,13 +96,13 @@ class TrialReader:
                 self._last = self._look()
                 self._mark = mark
             except WorkbenchError as error:
-                self._last = replace(self._last, note=_in_a_line(error))
+                self._last = replace(self._last, note=_one_line(error))
             except (OSError, KeyError, TypeError, ValueError) as error:
                 self._last = replace(self._last, note=f"{type(error).__name__}: {error}")
         return self._last
 
     def _look(self) -> Trial:
-        # the state first: what was recorded before the run said that it had ended is then surely seen
+        # the state first, so that no step before the end is missed
         status, state = self.run.status, self.run.state
         new = self._new_steps()
         self._pace.add(new)
@@ -131,19 +131,19 @@ class TrialReader:
         try:
             return self._tail.new()
         except WorkbenchError as error:
-            self._tail, self._damage = None, _in_a_line(error)
+            self._tail, self._damage = None, _one_line(error)
             return []
 
     def _note(self, status: str, state: dict[str, Any]) -> str:
         if status == "failed":
             failure = self.run.failure()
-            return failure_in_short(failure) if failure else "no rank said why"
+            return failure_in_short(failure) if failure else "no rank recorded a cause"
         if status == "lost":
-            return "nobody is left who could end it; launching again does what is missing"
+            return "no process is left that could end it; launch again to finish what is missing"
         if status in ENDED:
             return ""
         if self.run.cancel_requested:
-            return "cancel was asked for"
+            return "cancellation requested"
         return self._waits_for(state) if status == "pending" else ""
 
     def _waits_for(self, state: dict[str, Any]) -> str:
@@ -156,11 +156,11 @@ class TrialReader:
 
 
 def as_line(trial: Trial, *, names: int = 0) -> str:
-    """One trial in a line of text.
+    """Format one trial as a line of text.
 
     Args:
-        trial: what to say.
-        names: letters that the name gets at least, so that lines stand in columns.
+        trial: the trial.
+        names: minimum width of the name, so that lines are aligned.
 
     Example:
         >>> as_line(Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, (0.5, 0.25), (1.0, 2.0), 3.0))
@@ -179,7 +179,7 @@ def as_line(trial: Trial, *, names: int = 0) -> str:
 
 
 def left(trial: Trial) -> str:
-    """How long it will take yet, "" if that is not known.
+    """Format the estimated time left, "" if unknown.
 
     Example:
         >>> left(Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, seconds_left=75.0))
@@ -189,11 +189,11 @@ def left(trial: Trial) -> str:
 
 
 def elapsed_s(trials: Sequence[Trial], began_ns: int = 0) -> float | None:
-    """Whole seconds from the launch to the end of the last trial, or to now while one goes on.
+    """Return whole seconds from the launch to the end of the last trial, or to now while one is in progress.
 
     Args:
         trials: all of them.
-        began_ns: the launch; 0 takes the first creation.
+        began_ns: time of the launch; 0 takes the first creation.
     """
     began = began_ns or min((trial.created_ns for trial in trials if trial.created_ns), default=0)
     over = max((trial.ended_ns for trial in trials), default=0) if all(trial.ended for trial in trials) else 0
@@ -201,12 +201,12 @@ def elapsed_s(trials: Sequence[Trial], began_ns: int = 0) -> float | None:
 
 
 def last(values: Sequence[float | None]) -> str:
-    """The last value, in few digits."""
+    """Format the last value, in few digits."""
     return significant(values[-1]) if values else NONE
 
 
 def duration(seconds: float | None) -> str:
-    """A duration as a person says it.
+    """Format a duration.
 
     Example:
         >>> duration(3.0), duration(3.25), duration(75.2), duration(7260), duration(None)
@@ -223,12 +223,12 @@ def duration(seconds: float | None) -> str:
 
 
 def _mark(run: RunDirectory) -> tuple[int, ...] | None:
-    """What changes when the state is written; None if the run is not there."""
+    """Return a value that changes when the state is written; None if the run does not exist."""
     try:
-        found = (run.path / "state.json").stat()
+        stat = (run.path / "state.json").stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _seconds(status: str, state: dict[str, Any]) -> float | None:
@@ -245,9 +245,9 @@ def _place(state: dict[str, Any]) -> str:
 
 
 def _longer(values: tuple[float | None, ...], new: list[dict[str, Any]], key: str) -> tuple[float | None, ...]:
-    """The same tuple if there is nothing new, so that a comparison costs nothing."""
+    """Append new values; without any, return the same tuple, so that a comparison costs nothing."""
     return (*values, *(record.get(key) for record in new)) if new else values
 
 
-def _in_a_line(error: WorkbenchError) -> str:
+def _one_line(error: WorkbenchError) -> str:
     return f"{error.parts['asked']}: {error.parts['found']}"

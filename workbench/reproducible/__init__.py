@@ -1,7 +1,7 @@
-"""The same bits in every layout: loss, log-probabilities, gradients and what an optimizer makes of them.
+"""The same bits in every layout: loss, log-probabilities, gradients and updated weights.
 
-Everything is computed on a canonical piece (a block of tokens, a chunk of a weight) whose shape no layout changes, is
-elementwise, or is an exact sum. See the README.md beside this.
+Every computation is on a canonical piece (a block of tokens, a chunk of a weight) whose shape no layout changes, is
+elementwise, or is an exact sum. See README.md in this folder.
 """
 
 from __future__ import annotations

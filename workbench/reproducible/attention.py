@@ -1,4 +1,4 @@
-"""Exact attention: each canonical block of queries alone, against its own keys; key gradients as exact sums.
+"""Exact attention: each canonical block of queries separately, over its own keys; key gradients as exact sums.
 
 Letters: T packed tokens | t tokens of a rank | H key heads | d head dimension | k keys of a block.
 """
@@ -17,7 +17,7 @@ from workbench.sharding.attention.key_values import joined
 from workbench.sharding.collectives import all_max
 
 PARTIALS = 20
-"""At most 2^20 blocks look at a key: so many bits are kept free."""
+"""Bits reserved for the sum: at most 2^20 blocks attend to a key."""
 
 
 def attend(
@@ -30,7 +30,7 @@ def attend(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """This rank's queries over the row.
+    """Attention of this rank's queries over the row.
 
     Args:
         query: [1, Hq, t, d].
@@ -38,14 +38,14 @@ def attend(
         value: as key.
         blocks: of the row.
         pieces: canonical pieces of the heads that this rank holds.
-        kernels: what computes.
-        window: tokens that a query sees at most; None: its whole document.
+        kernels: module that computes them.
+        window: maximum tokens that a query attends to; None: its whole document.
         scale: of the scores.
 
     Shapes:   -> [1, Hq, t, d].
     Backward: every block gives a partial gradient of its keys and values; they are summed as integers in multiples of a
-              power of two that each head's largest one decides, over all blocks of all cp ranks. A gradient that is not
-              finite makes all of its head's so.
+              power of two, set by each head's largest partial, over all blocks of all cp ranks. One gradient that is
+              not finite makes all gradients of its head NaN.
     """
     return _Attention.apply(query, key, value, blocks, pieces, kernels, window, scale)
 
@@ -79,10 +79,10 @@ class _Attention(Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         blocks, pieces = ctx.blocks, ctx.pieces
         query_tHd, both_tHd, out_tHd, *lses = ctx.saved_tensors
-        given = [rows_tHd.chunk(pieces, 1) for rows_tHd in (_tokens_first(d_out), query_tHd, out_tHd)]
+        inputs = [rows_tHd.chunk(pieces, 1) for rows_tHd in (_tokens_first(d_out), query_tHd, out_tHd)]
         d_queries, d_both = [], []
         for d_heads, heads, out, (keys, values), lse in zip(
-            *given, _gathered(both_tHd, blocks, pieces), lses, strict=True
+            *inputs, _gathered(both_tHd, blocks, pieces), lses, strict=True
         ):
             d_query, partials = ctx.kernels.attend_back(
                 d_heads.contiguous(), heads.contiguous(), keys, values, out.contiguous(), lse, ctx.spans, ctx.scale
@@ -103,7 +103,7 @@ class _Attention(Function):
 
 
 def _gathered(both_tHd: Tensor, blocks: RowBlocks, pieces: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of the row in its order, for each piece of the heads."""
+    """Gather keys and values of the row, in its order, for each piece of the heads."""
     keys_THd, values_THd = blocks.gather(both_tHd).chunk(2, 1)
     return [
         (keys.contiguous(), values.contiguous())
@@ -112,14 +112,14 @@ def _gathered(both_tHd: Tensor, blocks: RowBlocks, pieces: int) -> list[tuple[Te
 
 
 def _summed(ctx: Any, partials: list[tuple[Tensor, Tensor]], row: int) -> list[Tensor]:
-    """Gradients of this rank's keys and values, from every block's partial ones on every rank."""
+    """Sum the gradients of this rank's keys and values over the partials of all blocks on all ranks."""
     blocks: RowBlocks = ctx.blocks
     heads, width = partials[0][0].shape[1:]
     peak_H = torch.zeros(2 * heads, device=partials[0][0].device)
     for pair in partials:
         for peak_h, partial in zip(peak_H.chunk(2), pair, strict=True):
             ctx.kernels.raise_head_peaks(peak_h, partial)
-    # A maximum over ranks may drop NaN, and does not drop infinity.
+    # A maximum over ranks may drop NaN, but not infinity.
     peak_H = all_max(peak_H.nan_to_num(nan=torch.inf, posinf=torch.inf), blocks.axis)
     scale_H = _power_of_two(62 - PARTIALS - torch.frexp(peak_H).exponent)
     total_THd = torch.zeros(row, 2 * heads, width, dtype=torch.int64, device=peak_H.device)
@@ -131,7 +131,7 @@ def _summed(ctx: Any, partials: list[tuple[Tensor, Tensor]], row: int) -> list[T
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2 to a power, in float32, as far as it has it."""
+    """Power of two in float32, clamped to its normal range."""
     return (exponent.int().clamp(-126, 127) + 127 << 23).view(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""A policy that computes exactly: the same bits in every layout, from tokens to gradients.
+"""A policy in reproducible mode: the same bits in every layout, from tokens to gradients.
 
 Letters: T tokens of a rank | D model dimension | V vocabulary.
 """
@@ -28,18 +28,18 @@ from workbench.sharding.attention import AttentionShard
 
 @dataclass
 class Exact:
-    """What `install` made of a policy.
+    """Reproducible mode of a policy, as returned by `install`.
 
     Attributes:
-        policy: which computes exactly until `remove`.
-        resolution: what its bits depend on.
-        pieces: how everything is cut, and what computes it.
+        policy: the policy, in reproducible mode until `remove`.
+        resolution: settings that its bits depend on.
+        pieces: canonical pieces, and the kernels that compute them.
         accumulators: exact sums of gradients, by the parameter's name in the model.
-        head: the output head, of sharded parameters as it is now.
-        undo: puts the policy back.
-        used_bits: of the largest partial gradient of each parameter in the last step, 0 where all were zero.
+        head: returns the output head with its current weights, which may be sharded in between.
+        undo: restores the policy.
+        used_bits: of the largest partial gradient of each parameter in the last step, 0 if all were zero.
         bits: gradients of this step are summed in multiples of 2^-bits.
-        scale: what they are divided by at the end.
+        scale: divisor of the gradients at the end.
         leaves: tokens and blocks that this rank has computed in this step.
     """
 
@@ -57,11 +57,11 @@ class Exact:
     _begun: bool = field(default=False, repr=False)
 
     def remove(self) -> None:
-        """Put everything back as it was before `install`."""
+        """Restore the policy to its state before `install`."""
         self.undo()
 
     def start(self, scale: float = 1.0, bits: int | None = None) -> None:
-        """Begin a step: nothing is summed yet.
+        """Begin a step: reset all sums.
 
         Args:
             scale: a power of two that the loss is multiplied with; gradients are divided by it at the end. It keeps
@@ -69,13 +69,13 @@ class Exact:
             bits: gradients are summed in multiples of 2^-bits; None: those of the resolution.
 
         Raises:
-            SpecError: a scale that is no power of two: dividing by it would round.
+            SpecError: a scale that is not a power of two: dividing by it would round.
         """
         if scale <= 0 or not float(scale).hex().startswith("0x1.0000000000000p"):
             raise SpecError(
                 f"exact.start(scale={scale})",
                 rule="a power of two: multiplying with it rounds nothing",
-                fix="take 2.0 ** round(log2(scale))",
+                fix="use 2.0 ** round(log2(scale))",
             )
         self.bits, self.scale, self.leaves = self.resolution.bits if bits is None else bits, scale, Leaves()
         for accumulator in self.accumulators.values():
@@ -87,14 +87,14 @@ class Exact:
 
         Raises:
             ShardingError: an order that does not move whole blocks, or attention that is not gathered.
-            SpecError: with a gradient, in no step; under autocast.
+            SpecError: with a gradient, outside a step; under autocast.
         """
         if torch.is_autocast_enabled(tokens_T.device.type):
             raise SpecError(
                 "hidden states in the reproducible mode",
                 found="autocast is on",
-                rule="every product is computed in the dtype of the weights, block by block",
-                fix="leave torch.autocast out, and give the policy the precision that you want",
+                rule="every GEMM is computed in the dtype of the weights, block by block",
+                fix="leave torch.autocast out, and load the policy in the desired precision",
             )
         if torch.is_grad_enabled():
             self._require_step("exact.hidden_states(...)")
@@ -102,8 +102,8 @@ class Exact:
             shard, RowBlocks.make(shard, self.resolution.block_tokens)
         )
         if torch.is_grad_enabled():
-            tokens, held = blocks.leaves
-            self.leaves = Leaves(self.leaves.tokens + tokens, self.leaves.blocks + held)
+            tokens, count = blocks.leaves
+            self.leaves = Leaves(self.leaves.tokens + tokens, self.leaves.blocks + count)
 
         def attend(
             query: Tensor, key: Tensor, value: Tensor, _: AttentionShard, window: int | None, scale: float
@@ -120,10 +120,10 @@ class Exact:
         *,
         wanted: Iterable[str] = ("entropy", "logsumexp"),
     ) -> TokenLogprobs:
-        """Log-probability of each target, and what else is wanted; see `Policy.token_logprobs`.
+        """Log-probability of each target, and the requested outputs; see `Policy.token_logprobs`.
 
         Raises:
-            SpecError: something is wanted that does not exist.
+            SpecError: an unknown output is requested.
             ShapeError: sizes disagree, a target is not in the vocabulary, a temperature is not positive and finite.
         """
         check_shapes("token_logprobs", hidden_TD=hidden_TD, targets_T=targets_T, temperature_T=temperature_T)
@@ -140,23 +140,23 @@ class Exact:
             raise SpecError(
                 f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
                 rule=f"any of {', '.join(WANTED)}",
-                fix="ask for those, in a tuple",
+                fix="request only those, in a tuple",
             )
         if temperature_T is None:
             temperature_T = torch.full(targets_T.shape, self.policy.temperature, device=hidden_TD.device)
         divisor_T = logit_divisor(temperature_T, targets_T, torch.float32)[:, 0]
         logprobs_T, *others = from_hidden(hidden_TD, targets_T, divisor_T, self.head())
-        named = {f"{name}_T": said_T for name, said_T in zip(WANTED, others, strict=True) if name in wanted}
+        named = {f"{name}_T": output_T for name, output_T in zip(WANTED, others, strict=True) if name in wanted}
         return TokenLogprobs(logprobs_T, **named)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Add up the integers of all ranks, and leave each parameter's gradient in ``parameter.grad``, in its dtype.
+        """Reduce the integers over all ranks, and write each parameter's gradient to ``parameter.grad``, in its dtype.
 
         Collective over dp_cp and tp; once a step, after the backward of all of its rows.
 
         Raises:
-            OutOfRange: the integers do not hold the gradients; alike on every rank, and no gradient was written.
+            OutOfRange: the integers cannot hold the gradients; alike on every rank, and no gradient was written.
             SpecError: a second time in a step.
         """
         self._require_step("exact.reduce()")
@@ -164,23 +164,23 @@ class Exact:
         names, sums = list(self.accumulators), list(self.accumulators.values())
         used = check_range(sums, names, self.leaves, self.bits, [mesh["dp_cp"], mesh["tp"]])
         self.used_bits = dict(zip(names, used, strict=True))
-        held = held_parameters(self.policy)
+        parameters = held_parameters(self.policy)
 
         def finish(total: Tensor, dtype: torch.dtype) -> Tensor:
             return self.pieces.kernels.to_gradient(total, 2.0**-self.bits / self.scale, dtype)
 
-        for name, gradient in sum_over_ranks(self.accumulators, held, mesh, finish):
-            held[name].leave(gradient)
+        for name, gradient in sum_over_ranks(self.accumulators, parameters, mesh, finish):
+            parameters[name].leave(gradient)
         self.start(self.scale, self.bits)
         self._begun = False
 
-    def _require_step(self, asked: str) -> None:
+    def _require_step(self, call: str) -> None:
         if not self._begun:
             raise SpecError(
-                asked,
+                call,
                 found="no step that has begun",
                 rule="start(), then forward and backward of every "
-                "row, then reduce(): a second reduce() would leave gradients of its own rows alone",
+                "row, then reduce(): a second reduce() would give the gradients of its own rows only",
                 fix="call exact.start() before the first row of a step, and reduce() after its last",
             )
 
@@ -193,21 +193,21 @@ class Exact:
         Raises:
             SpecError: before `reduce`.
         """
-        mesh, found = self.policy.mesh, {}
-        held = held_parameters(self.policy)
-        if missing := [name for name, one in held.items() if one.parameter.grad is None]:
+        mesh, squares = self.policy.mesh, {}
+        parameters = held_parameters(self.policy)
+        if missing := [name for name, one in parameters.items() if one.parameter.grad is None]:
             raise SpecError(
                 "exact.norms()",
                 found=f"no gradient of {missing[0]}",
-                rule="reduce() leaves every gradient",
+                rule="reduce() writes every gradient",
                 fix="call exact.reduce() first",
             )
-        together: dict[tuple[str, ...], list[str]] = {}
-        for name, one in held.items():
-            together.setdefault(one.dealt_over, []).append(name)
-        for over, names in together.items():
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name, one in parameters.items():
+            groups.setdefault(one.dealt_over, []).append(name)
+        for over, names in groups.items():
             sums = exact_square_sums(
-                [held[name].gradient for name in names], self.pieces.kernels, *(mesh[axis] for axis in over)
+                [parameters[name].gradient for name in names], self.pieces.kernels, *(mesh[axis] for axis in over)
             )
-            found |= dict(zip(names, sums, strict=True))
-        return {name: found[name] ** 0.5 for name in held}
+            squares |= dict(zip(names, sums, strict=True))
+        return {name: squares[name] ** 0.5 for name in parameters}

@@ -1,8 +1,8 @@
-"""Sums that no order changes: integers in multiples of a power of two.
+"""Order-independent sums: integers in multiples of a power of two.
 
 A partial gradient is rounded once, to a multiple of 2^-bits, and from then on only integers are added: over blocks,
-micro-batches and ranks, in whatever order and by whatever algorithm. Whether they fit is decided from the largest
-partial and from how many there are, both of which every layout knows alike.
+micro-batches and ranks, in any order and by any algorithm. The range check uses the largest partial and their number,
+which are the same in every layout.
 
 Letters: P parameters.
 """
@@ -24,17 +24,17 @@ from workbench.sharding.mesh import Axis
 ROOM = 62
 """Bits of an integer that are used."""
 LEAST = 16
-"""Bits that the largest partial gradient of a parameter has at least; what is added up of many has more."""
+"""Minimum bits of the largest partial gradient of a parameter; a sum of many partials has more."""
 COMFORT = 4
-"""Bits beyond `LEAST`, or below the largest that fit, that are asked for when a step is computed again."""
+"""Margin of bits, beyond `LEAST` or below the most that fit, when a step is recomputed."""
 
 
 @dataclass
 class Leaves:
-    """How many partial gradients may be added to one element: of the step, or to a parameter for each.
+    """Number of partial gradients added to one element: in the step, or per token and block for a parameter.
 
     Attributes:
-        tokens: one for each token of a document; to a parameter: how many for each.
+        tokens: tokens of documents; for a parameter: partials per token.
         blocks: the same for blocks that hold such tokens.
     """
 
@@ -43,12 +43,12 @@ class Leaves:
 
 
 class Accumulator:
-    """The exact sum of one parameter's partial gradients.
+    """Exact sum of one parameter's partial gradients.
 
     Args:
         shape: of the parameter as this rank computes with it.
-        device: where.
-        per: partials of each element for each token and block of the step, over all tp ranks.
+        device: of the sum.
+        per: partials of each element per token and block of the step, over all tp ranks.
     """
 
     def __init__(self, shape: torch.Size, device: torch.device, per: Leaves) -> None:
@@ -57,53 +57,53 @@ class Accumulator:
         self.scale = 1.0
         self.rows: Tensor | None = None
         self._total: Tensor | None = None
-        self._kept: list[tuple[ModuleType, Tensor, Tensor]] = []
+        self._pending: list[tuple[ModuleType, Tensor, Tensor]] = []
 
     def start(self, bits: int) -> None:
-        """Empty, for a step that is summed in multiples of 2^-bits."""
-        self._total, self.rows, self.scale, self._kept = None, None, 2.0**bits, []
+        """Reset for a step that is summed in multiples of 2^-bits."""
+        self._total, self.rows, self.scale, self._pending = None, None, 2.0**bits, []
         self.peak.zero_()
 
     @property
     def total(self) -> Tensor:
-        """The integers; they exist from the first partial on."""
+        """The integers; allocated at the first partial."""
         if self._total is None:
             self._total = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
-        while self._kept:
-            kernels, rows_TD, index_T = self._kept.pop()
+        while self._pending:
+            kernels, rows_TD, index_T = self._pending.pop()
             kernels.add_rows(self._total, self.peak, self.scale, rows_TD, index_T)
         return self._total
 
     def add_at(self, kernels: ModuleType, rows_TD: Tensor, index_T: Tensor) -> None:
-        """Add a partial to each named row; later, as long as these take less memory than the integers of all would.
+        """Add a partial to each indexed row; deferred while the partials take less memory than all integers would.
 
         Args:
-            kernels: what adds them.
+            kernels: module that adds them.
             rows_TD: the partials.
-            index_T: which row of the parameter; negative: none.
+            index_T: row of the parameter; negative: none.
         """
-        self._kept.append((kernels, rows_TD, index_T))
-        waiting = sum(rows.numel() * rows.element_size() for _, rows, _ in self._kept)
-        if self._total is not None or 2 * waiting > 8 * self.shape.numel():
+        self._pending.append((kernels, rows_TD, index_T))
+        pending_bytes = sum(rows.numel() * rows.element_size() for _, rows, _ in self._pending)
+        if self._total is not None or 2 * pending_bytes > 8 * self.shape.numel():
             self.settle()
 
     def release(self) -> None:
-        """Let go of the integers."""
+        """Free the integers."""
         self._total = None
 
     def settle(self) -> None:
-        """Add what waits to be added, so that the peak knows of it."""
-        if self._kept:
+        """Add the deferred partials, so that the peak includes them."""
+        if self._pending:
             self._total = self.total
 
     def flush(self, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum what came so far over ranks, and keep this rank's rows only; collective. For sharded parameters.
+        """Reduce the sum so far over ranks, and keep this rank's rows only; collective. For sharded parameters.
 
         Args:
-            own_rows: the sum over ranks of integers, of which it returns this rank's rows.
+            own_rows: sums integers over ranks and returns this rank's rows.
 
         Returns:
-            This rank's rows of everything that was summed in this step.
+            This rank's rows of the sum of this step so far.
         """
         self.settle()
         if self.rows is None or self._total is not None:
@@ -115,17 +115,17 @@ class Accumulator:
 def check_range(
     accumulators: Sequence[Accumulator], names: Sequence[str], leaves: Leaves, bits: int, axes: Sequence[Axis]
 ) -> list[int]:
-    """Hold the partials of a step to what integers hold. Collective: maxima over all axes, sums over the first.
+    """Check that the integers can hold the partials of a step. Collective: maxima over all axes, sums over the first.
 
     Args:
         accumulators: of every parameter.
-        names: theirs.
+        names: of the parameters.
         leaves: tokens and blocks that this rank computed.
         bits: gradients are multiples of 2^-bits.
         axes: dp_cp and tp.
 
     Returns:
-        How many bits the largest partial of each parameter has; 0 where all are zero.
+        Bits of the largest partial of each parameter; 0 if all are zero.
 
     Raises:
         OutOfRange: they are too large, too small or not finite; alike on every rank.
@@ -133,7 +133,7 @@ def check_range(
     device = accumulators[0].device
     for one in accumulators:
         one.settle()
-    # A maximum over ranks may drop NaN, and does not drop infinity.
+    # A maximum over ranks may drop NaN, but not infinity.
     peaks_P = torch.stack([one.peak for one in accumulators]).nan_to_num(nan=torch.inf, posinf=torch.inf)
     for axis in axes:
         peaks_P = all_max(peaks_P, axis)
@@ -156,29 +156,29 @@ def check_range(
             most - COMFORT,
         )
     lowest = min(used.values(), default=LEAST)
-    wanted = min(bits + LEAST + COMFORT - lowest, most)
-    if lowest < LEAST and wanted > bits:
+    enough = min(bits + LEAST + COMFORT - lowest, most)
+    if lowest < LEAST and enough > bits:
         coarse = [name for name, count in used.items() if count < LEAST]
         raise OutOfRange.because(
             f"partial gradients of {_some(coarse)} that use {lowest} bits of {bits} after the "
             f"point: fewer than {LEAST}",
-            wanted,
+            enough,
         )
     return [used.get(name, 0) for name in names]
 
 
 def exact_sum(values: Tensor, *axes: Axis) -> float:
-    """Sum of all elements on all ranks, the same bits however they are dealt and ordered.
+    """Sum of all elements on all ranks, bitwise independent of their order and distribution.
 
-    Each is rounded to a multiple of a power of two that the largest size and the number of elements decide; a sum of
-    n is off by at most n 2^(log2(n) - 61) of the largest.
+    Each is rounded to a multiple of a power of two that depends on the largest magnitude and the number of elements; a
+    sum of n is off by at most n 2^(log2(n) - 61) of the largest.
 
     Args:
         values: of any shape; float32 or wider.
-        axes: over which ranks hold different elements.
+        axes: axes whose ranks hold different elements.
 
     Returns:
-        NaN if any is not finite.
+        The sum; NaN if any element is not finite.
     """
 
     def total(one: Tensor, scale: Tensor) -> Tensor:
@@ -188,9 +188,9 @@ def exact_sum(values: Tensor, *axes: Axis) -> float:
 
 
 def exact_square_sums(values: Sequence[Tensor], kernels: ModuleType, *axes: Axis) -> list[float]:
-    """`exact_sum` of the squares of each of several tensors of at most float32, which float64 holds exactly.
+    """`exact_sum` of the squares of each of several tensors of at most float32, whose squares float64 holds exactly.
 
-    Three collectives an axis.
+    Three collectives per axis.
     """
     peaks = [kernels.largest(one).double().square() for one in values]
     return _in_integers(values, peaks, kernels.sum_of_squares, axes)
@@ -205,7 +205,7 @@ def _in_integers(
     for axis in axes:
         peaks_P, counts_P = all_max(peaks_P, axis), all_sum(counts_P, axis)
     peaks = peaks_P.tolist()
-    bits = [
+    bits = [  # at most 1000: float64 ends at 2^1023
         min(ROOM - math.frexp(peak)[1] - count.bit_length(), 1000) if 0 < peak < math.inf else 0
         for peak, count in zip(peaks, counts_P.tolist(), strict=True)
     ]

@@ -1,14 +1,14 @@
-"""Fingerprints of tensors, bit by bit, that no rank needs to hold whole.
+"""Bitwise fingerprints of tensors, which may be sharded.
 
-The fingerprint of a tensor is a sum modulo 2^64: of each element one number, well mixed from its bits and its place in
-the whole tensor. A sum has no order, so a tensor that lies in pieces over tp, or over dp x cp, has the fingerprint that
-it has in one piece; ranks exchange one integer a tensor. Mixing is one to one at every place: a tensor in which one
-element differs, by whatever little, has another fingerprint for certain. Where many differ, it has by all but 2^-64.
-Zeros of either sign differ, as do not-a-numbers of several kinds.
+The fingerprint of a tensor is a sum modulo 2^64 of one number per element, mixed from its bits and its index in the
+unsharded tensor. A sum has no order, so a tensor sharded over tp, or over dp x cp, has the same fingerprint as the
+unsharded one; ranks exchange one integer per tensor. Mixing is one to one at every index: if exactly one element
+differs, by however little, the fingerprint differs for certain. If several differ, it does with probability 1 - 2^-64.
+Zeros of different sign differ, as do NaNs with different bits.
 
 Letters: R rows | C columns | P tensors.
 
-Source: the mixing is SplitMix64's, with an element's bits for the seed and its place for the count; Steele, Lea and
+Source: the mixing is SplitMix64's, with an element's bits as seed and its index as count; Steele, Lea and
         Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 13.
 """
 
@@ -33,11 +33,11 @@ _PIECE = 2**20
 
 
 def row_fingerprints(values_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Tensor:
-    """For each row the sum of the mixed numbers of its elements.
+    """Sum of the mixed numbers of the elements of each row.
 
     Args:
         values_RC: [R, C] of any dtype.
-        rows_R: [R] long, on the same device; an element's place is the sum of its row's number and its column's.
+        rows_R: [R] long, on the same device; an element's index is the sum of its row's and its column's number.
         columns_C: [C] long.
 
     Formula:  sum over c of mix(bits of values[r, c] + GOLDEN * (rows[r] + columns[c])), modulo 2^64, signed.
@@ -53,7 +53,7 @@ def row_fingerprints(values_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Te
         from workbench.reproducible.kernels import triton_fingerprints
 
         return triton_fingerprints.row_fingerprints(bits_RC, rows_R, columns_C)
-    pieces = max(1, -(-bits_RC.numel() // _PIECE))  # of the mixed numbers, only a piece exists at a time
+    pieces = max(1, -(-bits_RC.numel() // _PIECE))  # bounds the memory of the mixed numbers
     columns_C = columns_C * _signed(GOLDEN)
     return torch.cat(
         [
@@ -64,7 +64,7 @@ def row_fingerprints(values_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Te
 
 
 def fingerprint(values: Tensor) -> int:
-    """Of a tensor that lies here whole, as an unsigned integer of 64 bits.
+    """Fingerprint of an unsharded tensor, as an unsigned 64-bit integer.
 
     Example:
         >>> one, ulp = torch.ones(3), torch.tensor([1.0, 1.0 + 2**-23, 1.0])
@@ -78,68 +78,67 @@ def fingerprint(values: Tensor) -> int:
 def fingerprints(
     values: Mapping[str, Any], shards: Mapping[str, ParameterShard], mesh: Mesh
 ) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Of parameters (or gradients) that lie over the ranks as their shards say, whole. Collective.
+    """Fingerprints of the unsharded parameters (or gradients), from their shards. Collective.
 
     Args:
-        values: what this rank holds, in the same order on every rank.
-        shards: how each lies.
+        values: this rank's shards, in the same order on every rank.
+        shards: sharding of each.
         mesh: the axes.
 
     Returns:
-        The fingerprints, the same on every rank; and the names of those of which two ranks that should hold the same
-        hold something else.
+        The fingerprints, the same on every rank; and the names of tensors whose replicas differ between ranks.
     """
-    names, dealt = (
+    names, is_sharded = (
         list(values),
         {
             "tp": [shards[name].dim is not None for name in values],
             "dp_cp": [shards[name].over_dp_cp for name in values],
         },
     )
-    cut = [
-        values[name].shape[shards[name].dim or 0] if there else 0
-        for name, there in zip(names, dealt["tp"], strict=True)
+    sizes = [
+        values[name].shape[shards[name].dim or 0] if sharded else 0
+        for name, sharded in zip(names, is_sharded["tp"], strict=True)
     ]
-    longest = all_max(torch.tensor(cut, device=mesh.device), mesh["tp"]).tolist()  # the last rank's piece may be short
-    said_P = torch.stack(
+    longest = all_max(torch.tensor(sizes, device=mesh.device), mesh["tp"]).tolist()  # the last rank's may be short
+    sums_P = torch.stack(
         [_of_piece(values[name], shards[name], piece, mesh) for name, piece in zip(names, longest, strict=True)]
     )
-    alike_P = torch.ones_like(said_P, dtype=torch.bool)
-    for axis, there in dealt.items():
+    equal_P = torch.ones_like(sums_P, dtype=torch.bool)
+    for axis, sharded in is_sharded.items():
         if mesh[axis].group is None:
             continue
-        there_P = torch.tensor(there, device=said_P.device)
-        largest_P, smallest_P = all_max(torch.stack([said_P, ~said_P]), mesh[axis])  # ~ turns the order around
-        alike_P &= there_P | (largest_P == ~smallest_P)
-        said_P = torch.where(there_P, all_sum(said_P, mesh[axis]), largest_P)
-    unlike = tuple(name for name, alike in zip(names, _everywhere(alike_P, mesh), strict=True) if not alike)
-    return dict(zip(names, map(_unsigned, said_P), strict=True)), unlike
+        sharded_P = torch.tensor(sharded, device=sums_P.device)
+        largest_P, smallest_P = all_max(torch.stack([sums_P, ~sums_P]), mesh[axis])  # ~ reverses the order
+        equal_P &= sharded_P | (largest_P == ~smallest_P)
+        sums_P = torch.where(sharded_P, all_sum(sums_P, mesh[axis]), largest_P)
+    unequal = tuple(name for name, equal in zip(names, _everywhere(equal_P, mesh), strict=True) if not equal)
+    return dict(zip(names, map(_unsigned, sums_P), strict=True)), unequal
 
 
-def _everywhere(alike_P: Tensor, mesh: Mesh) -> list[bool]:
-    """Whether it is so on all ranks of the job."""
-    unlike_P = (~alike_P).long()
+def _everywhere(equal_P: Tensor, mesh: Mesh) -> list[bool]:
+    """True for each entry that is true on all ranks of the job."""
+    unequal_P = (~equal_P).long()
     for axis in ("dp_cp", "tp"):
-        unlike_P = all_max(unlike_P, mesh[axis])
-    return (unlike_P == 0).tolist()
+        unequal_P = all_max(unequal_P, mesh[axis])
+    return (unequal_P == 0).tolist()
 
 
 def _of_piece(value: Any, shard: ParameterShard, longest: int, mesh: Mesh) -> Tensor:
-    """The part of the sum that this rank's elements are."""
-    held = (value.to_local() if is_shard(value) else value).detach()
+    """This rank's part of the sum."""
+    local = (value.to_local() if is_shard(value) else value).detach()
     sizes = list(value.shape)
-    places = [torch.arange(size, device=held.device) for size in sizes]
+    places = [torch.arange(size, device=local.device) for size in sizes]
     if shard.dim is not None:
         sizes[shard.dim] = sum(shard.parts) or longest * mesh["tp"].size
         places[shard.dim] = _dealt(places[shard.dim], shard.parts, longest, mesh)
     if shard.over_dp_cp:
         first = mesh["dp_cp"].rank * -(-value.shape[0] // mesh["dp_cp"].size)
-        places[0] = places[0][first : first + held.shape[0]]
-    return _of_places(held, places, sizes)
+        places[0] = places[0][first : first + local.shape[0]]
+    return _of_places(local, places, sizes)
 
 
 def _dealt(places: Tensor, parts: tuple[int, ...], longest: int, mesh: Mesh) -> Tensor:
-    """Where along the cut dimension this rank's piece lies in the whole; of several sections a piece each."""
+    """Indices of this rank's piece along the sharded dimension; a piece of each section if there are several."""
     axis = mesh["tp"]
     if not parts:
         return places + axis.rank * longest
@@ -153,7 +152,7 @@ def _dealt(places: Tensor, parts: tuple[int, ...], longest: int, mesh: Mesh) -> 
 
 
 def _of_places(values: Tensor, places: list[Tensor], sizes: Any) -> Tensor:
-    """The sum over a tensor whose elements have these places along each dimension of a whole of these sizes."""
+    """Sum over a tensor whose elements have these indices along each dimension of an unsharded tensor of ``sizes``."""
     steps = [place * math.prod(sizes[dim + 1 :]) for dim, place in enumerate(places)]
     none = torch.zeros(1, dtype=torch.long, device=values.device)
     *before, columns_C = steps or [none]
@@ -171,7 +170,7 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def _shifted(numbers: Tensor, by: int) -> Tensor:
-    """To the right, with zeros from the left, which shifting signed integers does not do."""
+    """Logical right shift; the shift of signed integers is arithmetic."""
     return (numbers >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 

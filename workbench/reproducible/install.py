@@ -1,4 +1,4 @@
-"""Swap the modules of a decoder for exact ones, put them back, and refuse by name what would not be exact."""
+"""Swap the modules of a decoder for exact ones, restore them, and reject modules that would not be exact."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from workbench.reproducible.shards import flush_layers
 from workbench.sharding.tensor_parallel import leave_sums, shard_range
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-"""Decoders of `transformers` whose modules are known to do nothing between the swapped ones but elementwise sums and
-products, and moves."""
+"""Decoders of `transformers` that are known to do only elementwise sums and products, and moves, between the swapped
+modules."""
 
 FRAMES = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP")
 NORM, ROTARY = "RMSNorm", "RotaryEmbedding"
@@ -38,22 +38,22 @@ KNOWN = {
     "ModuleList",
 }
 STYLES = {"colwise": True, "rowwise": False}
-"""Of linear layers: whether pieces of the weight are pieces of its outputs."""
+"""Style of a linear layer -> True if pieces of the weight are pieces of its outputs."""
 
 
 def install(policy: Policy, resolution: Resolution) -> Exact:
-    """Make a policy compute exactly, in place, until `Exact.remove`.
+    """Switch a policy to reproducible mode, in place, until `Exact.remove`.
 
-    `Policy.hidden_states` and `Policy.token_logprobs` are exact from then on. Backward leaves gradients of weights in
+    `Policy.hidden_states` and `Policy.token_logprobs` are exact from then on. Backward adds gradients of weights to
     exact sums; `Exact.reduce` finishes them.
 
     Args:
-        policy: as `load_policy` returns it: cut over tp, parameters sharded or not, checkpointing or not.
-        resolution: what the bits depend on.
+        policy: as `load_policy` returns it: sharded over tp, parameters sharded or not, checkpointing or not.
+        resolution: settings that the bits depend on.
 
     Raises:
-        SpecError: a precision, a rule of the head or a module that is not known to be exact, by name; pieces that do
-            not divide what they have to.
+        SpecError: a precision, a setting of the head or a module that is not known to be exact, by name; pieces that
+            do not divide heads, features or vocabulary.
         ShardingError: sequence parallelism.
     """
     if policy.exact is not None:
@@ -61,7 +61,7 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
             "install",
             found="a policy that computes exactly already",
             rule="modules are swapped once",
-            fix="call remove() of the one before",
+            fix="call remove() of the previous one",
         )
     _refuse(policy, resolution)
     model, tp = policy.model, policy.mesh["tp"]
@@ -78,7 +78,7 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
     for name, module in model.named_modules():
         swap.module(name, module)
     end_flushes = flush_layers(policy, swap.accumulators)
-    torch.set_num_threads(1)  # threads cut a tensor where its size says, and a cut has a tail
+    torch.set_num_threads(1)  # threads split a tensor by its size, and the tail of a split may round differently
 
     def undo() -> None:
         torch.set_num_threads(before)
@@ -95,11 +95,11 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
 
 @contextmanager
 def reproducibly(policy: Policy, *, block_tokens: int, weight_chunks: int = 1, bits: int = 32) -> Iterator[Exact]:
-    """Compute a step of one's own with the same bits in every layout.
+    """Compute a user-defined step with the same bits in every layout.
 
     Args:
-        policy: as `load_policy` returns it; inside it is exact, after it is as before.
-        block_tokens: see `Resolution`, as are the others.
+        policy: as `load_policy` returns it; exact within the context, restored afterwards.
+        block_tokens: see `Resolution`, also for the others.
         weight_chunks: the largest tp to compare with.
         bits: of the sums.
 
@@ -132,11 +132,11 @@ def reproducibly(policy: Policy, *, block_tokens: int, weight_chunks: int = 1, b
 
 
 class _Swap:
-    """Gives modules forwards of their own, and remembers what they had.
+    """Replaces forwards of modules, and records the originals.
 
     Args:
-        policy: whose modules they are.
-        pieces: how everything is cut.
+        policy: owner of the modules.
+        pieces: canonical pieces.
     """
 
     def __init__(self, policy: Policy, pieces: Pieces) -> None:
@@ -148,7 +148,7 @@ class _Swap:
         self._heads = policy.model.config.get_text_config().num_attention_heads
 
     def module(self, name: str, module: Any) -> None:
-        """Swap one module, if it computes."""
+        """Swap one module, if it does computation."""
         pieces, kind = self.pieces, type(module).__name__
         head = module is self.policy.model.get_output_embeddings()
         if head:
@@ -175,13 +175,13 @@ class _Swap:
             self._set(module, lambda x: modules.elementwise(x, activation, pieces))
 
     def head(self) -> ExactHead:
-        """The output head as it is now: sharded parameters come and go."""
+        """Output head with its current weights: sharded parameters are gathered and freed."""
         first, vocabulary = self._vocabulary()
         width = -(-vocabulary // (self.pieces.here * self.pieces.tp.size))
         return ExactHead(self.policy.head_arguments()["weight_VD"], first, vocabulary, width, self._head, self.pieces)
 
     def back(self) -> None:
-        """Give every module its own forward again."""
+        """Restore every module's own forward."""
         for module, before in self._before:
             del module.forward
             if before is not None:
@@ -192,13 +192,13 @@ class _Swap:
         module.forward = forward
 
     def _sums(self, parameter: Tensor, tokens: int = 0, blocks: int = 0) -> Accumulator:
-        """Where a parameter's gradient is summed; tied ones share it."""
+        """Accumulator of a parameter's gradient; shared by tied parameters."""
         name = self._names[id(parameter)]
-        known = self.accumulators.get(name)
-        if known is None:
-            known = self.accumulators[name] = Accumulator(parameter.shape, self.policy.mesh.device, Leaves())
-        known.per = Leaves(known.per.tokens + tokens, known.per.blocks + blocks)
-        return known
+        sums = self.accumulators.get(name)
+        if sums is None:
+            sums = self.accumulators[name] = Accumulator(parameter.shape, self.policy.mesh.device, Leaves())
+        sums.per = Leaves(sums.per.tokens + tokens, sums.per.blocks + blocks)
+        return sums
 
     def _vocabulary(self) -> tuple[int, int]:
         size = self.policy.vocabulary_size
@@ -206,7 +206,7 @@ class _Swap:
 
 
 def _styles(model: Any) -> dict[str, bool]:
-    """Of each linear layer inside, whether its pieces are of the outputs."""
+    """Linear layer -> True if its pieces are of the outputs."""
     plan = tensor_plan(model)
     return {
         name: STYLES[style]
@@ -218,7 +218,7 @@ def _styles(model: Any) -> dict[str, bool]:
 
 
 def _refuse(policy: Policy, resolution: Resolution) -> None:
-    """Everything that would not be exact, in one message."""
+    """Reject everything that would not be exact, in one message."""
     model, config = policy.model, policy.model.config.get_text_config()
     named = [(name, module, type(module).__name__.removeprefix("FSDP")) for name, module in model.named_modules()]
     wrong = [f"{kind} at {name}" if name else kind for name, _, kind in named if kind not in KNOWN]
@@ -234,7 +234,7 @@ def _refuse(policy: Policy, resolution: Resolution) -> None:
             wrong.append(f"{name}, which is not trained")
     styles = _styles(model)
     wrong += [
-        f"{name}, which no plan cuts"
+        f"{name}, which no plan shards"
         for name, module, _ in named
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings() and name not in styles
     ]
@@ -246,14 +246,14 @@ def _refuse(policy: Policy, resolution: Resolution) -> None:
         "a cap of the logits": bool(getattr(config, "final_logit_softcapping", None)),
         "fp32_head": policy.fp32_head,
     }
-    wrong += [rule for rule, asked in rules.items() if asked]
+    wrong += [rule for rule, is_used in rules.items() if is_used]
     if wrong:
         raise SpecError(
             f"exact computation of model type {config.model_type!r}",
             found=", ".join(wrong[:6]),
             rule=f"dense decoders of the families {', '.join(FAMILIES)}, in float32 or bfloat16, every "
             "parameter trained",
-            fix="use such a model, or compute without it",
+            fix="use such a model, or compute without the reproducible mode",
         )
     _refuse_pieces(policy, resolution.weight_chunks)
 
@@ -278,7 +278,7 @@ def _refuse_pieces(policy: Policy, chunks: int) -> None:
             f"weight_chunks = {chunks}",
             found=", ".join(wrong),
             rule="it divides heads, key/value heads, features and the vocabulary (of which the last piece "
-            "may be short, where tp cuts it alike), and tp divides it",
+            "may be short, if tp shards it at the same rows), and tp divides it",
             fix="choose a smaller power of two, not below tp",
         )
 

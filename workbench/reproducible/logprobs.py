@@ -1,10 +1,10 @@
 """Log-probabilities from hidden states, block by block and piece by piece of the vocabulary.
 
-Every piece c says its largest logit m_c, s_c = sum exp(z - m_c), u_c = sum exp(z - m_c) (z - m_c) and q_c = sum z^2.
+Each piece c gives its largest logit m_c, s_c = sum exp(z - m_c), u_c = sum exp(z - m_c) (z - m_c) and q_c = sum z^2.
 With m the largest of all, and sums over pieces by pairs:
     s = sum e^(m_c - m) s_c      u = sum e^(m_c - m) (u_c + (m_c - m) s_c)      q = sum q_c
     logprob = z_target - m - log s     entropy = log s - u / s     logsumexp = m + log s     mean square = q / V
-Logits exist for one block and piece at a time, and are computed again in backward; their gradients for a few blocks.
+Logits exist for one block and piece at a time, and are recomputed in backward; their gradients for a few blocks.
 
 Letters: T tokens of a rank | b tokens of a block | C pieces of the vocabulary | V vocabulary | v columns of a piece |
 D width.
@@ -25,20 +25,20 @@ from workbench.reproducible.trees import sum_by_pairs, sum_over_pieces
 from workbench.sharding.collectives import gather_equal
 
 TOGETHER = 4096
-"""Tokens whose gradients of logits exist at a time: what is added to the head's exact sum goes there once for them."""
+"""Tokens whose gradients of logits exist at a time, so that the head's exact sum is updated once for all of them."""
 
 
 @dataclass(frozen=True)
 class ExactHead:
-    """The output head of this rank.
+    """Output head of this rank.
 
     Attributes:
         weight_VD: its rows.
-        first: number of the first.
+        first: index of the first row.
         vocabulary: rows of all ranks.
         width: rows of a piece; the last piece may be short.
-        into: takes the gradient, a partial for each block.
-        pieces: how everything is cut.
+        into: accumulates the gradient, a partial per block.
+        pieces: canonical pieces.
     """
 
     weight_VD: Tensor
@@ -49,14 +49,14 @@ class ExactHead:
     pieces: Pieces
 
     def parts(self) -> list[tuple[int, Tensor]]:
-        """Each piece of this rank: number of its first row, and its rows."""
+        """Each piece of this rank: index of its first row, and its rows."""
         return [
             (self.first + start, self.weight_VD[start : start + self.width])
             for start in range(0, len(self.weight_VD), self.width)
         ]
 
     def logits(self, hidden_bD: Tensor, rows_vD: Tensor) -> Tensor:
-        """What enters the softmax, times its temperature, in float32. [b, D] -> [b, v]."""
+        """Logits before division by the temperature, in float32. [b, D] -> [b, v]."""
         return self.pieces.kernels.product(hidden_bD, rows_vD, len(hidden_bD), len(rows_vD), torch.float32)
 
 
@@ -65,13 +65,13 @@ def from_hidden(hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor, hea
 
     Args:
         hidden_TD: the same on every tp rank.
-        targets_T: ids in the whole vocabulary; negative: the token is ignored, says 0 and moves nothing.
+        targets_T: ids in the whole vocabulary; negative: the token is ignored, returns 0 without gradient.
         temperature_T: divides logits.
         head: of this rank.
 
     Shapes:   -> four of [T], float32, the same on every tp rank.
     Units:    nats.
-    Backward: of hidden: summed over the pieces of all tp ranks by pairs.
+    Backward: to hidden: summed over the pieces of all tp ranks by pairs.
     """
     return _FromHidden.apply(hidden_TD, head.weight_VD, targets_T, temperature_T, head)
 
@@ -83,9 +83,9 @@ class _FromHidden(Function):
     ) -> tuple[Tensor, ...]:
         hidden_TD = hidden_TD.contiguous()
         block, say = head.pieces.block, head.pieces.kernels.say
-        said = []
+        outputs = []
         for hidden_bD, targets_b, divisor_b in _blocks(block, hidden_TD, targets_T, temperature_T):
-            said.append(
+            outputs.append(
                 torch.stack(
                     [
                         say(head.logits(hidden_bD, rows_vD), targets_b - first, divisor_b)
@@ -93,9 +93,9 @@ class _FromHidden(Function):
                     ]
                 )
             )
-        everything_C5T = gather_equal(torch.cat(said, 2), head.pieces.tp).flatten(0, 1)
+        pieces_C5T = gather_equal(torch.cat(outputs, 2), head.pieces.tp).flatten(0, 1)
         merged_4T = torch.cat(
-            [_merged(part_C5b.contiguous(), head.vocabulary) for part_C5b in everything_C5T.split(block, 2)], 1
+            [_merged(part_C5b.contiguous(), head.vocabulary) for part_C5b in pieces_C5T.split(block, 2)], 1
         )
         ctx.save_for_backward(hidden_TD, targets_T, temperature_T, merged_4T)
         ctx.head = head
@@ -148,9 +148,9 @@ def _blocks(block: int, *values_T: Tensor) -> Any:
     return zip(*(one_T.split(block) for one_T in values_T), strict=True)
 
 
-def _merged(said_C5b: Tensor, vocabulary: int) -> Tensor:
-    """[4, b] of the whole vocabulary, from what its pieces say."""
-    highest_Cb, sums_Cb, weighted_Cb, squares_Cb, targets_Cb = said_C5b.unbind(1)
+def _merged(pieces_C5b: Tensor, vocabulary: int) -> Tensor:
+    """[4, b] outputs over the whole vocabulary, from those of its pieces."""
+    highest_Cb, sums_Cb, weighted_Cb, squares_Cb, targets_Cb = pieces_C5b.unbind(1)
     highest_b = highest_Cb.amax(0)
     shift_Cb = highest_Cb - highest_b
     factor_Cb = shift_Cb.exp()

@@ -1,7 +1,7 @@
-"""What a decoder is made of, computed in canonical pieces; gradients of weights go to exact sums, not through autograd.
+"""Modules of a decoder, computed in canonical pieces; gradients of weights go to exact sums, not through autograd.
 
-A weight stands among the inputs of each function, so that what follows wants a gradient, and is kept as an attribute of
-the context and not as a saved tensor: under checkpointing that would come back as another object.
+A weight is an input of each function, so that outputs require a gradient, and is stored as an attribute of the context,
+not as a saved tensor, which under checkpointing would be restored as another object.
 
 Letters: T tokens of a rank | K, N columns and rows of a weight | D width | V vocabulary.
 """
@@ -25,13 +25,13 @@ from workbench.sharding.mesh import Axis
 
 @dataclass(frozen=True)
 class Pieces:
-    """How everything is cut, and by what it is computed.
+    """Canonical pieces, and the kernels that compute them.
 
     Attributes:
-        kernels: what computes the pieces.
+        kernels: module that computes the pieces.
         block: tokens of a block.
         here: pieces of each weight that this rank holds.
-        tp: the axis over which the others are.
+        tp: axis whose ranks hold the other pieces.
     """
 
     kernels: ModuleType
@@ -41,7 +41,7 @@ class Pieces:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a weight is one piece, so that nothing has to be added up over pieces."""
+        """True if a weight is one piece, so that there is no sum over pieces."""
         return self.here == 1 and self.tp.size == 1
 
 
@@ -54,20 +54,20 @@ def linear(
     into_bias: Accumulator | None,
     pieces: Pieces,
 ) -> Tensor:
-    """Multiply x @ weight.T + bias, of which tp cuts the outputs, or the inputs.
+    """Multiply x @ weight.T + bias, with outputs or inputs sharded over tp.
 
     Args:
         x: [..., K].
-        weight_NK: what this rank holds of it.
+        weight_NK: this rank's shard.
         bias_N: of the outputs of this rank.
         by_outputs: the pieces are rows of the weight (a column-parallel layer), not columns.
-        into: takes the weight's gradient, a partial for each block.
-        into_bias: takes the bias's, a partial for each token.
-        pieces: how it is cut.
+        into: accumulates the weight's gradient, a partial per block.
+        into_bias: accumulates the bias's, a partial per token.
+        pieces: canonical pieces.
 
     Shapes:   -> [..., N].
     Layout:   tp: replicated in, sharded out by outputs; by inputs sharded in, replicated out.
-    Backward: of x; by outputs the sum over the pieces of all tp ranks, by pairs.
+    Backward: to x; by outputs the sum over the pieces of all tp ranks, by pairs.
     """
     return _Linear.apply(x, weight_NK, bias_N, by_outputs, into, into_bias, pieces)
 
@@ -128,7 +128,7 @@ def _columns(values_TK: Tensor, pieces: int) -> list[slice]:
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, into: Accumulator, pieces: Pieces) -> Tensor:
-    """Divide each row by its root mean square, times a weight; the weight's gradient has a partial for each row.
+    """Divide each row by its root mean square, times a weight; the weight's gradient has a partial per row.
 
     Shapes:   x [..., D], weight_D [D] -> [..., D].
     """
@@ -154,7 +154,7 @@ class _RMSNorm(Function):
 
 
 def embedding(tokens: Tensor, weight_VD: Tensor, first: int, into: Accumulator, pieces: Pieces) -> Tensor:
-    """Rows of a weight, of which this rank holds those from ``first`` on; gradients a partial for each token.
+    """Look up rows of a weight, of which this rank holds those from ``first`` on; gradients have a partial per token.
 
     Shapes:   tokens [...] -> [..., D].
     Layout:   tp: sharded(V) in, replicated out.
@@ -169,7 +169,7 @@ class _Embedding(Function):
         ctx.here = (local >= 0) & (local < len(weight_VD))
         ctx.local, ctx.into, ctx.pieces = local.where(ctx.here, -1), into, pieces
         rows = weight_VD[local.where(ctx.here, 0)].masked_fill(~ctx.here[..., None], 0)
-        return all_sum(rows + 0.0, pieces.tp)  # one rank has each row, and -0.0 is made 0.0 where nobody adds a zero
+        return all_sum(rows + 0.0, pieces.tp)  # each row is on one rank; + 0.0 turns -0.0 into 0.0 also at tp = 1
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,7 +178,7 @@ class _Embedding(Function):
 
 
 def elementwise(x: Tensor, function: Callable[[Tensor], Tensor], pieces: Pieces) -> Tensor:
-    """A function of each element alone, such as an activation. Shapes: [..., K] -> [..., K], cut over tp."""
+    """Apply an elementwise function, such as an activation. Shapes: [..., K] -> [..., K], sharded over tp."""
     return _Elementwise.apply(x, function, pieces)
 
 
@@ -203,6 +203,6 @@ def rotary(
     function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, positions: Tensor, pieces: Pieces
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each position, block by block. Shapes: positions [1, T] -> [1, T, d] each."""
-    found = [function(x, some) for some in positions.split(pieces.block, 1)]
-    cos, sin = (torch.cat(one, 1) for one in zip(*found, strict=True))
+    blocks = [function(x, some) for some in positions.split(pieces.block, 1)]
+    cos, sin = (torch.cat(one, 1) for one in zip(*blocks, strict=True))
     return cos, sin

@@ -1,4 +1,4 @@
-"""What the bits of a reproducible step depend on, and what is said when its integers do not hold its gradients."""
+"""Settings that the bits of a reproducible step depend on, and the error if its integers cannot hold its gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.errors import SpecError, WorkbenchError
 
 @dataclass(frozen=True)
 class Resolution:
-    """The canonical pieces of a step, and how finely its sums are kept; runs with equal ones have equal bits.
+    """Canonical pieces of a step, and resolution of its sums; runs with equal settings have equal bits.
 
     Attributes:
         block_tokens: tokens of a row that are computed together.
@@ -18,7 +18,7 @@ class Resolution:
         bits: gradients are summed in multiples of 2^-bits.
 
     Raises:
-        SpecError: a number of pieces that is no power of two, or a block without tokens.
+        SpecError: a number of pieces that is not a power of two, or a block without tokens.
     """
 
     block_tokens: int
@@ -30,26 +30,26 @@ class Resolution:
         if self.block_tokens < 1 or chunks < 1 or chunks & (chunks - 1):
             raise SpecError(
                 f"block_tokens = {self.block_tokens}, weight_chunks = {chunks}",
-                rule="at least one token a block; pieces of a weight are a power of two, because they are "
-                "added by pairs",
+                rule="at least one token per block; the number of pieces of a weight is a power of two, because they "
+                "are added in pairs",
                 fix="choose block_tokens such as 128, and weight_chunks among 1, 2, 4, 8",
             )
 
 
 class OutOfRange(WorkbenchError, ArithmeticError):
-    """Gradients that the integers of this step do not hold; raised alike on every rank of every layout.
+    """Gradients that the integers of this step cannot hold; raised alike on every rank of every layout.
 
     Attributes:
-        bits: as many hold them: compute the step again with these. None: they are not finite.
+        bits: sufficient bits, to recompute the step with. None: the gradients are not finite.
     """
 
     bits: int | None = None
 
     @classmethod
     def because(cls, found: str, bits: int | None) -> OutOfRange:
-        """Say what was found, and with how many bits the step can be computed."""
+        """Build the error from what was found, and the number of bits that the step needs."""
         fix = (
-            "look for what made them so: a learning rate, a ratio that nobody clips"
+            "look for the cause: a learning rate, a ratio without a clip"
             if bits is None
             else f"compute the step again after exact.start(bits={bits})"
         )
@@ -63,5 +63,5 @@ class OutOfRange(WorkbenchError, ArithmeticError):
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Everything follows from two things."""
+        """Rebuild the error from its two arguments."""
         return type(self).because, (self.parts["found"], self.bits)

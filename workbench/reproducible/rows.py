@@ -1,8 +1,8 @@
-"""Whole rows: what each rank of a row computes again in full, and numbers of rows added in an order of the rows.
+"""Whole rows: redundant computation on every rank of a row, and sums over rows in a fixed order.
 
-A loss sums over tokens, and metrics do. On the whole row, in the order of the row, these sums are the same bits on
-every rank that shares it, whoever holds which block; and a row is the same bits in every layout. Then only one number
-a row is left to add, which is done in the order of the rows' own numbers, not of the ranks.
+Losses and metrics sum over tokens. On the whole row, in the order of the row, these sums are bitwise the same on every
+rank that shares it, for any distribution of blocks; and a row has the same bits in every layout. Then only a few
+numbers per row remain to be summed, in the order of the rows' indices, not of the ranks.
 
 Letters: T tokens of a row | t tokens of a rank | R rows of a step | r rows of a rank | K numbers of a row.
 """
@@ -22,17 +22,17 @@ from workbench.sharding.plan import ShardPlan
 
 
 def whole_row(values_t: Tensor, plan: ShardPlan, axis: Axis, device: torch.device | str | None = None) -> Tensor:
-    """What all ranks hold of a row, in the order of the row; every rank then computes the *same* with it.
+    """Gather a row from all its ranks, in the order of the row; every rank must then compute the *same* with it.
 
     Args:
-        values_t: this rank's.
-        plan: who holds what.
+        values_t: this rank's part.
+        plan: shard plan of the row.
         axis: the ranks that share the row.
-        device: where the row is wanted; None: where this rank's part is.
+        device: of the result; None: that of this rank's part.
 
     Shapes:   [t, ...] -> [T, ...].
     Layout:   cp: sharded(T) -> replicated.
-    Backward: this rank's own tokens of the gradient, which is the whole one on every rank already. Nothing is added.
+    Backward: this rank's tokens of the gradient, which is already complete on every rank. No reduction.
     """
     return _WholeRow.apply(values_t, plan, axis, device)
 
@@ -50,12 +50,12 @@ class _WholeRow(Function):
 
 
 def rows_in_order(lines_rK: Tensor, numbers_r: Tensor, axis: Axis) -> Tensor:
-    """The lines of all rows of a step, in the order of the rows' numbers; the same on every rank.
+    """Gather the values of all rows of a step, in the order of the rows' indices; the same on every rank.
 
     Args:
-        lines_rK: [r, K] a line of float64 for each row of this rank; every rank of the axis has as many.
-        numbers_r: [r] the number of each row in the step, on the device of the axis.
-        axis: whose ranks hold different rows (dp).
+        lines_rK: [r, K] float64 values of each row of this rank; every rank of the axis has the same number of rows.
+        numbers_r: [r] the index of each row in the step, on the device of the axis.
+        axis: axis whose ranks hold different rows (dp).
 
     Shapes: [r, K] -> [R, K].
     """
@@ -65,9 +65,9 @@ def rows_in_order(lines_rK: Tensor, numbers_r: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_in_order(lines_rK: Tensor, numbers_r: Tensor, axis: Axis) -> Tensor:
-    """Sum over all rows of a step, one after another in the order of their numbers; see `rows_in_order`.
+    """Sum over all rows of a step, sequentially in the order of their indices; see `rows_in_order`.
 
-    A row of zeros changes no bit, so it does not matter where a rank without documents puts its own.
+    A row of zeros changes no bit, so the index of an empty row of a rank without documents does not matter.
 
     Shapes: [r, K] -> [K].
     """

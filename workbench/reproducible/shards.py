@@ -1,4 +1,4 @@
-"""Parameters as they lie over ranks: completing their exact sums, and leaving the gradient where an optimizer looks."""
+"""Sharded parameters: reduction of their exact sums over ranks, and gradients for the optimizer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 
 BUCKET = 2**23
-"""Elements of small parameters that are summed over ranks together."""
+"""Maximum elements of parameters that are reduced over ranks together."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank holds of a parameter.
+    """This rank's part of a parameter.
 
     Attributes:
-        parameter: whole over dp x cp, or a DTensor of which this rank has rows.
-        shard: how it lies.
+        parameter: replicated over dp x cp, or a DTensor of which this rank has rows.
+        shard: its sharding.
     """
 
     parameter: Any
@@ -40,12 +40,12 @@ class Held:
 
     @property
     def gradient(self) -> Tensor:
-        """As the optimizer sees it; this rank's elements."""
+        """This rank's elements of the gradient that the optimizer sees."""
         gradient = self.parameter.grad
         return gradient.to_local() if is_shard(gradient) else gradient
 
     def leave(self, values: Tensor) -> None:
-        """Let the optimizer see this rank's elements of a gradient, which have the dtype of the parameter."""
+        """Set the gradient to this rank's elements, which have the dtype of the parameter."""
         parameter = self.parameter
         if is_shard(parameter):
             from torch.distributed.tensor import DTensor
@@ -62,7 +62,7 @@ class Held:
 
 
 def held_parameters(policy: Policy) -> dict[str, Held]:
-    """Every parameter of a policy as this rank holds it, by name."""
+    """This rank's part of every parameter of a policy, by name."""
     return {name: Held(parameter, policy.shards[name]) for name, parameter in policy.model.named_parameters()}
 
 
@@ -72,30 +72,30 @@ def sum_over_ranks(
     mesh: Mesh,
     finish: Callable[[Tensor, torch.dtype], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """The integers of all ranks added up and finished, of each parameter the elements that this rank holds.
+    """Reduce integers over ranks and convert them to gradients; of each parameter this rank's elements.
 
-    Of a parameter that all ranks of dp x cp hold, each sums and finishes a part, and all gather the finished ones: they
-    take fewer bytes than integers, and no rank finishes what another does. Its integers are gone then.
+    For a parameter that is replicated over dp x cp, each rank reduces and converts a part, and the converted parts are
+    gathered: they take fewer bytes than integers, and no conversion is repeated. Its integers are freed.
 
-    Collective over dp_cp, and over tp for whole parameters that act on a rank's own heads.
+    Collective over dp_cp, and over tp for replicated parameters that act on a rank's own heads.
 
     Args:
         accumulators: by name.
         held: the parameters, by name.
         mesh: the axes.
-        finish: makes a gradient of integers, element by element, in a dtype.
+        finish: converts integers to a gradient of a dtype, element by element.
 
     Returns:
-        Name after name, in an order that is the same on every rank.
+        Name and gradient of each parameter, in an order that is the same on every rank.
     """
-    dealt = {name: accumulators[name].flush(own_rows(mesh)) for name, one in held.items() if one.shard.over_dp_cp}
+    sharded = {name: accumulators[name].flush(own_rows(mesh)) for name, one in held.items() if one.shard.over_dp_cp}
     partial = [
-        dealt[name] if name in dealt else accumulators[name].total
+        sharded[name] if name in sharded else accumulators[name].total
         for name, one in held.items()
         if one.shard.gradient_is_partial
     ]
     all_sum_(partial, mesh["tp"])
-    yield from ((name, finish(rows, held[name].parameter.dtype)) for name, rows in dealt.items())
+    yield from ((name, finish(rows, held[name].parameter.dtype)) for name, rows in sharded.items())
     for dtype, names in _buckets(held):
         integers = (
             torch.cat([accumulators[name].total.view(-1) for name in names])
@@ -115,10 +115,10 @@ def sum_over_ranks(
             yield name, (piece if len(names) == 1 else piece.clone()).view(held[name].parameter.shape)
 
 
-def _buckets(held: Mapping[str, Held]) -> Iterator[tuple[torch.dtype, list[str]]]:
-    """Neighbours of one dtype that all ranks of dp x cp hold, up to so many elements together; one at least."""
+def _buckets(parameters: Mapping[str, Held]) -> Iterator[tuple[torch.dtype, list[str]]]:
+    """Group consecutive replicated parameters of one dtype, up to `BUCKET` elements together; at least one."""
     names, dtype, elements = [], torch.float32, 0
-    for name, one in held.items():
+    for name, one in parameters.items():
         if one.shard.over_dp_cp:
             continue
         count = one.parameter.numel()
@@ -131,7 +131,7 @@ def _buckets(held: Mapping[str, Held]) -> Iterator[tuple[torch.dtype, list[str]]
 
 
 def own_rows(mesh: Mesh) -> Callable[[Tensor], Tensor]:
-    """What sums integers over dp_cp and returns this rank's rows: pieces of ceil size, the last short or empty."""
+    """Return a reduce-scatter of integers over dp_cp to this rank's rows: equal pieces, the last short or empty."""
     axis = mesh["dp_cp"]
 
     def summed(total: Tensor) -> Tensor:
@@ -144,10 +144,10 @@ def own_rows(mesh: Mesh) -> Callable[[Tensor], Tensor]:
 
 
 def flush_layers(policy: Policy, accumulators: Mapping[str, Accumulator]) -> Callable[[], None]:
-    """Where parameters are sharded, let no layer's whole integers outlive its backward; returns what ends that.
+    """Free the unsharded integers of each layer of sharded parameters after its backward; return a function to undo it.
 
-    They are summed over ranks when the gradient of the layer's input is there, in one order on every rank. What is left
-    over (embedding, last norm, head) is summed at the end of the step.
+    They are reduced over ranks once the gradient of the layer's input is computed, in the same order on every rank. The
+    rest (embedding, last norm, head) is reduced at the end of the step.
     """
     names = {id(parameter): name for name, parameter in policy.model.named_parameters()}
     own, handles = own_rows(policy.mesh), []

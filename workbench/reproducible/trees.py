@@ -1,4 +1,4 @@
-"""Sums of floating-point numbers in one order whatever the layout: by halves of a width, by pairs of pieces.
+"""Floating-point sums in a layout-independent order: by halves of a width, by pairs of pieces.
 
 Letters: C pieces of a weight that this rank holds | D width.
 """
@@ -15,7 +15,7 @@ from workbench.sharding.mesh import Axis
 
 
 def sum_by_pairs(pieces: Sequence[Tensor]) -> Tensor:
-    """Neighbours are added, then the neighbours among these sums, until one is left; a power of two of them."""
+    """Add neighbours, then neighbouring sums, until one is left; the number of pieces is a power of two."""
     pieces = list(pieces)
     while len(pieces) > 1:
         pieces = [left + right for left, right in zip(pieces[::2], pieces[1::2], strict=True)]
@@ -23,15 +23,15 @@ def sum_by_pairs(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def sum_over_pieces(pieces: Sequence[Tensor], axis: Axis) -> Tensor:
-    """The same over the pieces of all tp ranks, which lie in rank order: each does the lower levels of the tree.
+    """`sum_by_pairs` over the pieces of all tp ranks, in rank order: each rank sums the lower levels of the tree.
 
-    Layout: tp: sharded(pieces) in, replicated out. One collective, of copies.
+    Layout: tp: sharded(pieces) in, replicated out. One all-gather.
     """
     return sum_by_pairs(gather_equal(sum_by_pairs(pieces), axis).unbind())
 
 
 def mean_by_halves(values_D: Tensor) -> Tensor:
-    """Mean over the last dimension, kept with size 1: elementwise sums of halves, so no row knows of another."""
+    """Mean over the last dimension, kept with size 1: elementwise sums of halves, so rows are independent."""
     count = width = values_D.shape[-1]
     while count > 1:
         half, odd = divmod(count, 2)

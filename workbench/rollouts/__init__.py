@@ -1,1 +1,1 @@
-"""What was sampled: the batch, its files and importers, tasks with checkable rewards, packing and targets."""
+"""Rollouts: the batch, its files and importers, tasks with checkable rewards, packing and targets."""

@@ -1,8 +1,8 @@
-"""The batch: documents laid end to end in one packed row, each value beside the token it belongs to.
+"""The batch: documents end to end in one packed row, each value aligned with its token.
 
 Everything here is *token-aligned*: ``old_logprobs_T[t]`` is the log-probability of ``tokens_T[t]`` given the
-tokens before it in its own document, and ``loss_mask_T[t]`` says whether that token counts.
-`workbench.rollouts.targets` turns this into what a model predicts at each position.
+tokens before it in its own document, and ``loss_mask_T[t]`` is True if that token counts.
+`workbench.rollouts.targets` converts this to the targets of each position.
 
 Letters: T packed tokens | N documents in the row.
 """
@@ -25,18 +25,18 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Extension:
-    """A named field that the batch itself does not know, kept and moved with the tokens.
+    """A further named field of a batch, selected and padded with the tokens.
 
-    Its name, the key under which the batch holds it, is none of the batch's own.
+    Its name, the key in the batch's extensions, differs from the batch's own fields.
 
     Attributes:
         values: [T] for a token field, [N] for a document field.
         level: "token" or "document".
-        unit: what one unit of the value is.
+        unit: of the value.
         meaning: one sentence.
         pad: the harmless value that padding gets.
-        at: of a token field: "target" if the position that predicts a token wants its value, as losses do; "input" if
-            the position of the token itself does, as what a model reads.
+        at: of a token field: "target" if the value belongs at the position that predicts the token, as in losses;
+            "input" if at the position of the token itself, as for model inputs.
     """
 
     values: Tensor
@@ -58,9 +58,9 @@ def _document(unit: str, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A packed row of documents with everything that an RL loss needs to know about each token.
+    """A packed row of documents with all per-token data of an RL loss.
 
-    Real numbers may be of any floating dtype; a run brings them to its own.
+    Real numbers may be of any floating dtype; a run converts them to its own.
 
     Attributes:
         tokens_T: [T] vocabulary ids.
@@ -73,11 +73,11 @@ class RolloutBatch:
         sampler_logprobs_T: [T] nats, as the sampler reported them; None if unknown.
         ref_logprobs_T: [T] nats, frozen reference; None if unknown.
         source_T: [T] index of the token in the batch that this row was packed from; `PADDING` on padding.
-            Names a token across layouts.
-        group_ids_N: [N] which prompt a document answers.
+            Identifies a token across layouts.
+        group_ids_N: [N] prompt of each document.
         rewards_N: [N] reward units, finite.
         extensions: further named fields, see `Extension`.
-        temperature: what logits were divided by when the tokens were sampled.
+        temperature: divisor of the logits when the tokens were sampled.
 
     Example:
         >>> batch = RolloutBatch.from_documents([
@@ -109,7 +109,7 @@ class RolloutBatch:
             object.__setattr__(self, "source_T", source)
         _refuse(_broken_rules(self))
 
-    # ---- looking -------------------------------------------------------------------------------------
+    # ---- access --------------------------------------------------------------------------------------
 
     @property
     def num_tokens(self) -> int:
@@ -144,7 +144,7 @@ class RolloutBatch:
         return {name: value for name, value in (own | more).items() if value is not None}
 
     def __repr__(self) -> str:
-        """Say in two lines what the row holds."""
+        """Summarize the row in two lines."""
         lengths = self.lengths_N
         span = f"{int(lengths.min())} to {int(lengths.max())} tokens each" if len(lengths) else "no documents"
         return (
@@ -153,14 +153,14 @@ class RolloutBatch:
             f"  fields: {', '.join([*self.token_fields(), *self.document_fields()])}"
         )
 
-    # ---- making --------------------------------------------------------------------------------------
+    # ---- construction --------------------------------------------------------------------------------
 
     @classmethod
     def from_documents(cls, documents: Sequence[Mapping[str, Any]], *, temperature: float = 1.0) -> RolloutBatch:
-        """Lay documents end to end.
+        """Concatenate documents.
 
-        Values may be tensors, numpy arrays or lists. Real numbers are kept in float64 where they come as float64
-        tensors or arrays, and are float32 otherwise, lists included.
+        Values may be tensors, numpy arrays or lists. Real numbers stay float64 if given as float64 tensors or arrays,
+        and are float32 otherwise, lists included.
 
         Args:
             documents: mappings with ``tokens``, ``loss_mask``, ``advantages`` (one number or one per token),
@@ -177,7 +177,7 @@ class RolloutBatch:
             raise ShapeError(
                 f"{where} of no documents",
                 rule="at least one document",
-                fix="check the file or the filter that made this list",
+                fix="check the file or the filter that produced this list",
             )
         given = [{key: value for key, value in document.items() if value is not None} for document in documents]
         for index, document in enumerate(given):
@@ -191,40 +191,40 @@ class RolloutBatch:
         _refuse_absent(where, given[0], _DOCUMENT_KEYS[:4])
         columns: dict[str, list[Tensor]] = {key: [] for key in given[0]}
         for index, document in enumerate(given):
-            what = {key: f"{where}: document {index}, {key}" for key in document}
-            values = {key: as_tensor(what[key], value) for key, value in document.items()}
+            labels = {key: f"{where}: document {index}, {key}" for key in document}
+            values = {key: as_tensor(labels[key], value) for key, value in document.items()}
             length = values["tokens"].numel()
             if length == 0:
                 raise ShapeError(
-                    what["tokens"], found="no token", rule="a document has a token", fix="leave such documents out"
+                    labels["tokens"], found="no token", rule="a document has a token", fix="leave such documents out"
                 )
             if values["advantages"].dim() == 0:
                 values["advantages"] = values["advantages"].expand(length)
             for key, value in values.items():
                 if value.shape != (() if key in ("reward", "group_id") else (length,)):
                     raise ShapeError(
-                        what[key],
+                        labels[key],
                         found=f"shape {list(value.shape)} for {length} tokens",
                         rule="one value per token of the document, prompt included; one reward, one group_id",
                         fix="pad the prompt's part with zeros, or use from_padded",
                     )
-                columns[key].append(_MEANT_AS.get(key, _as_reals)(what[key], value))
+                columns[key].append(_CONVERTERS.get(key, _as_reals)(labels[key], value))
         lengths = [len(values) for values in columns["tokens"]]
 
-        def laid(key: str) -> Tensor | None:
+        def column(key: str) -> Tensor | None:
             return torch.cat([values.reshape(-1) for values in columns[key]]) if key in columns else None
 
         return cls(
-            tokens_T=laid("tokens"),
+            tokens_T=column("tokens"),
             positions_T=torch.cat([torch.arange(n) for n in lengths]),
             document_ids_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-            loss_mask_T=laid("loss_mask"),
-            advantages_T=laid("advantages"),
-            old_logprobs_T=laid("old_logprobs"),
-            sampler_logprobs_T=laid("sampler_logprobs"),
-            ref_logprobs_T=laid("ref_logprobs"),
-            group_ids_N=laid("group_id"),
-            rewards_N=laid("reward"),
+            loss_mask_T=column("loss_mask"),
+            advantages_T=column("advantages"),
+            old_logprobs_T=column("old_logprobs"),
+            sampler_logprobs_T=column("sampler_logprobs"),
+            ref_logprobs_T=column("ref_logprobs"),
+            group_ids_N=column("group_id"),
+            rewards_N=column("reward"),
             temperature=temperature,
         )
 
@@ -245,11 +245,11 @@ class RolloutBatch:
         group_ids: Any = None,
         temperature: float = 1.0,
     ) -> RolloutBatch:
-        """Unpad a rectangle of prompts and completions, the shape in which most trainers hold rollouts.
+        """Unpad a rectangle of prompts and completions, the format of most trainers.
 
-        Arrays may be tensors, numpy arrays or lists. Real numbers are kept in float64 where they come as float64
-        tensors or arrays, and are float32 otherwise, lists included. Letters here: B documents | P and C, the
-        padded lengths of prompts and completions.
+        Arrays may be tensors, numpy arrays or lists. Real numbers stay float64 if given as float64 tensors or arrays,
+        and are float32 otherwise, lists included. Letters here: B documents | P and C, the padded lengths of prompts
+        and completions.
 
         Args:
             prompt_ids: [B, P] padded on the left.
@@ -264,12 +264,11 @@ class RolloutBatch:
             loss_mask: [B, C] false on tokens that are context but do not train (tool output); None trains
                 the whole completion.
             rewards: [B] reward units.
-            group_ids: [B] which prompt a document answers.
-            temperature: what logits were divided by when the tokens were sampled.
+            group_ids: [B] prompt of each document.
+            temperature: divisor of the logits when the tokens were sampled.
 
         Shapes: B rows of P + C -> one row of T = every token under the two masks, in order. Prompt tokens get
-            advantage and log-probabilities 0, and so does a value that is not finite on a token that does not
-            train.
+            advantage and log-probabilities 0, and so does a value that is not finite on an untrained token.
 
         Raises:
             ShapeError: one of the first six is None; shapes disagree; ids are not whole numbers; a mask is not
@@ -358,12 +357,12 @@ class RolloutBatch:
             temperature=temperature,
         )
 
-    # ---- cutting -------------------------------------------------------------------------------------
+    # ---- selection and padding -----------------------------------------------------------------------
 
     def select(self, documents: Sequence[int]) -> RolloutBatch:
-        """The row that holds these documents, in this order, and no padding.
+        """Build a row of these documents, in this order, without padding.
 
-        Source indices keep pointing into the batch that this one came from; see `as_source`.
+        Source indices still refer to the batch that this one came from; see `as_source`.
         """
         chosen = list(documents)
         bad = [d for d in chosen if not 0 <= d < self.num_documents]
@@ -372,7 +371,7 @@ class RolloutBatch:
                 f"RolloutBatch.select: documents {bad}",
                 found=f"{self.num_documents} documents",
                 rule="0 <= document < N",
-                fix="choose among the documents that are there",
+                fix="choose existing documents",
             )
         lengths = self.lengths_N
         documents = torch.tensor(chosen, dtype=torch.int64)
@@ -386,10 +385,10 @@ class RolloutBatch:
         return self._with(changed)
 
     def pad_to(self, length: int) -> RolloutBatch:
-        """Append padding tokens, which belong to no document and carry harmless values.
+        """Append padding tokens, which belong to no document and have harmless values.
 
         Raises:
-            ShapeError: the row is longer than ``length``; nothing is ever cut off.
+            ShapeError: the row is longer than ``length``; rows are never truncated.
         """
         extra = length - self.num_tokens
         if extra < 0:
@@ -397,14 +396,14 @@ class RolloutBatch:
                 f"pad_to({length})",
                 found=f"a row of {self.num_tokens} tokens",
                 rule="padding never shortens a row",
-                fix="ask for at least the row's own length",
+                fix="pass at least the row's own length",
             )
         return self._spread([self.num_tokens], [length])
 
     def pad_documents(self, multiple_of: int) -> RolloutBatch:
-        """Append padding tokens to each document, up to a multiple; what follows a document keeps its order.
+        """Append padding tokens to each document, up to a multiple; documents keep their order.
 
-        Padding that is there already stays where it is, and counts as part of the document before it.
+        Existing padding stays in place and counts as part of the document before it.
 
         Raises:
             ShapeError: a multiple below one.
@@ -417,40 +416,40 @@ class RolloutBatch:
             raise ShapeError(
                 f"pad_documents({multiple_of})",
                 rule="a multiple is at least 1",
-                fix="2 * cp is what a document zigzag needs; 1 pads nothing",
+                fix="a document zigzag needs 2 * cp; 1 pads nothing",
             )
         begins = torch.ones(self.num_tokens, dtype=torch.bool)
         begins[1:] = (self.document_ids_T[1:] != self.document_ids_T[:-1]) & (self.document_ids_T[1:] != PADDING)
         lengths = torch.bincount(begins.cumsum(0) - 1).tolist() if self.num_tokens else []
         return self._spread(lengths, [-(-length // multiple_of) * multiple_of for length in lengths])
 
-    def _spread(self, lengths: Sequence[int], room: Sequence[int]) -> RolloutBatch:
-        """Stretches of the row, each at the beginning of a room of its own and padding in the rest."""
+    def _spread(self, lengths: Sequence[int], padded: Sequence[int]) -> RolloutBatch:
+        """Pad each of the row's segments, of ``lengths`` tokens, to its ``padded`` length."""
         pads = {f.name: f.metadata["pad"] for f in fields(self) if f.metadata.get("level") == "token"}
         pads |= {name: e.pad for name, e in self.extensions.items() if e.level == "token"}
-        ends = torch.tensor(room).cumsum(0).tolist()
-        starts = [end - size for end, size in zip(ends, room, strict=True)]
-        taken = torch.cat(
+        ends = torch.tensor(padded).cumsum(0).tolist()
+        starts = [end - size for end, size in zip(ends, padded, strict=True)]
+        index = torch.cat(
             [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
             or [torch.arange(0)]
         )
-        counting = torch.cat(
-            [torch.arange(-length, size - length) for length, size in zip(lengths, room, strict=True)]
+        padding_positions = torch.cat(
+            [torch.arange(-length, size - length) for length, size in zip(lengths, padded, strict=True)]
             or [torch.arange(0)]
         )
 
         def spread(name: str, value: Tensor) -> Tensor:
-            return value.new_full((len(counting),), pads[name]).index_copy(0, taken, value)
+            return value.new_full((len(padding_positions),), pads[name]).index_copy(0, index, value)
 
         changed = {name: spread(name, value) for name, value in self.token_fields().items()}
-        padding = torch.ones_like(counting, dtype=torch.bool).index_fill(0, taken, False)
-        changed["positions_T"] = torch.where(padding, counting, changed["positions_T"])
+        padding = torch.ones_like(padding_positions, dtype=torch.bool).index_fill(0, index, False)
+        changed["positions_T"] = torch.where(padding, padding_positions, changed["positions_T"])
         return self._with(changed)
 
     def as_source(self) -> RolloutBatch:
-        """The same row as a batch of its own, its tokens numbered from 0 wherever they came from.
+        """The same row as a batch of its own, its tokens numbered from 0.
 
-        What is packed from it is named by its place in this row.
+        Rows that are packed from it refer to indices of this row.
 
         Example:
             >>> batch.select([3, 1]).as_source().source_T   # doctest: +SKIP
@@ -465,10 +464,10 @@ class RolloutBatch:
 
 
 def as_tensor(what: str, value: Any) -> Tensor:
-    """The numbers of a tensor, a numpy array or nested lists, on the CPU.
+    """Convert a tensor, a numpy array or nested lists to a tensor on the CPU.
 
     Raises:
-        ShapeError: no rectangle of numbers; the message begins with ``what``.
+        ShapeError: not a rectangle of numbers; the message begins with ``what``.
     """
     try:
         return torch.as_tensor(value).detach().cpu()
@@ -477,7 +476,7 @@ def as_tensor(what: str, value: Any) -> Tensor:
             what,
             found=str(error),
             rule="a rectangle of numbers",
-            fix="pad the rows to one length; a mask says where the tokens are",
+            fix="pad the rows to one length; a mask marks the tokens",
         ) from None
 
 
@@ -492,7 +491,7 @@ def _as_mask(what: str, value: Tensor) -> Tensor:
         raise ShapeError(
             what,
             found=f"from {float(value.min())} to {float(value.max())}",
-            rule="a mask holds 0 and 1 only",
+            rule="a mask has only 0 and 1",
             fix="put weights into advantages or an extension",
         )
     return value.bool()
@@ -504,8 +503,8 @@ def _as_reals(what: str, value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.to(torch.float32)
 
 
-_MEANT_AS = {"tokens": _as_ids, "group_id": _as_ids, "loss_mask": _as_mask}
-"""How a document's values are read; all others are real numbers."""
+_CONVERTERS = {"tokens": _as_ids, "group_id": _as_ids, "loss_mask": _as_mask}
+"""Conversions of a document's values; all others are real numbers."""
 _DOCUMENT_KEYS = (
     "tokens",
     "loss_mask",
@@ -516,7 +515,7 @@ _DOCUMENT_KEYS = (
     "reward",
     "group_id",
 )
-"""What a document may hold; the first four are required."""
+"""Keys of a document; the first four are required."""
 
 
 def _refuse_absent(where: str, given: Mapping[str, Any], required: Sequence[str]) -> None:
@@ -531,7 +530,7 @@ def _refuse_absent(where: str, given: Mapping[str, Any], required: Sequence[str]
 
 
 def _refuse_padded(where: str, prompt_BP: Tensor, completion_BC: Tensor, trained_BC: Tensor) -> None:
-    """Refuse masks from which a document cannot be read off without guessing; name the rows."""
+    """Refuse masks that do not determine a document; name the rows."""
     rules = (
         (
             prompt_BP[:, :-1] & ~prompt_BP[:, 1:],
@@ -544,13 +543,13 @@ def _refuse_padded(where: str, prompt_BP: Tensor, completion_BC: Tensor, trained
             "completion_mask is 1 after a 0",
             "completions are padded on the right, without holes",
             "pass the holes as loss_mask: a hole in completion_mask would drop the token from the context of "
-            "those after it, where in loss_mask it stays and only does not train",
+            "those after it; in loss_mask it stays and is only not trained",
         ),
         (
             trained_BC & ~completion_BC,
             "loss_mask is 1 where completion_mask is 0",
             "only tokens train",
-            "multiply loss_mask with completion_mask",
+            "multiply loss_mask by completion_mask",
         ),
         (
             ~(prompt_BP.any(dim=1) | completion_BC.any(dim=1))[:, None],
@@ -583,20 +582,20 @@ def _refuse(broken: Sequence[str]) -> None:
 
 
 def _broken_shapes(batch: RolloutBatch) -> list[str]:
-    """What keeps the rules on values from being looked at: a tensor that is missing, or of another shape or dtype."""
+    """Defects that prevent the checks of values: a tensor that is missing, or of another shape or dtype."""
     known = {f.name: f for f in fields(batch)}
     own = {name: (f.metadata["level"], getattr(batch, name)) for name, f in known.items() if "level" in f.metadata}
     own = {name: entry for name, entry in own.items() if entry[1] is not None or known[name].default is MISSING}
-    more = {f"extension {name}": (e.level, e.values) for name, e in batch.extensions.items()}
+    extensions = {f"extension {name}": (e.level, e.values) for name, e in batch.extensions.items()}
     broken = [f"extension {name} has the name of a field" for name in batch.extensions if name in known]
     broken += [
         f"{name} has level {level!r}, not token or document"
-        for name, (level, _) in more.items()
+        for name, (level, _) in extensions.items()
         if level not in ("token", "document")
     ]
     broken += [
         f"{name} is {'None' if value is None else f'a {type(value).__name__}'}, not a tensor"
-        for name, (_, value) in (own | more).items()
+        for name, (_, value) in (own | extensions).items()
         if not isinstance(value, Tensor)
     ]
     if broken:
@@ -607,11 +606,11 @@ def _broken_shapes(batch: RolloutBatch) -> list[str]:
             broken.append(f"{name} has dtype {value.dtype}, not {kind}")
     for level in ("token", "document"):
         if not broken:  # documents can be counted only in token fields that fit
-            wanted = batch.tokens_T.numel() if level == "token" else batch.num_documents
+            expected = batch.tokens_T.numel() if level == "token" else batch.num_documents
             broken += [
-                f"{name} has shape {tuple(value.shape)}, not [{wanted}]"
-                for name, (at, value) in (own | more).items()
-                if at == level and value.shape != (wanted,)
+                f"{name} has shape {tuple(value.shape)}, not [{expected}]"
+                for name, (at, value) in (own | extensions).items()
+                if at == level and value.shape != (expected,)
             ]
     return broken
 

@@ -1,10 +1,10 @@
-"""A recording on disk: one safetensors file, and a manifest that says what is in it and how to tell damage.
+"""A rollout dataset on disk: one safetensors file, and a manifest with its contents and checksum.
 
     folder/rollouts.safetensors     every field of the batch, bit for bit
     folder/manifest.json            format, checksum, shape, unit and meaning of each field, provenance
 
-A recording is whole or absent: both files are written under another name, flushed and renamed, and the
-manifest, without which there is no recording, comes last. Nothing here is ever unpickled.
+A rollout dataset is written atomically: both files are written under another name, flushed and renamed, the manifest
+last; its presence marks a complete dataset. Nothing here is ever unpickled.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from workbench.rollouts.batch import Extension, RolloutBatch
 TENSORS, MANIFEST = "rollouts.safetensors", "manifest.json"
 
 MEANINGS = {
-    "tokens_T": "the documents, laid end to end",
+    "tokens_T": "the documents, end to end",
     "positions_T": "index of the token in its own document, from 0",
-    "document_ids_T": "which document the token belongs to; -1 on padding",
-    "loss_mask_T": "whether the token counts for the loss",
-    "advantages_T": "how much better the document did than its group",
+    "document_ids_T": "document of the token; -1 on padding",
+    "loss_mask_T": "true if the token counts for the loss",
+    "advantages_T": "advantage of the document over its group",
     "old_logprobs_T": "log-probability under the policy at the start of the update",
     "sampler_logprobs_T": "log-probability as the sampler reported it",
     "ref_logprobs_T": "log-probability under the frozen reference policy",
     "source_T": "index of the token in the batch that the row was packed from; -1 on padding",
-    "group_ids_N": "which prompt the document answers",
+    "group_ids_N": "prompt of the document",
     "rewards_N": "reward of the document",
 }
 """One sentence for each field of `RolloutBatch`."""
@@ -48,7 +48,7 @@ class _Model(BaseModel):
 
 
 class TensorFile(_Model):
-    """The file that the manifest vouches for."""
+    """Name, checksum and size of the tensor file."""
 
     file: Literal["rollouts.safetensors"]
     sha256: str
@@ -56,7 +56,7 @@ class TensorFile(_Model):
 
 
 class FieldEntry(_Model):
-    """One tensor of the recording."""
+    """One tensor of the rollout dataset."""
 
     level: Literal["token", "document"]
     dtype: str
@@ -64,15 +64,15 @@ class FieldEntry(_Model):
     unit: str
     meaning: str
     extension: bool = False
-    """A field that `RolloutBatch` does not know."""
+    """True for a field that is not one of `RolloutBatch`."""
     pad: float | None = None
     """The harmless value of an extension on padding."""
     at: Literal["target", "input"] | None = None
-    """Whether an extension is of the token that is predicted, or of the one that is read."""
+    """Alignment of an extension: with the predicted token, or with the input token."""
 
 
 class Counts(_Model):
-    """What to expect before a tensor is read."""
+    """Sizes of the batch, known before a tensor is read."""
 
     documents: int
     tokens: int
@@ -80,47 +80,47 @@ class Counts(_Model):
 
 
 class Manifest(_Model):
-    """What `manifest.json` holds."""
+    """Contents of `manifest.json`."""
 
     format: Literal["workbench rollouts"]
     version: Literal[1]
     tensors: TensorFile
     temperature: float
-    """What logits were divided by when the tokens were sampled."""
+    """Divisor of the logits when the tokens were sampled."""
     counts: Counts
     fields: dict[str, FieldEntry]
     provenance: dict[str, Any]
-    """Whatever the writer wanted to be remembered."""
+    """Free-form data of the writer."""
 
 
 def save(
     batch: RolloutBatch, folder: Path, *, provenance: Mapping[str, Any] | None = None, overwrite: bool = False
 ) -> Manifest:
-    """Write a batch to ``folder``, whole or not at all.
+    """Write a batch to ``folder`` atomically.
 
-    A recording is its own source: its tokens are numbered from 0, also where ``batch`` was cut from another.
+    A rollout dataset is its own source: its tokens are numbered from 0, also if ``batch`` was selected from another.
 
     Args:
-        batch: what to write; every other value comes back bit for bit, in its dtype.
-        folder: made if it is missing.
-        provenance: anything JSON can hold, kept in the manifest.
-        overwrite: replace the recording that is there.
+        batch: to write; every other value comes back bit for bit, in its dtype.
+        folder: created if missing.
+        provenance: any JSON data, stored in the manifest.
+        overwrite: replace an existing rollout dataset.
 
     Raises:
-        RecordError: there is a recording in the folder and ``overwrite`` is False.
+        RecordError: there is a rollout dataset in the folder and ``overwrite`` is False.
         ShapeError: the provenance does not fit in JSON.
     """
     if not overwrite:
         refuse_existing(folder)
-    kept = dict(provenance or {})
+    provenance = dict(provenance or {})
     try:
-        json.dumps(kept, allow_nan=False)
+        json.dumps(provenance, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ShapeError(
             f"save rollouts to {folder}",
             found=f"provenance: {error}",
             rule="the manifest is JSON",
-            fix="leave out values that JSON has no word for",
+            fix="leave out values that JSON cannot represent",
         ) from None
     entries, tensors = _describe(batch.as_source())
     content = safetensors_torch.save(tensors)
@@ -131,7 +131,7 @@ def save(
         temperature=batch.temperature,
         counts=Counts(documents=batch.num_documents, tokens=batch.num_tokens, trained_tokens=batch.num_trained_tokens),
         fields=entries,
-        provenance=kept,
+        provenance=provenance,
     )
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +145,8 @@ def load(folder: Path) -> RolloutBatch:
     """Read the batch that `save` wrote.
 
     Raises:
-        RecordError: a file is missing, truncated, changed, of another version, or says something that its
-            partner does not; the message names the file.
+        RecordError: a file is missing, truncated, changed, of another version, or contradicts the other one; the
+            message names the file.
     """
     manifest = read_manifest(folder)
     path = folder / TENSORS
@@ -154,14 +154,14 @@ def load(folder: Path) -> RolloutBatch:
         content = path.read_bytes()
     except OSError as error:
         raise _damaged(path, f"{type(error).__name__}: {error.strerror}") from None
-    wanted = manifest.tensors
-    if len(content) < wanted.bytes:
-        raise _damaged(path, f"truncated: {len(content)} bytes, where {MANIFEST} says {wanted.bytes}")
-    if len(content) > wanted.bytes:
-        raise _damaged(path, f"{len(content)} bytes, where {MANIFEST} says {wanted.bytes}")
+    expected = manifest.tensors
+    if len(content) < expected.bytes:
+        raise _damaged(path, f"truncated: {len(content)} bytes, where {MANIFEST} says {expected.bytes}")
+    if len(content) > expected.bytes:
+        raise _damaged(path, f"{len(content)} bytes, where {MANIFEST} says {expected.bytes}")
     digest = hashlib.sha256(content).hexdigest()
-    if digest != wanted.sha256:
-        raise _damaged(path, f"sha256 {digest[:16]}..., where {MANIFEST} says {wanted.sha256[:16]}...")
+    if digest != expected.sha256:
+        raise _damaged(path, f"sha256 {digest[:16]}..., where {MANIFEST} says {expected.sha256[:16]}...")
     try:
         tensors = safetensors_torch.load(content)
     except SafetensorError as error:
@@ -170,7 +170,7 @@ def load(folder: Path) -> RolloutBatch:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what a recording says of itself, without its tensors.
+    """Read the manifest of a rollout dataset, without its tensors.
 
     Raises:
         RecordError: no manifest, not JSON, or not of this version.
@@ -179,8 +179,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(json.loads(path.read_text(encoding="utf8")))
     except FileNotFoundError:
-        there = "no such file" if folder.is_dir() else "no such folder"
-        raise _damaged(path, there) from None
+        missing = "no such file" if folder.is_dir() else "no such folder"
+        raise _damaged(path, missing) from None
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
         raise _damaged(path, wrong) from None
@@ -189,16 +189,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def refuse_existing(folder: Path) -> None:
-    """Refuse to write where there is a recording already.
+    """Refuse a folder that already has a rollout dataset.
 
     Raises:
-        RecordError: there is one.
+        RecordError: it has one.
     """
     if (folder / MANIFEST).exists():
         raise RecordError(
-            f"write a recording to {folder}",
-            found=f"a recording ({MANIFEST})",
-            rule="a recording is not overwritten by accident",
+            f"write a rollout dataset to {folder}",
+            found=f"a rollout dataset ({MANIFEST})",
+            rule="a rollout dataset is not overwritten by accident",
             fix="choose another folder, or pass overwrite=True (--overwrite)",
         )
 
@@ -206,22 +206,22 @@ def refuse_existing(folder: Path) -> None:
 def _describe(batch: RolloutBatch) -> tuple[dict[str, FieldEntry], dict[str, Tensor]]:
     known = {f.name: f.metadata for f in fields(batch) if "level" in f.metadata}
     entries: dict[str, FieldEntry] = {}
-    # A copy of its own for each: safetensors refuses tensors that share memory.
+    # Clone each one, because safetensors refuses tensors that share memory.
     tensors = {
         name: value.detach().cpu().contiguous().clone()
         for name, value in (batch.token_fields() | batch.document_fields()).items()
     }
     for name, value in tensors.items():
-        more = batch.extensions.get(name)
+        extension = batch.extensions.get(name)
         entries[name] = FieldEntry(
-            level=more.level if more else known[name]["level"],
+            level=extension.level if extension else known[name]["level"],
             dtype=str(value.dtype).removeprefix("torch."),
             shape=tuple(value.shape),
-            unit=more.unit if more else known[name]["unit"],
-            meaning=more.meaning if more else MEANINGS[name],
-            extension=more is not None,
-            pad=more.pad if more else None,
-            at=more.at if more else None,
+            unit=extension.unit if extension else known[name]["unit"],
+            meaning=extension.meaning if extension else MEANINGS[name],
+            extension=extension is not None,
+            pad=extension.pad if extension else None,
+            at=extension.at if extension else None,
         )
     return entries, tensors
 
@@ -237,7 +237,7 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
                 path, f"{name} is {dtype}{list(shape)}, where {MANIFEST} says {entry.dtype}{list(entry.shape)}"
             )
     own = {name: value for name, value in tensors.items() if not manifest.fields[name].extension}
-    more = {
+    extensions = {
         name: Extension(
             values=tensors[name],
             level=entry.level,
@@ -253,9 +253,9 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
     if unknown:
         raise _damaged(folder / MANIFEST, f"fields {unknown}, which no batch has")
     try:
-        batch = RolloutBatch(**own, extensions=more, temperature=manifest.temperature)
+        batch = RolloutBatch(**own, extensions=extensions, temperature=manifest.temperature)
     except (ShapeError, TypeError) as error:
-        raise _damaged(path, f"no valid batch: {error}") from None
+        raise _damaged(path, f"not a valid batch: {error}") from None
     counts = Counts(documents=batch.num_documents, tokens=batch.num_tokens, trained_tokens=batch.num_trained_tokens)
     if counts != manifest.counts:
         raise _damaged(folder / MANIFEST, f"counts {manifest.counts}, where {TENSORS} holds {counts}")
@@ -264,10 +264,10 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
 
 def _damaged(path: Path, found: str) -> RecordError:
     return RecordError(
-        f"read the recording file {path}",
+        f"read the rollout dataset file {path}",
         found=found,
         rule=f"{TENSORS} and {MANIFEST} as `save` wrote them together, format version 1",
-        fix="copy or make the recording again, and see `workbench rollouts check`",
+        fix="copy or create the rollout dataset again, and see `workbench rollouts check`",
     )
 
 

@@ -1,7 +1,7 @@
-"""Rollouts from elsewhere: a trainer's padded arrays, or a table with one document a row.
+"""Importers of rollouts: a trainer's padded arrays, or a table with one document per row.
 
-Nothing is guessed, and nothing is dropped unless the caller names it: an unknown key, a list of another
-length or a value that is not finite on a token that trains is an error, with the file, the line and the key.
+Nothing is guessed, and nothing is dropped unless the caller names it: an unknown key, a list of another length or a
+value that is not finite on a trained token is an error, with the file, the line and the key.
 
 A record of a table (JSON lines or parquet) has the keys
 
@@ -13,7 +13,7 @@ A record of a table (JSON lines or parquet) has the keys
     sampler_logprobs        optional, like old_logprobs
     ref_logprobs            optional, like old_logprobs
     reward                  optional: one number
-    group_id                optional: a whole number, or a word (words are numbered in order of appearance)
+    group_id                optional: a whole number, or a string (strings are numbered in order of appearance)
 
 and every record has the same ones; null counts as absent. Real numbers of a table become float32; an array
 keeps float64.
@@ -48,8 +48,8 @@ _TRL_KEYS = {
     "group_ids": "group_ids",
 }
 _TRL_UNUSED = ("num_items_in_batch",)
-_TRL_WORDS = {ours: trl for trl, ours in _TRL_KEYS.items()}
-_OUR_WORDS = re.compile(rf"\b({'|'.join(_TRL_WORDS)})(?:_[TN]\b)?(?![a-z])")
+_TRL_NAMES = {ours: trl for trl, ours in _TRL_KEYS.items()}
+_OUR_NAMES = re.compile(rf"\b({'|'.join(_TRL_NAMES)})(?:_[TN]\b)?(?![a-z])")
 
 _PER_TOKEN = ("old_logprobs", "sampler_logprobs", "ref_logprobs")
 _KEYS = {
@@ -65,18 +65,18 @@ _KEYS = {
 
 
 def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0, ignore: Sequence[str] = ()) -> RolloutBatch:
-    """A batch from the padded arrays that TRL's GRPO trainer hands to its loss, under TRL's own names.
+    """Build a batch from the padded arrays that TRL's GRPO trainer passes to its loss, under TRL's own names.
 
     Args:
         arrays: prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, old_per_token_logps and,
             optionally, ref_per_token_logps, sampling_per_token_logps, tool_mask; also rewards and group_ids,
-            which TRL does not hand on. num_items_in_batch, TRL's own denominator, is not used: here
+            which TRL does not pass on. num_items_in_batch, TRL's own denominator, is not used: here
             denominators come from the masks. None counts as absent.
-        temperature: what logits were divided by when the tokens were sampled.
+        temperature: divisor of the logits when the tokens were sampled.
         ignore: further keys that may be left out of the batch.
 
     Raises:
-        ShapeError: an unknown or a missing key, or whatever `RolloutBatch.from_padded` refuses.
+        ShapeError: an unknown or a missing key, or an error of `RolloutBatch.from_padded`.
 
     Source: the output of ``GRPOTrainer._generate_and_score_completions`` in huggingface/trl.
     """
@@ -84,7 +84,7 @@ def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0, ignore: Seq
 
 
 def _from_trl(where: str, arrays: Mapping[str, Any], temperature: float, ignore: Sequence[str]) -> RolloutBatch:
-    """`read_trl`, for messages that begin with ``where`` and use TRL's names."""
+    """`read_trl` with messages that begin with ``where`` and use TRL's names."""
     given = {
         key: value
         for key, value in arrays.items()
@@ -96,7 +96,7 @@ def _from_trl(where: str, arrays: Mapping[str, Any], temperature: float, ignore:
             where,
             found=f"unknown keys {', '.join(unknown)}",
             rule=f"keys are {', '.join([*_TRL_KEYS, *_TRL_UNUSED])}",
-            fix=f"leave them out, or say ignore={unknown} if the loss does not need them",
+            fix=f"leave them out, or pass ignore={unknown} if the loss does not need them",
         )
     required = [key for key in list(_TRL_KEYS)[:6] if key not in given]
     if required:
@@ -116,17 +116,17 @@ def _from_trl(where: str, arrays: Mapping[str, Any], temperature: float, ignore:
             **{_TRL_KEYS[key]: value for key, value in given.items()}, temperature=temperature
         )
     except ShapeError as error:
-        said = {part: _OUR_WORDS.sub(lambda word: _TRL_WORDS[word[1]], text) for part, text in error.parts.items()}
-        asked = re.sub(r"^RolloutBatch(\.from_padded)?", lambda _: where, said.pop("asked"))
-        raise ShapeError(asked, **said) from None
+        parts = {part: _OUR_NAMES.sub(lambda name: _TRL_NAMES[name[1]], text) for part, text in error.parts.items()}
+        request = re.sub(r"^RolloutBatch(\.from_padded)?", lambda _: where, parts.pop("asked"))
+        raise ShapeError(request, **parts) from None
 
 
 def read_npz(path: Path, *, temperature: float = 1.0, ignore: Sequence[str] = ()) -> RolloutBatch:
-    """`read_trl` on the arrays of a numpy ``.npz`` file.
+    """Apply `read_trl` to the arrays of a numpy ``.npz`` file.
 
     Raises:
-        RecordError: the file is missing, damaged, or holds pickled objects, which are never loaded.
-        ShapeError: what `read_trl` refuses; the message names file and key.
+        RecordError: the file is missing, damaged, or contains pickled objects, which are never loaded.
+        ShapeError: an error of `read_trl`; the message names file and key.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -137,7 +137,7 @@ def read_npz(path: Path, *, temperature: float = 1.0, ignore: Sequence[str] = ()
 
 
 def read_jsonl(path: Path, *, temperature: float = 1.0) -> RolloutBatch:
-    """A batch from JSON lines, one document a line; blank lines are skipped.
+    """Build a batch from JSON lines, one document per line; blank lines are skipped.
 
     Raises:
         RecordError: the file cannot be read, a line is not a JSON object, or a record breaks a rule of this
@@ -146,7 +146,7 @@ def read_jsonl(path: Path, *, temperature: float = 1.0) -> RolloutBatch:
     try:
         text = path.read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}", "a text file, one JSON object a line") from None
+        raise _unreadable(path, f"{type(error).__name__}: {error}", "a text file, one JSON object per line") from None
     records: list[tuple[str, Any]] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -158,14 +158,14 @@ def read_jsonl(path: Path, *, temperature: float = 1.0) -> RolloutBatch:
             raise RecordError(
                 f"{where}: not JSON",
                 found=str(error),
-                rule="one JSON object a line",
-                fix="mend the line; a cut last line means the writer was stopped",
+                rule="one JSON object per line",
+                fix="fix the line; a cut last line means the writer was stopped",
             ) from None
     return _from_records(path, records, temperature)
 
 
 def read_parquet(path: Path, *, temperature: float = 1.0) -> RolloutBatch:
-    """A batch from a parquet table, one document a row (rows count from 0).
+    """Build a batch from a parquet table, one document per row (rows count from 0).
 
     Raises:
         RecordError: the file cannot be read, or a row breaks a rule of this module; the message names file,
@@ -189,7 +189,7 @@ def _from_records(path: Path, records: Iterable[tuple[str, Any]], temperature: f
     first = ""
     for where, record in records:
         if not isinstance(record, Mapping):
-            raise _broken(where, "", f"{type(record).__name__}", "a record is an object with named values")
+            raise _broken(where, "", f"{type(record).__name__}", "a record is an object with keys")
         document = _document(where, {key: value for key, value in record.items() if value is not None})
         if documents and set(document) != set(documents[0]):
             raise _broken(
@@ -200,13 +200,13 @@ def _from_records(path: Path, records: Iterable[tuple[str, Any]], temperature: f
             )
         group = document.get("group_id")
         if documents and isinstance(group, str) != bool(groups):
-            raise _broken(where, "group_id", repr(group), "all group ids are words, or none is")
+            raise _broken(where, "group_id", repr(group), "all group ids are strings, or none is")
         if isinstance(group, str):
             document["group_id"] = groups.setdefault(group, len(groups))
         first = first or where
         documents.append(document)
     if not documents:
-        raise _unreadable(path, "no record", "one document a record, and at least one")
+        raise _unreadable(path, "no record", "one document per record, and at least one")
     try:
         return RolloutBatch.from_documents(documents, temperature=temperature)
     except ShapeError as error:
@@ -214,7 +214,7 @@ def _from_records(path: Path, records: Iterable[tuple[str, Any]], temperature: f
 
 
 def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
-    """One record as `RolloutBatch.from_documents` wants it; prompt tokens get 0."""
+    """Convert one record to a document of `RolloutBatch.from_documents`; prompt tokens get 0."""
     unknown = sorted(set(record) - _KEYS)
     if unknown:
         raise _broken(where, ", ".join(unknown), "unknown", f"the keys are {', '.join(sorted(_KEYS))}")
@@ -240,21 +240,21 @@ def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
     if not prompt and not completion:
         raise _broken(where, "prompt_tokens, completion_tokens", "both empty", "a document has a token")
 
-    nothing = [0.0] * len(prompt)
+    zeros = [0.0] * len(prompt)
     document: dict[str, Any] = {"tokens": prompt + completion, "loss_mask": [0] * len(prompt) + mask}
     if "advantage" in record:
-        document["advantages"] = nothing + [_number(where, "advantage", record["advantage"])] * count
+        document["advantages"] = zeros + [_number(where, "advantage", record["advantage"])] * count
     else:
-        document["advantages"] = nothing + _per_token(where, "advantages", record["advantages"], mask)
+        document["advantages"] = zeros + _per_token(where, "advantages", record["advantages"], mask)
     for key in _PER_TOKEN:
         if key in record:
-            document[key] = nothing + _per_token(where, key, record[key], mask)
+            document[key] = zeros + _per_token(where, key, record[key], mask)
     if "reward" in record:
         document["reward"] = _number(where, "reward", record["reward"])
     if "group_id" in record:
         document["group_id"] = record["group_id"]
         if isinstance(record["group_id"], bool) or not isinstance(record["group_id"], int | str):
-            raise _broken(where, "group_id", repr(record["group_id"]), "a whole number or a word")
+            raise _broken(where, "group_id", repr(record["group_id"]), "a whole number or a string")
     return document
 
 
@@ -305,5 +305,5 @@ def _broken(where: str, key: str, found: str, rule: str) -> RecordError:
 
 def _unreadable(path: Path, found: str, rule: str) -> RecordError:
     return RecordError(
-        f"read rollouts from {path}", found=found, rule=rule, fix="check the path, and how the file was written"
+        f"read rollouts from {path}", found=found, rule=rule, fix="check the path, and the writer of the file"
     )

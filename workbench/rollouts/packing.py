@@ -1,9 +1,8 @@
-"""Packing: which document goes into which row, and how long the rows are.
+"""Packing: assignment of documents to rows, and the lengths of the rows.
 
-One optimizer step trains on some micro-batches of each data-parallel rank, a row each. Rows may differ in length and
+One optimizer step trains on some micro-batches of each data-parallel rank, one row each. Rows may differ in length and
 may be empty: a rank with nothing to train still enters every collective. `pack` deals a step into a given number of
-rows, `deal` puts each document where it is told, and `fill` takes as many micro-batches of a given size as the step
-needs.
+rows, `deal` follows a given assignment, and `fill` takes as many micro-batches of a given size as the step needs.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ def pack(
 ) -> list[RolloutBatch]:
     """Deal the documents of a batch into rows of nearly equal length, and pad each document and each row.
 
-    The longest document goes first, to the row that is shortest so far; inside a row documents keep the
-    order of the batch. The result depends on nothing but the lengths.
+    The longest document goes first, to the row that is shortest so far; within a row documents keep the order of the
+    batch. The result depends on the lengths alone.
 
     Args:
         batch: the documents of the whole optimizer step.
         rows: dp * micro_batches.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
-        document_multiple_of: so is each document, by padding that stands right behind it and belongs to none.
-        together_N: [N] labels; documents with one label go into one row, as a loss on pairs needs it.
+        document_multiple_of: so is each document, by padding right after it that belongs to no document.
+        together_N: [N] labels; documents with one label go into one row, as a loss on pairs requires.
 
     Raises:
         SpecError: fewer than one row, or a multiple below one.
@@ -47,8 +46,7 @@ def pack(
         raise SpecError(
             f"pack(rows={rows}, multiple_of={multiple_of}, document_multiple_of={document_multiple_of})",
             rule="all are at least 1",
-            fix="rows is dp * micro_batches; the multiples are what the shard plan needs "
-            "(sharding.orders.padding_rule)",
+            fix="rows is dp * micro_batches; the multiples come from the shard plan (sharding.orders.padding_rule)",
         )
     bundles = _bundles(batch, together_N)
     lengths = _lengths(batch, bundles, document_multiple_of)
@@ -58,17 +56,17 @@ def pack(
         filled, row = heapq.heappop(shortest)
         members[row] += bundles[number]
         heapq.heappush(shortest, (filled + lengths[number], row))
-    return [_padded(batch, sorted(chosen), multiple_of, document_multiple_of) for chosen in members]
+    return [_padded(batch, sorted(documents), multiple_of, document_multiple_of) for documents in members]
 
 
 def deal(
     batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int = 1, document_multiple_of: int = 1
 ) -> list[RolloutBatch]:
-    """Rows of the documents that are named for each, in that order, padded like those of `pack`.
+    """Build rows of given documents, in the given order, padded like those of `pack`.
 
     Args:
         batch: the documents of the whole optimizer step.
-        rows: numbers of documents, row by row; a row may be empty.
+        rows: indices of documents, row by row; a row may be empty.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
         document_multiple_of: each document is padded up to a multiple of this many tokens first.
 
@@ -95,42 +93,42 @@ def fill(
     document_multiple_of: int = 1,
     together_N: Tensor | None = None,
 ) -> list[RolloutBatch]:
-    """Take micro-batches of at most so many tokens, one after another on all ranks, until no document is left.
+    """Fill micro-batches of at most ``tokens`` tokens, one after another on all ranks, until no document is left.
 
     Documents are taken in the order of the batch: into the row of the first rank until the next does not fit, then of
     the second, and after the last rank into the next micro-batch. Every rank takes equally many, so the last ones may
-    be empty. How many there are is found here, on the whole step; nothing that is counted may depend on it.
+    be empty. Their number is determined here, on the whole step; no count may depend on it.
 
     Args:
         batch: the documents of the whole optimizer step.
-        tokens: a row's most tokens, padding included.
+        tokens: maximum length of a row, padding included.
         ranks: dp.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
-        document_multiple_of: so is each document, by padding that stands right behind it and belongs to none.
+        document_multiple_of: so is each document, by padding right after it that belongs to no document.
         together_N: [N] labels; documents with one label go into one row.
 
     Returns:
-        The rows of the first rank in the order in which it trains on them, then those of the second, ...
+        The rows of the first rank in training order, then those of the second, ...
 
     Raises:
-        SpecError: a document (or the documents of a label) that no row can hold.
+        SpecError: a document (or the documents of a label) that does not fit into a row.
     """
-    room = tokens // multiple_of * multiple_of
+    capacity = tokens // multiple_of * multiple_of
     padded = f" with their padding to multiples of {document_multiple_of}" if document_multiple_of > 1 else ""
     rows: list[list[int]] = [[]]
-    left = room
+    left = capacity
     bundles = _bundles(batch, together_N)
     for bundle, length in zip(bundles, _lengths(batch, bundles, document_multiple_of), strict=True):
-        if length > room:
+        if length > capacity:
             raise SpecError(
                 f"micro-batches of {tokens} tokens, in multiples of {multiple_of}",
                 found=f"document(s) {bundle} of {length} tokens{padded}",
-                rule="a row holds whole documents, and those that a loss needs together",
+                rule="a row has whole documents, and those that a loss needs together",
                 fix=f"allow at least {-(-length // multiple_of) * multiple_of} tokens, or drop them",
             )
         if length > left:
             rows.append([])
-            left = room
+            left = capacity
         rows[-1] += bundle
         left -= length
     rows += [[] for _ in range(-len(rows) % ranks)]
@@ -142,7 +140,7 @@ def fill(
 
 
 def _bundles(batch: RolloutBatch, together_N: Tensor | None) -> list[list[int]]:
-    """Documents that travel together, in the order of each bundle's first."""
+    """Group the documents that share a label, in the order of each bundle's first."""
     if together_N is None:
         return [[document] for document in range(batch.num_documents)]
     bundles: dict[int, list[int]] = {}

@@ -1,6 +1,6 @@
-"""From tokens to predictions: shift, mask document ends, and only then let anything be split.
+"""Conversion of tokens to prediction targets: shift, mask document ends, and only then split.
 
-The one place where "the value at the token" becomes "the value at the position that predicts the token".
+This is the only code in which "the value at the token" becomes "the value at the position that predicts the token".
 A rank that shifts its own shard instead gets a wrong target at every shard edge (N-1 of them for a contiguous
 order over N ranks, 2N-2 for zigzag), which the loss is too coarse to show.
 
@@ -21,11 +21,11 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One row as a model trains on it: inputs at their positions, and what each position predicts.
+    """One training row: inputs at their positions, and the target of each position.
 
     Attributes:
         tokens_T: [T] input ids.
-        positions_T: [T] in-document positions, real ones, never regenerated on a shard.
+        positions_T: [T] positions in the whole document, never regenerated on a shard.
         document_ids_T: [T] of the input token; `PADDING` on padding.
         targets_T: [T] the next token of the same document; 0 where there is none (never trained).
         loss_mask_T: [T] bool, the target counts.
@@ -35,12 +35,12 @@ class TrainingRow:
         ref_logprobs_T: [T] nats, of the target, or None.
         source_T: [T] index of the target in the source batch; `PADDING` where there is none.
         lengths_T: [T] float64, targets that count in the whole document; at least 1, so that dividing by it is
-            harmless where nothing counts. A number of the document, not of the shard that holds a part of it.
+            harmless where nothing counts. A number of the document, not of a shard of it.
         rewards_T: [T] reward units, of the target's document, or None.
-        group_ids_T: [T] prompt that the target's document answers, or None; `PADDING` on padding.
+        group_ids_T: [T] prompt of the target's document, or None; `PADDING` on padding.
         rollout_ids_T: [T] rollout that the target's document is a sample of, from the document-level extension
             ``rollout_ids``, or None; `PADDING` on padding.
-        extensions: token-level extension fields of the batch, at the target or, where they say so, at the input.
+        extensions: token-level extension fields of the batch, at the target or the input (`Extension.at`).
     """
 
     tokens_T: Tensor
@@ -60,21 +60,21 @@ class TrainingRow:
     extensions: dict[str, Tensor] = field(default_factory=dict)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TrainingRow:
-        """Apply one function to every tensor: how a shard plan moves all of them together."""
+        """Apply one function to every tensor; a shard plan uses it to permute all of them."""
         changed = {f.name: function(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
         return replace(self, **changed, extensions={k: function(v) for k, v in self.extensions.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainingRow:
-        """The row on a device, its real numbers in the precision of the run."""
+        """Move the row to a device, its real numbers to the precision of the run."""
         return self.map(lambda value: value.to(device, dtype if value.is_floating_point() else value.dtype))
 
 
 def shift_targets(row: RolloutBatch) -> TrainingRow:
-    """Line every target up with the position that predicts it, on the whole row.
+    """Align every target with the position that predicts it, on the whole row.
 
     Position t predicts token t + 1 if both belong to one document; otherwise (a document's last token, the
     last token of the row, padding) it predicts nothing: target 0, mask False, values 0. Real numbers are kept only
-    where the target counts, so that NaN or infinity under the mask (0 * inf is NaN) can reach no gradient.
+    where the target counts, so that NaN or infinity under the mask (0 * inf is NaN) cannot reach a gradient.
 
     Shapes:   row of T tokens -> tensors of [T].
     Backward: none; this is data.
@@ -137,7 +137,7 @@ def _document_extension(row: RolloutBatch, name: str) -> Tensor | None:
         raise ShapeError(
             f"extension {name!r}",
             found=f"level {extension.level}, dtype {extension.values.dtype}",
-            rule="one whole number a document",
-            fix="give Extension(ids_N, 'document', ...) of int64",
+            rule="one whole number per document",
+            fix="pass Extension(ids_N, 'document', ...) of int64",
         )
     return extension.values

@@ -1,7 +1,7 @@
-"""A task with a checkable reward: what one is, and arithmetic worked out step by step, one character a token.
+"""Tasks with a checkable reward: the interface, and step-by-step arithmetic with one character per token.
 
-A prompt of the arithmetic is ``^37+85-12=``; a right answer is ``122-12=110$``: the expression again after each
-operation, then the result, then the end. Nobody has to judge an answer: `ArithmeticTask.reward` computes the result.
+A prompt of the arithmetic is ``^37+85-12=``; a right completion is ``122-12=110$``: the expression again after each
+operation, then the result, then the end. `ArithmeticTask.reward` computes the result, so no judge is needed.
 
 The 19 symbols are chosen so that neither 2 nor 4 divides the vocabulary.
 """
@@ -26,23 +26,23 @@ START, END, PAD = "^", "$", "_"
 SYMBOLS = "0123456789+-*()=" + START + END + PAD
 
 _WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]*")
-# What is worked out first stands first; each rule takes the leftmost place where it fits.
+# In order of precedence; each rule takes its leftmost match.
 _OPERATIONS = tuple(re.compile(rule) for rule in (r"\((\d+)([-+*])(\d+)\)", r"(\d+)(\*)(\d+)", r"(\d+)([-+])(\d+)"))
 
 
 class Task(Protocol):
-    """What online training asks of a task: prompts, the text of tokens and back, and a reward for every answer.
+    """Interface of a task for online training: prompts, a tokenizer, and a reward for every completion.
 
     Attributes:
-        end_ids: tokens of which any ends an answer.
-        right_reward: what an answer earns that is wholly right; `reward/right/fraction` counts those.
+        end_ids: tokens of which any ends a completion.
+        right_reward: reward of a fully right completion; `reward/right/fraction` counts those.
     """
 
     end_ids: Sequence[int]
     right_reward: float
 
     def prompts(self, seed: int, count: int) -> Iterable[str]:
-        """So many prompts; the same for the same seed, in every process."""
+        """The first ``count`` prompts of a seed; the same in every process."""
         ...
 
     def encode(self, text: str) -> Iterable[int]:
@@ -50,11 +50,11 @@ class Task(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of an answer, its end included."""
+        """The text of a completion, its end included."""
         ...
 
     def reward(self, prompt: str, completion: str) -> float:
-        """How good an answer is, a finite number."""
+        """Reward of a completion, a finite number."""
         ...
 
 
@@ -77,12 +77,12 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the policy is given."""
+        """Prompt of the policy."""
         return f"{START}{self.expression}="
 
     @property
     def solution(self) -> str:
-        """What a policy that works it out writes."""
+        """The right completion, step by step."""
         return "=".join(_steps(self.expression)) + END
 
 
@@ -106,7 +106,7 @@ class ArithmeticTask:
         """Vocabulary ids of a text.
 
         Raises:
-            ShapeError: a character that is no symbol of the task.
+            ShapeError: a character that is not a symbol of the task.
         """
         unknown = sorted(set(text) - set(SYMBOLS))
         if unknown:
@@ -130,34 +130,33 @@ class ArithmeticTask:
                 "ArithmeticTask.decode",
                 found=f"ids {outside}",
                 rule=f"0 <= id < {self.vocab_size}",
-                fix="decode only what this task encoded, padding taken off",
+                fix="decode only ids of this task's encode, without padding",
             )
         return "".join(SYMBOLS[token] for token in tokens)
 
     def problems(self, seed: int, count: int) -> list[Problem]:
         """The first ``count`` problems of a seed; a longer list begins with the shorter one."""
         draw = random.Random(f"arithmetic {seed}")
-        found: list[Problem] = []
-        while len(found) < count:
+        problems: list[Problem] = []
+        while len(problems) < count:
             expression = _expression(draw)
             values = _steps(expression)
             if values and _WHOLE_NUMBER.fullmatch(values[-1]):
-                found.append(Problem(expression, int(values[-1])))
-        return found
+                problems.append(Problem(expression, int(values[-1])))
+        return problems
 
     def prompts(self, seed: int, count: int) -> list[str]:
         """The prompts of `problems`."""
         return [problem.prompt for problem in self.problems(seed, count)]
 
     def reward(self, prompt: str, completion: str) -> float:
-        """How good an answer is.
+        """Reward of a completion.
 
         Units: 1.0 if the last number is the value of the expression; 0.1 if it is another number; 0.0 if the
-            answer does not end with one end symbol after a whole number. The steps before it are the policy's
-            own business.
+            completion does not end with one end symbol after a whole number. The steps before it are not checked.
 
         Raises:
-            ShapeError: the prompt is none of this task's.
+            ShapeError: the prompt is not one of this task.
         """
         expression = prompt.removeprefix(START).removesuffix("=")
         values = _steps(expression)
@@ -166,7 +165,7 @@ class ArithmeticTask:
                 f"ArithmeticTask.reward: prompt {prompt!r}",
                 found="no such expression",
                 rule="^EXPRESSION= whose steps and value are 0 or more",
-                fix="score answers to prompts of this task",
+                fix="score completions of prompts of this task",
             )
         last = completion.removesuffix(END).rpartition("=")[2]
         if not completion.endswith(END) or completion.count(END) != 1 or not _WHOLE_NUMBER.fullmatch(last):
@@ -175,7 +174,7 @@ class ArithmeticTask:
 
 
 def _expression(draw: random.Random) -> str:
-    """Two to four terms; among two or three of them sometimes a product or parentheses."""
+    """Draw two to four terms; among two or three of them sometimes a product or parentheses."""
 
     def number() -> str:
         return str(draw.randint(1, 99 if draw.random() < 0.5 else 20))
@@ -192,31 +191,31 @@ def _expression(draw: random.Random) -> str:
 
 
 def _steps(expression: str) -> list[str]:
-    """The expression after each operation, down to its value; [] if it cannot be worked out.
+    """The expression after each operation, down to its value; [] if it cannot be evaluated.
 
-    A negative number on the way leaves a sign that no rule takes away, and gives [] as well.
+    A negative intermediate result leaves a sign that no rule matches, and gives [] as well.
     """
     steps: list[str] = []
     while not _WHOLE_NUMBER.fullmatch(expression):
-        found = next((match for rule in _OPERATIONS if (match := rule.search(expression))), None)
-        if found is None:
+        operation = next((match for rule in _OPERATIONS if (match := rule.search(expression))), None)
+        if operation is None:
             return []
-        left, operator, right = int(found[1]), found[2], int(found[3])
+        left, operator, right = int(operation[1]), operation[2], int(operation[3])
         value = {"+": left + right, "-": left - right, "*": left * right}[operator]
-        expression = expression[: found.start()] + str(value) + expression[found.end() :]
+        expression = expression[: operation.start()] + str(value) + expression[operation.end() :]
         steps.append(expression)
     return steps
 
 
 def named_task(name: str, project: Path) -> Task:
-    """The task that a spec names: ``arithmetic``, or ``FILE.py:NAME``, a class or object of a user's file.
+    """Load the task that a spec names: ``arithmetic``, or ``FILE.py:NAME``, a class or object of a user's file.
 
     Args:
         name: of the task.
-        project: folder that a relative path begins at.
+        project: folder of relative paths.
 
     Raises:
-        SpecError: no such task or file, or an object that lacks something of `Task`, or has no ids in its end_ids.
+        SpecError: no such task or file, or an object that lacks an attribute of `Task`, or has no ids in its end_ids.
     """
     if name == "arithmetic":
         return ArithmeticTask()
@@ -236,16 +235,16 @@ def named_task(name: str, project: Path) -> Task:
         except TypeError as error:
             raise SpecError(
                 f"online.task = {name!r}",
-                found=f"{attribute} cannot be made: {error}",
+                found=f"{attribute} cannot be constructed: {error}",
                 rule="a class is called without arguments",
                 fix="give its arguments defaults, or name an object of the file",
             ) from error
-    wanted = (*Task.__annotations__, "prompts", "encode", "decode", "reward")
-    if lacking := [one for one in wanted if not hasattr(task, one)]:
+    required = (*Task.__annotations__, "prompts", "encode", "decode", "reward")
+    if missing := [member for member in required if not hasattr(task, member)]:
         raise SpecError(
             f"online.task = {name!r}",
-            found=f"{attribute} has no {', '.join(lacking)}",
-            rule=f"a task has {', '.join(wanted)}; see workbench.rollouts.task.Task",
+            found=f"{attribute} has no {', '.join(missing)}",
+            rule=f"a task has {', '.join(required)}; see workbench.rollouts.task.Task",
             fix="add what is missing",
         )
     try:
@@ -254,26 +253,26 @@ def named_task(name: str, project: Path) -> Task:
         raise SpecError(
             f"online.task = {name!r}",
             found=f"{attribute}.end_ids = {task.end_ids!r}",
-            rule="a sequence of the ids of which any ends an answer",
-            fix="write end_ids = [tokenizer.eos_token_id]; where that is None the tokenizer has no end, "
-            "so name the id of the token that is to end an answer",
+            rule="a sequence of ids of which any ends a completion",
+            fix="write end_ids = [tokenizer.eos_token_id]; if that is None the tokenizer has no end token, "
+            "so name the id of the token that is to end a completion",
         ) from error
     return task
 
 
 def _loaded(file: Path) -> ModuleType:
-    """The module of a file, under a name that no other module has; dataclasses look their own up."""
+    """Import a file as a module with a unique name in `sys.modules`, where dataclasses look up their own module."""
     name = f"workbench_task_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
-    found = importlib.util.spec_from_file_location(name, file)
-    assert found is not None, "a .py file can be loaded"
-    assert found.loader is not None, "a .py file can be loaded"
-    sys.modules[name] = module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    assert module_spec is not None, "a .py file can be loaded"
+    assert module_spec.loader is not None, "a .py file can be loaded"
+    sys.modules[name] = module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
     return module
 
 
 def task_file(name: str, project: Path) -> tuple[Path, str]:
-    """The file of a user's task, and what it is called there.
+    """The file of a user's task, and the task's name in it.
 
     Raises:
         SpecError: not of the form FILE.py:NAME, or no such file.
@@ -287,15 +286,15 @@ def task_file(name: str, project: Path) -> tuple[Path, str]:
             fix="name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting",
         )
     if not (project / path).is_file():
-        found, fix = f"no file {project / path}", "check the path, or give an absolute one"
-        if (beside_us := Path.cwd() / path).is_file():
-            found += f", although there is {beside_us}, relative to the current folder"
-            fix = f"write online.task: {beside_us}:{attribute}"
+        problem, fix = f"no file {project / path}", "check the path, or give an absolute one"
+        if (in_cwd := Path.cwd() / path).is_file():
+            problem += f", although there is {in_cwd}, relative to the current folder"
+            fix = f"write online.task: {in_cwd}:{attribute}"
         raise SpecError(
             f"online.task = {name!r}",
-            found=found,
+            found=problem,
             fix=fix,
-            rule=f"a relative path begins at the project root, {project}: the current folder if it holds a "
-            "folder named data, else where the workbench's sources lie",
+            rule=f"a relative path begins at the project root, {project}: the current folder if it has a "
+            "folder named data, else the folder of the workbench's sources",
         )
     return project / path, attribute

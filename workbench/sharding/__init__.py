@@ -1,1 +1,1 @@
-"""Where tokens, heads and sums lie: mesh axes, shard plans, collectives with stated adjoints, attention, tp."""
+"""Mesh axes, shard plans, collectives with stated adjoints, sharded attention, tensor parallelism."""

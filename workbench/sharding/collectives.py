@@ -1,10 +1,9 @@
 """Collectives, each with its adjoint stated.
 
-A forward all-reduce has two possible adjoints, and which is right depends on who consumes the result. They are
-two functions with two names here; taking the wrong one scales gradients by the size of the axis and changes no
-loss. Every rank of an axis calls the same ones in the same order, also a rank that has nothing to add.
-On an axis of size 1 each is the identity. What is called is noted in `workbench.sharding.flight`, where others can
-see which collective a rank is in.
+A forward all-reduce has two possible adjoints; the right one depends on how the result is used. They are two
+functions with two names here; the wrong one scales gradients by the size of the axis and changes no loss. Every rank
+of an axis calls the same ones in the same order, also a rank that has nothing to add. On an axis of size 1 each is the
+identity. Each call is recorded by `workbench.sharding.flight`, which shows other processes the collective a rank is in.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from workbench.sharding.mesh import Axis
 def sum_identity(partial: Tensor, axis: Axis) -> Tensor:
     """Complete a partial sum whose result every rank then uses for the *same* computation.
 
-    Backward: identity. Right when the gradient that arrives is already the same on all ranks (Megatron's g:
-              the output of a row-parallel layer), or when each rank's loss is its own share and the shares
-              are summed afterwards.
+    Backward: identity. Correct if the incoming gradient is already the same on all ranks (Megatron's g: the output
+              of a row-parallel layer), or if each rank's loss is its own share and the shares are summed
+              afterwards.
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (g).
     """
     return partial if axis.group is None else _SumIdentity.apply(partial, axis)
@@ -35,15 +34,15 @@ def sum_identity(partial: Tensor, axis: Axis) -> Tensor:
 def sum_sum(partial: Tensor, axis: Axis) -> Tensor:
     """Complete a partial sum whose result every rank then uses for a *different* computation.
 
-    Backward: all-reduce sum: what each rank's part of the loss wants from the sum is added up.
+    Backward: all-reduce sum of the gradients from each rank's part of the loss.
     """
     return partial if axis.group is None else _SumSum.apply(partial, axis)
 
 
 def identity_sum(value: Tensor, axis: Axis) -> Tensor:
-    """Hand a replicated value to computations that differ by rank.
+    """Use a replicated value in computations that differ by rank.
 
-    Backward: all-reduce sum of what the ranks' computations want from it (Megatron's f: the input of a
+    Backward: all-reduce sum of the gradients from the ranks' computations (Megatron's f: the input of a
               column-parallel layer, and the hidden states that a vocabulary-parallel head reads).
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (f).
     """
@@ -54,7 +53,7 @@ def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenate equal shards along a dimension, in rank order; each rank uses the whole differently.
 
     Shapes:   [..., t, ...] -> [..., t * size, ...] along ``dim``.
-    Backward: reduce-scatter sum: every rank's gradient of a shard is added up and returned to its owner.
+    Backward: reduce-scatter sum: the ranks' gradients of a shard are summed and returned to its owner.
               Keys and values of context-parallel attention need exactly this: a slice without the sum would
               lose what the other ranks' queries want from this rank's keys.
     """
@@ -75,8 +74,8 @@ def gather_slice(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Concatenate equal shards along a dimension, in rank order; every rank uses the whole for the *same* computation.
 
     Shapes:   [..., t, ...] -> [..., t * size, ...] along ``dim``.
-    Backward: this rank's own piece. The gradient that arrives is the whole one on every rank already; a sum over
-              the ranks (`gather_scatter`) would be too large by the size of the axis.
+    Backward: this rank's own piece. The incoming gradient is already complete on every rank; a sum over the ranks
+              (`gather_scatter`) would be too large by the size of the axis.
     """
     return local if axis.group is None else _GatherSlice.apply(local, axis, dim)
 
@@ -99,8 +98,8 @@ def all_sum(value: Tensor, axis: Axis) -> Tensor:
 def all_sum_(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = 64 * 2**20) -> None:
     """Sum each of many tensors over an axis, in place, outside autograd, in few collectives.
 
-    Neighbours of one dtype share a bucket until it is full, and a bucket is one collective; a tensor that fills one is
-    reduced where it lies. Every rank brings the same shapes in the same order.
+    Adjacent tensors of one dtype share a bucket until it is full, and a bucket is one collective; a tensor that fills
+    one is reduced in place. Every rank passes the same shapes in the same order.
     """
     if axis.group is None:
         return
@@ -120,7 +119,7 @@ def all_max(value: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
-    """Everyone's tensor, in rank order, outside autograd. Shapes may differ along the first dimension."""
+    """Gather the tensors of all ranks, in rank order, outside autograd. The first dimension may differ."""
     if axis.group is None:
         return [value.detach().clone()]
     length = torch.tensor([value.shape[0]], device=value.device)
@@ -129,7 +128,7 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
     longest = max(int(n) for n in lengths)
     padded = value.new_zeros((longest, *value.shape[1:]))
     padded[: value.shape[0]] = value.detach()
-    # bool has no wire type in every backend; bytes do.
+    # Not every backend has a wire type for bool; all have one for bytes.
     sent = padded.to(torch.uint8) if value.dtype == torch.bool else padded
     with _in("all_gather", sent, axis):
         pieces = wire.all_gather(sent, axis.group, axis.size)
@@ -137,21 +136,21 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
 
 
 def _buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, as many as a bucket holds; one at least."""
+    """Adjacent tensors of one dtype, as many as fit in a bucket, at least one."""
     bucket: list[Tensor] = []
-    room = bucket_bytes
+    free_bytes = bucket_bytes
     for tensor in map(Tensor.detach, tensors):
-        if bucket and (tensor.nbytes > room or tensor.dtype != bucket[0].dtype):
+        if bucket and (tensor.nbytes > free_bytes or tensor.dtype != bucket[0].dtype):
             yield bucket
-            bucket, room = [], bucket_bytes
+            bucket, free_bytes = [], bucket_bytes
         bucket.append(tensor)
-        room -= tensor.nbytes
+        free_bytes -= tensor.nbytes
     if bucket:
         yield bucket
 
 
 def gather_equal(value: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
-    """Everyone's tensor, in rank order, outside autograd; all of one shape.
+    """Gather the tensors of all ranks, in rank order, outside autograd; all of one shape.
 
     Shapes: [...] -> [R, ...].
     """
@@ -159,15 +158,15 @@ def gather_equal(value: Tensor, axis: Axis, *, caller: str | None = None) -> Ten
         return value[None]
     value = value.contiguous()
     with _in("gather_equal", value, axis, caller):
-        everyone_R = value.new_empty(axis.size, *value.shape)
-        wire.all_gather_into(everyone_R.view(-1), value.view(-1), axis.group)
-        return everyone_R
+        gathered_R = value.new_empty(axis.size, *value.shape)
+        wire.all_gather_into(gathered_R.view(-1), value.view(-1), axis.group)
+        return gathered_R
 
 
 def scatter_sum(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
-    """Everyone's pieces summed, and of the sums the one at this rank's number, outside autograd.
+    """Sum the pieces of all ranks and return the one at this rank's index (reduce-scatter), outside autograd.
 
-    Shapes: [R, ...] -> [...]. The pieces may be written to.
+    Shapes: [R, ...] -> [...]. The pieces may be overwritten.
     """
     if axis.group is None:
         return pieces_R[0]
@@ -179,7 +178,7 @@ def scatter_sum(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> T
 
 
 def exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
-    """The r-th piece goes to rank r, and what rank r sent here comes back at r; outside autograd. Its own adjoint.
+    """Send the r-th piece to rank r and receive rank r's at r (all-to-all), outside autograd. Its own adjoint.
 
     Shapes: [R, ...] -> [R, ...].
     """
@@ -191,19 +190,19 @@ def exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tens
 
 
 def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
-    """Stretches of rows to the others, and theirs back, in rank order; outside autograd.
+    """Exchange runs of rows between all ranks (uneven all-to-all), in rank order; outside autograd.
 
     Args:
-        rows: what goes to rank 0, then what goes to rank 1, ...
-        counts_RR: [R, R] long, on the host, the same on every rank: rows that go from rank to rank.
+        rows: the rows for rank 0, then those for rank 1, ...
+        counts_RR: [R, R] long, on the host, the same on every rank: number of rows from rank to rank.
         axis: the ranks.
-        caller: where it was called from, if that is not here.
+        caller: source line to record; None: the caller of this function.
 
     Shapes: [rows sent, ...] -> [rows received, ...].
     """
     if axis.group is None:
         return rows
-    shape = (int(counts_RR.sum()), *rows.shape[1:])  # of all ranks together: ranks agree on it
+    shape = (int(counts_RR.sum()), *rows.shape[1:])  # total over all ranks, so that ranks record the same shape
     with flight.entering(
         "exchange_rows", axis.name, axis.ranks, wire.group_name(axis.group), shape, rows.dtype, caller=caller
     ):
@@ -211,10 +210,10 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | 
 
 
 def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of an axis of several, outside autograd; nobody may write to it until it is there.
+    """Send a tensor to the next rank of an axis, outside autograd; it must not be overwritten before it has arrived.
 
     Returns:
-        A function to call once, which waits for the tensor of the rank before and returns it.
+        A function to call once, which waits for the tensor of the previous rank and returns it.
     """
     value = value.contiguous()
     with _in("start_rotation", value, axis, caller):
@@ -228,7 +227,7 @@ def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> C
 
 
 def _in(name: str, tensor: Tensor, axis: Axis, caller: str | None = None) -> AbstractContextManager[None]:
-    """The time that this rank spends in a collective, noted for whoever asks where it is."""
+    """Record entering and leaving a collective in the flight recorder."""
     group = wire.group_name(axis.group)
     return flight.entering(name, axis.name, axis.ranks, group, tensor.shape, tensor.dtype, caller=caller)
 
@@ -289,7 +288,7 @@ class _GatherScatter(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
-        return _joined("gather_scatter", local, axis, dim, ctx.caller)
+        return _concatenated("gather_scatter", local, axis, dim, ctx.caller)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -304,14 +303,14 @@ class _ScatterGather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined("backward of scatter_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
+        return _concatenated("backward of scatter_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
 
 
 class _GatherSlice(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return _joined("gather_slice", local, axis, dim, flight.caller())
+        return _concatenated("gather_slice", local, axis, dim, flight.caller())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -326,26 +325,24 @@ class _SliceGather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _joined("backward of slice_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
+        return _concatenated("backward of slice_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
 
 
-def _joined(name: str, local: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
-    """Everyone's tensor along a dimension; as it came where the dimensions before it are of size 1."""
+def _concatenated(name: str, local: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
+    """Concatenate the tensors of all ranks along a dimension, without a copy if all dimensions before it are 1."""
     dim, local = dim % local.dim(), local.contiguous()
     before, tokens, after = local.shape[:dim], local.shape[dim], local.shape[dim + 1 :]
-    as_it_comes = before.numel() == 1
-    everyone = (
-        local.new_empty(*before, axis.size * tokens, *after)
-        if as_it_comes
-        else local.new_empty(axis.size, *local.shape)
+    in_place = before.numel() == 1
+    gathered = (
+        local.new_empty(*before, axis.size * tokens, *after) if in_place else local.new_empty(axis.size, *local.shape)
     )
     with _in(name, local, axis, caller):
-        wire.all_gather_into(everyone.view(-1), local.view(-1), axis.group)
-    return everyone if as_it_comes else everyone.movedim(0, dim).flatten(dim, dim + 1)
+        wire.all_gather_into(gathered.view(-1), local.view(-1), axis.group)
+    return gathered if in_place else gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _summed_piece(name: str, whole: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
-    """This rank's piece, along a dimension, of the sum of everyone's tensor."""
+    """This rank's piece, along a dimension, of the sum over ranks."""
     pieces_R = torch.stack(whole.chunk(axis.size, dim=dim))  # the first dimension is the owner
     own = torch.empty_like(pieces_R[0])
     with _in(name, pieces_R, axis, caller):

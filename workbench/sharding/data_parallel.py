@@ -1,12 +1,12 @@
-"""Parameters sharded over dp x cp: a rank keeps a part of every weight, of its gradient and of the optimizer's state.
+"""Parameters sharded over dp x cp: each rank holds a shard of every weight, its gradient and its optimizer state.
 
-FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the weights of a unit (a decoder layer, or all that is in none)
-when they are needed, and in backward gives each rank its part of the gradients' sum. It averages unless told
-otherwise; here it *sums*, over dp x cp flattened, as the contract of `workbench.sharding.gradients` has it. Tensor
-parallelism lies underneath: what a rank of tp holds is cut a second time, along its first dimension.
+FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the weights of a unit (a decoder layer, or the root for all other
+parameters) when they are needed, and reduce-scatters gradients in backward. It averages by default; here it *sums*,
+over dp x cp flattened, as the contract of `workbench.sharding.gradients` requires. Tensor parallelism is applied
+first: the shard of a tp rank is sharded again along its first dimension.
 
-The two moves are `workbench.sharding.wire`'s and are noted in the flight record under the names ``gather_parameters``
-and ``scatter_gradients``, with how many elements the rank brings.
+Its two collectives go through `workbench.sharding.wire` and are recorded by the flight recorder as
+``gather_parameters`` and ``scatter_gradients``, with the number of local elements.
 
 Source: PyTorch FSDP, arXiv 2304.11277; FSDP2's interface as in torch 2.11 to 2.13.
 """
@@ -33,27 +33,27 @@ NEEDED = (
     "set_custom_all_gather",
     "set_custom_reduce_scatter",
 )
-"""What FSDP2 must offer: without the first two it averages."""
+"""Methods that FSDP2 must have: without the first two it averages."""
 
 
 def shard_parameters(
     root: nn.Module, units: Sequence[nn.Module], shards: Mapping[str, ParameterShard], mesh: Mesh
 ) -> dict[str, ParameterShard]:
-    """Shard every parameter over dp x cp, in place; nothing where that is one rank.
+    """Shard every parameter over dp x cp, in place; a no-op if that is one rank.
 
-    Call ``root`` to go forward. What lies in no unit (embedding, last norm, output head) is gathered at its beginning
-    and stays whole until the backward that follows is over, so a head that nobody calls can be read in between, and
-    tied weights are one. Gradients are reduced in every backward; micro-batches add up in the shards. An optimizer
-    made afterwards sees the shards.
+    Call ``root`` for the forward. Parameters in no unit (embedding, last norm, output head) are gathered when it starts
+    and stay whole until the following backward is over, so a head that is read but not called works, and tied weights
+    stay tied. Gradients are reduced in every backward; micro-batches accumulate in the shards. Create the optimizer
+    afterwards: it then holds the shards.
 
     Args:
         root: holds all parameters, whole, on any device; they move to that of the mesh unit by unit.
-        units: modules inside it whose weights come and go together.
-        shards: how every parameter lies.
+        units: modules inside it whose weights are gathered and freed together.
+        shards: the current sharding of every parameter.
         mesh: the axes.
 
     Returns:
-        How every parameter lies now.
+        The new sharding of every parameter.
 
     Layout:   parameters: sharded(first dimension) over dp_cp, in pieces of ceil size; the last may be short or empty.
 
@@ -66,51 +66,50 @@ def shard_parameters(
         return dict(shards)
     if not isinstance(axis.group, dist.ProcessGroup):
         raise ShardingError(
-            "layout.shard_parameters among simulated ranks",
+            "layout.shard_parameters with simulated ranks",
             found="no process group",
             rule="FSDP2 shards over real processes",
             fix="launch the layout, or leave it out",
         )
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if lacking := [name for name in NEEDED if not hasattr(FSDPModule, name)]:
+    if missing := [name for name in NEEDED if not hasattr(FSDPModule, name)]:
         raise ShardingError(
             "layout.shard_parameters",
-            found=f"torch {torch.__version__} without {', '.join(lacking)}",
+            found=f"torch {torch.__version__} without {', '.join(missing)}",
             rule="FSDP2 must be able to sum gradients instead of averaging them",
             fix="use torch 2.11 or later, or leave it out",
         )
-    over = DeviceMesh.from_group(axis.group, mesh.device.type, mesh_dim_names=(axis.name,))
+    device_mesh = DeviceMesh.from_group(axis.group, mesh.device.type, mesh_dim_names=(axis.name,))
     for module in (*units, root):
-        fully_shard(module, mesh=over)
+        fully_shard(module, mesh=device_mesh)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_GatherParameters(axis))
         module.set_custom_reduce_scatter(_ScatterGradients(axis))
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
-    # Weights that a forward without a backward left whole would not see what an optimizer did to the shards.
+    # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     root.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 
 def give_back(root: nn.Module) -> None:
-    """Let go of what a forward without a backward left whole: its parameters are then the shards again.
+    """Reshard parameters that a forward without a backward left gathered.
 
-    While they are whole, they are others than those that an optimizer has: zeroing their gradients zeroes none of the
-    shards'.
+    Gathered parameters are not the ones that an optimizer holds: zeroing their gradients does not zero the shards'.
     """
     if hasattr(root, "reshard"):
         root.reshard()
 
 
 def is_shard(value: Any) -> bool:
-    """Whether a parameter or gradient is the part of a rank, and not gathered."""
+    """True if a parameter or gradient is a rank's shard (a DTensor), not gathered."""
     return hasattr(value, "to_local")
 
 
-class _Move:
-    """A collective that FSDP2 calls in place of its own."""
+class _CustomCollective:
+    """Base of the collectives that replace FSDP2's own."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -119,7 +118,7 @@ class _Move:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _GatherParameters(_Move):
+class _GatherParameters(_CustomCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
@@ -130,7 +129,7 @@ class _GatherParameters(_Move):
             wire.all_gather_into(output_tensor, input_tensor, group)
 
 
-class _ScatterGradients(_Move):
+class _ScatterGradients(_CustomCollective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
@@ -138,7 +137,7 @@ class _ScatterGradients(_Move):
         if op != dist.ReduceOp.SUM:
             raise ShardingError(
                 "gradients of sharded parameters",
-                found=f"FSDP2 asks for {op}",
+                found=f"FSDP2 requests {op}",
                 rule="gradients are summed over dp x cp",
                 fix="use torch 2.11 to 2.13",
             )

@@ -1,22 +1,22 @@
-"""Which collectives a rank entered and left, in a small file that others can read, also after the rank was killed.
+"""Flight recorder: each rank's collectives, entered and left, in a small file readable even after the rank was killed.
 
-A rank that hangs says nothing, and one that was killed says nothing either. So each rank keeps its last 1024
-collectives (a step of a real model has some 500, and a step says what the next one should do) in a file mapped
-into its memory. The kernel writes it out whatever becomes of the process; nobody is asked, nothing is sent.
+A rank that hangs or was killed cannot report. So each rank keeps its last 1024 collectives (a step of a real model has
+some 500, and one step predicts the next) in a memory-mapped file. The kernel writes it to disk whatever happens to the
+process; no request and no message is needed.
 
-Every collective of a process group has a number in that group, counted on each rank by itself. In a right program
-entry #17 of a group is the same collective on all its ranks. Comparing the ranks' files therefore says who has not
-come to #17, and who came to something else; that holds also where the host runs ahead of the device (NCCL), and
-where having "left" says only that the collective was enqueued. `workbench.launch.waits` does the comparing.
+Each rank numbers the collectives of every process group independently. In a correct program entry #17 of a group is
+the same collective on all its ranks. Comparing the ranks' files therefore shows which ranks have not entered #17, and
+which entered another collective; that holds also if the host runs ahead of the device (NCCL), where "left" only means
+that the collective was enqueued. `workbench.launch.waits` does the comparison.
 
-File, 8-byte words of this machine:
+File, 8-byte words in native byte order:
 
     header, 128 bytes   magic, rank, pid, entries begun, time of the last sign of life, 1 if the rank ended well
     slot, 256 bytes     number, number in its group, group, entered, left (0: not yet), check, length of the text,
                         and the text: name, axis, ranks, shape, dtype, caller
 
-The check is a checksum of all that is written once, so a slot that was caught half-written is left out. A word is
-written at once, so "left" needs no check.
+The check is a checksum of all fields that are written once, so a half-written slot is skipped. A word is written
+atomically, so "left" needs no check.
 
 Units: times are nanoseconds since 1970.
 """
@@ -40,7 +40,7 @@ from typing import Any
 from workbench.errors import RecordError
 
 CAPACITY = 1024
-"""Collectives that are kept."""
+"""Number of collectives kept per rank: at least one whole step of a real model, which has some 500."""
 
 _MAGIC = int.from_bytes(b"WBFLIGT1", sys.byteorder)
 _HEADER, _SLOT = 128, 256
@@ -72,15 +72,15 @@ class Entry:
     Attributes:
         number: counted over all collectives of the rank, from 1.
         seq: counted over those of its process group, from 1.
-        group: which process group, the same number on all its ranks.
-        name: the function that was called, such as "all_sum".
+        group: id of the process group, the same on all its ranks.
+        name: name of the called function, such as "all_sum".
         axis: name of the mesh axis.
         ranks: global ranks of the group; () if they did not fit.
-        shape: of the tensor that this rank brought.
+        shape: of this rank's tensor.
         dtype: of that tensor.
         caller: file, relative to the package, and line.
-        entered_ns: when this rank came.
-        left_ns: when it went on; None if it has not.
+        entered_ns: time of entry.
+        left_ns: time of exit; None if it has not left.
     """
 
     number: int
@@ -97,25 +97,25 @@ class Entry:
 
     @property
     def what(self) -> tuple[str, str, str]:
-        """What all ranks of the group must agree on: name, shape and dtype."""
+        """Name, shape and dtype: all ranks of the group must agree on them."""
         return self.name, self.shape, self.dtype
 
     def __str__(self) -> str:
-        """Say it in a few words."""
-        return _in_words(self.name, self.axis, self.seq, self.caller)
+        """Name, axis, number in the group and caller on one line."""
+        return _message(self.name, self.axis, self.seq, self.caller)
 
 
 @dataclass(frozen=True)
 class FlightView:
-    """A rank's file, as it was when it was read.
+    """Snapshot of a rank's file.
 
     Attributes:
-        rank: whose.
-        pid: process that wrote it.
-        count: collectives begun in all.
+        rank: of the writer.
+        pid: of the writer.
+        count: total number of collectives begun.
         beat_ns: last time that it entered or left one, or began or ended.
-        ended: whether it ended well.
-        entries: what is left of them, oldest first.
+        ended: True if it ended well.
+        entries: the entries still in the file, oldest first.
     """
 
     rank: int
@@ -127,23 +127,23 @@ class FlightView:
 
     @property
     def inside(self) -> Entry | None:
-        """The collective that it entered and has not left; None if there is none."""
+        """The collective that the rank has entered and not left; None if there is none."""
         last = self.entries[-1] if self.entries else None
         return last if last is not None and last.left_ns is None else None
 
 
 def start(path: Path, rank: int) -> None:
-    """Begin to record the collectives of this process; what another process left in the file is gone."""
+    """Start recording the collectives of this process; replaces a file of an earlier process."""
     global _flight
     stop(ended=False)
     _flight = _Flight(path, rank)
 
 
 def stop(*, ended: bool = True) -> None:
-    """Record no more; nothing if nothing is recorded.
+    """Stop recording; a no-op if nothing is recorded.
 
     Args:
-        ended: this rank has done its part, and will come to no other collective.
+        ended: this rank has finished, and will enter no further collective.
     """
     global _flight
     if _flight is not None:
@@ -161,18 +161,18 @@ def entering(
     *,
     caller: str | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """The time that this rank spends in a collective, for a ``with``; nothing unless `start` was called.
+    """Context manager that records entering and leaving a collective; a no-op unless `start` was called.
 
-    A collective that raises was not left: that is where the rank ended.
+    A collective that raises is not marked as left: that is where the rank ended.
 
     Args:
-        name: of the function that was called.
+        name: of the called function.
         axis: name of the mesh axis.
         ranks: global ranks of its process group.
         group: name of the process group, the same on all its ranks.
-        shape: of the tensor that this rank brings.
+        shape: of this rank's tensor.
         dtype: of that tensor.
-        caller: from `caller`; None finds it.
+        caller: from `caller`; None: found from the stack.
     """
     if _flight is None:
         return _NOTHING
@@ -180,17 +180,17 @@ def entering(
 
 
 def caller() -> str | None:
-    """Where a collective is called from: for a backward, which is called by autograd. None if nothing is recorded."""
+    """Source line that calls a collective, for a backward, which autograd calls. None if nothing is recorded."""
     return None if _flight is None else _caller()
 
 
 def waiting_in() -> str:
-    """The collective that this process is in, in words; "" if in none."""
+    """Description of the collective that this process is in; "" if in none."""
     return "" if _flight is None else _flight.inside()
 
 
 def compact(ranks: Sequence[int]) -> Sequence[int]:
-    """The same ranks as a range, where they are evenly spaced.
+    """Return evenly spaced ranks as a range, others unchanged.
 
     Example:
         >>> compact([1, 3, 5])
@@ -205,10 +205,10 @@ def compact(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def read(path: Path) -> FlightView:
-    """What a rank recorded, while it runs or afterwards.
+    """Read a rank's file, while the rank runs or afterwards.
 
     Raises:
-        RecordError: no such file, or not one of these.
+        RecordError: no such file, or not a flight record.
     """
     content = _content(path)
     header = struct.unpack_from("@6Q", content)
@@ -218,17 +218,17 @@ def read(path: Path) -> FlightView:
 
 
 def read_beat(path: Path) -> tuple[int, int]:
-    """(pid, time of its last sign of life) of a rank: the little of a file that says whether there is news.
+    """(pid, time of the last sign of life) of a rank: a cheap check for changes.
 
     Raises:
-        RecordError: no such file, or not one of these.
+        RecordError: no such file, or not a flight record.
     """
     header = struct.unpack_from("@6Q", _content(path, _HEADER))
     return header[_PID], header[_BEAT]
 
 
 def read_all(folder: Path) -> Mapping[int, FlightView]:
-    """The files of all ranks in a folder, by rank; a file that cannot be read is left out."""
+    """Read the files of all ranks in a folder, by rank; unreadable files are skipped."""
     views = {}
     for path in sorted(folder.glob("rank*.flight")):
         with contextlib.suppress(RecordError):
@@ -238,13 +238,13 @@ def read_all(folder: Path) -> Mapping[int, FlightView]:
 
 
 class _Flight:
-    """The file, as its writer has it."""
+    """Writer of a rank's file."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        # A name of its own first: whoever reads the final name finds a whole header, and an older reader its old file.
+        # Written under a temporary name first, so that readers always see a complete header, or the old file.
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with temporary.open("wb+") as file:
-            # Reserved, not only long: a write into a hole on a full disk would kill the rank.
+            # Allocated, not sparse: writing to a hole in a mapped file on a full disk kills the process (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, _HEADER + CAPACITY * _SLOT)
             self._map = mmap.mmap(file.fileno(), 0)
         self._words = memoryview(self._map).cast("Q")
@@ -260,40 +260,40 @@ class _Flight:
     def enter(
         self, name: str, axis: str, ranks: Sequence[int], group: str, shape: tuple[int, ...], dtype: object, caller: str
     ) -> int:
-        """Write an entry, and say in which slot."""
+        """Write an entry and return its slot."""
         key = (name, axis, ranks if isinstance(ranks, range) else tuple(ranks), shape, dtype, caller)
-        known = self._texts.get(key)
-        if known is None:
+        cached = self._texts.get(key)
+        if cached is None:
             if len(self._texts) > 4 * CAPACITY:
                 self._texts.clear()
             text = _text(*key)
-            known = self._texts[key] = text, zlib.crc32(text)
-        text, check = known
+            cached = self._texts[key] = text, zlib.crc32(text)
+        text, check = cached
         number = self._groups.get(group)
         if number is None:
             number = self._groups[group] = zlib.crc32(group.encode())
             self._seqs[number] = itertools.count(1)
         count, seq, now = next(self._numbers), next(self._seqs[number]), time.time_ns()
         slot = _HEADER + (count - 1) % CAPACITY * _SLOT
-        words, at = self._words, slot // 8
+        memory, at = self._words, slot // 8
         checked = _CHECKED.pack(count, seq, number, now)
         self._map[slot + _TEXT_AT : slot + _TEXT_AT + len(text)] = text
-        words[at + 1], words[at + 2], words[at + 3], words[at + 4] = seq, number, now, 0
-        words[at + 5], words[at + 6] = zlib.crc32(checked, check), len(text)
-        words[at] = count
-        words[_COUNT], words[_BEAT] = count, now
+        memory[at + 1], memory[at + 2], memory[at + 3], memory[at + 4] = seq, number, now, 0
+        memory[at + 5], memory[at + 6] = zlib.crc32(checked, check), len(text)
+        memory[at] = count
+        memory[_COUNT], memory[_BEAT] = count, now
         self._inside = name, axis, seq, caller
         return at
 
     def leave(self, at: int) -> None:
-        """Note that the rank has gone on."""
+        """Record that the rank has left the collective."""
         now = time.time_ns()
         self._words[at + 4] = now
         self._words[_BEAT] = now
         self._inside = None
 
     def inside(self) -> str:
-        return "" if self._inside is None else _in_words(*self._inside)
+        return "" if self._inside is None else _message(*self._inside)
 
     def close(self, ended: bool) -> None:
         self._words[_BEAT] = time.time_ns()
@@ -303,7 +303,7 @@ class _Flight:
 
 
 class _Inside(contextlib.AbstractContextManager[None]):
-    """A rank in a collective."""
+    """Context of one recorded collective."""
 
     __slots__ = ("_at", "_flight")
 
@@ -320,26 +320,26 @@ class _Inside(contextlib.AbstractContextManager[None]):
 
 _flight: _Flight | None = None
 _NOTHING = contextlib.nullcontext()
-_passed_over: dict[CodeType, bool] = {}
+_skipped_code: dict[CodeType, bool] = {}
 
 
 def _caller() -> str:
-    """The innermost place outside of the collectives themselves, torch and this module."""
+    """The innermost source line outside the collectives, torch and this module."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        skip = _passed_over.get(code)
+        skip = _skipped_code.get(code)
         if skip is None:
             file = code.co_filename
-            of_torch = f"{os.sep}torch{os.sep}" in file and not file.startswith(_PACKAGE)
-            skip = _passed_over[code] = file in _OWN or of_torch
+            in_torch = f"{os.sep}torch{os.sep}" in file and not file.startswith(_PACKAGE)
+            skip = _skipped_code[code] = file in _OWN or in_torch
         if not skip:
             return f"{_short(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
-def _in_words(name: str, axis: str, seq: int, caller: str) -> str:
+def _message(name: str, axis: str, seq: int, caller: str) -> str:
     return f"{name} over {axis} [#{seq}, {caller}]"
 
 
@@ -349,10 +349,10 @@ def _short(file: str) -> str:
 
 def _text(name: str, axis: str, ranks: Sequence[int], shape: tuple[int, ...], dtype: object, caller: str) -> bytes:
     ranks = compact(ranks)
-    listed = f"{ranks.start}:{ranks.stop}:{ranks.step}" if isinstance(ranks, range) else ",".join(map(str, ranks))
-    listed = listed if len(listed) <= 40 else ""
-    shapes = "x".join(map(str, shape)) or "scalar"
-    fields = [name[:36], axis[:12], listed, shapes[:32], str(dtype).removeprefix("torch.")[:16], caller[-52:]]
+    ranks_text = f"{ranks.start}:{ranks.stop}:{ranks.step}" if isinstance(ranks, range) else ",".join(map(str, ranks))
+    ranks_text = ranks_text if len(ranks_text) <= 40 else ""
+    shape_text = "x".join(map(str, shape)) or "scalar"
+    fields = [name[:36], axis[:12], ranks_text, shape_text[:32], str(dtype).removeprefix("torch.")[:16], caller[-52:]]
     return "\t".join(fields).encode()[: _SLOT - _TEXT_AT]
 
 
@@ -364,28 +364,28 @@ def _content(path: Path, size: int = -1) -> bytes:
         raise RecordError(
             f"read {path.name}",
             found=type(error).__name__,
-            rule="a rank records its collectives from its beginning",
-            fix="it did not come so far; read its log",
+            rule="a rank records its collectives from its start",
+            fix="the rank did not get that far; read its log",
         ) from None
     if len(content) < _HEADER or struct.unpack_from("@Q", content)[0] != _MAGIC:
         raise RecordError(
             f"read {path.name}",
-            found="something else",
-            rule="a file that `start` made",
+            found="another file format",
+            rule="a file written by `start`",
             fix="run the configuration again",
         )
     return content
 
 
 def _entry(slot: bytes) -> Entry | None:
-    """The entry in a slot; None if there is none, or it is only half written."""
+    """The entry in a slot; None if it is empty or half-written."""
     number, seq, group, entered, left, check, length = _WORDS.unpack_from(slot)
     text = slot[_TEXT_AT : _TEXT_AT + length]
     if not number or zlib.crc32(_CHECKED.pack(number, seq, group, entered), zlib.crc32(text)) != check:
         return None
-    name, axis, listed, shape, dtype, caller = text.decode(errors="replace").split("\t")
-    if ":" in listed:
-        ranks = tuple(range(*map(int, listed.split(":"))))
+    name, axis, ranks_text, shape, dtype, caller = text.decode(errors="replace").split("\t")
+    if ":" in ranks_text:
+        ranks = tuple(range(*map(int, ranks_text.split(":"))))
     else:
-        ranks = tuple(int(rank) for rank in listed.split(",") if rank)
+        ranks = tuple(int(rank) for rank in ranks_text.split(",") if rank)
     return Entry(number, seq, group, name, axis, ranks, shape, dtype, caller, entered, left or None)

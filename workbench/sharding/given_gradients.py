@@ -1,17 +1,17 @@
-"""Gradients of a model that somebody else made and sharded, measured whole.
+"""Global gradients and their norms for a model sharded by an external trainer.
 
-A parameter may be a plain tensor, whose gradient every rank is taken to hold whole (one rank, DDP), or a DTensor
-(FSDP2, tensor parallelism by DTensor), whose placements say where its elements lie. Each element is counted once: a
-sum goes over the mesh dimensions that a gradient is cut over, never over those that repeat it. A gradient that is still
-a partial sum is completed first, for the norm of a part says nothing.
+A parameter may be a plain tensor, whose gradient is assumed whole on every rank (one rank, DDP), or a DTensor (FSDP2,
+tensor parallelism by DTensor), whose placements describe the sharding. Each element is counted once: sums run over the
+mesh dimensions that a gradient is sharded over, never over those that replicate it. A gradient that is still a partial
+sum is completed first, because the norm of a partial sum is meaningless.
 
-A gradient is ``parameter.grad``, or, where that is None, ``parameter.main_grad``: Megatron's DDP adds every gradient to
-that buffer as soon as it is there, and takes ``grad`` away.
+A gradient is ``parameter.grad``, or, if that is None, ``parameter.main_grad``: Megatron's DDP adds every gradient to
+that buffer as soon as it is computed, and removes ``grad``.
 
 Every rank calls these with the same parameters.
 
 Source: DTensor's placements as in torch 2.11 to 2.13. Why ``get_total_norm`` does not serve: pytorch/pytorch#180346
-        (plain tensors beside DTensors, two meshes) and #170862 (its result is a partial norm).
+        (plain tensors next to DTensors, two meshes) and #170862 (its result is a partial norm).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.given_groups import axis_of
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""What torch.compile and activation checkpointing put into names."""
+"""Name parts inserted by torch.compile and activation checkpointing."""
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that take a gradient, by the names that they have in the model itself.
+    """Trainable parameters by their names in the unwrapped model.
 
-    What DDP puts before all names, and torch.compile and activation checkpointing into some, is left out. Tied weights
-    are one parameter.
+    The prefix of DDP and the name parts of torch.compile and activation checkpointing are removed. Tied weights are one
+    parameter.
 
     Example:
         >>> list(trained_parameters(nn.ModuleDict({"_orig_mod": nn.Linear(2, 2, bias=False)})))
@@ -53,9 +53,9 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def held_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient that a parameter holds; None where there is none.
+    """The local gradient of a parameter; None if there is none.
 
-    ``grad`` comes first: where both are there, the buffer is not in use, or this gradient is not in it yet.
+    ``grad`` takes precedence: if both exist, the buffer is unused, or this gradient is not in it yet.
     """
     if parameter.grad is not None:
         return parameter.grad
@@ -65,24 +65,24 @@ def held_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def in_buffers(parameters: Mapping[str, nn.Parameter]) -> bool:
     """True if no parameter has a ``grad``, and some have a ``main_grad``."""
-    held = [parameter for parameter in parameters.values() if held_gradient(parameter) is not None]
-    return bool(held) and all(parameter.grad is None for parameter in held)
+    with_gradient = [parameter for parameter in parameters.values() if held_gradient(parameter) is not None]
+    return bool(with_gradient) and all(parameter.grad is None for parameter in with_gradient)
 
 
 @torch.no_grad()
 def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """L2 norm of every parameter's whole gradient; 0 where there is none. Collective over what they are cut over.
+    """L2 norm of every parameter's global gradient; 0 if there is none. Collective over the sharded dimensions.
 
-    One collective for all parameters that are cut over the same dimensions of the same mesh, and each dimension.
+    One collective per dimension for all parameters that are sharded over the same dimensions of the same mesh.
 
-    Units: squares are added up in float64.
+    Units: squares are summed in float64.
     """
     buckets: dict[tuple[DeviceMesh, tuple[int, ...]] | None, dict[str, Tensor]] = defaultdict(dict)
     for name, parameter in parameters.items():
-        gradient = _settled(parameter)
-        held = gradient.to_local() if is_shard(gradient) else gradient
-        buckets[_cut_over(gradient)][name] = _sum_of_squares(held)
-    found = {}
+        gradient = _completed(parameter)
+        local = gradient.to_local() if is_shard(gradient) else gradient
+        buckets[_sharded_over(gradient)][name] = _sum_of_squares(local)
+    norms = {}
     for place, squares in buckets.items():
         total = torch.stack(list(squares.values()))
         if place is not None:
@@ -90,29 +90,29 @@ def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
             total = total.to(mesh.device_type)
             for dim in dims:
                 total = all_sum(total, axis_of(mesh.get_group(dim), _name(mesh, dim)))
-        found |= dict(zip(squares, total.sqrt().tolist(), strict=True))
-    return {name: found[name] for name in parameters}
+        norms |= dict(zip(squares, total.sqrt().tolist(), strict=True))
+    return {name: norms[name] for name in parameters}
 
 
 @torch.no_grad()
 def given_gradient(parameter: nn.Parameter) -> Tensor:
-    """A parameter's whole gradient on every rank; zeros where there is none. Collective over what it is cut over.
+    """A parameter's global gradient on every rank; zeros if there is none. Collective over the sharded dimensions.
 
-    Where it is not cut, it shares memory with what the parameter holds.
+    Shares memory with the parameter's gradient if that is not sharded.
     """
-    return whole_value(_settled(parameter))
+    return whole_value(_completed(parameter))
 
 
 @torch.no_grad()
 def whole_value(value: Any) -> Tensor:
-    """A tensor as it is; a DTensor whole, on every rank. Collective over what it is cut over or partial."""
+    """Return a plain tensor unchanged and a DTensor in full. Collective over its sharded or partial dimensions."""
     return (value.full_tensor() if is_shard(value) else value).detach()
 
 
-def _settled(parameter: nn.Parameter) -> Any:
-    """The gradient of a parameter, no partial sum any more; zeros for none."""
-    held: Any = held_gradient(parameter)
-    gradient = torch.zeros_like(parameter) if held is None else held
+def _completed(parameter: nn.Parameter) -> Any:
+    """The gradient of a parameter with partial sums completed; zeros for none."""
+    local: Any = held_gradient(parameter)
+    gradient = torch.zeros_like(parameter) if local is None else local
     if is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate
 
@@ -122,8 +122,8 @@ def _settled(parameter: nn.Parameter) -> Any:
     return gradient
 
 
-def _cut_over(gradient: Any) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and those of its dimensions that a gradient is cut over; None where every rank holds it whole."""
+def _sharded_over(gradient: Any) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh and the dimensions that a gradient is sharded over; None if every rank holds it whole."""
     if not is_shard(gradient):
         return None
     dims = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
@@ -135,5 +135,5 @@ def _name(mesh: DeviceMesh, dim: int) -> str:
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:
-    """In float64, of which only a piece exists at a time."""
+    """Sum in float64, converted piece by piece to bound memory."""
     return torch.stack([piece.double().square().sum() for piece in gradient.reshape(-1).split(2**24)]).sum()

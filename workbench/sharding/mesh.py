@@ -1,7 +1,7 @@
 """The mesh: named axes dp, cp and tp over the ranks of a job.
 
-tp varies fastest, then cp, then dp: ranks that talk most are neighbours. An axis of size 1 has no process
-group, so a single process needs no rendezvous at all.
+tp varies fastest, then cp, then dp: ranks that communicate most are neighbours. An axis of size 1 has no process
+group, so a single process needs no rendezvous.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ AXES = ("dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis as a rank sees it.
+    """One named axis, with this rank's coordinate.
 
     Attributes:
-        name: "dp", "cp", "tp"; "dp_cp" for the two flattened; "cp_inner" and "cp_outer" for cp cut in two.
+        name: "dp", "cp", "tp"; "dp_cp" for the two flattened; "cp_inner" and "cp_outer" for cp split in two.
         size: ranks along it.
         rank: this rank's coordinate.
-        group: process group (or simulated one) of the ranks that differ only here; None where size is 1.
+        group: process group (or simulated group) of the ranks that differ only in this coordinate; None if size is 1.
         ranks: global ranks of that group.
     """
 
@@ -43,12 +43,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a job and this rank's place in them.
+    """The axes of a job and this rank's coordinates.
 
     Attributes:
-        axes: dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp cut in two for hybrid attention:
-            cp_inner, neighbours on cp, which vary fastest, and cp_outer, the ranks at the same place among theirs.
-        device: where this rank computes.
+        axes: dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp split in two for hybrid
+            attention: cp_inner, neighbours on cp, varies fastest; cp_outer, ranks with the same cp_inner coordinate.
+        device: device of this rank.
     """
 
     axes: Mapping[str, Axis]
@@ -59,17 +59,17 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place, axis -> coordinate."""
+        """This rank's coordinates, axis -> coordinate."""
         return {name: self.axes[name].rank for name in AXES}
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self["dp"].size * self["cp"].size * self["tp"].size
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes records."""
+        """True if this is the rank that writes records."""
         return not any(self.coordinates.values())
 
 
@@ -88,7 +88,7 @@ def make_mesh(
     alone: bool = False,
     **refused: int,
 ) -> Mesh:
-    """Lay named axes over the ranks of the running job, or over this process alone.
+    """Create named axes over the ranks of the running job, or over this process alone.
 
     Collective unless ``alone``: every rank calls it with the same sizes. Call `join` first if there is more than one
     rank.
@@ -97,10 +97,10 @@ def make_mesh(
         dp: data-parallel ranks.
         cp: context-parallel ranks.
         tp: tensor-parallel ranks.
-        ulysses: neighbours on cp that make up cp_inner.
-        device: where this rank computes.
-        alone: this process is the whole job.
-        refused: axes that are not supported.
+        ulysses: size of cp_inner, neighbours on cp.
+        device: device of this rank.
+        alone: treat this process as the whole job.
+        refused: unsupported axes.
 
     Raises:
         ShardingError: an axis that is not supported (pp, ep), or sizes whose product is not the world size.
@@ -113,19 +113,19 @@ def make_mesh(
         )
     world = dist.get_world_size() if dist.is_initialized() and not alone else 1
     sizes = {"dp": dp, "cp": cp, "tp": tp}
-    wanted = dp * cp * tp
-    if wanted != world:
+    requested = dp * cp * tp
+    if requested != world:
         raise ShardingError(
-            f"mesh dp={dp} x cp={cp} x tp={tp} = {wanted} ranks",
+            f"mesh dp={dp} x cp={cp} x tp={tp} = {requested} ranks",
             found=f"a job of {world} rank(s)",
             rule="dp * cp * tp is the number of ranks",
-            fix=f"start {wanted} ranks, or choose sizes whose product is {world}",
+            fix=f"start {requested} ranks, or choose sizes whose product is {world}",
         )
     if ulysses < 1 or cp % ulysses:
         raise ShardingError(
             f"mesh with cp={cp} and ulysses={ulysses}",
             rule="ulysses divides cp",
-            fix="choose how many neighbours on cp exchange heads among the divisors of cp",
+            fix="choose a divisor of cp as the number of neighbours that exchange heads",
         )
     device = torch.device(device)
     if world == 1:
@@ -137,14 +137,14 @@ def make_mesh(
             name: _axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
             for name, size in sizes.items()
         }
-        both = dp * cp
-        flat = coordinate["dp"] * cp + coordinate["cp"]
+        flat_size = dp * cp
+        flat_rank = coordinate["dp"] * cp + coordinate["cp"]
         if dp == 1 or cp == 1:
             group = axes["dp"].group or axes["cp"].group
         else:
             group = _flattened_group(dp, cp, tp)
-        axes["dp_cp"] = _axis("dp_cp", both, flat, group)
-        axes |= _cut_in_two(axes["cp"], dp, tp, ulysses)
+        axes["dp_cp"] = _axis("dp_cp", flat_size, flat_rank, group)
+        axes |= _inner_and_outer(axes["cp"], dp, tp, ulysses)
     return Mesh(axes, device)
 
 
@@ -153,8 +153,8 @@ def _axis(name: str, size: int, rank: int, group: dist.ProcessGroup | None) -> A
     return Axis(name, size, rank, group, ranks)
 
 
-def _cut_in_two(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis]:
-    """cp_inner and cp_outer of this rank; a part that is all of cp has its group. Groups in one order on every rank."""
+def _inner_and_outer(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis]:
+    """cp_inner and cp_outer of this rank, created in the same order on every rank; all of cp reuses its group."""
     outer = axis.size // inner
     sizes = {"cp_inner": inner, "cp_outer": outer}
     ranks = {"cp_inner": axis.rank % inner, "cp_outer": axis.rank // inner}
@@ -170,19 +170,19 @@ def _cut_in_two(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis]:
 
 
 def _flattened_group(dp: int, cp: int, tp: int) -> dist.ProcessGroup:
-    """The group of ranks with this rank's tp coordinate; created in one order on every rank."""
+    """The group of ranks with this rank's tp coordinate; created in the same order on every rank."""
     ranks = torch.arange(dp * cp * tp).view(dp * cp, tp)
-    mine = None
+    local_group = None
     for column in range(tp):
         group = dist.new_group(ranks[:, column].tolist())
         if dist.get_rank() % tp == column:
-            mine = group
-    assert mine is not None, "every rank has a tp coordinate"
-    return mine
+            local_group = group
+    assert local_group is not None, "every rank has a tp coordinate"
+    return local_group
 
 
 def join(device_type: str, *, timeout_s: float) -> torch.device:
-    """Join the job that this process was started in, and say which device is this rank's.
+    """Join the job that this process was started in, and return this rank's device.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK as every launcher of torch sets them; a process without them is a
     job of one rank and joins nothing. A collective that waits longer than ``timeout_s`` fails.
@@ -203,6 +203,6 @@ def join(device_type: str, *, timeout_s: float) -> torch.device:
 
 
 def leave() -> None:
-    """Leave the job; does nothing where none was joined."""
+    """Leave the job; a no-op if none was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()

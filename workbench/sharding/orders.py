@@ -1,13 +1,13 @@
-"""Token orders: how the tokens of a row are dealt to the ranks that share it, and what must divide for that.
+"""Token orders: how the tokens of a row are dealt to the ranks that share it, and the divisibility they need.
 
-Every order deals equally many tokens to every rank. They differ in who gets which, and so in how level the work of
-causal attention is, in how much moves between ranks, and in how much a row must be padded.
+Every order deals the same number of tokens to every rank. Orders differ in the balance of causal attention work, in
+communication volume and in padding.
 
     contiguous        rank r holds the r-th piece. Nearby tokens stay together; the last rank works most.
-    zigzag            2 cp chunks, rank r holds r and 2 cp - 1 - r. Level over a row that is one document.
-    striped           token t lies on rank t mod cp. Level to a token a row, and no token has its neighbour.
-    document_zigzag   zigzag inside each document. Level whatever the documents; each is padded.
-    balanced          blocks, dealt by their work. Level whatever the documents, up to a block; none is padded.
+    zigzag            2 cp chunks, rank r holds r and 2 cp - 1 - r. Balanced for a row that is one document.
+    striped           token t is on rank t mod cp. Balanced to within a token per row; neighbouring tokens are split.
+    document_zigzag   zigzag inside each document. Balanced for any documents; each is padded.
+    balanced          blocks, dealt by their work. Balanced for any documents, up to a block; none is padded.
 
 Letters: T packed tokens | N documents (the padding at the end of a row counts as one) | B blocks of a row.
 """
@@ -27,20 +27,20 @@ from workbench.rollouts.batch import PADDING
 
 @dataclass(frozen=True)
 class Multiples:
-    """What must divide: the tokens of a row by ``row``, those of each document in it by ``document``."""
+    """Padding multiples: of the tokens of a row (``row``) and of each document in it (``document``)."""
 
     row: int = 1
     document: int = 1
 
 
 def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -> Multiples:
-    """What rows and documents are padded to.
+    """Return the multiples to which rows and documents are padded.
 
     Args:
         order: the name of an order.
         cp: ranks that share a row.
         block_tokens: of the balanced order.
-        tp: ranks that share the tokens of a cp rank between cut layers (sequence parallel); 1 where they do not.
+        tp: tp ranks under sequence parallelism; 1 without it.
 
     Formula: row = lcm(order's own, cp tp), the order's own being cp (contiguous, striped), 2 cp (zigzag,
              document_zigzag) or block_tokens cp (balanced); document = 2 cp for document_zigzag, else 1.
@@ -64,10 +64,10 @@ def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -
 
 
 def check_order(order: str) -> None:
-    """Refuse a name that is no order.
+    """Raise if the order is unknown.
 
     Raises:
-        ShardingError: it is none.
+        ShardingError: an unknown order.
     """
     if order not in ORDERS:
         raise ShardingError(
@@ -76,11 +76,11 @@ def check_order(order: str) -> None:
 
 
 def document_lengths(document_ids_T: Tensor, multiple_of: int = 1) -> tuple[int, ...]:
-    """The lengths of the documents of a packed row, each with its own padding, and of what is left at the end.
+    """Lengths of the documents of a packed row, each with its own padding, and of the padding at the end.
 
     Args:
         document_ids_T: [T] 0, 1, 2, ... along the row; `PADDING` after a document and at the end of the row.
-        multiple_of: to which each document was padded.
+        multiple_of: multiple to which each document was padded.
 
     Raises:
         ShardingError: a document that does not begin where the padding of the one before it ends.
@@ -116,7 +116,7 @@ def contiguous(lengths: Sequence[int], cp: int, block_tokens: int) -> list[Tenso
 
 
 def zigzag(lengths: Sequence[int], cp: int, block_tokens: int) -> list[Tensor]:
-    """The row is cut into 2 cp chunks; rank r holds chunks r and 2 cp - 1 - r.
+    """Rank r holds chunks r and 2 cp - 1 - r of 2 cp.
 
     Source: Llama 3 report, arXiv 2407.21783, context parallelism.
     """
@@ -132,34 +132,34 @@ def striped(lengths: Sequence[int], cp: int, block_tokens: int) -> list[Tensor]:
 
 
 def document_zigzag(lengths: Sequence[int], cp: int, block_tokens: int) -> list[Tensor]:
-    """Zigzag inside each document, one document after another: a rank holds the head and the tail of each.
+    """Zigzag inside each document, one document after another: a rank holds an early and a late chunk of each.
 
     Source: the partition of packed rows in Transformer Engine ("THD"), which Megatron-LM, verl and slime use.
     """
     begins = [sum(lengths[:number]) for number in range(len(lengths))]
     dealt = [_zigzag(begin, length, cp) for begin, length in zip(begins, lengths, strict=True)]
-    return [torch.cat(mine) for mine in zip(*dealt, strict=True)]
+    return [torch.cat(chunks) for chunks in zip(*dealt, strict=True)]
 
 
 def balanced(lengths: Sequence[int], cp: int, block_tokens: int) -> list[Tensor]:
-    """Blocks of tokens, sorted by their work, and dealt to the ranks there and back again.
+    """Blocks of tokens, sorted by their work and dealt to the ranks in alternating direction.
 
-    The work of a block is how many blocks its queries look at. Sorted from most to least and written in rows of cp, of
-    which every second is reversed, the blocks of a column are a rank's; it holds them in the order of the row.
+    The work of a block is the number of blocks that its queries see. Blocks are sorted from most to least work and
+    written in rows of cp with every second row reversed; each column is a rank's, held in the order of the row.
 
     Source: processing-time-based round robin, the PTRR load balancer of torch.distributed.tensor.experimental.
     """
     work_B = block_work(lengths, block_tokens)
     dealt = torch.argsort(work_B, descending=True, stable=True).view(-1, cp)
     dealt[1::2] = dealt[1::2].flip(1)
-    inside = torch.arange(block_tokens)
-    return [(mine.sort().values[:, None] * block_tokens + inside).flatten() for mine in dealt.T]
+    offsets = torch.arange(block_tokens)
+    return [(blocks.sort().values[:, None] * block_tokens + offsets).flatten() for blocks in dealt.T]
 
 
 def block_work(lengths: Sequence[int], block_tokens: int) -> Tensor:
-    """[B] blocks that hold a key which some query of the block may see: causal, inside its own document.
+    """[B] number of blocks with a key that some query of the block may see: causal, inside its own document.
 
-    Only the first document of a block can reach back beyond it.
+    Only the first document of a block can extend back beyond it.
     """
     begins_B = torch.arange(0, sum(lengths), block_tokens)
     ends_N = torch.tensor(lengths).cumsum(0)
@@ -171,11 +171,11 @@ def block_work(lengths: Sequence[int], block_tokens: int) -> Tensor:
 ORDERS: dict[str, Callable[[Sequence[int], int, int], list[Tensor]]] = {
     function.__name__: function for function in (contiguous, zigzag, striped, document_zigzag, balanced)
 }
-"""By name: lengths of the documents (the whole row counts where an order does not look at them), ranks and tokens of a
-block to the [T / cp] positions of each rank, in the order in which it holds them."""
+"""Name -> function of document lengths (the whole row for orders that ignore documents), ranks and block tokens that
+returns each rank's [T / cp] positions, in its local order."""
 
 BY_DOCUMENT = ("document_zigzag", "balanced")
-"""Orders that look at the documents."""
+"""Orders that depend on the documents."""
 
 
 def _zigzag(begin: int, length: int, cp: int) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Shard plans: which rank holds which token of a row, and the way back.
+"""Shard plans: the permutation that assigns the tokens of a row to ranks, and its inverse.
 
-One permutation moves every tensor of a row, after everything that looks across tokens (shift, document ends,
-weights) was computed on the whole row. Which permutation is a matter of the order; see `workbench.sharding.orders`.
+One permutation moves every tensor of a row, after everything that depends on several tokens (shift, document ends,
+weights) was computed on the whole row. The order defines the permutation; see `workbench.sharding.orders`.
 
 Letters: T packed tokens | R ranks of the cp axis.
 """
@@ -20,27 +20,27 @@ from workbench.sharding.orders import BY_DOCUMENT, ORDERS, check_order, padding_
 
 
 def spans(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, end) of every stretch of consecutive positions; the end is not in it.
+    """(begin, end) of every run of consecutive positions, end exclusive.
 
     Example:
         >>> spans([0, 1, 6, 7])
         [(0, 2), (6, 8)]
     """
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for position in positions:
-        if found and found[-1][1] == position:
-            found[-1] = (found[-1][0], position + 1)
+        if runs and runs[-1][1] == position:
+            runs[-1] = (runs[-1][0], position + 1)
         else:
-            found.append((position, position + 1))
-    return found
+            runs.append((position, position + 1))
+    return runs
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How the work of causal attention inside documents lies over the ranks.
+    """Balance of causal attention work inside documents over the ranks.
 
     Attributes:
-        pairs_RR: [R, R] long; (query of rank r, key of rank s) of which the query may see the key.
+        pairs_RR: [R, R] long; number of (query of rank r, key of rank s) pairs in which the query may see the key.
     """
 
     pairs_RR: Tensor
@@ -52,19 +52,19 @@ class Balance:
 
     @property
     def max_over_mean(self) -> float:
-        """How much longer the slowest rank takes than all would if the work were level; 1 is level."""
+        """Work of the slowest rank over the mean; 1 is perfectly balanced."""
         return max(self.of_ranks) * len(self.of_ranks) / sum(self.of_ranks)
 
     @property
     def in_lock_step(self) -> float:
-        """The same for a ring, in which at step i rank r meets the keys of rank r - i and all wait for the slowest."""
+        """`max_over_mean` for a ring, where at step i rank r uses the keys of rank r - i and all await the slowest."""
         size = len(self.pairs_RR)
         ranks = torch.arange(size)
         slowest = sum(int(self.pairs_RR[ranks, (ranks - step) % size].max()) for step in range(size))
         return slowest * size / sum(self.of_ranks)
 
     def __repr__(self) -> str:
-        """Say the figures and whose they are."""
+        """Both ratios and the pairs of each rank."""
         return (
             f"Balance(max/mean {self.max_over_mean:.3f}, {self.in_lock_step:.3f} in a ring; pairs of ranks "
             f"{', '.join(f'{pairs:,}' for pairs in self.of_ranks)})"
@@ -76,13 +76,13 @@ class ShardPlan:
     """A permutation of the tokens of a row, cut into equal shards.
 
     Attributes:
-        order: its name.
+        order: name of the token order.
         cp: ranks that share the row.
         permutation_T: [T] global positions in rank-major order: rank r owns
-            ``permutation_T[r * T / cp : (r + 1) * T / cp]``, in the order it holds them.
-        inverse_T: [T] where each global position went.
+            ``permutation_T[r * T / cp : (r + 1) * T / cp]``, in its local order.
+        inverse_T: [T] the rank-major index of each global position.
         document_lengths: of the documents of the row with their padding, and of the padding at its end; empty if
-            the plan was made without.
+            not given.
 
     Example:
         >>> plan = ShardPlan.make("zigzag", num_tokens=8, cp=2)
@@ -113,13 +113,13 @@ class ShardPlan:
             num_tokens: of the row, padding included.
             cp: ranks that share it.
             document_lengths: of the documents in the order of the row, each with its padding, and of the padding at
-                the end as an entry of its own (`workbench.sharding.orders.document_lengths`). Orders that go by
-                document need them; others only draw and count with them.
+                the end as a separate entry (`workbench.sharding.orders.document_lengths`). Orders in `BY_DOCUMENT`
+                need them; others use them for drawings and counts only.
             block_tokens: of the balanced order.
 
         Raises:
             ShardingError: unknown order; a row or a document that does not divide; documents that are missing, or
-                are not the row.
+                do not add up to the row.
         """
         check_order(order)
         lengths = None if document_lengths is None else tuple(document_lengths)
@@ -129,14 +129,14 @@ class ShardPlan:
         return cls(order, cp, permutation, torch.argsort(permutation), lengths or ())
 
     def __repr__(self) -> str:
-        """Say who holds which tokens."""
-        shown = [f"rank {rank}: {self._held(rank)}" for rank in range(min(self.cp, 8))]
+        """The token ranges of each rank."""
+        shown = [f"rank {rank}: {self._ranges(rank)}" for rank in range(min(self.cp, 8))]
         more = [f"and {self.cp - 8} more"] if self.cp > 8 else []
         return f"ShardPlan({self.order}, {self.num_tokens} tokens over cp={self.cp}; {'; '.join([*shown, *more])})"
 
-    def _held(self, rank: int) -> str:
-        held = [f"{begin}-{end - 1}" for begin, end in spans(sorted(self.positions(rank).tolist()))]
-        return ", ".join(held[:4] + ([f"and {len(held) - 4} more"] if len(held) > 4 else []))
+    def _ranges(self, rank: int) -> str:
+        ranges = [f"{begin}-{end - 1}" for begin, end in spans(sorted(self.positions(rank).tolist()))]
+        return ", ".join(ranges[:4] + ([f"and {len(ranges) - 4} more"] if len(ranges) > 4 else []))
 
     @property
     def num_tokens(self) -> int:
@@ -149,23 +149,23 @@ class ShardPlan:
         return self.inverse_T // (self.num_tokens // self.cp)
 
     def positions(self, rank: int) -> Tensor:
-        """[T / cp] global positions that a rank holds, in its own order."""
+        """[T / cp] global positions of a rank, in its local order."""
         return self.permutation_T.view(self.cp, -1)[rank]
 
     def split(self, values_T: Tensor, rank: int) -> Tensor:
-        """A rank's share of a token-aligned tensor. [T, ...] -> [T / cp, ...]."""
+        """Return a rank's shard of a token-aligned tensor. [T, ...] -> [T / cp, ...]."""
         return values_T.index_select(0, self.positions(rank).to(values_T.device))
 
     def merge(self, rank_major_T: Tensor) -> Tensor:
-        """Undo the plan: shards concatenated in rank order -> the row in its own order."""
+        """Invert the plan: shards concatenated in rank order -> the row in its original order."""
         return rank_major_T.index_select(0, self.inverse_T.to(rank_major_T.device))
 
     def balance(self, document_ids_T: Tensor | None = None) -> Balance:
         """Count the (query, key) pairs that causal attention inside documents allows, rank by rank.
 
         Args:
-            document_ids_T: [T] of the row; a stretch of padding sees itself. None: the documents of the plan with
-                their padding, or one document if it knows none.
+            document_ids_T: [T] of the row; a run of padding sees itself. None: the documents of the plan with their
+                padding, or one document if it has none.
 
         Example:
             >>> ShardPlan.make("contiguous", num_tokens=8, cp=2).balance()
@@ -184,9 +184,9 @@ class ShardPlan:
         return Balance(pairs_RR)
 
     def drawing(self, width: int = 96) -> str:
-        """Which rank holds which token, as text: a character a token, or a stretch of tokens if there are more.
+        """Text diagram of the plan: one character per token, or per run of tokens if there are more than ``width``.
 
-        Documents are told apart by letters, ranks by digits (then letters); ``*`` is a stretch of several.
+        Documents are letters, ranks are digits (then letters); ``*`` is a run with several of them.
 
         Example:
             >>> print(ShardPlan.make("document_zigzag", num_tokens=12, cp=2, document_lengths=(8, 4)).drawing())
@@ -207,17 +207,17 @@ class ShardPlan:
 
 
 def _begins(lengths: Sequence[int]) -> Tensor:
-    """[T] where the document of each position begins."""
+    """[T] start of the document of each position."""
     begins = torch.tensor([0, *itertools.accumulate(lengths)][:-1])
     return torch.repeat_interleave(begins, torch.tensor(lengths))
 
 
 def _cells(labels_T: Tensor, edges: Sequence[int], letters: str) -> str:
-    drawn = ""
+    text = ""
     for begin, end in itertools.pairwise(edges):
-        found = labels_T[begin:end]
-        drawn += letters[int(found[0]) % len(letters)] if bool((found == found[0]).all()) else "*"
-    return drawn
+        labels = labels_T[begin:end]
+        text += letters[int(labels[0]) % len(letters)] if bool((labels == labels[0]).all()) else "*"
+    return text
 
 
 def _refuse_row(order: str, num_tokens: int, cp: int, block_tokens: int) -> None:
@@ -229,7 +229,7 @@ def _refuse_row(order: str, num_tokens: int, cp: int, block_tokens: int) -> None
         "contiguous": f"cp = {multiple}",
         "striped": f"cp = {multiple}",
     }.get(order, f"2 * cp = {multiple}")
-    smaller = ", or take a smaller layout.block_tokens" if order == "balanced" else ""
+    smaller = ", or use a smaller layout.block_tokens" if order == "balanced" else ""
     raise ShardingError(
         f"shard plan: {order} order of {num_tokens} tokens over cp={cp}",
         found=f"{num_tokens} tokens",
@@ -240,31 +240,31 @@ def _refuse_row(order: str, num_tokens: int, cp: int, block_tokens: int) -> None
 
 
 def _refuse_documents(order: str, num_tokens: int, cp: int, lengths: tuple[int, ...] | None) -> None:
-    asked = f"shard plan: {order} order of {num_tokens} tokens over cp={cp}"
+    requested = f"shard requested: {order} order of {num_tokens} tokens over cp={cp}"
     if lengths is None:
         if order in BY_DOCUMENT:
             raise ShardingError(
-                asked,
+                requested,
                 found="no document_lengths",
-                rule=f"the {order} order goes by documents",
-                fix="give their lengths in the order of the row, the padding at its end last",
+                rule=f"the {order} order depends on the documents",
+                fix="pass their lengths in the order of the row, the padding at its end last",
             )
         return
     if min(lengths, default=0) < 1 or sum(lengths) != num_tokens:
         raise ShardingError(
-            asked,
+            requested,
             found=f"{len(lengths)} documents of {sum(lengths)} tokens in all, "
             f"{min(lengths, default=0)} in the shortest",
-            rule="documents with their padding, and the padding at the end, are the row",
-            fix="take them from orders.document_lengths(row.document_ids_T, ...)",
+            rule="documents with their padding, and the padding at the end, add up to the row",
+            fix="compute them with orders.document_lengths(row.document_ids_T, ...)",
         )
     multiple = padding_rule(order, cp).document
     odd = [f"{number} of {length}" for number, length in enumerate(lengths) if length % multiple]
     if odd:
         more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
         raise ShardingError(
-            asked,
+            requested,
             found=f"document {', '.join(odd[:4])} tokens{more}",
             rule=f"every document has a multiple of 2 * cp = {multiple} tokens, padding included",
-            fix=f"pack(..., document_multiple_of={multiple}); a run does so by itself",
+            fix=f"pack(..., document_multiple_of={multiple}); a run does so automatically",
         )

@@ -1,11 +1,11 @@
-"""How hidden states lie over the tp axis between cut layers: whole on every rank, or a stretch of tokens each.
+"""Layout of hidden states over the tp axis between tensor-parallel blocks: replicated, or sharded over tokens.
 
-A block that tp cuts (attention, a feed-forward) needs all tokens of its cp rank and gives a partial sum for each of
-them. Plain tensor parallelism holds the tokens between blocks whole: the input goes to every rank's part, the output
-is all-reduced. Sequence parallelism holds 1 / tp of them, in contiguous stretches of the rank's own order, after cp
-has taken its share: the input is gathered, the output reduce-scattered, which moves the same bytes. What then acts
-between blocks (norms, residual sums, biases after the sum, routers) acts on a rank's own tokens, so that the gradient
-of each of its weights is a part, which one sum over tp per optimizer step completes.
+A tensor-parallel block (attention, a feed-forward) reads all tokens of its cp rank and returns a partial sum for each
+of them. Plain tensor parallelism replicates the tokens between blocks: the input goes to every rank's part, the output
+is all-reduced. Sequence parallelism shards them, in contiguous runs of the rank's local order after the cp split: the
+input is all-gathered, the output reduce-scattered, which moves the same bytes. Layers between blocks (norms, residual
+sums, biases after the sum, routers) then act on a rank's own tokens, so the gradient of each of their weights is
+partial, and one sum over tp per optimizer step completes it.
 
 Letters: t tokens of a cp rank | D model dimension.
 """
@@ -21,12 +21,12 @@ from workbench.sharding.collectives import gather_scatter, gather_slice, identit
 from workbench.sharding.mesh import Axis
 
 TOKENS = -2
-"""The dimension of tokens: the last but one of hidden states, of routing weights and of the experts they name."""
+"""The token dimension: second to last in hidden states, routing weights and expert indices."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The hidden states between cut blocks, and the ways into a block and out of it.
+    """Hidden states between tensor-parallel blocks, with the collectives into and out of a block.
 
     Attributes:
         axis: the tensor-parallel axis.
@@ -37,16 +37,16 @@ class Stream:
     sharded: bool = False
 
     def into(self, hidden: Tensor) -> Tensor:
-        """What a block reads, of which every rank computes another part.
+        """Prepare the input of a block, of which every rank computes a different part.
 
         Shapes:   [..., t or t / tp, D] -> [..., t, D].
-        Backward: sum over tp of what the parts want; each rank keeps what it holds.
+        Backward: sum over tp of the parts' gradients; each rank keeps its own tokens.
         Source:   Megatron-LM, arXiv 1909.08053, section 3 (f); arXiv 2205.05198, section 4.2.2 (g).
         """
         return gather_scatter(hidden, self.axis, dim=TOKENS) if self.sharded else identity_sum(hidden, self.axis)
 
     def out_of(self, partial: Tensor) -> Tensor:
-        """What a block gives, from every rank's part of the sum.
+        """Complete the output of a block from every rank's partial sum.
 
         Shapes:   [..., t, D] -> [..., t or t / tp, D].
         Backward: the gradient of all tokens, to every rank.
@@ -58,10 +58,10 @@ class Stream:
         return scatter_gather(partial, self.axis, dim=TOKENS)
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's tokens of something that every rank computed for all of them.
+        """Return this rank's tokens of a tensor that every rank computed for all tokens.
 
         Shapes:   [..., t, D] -> [..., t or t / tp, D].
-        Backward: zero elsewhere, so that the gradients of its weights are parts.
+        Backward: zero elsewhere, so that weight gradients are partial.
         Raises:   ShardingError: tokens are sharded, and tp does not divide them.
         """
         if not self.sharded:
@@ -70,10 +70,10 @@ class Stream:
         return whole.chunk(self.axis.size, dim=TOKENS)[self.axis.rank]
 
     def all_of(self, hidden: Tensor) -> Tensor:
-        """All tokens, for something that every rank computes alike, such as the loss.
+        """Gather all tokens for a computation that is the same on every rank, such as the loss.
 
         Shapes:   [..., t or t / tp, D] -> [..., t, D].
-        Backward: each rank's own tokens of a gradient that is the same on all; it is not summed again.
+        Backward: each rank's own tokens of a gradient that is the same on all ranks; it is not summed again.
         """
         return gather_slice(hidden, self.axis, dim=TOKENS) if self.sharded else hidden
 

@@ -1,22 +1,22 @@
-"""All ranks of a mesh in one process, exactly: threads that take turns, and hand over only inside a collective.
+"""All ranks of a mesh in one process: deterministic threads that switch only inside a collective.
 
 Each rank is a thread that runs the code of a real rank: the same functions, the same autograd, the same collectives
-(`workbench.sharding.wire` finds a group with ``exchange`` instead of a process group). One rank runs at a time, in
-rank order, until it waits for others, so a simulation does the same thing each time, and knows at once when nobody can
-go on. Backward runs in the thread that asks for it, on a GPU too, so collectives inside of backward work.
+(`workbench.sharding.wire` receives a group with ``exchange`` instead of a process group). One rank runs at a time, in
+rank order, until it waits for others, so a simulation is deterministic and detects a deadlock immediately. Backward
+runs in the calling thread, on a GPU too, so collectives inside backward work.
 
-What a rank sees as its own, as in a process of its own: grad mode, inference mode, autocast and context variables, as
-they are where `simulate` is called, and torch's random state on the CPU, which starts at the caller's on every rank.
+Per rank, as in a separate process: grad mode, inference mode, autocast and context variables, initialised from the
+caller of `simulate`, and torch's random state on the CPU, which starts at the caller's on every rank.
 
-What it cannot show:
+Not simulated:
 
-* what a backend does: NCCL's order and asynchrony, one collective that overtakes another, a time-out, a rank that dies.
-  What the ranks' own code does wrong (a rank that leaves early, another order, another shape) is an error in words;
-* another order of summing: sums are taken in rank order in the precision of the tensors, and a ring has another;
-* memory and speed: everybody's tensors are in one process, and nothing runs side by side;
-* what comes after: a graph that goes through collectives is gone back through by the rank, inside;
-* what asks torch.distributed itself: FSDP2, DTensor, `torch.distributed.get_rank`;
-* what a process has and threads share: globals, registries, random numbers of Python, of numpy and of a GPU.
+* backends: NCCL's order and asynchrony, one collective that overtakes another, time-outs, ranks that die. Mistakes in
+  the ranks' own code (a rank that leaves early, another order, another shape) do raise an error;
+* summation order: sums are taken in rank order in the precision of the tensors; a ring sums in another order;
+* memory and speed: all tensors are in one process, and nothing runs in parallel;
+* backward after `simulate` has returned: a graph with collectives is back-propagated by the rank, inside;
+* torch.distributed itself: FSDP2, DTensor, `torch.distributed.get_rank`;
+* state that threads share: globals, registries, random numbers of Python, of numpy and of a GPU.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ def simulate(
     """Call a function on every rank of a mesh, all of them in this process.
 
     Args:
-        function: what a rank does, with its mesh. Ranks share what it closes over, so each loads a model of its own, or
-            copies one.
+        function: called with a rank's mesh. Ranks share the objects that it closes over, so each loads or copies its
+            own model.
         dp: data-parallel ranks.
         cp: context-parallel ranks.
         tp: tensor-parallel ranks.
-        ulysses: neighbours on cp that make up the axis cp_inner; cp_outer goes over the others.
-        device: where every rank computes.
-        timeout_s: a rank that computes this long without coming to a collective ends the simulation. Its thread cannot
-            be ended, and goes on until it comes to one.
+        ulysses: size of the axis cp_inner, neighbours on cp; cp_outer spans the rest.
+        device: device of every rank.
+        timeout_s: a rank that computes this long without entering a collective ends the simulation. Its thread cannot
+            be stopped, and continues until it enters one.
 
     Returns:
-        What the function returned, in rank order: tp varies fastest, then cp, then dp.
+        Return values in rank order: tp varies fastest, then cp, then dp.
 
     Raises:
         ShardingError: a size below 1, or ulysses does not divide cp; called on a simulated rank.
-        LaunchError: ranks came to different collectives; nobody can go on; a rank took too long.
-        Exception: what a rank raised, the first one, with its rank and place as a note. All others are ended.
+        LaunchError: ranks entered different collectives; a deadlock; a rank took too long.
+        Exception: the first exception of a rank, with its rank and coordinates as a note. All other ranks are ended.
 
     Example:
         >>> from workbench.sharding.collectives import all_sum
@@ -83,20 +83,20 @@ def simulate(
         [3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     """
     sizes = {"dp": dp, "cp": cp, "tp": tp}
-    words = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    layout = " x ".join(f"{name}={size}" for name, size in sizes.items())
     if min(sizes.values()) < 1:
-        raise ShardingError(f"simulate {words}", rule="every size is at least 1", fix="leave out axes of one rank")
+        raise ShardingError(f"simulate {layout}", rule="every size is at least 1", fix="leave out axes of one rank")
     if ulysses < 1 or cp % ulysses:
         raise ShardingError(
-            f"simulate {words} with ulysses={ulysses}",
+            f"simulate {layout} with ulysses={ulysses}",
             rule="ulysses divides cp",
-            fix="choose how many neighbours on cp exchange heads among the divisors of cp",
+            fix="choose a divisor of cp as the number of neighbours that exchange heads",
         )
     if _inside.get():
         raise ShardingError(
-            f"simulate {words} on a rank that is simulated itself",
-            rule="ranks have no ranks",
-            fix="simulate one after another, outside",
+            f"simulate {layout} on a simulated rank",
+            rule="simulations cannot be nested",
+            fix="run simulations one after another, outside",
         )
     world = _World(sizes, ulysses, torch.device(device))
     with torch.random.fork_rng(devices=[]):
@@ -106,7 +106,7 @@ def simulate(
 
 @dataclass
 class _Group:
-    """The group of one axis, as one of its ranks has it."""
+    """One rank's handle on the group of an axis."""
 
     world: _World
     axis: str
@@ -114,38 +114,38 @@ class _Group:
     ranks: tuple[int, ...]
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Everyone's tensor, in rank order."""
+        """Return the tensors of all ranks, in rank order."""
         return self.world.exchange(self, tensor)
 
     def among(self, name: str, ranks: Sequence[int]) -> _Group | None:
-        """The group of some ranks of the world; None if this one is not among them."""
+        """The group of some ranks of the world; None if this rank is not one of them."""
         me = self.ranks[self.rank]
         return _Group(self.world, name, tuple(ranks).index(me), tuple(ranks)) if me in ranks else None
 
 
 @dataclass
 class _Arrival:
-    """A rank that came to a collective: which one, from where, with what."""
+    """A rank's arrival at a collective: name, shape and dtype, caller, tensor."""
 
     what: tuple[str, str, str]
     caller: str
     tensor: Tensor
 
-    def words(self, axis: str) -> str:
+    def describe(self, axis: str) -> str:
         name, shape, dtype = self.what
         return f"{name} over {axis} of {shape} {dtype} ({self.caller})"
 
 
 @dataclass
 class _Rank:
-    """A rank: its turn, its random state while it waits, and the collective that it waits in."""
+    """State of a rank: its turn, its random state while it waits, and the collective that it waits in."""
 
     number: int
     coordinates: dict[str, int]
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     random_state: Tensor = field(default_factory=torch.get_rng_state)
     waits: tuple[_Group, _Arrival] | None = None
-    brought: list[Tensor] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
     ended: bool = False
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ class _Ended(BaseException):
 
 
 class _World:
-    """Whose turn it is. Only the thread whose turn it is touches anything here."""
+    """Scheduler of the ranks. Only the thread that has the turn accesses its state."""
 
     def __init__(self, sizes: dict[str, int], ulysses: int, device: torch.device) -> None:
         self.sizes, self.ulysses, self.device = sizes, ulysses, device
@@ -172,7 +172,7 @@ class _World:
         self.done = threading.Event()
 
     def run(self, function: Callable[[Mesh], Any], timeout_s: float) -> None:
-        """All ranks from beginning to end; raises what the first of them raised."""
+        """Run all ranks to completion; raises the first exception of a rank."""
         modes = _callers_modes(self.device)
         threads = [
             threading.Thread(
@@ -186,14 +186,14 @@ class _World:
         for thread in threads:
             thread.start()
         self._next()
-        seen = -1
+        last_turns = -1
         try:
             while not self.done.wait(timeout_s):
-                if seen == self.turns:
+                if last_turns == self.turns:
                     self._too_slow(threads, timeout_s)
-                seen = self.turns
+                last_turns = self.turns
         except BaseException as error:
-            self.error = self.error or error  # who comes to a collective now is ended there
+            self.error = self.error or error  # ranks that enter a collective from now on are ended there
             raise
         for thread in threads:
             thread.join()
@@ -201,40 +201,40 @@ class _World:
             raise self.error
 
     def exchange(self, group: _Group, tensor: Tensor) -> list[Tensor]:
-        """What every rank of the group brought, once all have come."""
+        """Return the tensors of all ranks of the group, once all have arrived."""
         me = self.ranks[group.ranks[group.rank]]
         if me.ended:
             raise LaunchError(
                 f"a collective over {group.axis}",
                 found=f"simulated {me} has ended",
-                rule="what goes through collectives, backward too, is done inside of simulate",
-                fix="call backward on the rank, and return numbers that are detached",
+                rule="collectives, also those of backward, run inside simulate",
+                fix="call backward on the rank, and return detached values",
             )
         if self.error is not None:
             raise _Ended("another simulated rank failed")
         arrival = _Arrival(*_which(tensor), tensor)
-        came = self.open.setdefault((group.axis, group.ranks), {})
-        for other, theirs in came.items():
-            if theirs.what != arrival.what:
+        arrivals = self.open.setdefault((group.axis, group.ranks), {})
+        for other, remote in arrivals.items():
+            if remote.what != arrival.what:
                 raise LaunchError(
-                    "simulated ranks came to different collectives",
-                    found=f"{me}: {arrival.words(group.axis)}; {self.ranks[other]}: {theirs.words(group.axis)}",
+                    "simulated ranks entered different collectives",
+                    found=f"{me}: {arrival.describe(group.axis)}; {self.ranks[other]}: {remote.describe(group.axis)}",
                     rule="every rank of an axis calls the same collectives in the same order, on tensors of one shape",
-                    fix="let no collective depend on what only some ranks hold; a rank without tokens brings zeros",
+                    fix="make no collective depend on rank-local data; a rank without tokens passes zeros",
                 )
-        came[me.number] = arrival
-        if len(came) < len(group.ranks):
+        arrivals[me.number] = arrival
+        if len(arrivals) < len(group.ranks):
             me.waits = group, arrival
             self._wait(me)
-            return me.brought
+            return me.received
         del self.open[group.axis, group.ranks]
-        everyone = [came[rank].tensor for rank in group.ranks]
+        gathered = [arrivals[rank].tensor for rank in group.ranks]
         for rank in group.ranks:
             other = self.ranks[rank]
             if other is not me:
-                other.waits, other.brought = None, everyone
+                other.waits, other.received = None, gathered
                 self.ready.append(other)
-        return everyone
+        return gathered
 
     def _rank(
         self, rank: _Rank, function: Callable[[Mesh], Any], modes: Callable[[], AbstractContextManager[Any]]
@@ -267,7 +267,7 @@ class _World:
         self._begin(rank)
 
     def _next(self) -> None:
-        """Hand over to whoever can go on. If nobody can, and somebody waits, all are ended."""
+        """Pass the turn to the next ready rank. If none is ready and some wait, end all ranks."""
         if not self.ready and not all(rank.ended for rank in self.ranks):
             self._fail(self._stuck())
         if self.ready:
@@ -276,7 +276,7 @@ class _World:
             self.done.set()
 
     def _fail(self, error: BaseException) -> None:
-        """Remember the first error, and wake everybody, one after another, to end."""
+        """Keep the first error, and wake all waiting ranks, one after another, to end."""
         if self.error is None:
             self.error = error
         for rank in self.ranks:
@@ -286,26 +286,26 @@ class _World:
 
     def _stuck(self) -> LaunchError:
         waits = [(rank, *rank.waits) for rank in self.ranks if rank.waits is not None]
-        found = [f"{rank} waits in {arrival.words(group.axis)}" for rank, group, arrival in waits]
+        states = [f"{rank} waits in {arrival.describe(group.axis)}" for rank, group, arrival in waits]
         ended = [str(rank) for rank in self.ranks if rank.ended]
         if ended:
-            found.append(f"{', '.join(ended)} ended")
+            states.append(f"{', '.join(ended)} ended")
         return LaunchError(
-            "simulated ranks that wait for each other: nobody can go on",
-            found="; ".join(found),
-            rule="every rank of an axis comes to the same collectives in the same order",
-            fix="let no rank leave early or skip one; a rank without tokens brings zeros",
+            "simulated ranks wait for each other: deadlock",
+            found="; ".join(states),
+            rule="every rank of an axis calls the same collectives in the same order",
+            fix="let no rank leave early or skip one; a rank without tokens passes zeros",
         )
 
     def _too_slow(self, threads: Sequence[threading.Thread], timeout_s: float) -> NoReturn:
         rank = self.running
-        assert rank is not None, "somebody has the turn"
+        assert rank is not None, "a rank has the turn"
         frame = sys._current_frames().get(threads[rank.number].ident or 0)
         raise LaunchError(
             f"simulated {rank} computes for more than {timeout_s:g} s",
             found=_caller(frame),
-            rule="a rank comes to a collective or ends within timeout_s",
-            fix="raise timeout_s, or look at what the rank does there:\n" + "".join(traceback.format_stack(frame)[-3:]),
+            rule="a rank enters a collective or ends within timeout_s",
+            fix="raise timeout_s, or check what the rank does there:\n" + "".join(traceback.format_stack(frame)[-3:]),
         )
 
     def _coordinates(self, number: int) -> dict[str, int]:
@@ -313,9 +313,9 @@ class _World:
         return {"dp": number // (cp * tp), "cp": number // tp % cp, "tp": number % tp}
 
     def _mesh(self, rank: _Rank) -> Mesh:
-        """Each axis holds the ranks at the same place on everything that it does not go along."""
+        """Each axis holds the ranks with the same coordinates on all other axes."""
 
-        def place(other: _Rank) -> dict[str, int]:
+        def coords(other: _Rank) -> dict[str, int]:
             at = other.coordinates
             return {**at, "cp_inner": at["cp"] % self.ulysses, "cp_outer": at["cp"] // self.ulysses}
 
@@ -330,7 +330,7 @@ class _World:
         axes = {}
         for name, same in fixed.items():
             ranks = tuple(
-                other.number for other in self.ranks if all(place(other)[axis] == place(rank)[axis] for axis in same)
+                other.number for other in self.ranks if all(coords(other)[axis] == coords(rank)[axis] for axis in same)
             )
             own = ranks.index(rank.number)
             axes[name] = (
@@ -340,12 +340,12 @@ class _World:
 
 
 def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What a thread of torch starts without: a context manager that makes it as it is here, and now.
+    """Capture the caller's grad, inference and autocast modes, which torch threads do not inherit.
 
-    In it, backward stays in its thread, where a GPU's would otherwise go through one thread that all ranks share.
+    In the returned context, backward stays in its thread; on a GPU it would otherwise run in one thread for all ranks.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    narrow = {
+    autocast = {
         kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in dict.fromkeys(("cpu", device.type))
     }
@@ -353,7 +353,7 @@ def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[
     @contextmanager
     def modes() -> Iterator[None]:
         with ExitStack() as entered:
-            for kind, (enabled, dtype) in narrow.items():
+            for kind, (enabled, dtype) in autocast.items():
                 entered.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             entered.enter_context(torch.inference_mode(inference))
             entered.enter_context(torch.set_grad_enabled(grad))
@@ -368,7 +368,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 
 
 def _which(tensor: Tensor) -> tuple[tuple[str, str, str], str]:
-    """The collective that a rank is in (name, shape, dtype), and who called it."""
+    """The collective that a rank is in (name, shape, dtype), and its caller."""
     frame: FrameType | None = sys._getframe(3)
     name = "exchange"
     while frame is not None and frame.f_code.co_filename in _OWN:
@@ -380,7 +380,7 @@ def _which(tensor: Tensor) -> tuple[tuple[str, str, str], str]:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The innermost place outside of torch: file, relative to the package, and line."""
+    """The innermost source line outside torch: file, relative to the package, and line."""
     while frame is not None:
         file = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in file and file not in _OWN:

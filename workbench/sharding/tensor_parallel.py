@@ -1,13 +1,13 @@
 """Tensor parallelism from a plan, on plain tensors.
 
-A `transformers` model says how its layers may be cut (``base_model_tp_plan``): which linear layers by column,
+A `transformers` model declares how its layers can be sharded (``base_model_tp_plan``): which linear layers by column,
 which by row, which parameters stay whole. Here each named module gets its slice; parameter names do not change, so a
-gradient can be found under the same name in every layout.
+gradient has the same name in every layout.
 
-Cut layers form blocks: a module whose children are cut by column and by row (attention, a feed-forward), or the
-experts of a mixture. Hidden states go into a block once, however many layers read them there, and every row-cut layer
-gives them back; `workbench.sharding.sequence_parallel` has both ways. A whole parameter inside a block acts on what
-this rank computes alone, so its gradient is a part.
+Sharded layers form blocks: a module with column-parallel and row-parallel children (attention, a feed-forward), or
+the experts of a mixture. Hidden states enter a block once, however many layers read them there, and every row-parallel
+layer returns them; `workbench.sharding.sequence_parallel` has both collectives. A whole parameter inside a block acts
+on this rank's part of the computation only, so its gradient is partial.
 
 Letters: V vocabulary | D model dimension | E experts | F features of an expert | t tokens of a cp rank |
 k experts of a token.
@@ -31,15 +31,15 @@ from workbench.sharding.sequence_parallel import TOKENS, Stream
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """How one parameter lies over the tp axis, and over dp x cp.
+    """Sharding of one parameter over the tp axis, and over dp x cp.
 
     Attributes:
-        dim: tensor dimension that is cut over tp; None where every rank holds the whole parameter.
+        dim: tensor dimension that is sharded over tp; None if every rank holds the whole parameter.
         gradient_is_partial: every rank holds the whole parameter but only a part of its gradient (a norm that
             acts on the local heads, or on this rank's tokens): one sum over tp per optimizer step completes it.
-        over_dp_cp: what a rank of tp holds is dealt over dp x cp along the first dimension, by
+        over_dp_cp: the tp shard is sharded again over dp x cp along the first dimension, by
             `workbench.sharding.data_parallel`.
-        parts: sizes of the sections along ``dim`` that are cut each by itself (gate and up in one tensor); () for one.
+        parts: sizes of the sections along ``dim`` that are sharded separately (gate and up in one tensor); () for one.
     """
 
     dim: int | None = None
@@ -49,10 +49,10 @@ class ParameterShard:
 
 
 def shard_range(size: int, axis: Axis, *, what: str) -> tuple[int, int]:
-    """The [start, stop) of this rank when ``size`` things are dealt in ceil-sized pieces; the last may be short.
+    """The [start, stop) of this rank when ``size`` items are dealt in ceil-sized pieces; the last may be short.
 
     Raises:
-        ShardingError: a rank would get nothing.
+        ShardingError: a rank would be empty.
     """
     piece = -(-size // axis.size)
     if piece * (axis.size - 1) >= size:
@@ -66,16 +66,16 @@ def shard_range(size: int, axis: Axis, *, what: str) -> tuple[int, int]:
 
 
 def check_heads(heads: Mapping[str, int], axis: Axis) -> None:
-    """Refuse a tp size that does not divide the heads.
+    """Raise if tp does not divide the heads.
 
     Raises:
         ShardingError: names each kind of head that does not divide.
     """
-    bad = {name: count for name, count in heads.items() if count % axis.size}
-    if bad:
+    indivisible = {name: count for name, count in heads.items() if count % axis.size}
+    if indivisible:
         raise ShardingError(
             f"tensor parallelism over tp={axis.size}",
-            found=", ".join(f"{count} {name} heads" for name, count in bad.items()),
+            found=", ".join(f"{count} {name} heads" for name, count in indivisible.items()),
             rule="tp divides the query heads and the key/value heads",
             fix=f"choose tp among the common divisors of {sorted(set(heads.values()))}",
         )
@@ -84,23 +84,23 @@ def check_heads(heads: Mapping[str, int], axis: Axis) -> None:
 def apply_tensor_parallel(
     model: nn.Module, plan: Mapping[str, str], axis: Axis, *, sequence_parallel: bool = False
 ) -> dict[str, ParameterShard]:
-    """Cut a whole model into this rank's part, in place.
+    """Reduce a whole model to this rank's shard, in place.
 
     Args:
         model: with the same whole weights on every rank.
-        plan: name pattern of modules, or of parameters of experts -> style, one of `STYLES`. What it does not name
-            stays whole.
+        plan: name pattern of modules, or of parameters of experts -> style, one of `STYLES`. Parameters that it does
+            not name stay whole.
         axis: the tensor-parallel axis.
-        sequence_parallel: hold 1 / tp of the tokens between blocks. The plan then has to name the embedding, where
-            tokens are cut, and whoever reads the last hidden states has to gather them (`Stream.all_of`).
+        sequence_parallel: hold 1 / tp of the tokens between blocks. The plan then must name the embedding, where
+            tokens are sharded, and readers of the last hidden states must gather them (`Stream.all_of`).
 
     Returns:
-        How every parameter lies, by its name in the model.
+        The sharding of every parameter, by its name in the model.
 
     Backward: of a block: `Stream.into` and `Stream.out_of`.
 
     Raises:
-        ShardingError: a style that is not known here, a pattern that matches nothing, sizes that do not divide.
+        ShardingError: an unknown style, a pattern that matches nothing, sizes that do not divide.
     Source:   Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.
     """
     shards = {name: ParameterShard() for name, _ in model.named_parameters()}
@@ -110,63 +110,61 @@ def apply_tensor_parallel(
     if sequence_parallel:
         shards = dict.fromkeys(shards, ParameterShard(gradient_is_partial=True))
     for block in _blocks(modules):
-        model.get_submodule(block).register_forward_pre_hook(_Into(stream, block), with_kwargs=True)
+        model.get_submodule(block).register_forward_pre_hook(_InputHook(stream, block), with_kwargs=True)
         inside = [name for name in shards if name.startswith(f"{block}.")]
         shards |= dict.fromkeys(inside, ParameterShard(gradient_is_partial=True))
     for name, style in parameters.items():
         shards[name] = _cut_parameter(model, name, style, axis)
     for name, style in modules.items():
-        found = STYLES[style](model.get_submodule(name), name, stream)
-        shards |= {f"{name}.{p}": shard for p, shard in found.items() if f"{name}.{p}" in shards}
+        module_shards = STYLES[style](model.get_submodule(name), name, stream)
+        shards |= {f"{name}.{p}": shard for p, shard in module_shards.items() if f"{name}.{p}" in shards}
     return shards
 
 
 def leave_sums(model: nn.Module, *, to_others: bool) -> None:
-    """Say whether the gradient at the input of each block is summed over tp by somebody else, or here, as at first.
+    """Leave the tp sum of the gradient at the input of each block to the caller, or do it here (the default).
 
     Raises:
-        ShardingError: sequence parallelism, which gathers and scatters tokens in the same place.
+        ShardingError: sequence parallelism, which gathers and scatters tokens at the same point.
     """
-    ways = [
-        hook for module in model.modules() for hook in module._forward_pre_hooks.values() if isinstance(hook, _Into)
-    ]
-    if to_others and any(way.stream.sharded for way in ways):
+    hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values() if isinstance(h, _InputHook)]
+    if to_others and any(hook.stream.sharded for hook in hooks):
         raise ShardingError(
-            "sums over tp that are left to others",
+            "sums over tp that are left to the caller",
             found="sequence parallelism",
             rule="hidden states are whole between blocks",
             fix="leave layout.sequence_parallel out",
         )
-    for way in ways:
-        way.idle = to_others
+    for hook in hooks:
+        hook.idle = to_others
 
 
 def full_gradient(local: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
-    """A parameter's whole gradient (or weight) on every tp rank, outside autograd. Collective over tp."""
+    """Gather a parameter's gradient (or weight) on every tp rank, outside autograd. Collective over tp."""
     if shard.dim is None or axis.size == 1:
         return local.detach().clone()
     pieces = all_gather(local.transpose(0, shard.dim).contiguous(), axis)
     if shard.parts:
         sections = [piece.split([part // axis.size for part in shard.parts]) for piece in pieces]
-        pieces = [section for same in zip(*sections, strict=True) for section in same]
+        pieces = [section for of_ranks in zip(*sections, strict=True) for section in of_ranks]
     return torch.cat(pieces).transpose(0, shard.dim).contiguous()
 
 
 def own_part(whole: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
-    """What this tp rank holds of a whole tensor, the way back from `full_gradient`; a view."""
+    """This tp rank's shard of a whole tensor, the inverse of `full_gradient`; a view."""
     if shard.dim is None or axis.size == 1:
         return whole
     sections = whole.split(shard.parts, shard.dim) if shard.parts else (whole,)
-    mine = [
+    slices = [
         section.narrow(shard.dim, start, stop - start)
         for section in sections
         for start, stop in [shard_range(section.shape[shard.dim], axis, what="parameter")]
     ]
-    return mine[0] if len(mine) == 1 else torch.cat(mine, dim=shard.dim)
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=shard.dim)
 
 
 def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What a plan is about: name -> style, of modules and of single parameters."""
+    """Resolve a plan to name -> style, of modules and of single parameters."""
     modules: dict[str, str] = {}
     parameters: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -174,14 +172,14 @@ def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str],
             raise ShardingError(
                 f"tensor-parallel plan: {pattern!r} is {style!r}",
                 rule=f"styles known here: {', '.join({**STYLES, **PARAMETER_STYLES})}",
-                fix="use a model whose plan keeps to these, or tp=1",
+                fix="use a model whose plan uses only these, or tp=1",
             )
-        of_modules = fnmatch.filter([name for name, _ in model.named_modules()], pattern)
-        of_parameters = fnmatch.filter([name for name, _ in model.named_parameters()], pattern)
-        if of_modules and style in STYLES:
-            modules |= dict.fromkeys(of_modules, style)
-        elif of_parameters and style in PARAMETER_STYLES:
-            parameters |= dict.fromkeys(of_parameters, style)
+        module_names = fnmatch.filter([name for name, _ in model.named_modules()], pattern)
+        parameter_names = fnmatch.filter([name for name, _ in model.named_parameters()], pattern)
+        if module_names and style in STYLES:
+            modules |= dict.fromkeys(module_names, style)
+        elif parameter_names and style in PARAMETER_STYLES:
+            parameters |= dict.fromkeys(parameter_names, style)
         else:
             raise ShardingError(
                 f"tensor-parallel plan: {pattern!r} is {style!r}",
@@ -190,32 +188,32 @@ def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str],
                 fix="use the plan of this model's own config",
             )
     for name, style in modules.items():
-        held = [p for p, _ in model.get_submodule(name).named_parameters(name)] if style == "moe_tp_experts" else []
-        if whole := [p for p in held if p not in parameters]:
+        experts = [p for p, _ in model.get_submodule(name).named_parameters(name)] if style == "moe_tp_experts" else []
+        if whole := [p for p in experts if p not in parameters]:
             raise ShardingError(
                 f"tensor-parallel plan: {name!r} is {style!r}",
                 found=f"{', '.join(whole)} left whole",
-                rule="every parameter of experts is cut, or each rank would add all of it",
-                fix="use a model whose plan cuts them, or tp=1",
+                rule="every parameter of experts is sharded, or each rank would add all of it",
+                fix="use a model whose plan shards them, or tp=1",
             )
     return modules, parameters
 
 
 def _blocks(modules: Mapping[str, str]) -> list[str]:
-    """Modules at whose input hidden states are handed to every rank's part.
+    """Modules at whose input replicated hidden states enter the ranks' parts.
 
-    The parent of column-cut layers, if a row-cut layer stands beside them and no other cut layer stands deeper; where
-    that is not so (feed-forward layers that are children of the decoder layer itself), the column-cut layer alone.
+    The parent of column-parallel layers, if it has a row-parallel child too and no sharded layer is nested deeper;
+    otherwise (feed-forward layers that are children of the decoder layer itself) the column-parallel layer alone.
     """
     columns = [name for name, style in modules.items() if style in _COLUMNS]
     with_row = {_parent(name) for name, style in modules.items() if style in _ROWS}
     deep = {_parent(name) for name in modules}
-    found = {}
+    blocks = {}
     for name in columns:
         parent = _parent(name)
         whole = parent and parent in with_row and not any(other.startswith(f"{parent}.") for other in deep)
-        found[parent if whole else name] = None
-    return list(found)
+        blocks[parent if whole else name] = None
+    return list(blocks)
 
 
 def _parent(name: str) -> str:
@@ -223,48 +221,48 @@ def _parent(name: str) -> str:
 
 
 @dataclass
-class _Into:
-    """The way into a block, as a hook; idle: whoever computes inside the block sums the gradient himself."""
+class _InputHook:
+    """Forward pre-hook at the input of a block; idle: the code inside the block sums the gradient itself."""
 
     stream: Stream
     block: str
     idle: bool = False
 
-    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if self.idle:
-            return inputs, named
+            return inputs, kwargs
         if inputs:
-            return (self.stream.into(inputs[0]), *inputs[1:]), named
-        if "hidden_states" not in named:
+            return (self.stream.into(inputs[0]), *inputs[1:]), kwargs
+        if "hidden_states" not in kwargs:
             raise ShardingError(
                 f"tensor parallelism of {self.block}",
-                found=f"a call with {', '.join(named)}",
-                rule="a block gets its hidden states first, or as hidden_states",
+                found=f"a call with {', '.join(kwargs)}",
+                rule="a block takes its hidden states first, or as hidden_states",
                 fix="use tp=1 for this model",
             )
-        return inputs, named | {"hidden_states": self.stream.into(named["hidden_states"])}
+        return inputs, kwargs | {"hidden_states": self.stream.into(kwargs["hidden_states"])}
 
 
 def _cut(module: nn.Module, parameter: str, pieces: list[tuple[int, int]], dim: int) -> None:
-    """Keep the given [start, stop) of a parameter, one after another."""
+    """Replace a parameter by the given [start, stop) slices of it, concatenated."""
     whole = getattr(module, parameter)
-    kept = torch.cat([whole.detach().narrow(dim, start, stop - start) for start, stop in pieces], dim=dim)
-    setattr(module, parameter, nn.Parameter(kept, requires_grad=whole.requires_grad))
+    local = torch.cat([whole.detach().narrow(dim, start, stop - start) for start, stop in pieces], dim=dim)
+    setattr(module, parameter, nn.Parameter(local, requires_grad=whole.requires_grad))
 
 
 def _sections(name: str, size: int, count: int, axis: Axis) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """This rank's [start, stop) of each of several equal sections, and what `ParameterShard.parts` says of them."""
+    """This rank's [start, stop) of each of several equal sections, and the value of `ParameterShard.parts`."""
     each = size // count
     if each % axis.size:
         raise ShardingError(
             f"tensor parallelism of {name} over tp={axis.size}",
             found=f"{each} features",
-            rule="tp divides the features of every cut layer",
+            rule="tp divides the features of every sharded layer",
             fix="choose a tp that divides them",
         )
-    mine = each // axis.size
-    starts = [each * section + mine * axis.rank for section in range(count)]
-    return [(start, start + mine) for start in starts], (each,) * count if count > 1 else ()
+    local_size = each // axis.size
+    starts = [each * section + local_size * axis.rank for section in range(count)]
+    return [(start, start + local_size) for start in starts], (each,) * count if count > 1 else ()
 
 
 def _cut_parameter(model: nn.Module, name: str, style: str, axis: Axis) -> ParameterShard:
@@ -276,12 +274,12 @@ def _cut_parameter(model: nn.Module, name: str, style: str, axis: Axis) -> Param
 
 
 def _is_transposed(module: Any) -> bool:
-    """Whether a linear layer holds its weight as [inputs, outputs] (Conv1D of `transformers`)."""
+    """True if a linear layer holds its weight as [inputs, outputs] (Conv1D of `transformers`)."""
     return not isinstance(module, nn.Linear) and hasattr(module, "nf")
 
 
 def _column(module: Any, name: str, stream: Stream, count: int = 1) -> dict[str, ParameterShard]:
-    """A slice of the outputs; of each of several equal sections of them."""
+    """Shard the outputs, or each of several equal sections of them."""
     dim = 1 if _is_transposed(module) else 0
     pieces, parts = _sections(name, module.weight.shape[dim], count, stream.axis)
     _cut(module, "weight", pieces, dim)
@@ -297,21 +295,21 @@ def _column_of_three(module: Any, name: str, stream: Stream) -> dict[str, Parame
 
 
 def _column_gathered(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
-    """A slice of the outputs, gathered: what follows is computed whole on every rank, up to a row that splits it."""
+    """Shard the outputs and gather them: the following layers are replicated, up to a row layer that splits again."""
     shards = _column(module, name, stream)
     module.register_forward_hook(lambda _, __, out: gather_scatter(out, stream.axis, dim=-1))
     return shards
 
 
 def _row(module: Any, name: str, stream: Stream, *, split: bool = False) -> dict[str, ParameterShard]:
-    """A slice of the inputs, and the sum of all ranks' outputs; the bias is added once, to the sum."""
+    """Shard the inputs and sum the ranks' outputs; the bias is added once, to the sum."""
     dim = 0 if _is_transposed(module) else 1
     [(start, stop)], _ = _sections(name, module.weight.shape[dim], 1, stream.axis)
     _cut(module, "weight", [(start, stop)], dim)
 
     def forward(inputs: Tensor) -> Tensor:
-        mine = inputs[..., start:stop] if split else inputs
-        whole = stream.out_of(mine @ (module.weight if dim == 0 else module.weight.T))
+        local = inputs[..., start:stop] if split else inputs
+        whole = stream.out_of(local @ (module.weight if dim == 0 else module.weight.T))
         return whole if module.bias is None else whole + module.bias
 
     module.forward = forward
@@ -325,26 +323,26 @@ def _row_of_whole(module: Any, name: str, stream: Stream) -> dict[str, Parameter
 def _embedding(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
     start, stop = shard_range(module.weight.shape[0], stream.axis, what=f"{name}: vocabulary")
     _cut(module, "weight", [(start, stop)], 0)
-    module.padding_idx = None  # an id of the whole vocabulary, meaningless in a slice
+    module.padding_idx = None  # indexes the whole vocabulary, meaningless in a slice
     look_up = module.forward
 
     def forward(tokens: Tensor) -> Tensor:
-        mine = (tokens >= start) & (tokens < stop)
-        rows = look_up((tokens - start).masked_fill(~mine, 0))
-        return stream.out_of(rows.masked_fill(~mine[..., None], 0))
+        in_slice = (tokens >= start) & (tokens < stop)
+        rows = look_up((tokens - start).masked_fill(~in_slice, 0))
+        return stream.out_of(rows.masked_fill(~in_slice[..., None], 0))
 
     module.forward = forward
     return {"weight": ParameterShard(0)}
 
 
 def _positions(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
-    """A whole embedding whose output is added to hidden states."""
+    """Keep an embedding whole whose output is added to hidden states."""
     module.register_forward_hook(lambda _, __, out: stream.own(out))
     return {"weight": ParameterShard(gradient_is_partial=stream.sharded)}
 
 
 def _head(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
-    """An output head: its slice of the vocabulary only. The head's own code reads the weight, not forward."""
+    """Shard an output head over the vocabulary. The head's code reads the weight and does not call forward."""
     start, stop = shard_range(module.weight.shape[0], stream.axis, what=f"{name}: vocabulary")
     _cut(module, "weight", [(start, stop)], 0)
     if getattr(module, "bias", None) is not None:
@@ -357,10 +355,10 @@ def _replicated(module: Any, name: str, stream: Stream) -> dict[str, ParameterSh
 
 
 def _experts(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
-    """Experts of whose features each rank holds a slice.
+    """Wrap experts whose features are sharded over tp.
 
-    Called with hidden states, and for each token the experts that it goes to and their weights. The router stands
-    outside: it acts on the tokens that this rank holds, and the gradient of what it says comes back summed.
+    Called with hidden states and, for each token, its experts and their weights. The router is outside: it acts on
+    this rank's tokens, and the gradient of its output arrives summed.
 
     Shapes: hidden [t, D], experts and weights [t, k] -> [t, D]; parameters [E, F, D] (or 2F, gate and up), [E, D, F].
     """
@@ -373,7 +371,7 @@ def _experts(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard
         return gather_scatter(value, stream.axis, dim=TOKENS) if stream.sharded else value
 
     module.register_forward_pre_hook(
-        lambda _, inputs, named: (tuple(map(enter, inputs)), {key: enter(value) for key, value in named.items()}),
+        lambda _, inputs, kwargs: (tuple(map(enter, inputs)), {key: enter(value) for key, value in kwargs.items()}),
         with_kwargs=True,
     )
     module.register_forward_hook(lambda _, __, out: stream.out_of(out))
@@ -392,10 +390,10 @@ STYLES: dict[str, Callable[[Any, str, Stream], dict[str, ParameterShard]]] = {
     "vocabulary_head": _head,
     "replicated_with_grad_allreduce": _replicated,
 }
-"""How a module may be cut, by the name that `transformers` has for it, if it has one."""
+"""Sharding style of a module -> function, under the name in `transformers` if it has one."""
 
 PARAMETER_STYLES = {"colwise": (2, 1), "packed_colwise": (2, 2), "rowwise": (1, 1)}
-"""How one parameter of experts may be cut: which dimension, counted from the end, and in how many sections."""
+"""Sharding style of one parameter of experts -> dimension, counted from the end, and number of sections."""
 
 _COLUMNS = ("colwise", "colwise_of_three", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")

@@ -1,23 +1,23 @@
-"""torch's own context parallelism, entered with what it needs and left as it was found.
+"""torch's own context parallelism behind input checks, with attention restored on exit.
 
 `torch.distributed.tensor.experimental.context_parallel` replaces ``torch.nn.functional.scaled_dot_product_attention``
-by ring attention and cuts buffers in place, each rank keeping a piece from the head of the row and one from its tail.
-It has habits that change numbers without a word, or end in an assertion far from the cause. Here they are rules, said
-in words:
+by ring attention and shards buffers in place; each rank holds a chunk from the first half of the row and one from the
+second. Several of its limitations change numbers silently, or fail in an assertion far from the cause. Here they are
+checked or handled:
 
-    a rank's backward must run inside                    outside, its attention is no ring any more
-    an attention mask, dropout, non-causal attention     torch's ring knows causal attention over the whole row only
-    the math kernel                                      would take the rearranged row for the row itself; it is off
-    fewer key/value heads, outside half precision        repeated first: the other kernels take equal heads only
-    T % (2 cp) != 0                                      2.11 asserts; 2.13 silently leaves the balance, and the order
+    backward must run inside                             outside, attention is no longer a ring
+    an attention mask, dropout, non-causal attention     torch's ring supports causal attention over whole rows only
+    the math kernel                                      would treat the permuted row as the row itself; disabled
+    fewer key/value heads, outside half precision        repeated first: the other kernels need equal heads
+    T % (2 cp) != 0                                      2.11 asserts; 2.13 silently drops the balance, and the order
     t % 64 != 0, outside half precision                  the memory-efficient kernel pads its log-sum-exps to 32, halved
 
-Up to 2.11 an exception inside leaves the function replaced; here it is put back on every way out. The caller's tensors
-are never cut: torch gets copies.
+Up to 2.11 an exception inside leaves the function replaced; here it is restored on every exit. The caller's tensors
+are never sharded in place: torch gets copies.
 
 Letters: T tokens of a row | t tokens of this rank.
-Source:  torch 2.11.0 and 2.13.0, torch/distributed/tensor/experimental/_context_parallel/_attention.py; which names
-         exist is found by looking, never by version.
+Source:  torch 2.11.0 and 2.13.0, torch/distributed/tensor/experimental/_context_parallel/_attention.py; names are
+         detected at run time, never by version.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from workbench.sharding.given_groups import device_mesh_of
 from workbench.sharding.mesh import Axis
 
 PLACES = ("torch.distributed.tensor.experimental", "torch.distributed.tensor.experimental._attention")
-"""Where `context_parallel` has been, the public place first."""
+"""Modules that have had `context_parallel`, the public one first."""
 
 HALF = (torch.float16, torch.bfloat16)
 KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-"""Those that torch's ring is made of, without cuDNN's."""
+"""The kernels that torch's ring supports, without cuDNN's."""
 
 WIDEST_FLASH_HEAD = 256
+"""FlashAttention takes head dimensions up to 256; wider heads use the memory-efficient kernel."""
 EFFICIENT_MULTIPLE = 64
 """A rank's tokens, outside half precision: twice the 32 rows to which the memory-efficient kernel pads log-sum-exps."""
 
 
 @dataclass(frozen=True)
 class TorchRing:
-    """torch's context manager, and where it was found.
+    """torch's context manager and its module.
 
     Attributes:
-        enter: takes a device mesh, ``buffers`` and ``buffer_seq_dims``, and gives a context manager.
-        place: the module that has it.
-        devices: device types that it trains on.
+        enter: takes a device mesh, ``buffers`` and ``buffer_seq_dims``, and returns a context manager.
+        place: the module that defines it.
+        devices: device types that it can train on.
     """
 
     enter: Callable[..., AbstractContextManager[None]]
@@ -66,7 +67,7 @@ class TorchRing:
 
 @functools.cache
 def torch_ring() -> TorchRing:
-    """Find torch's context manager. Looked for once a process.
+    """Find torch's context manager, once per process.
 
     Raises:
         ShardingError: this torch has none.
@@ -82,7 +83,7 @@ def torch_ring() -> TorchRing:
         "torch's context parallelism",
         found=f"torch {torch.__version__} without context_parallel",
         rule=f"it is in {' or '.join(PLACES)} (torch 2.11 to 2.13)",
-        fix="take another torch, or the workbench's own attention",
+        fix="use another torch, or the workbench's own attention",
     )
 
 
@@ -90,43 +91,42 @@ def torch_ring() -> TorchRing:
 def torch_context_parallel(
     axis: Axis, tensors: Mapping[str, Tensor], *, ring: TorchRing | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Each rank's share of some rows, while attention runs over the rows of all ranks of an axis.
+    """Shard rows over an axis, with attention over the tokens of all its ranks.
 
     Forward and backward of every model that calls ``torch.nn.functional.scaled_dot_product_attention`` belong inside.
-    Collectives: those of torch in each attention, the same on every rank. On an axis of one rank the tensors are handed
-    out whole and attention stays what it is.
+    Collectives: those of torch in each attention, the same on every rank. On an axis of one rank the tensors are
+    returned whole and attention is unchanged.
 
     Args:
         axis: the ranks that share the rows.
-        tensors: by name, each [B, T] or [B, T, ...]: everything that has a value for each token, positions and targets
-            too.
-        ring: torch's context manager, or one that does the same; None: the one of this torch.
+        tensors: by name, each [B, T] or [B, T, ...]: all per-token values, including positions and targets.
+        ring: torch's context manager, or an equivalent one; None: that of this torch.
 
     Yields:
-        By name, [B, t] (or [B, t, ...]) copies, in the order in which this rank holds its tokens.
+        By name, [B, t] (or [B, t, ...]) copies, in the local order of this rank.
 
     Raises:
-        ShardingError: a device on which torch's ring does not train, lengths that do not divide, and whatever a model
-            asks of attention that the ring does not know.
+        ShardingError: a device on which torch's ring cannot train, lengths that do not divide, and attention features
+            that the ring does not support.
     """
     lengths = {name: tensor.shape[1] for name, tensor in tensors.items()}
     length = next(iter(lengths.values()))
     if wrong := [f"{name} of {other}" for name, other in lengths.items() if other != length]:
         raise ShardingError(
             "rows under torch's context parallelism",
-            found=f"{', '.join(wrong)} beside {length} tokens",
+            found=f"{', '.join(wrong)} next to {length} tokens",
             rule="every tensor has a value for each token, in its second dimension",
-            fix="expand what is shared by a row",
+            fix="expand values that a row shares",
         )
     if axis.group is None:
         yield dict(tensors)
         return
-    found = ring or torch_ring()
+    implementation = ring or torch_ring()
     device = next(iter(tensors.values())).device
-    check_rows(length, axis.size, device.type, found)
+    check_rows(length, axis.size, device.type, implementation)
     shards = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     buffers = list(shards.values())
-    manager = found.enter(
+    manager = implementation.enter(
         device_mesh_of(axis, device.type),
         buffers=buffers,
         buffer_seq_dims=[1] * len(buffers),
@@ -140,7 +140,7 @@ def torch_context_parallel(
         with sdpa_kernel(list(KERNELS)):
             yield shards
     finally:
-        # torch up to 2.11 does not clean up behind an exception, so it never hears of one.
+        # torch up to 2.11 does not clean up after an exception, so none is passed to it.
         functional.scaled_dot_product_attention = replaced
         try:
             manager.__exit__(None, None, None)
@@ -149,7 +149,7 @@ def torch_context_parallel(
 
 
 def check_rows(length: int, ranks: int, device_type: str, ring: TorchRing) -> None:
-    """Refuse rows that torch would not share out, or would share out otherwise.
+    """Raise for rows that torch would not shard, or would shard differently.
 
     Raises:
         ShardingError: the device, or the length.
@@ -158,24 +158,24 @@ def check_rows(length: int, ranks: int, device_type: str, ring: TorchRing) -> No
         raise ShardingError(
             "torch's context parallelism",
             found=f"tensors on {device_type}",
-            rule=f"it trains on {', '.join(ring.devices)} only; elsewhere its attention has no kernel",
-            fix="take the workbench's own attention (layout.cp with layout.attention), which runs everywhere",
+            rule=f"it trains on {', '.join(ring.devices)} only; other devices have no kernel for its attention",
+            fix="use the workbench's own attention (layout.cp with layout.attention), which runs on any device",
         )
     if length % (2 * ranks):
         raise ShardingError(
             f"rows of {length} tokens under torch's context parallelism over cp={ranks}",
-            found=f"{length} is no multiple of 2 * cp = {2 * ranks}",
-            rule="a rank holds two chunks of equal length, one from the head and one from the tail",
+            found=f"{length} is not a multiple of 2 * cp = {2 * ranks}",
+            rule="a rank holds two chunks of equal length, one from each half of the row",
             fix=f"pad the rows at their end to {-(-length // (2 * ranks)) * 2 * ranks} tokens, and do "
             "not train on the padding",
         )
 
 
 def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Ring attention of torch behind what it needs to be right.
+    """Wrap torch's ring attention with the checks that it needs to be correct.
 
     Shapes:   query [B, Hq, t, d], key and value [B, Hk, t, d], Hk divides Hq -> [B, Hq, t, d].
-    Backward: as the ring's; repeated key/value heads add up.
+    Backward: that of the ring; gradients of repeated key/value heads are summed.
     """
 
     def scaled_dot_product_attention(
@@ -188,7 +188,7 @@ def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        _refuse_unknown(query, attn_mask, dropout_p, is_causal)
+        _refuse_unsupported(query, attn_mask, dropout_p, is_causal)
         groups = query.shape[1] // key.shape[1]
         grouped = groups > 1 and query.dtype in HALF and query.shape[-1] <= WIDEST_FLASH_HEAD
         if groups > 1 and not grouped:
@@ -198,22 +198,22 @@ def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return scaled_dot_product_attention
 
 
-def _refuse_unknown(query: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
+def _refuse_unsupported(query: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
     rule, where = "causal attention over a row that is one document", "attention under torch's context parallelism"
     if attn_mask is not None:
         raise ShardingError(
             where,
             found=f"an attention mask of shape {tuple(attn_mask.shape)}",
             rule=rule,
-            fix="give the model no mask. transformers makes one from positions, which it takes for "
-            "those of packed documents: workbench.with_torch_attention(model) keeps it from that",
+            fix="pass the model no mask. transformers builds one from positions, which it interprets as "
+            "packed documents: workbench.with_torch_attention(model) prevents that",
         )
     if dropout_p:
         raise ShardingError(
             where,
             found=f"dropout of {dropout_p}",
             rule=rule,
-            fix="model.eval(), or attention_dropout=0: gradients are as in training",
+            fix="model.eval(), or attention_dropout=0; gradients are otherwise as in training",
         )
     if not is_causal:
         raise ShardingError(
@@ -222,7 +222,7 @@ def _refuse_unknown(query: Tensor, attn_mask: Tensor | None, dropout_p: float, i
     if query.dtype not in HALF and query.shape[2] % EFFICIENT_MULTIPLE:
         raise ShardingError(
             where,
-            found=f"{query.shape[2]} tokens a rank in {query.dtype}",
+            found=f"{query.shape[2]} tokens per rank in {query.dtype}",
             rule=f"outside half precision a multiple of {EFFICIENT_MULTIPLE}",
             fix=f"pad the rows at their end to a multiple of {EFFICIENT_MULTIPLE} * cp tokens, or compute in bfloat16",
         )

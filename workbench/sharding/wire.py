@@ -1,8 +1,8 @@
-"""The moves of data that every collective here is made of, over a process group or among ranks simulated in a process.
+"""Communication primitives of the collectives, over a process group or among ranks simulated in one process.
 
-Nothing here knows of autograd; `workbench.sharding.collectives` says what each move means, and its adjoint. A group is
-a `torch.distributed` process group, or anything with ``exchange`` (`SimulatedGroup`), from whose one operation the
-others follow. Simulated sums are taken in rank order.
+Nothing here uses autograd; `workbench.sharding.collectives` adds meaning and adjoints. A group is a
+`torch.distributed` process group, or any object with ``exchange`` (`SimulatedGroup`), on which the other operations
+are built. Simulated sums are taken in rank order.
 
 Letters: R ranks of the group.
 """
@@ -19,41 +19,41 @@ from torch import Tensor
 
 @runtime_checkable
 class SimulatedGroup(Protocol):
-    """The ranks of a group that live in one process."""
+    """A group of ranks simulated in one process."""
 
     rank: int
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
-        """Everyone's tensor, in rank order; returns when all ranks of the group have come. Nobody may write to them."""
+        """Return the tensors of all ranks, in rank order, once all have called. They must not be overwritten."""
         ...
 
 
 class SimulatedWorld(SimulatedGroup, Protocol):
-    """A group of simulated ranks that can be asked for groups of some of them."""
+    """A group of simulated ranks that can create subgroups."""
 
     def among(self, name: str, ranks: Sequence[int]) -> SimulatedGroup | None:
-        """The group of some ranks; None if this one is not among them."""
+        """The group of some ranks; None if this rank is not one of them."""
         ...
 
 
 Group = dist.ProcessGroup | SimulatedGroup
 
-_GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the later name, if it is there
+_GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, if present
 _REDUCE_INTO = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_name(group: Group | None) -> str:
-    """What a process group is called in flight records; "" for none, or a simulated one."""
+    """Name of a process group in flight records; "" for none, or a simulated one."""
     return group.group_name if isinstance(group, dist.ProcessGroup) else ""
 
 
 def subgroup(world: Group, name: str, ranks: Sequence[int]) -> Group | None:
-    """A new group of some ranks, in ascending order; None on a rank that is not among them. Collective over the job.
+    """Create a group of some ranks, in ascending order; None on other ranks. Collective over the job.
 
     Args:
-        world: of process groups, any; of simulated ranks, one that has them all.
-        name: what it is called among simulated ranks.
-        ranks: of the whole job.
+        world: any process group; for simulated ranks, the group of all of them.
+        name: its name among simulated ranks.
+        ranks: ranks of the whole job.
     """
     if not isinstance(world, dist.ProcessGroup):
         return cast(SimulatedWorld, world).among(name, ranks)
@@ -62,13 +62,13 @@ def subgroup(world: Group, name: str, ranks: Sequence[int]) -> Group | None:
 
 
 def meet(group: Group) -> None:
-    """Return when every rank of the group has come here; simulated ranks hand over in every other collective."""
+    """Barrier over the group; a no-op for simulated ranks, which synchronize in every other collective."""
     if isinstance(group, dist.ProcessGroup):
         dist.barrier(group=group)
 
 
 def release(group: Group) -> None:
-    """Give up a group that `subgroup` made; simulated ones hold nothing."""
+    """Destroy a group created by `subgroup`; simulated groups hold no resources."""
     if isinstance(group, dist.ProcessGroup):
         dist.destroy_process_group(group)
 
@@ -78,15 +78,15 @@ def all_reduce(tensor: Tensor, group: Group, *, largest: bool = False) -> None:
     if isinstance(group, dist.ProcessGroup):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
         return
-    everyone = group.exchange(tensor.clone())
-    total = everyone[0].clone()
-    for other in everyone[1:]:
+    gathered = group.exchange(tensor.clone())
+    total = gathered[0].clone()
+    for other in gathered[1:]:
         total = torch.maximum(total, other) if largest else total + other
     tensor.copy_(total)
 
 
 def all_gather(tensor: Tensor, group: Group, size: int) -> list[Tensor]:
-    """Everyone's tensor, in rank order; all of one shape."""
+    """Gather the tensors of all ranks, in rank order; all of one shape."""
     if isinstance(group, dist.ProcessGroup):
         pieces = [torch.empty_like(tensor) for _ in range(size)]
         dist.all_gather(pieces, tensor, group=group)
@@ -95,7 +95,7 @@ def all_gather(tensor: Tensor, group: Group, size: int) -> list[Tensor]:
 
 
 def reduce_scatter(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
-    """Everyone's R pieces summed piece by piece; each rank gets the sum of the piece that stands at its own number.
+    """Sum R pieces over ranks, piece by piece; each rank gets the sum at its own index.
 
     Shapes: [R, ...] -> [...].
     """
@@ -109,7 +109,7 @@ def reduce_scatter(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
 
 
 def all_gather_into(whole: Tensor, own: Tensor, group: Group) -> None:
-    """Everyone's tensor, flat and in rank order, written to ``whole``."""
+    """Gather the tensors of all ranks, flat and in rank order, into ``whole``."""
     if isinstance(group, dist.ProcessGroup):
         _GATHER_INTO(whole, own, group=group)
         return
@@ -117,9 +117,9 @@ def all_gather_into(whole: Tensor, own: Tensor, group: Group) -> None:
 
 
 def reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> None:
-    """Everyone's ``whole`` summed; each rank's part of the sum, in rank order, written to its ``own``.
+    """Sum ``whole`` over ranks and write each rank's part of the sum, in rank order, to its ``own``.
 
-    ``whole`` may be written to.
+    ``whole`` may be overwritten.
     """
     if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
         _REDUCE_INTO(own, whole, group=group)
@@ -130,7 +130,7 @@ def reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> None:
 
 
 def all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
-    """Send the r-th piece to rank r; what comes back has at r what rank r sent to this rank.
+    """Send the r-th piece to rank r; the result holds at r the piece that rank r sent to this rank.
 
     Shapes: [R, ...] -> [R, ...].
     """
@@ -138,24 +138,24 @@ def all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
         received_R = torch.empty_like(pieces_R)
         dist.all_to_all_single(received_R, pieces_R, group=group)
         return received_R
-    return torch.stack([everything_R[rank] for everything_R in group.exchange(pieces_R.clone())])
+    return torch.stack([sent_R[rank] for sent_R in group.exchange(pieces_R.clone())])
 
 
 def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> Tensor:
-    """Send stretches of rows to the others, and get theirs, in rank order.
+    """Exchange runs of rows between all ranks, in rank order.
 
     Args:
-        rows: what this rank sends to rank 0, then what it sends to rank 1, ...
-        counts_RR: [R, R] long, on the host, the same on every rank: rows that go from rank to rank.
+        rows: the rows that this rank sends to rank 0, then those to rank 1, ...
+        counts_RR: [R, R] long, on the host, the same on every rank: number of rows from rank to rank.
         group: the ranks.
-        rank: this one.
+        rank: this rank.
     """
     received = counts_RR[:, rank].tolist()
     if isinstance(group, dist.ProcessGroup):
-        came = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(came, rows.contiguous(), received, counts_RR[rank].tolist(), group=group)
-        return came
-    padded = rows.new_zeros(int(counts_RR.sum(1).max()), *rows.shape[1:])  # ranks bring one shape
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, counts_RR[rank].tolist(), group=group)
+        return output
+    padded = rows.new_zeros(int(counts_RR.sum(1).max()), *rows.shape[1:])  # ``exchange`` needs one shape on all ranks
     padded[: len(rows)] = rows
     begins = counts_RR[:, :rank].sum(1).tolist()
     return torch.cat(
@@ -169,18 +169,18 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> T
 def start_rotation(
     tensors: Sequence[Tensor], group: Group, rank: int, size: int, step: int = 1
 ) -> Callable[[], list[Tensor]]:
-    """Send tensors ``step`` ranks up the ring, and say how to wait for those that come from ``step`` ranks below.
+    """Send tensors ``step`` ranks up the ring, and receive those from ``step`` ranks below.
 
-    The tensors that are sent may not be written to before the wait is over. Every rank of the group starts the same
-    rotations in the same order; all tensors of one place have one shape on all ranks.
+    The sent tensors must not be overwritten before the wait is over. Every rank of the group starts the same rotations
+    in the same order; tensors at one position of the list have one shape on all ranks.
 
     Returns:
-        A function to call once, which returns the tensors that came.
+        A function to call once, which waits and returns the received tensors.
     """
     after, before = (rank + step) % size, (rank - step) % size
     if not isinstance(group, dist.ProcessGroup):
-        everyone = [group.exchange(tensor.clone()) for tensor in tensors]
-        return lambda: [pieces[before].clone() for pieces in everyone]
+        gathered = [group.exchange(tensor.clone()) for tensor in tensors]
+        return lambda: [pieces[before].clone() for pieces in gathered]
     received = [torch.empty_like(tensor) for tensor in tensors]
     operations: list[Any] = []
     for tensor, arriving in zip(tensors, received, strict=True):

@@ -1,7 +1,7 @@
-"""The spec of a run: everything that decides its numbers, as data.
+"""The spec of a run: every setting that decides its numbers, as data.
 
-Frozen pydantic models; an unknown key is refused and the nearest known one is named. YAML in, canonical JSON
-out, whose hash names the run's directory.
+Frozen pydantic models; an unknown key is an error that names the nearest known one. YAML in, canonical JSON
+out, whose hash is part of the run directory's name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What a repr says: only what is not as it is by default."""
+        """Show only fields that differ from their defaults in a repr."""
         known = type(self).model_fields
         return (
             (name, value)
@@ -37,7 +37,7 @@ class _Model(BaseModel):
 
 
 class LayoutSpec(_Model):
-    """How many ranks share the work, and how."""
+    """The parallel layout: the number of ranks and the split of the work."""
 
     dp: int = Field(1, ge=1)
     """Data-parallel ranks: each trains on rows of its own."""
@@ -46,40 +46,40 @@ class LayoutSpec(_Model):
     tp: int = Field(1, ge=1)
     """Tensor-parallel ranks: they share heads, feed-forward columns and the vocabulary."""
     order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
-    """Which tokens of a row a context-parallel rank holds; see `workbench.sharding.orders`."""
+    """Assignment of a row's tokens to context-parallel ranks; see `workbench.sharding.orders`."""
     block_tokens: int = Field(128, ge=1)
     """Tokens of a block that the balanced order moves as a whole."""
     attention: Literal["gathered", "ring", "ulysses", "hybrid"] = "gathered"
-    """How context-parallel ranks come to each other's keys and values; see `workbench.sharding.attention`."""
+    """Exchange of keys and values between context-parallel ranks; see `workbench.sharding.attention`."""
     ulysses: int = Field(1, ge=1)
     """For hybrid attention: neighbouring cp ranks that exchange heads; the rings go over cp / ulysses ranks."""
     kernel: Literal["auto", "plain", "flash", "flex"] = "auto"
-    """What computes attention on a rank. auto takes the fastest that can."""
+    """The attention kernel of a rank. auto takes the fastest supported one."""
     sequence_parallel: bool = False
-    """Between its cut layers, each tp rank holds 1 / tp of the tokens of its cp rank."""
+    """Between tensor-parallel layers, each tp rank holds 1 / tp of the tokens of its cp rank."""
     shard_parameters: bool = False
     """Shard parameters, gradients and optimizer state over dp x cp (FSDP2) instead of replicating them."""
     checkpointing: bool = False
-    """Keep no activations inside a decoder layer; compute them again in backward."""
+    """Activation checkpointing of decoder layers: recompute their activations in backward."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_missing_axes(cls, value: Any) -> Any:
-        for axis, word in (("pp", "pipeline"), ("ep", "expert")):
+    def _check_axes(cls, value: Any) -> Any:
+        for axis, meaning in (("pp", "pipeline"), ("ep", "expert")):
             if isinstance(value, Mapping) and axis in value:
-                raise ValueError(f"{axis} ({word} parallelism) is not supported; the axes are dp, cp and tp")
+                raise ValueError(f"{axis} ({meaning} parallelism) is not supported; the axes are dp, cp and tp")
         return value
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.dp * self.cp * self.tp
 
     @model_validator(mode="after")
-    def _neighbours_are_of_hybrid_attention(self) -> LayoutSpec:
+    def _check_ulysses(self) -> LayoutSpec:
         if self.ulysses > 1 and self.attention != "hybrid":
             raise ValueError(
-                f"ulysses = {self.ulysses} with attention {self.attention!r}; it says how many neighbours "
+                f"ulysses = {self.ulysses} with attention {self.attention!r}; it is the number of neighbours that "
                 "exchange heads in hybrid attention (attention ulysses takes all of cp)"
             )
         if self.cp % self.ulysses:
@@ -91,73 +91,73 @@ class LayoutSpec(_Model):
         return self
 
     def __str__(self) -> str:
-        said = [f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1]
+        parts = [f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1]
         if self.cp > 1:
-            said.append(self.order)
-            said += [f"blocks={self.block_tokens}"] if self.order == "balanced" and self.block_tokens != 128 else []
-            said += [self.attention] if self.attention != "gathered" else []
-            said += [f"ulysses={self.ulysses}"] if self.ulysses > 1 else []
-        said += [self.kernel] if self.kernel != "auto" else []
-        said += [
-            word
-            for word, on in (
+            parts.append(self.order)
+            parts += [f"blocks={self.block_tokens}"] if self.order == "balanced" and self.block_tokens != 128 else []
+            parts += [self.attention] if self.attention != "gathered" else []
+            parts += [f"ulysses={self.ulysses}"] if self.ulysses > 1 else []
+        parts += [self.kernel] if self.kernel != "auto" else []
+        parts += [
+            label
+            for label, on in (
                 ("sp", self.sequence_parallel),
                 ("fsdp", self.shard_parameters),
                 ("checkpointing", self.checkpointing),
             )
             if on
         ]
-        return " ".join(said if self.world_size > 1 else ["one rank", *said])
+        return " ".join(parts if self.world_size > 1 else ["one rank", *parts])
 
 
 class ModelSpec(_Model):
-    """Which decoder, from where."""
+    """The decoder and its source."""
 
     source: str = "data/arithmetic/policy"
     """A checkpoint folder (relative to the project root, or absolute), a hub id, `tiny-qwen3` or `tiny-qwen3-moe`."""
     tied: bool | None = None
-    """Tie the output head to the embedding; None keeps what the source says. Only the tiny ones can change it."""
+    """Tie the output head to the embedding; None keeps the setting of the source. Only tiny models can change it."""
     seed: int = 0
-    """Seed of the weights of the tiny ones."""
+    """Seed of the weights of tiny models."""
 
 
 class PolicySpec(_Model):
-    """How token log-probabilities are computed from hidden states."""
+    """The computation of token log-probabilities from hidden states."""
 
     logprobs: Literal["auto", "reference", "vocabulary_parallel", "chunked", "triton"] = "auto"
-    """Implementation by name. auto takes on a GPU triton, or chunked where that cannot run; on a CPU reference, or
+    """Implementation by name. On a GPU auto takes triton, or chunked if triton cannot run; on a CPU reference, or
     vocabulary_parallel when tp > 1, and chunked with fused_loss."""
     temperature: float | None = Field(None, gt=0)
-    """Divides logits; None takes the temperature at which the rollouts were sampled."""
+    """Divides logits; None takes the temperature of the rollouts."""
     fused_loss: bool = False
-    """Compute the gradient in the forward pass over the head, a chunk at a time: three products with the head, and the
-    logits of one chunk. A loss that couples tokens in a way that forbids it takes four; the record says why."""
+    """Compute the gradient in the forward pass over the head, a chunk at a time: three GEMMs with the head, and the
+    logits of one chunk. A loss whose coupling of tokens forbids it takes four; the record has the reason."""
     fp32_head: bool = False
-    """Lift hidden states and head to float32 before they meet, in a bfloat16 run."""
+    """Cast hidden states and head to float32 before their GEMM, in a bfloat16 run."""
     chunk_tokens: int = Field(4096, ge=1)
     """Rows whose logits exist at a time, for chunked and triton."""
     keep_bytes: int = Field(0, ge=0)
-    """How much of what the head computed may be kept for backward, for chunked and triton: chunks that are kept cost
-    three products with the head, others four."""
+    """Memory for head outputs saved for backward, for chunked and triton: saved chunks cost three GEMMs with the
+    head, others four."""
 
     @model_validator(mode="after")
-    def _chunks_need_an_engine(self) -> PolicySpec:
+    def _check_chunked_settings(self) -> PolicySpec:
         if self.logprobs in ("reference", "vocabulary_parallel"):
-            asked = [
+            chunked = [
                 name
                 for name in ("fused_loss", "chunk_tokens", "keep_bytes")
                 if getattr(self, name) != type(self).model_fields[name].default
             ]
-            if asked:
+            if chunked:
                 raise ValueError(
-                    f"{' and '.join(asked)} with logprobs {self.logprobs!r}, which holds all logits of a "
+                    f"{' and '.join(chunked)} with logprobs {self.logprobs!r}, which holds all logits of a "
                     "row at once; take chunked, triton or auto"
                 )
         return self
 
 
 class AdvantageSpec(_Model):
-    """Where advantages come from."""
+    """The source of advantages."""
 
     name: Literal[
         "recorded",
@@ -177,120 +177,119 @@ class AdvantageSpec(_Model):
         "gae",
         "vapo",
     ] = "recorded"
-    """recorded: the recording's own. Otherwise an estimator of `workbench.rollouts.advantages`, which makes them from
-    the rewards of all documents of the step, less a KL penalty that `loss.kl` places in the reward."""
+    """recorded: those of the rollout dataset. Otherwise an estimator of `workbench.rollouts.advantages`, from the
+    rewards of all documents of the step, less a KL penalty that `loss.kl` places in the reward."""
     settings: dict[str, bool | float | str] = Field(default_factory=dict)
     """Of the estimator, such as {ddof: 0, epsilon: 1e-6}."""
 
 
 class DataSpec(_Model):
-    """Which rollouts."""
+    """The rollout dataset and its split into steps and rows."""
 
     path: str = "data/arithmetic/rollouts"
-    """Folder of a recording (relative to the project root, or absolute)."""
+    """Folder of a rollout dataset (relative to the project root, or absolute)."""
     documents_per_step: int | None = Field(None, ge=1)
     """Documents of one optimizer step, taken in order and cyclically; None takes all of them every step."""
     micro_batches: int = Field(1, ge=1)
-    """Rows that each data-parallel rank trains on, one after another, before it steps."""
+    """Rows of each data-parallel rank per optimizer step, one after another."""
     micro_batch_tokens: int | None = Field(None, ge=1)
-    """Tokens of a row at most. Micro-batches of this size are then taken, on all data-parallel ranks in turn, until
-    the step has its documents, however many micro-batches that are; `micro_batches` must stay 1."""
+    """Maximum tokens of a row. Micro-batches of this size are filled, on all data-parallel ranks in turn, until the
+    step has its documents, in as many micro-batches as needed; `micro_batches` must stay 1."""
     advantages: AdvantageSpec = AdvantageSpec()
-    """Where advantages come from."""
+    """The source of advantages."""
     keep_groups: bool = False
-    """Put all documents of a group into one row. A loss on preference pairs does so by itself."""
+    """Put all documents of a group into one row. A loss on preference pairs implies it."""
     multiple_of: int | None = Field(None, ge=1)
-    """Rows are padded to a multiple of this; None takes what the layout needs."""
+    """Rows are padded to a multiple of this; None takes the multiple of the layout."""
 
     @model_validator(mode="after")
-    def _one_way_to_cut_a_step(self) -> DataSpec:
+    def _check_micro_batches(self) -> DataSpec:
         if self.micro_batch_tokens is not None and self.micro_batches != 1:
             raise ValueError(
-                "micro_batches says how many rows a rank takes, micro_batch_tokens how large they are; give one of them"
+                "micro_batches is the number of rows of a rank, micro_batch_tokens the size of a row; give one of them"
             )
         return self
 
 
 class OnlineSpec(_Model):
-    """Rollouts that the policy of the run samples itself, for a task with a checkable reward."""
+    """Rollouts sampled from the policy during the run, for a task with a checkable reward."""
 
     task: str | None = None
-    """arithmetic, or FILE.py:NAME, a class of your own (see `workbench.rollouts.task.Task`). None: rollouts come from
+    """arithmetic, or FILE.py:NAME, a custom class (see `workbench.rollouts.task.Task`). None: rollouts come from
     data.path."""
     prompts: int = Field(16, ge=1)
     """Prompts of a sampling."""
     answers: int = Field(8, ge=1)
-    """Answers to each of them; they are a group."""
+    """Completions of each prompt; they are a group."""
     temperature: float = Field(1.0, gt=0)
-    """Divides the sampler's logits. The trainer's are divided by policy.temperature, which takes this one if it is left
-    out."""
+    """Divides the sampler's logits. The trainer's are divided by policy.temperature, which defaults to this."""
     max_new_tokens: int = Field(64, ge=1)
-    """An answer of so many tokens is cut off there."""
+    """Length limit of a completion."""
     updates: int = Field(1, ge=1)
-    """Optimizer steps on what was sampled, before the policy samples again. Each takes data.documents_per_step of the
-    answers, in order and cyclically; all of them if that is left out."""
+    """Optimizer steps on the completions of one sampling. Each takes data.documents_per_step of them, in order and
+    cyclically; all of them if that is left out."""
     sampler_precision: Literal["float64", "float32", "bfloat16"] | None = None
     """Of the sampler's weights and activations; None takes the run's."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Whose log-probabilities are the old policy's: the trainer's, from a forward pass before the first update, or the
-    sampler's own."""
+    """Source of the old policy's log-probabilities: the trainer, in a forward pass before the first update, or the
+    sampler."""
     prompts_at_once: int = Field(8, ge=1)
-    """Prompts whose answers are written in one batch. Batches, and not prompts, are dealt to ranks, so that they are
-    alike in every layout. A rank without a batch waits for the others, no longer than timeout_s."""
+    """Prompts whose completions are sampled in one batch. Batches, and not prompts, are assigned to ranks, so that they
+    are the same in every layout. A rank without a batch waits for the others, no longer than timeout_s."""
 
     @property
     def on(self) -> bool:
-        """Whether the run samples its own rollouts."""
+        """True if the run samples its own rollouts."""
         return self.task is not None
 
     @property
     def documents(self) -> int:
-        """Answers of a sampling."""
+        """Completions of a sampling."""
         return self.prompts * self.answers
 
     @model_validator(mode="after")
-    def _is_asked_for_by_its_task(self) -> OnlineSpec:
+    def _check_task(self) -> OnlineSpec:
         given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if not self.on and given:
             raise ValueError(
-                f"{', '.join(given)} without a task, which asks for online rollouts; give online.task, "
+                f"{', '.join(given)} without a task, which turns online rollouts on; give online.task, "
                 "such as arithmetic"
             )
         return self
 
 
 class OptimizerSpec(_Model):
-    """What happens to the weights after the gradient."""
+    """The optimizer and gradient clipping."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = Field(1e-4, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float | None = Field(None, gt=0)
-    """Clip the global gradient norm to this; None leaves it."""
+    """Clip the global gradient norm to this; None: no clipping."""
 
 
 class ReproducibleSpec(_Model):
-    """The same bits in every layout: what must be alike in two runs that are to agree; see `workbench.reproducible`."""
+    """The same bits in every layout: settings that must be equal in compared runs; see `workbench.reproducible`."""
 
     block_tokens: int | None = Field(None, ge=1)
-    """Tokens of a block: everything is computed block by block, in blocks that no layout cuts. None: the ordinary
-    mode, whose last bits are those of its layout."""
+    """Tokens of a block: everything is computed block by block, in blocks that no layout splits. None: the ordinary
+    mode, whose last bits depend on the layout."""
     weight_chunks: int = Field(1, ge=1)
-    """Pieces in which weights are multiplied: a power of two that divides heads and features, and the most tp ranks
-    of the runs that are to agree."""
+    """Chunks in which weights are multiplied: a power of two that divides heads and features, and at least the tp ranks
+    of every run to be compared."""
     bits: int = Field(32, ge=1, le=60)
-    """Gradients are summed as multiples of 2^-bits, those of a loss in which tokens weigh 1 in the mean."""
+    """Gradients are summed as multiples of 2^-bits, for a loss in which the mean token weight is 1."""
 
     @property
     def on(self) -> bool:
-        """Whether the run is in this mode."""
+        """True if the run is in this mode."""
         return self.block_tokens is not None
 
     @model_validator(mode="after")
-    def _is_asked_for_by_its_blocks(self) -> ReproducibleSpec:
+    def _check_blocks(self) -> ReproducibleSpec:
         if not self.on and (self.weight_chunks, self.bits) != (1, 32):
             raise ValueError(
-                "weight_chunks and bits are of the reproducible mode, which block_tokens asks for; give "
+                "weight_chunks and bits belong to the reproducible mode, which block_tokens turns on; give "
                 "reproducible.block_tokens, such as 128"
             )
         if self.weight_chunks & (self.weight_chunks - 1):
@@ -301,22 +300,22 @@ class ReproducibleSpec(_Model):
 
 
 class RecordSpec(_Model):
-    """What a run keeps on disk beside its step records."""
+    """The files of a run in addition to its step records."""
 
     gradients: Literal["none", "norms", "full"] = "full"
     """Per-parameter gradients after reduction: nothing, their norms, or every element."""
     tokens: bool = True
-    """Per-token log-probabilities, ratios and clip decisions, in the order of the recording."""
+    """Per-token log-probabilities, ratios and clip decisions, in the order of the rollout dataset."""
     metrics: Literal["none", "basic", "full"] = "basic"
-    """Numbers about each step: nothing, what costs next to nothing, or everything that can be measured."""
+    """Metrics of each step: none, the cheap ones, or all."""
     certificate: bool | None = None
     """A hash of each step's loss, log-probabilities, gradients and weights, bit for bit; see
     `workbench.records.certificate`. None: in the reproducible mode."""
     checkpoint_every: int | None = Field(None, ge=1)
-    """Weights and optimizer state are kept every so many steps, the newest only, and at the end: a run that was
-    interrupted is continued from there when it is launched again. None: they are not kept."""
+    """Interval, in steps, of checkpoints of weights and optimizer state, of which the newest is kept, and one at the
+    end: an interrupted run resumes from it when it is launched again. None: no checkpoints."""
     trace_tokens: int | None = Field(None, ge=1)
-    """Fingerprints of what every module read and made, and of its gradient, for every so many tokens of a row; see
+    """Tokens of a block in traces: fingerprints of every module's input and output, and of its gradient, per block; see
     `workbench.train.trace`. None: no trace."""
 
 
@@ -335,67 +334,66 @@ class RunSpec(_Model):
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
     record: RecordSpec = RecordSpec()
     precision: Literal["float64", "float32", "bfloat16"] = "float32"
     """Of weights, activations and gradients. float64 also lifts norms and rotary embeddings."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs if there are as many as ranks, and CPU otherwise."""
+    """auto takes GPUs if there are enough for all ranks, and CPU otherwise."""
     steps: int = Field(1, ge=1)
     seed: int = 0
     timeout_s: float = Field(120.0, gt=0)
-    """A collective that waits longer than this fails. What another rank does meanwhile counts: answers and rewards of
-    an online run, a checkpoint."""
+    """A collective that waits longer than this fails. The time includes other work of the other ranks: completions and
+    rewards of an online run, a checkpoint."""
     faults: tuple[str, ...] = ()
-    """Known bugs to switch on, by name; see `workbench.faults`."""
+    """Known bugs to plant, by name; see `workbench.faults`."""
     frozen_clip: str | None = None
-    """Another configuration of the same experiment, whose recorded clip decisions replace this run's own; None
-    decides here. Comparing precisions needs it: a decision that flips is an O(1) change of one token."""
+    """Another configuration of the same experiment, whose recorded clip decisions replace this run's own; None: its
+    own. Comparisons of precisions need it: a decision that flips is an O(1) change of one token."""
 
     @model_validator(mode="after")
-    def _loss_is_complete(self) -> RunSpec:
+    def _check_loss(self) -> RunSpec:
         if self.loss.denominator == "constant" and self.loss.denominator_constant is None:
             raise ValueError(
                 f"loss {self.loss.name!r} divides by documents * denominator_constant, which is not "
-                "given; give loss.denominator_constant, for instance the longest completion that the "
-                "sampler may write"
+                "given; give loss.denominator_constant, for instance the length limit of a completion"
             )
         if self.loss.counts_live:
             raise ValueError(
                 f"loss.correction.denominator = {self.loss.correction.denominator!r} with old_policy "
-                "'current' counts what the live policy keeps, and the weights of a step are data from "
+                "'current' counts the tokens that the live policy keeps, but the weights of a step are data from "
                 "before its forward pass; use old_policy: recorded"
             )
         return self
 
     @model_validator(mode="after")
-    def _penalty_in_the_reward_is_used(self) -> RunSpec:
+    def _check_penalty_in_the_reward(self) -> RunSpec:
         kl = self.loss.kl
         if kl.coefficient and kl.placement == "reward" and self.data.advantages.name == "recorded":
             raise ValueError(
-                "loss.kl.placement 'reward' with advantages that came with the rollouts: a penalty in the "
-                "reward acts before advantages are made; name an estimator in data.advantages, or place "
-                "the penalty in the loss"
+                "loss.kl.placement 'reward' with recorded advantages: a penalty in the reward acts before "
+                "advantages are computed; name an estimator in data.advantages, or place the penalty in the loss"
             )
         return self
 
     @model_validator(mode="after")
-    def _online_rollouts_are_made_here(self) -> RunSpec:
-        if self.online.on and (wrong := list(_not_online(self))):
-            raise ValueError(f"online: {'; '.join(wrong)}")
+    def _check_online(self) -> RunSpec:
+        if self.online.on and (problems := list(_online_problems(self))):
+            raise ValueError(f"online: {'; '.join(problems)}")
         return self
 
     @model_validator(mode="after")
-    def _head_is_lifted_from_below(self) -> RunSpec:
+    def _check_fp32_head(self) -> RunSpec:
         if self.policy.fp32_head and self.precision != "bfloat16":
             raise ValueError(
-                f"policy.fp32_head lifts the head to float32, and precision is {self.precision} already; "
+                f"policy.fp32_head casts the head to float32, and precision is {self.precision} already; "
                 "leave it out, or take precision bfloat16"
             )
         return self
 
     @model_validator(mode="after")
-    def _kernel_computes_the_precision(self) -> RunSpec:
+    def _check_kernel(self) -> RunSpec:
         known = {"flash": ("bfloat16",), "flex": ("bfloat16", "float32")}.get(self.layout.kernel)
         if known and self.precision not in known:
             raise ValueError(
@@ -405,9 +403,9 @@ class RunSpec(_Model):
         return self
 
     @model_validator(mode="after")
-    def _reproducible_mode_is_exact(self) -> RunSpec:
-        if self.reproducible.on and (inexact := list(_inexact(self))):
-            raise ValueError(f"reproducible: {'; '.join(inexact)}")
+    def _check_reproducible(self) -> RunSpec:
+        if self.reproducible.on and (problems := list(_inexact(self))):
+            raise ValueError(f"reproducible: {'; '.join(problems)}")
         return self
 
     @field_validator("faults", mode="before")
@@ -417,87 +415,87 @@ class RunSpec(_Model):
 
     @property
     def certified(self) -> bool:
-        """Whether each step gets a certificate."""
+        """True if each step gets a certificate."""
         return self.reproducible.on if self.record.certificate is None else self.record.certificate
 
     def canonical(self) -> str:
-        """Sorted JSON of every setting, defaults included but those of `LATER`."""
-        settings, usual = self.model_dump(mode="json"), RunSpec().model_dump(mode="json")
+        """Return sorted JSON of every setting, including defaults except those of `LATER`."""
+        settings, defaults = self.model_dump(mode="json"), RunSpec().model_dump(mode="json")
         for name in LATER:
-            *inside, last = name.split(".")
-            mine, default = (functools.reduce(dict.__getitem__, inside, of) for of in (settings, usual))
-            if mine[last] == default[last]:
-                del mine[last]
+            *path, last = name.split(".")
+            group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
+            if group[last] == default[last]:
+                del group[last]
         return json.dumps(standard(settings), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def content_hash(self) -> str:
-        """Eight hex digits of the canonical JSON."""
+        """Return eight hex digits of the hash of the canonical JSON."""
         return hashlib.sha256(self.canonical().encode()).hexdigest()[:8]
 
     def merged(self, changes: Mapping[str, Any]) -> RunSpec:
-        """This spec with some settings changed; nested mappings merge key by key.
+        """Return this spec with some settings changed; nested mappings merge key by key.
 
-        Of the loss only what differs from its preset is merged, so that another name brings its own settings with it.
+        Of the loss only the differences from its preset are merged, so that another name brings its own settings.
         """
-        mine = self.model_dump(mode="json") | {"loss": self.loss.overrides()}
-        return parse_spec(RunSpec, merge(mine, changes), where="settings")
+        settings = self.model_dump(mode="json") | {"loss": self.loss.overrides()}
+        return parse_spec(RunSpec, merge(settings, changes), where="settings")
 
 
 LATER = ("reproducible", "online", "record.certificate", "record.checkpoint_every", "record.trace_tokens")
-"""Settings that came when there were records already: left as they are by default, they change no run's identity."""
+"""Settings added after the first records: at their defaults they do not enter the identity of a run."""
 
 
 _NOT_SAMPLED = {
-    "gae": "values of a critic",
-    "vapo": "values of a critic",
-    "gdpo": "components of the reward",
-    "remax": "rewards of greedy answers",
+    "gae": "critic values",
+    "vapo": "critic values",
+    "gdpo": "reward components",
+    "remax": "rewards of greedy completions",
     "optimal_token_baseline": "squared probabilities",
 }
-"""Advantage estimators that want more than rewards, and what."""
+"""Advantage estimators that need more than rewards -> the inputs that they need."""
 
 
-def _not_online(spec: RunSpec) -> Iterator[str]:
-    """What of a spec does not go with rollouts that the run samples itself, and what to do about it."""
+def _online_problems(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that conflict with online rollouts, each with its fix."""
     data, online, every = spec.data, spec.online, spec.record.checkpoint_every
     if data.path != DataSpec().path:
-        yield f"data.path = {data.path!r} would not be read: online.task makes the rollouts; leave one of them out"
+        yield f"data.path = {data.path!r} would not be read: online.task samples the rollouts; leave one of them out"
     if data.advantages.name == "recorded":
         yield "a task gives rewards and no advantages; name an estimator in data.advantages, such as {name: grpo}"
     if data.documents_per_step is not None and data.documents_per_step > online.documents:
         yield (
             f"data.documents_per_step = {data.documents_per_step} is more than a sampling has ({online.prompts} "
-            f"prompts with {online.answers} answers); a step takes each document at most once"
+            f"prompts with {online.answers} completions); a step takes each document at most once"
         )
     if spec.loss.needs_pairs and online.answers != 2:
         yield f"loss {spec.loss.name!r} compares pairs, and online.answers = {online.answers}; take answers: 2"
     elif data.documents_per_step is not None and data.documents_per_step * online.updates < online.documents:
         yield (
             f"online.updates = {online.updates} of data.documents_per_step = {data.documents_per_step} train on "
-            f"{online.updates * data.documents_per_step} of the {online.documents} answers of a sampling, and never "
-            "on the others; take more updates or documents, or sample less"
+            f"{online.updates * data.documents_per_step} of the {online.documents} completions of a sampling, and "
+            "never on the others; take more updates or documents, or sample less"
         )
     together = data.keep_groups or spec.loss.needs_pairs
     if together and data.documents_per_step is not None and data.documents_per_step % online.answers:
         yield (
-            f"data.documents_per_step = {data.documents_per_step} cuts groups of {online.answers} answers, which "
-            "lie in one row here; take a multiple of online.answers"
+            f"data.documents_per_step = {data.documents_per_step} splits groups of {online.answers} completions, "
+            "which must share a row; take a multiple of online.answers"
         )
-    if lacking := _NOT_SAMPLED.get(data.advantages.name):
+    if missing := _NOT_SAMPLED.get(data.advantages.name):
         yield (
-            f"data.advantages {data.advantages.name!r} wants {lacking}, which nobody makes online; take an "
+            f"data.advantages {data.advantages.name!r} needs {missing}, which online runs do not produce; take an "
             "estimator of rewards, such as grpo or rloo"
         )
     elif online.answers == 1 and data.advantages.name not in ("recorded", "reinforce_plus_plus"):
         yield (
-            f"one answer to a prompt is no group, and data.advantages {data.advantages.name!r} would be 0 "
+            f"one completion per prompt is no group, and data.advantages {data.advantages.name!r} would be 0 "
             "everywhere; take more online.answers, or reinforce_plus_plus"
         )
     if spec.frozen_clip is not None:
-        yield "frozen_clip takes decisions of another run, whose tokens are others; leave it out"
+        yield "frozen_clip takes decisions of another run, which has other tokens; leave it out"
     yield from (
-        f"fault {name!r} does nothing where advantages are made before a step's rows are; plant it in a run "
-        "on a recording"
+        f"fault {name!r} does nothing where advantages are computed before a step's rows; plant it in a run "
+        "on a rollout dataset"
         for name in spec.faults
         if name in ("baseline_per_micro_batch", "whitening_per_rank")
     )
@@ -509,7 +507,7 @@ def _not_online(spec: RunSpec) -> Iterator[str]:
 
 
 def _inexact(spec: RunSpec) -> Iterator[str]:
-    """What of a spec the reproducible mode cannot make exact, or would pass over, and what to do about it."""
+    """Yield settings that the reproducible mode cannot make exact, or would ignore, each with its fix."""
     layout, policy, block = spec.layout, spec.policy, spec.reproducible.block_tokens
     if spec.precision == "float64":
         yield "precision float64 has more bits than the exact sums keep; take float32 or bfloat16"
@@ -523,14 +521,14 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
             f"reproducible.block_tokens = {block} does not divide"
         )
     if layout.cp > 1 and layout.attention != "gathered":
-        yield f"attention {layout.attention!r} sums in an order of its ranks; take gathered"
+        yield f"attention {layout.attention!r} sums in the order of its ranks; take gathered"
     if layout.kernel != "auto":
-        yield f"kernel {layout.kernel!r} is not what computes attention in this mode; leave layout.kernel out"
+        yield f"kernel {layout.kernel!r} is not the attention kernel of this mode; leave layout.kernel out"
     if layout.sequence_parallel:
         yield "sequence_parallel sums activations over tp in an order of its own; leave it out"
     if spec.reproducible.weight_chunks % layout.tp:
         yield (
-            f"weight_chunks = {spec.reproducible.weight_chunks} cannot be dealt to tp = {layout.tp} ranks; give a "
+            f"weight_chunks = {spec.reproducible.weight_chunks} cannot be split over tp = {layout.tp} ranks; give a "
             "power of two that is at least tp, the same in every run that is to agree"
         )
     ignored = [
@@ -539,37 +537,37 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
         if getattr(policy, name) != type(policy).model_fields[name].default
     ]
     if ignored:
-        yield f"{' and '.join(f'policy.{name}' for name in ignored)}: the head has one way in this mode; leave it out"
+        yield f"{' and '.join(f'policy.{name}' for name in ignored)}: the head is fixed in this mode; leave it out"
     yield from (
-        f"fault {name!r}: known bugs are planted in what this mode mostly does in another way, where they do "
-        "nothing; plant it in the ordinary mode"
+        f"fault {name!r}: known bugs are planted in functions that this mode mostly replaces, so that they have no "
+        "effect; plant it in the ordinary mode"
         for name in spec.faults
     )
     if spec.optimizer.name == "sgd" and spec.precision == "bfloat16":
         yield (
-            "sgd in bfloat16: torch rounds the last elements of a shard otherwise than those before them; take "
+            "sgd in bfloat16: torch rounds the last elements of a shard differently from the others; take "
             "adamw, or float32"
         )
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested ``changes`` over ``base``.
+    """Merge nested ``changes`` into a copy of ``base``.
 
     Raises:
         SpecError: a loss of another kind over one whose surrogate was given parameters; see
             `workbench.specs.losses.check_carried`.
     """
-    out = dict(base)
+    merged = dict(base)
     for key, value in changes.items():
-        nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         if nested and key == "loss":
-            check_carried(out[key], value)
-        out[key] = merge(out[key], value) if nested else value
-    return out
+            check_carried(merged[key], value)
+        merged[key] = merge(merged[key], value) if nested else value
+    return merged
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one level with dotted keys."""
+    """Flatten nested settings to one level with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -580,12 +578,12 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
-    """Make a model from settings, and say every mistake in words.
+    """Validate settings, and report every mistake in one error.
 
     Args:
         model: the pydantic model.
-        settings: a mapping, as YAML gives it.
-        where: the file or place the settings come from.
+        settings: a mapping, as parsed from YAML.
+        where: the source of the settings, such as a file.
 
     Raises:
         SpecError: an unknown key (with the nearest known one), a wrong type, a value out of range.
@@ -595,13 +593,13 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
     except ValidationError as error:
         raise SpecError(
             f"{where}: {error.error_count()} setting(s) cannot be used",
-            found="; ".join(_in_words(model, e) for e in error.errors()),
-            rule=f"settings of {model.__name__}; unknown keys are refused",
+            found="; ".join(_message(model, e) for e in error.errors()),
+            rule=f"settings of {model.__name__}; unknown keys are errors",
             fix="correct the file; `workbench run --help` lists every setting",
         ) from None
 
 
-def _in_words(model: type[BaseModel], error: Any) -> str:
+def _message(model: type[BaseModel], error: Any) -> str:
     loc = [
         part
         for at, part in enumerate(error["loc"])
@@ -609,8 +607,8 @@ def _in_words(model: type[BaseModel], error: Any) -> str:
     ]
     path = ".".join(map(str, loc))
     if isinstance(error["input"], Mapping) and error["type"] == "value_error":
-        words = error["msg"].removeprefix("Value error, ")  # settings that do not go together
-        return f"{path}: {words}" if path else words
+        text = error["msg"].removeprefix("Value error, ")  # from a validator of several settings
+        return f"{path}: {text}" if path else text
     if error["type"] != "extra_forbidden":
         return f"{path} = {error['input']!r}: {error['msg']}"
     known = _known_keys(model, error["loc"][:-1])
@@ -624,10 +622,10 @@ def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
         if at and path[at - 1] == "surrogate" and part in SURROGATES:
             model = SURROGATES[part]
             continue
-        found = model.model_fields.get(str(part))
-        if found is None:
+        field = model.model_fields.get(str(part))
+        if field is None:
             return []
-        candidates = [found.annotation, *getattr(found.annotation, "__args__", ())]
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
         inner = [a for a in candidates if isinstance(a, type) and issubclass(a, BaseModel)]
         if not inner:
             return list(RunSpec.model_fields)
@@ -636,14 +634,14 @@ def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """The settings in a YAML file, in which every key stands once.
+    """Read the settings in a YAML file, without duplicate keys.
 
     Raises:
-        SpecError: no such file, not YAML, or a key given twice (plain YAML lets the last one win without a word).
+        SpecError: no such file, not YAML, or a duplicate key (in plain YAML the last one silently wins).
     """
     try:
         with path.open(encoding="utf8") as file:
-            return yaml.load(file, Loader=_OnceLoader)
+            return yaml.load(file, Loader=_UniqueKeyLoader)
     except FileNotFoundError:
         raise SpecError(
             f"read {path}",
@@ -652,7 +650,9 @@ def read_yaml(path: Path) -> Any:
             fix="check the path; experiments/ holds examples",
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"read {path}", found=str(error), rule="valid YAML", fix="mend what is named above") from None
+        raise SpecError(
+            f"read {path}", found=str(error), rule="valid YAML", fix="correct the place named above"
+        ) from None
 
 
 def load_run_spec(path: Path) -> RunSpec:
@@ -660,8 +660,8 @@ def load_run_spec(path: Path) -> RunSpec:
     return parse_spec(RunSpec, read_yaml(path) or {}, where=str(path))
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """YAML in which a key stands once in a mapping."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML loader that rejects duplicate keys in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -672,7 +672,7 @@ class _OnceLoader(yaml.SafeLoader):
                 raise SpecError(
                     f"read {self.name}",
                     found=f"{key!r} on line {seen[key]} and again on line {line}",
-                    rule="every name stands once",
+                    rule="every key is unique",
                     fix="rename or remove one of them",
                 )
             seen[key] = key_node.start_mark.line + 1

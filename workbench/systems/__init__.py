@@ -1,6 +1,6 @@
-"""Other systems' settings: translated into our spec, explained against each other, replayed. See README.md.
+"""Settings of other systems: translation to a `LossSpec`, comparison, and replay of their functions. See README.md.
 
-Names are imported when they are first used.
+Names are imported lazily.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PLACES = {
+_MODULES = {
     "SYSTEMS": "registry",
     "load_system": "registry",
     "loss_spec": "translate",
@@ -19,12 +19,12 @@ _PLACES = {
     "contract_table": "contracts",
     "scaling_contract": "contracts",
 }
-__all__ = list(_PLACES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'workbench.systems' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"workbench.systems.{_PLACES[name]}"), name)
+    value = getattr(importlib.import_module(f"workbench.systems.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""What one number of another system is: its declaration, and what the declaration depends on."""
+"""A metric of another system: its declaration, and the settings that the declaration depends on."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from workbench.specs.losses import LossSpec
 
 
 class PeerSettings(NamedTuple):
-    """What the definitions of other systems depend on.
+    """Settings that metric definitions of other systems depend on.
 
     Attributes:
         clip: the surrogate's clip; None: metrics of the clip are left out.
-        kind: of surrogate, as `workbench.specs.losses` names it.
+        kind: kind of surrogate, as `workbench.specs.losses` names it.
         num_documents: all documents of the step, also those in which nothing counts; what Fast-LLM, TRL's sequence
             metrics and NeMo divide by. None: those with trained tokens.
         kl_estimator: the estimator that the KL penalty uses; NeMo's error metrics take it too.
         of_documents: the surrogate's ratio, and a correction's weight, is one of a document.
-        spec: the loss's settings; None: metrics of what they decide are left out.
-        single: shares of documents are rounded to single precision, as a system does that takes the mean of flags.
-        only: beginnings of the names that are wanted, where one function of a system reports some of them; (): all.
-        given: counts of a step of which only a part is here.
-        token_advantages: the batch has an advantage a token and not one a document, where a system's means follow the
-            shape that it came in.
+        spec: the loss's settings; None: metrics that depend on them are left out.
+        single: shares of documents are rounded to single precision, as in systems that average flags.
+        only: prefixes of the names to report, if a function of the system reports only some; (): all.
+        given: counts of the whole step, if only a part of it is present.
+        token_advantages: the batch has one advantage per token, not per document, and the system's means follow that
+            shape.
     """
 
     clip: ClipRule | None
@@ -43,12 +43,12 @@ class PeerSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class Alias:
-    """One number of another system.
+    """A metric of another system.
 
     Attributes:
         metric: its declaration; the key is the system's own name for it.
         canonical: the workbench's key of the same number; None: no canonical metric is the same on every batch.
-        note: how it differs from what its name suggests.
+        note: difference from what the name suggests.
     """
 
     metric: AnyMetric
@@ -57,7 +57,7 @@ class Alias:
 
 
 def settings_of(loss_spec: LossSpec | None, slots: DocumentSlots | None = None) -> PeerSettings:
-    """What a loss's settings say about other systems' definitions."""
+    """Return the settings that other systems' definitions need, from those of a loss."""
     clip = clip_rule(loss_spec)
     number = None if slots is None else slots.number
     if loss_spec is None:

@@ -1,4 +1,4 @@
-"""The last step of every way back from a spec to a system's options: are they the spec again?"""
+"""Check of options derived from a spec: they must translate back to the same spec."""
 
 from __future__ import annotations
 
@@ -23,51 +23,51 @@ def checked_back(
     translate: Callable[[Any], Translation],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The options, if they translate to the spec's loss in every layout, and take the same penalty off the reward.
+    """Return the options if they translate to the spec's loss in every layout, with the same penalty in the reward.
 
-    Two specs are the same loss where they have one form (`workbench.losses.canonical`).
+    Two specs are the same loss if their canonical forms are equal (`workbench.losses.canonical`).
 
     Args:
-        title: of the system, for the message.
-        spec: what is to be said in the system's options.
-        model: of its options.
+        title: the system's title, for the message.
+        spec: the spec to express in the system's options.
+        model: model of its options.
         translate: from its options to a spec.
-        settings: the options that come nearest.
+        settings: the closest options.
 
     Raises:
         SpecError: the system has no such loss; the message names what would differ.
     """
-    reached = translate(parse_settings(model, settings, where=title)).spec
-    same_step = spec.scaling.powers == reached.scaling.powers and spec.scaling.counts == reached.scaling.counts
-    same_reward = _in_reward(spec) == _in_reward(reached)
-    same = same_step and same_reward and canonical(spec) == canonical(reached)
-    apart = [] if same else list(differences(spec, reached))
-    if apart:
-        said = "; ".join(f"{path} = {mine!r} (there {theirs!r})" for path, mine, theirs in apart[:5])
+    round_trip = translate(parse_settings(model, settings, where=title)).spec
+    same_step = spec.scaling.powers == round_trip.scaling.powers and spec.scaling.counts == round_trip.scaling.counts
+    same_reward = _in_reward(spec) == _in_reward(round_trip)
+    same = same_step and same_reward and canonical(spec) == canonical(round_trip)
+    mismatches = [] if same else list(differences(spec, round_trip))
+    if mismatches:
+        entries = "; ".join(f"{path} = {value!r} ({title}: {other!r})" for path, value, other in mismatches[:5])
         raise SpecError(
             f"options of {title} for this loss",
-            found=said,
-            rule=f"{title} has no option that makes this so",
-            fix="change the spec there, or take another system",
+            found=entries,
+            rule=f"{title} has no option for this",
+            fix="change the spec, or choose another system",
         )
     return dict(settings)
 
 
 def differences(spec: BaseModel, other: BaseModel, path: str = "") -> list[tuple[str, Any, Any]]:
-    """(path, value, the other's value) of every setting that two specs do not share.
+    """Return (path, value, the other's value) of every setting on which two specs differ.
 
-    Names of presets do not matter, nor by which factors a scaling contract comes to the same product.
+    Names of presets are ignored, and so are the factors of a scaling contract if their product is the same.
     """
-    found = []
+    entries = []
     for name in type(spec).model_fields:
-        mine, theirs = getattr(spec, name), getattr(other, name, None)  # another surrogate has other settings
-        if isinstance(mine, ScalingSpec) and isinstance(theirs, ScalingSpec) and mine.powers == theirs.powers:
-            theirs = theirs.model_copy(update={factor: getattr(mine, factor) for factor in FACTORS})
-        if isinstance(mine, BaseModel) and isinstance(theirs, BaseModel):
-            found += differences(mine, theirs, f"{path}{name}.")
-        elif mine != theirs and not (name == "name" or (name == "kind" and path == "correction.")):
-            found.append((f"{path}{name}", mine, theirs))
-    return found
+        left, right = getattr(spec, name), getattr(other, name, None)  # another surrogate has other settings
+        if isinstance(left, ScalingSpec) and isinstance(right, ScalingSpec) and left.powers == right.powers:
+            right = right.model_copy(update={factor: getattr(left, factor) for factor in FACTORS})
+        if isinstance(left, BaseModel) and isinstance(right, BaseModel):
+            entries += differences(left, right, f"{path}{name}.")
+        elif left != right and not (name == "name" or (name == "kind" and path == "correction.")):
+            entries.append((f"{path}{name}", left, right))
+    return entries
 
 
 def _in_reward(spec: LossSpec) -> KLSpec | None:
@@ -75,5 +75,5 @@ def _in_reward(spec: LossSpec) -> KLSpec | None:
 
 
 def refuse(title: str, what: str, rule: str) -> SpecError:
-    """The error for a loss that a system does not have at all."""
-    return SpecError(f"options of {title} for {what}", rule=rule, fix="change the spec there, or take another system")
+    """Return the error for a loss that a system does not have."""
+    return SpecError(f"options of {title} for {what}", rule=rule, fix="change the spec, or choose another system")

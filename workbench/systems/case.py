@@ -1,7 +1,7 @@
-"""Arrays of another system, as rows that the evaluator takes: they are reshaped, cast and named, and nothing else.
+"""Arrays of another system as rows for the evaluator: reshaped, cast and named, nothing else.
 
-Such arrays are next-token aligned: position t holds what belongs to the token that is predicted there. They come as
-rectangles, whose rows are documents, or flat with a document index.
+The arrays are next-token aligned: position t holds the values of the token that is predicted there. They are
+rectangles with one document per row, or flat with a document index.
 
 Letters: T packed tokens | B rows | V vocabulary | D model dimension.
 """
@@ -22,14 +22,14 @@ from workbench.policy.logprobs import TokenLogprobs
 from workbench.rollouts.targets import TrainingRow
 
 TOKEN_SHAPED = ("logprobs", "targets", "mask", "values", "old_logprobs", "rollout_logprobs")
-"""Inputs whose shape is that of the tokens; the first that is there says it."""
+"""Inputs with the shape of the tokens; the first one present defines it."""
 
 
 class Options(Mapping[str, Any]):
-    """Options of a case, which note the names that were looked up.
+    """Options of a case that record the names that were read.
 
     Attributes:
-        read: those names; all of them once the options were taken as a whole, as a model of settings takes them.
+        read: those names; all of them once a settings model has taken the whole mapping.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -51,10 +51,10 @@ class Case:
     """One call of a function of another system.
 
     Attributes:
-        system: whose.
-        kind: of thing that it computes, such as "policy_loss".
-        function: its name there.
-        config: options, by their names there.
+        system: name of the system.
+        kind: kind of computation, such as "policy_loss".
+        function: the function's name in the system.
+        config: options, by the system's names.
         inputs: arrays by name; reals float64, whole numbers int64.
     """
 
@@ -66,7 +66,7 @@ class Case:
 
     @classmethod
     def of(cls, system: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]) -> Case:
-        """Take numpy arrays, tensors or lists."""
+        """Build a case from numpy arrays, tensors or lists."""
         cast = {name: _as_tensor(value) for name, value in inputs.items() if value is not None}
         return cls(system, kind, function, dict(config), cast)
 
@@ -76,30 +76,30 @@ class Case:
                 f"{self.system}, {self.kind}: input {name!r}",
                 found=", ".join(self.inputs),
                 rule="this kind of case needs it",
-                fix="give the array",
+                fix="pass the array",
             )
         return self.inputs[name]
 
     def get(self, name: str) -> Tensor | None:
-        """An input, or None where there is none of that name."""
+        """Return an input, or None if it is missing."""
         return self.inputs.get(name)
 
     @cached_property
     def shape(self) -> torch.Size:
-        """Of everything that has a value a token: [B, T] or [T]."""
+        """Shape of the per-token arrays: [B, T] or [T]."""
         for name in TOKEN_SHAPED:
             if name in self.inputs:
                 return self.inputs[name].shape
         raise SpecError(
             f"{self.system}, {self.kind}: the shape of its tokens",
             found=", ".join(self.inputs),
-            rule=f"one of {', '.join(TOKEN_SHAPED)} says it",
-            fix="give that array",
+            rule=f"one of {', '.join(TOKEN_SHAPED)} defines it",
+            fix="pass that array",
         )
 
     @cached_property
     def document_ids_T(self) -> Tensor:
-        """[T] document of the token: its index where there is one, its row elsewhere."""
+        """[T] document of the token: from the document index, or its row if there is none."""
         index = self.get("document_index")
         if index is not None:
             return index.reshape(-1)
@@ -109,7 +109,7 @@ class Case:
 
     @cached_property
     def loss_mask_T(self) -> Tensor:
-        """[T] bool: the token counts. A sample mask takes out whole rows, a negative target its token."""
+        """[T] bool, the token counts. A sample mask excludes whole rows, a negative target its token."""
         mask = self.get("mask")
         counts = torch.ones(self.shape, dtype=torch.bool) if mask is None else mask.bool()
         if "targets" in self.inputs:
@@ -124,7 +124,7 @@ class Case:
         return self["targets"].reshape(-1).clamp_min(0)
 
     def spread(self, name: str) -> Tensor:
-        """An input in the shape of the tokens: one value a row is laid on every token of the row."""
+        """Broadcast an input to the shape of the tokens; a value per row goes to every token of the row."""
         value = self[name]
         if value.shape == self.shape:
             return value
@@ -136,55 +136,55 @@ class Case:
             raise ShapeError(
                 f"{self.system}, {self.kind}: input {name!r}",
                 found=f"shape {list(self[name].shape)}, tokens {list(self.shape)}",
-                rule="one value a token or one a row",
+                rule="one value per token or one per row",
                 fix="reshape the array",
             ) from None
 
     def of_documents(self, name: str) -> Tensor:
-        """[T] an input that has one value a document, or one a token, on every token."""
+        """Return [T] an input with one value per document or per token, on every token."""
         value = self[name]
         if value.dim() == 1 and len(value) == int(self.document_ids_T.max()) + 1:
             return value.index_select(0, self.document_ids_T)
         return self.spread(name).reshape(-1)
 
     def tokens(self, name: str) -> Tensor | None:
-        """[T] an input on tokens that count, 0 elsewhere (whatever stands there); None where there is none."""
+        """Return [T] an input on tokens that count, and 0 on all others; None if it is missing."""
         if name not in self.inputs:
             return None
         value_T = self.spread(name).reshape(-1)
         return torch.where(self.loss_mask_T, value_T, torch.zeros_like(value_T))
 
     def counted(self, logits: Tensor) -> Tensor:
-        """[T, V] logits of the tokens that count, 0 elsewhere (whatever stands there)."""
+        """Return [T, V] logits of the tokens that count, and 0 on all others."""
         logits_TV = logits.reshape(-1, logits.shape[-1])
         return torch.where(self.loss_mask_T[:, None], logits_TV, torch.zeros_like(logits_TV))
 
     def everywhere(self, name: str) -> Tensor | None:
-        """[T] an input of the token's document, also on tokens that do not count; None where there is none."""
+        """Return [T] an input on every token, also on those that do not count; None if it is missing."""
         return None if name not in self.inputs else self.spread(name).reshape(-1)
 
     def shaped(self, values_T: Tensor) -> Tensor:
-        """[T] back in the shape of the tokens, detached."""
+        """Reshape [T] to the shape of the tokens, detached."""
         return values_T.detach().reshape(self.shape)
 
     def row(self, **changes: Any) -> TrainingRow:
-        """The tokens as one training row; documents in which nothing counts are in it.
+        """Return the tokens as one training row, with documents in which nothing counts.
 
-        A policy at the start of the update that is not there is the live one, detached: `replay` puts it in.
+        Old log-probabilities that are missing are those of the live policy, detached: `replay` fills them in.
 
         Args:
-            changes: fields that the system's own convention makes differ.
+            changes: fields that differ by the system's own convention.
         """
         ids_T, counts_T = self.document_ids_T, self.loss_mask_T
-        nothing_T = torch.zeros(ids_T.shape, dtype=torch.float64)
+        zeros_T = torch.zeros(ids_T.shape, dtype=torch.float64)
         fields: dict[str, Any] = {
             "tokens_T": torch.zeros_like(ids_T),
             "positions_T": torch.zeros_like(ids_T),
             "document_ids_T": ids_T,
             "targets_T": self.targets_T if "targets" in self.inputs else torch.zeros_like(ids_T),
             "loss_mask_T": counts_T,
-            "advantages_T": _or(self.tokens("advantages"), nothing_T),
-            "old_logprobs_T": _or(self.tokens("old_logprobs"), nothing_T),
+            "advantages_T": _or(self.tokens("advantages"), zeros_T),
+            "old_logprobs_T": _or(self.tokens("old_logprobs"), zeros_T),
             "sampler_logprobs_T": self.tokens("rollout_logprobs"),
             "ref_logprobs_T": self.tokens("ref_logprobs"),
             "source_T": torch.arange(ids_T.numel()),
@@ -197,7 +197,7 @@ class Case:
         return TrainingRow(**(fields | {"extensions": extensions} | changes))
 
     def _lengths(self) -> Tensor:
-        """[T] trained tokens of the token's whole document, of which only a part may be here."""
+        """Return [T] trained tokens of the token's whole document, of which only a part may be present."""
         for name in ("label_counts", "num_labels"):
             if name in self.inputs:
                 return self.spread(name).reshape(-1).double().clamp_min(1)
@@ -205,13 +205,13 @@ class Case:
 
 
 def flags_of_logits(case: Case) -> list[str]:
-    """The inputs, by name, that have a value for every logit beside the logits themselves."""
+    """Return the names of the inputs, except the logits, with one value per logit."""
     shape = None if case.get("logits") is None else case["logits"].shape
     return [name for name, values in case.inputs.items() if name != "logits" and values.shape == shape]
 
 
 def silent(logprobs_T: Tensor, entropy_T: Tensor | None = None) -> TokenLogprobs:
-    """A head that says log-probabilities, and entropies where they came with the case."""
+    """Return the output of a head that gives log-probabilities, and entropies if the case has them."""
     return TokenLogprobs(logprobs_T, entropy_T, None)  # type: ignore[arg-type]
 
 
@@ -220,7 +220,7 @@ def _or(value_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
 
 
 def _as_tensor(value: Any) -> Tensor:
-    if hasattr(value, "copy"):  # an array may be read-only, or run backwards
+    if hasattr(value, "copy"):  # torch rejects negative strides and warns about read-only arrays
         value = value.copy()
     real = torch.as_tensor(value).is_floating_point()
     return torch.as_tensor(value, dtype=torch.float64 if real else torch.int64).detach().cpu()

@@ -1,9 +1,8 @@
-"""What each system sums, divides and multiplies between the tokens of a micro-batch and the optimizer.
+"""Scaling contracts: what each system sums, divides and multiplies from the tokens of a micro-batch to the optimizer.
 
-One `ScalingSpec` for each backend or mode of a system, in ``CONTRACTS`` of its `translate` module.
-`workbench.reduction` executes it: put into ``loss.scaling`` it is an axis of an ablation, and a run shows what the
-contract does to every gradient. Versions are those of the systems' modules; what was read of gathers and schedules is
-said beside each contract.
+One `ScalingSpec` per backend or mode of a system, in ``CONTRACTS`` of its `translate` module. `workbench.reduction`
+executes it: as ``loss.scaling`` it is an axis of an ablation, and a run shows its effect on every gradient. Versions
+are those of the systems' modules; comments at each contract say what was read of gathers and schedules.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def scaling_contract(system: str, mode: str | None = None) -> ScalingSpec:
-    """The contract of a system, to be put into ``loss.scaling``.
+    """Return the contract of a system, for ``loss.scaling``.
 
     Args:
         system: one of `SYSTEMS`.
         mode: its backend or mode; None: the first one.
 
     Raises:
-        SpecError: another system or mode.
+        SpecError: unknown system or mode.
     """
     modes = load_system(system).scaling
     if mode is None:
@@ -43,7 +42,7 @@ def scaling_contract(system: str, mode: str | None = None) -> ScalingSpec:
 
 
 def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulation: int = 1) -> pd.DataFrame:
-    """Every system's contract, and the factor that it leaves on a gradient. One row a system and mode.
+    """Tabulate every system's contract and the factor that it leaves on a gradient, one row per system and mode.
 
     Args:
         dp: data-parallel ranks.
@@ -52,9 +51,9 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
         accumulation: such calls in an optimizer step; for most systems one of these two numbers is 1.
 
     Returns:
-        ``counts``: over what the denominator counts. ``multiplies``, ``divides``: by the trainer, with numbers.
-        ``engine``: what it does to gradients. ``factor``: of the gradient against the exact one where every micro-batch
-        holds as many tokens; ``breaks``: what changes the gradient all the same.
+        ``counts``: scope of the denominator. ``multiplies``, ``divides``: by the trainer, with numbers. ``engine``: its
+        operations on gradients. ``factor``: gradient over exact gradient if every micro-batch has as many tokens;
+        ``breaks``: invariants that it breaks.
 
     Raises:
         SpecError: a number below 1.
@@ -72,7 +71,7 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
     passes = micro_batches * accumulation
     sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": passes}
 
-    def said(names: tuple[str, ...]) -> str:
+    def factors(names: tuple[str, ...]) -> str:
         return " x ".join(f"{name} ({sizes[name]})" for name in names)
 
     lines = []
@@ -86,9 +85,9 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
                     "mode": mode,
                     "sums": "whole rows on every cp rank" if scaling.replicated else "its own tokens",
                     "counts": scaling.counts.replace("_", "-"),
-                    "multiplies": said(scaling.multiplied_by),
-                    "divides": said(scaling.divided_by),
-                    "engine": _engine(scaling, said),
+                    "multiplies": factors(scaling.multiplied_by),
+                    "divides": factors(scaling.divided_by),
+                    "engine": _engine(scaling, factors),
                     "factor": factor * parts,
                     "breaks": ", ".join(scaling.breaks),
                 }
@@ -96,6 +95,6 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
     return pd.DataFrame(lines).set_index(["system", "mode"])
 
 
-def _engine(scaling: ScalingSpec, said: Callable[[tuple[str, ...]], str]) -> str:
-    above, below = said(scaling.engine_multiplies), said(scaling.engine_divides)
+def _engine(scaling: ScalingSpec, factors: Callable[[tuple[str, ...]], str]) -> str:
+    above, below = factors(scaling.engine_multiplies), factors(scaling.engine_divides)
     return ", ".join(filter(None, ["sum", above and f"times {above}", below and f"over {below}"]))

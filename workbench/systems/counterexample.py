@@ -1,8 +1,8 @@
-"""Batches that tell losses apart: small, seeded, and of nasty shape.
+"""Small seeded batches that tell two losses apart, with shapes that are hard for a loss.
 
 Documents of unequal lengths, one without a trained token and one with a single one, prompts and holes in the mask,
 advantages of both signs that vary inside a document or not, ratios beyond every clip, a sampler and a reference that
-disagree, and everything else that a loss may ask of a batch. Log ratios stay within 20.
+disagree, and every other field that a loss may read. Log ratios stay within 20.
 
 Letters: T packed tokens | N documents | V vocabulary.
 """
@@ -23,17 +23,17 @@ from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import LossSpec
 
 LENGTHS = ((5, 1, 7, 3, 4, 2), (6, 9, 1, 4), (3, 3, 8, 1, 2, 5, 4))
-"""Tokens of the documents of a batch, in turn by seed; none of the second document's trains."""
+"""Lengths of a batch's documents, cycled by seed; no token of the second document trains."""
 SPREADS = (0.2, 0.6, 1.5, 0.02)
-"""Standard deviation of log ratios, in turn by seed."""
+"""Standard deviation of log ratios, cycled by seed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loss says of a batch.
+    """Loss and gradient of a batch.
 
     Attributes:
-        loss: the number.
+        loss: the loss.
         gradient_S: its derivatives by log-probabilities, entropies, log normalisers and mean squared logits, [4 T]; or
             by logits, [T V].
     """
@@ -43,15 +43,15 @@ class Outcome:
 
     @property
     def gradient_norm(self) -> float:
-        """Its L2 norm."""
+        """L2 norm of the gradient."""
         return float(self.gradient_S.norm())
 
 
 def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
-    """A batch and what a policy says of it, float64.
+    """Return a batch and the head output of a policy on it, in float64.
 
-    Every third seed has one advantage a document, the others one a token; seeds 4 and 6 of every eight move the
-    document that trains most by 12 nats from the old policy, up and down, and seed 5 from the reference.
+    Every third seed has one advantage per document, the others one per token; of every eight seeds, 4 and 6 move the
+    document with the most trained tokens 12 nats from the old policy, up and down, and 5 from the reference.
     """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(LENGTHS[seed % len(LENGTHS)])
@@ -66,11 +66,12 @@ def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
     loss_mask_T[0] = True
     moved_T, from_ref_T = spread * normal(), spread * normal()
     longest = int(torch.bincount(ids_T[loss_mask_T]).argmax())
+    # 12 nats: beyond every clip, and within the 20 at which systems clamp log ratios against overflow.
     if seed % 8 in (4, 6):
         moved_T = torch.where(ids_T == longest, (12 if seed % 8 == 4 else -12) + moved_T, moved_T)
     if seed % 8 == 5:
         from_ref_T = torch.where(ids_T == longest, -12 + from_ref_T, from_ref_T)
-    # log-probabilities below 0, whatever the ratios: the likeliest of the four stands between -2 and 0
+    # keep log-probabilities below 0 for any ratio: the largest of the four lies between -2 and 0
     towards_sampler_T = 0.5 * spread * normal()
     offsets_4T = torch.stack(
         [moved_T, torch.zeros(number, dtype=torch.float64), towards_sampler_T, moved_T + from_ref_T]
@@ -103,48 +104,48 @@ def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
             "group_tokens": tokens_in_group_T,
         },
     )
-    said = TokenLogprobs(policy_T, 1 + normal().abs(), normal())._replace(mean_squared_logit_T=normal().square())
-    return row, said
+    head_output = TokenLogprobs(policy_T, 1 + normal().abs(), normal())._replace(mean_squared_logit_T=normal().square())
+    return row, head_output
 
 
 def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outcome:
-    """Loss and gradient on the batch of a seed, as one micro-batch of one rank.
+    """Return loss and gradient on the batch of a seed, as one micro-batch of one rank.
 
     Args:
         spec: the loss.
         seed: of the batch.
-        temperature: None: the policy says what `nasty_row` gives. Otherwise it begins at logits that give the same
-            log-probabilities at temperature 1, and these are divided; the gradient is that of the logits then.
+        temperature: None: the head output is that of `nasty_row`. Otherwise the policy starts from logits that give the
+            same log-probabilities at temperature 1, and divides them; the gradient is then by logits.
     """
-    row, said = nasty_row(seed)
+    row, constants = nasty_row(seed)
     if temperature is None:
-        heard = said._replace(
+        head_output = constants._replace(
             **{
                 name: value_T.clone().requires_grad_()
-                for name, value_T in said._asdict().items()
+                for name, value_T in constants._asdict().items()
                 if value_T is not None
             }
         )
-        leaves = [leaf for leaf in heard if leaf is not None]
+        leaves = [leaf for leaf in head_output if leaf is not None]
     else:
-        leaves = [nasty_logits(said.logprobs_T).requires_grad_()]
-        heard = token_logprobs_from_logits(leaves[0], torch.zeros_like(row.targets_T), temperature=temperature)
+        leaves = [nasty_logits(constants.logprobs_T).requires_grad_()]
+        head_output = token_logprobs_from_logits(leaves[0], torch.zeros_like(row.targets_T), temperature=temperature)
     (weights,), totals = step_weights([row], spec)
-    evaluated = evaluate_loss(make_loss(spec), loss_inputs(row, heard, totals), weights, row.loss_mask_T)
+    evaluated = evaluate_loss(make_loss(spec), loss_inputs(row, head_output, totals), weights, row.loss_mask_T)
     total = evaluated.scalars["total"].value
     gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     return Outcome(float(total.detach()), torch.cat([gradient.flatten() for gradient in gradients]))
 
 
 def nasty_logits(logprobs_T: Tensor) -> Tensor:
-    """[T, V] logits whose softmax gives the first word these log-probabilities and shares the rest unevenly, V = 4."""
+    """Return [T, V] logits whose softmax gives token 0 these log-probabilities and splits the rest unevenly, V = 4."""
     others_V = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
     rest_T = torch.log(-torch.expm1(logprobs_T))
     return torch.cat([logprobs_T[:, None], rest_T[:, None] + others_V], dim=1)
 
 
 def apart(one: Outcome, other: Outcome) -> tuple[float, float]:
-    """How far two outcomes are apart, of the loss and of the gradient's worst element; 0 if equal, 1 if unrelated.
+    """Return the relative distance of two losses, and of their gradients' worst element; 0 if equal, 1 if unrelated.
 
     Formula:  |a - b| / max(|a|, |b|), for elements of a gradient with a millionth of its largest one added below
     """
@@ -158,5 +159,5 @@ def _relative(pair_2S: Tensor, floor: float = 0.0) -> float:
     difference_S = (pair_2S[0] - pair_2S[1]).abs()
     scale_S = pair_2S.abs().amax(0) + floor
     same_S = (pair_2S[0] == pair_2S[1]) | pair_2S.isnan().all(0)
-    found_S = torch.where(same_S, 0.0, difference_S / scale_S)
-    return float(torch.nan_to_num(found_S, nan=1.0, posinf=1.0).max())
+    relative_S = torch.where(same_S, 0.0, difference_S / scale_S)
+    return float(torch.nan_to_num(relative_S, nan=1.0, posinf=1.0).max())

@@ -1,4 +1,4 @@
-"""Numbers of one document, from its tokens and the sums of some columns over them.
+"""Metrics of one document, from its number of tokens and sums over them.
 
 Letters: N documents of the step.
 """
@@ -19,17 +19,17 @@ from workbench.metrics.quantities import Advantage, ClipRule, LogRatio, beyond
 def per_document(
     key: str, meaning: str, make: Callable[..., Tensor], reduce: str, of: float | None = None
 ) -> DocumentMetric:
-    """A statistic of a function of each document's log ratio (policy / old) and advantage."""
+    """Return the metric of a statistic of a function of each document's log ratio (policy / old) and advantage."""
     return DocumentMetric(
         key, meaning, "1", (LogRatio("policy", "old"), Advantage()), functools.partial(reduced, make, reduce, of)
     )
 
 
 def token_share(key: str, region: str, clip: ClipRule, meaning: str) -> DocumentMetric:
-    """The share of tokens whose document's ratio lies in a region of the clip."""
+    """Return the metric of the share of tokens whose document's ratio lies in a region of the clip."""
     return DocumentMetric(
         key,
-        f"{meaning}, judged by the document's ratio",
+        f"{meaning}, by the document's ratio",
         "1",
         (LogRatio("policy", "old"), Advantage()),
         functools.partial(token_mean, functools.partial(beyond_of, region, clip), epsilon=0.0),
@@ -38,7 +38,7 @@ def token_share(key: str, region: str, clip: ClipRule, meaning: str) -> Document
 
 
 def reduced(make: Callable[..., Tensor], reduce: str, of: float | None, tokens_N: Tensor, *sums_N: Tensor) -> float:
-    """A statistic of a function of each document; a mean may be taken over more documents than have tokens."""
+    """Return a statistic of a function of each document; a mean may count more documents than have tokens."""
     values_N = make(tokens_N, *sums_N)
     if reduce == "mean" and of is not None:
         return float(values_N.sum()) / of if of else math.nan
@@ -48,27 +48,27 @@ def reduced(make: Callable[..., Tensor], reduce: str, of: float | None, tokens_N
 def token_mean(
     make: Callable[..., Tensor], tokens_N: Tensor, *sums_N: Tensor, epsilon: float = 1e-8, of: float | None = None
 ) -> float:
-    """The mean over tokens, or over as many as are said, of a function of their document."""
+    """Return the mean over tokens, or over ``of`` tokens, of a function of their document."""
     weight = (float(tokens_N.sum()) if of is None else of) + epsilon
     return float((tokens_N * make(tokens_N, *sums_N)).sum()) / weight if weight else math.nan
 
 
 def ratio_of(tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor, epsilon: float = 0.0) -> Tensor:
-    """The geometric mean of a document's ratios; epsilon is added to its length."""
+    """Return the geometric mean of a document's ratios; epsilon is added to its length."""
     return (log_ratio_N / (tokens_N + epsilon)).exp()
 
 
 def clamped_of(clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor, epsilon: float = 0.0) -> Tensor:
-    """The same held within a clip."""
+    """Return the same, clamped to a clip."""
     return ratio_of(tokens_N, log_ratio_N, epsilon=epsilon).clamp(clip.lower, clip.upper)
 
 
 def k3_of(tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor) -> Tensor:
-    """The document's r - 1 - log r."""
+    """Return the document's r - 1 - log r."""
     mean_N = log_ratio_N / tokens_N
     return torch.expm1(mean_N) - mean_N
 
 
 def beyond_of(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
-    """Whether the document's ratio lies in a region of the clip, by the sign of its mean advantage."""
+    """Return 1 where the document's ratio lies in a region of the clip, by the sign of its mean advantage."""
     return beyond(region, ratio_of(tokens_N, log_ratio_N), advantage_N / tokens_N, clip).double()

@@ -1,8 +1,8 @@
-"""Means over nothing: 0 / 0, and what autograd makes of it in a system that divides without a guard.
+"""Means over nothing: 0 / 0, and its gradient in a system that divides without a guard.
 
-Where no token counts, a weight of ours is 0, and so are loss and gradient. A system that divides a sum by its count has
-NaN as its loss. Its gradient is NaN, too, wherever a path from the loss to the token is open, because the cotangent
-that comes back, mask / 0, is 0 * inf; where a clamp, a minimum or a maximum cut the path, it is 0.
+If no token counts, weights of the workbench are 0, and so are loss and gradient. A system that divides a sum by its
+count has a NaN loss. Its gradient is NaN, too, wherever the path from the loss to the token is open, because the
+cotangent, mask / 0, is 0 * inf; where a clamp, a minimum or a maximum cuts the path, it is 0.
 
 Letters: T packed tokens | N documents.
 """
@@ -19,7 +19,7 @@ from workbench.losses.value import value_loss
 
 
 def undefined() -> Tensor:
-    """[] NaN in float64: a loss that is a mean over nothing."""
+    """Return [] NaN in float64: a loss that is a mean over nothing."""
     return torch.full((), math.nan, dtype=torch.float64)
 
 
@@ -46,17 +46,17 @@ def clipped_mean_gradient(
         dual_clip: likewise.
         log_clamp: bound of the log ratio.
     """
-    held_T = log_ratio_T.detach().clamp(-log_clamp, log_clamp)
-    cut_T = clip_ratio(held_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip).clipped_T
-    assert cut_T is not None, "a clipped surrogate says what it cuts"
-    return _where_open(~cut_T & (held_T == log_ratio_T))
+    clamped_T = log_ratio_T.detach().clamp(-log_clamp, log_clamp)
+    cut_T = clip_ratio(clamped_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip).clipped_T
+    assert cut_T is not None, "a clipped surrogate reports its cut tokens"
+    return _where_open(~cut_T & (clamped_T == log_ratio_T))
 
 
 def sequence_mean_gradient(advantages_T: Tensor, document_ids_T: Tensor, clip_low: float) -> Tensor:
     """[T] gradient of a mean over no row of a clipped ratio of rows, which is 0 in a row where nothing counts.
 
-    A ratio of 0 is below the clip: a negative advantage cuts its token off. NaN on all of a row as soon as one of its
-    advantages is not negative, or nothing is below the clip.
+    A ratio of 0 is below the clip: a negative advantage cuts its token. The whole row is NaN if one of its advantages
+    is not negative, or nothing is below the clip.
 
     Args:
         advantages_T: [T] also where nothing counts.

@@ -1,4 +1,4 @@
-"""Are two systems' settings the same loss? Shown by one canonical form of both, or by a batch that tells them apart."""
+"""Decide if two systems' settings are the same loss, by their canonical form or a batch that tells them apart."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Verdict = Literal["same", "different", "cannot say"]
 SEEDS = range(24)
 """Batches that are searched for one that tells two losses apart."""
 APART = 1e-7
-"""Relative difference from which a batch tells two losses apart: far above rounding, and above what an epsilon in a
-count can do."""
+"""Relative difference above which a batch tells two losses apart: far above rounding, and above the effect of an
+epsilon in a count."""
 PROBES = (0.25, 1.5, 4.0, 0, 2)
-"""Numbers that are put into an option to see what it decides."""
+"""Values that are tried in an option to see which settings it decides."""
 CLIPS = (
     "clip_low",
     "clip_high",
@@ -60,24 +60,24 @@ DENOMINATORS = (
     "truncated",
     "entropy_denominator",
 )
-"""Settings and groups that say what is divided by what."""
+"""Settings and groups that define denominators."""
 TEMPERATURE = "policy.temperature"
-"""A setting of ours that is none of the loss; it tells apart two systems that both begin at logits."""
+"""A setting outside the loss; it tells apart two systems that both start from logits."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting of ours that the two translations do not share.
+    """A setting of the spec on which the two translations differ.
 
     Attributes:
         setting: its path in the spec.
-        topic: what it is about: "denominator", "clip", "policy term", "correction", "KL", "temperature", "other terms".
-        meaning: what it says.
-        values: of it, in both.
-        options: what decides it in both systems, with its value and whether that is a default that nobody said; "" if
-            no option does.
-        silent: whether nobody said it, in both: it is the system's default, or always so.
-        acts: whether it makes a difference to loss or gradient of a micro-batch.
+        topic: one of "denominator", "clip", "policy term", "correction", "KL", "temperature", "other terms".
+        meaning: its description.
+        values: its value in both.
+        options: the options that decide it in both systems, with value and a mark if that is an unset default; "" if
+            none does.
+        silent: True where no option was set, in both: it is the system's default, or fixed.
+        acts: True if it changes loss or gradient of a micro-batch.
     """
 
     setting: str
@@ -94,10 +94,10 @@ class Witness:
     """A batch on which two losses differ.
 
     Attributes:
-        seed: of `workbench.systems.counterexample.nasty_row`.
-        losses: the two numbers.
-        gradient_norms: of the derivatives by what the policy says.
-        relative: how far apart loss and the gradient's worst element are.
+        seed: seed of `workbench.systems.counterexample.nasty_row`.
+        losses: both losses.
+        gradient_norms: norms of the derivatives by the head output.
+        relative: relative distance of the losses, and of the gradients' worst element.
     """
 
     seed: int
@@ -108,18 +108,18 @@ class Witness:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Whether two systems' settings are the same loss, and where they part.
+    """Verdict on two systems' settings, and their differences.
 
     Attributes:
         systems: titles of both.
-        specs: both in our words.
-        verdict: "same": one canonical form, so equal on every batch; "different": there is a witness; "cannot say".
-        same_loss: whether the number is the same; None: not known.
-        same_gradient: whether the gradient is the same; None: not known.
-        same_scaling: whether it stays so however a step is cut into ranks and micro-batches; None if it is not the same
-            loss to begin with.
+        specs: both as a spec.
+        verdict: "same": one canonical form, so equal on every batch; "different": a batch shows it; "cannot say".
+        same_loss: True if the number is the same; None: not known.
+        same_gradient: True if the gradient is the same; None: not known.
+        same_scaling: True if they stay equal for any split of a step into ranks and micro-batches; None if they are not
+            the same loss to begin with.
         differences: setting by setting, those that act first.
-        notes: what each system does without saying so.
+        notes: what each system does implicitly.
         witness: a batch that tells them apart, or None.
     """
 
@@ -134,17 +134,17 @@ class Explanation:
     witness: Witness | None
 
     def table(self) -> pd.DataFrame:
-        """One row a setting that differs: its value in both, what each system calls it, whether it acts."""
+        """Tabulate the differences, one row per setting: both values, each system's options, whether it acts."""
         import pandas as pd
 
-        first, second = _apart_names(self.systems)
+        first, second = _distinct(self.systems)
         columns = ["setting", "topic", first, second, f"{first} says", f"{second} says", "acts", "meaning"]
         rows = [(d.setting, d.topic, *d.values, *d.options, d.acts, d.meaning) for d in self.differences]
         return pd.DataFrame(rows, columns=columns).set_index("setting")
 
     def __str__(self) -> str:
         first, second = self.systems
-        lines = [f"{first} | {second}: {self.verdict}" + self._in_what()]
+        lines = [f"{first} | {second}: {self.verdict}" + self._restriction()]
         if self.witness is not None:
             w = self.witness
             lines.append(
@@ -152,19 +152,19 @@ class Explanation:
                 f"gradient norm {w.gradient_norms[0]:.10g} | {w.gradient_norms[1]:.10g}"
             )
         for d in self.differences:
-            said = " | ".join(
+            values = " | ".join(
                 f"{_short(value)}{f' ({option})' if option else ''}"
                 for value, option in zip(d.values, d.options, strict=True)
             )
-            lines.append(f"  {'' if d.acts else '(no difference here) '}{d.topic}, {d.setting}: {said}")
+            lines.append(f"  {'' if d.acts else '(no difference here) '}{d.topic}, {d.setting}: {values}")
         lines += [f"  {title}: {note}" for title, notes in zip(self.systems, self.notes, strict=True) for note in notes]
         return "\n".join(lines)
 
     __repr__ = __str__
 
-    def _in_what(self) -> str:
+    def _restriction(self) -> str:
         if self.verdict == "same":
-            return "" if self.same_scaling else " on one micro-batch; a step of several is cut otherwise"
+            return "" if self.same_scaling else " on one micro-batch; a step of several is scaled differently"
         if self.verdict == "different" and self.same_gradient:
             return " (the loss; the gradient is the same)"
         if self.verdict == "different" and self.same_loss:
@@ -173,21 +173,21 @@ class Explanation:
 
 
 def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, settings_b: Mapping[str, Any]) -> Explanation:
-    """Say whether two systems' settings are the same policy loss, and name what differs.
+    """Decide if two systems' settings are the same policy loss, and name the differences.
 
-    Counts of a batch that stand among the settings (`Translation.given`) are facts and not settings: they decide
-    nothing here. Loss and gradient are those of one micro-batch; what dp, cp and accumulation make of them is
-    ``same_scaling``. "same" is proven by `workbench.losses.canonical`, and "different" by a batch of
-    `workbench.systems.counterexample`; where there is neither, it says so.
+    Counts of a batch among the settings (`Translation.given`) are facts, not settings, and are ignored here. Loss and
+    gradient are those of one micro-batch; ``same_scaling`` covers dp, cp and accumulation. "same" is proven by
+    `workbench.losses.canonical`, and "different" by a batch of `workbench.systems.counterexample`; without either, the
+    verdict is "cannot say".
 
     Args:
         system_a: one of `SYSTEMS`.
-        settings_a: options by that system's names; what is not said has its default.
+        settings_a: options by that system's names; unset ones have its default.
         system_b: one of `SYSTEMS`, perhaps the same.
         settings_b: options by that system's names.
 
     Raises:
-        SpecError: options that are refused, or that cannot be expressed.
+        SpecError: invalid options, or options that cannot be expressed.
 
     Example:
         >>> explain("verl", {"clip_ratio": 0.2}, "verl", {"clip_ratio": 0.2}).verdict
@@ -198,13 +198,13 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
         parse_settings(system.settings, given, where=system.name)
         for system, given in zip(systems, (settings_a, settings_b), strict=True)
     )
-    found = tuple(translated(system, each) for system, each in zip(systems, settings, strict=True))
-    specs = found[0].spec, found[1].spec
+    translations = tuple(translated(system, each) for system, each in zip(systems, settings, strict=True))
+    specs = translations[0].spec, translations[1].spec
     temperatures = tuple(system.temperature(each) for system, each in zip(systems, settings, strict=True))
     heated = all(system.temperature is not undivided for system in systems) and temperatures[0] != temperatures[1]
     verdict, same_loss, same_gradient, witness = compare(*specs, temperatures if heated else None)
     titles = systems[0].title, systems[1].title
-    differences = _differences(systems, settings, found, verdict, temperatures if heated else None)
+    differences = _differences(systems, settings, translations, verdict, temperatures if heated else None)
     return Explanation(
         titles,
         specs,
@@ -213,7 +213,7 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
         same_gradient,
         scale_alike(*specs) if verdict == "same" else None,
         differences,
-        (found[0].notes, found[1].notes),
+        (translations[0].notes, translations[1].notes),
         witness,
     )
 
@@ -221,12 +221,12 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
 def compare(
     one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | None = None
 ) -> tuple[Verdict, bool | None, bool | None, Witness | None]:
-    """The verdict on two specs, on loss and gradient each, and the batch that tells them apart.
+    """Return the verdict on two specs, on loss and gradient each, and the batch that tells them apart.
 
     Args:
         one: the first.
         other: the second.
-        temperatures: what either divides the same logits by; None: both see the same log-probabilities.
+        temperatures: divisors of the same logits; None: both see the same log-probabilities.
     """
     if temperatures is None and canonical(one) == canonical(other):
         return "same", True, True, None
@@ -248,7 +248,7 @@ def compare(
 
 
 def scale_alike(one: LossSpec, other: LossSpec) -> bool:
-    """Whether two specs that are the same loss on one micro-batch stay so when a step is cut into several."""
+    """True if two specs that are the same loss on one micro-batch stay equal when a step is split into several."""
     return (
         one.scaling.counts == other.scaling.counts
         and one.scaling.powers == other.scaling.powers
@@ -267,20 +267,20 @@ def _outcome(spec: str, seed: int, temperature: float | None) -> Outcome:
 def _differences(
     systems: tuple[System, System],
     settings: tuple[Any, ...],
-    found: tuple[Translation, ...],
+    translations: tuple[Translation, ...],
     verdict: Verdict,
     temperatures: tuple[float, float] | None,
 ) -> tuple[Difference, ...]:
-    """Those that act first."""
-    flat = [_flat(each.spec) for each in found]
-    forms = [canonical(each.spec) for each in found]
+    """Return the differences, those that act first."""
+    flat = [_flat(each.spec) for each in translations]
+    forms = [canonical(each.spec) for each in translations]
     acting = {path for path in {*forms[0], *forms[1]} if forms[0].get(path) != forms[1].get(path)}
     roots = {
         "surrogate.upper": ("surrogate.clip_high", "surrogate.bounds", "surrogate.delta"),
         "surrogate.lower": ("surrogate.clip_low", "surrogate.bounds"),
     }
     acting |= {root for path in acting for root in roots.get(path, ())}
-    scaling = found[0].spec.scaling, found[1].spec.scaling
+    scaling = translations[0].spec.scaling, translations[1].spec.scaling
     cancelled = [f"scaling.{name}" for name in FACTORS] if scaling[0].powers == scaling[1].powers else []
     deciding = [decides(system, each) for system, each in zip(systems, settings, strict=True)]
     values_of = {path: (value, flat[1][path]) for path, value in flat[0].items()}
@@ -290,9 +290,9 @@ def _differences(
     for path, values in values_of.items():
         if values[0] == values[1] or path in ("name", "correction.kind") or path in cancelled:
             continue
-        options = tuple(_said(each, decided.get(path, ())) for each, decided in zip(settings, deciding, strict=True))
+        options = tuple(_label(each, decided.get(path, ())) for each, decided in zip(settings, deciding, strict=True))
         silent = tuple(
-            not any(_is_said(each, name) for name in decided.get(path, ()))
+            not any(_is_set(each, name) for name in decided.get(path, ()))
             for each, decided in zip(settings, deciding, strict=True)
         )
         rows.append(
@@ -304,32 +304,32 @@ def _differences(
 
 
 def decides(system: System, settings: Settings) -> Mapping[str, tuple[str, ...]]:
-    """Path in our spec, or `TEMPERATURE` -> options of the system that decide it: those whose change changes it.
+    """Map each path in the spec, or `TEMPERATURE`, to the options of the system whose change changes it.
 
     Args:
-        system: whose.
-        settings: the options that the others are left at.
+        system: system of the options.
+        settings: the options, of which one at a time is changed.
     """
-    base, said, found = _reached(system, settings), settings.model_dump(exclude_unset=True), {}
+    base, explicit, deciding = _flat_settings(system, settings), settings.model_dump(exclude_unset=True), {}
     for name, annotation, value in _options(settings):
         for other in _other_values(annotation, value):
             try:
-                probed = parse_settings(type(settings), _replaced(said, name, other), where=system.name)
-                reached = _reached(system, probed)
+                probed = parse_settings(type(settings), _replaced(explicit, name, other), where=system.name)
+                changed = _flat_settings(system, probed)
             except WorkbenchError:
-                continue  # options that do not go together
+                continue  # invalid combination of options
             for path in base:
-                if reached[path] != base[path] and name not in found.setdefault(path, []):
-                    found[path].append(name)
-    return {path: tuple(names) for path, names in found.items()}
+                if changed[path] != base[path] and name not in deciding.setdefault(path, []):
+                    deciding[path].append(name)
+    return {path: tuple(names) for path, names in deciding.items()}
 
 
-def _reached(system: System, settings: Settings) -> dict[str, Any]:
+def _flat_settings(system: System, settings: Settings) -> dict[str, Any]:
     return {**_flat(translated(system, settings).spec), TEMPERATURE: system.temperature(settings)}
 
 
 def _options(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, annotation, value) of every option; groups are opened."""
+    """Yield (dotted name, annotation, value) of every option, of groups one by one."""
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if isinstance(value, BaseModel):
@@ -356,15 +356,15 @@ def _other_values(annotation: Any, value: Any) -> Iterator[Any]:
             yield None
 
 
-def _said(settings: Settings, names: tuple[str, ...]) -> str:
+def _label(settings: Settings, names: tuple[str, ...]) -> str:
     return ", ".join(
         f"{name}={_short(functools.reduce(getattr, name.split('.'), settings))}"
-        f"{'' if _is_said(settings, name) else ', its default'}"
+        f"{'' if _is_set(settings, name) else ', its default'}"
         for name in names
     )
 
 
-def _is_said(settings: Settings, name: str) -> bool:
+def _is_set(settings: Settings, name: str) -> bool:
     *groups, last = name.split(".")
     holder: Any = functools.reduce(getattr, groups, settings)
     return last in holder.model_fields_set
@@ -404,5 +404,5 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _apart_names(titles: tuple[str, str]) -> tuple[str, str]:
+def _distinct(titles: tuple[str, str]) -> tuple[str, str]:
     return titles if titles[0] != titles[1] else (f"{titles[0]} (a)", f"{titles[1]} (b)")

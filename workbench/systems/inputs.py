@@ -1,9 +1,9 @@
-"""The arrays that each system's functions take, as data. An array that a function does not take is refused by name.
+"""Arrays that each system's functions take, as data. Any other array is an error.
 
-Another array would be left aside without a word, and the replay would return other numbers than the system. An array
-that a function takes may still be without effect under some options (a reference where the KL's coefficient is 0):
-then the system leaves it aside, too. Several systems hand their functions the whole batch, of which they look at a
-part: the log-probabilities, advantages and values of a batch are taken there.
+It would be ignored silently, and the replay would return other numbers than the system. An array that a function takes
+may still have no effect under some options (a reference with a KL coefficient of 0): the system ignores it, too.
+Several systems pass their functions the whole batch and read a part of it: the log-probabilities, advantages and values
+of a batch are accepted there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _ALWAYS = ("advantages", "mask", "document_index")
 
 
 def inputs_of(system: str, kind: str) -> tuple[str, ...]:
-    """The names of the arrays that a system's function takes.
+    """Return the names of the arrays that a system's function takes.
 
     Args:
         system: one of `SYSTEMS`.
-        kind: of case, as in `replay`.
+        kind: kind of case, as in `replay`.
 
     Raises:
         SpecError: the system has no such kind.
@@ -51,29 +51,29 @@ def inputs_of(system: str, kind: str) -> tuple[str, ...]:
 
 
 def refuse_unused(case: Case) -> None:
-    """Refuse arrays that the function of a case does not take.
+    """Raise an error for arrays that the function of a case does not take.
 
     Raises:
-        SpecError: there is one; the message names it, what the function takes, and the nearest name of that.
+        SpecError: there is one; the message names it, the accepted arrays, and the closest of their names.
     """
-    taken = inputs_of(case.system, case.kind)
-    if case.system == "slime" and case.config.get("keep_mask"):  # flags of all logits, whatever they are called
-        taken = (*taken, *flags_of_logits(case)[:1])
-    elif "keep_mask" in taken:
-        taken = tuple(name for name in taken if name != "keep_mask")
-    unused = [name for name in case.inputs if name not in taken]
+    accepted = inputs_of(case.system, case.kind)
+    if case.system == "slime" and case.config.get("keep_mask"):  # flags of all logits, under any name
+        accepted = (*accepted, *flags_of_logits(case)[:1])
+    elif "keep_mask" in accepted:
+        accepted = tuple(name for name in accepted if name != "keep_mask")
+    unused = [name for name in case.inputs if name not in accepted]
     if not unused:
         return
-    near = [
+    suggestions = [
         f"did you mean {match!r} for {name!r}?"
         for name in unused
-        for match in difflib.get_close_matches(name, [each for each in taken if each not in case.inputs], n=1)
+        for match in difflib.get_close_matches(name, [each for each in accepted if each not in case.inputs], n=1)
     ]
     instead = load_system(case.system).instead
     reasons = [instead[name] for name in unused if name in instead]
     raise SpecError(
         f"replay of {case.kind} of {case.system} with {', '.join(map(repr, unused))}",
-        found=f"nothing in this replay uses {', '.join(unused)}: the numbers would be those without",
-        rule=f"its arrays are {', '.join(taken)}",
-        fix="; ".join([*reasons, *near]) or "leave the array out, or give it under the name of one of them",
+        found=f"nothing in this replay uses {', '.join(unused)}: the result would be the same",
+        rule=f"its arrays are {', '.join(accepted)}",
+        fix="; ".join([*reasons, *suggestions]) or "leave the array out, or pass it under one of these names",
     )

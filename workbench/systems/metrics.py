@@ -1,12 +1,12 @@
-"""What other systems report, under their names and by their definitions; one module a system.
+"""Metrics of other systems, under their names and by their definitions; one module per system.
 
 A name says little: `clip_ratio/region_mean` (TRL) looks at the sign of the advantage, `clipped_ratio_fraction`
-(Fast-LLM) does not and is a mean over documents. So nothing here is a rename of a number that happens to be near: each
-is a declaration of its own, computed by its own definition, and `Alias.canonical` names the workbench's key only
-where both are the same number on every batch.
+(Fast-LLM) does not and is a mean over documents. So no metric here is a similar one renamed: each has its own
+declaration and definition, and `Alias.canonical` names the workbench's key only if both are the same number on every
+batch.
 
 Read from the code and checked against numbers of Fast-LLM 7d61a1ba, TRL 1.16.0, verl 1dda039b, NeMo-RL 7ea279ab.
-What these systems compute wrongly, or under a name that then means something else, is not imitated: see `left_out`.
+Numbers that these systems compute wrongly, or under a misleading name, are not reproduced: see `left_out`.
 
 Letters: T packed tokens.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def left_out() -> dict[tuple[str, str], str]:
-    """(system, name) -> what that system reports there in some case, and what is reported here instead."""
+    """Map (system, name) to what that system reports there in some case, and what is reported here instead."""
     return {(system, name): why for system in SYSTEMS for name, why in load_system(system).left_out.items()}
 
 
@@ -47,22 +47,22 @@ def as_named_by(
     slots: DocumentSlots | None = None,
     settings: PeerSettings | None = None,
 ) -> dict[str, Value]:
-    """One micro-batch's metrics as another system names and defines them, unfinished.
+    """Return one micro-batch's metrics as another system names and defines them, unfinished.
 
     They merge like all others: `workbench.metrics.values.finish_metrics`, alone or together with `policy_metrics`.
     Names whose quantities the batch does not have (no sampler, no reference, no clip) are left out.
 
     Args:
         system: one of `SYSTEMS`.
-        inputs: what the loss saw.
+        inputs: inputs of the loss.
         loss_mask_T: [T] bool, the population.
-        terms: what the loss said; corrections keep their weights there.
+        terms: terms of the loss; corrections keep their weights there.
         loss_spec: the loss's settings.
         slots: names of the row's documents in the whole step; needed by numbers of whole documents.
-        settings: what the definitions depend on; None: as ``loss_spec`` and ``slots`` say.
+        settings: settings of the definitions; None: derived from ``loss_spec`` and ``slots``.
 
     Raises:
-        SpecError: another system, or a sequence-level loss without ``slots``.
+        SpecError: unknown system, or a sequence-level loss without ``slots``.
     """
     settings = settings or settings_of(loss_spec, slots)
     if settings.of_documents and slots is None:
@@ -77,16 +77,16 @@ def as_named_by(
 
 
 def aliases(system: str, settings: PeerSettings) -> tuple[Alias, ...]:
-    """Every name of a system with its definition, for a loss.
+    """Return every metric of a system with its definition, for a loss.
 
     Raises:
-        SpecError: another system.
+        SpecError: unknown system.
     """
     return tuple(load_system(system).aliases(settings))
 
 
 def alias_table(system: str, settings: PeerSettings | None = None) -> pd.DataFrame:
-    """A system's names with definitions, and the canonical key where it is the same number. One row a name."""
+    """Tabulate a system's metrics: definitions, and the canonical key of the same number. One row per name."""
     settings = settings or PeerSettings(ClipRule(0.8, 1.2, 3.0))
     chosen = aliases(system, settings)
     frame = metric_table([alias.metric for alias in chosen]).drop(columns="level")

@@ -1,7 +1,7 @@
-"""What a system is to us: options of its own, a translation of them into a spec, and what it needs to be replayed.
+"""Registry of systems: each has options, a translation of them to a spec, and the data that its replays need.
 
-Each sub-package that bears a system's name declares ``SYSTEM = System(...)``. A system is data and
-translation: what its losses compute is computed by the storeys below, from the spec.
+Each sub-package named after a system declares ``SYSTEM = System(...)``. A system is data and translation: its losses
+are computed by the layers below, from the spec.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYSTEMS = (
     "pipelinerl",
     "nous_torchtitan",
 )
-"""Every system that is known here, by its name."""
+"""Names of all systems."""
 
 LOGPROBS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
 HEAD = ("hidden", "weight", "bias", "ref_hidden", "ref_weight", "ref_bias", "targets")
@@ -50,19 +50,19 @@ BATCH = ("logprobs", *LOGPROBS, "advantages", "mask")
 
 
 class Settings(BaseModel):
-    """Options of a system, by its names and with its defaults; one subclass a thing that it configures."""
+    """Options of a system, by its names and with its defaults; one subclass per function that they configure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 @dataclass(frozen=True)
 class Translation:
-    """Settings of a system in our words.
+    """Settings of a system as a spec.
 
     Attributes:
         spec: everything about loss, weights and scaling.
-        notes: what the system does without saying so.
-        given: options that are counts of the batch, and not settings.
+        notes: what the system does implicitly.
+        given: options that are counts of the batch, not settings.
     """
 
     spec: LossSpec
@@ -70,7 +70,7 @@ class Translation:
     given: tuple[str, ...] = ()
 
 
-def _as_they_are(case: Case) -> Mapping[str, Any]:
+def _config_of(case: Case) -> Mapping[str, Any]:
     return case.config
 
 
@@ -79,7 +79,7 @@ def _no_counts(_: Any) -> None:
 
 
 def undivided(_: Any) -> float:
-    """The temperature of a system whose loss begins at log-probabilities: it has none."""
+    """Return the temperature of a system whose loss starts from log-probabilities: it has none."""
     return 1.0
 
 
@@ -87,34 +87,34 @@ def _no_aliases(_: PeerSettings) -> tuple[Alias, ...]:
     return ()
 
 
-def _nothing_more(_: Replayed) -> Mapping[str, Any]:
+def _empty(_: Replayed) -> Mapping[str, Any]:
     return {}
 
 
 @dataclass(frozen=True)
 class System:
-    """One system.
+    """A system: its options, their translation, and the data of its replays.
 
     Attributes:
         name: as in `SYSTEMS`.
         title: as its authors write it.
-        version: of what was read.
+        version: version of the code that was read.
         settings: options of its policy loss.
-        translate: from an instance of ``settings``.
-        back: from a spec to options; raises SpecError, in words, where there are none. None: no spec has any.
-        counts: the denominators that a micro-batch was handed, from an instance of ``settings``.
+        translate: from an instance of ``settings`` to a translation.
+        back: from a spec to options; raises SpecError if there are none. None: no spec has any.
+        counts: the denominators that a micro-batch was given, from an instance of ``settings``.
         scaling: its contract, by the name of the backend or mode.
         replays: kind of case -> replay, for kinds beyond the common ones, and instead of them.
-        case_settings: options of the policy loss from a case; some are said by the function's name.
-        temperature: what logits are divided by, from an instance of ``settings``; `undivided` where its loss begins at
+        case_settings: options of the policy loss from a case; some follow from the function's name.
+        temperature: divisor of the logits, from an instance of ``settings``; `undivided` if its loss starts from
             log-probabilities.
-        peer_settings: what its metrics depend on; None: what `settings_of` reads off the spec.
-        metrics: numbers that are no alias, by name; they win over aliases.
+        peer_settings: settings of its metrics; None: those of `settings_of`.
+        metrics: numbers that are no alias, by name; they override aliases.
         outputs: token-aligned [T] outputs beyond loss and gradients, by name, and others in their own shape.
-        arrays: what its policy loss takes beside the policy itself, advantages and a mask.
-        arrays_of: kind that is no policy loss -> what its function takes.
-        instead: array -> why its policy loss does not take it, and what to do.
-        aliases: its metrics by its own definitions, given what they depend on.
+        arrays: arrays that its policy loss takes in addition to the policy itself, advantages and a mask.
+        arrays_of: kind that is no policy loss -> arrays that its function takes.
+        instead: array -> the reason why its policy loss does not take it, and the fix.
+        aliases: its metrics by its own definitions, from the settings that they depend on.
         left_out: metric -> what the system reports there in some case, and what is reported here instead.
     """
 
@@ -127,11 +127,11 @@ class System:
     counts: Callable[[Any], GivenCounts | None] = _no_counts
     scaling: Mapping[str, ScalingSpec] = field(default_factory=dict)
     replays: Mapping[str, Callable[[Case], dict[str, Any]]] = field(default_factory=dict)
-    case_settings: Callable[[Case], Mapping[str, Any]] = _as_they_are
+    case_settings: Callable[[Case], Mapping[str, Any]] = _config_of
     temperature: Callable[[Any], float] = undivided
     peer_settings: Callable[[Replayed], PeerSettings] | None = None
-    metrics: Callable[[Replayed], Mapping[str, float]] = _nothing_more
-    outputs: Callable[[Replayed], Mapping[str, Tensor]] = _nothing_more
+    metrics: Callable[[Replayed], Mapping[str, float]] = _empty
+    outputs: Callable[[Replayed], Mapping[str, Tensor]] = _empty
     arrays: tuple[str, ...] = ()
     arrays_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     instead: Mapping[str, str] = field(default_factory=dict)
@@ -140,57 +140,56 @@ class System:
 
 
 def translated(system: System, settings: Settings) -> Translation:
-    """Settings in our words, and what our spec refuses about them in words, too.
+    """Return the translation of settings.
 
     Raises:
-        SpecError: what cannot be expressed.
+        SpecError: options that cannot be expressed, or that `LossSpec` rejects.
     """
     try:
         return system.translate(settings)
     except ValidationError as error:
-        words = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        messages = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
         raise SpecError(
-            f"{system.title}: these options as a loss of ours",
-            found=words,
-            rule="options that exclude each other here have no spec",
+            f"{system.title}: translation of these options to a LossSpec",
+            found=messages,
+            rule="options that exclude each other in a LossSpec have no translation",
             fix="change one of them",
         ) from None
 
 
 def load_system(name: str) -> System:
-    """The system of a name.
+    """Return the system of a name.
 
     Raises:
-        SpecError: there is none of that name.
+        SpecError: unknown system.
     """
     if name not in SYSTEMS:
-        near = difflib.get_close_matches(str(name).lower().replace("-", "_"), SYSTEMS, n=1)
+        closest = difflib.get_close_matches(str(name).lower().replace("-", "_"), SYSTEMS, n=1)
         raise SpecError(
             f"system {name!r}",
             rule=f"one of {', '.join(SYSTEMS)}",
-            fix=f"did you mean {near[0]!r}?" if near else "choose one of them",
+            fix=f"did you mean {closest[0]!r}?" if closest else "choose one of them",
         )
     return importlib.import_module(f"workbench.systems.{name}").SYSTEM
 
 
 def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where: str) -> Any:
-    """Options as their model, and every mistake in words.
+    """Validate options against their model, and report every mistake.
 
     Args:
-        model: which options there are.
+        model: model of the options.
         settings: names and values.
         where: the system, for the message.
 
     Raises:
-        SpecError: no mapping, an option of another name (with the nearest known one), a value of the wrong type or out
-            of range.
+        SpecError: no mapping, an unknown option (with the closest one), a value of the wrong type or out of range.
     """
     if not isinstance(settings, Mapping):
         raise SpecError(
             f"options of {where}",
             found=repr(settings),
             rule="names and values, in a mapping",
-            fix="write {} where all are the system's defaults",
+            fix="pass {} for the system's defaults",
         )
     try:
         return model.model_validate(dict(settings))
@@ -200,14 +199,14 @@ def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where:
         known = [f"options of {holder.__name__}: {', '.join(holder.model_fields)}" for holder in dict.fromkeys(unknown)]
         raise SpecError(
             f"{where}: {len(mistakes)} option(s) cannot be used",
-            found="; ".join(_in_words(model, each) for each in mistakes),
-            rule="; ".join(known) or "a value that the option takes",
-            fix="correct the options; what is not said has the system's own default",
+            found="; ".join(_message(model, each) for each in mistakes),
+            rule="; ".join(known) or "a value that the option accepts",
+            fix="correct the options; unset ones have the system's own default",
         ) from None
 
 
 def _holder(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
-    """The model that the last name of a path belongs to: of a group, or the whole."""
+    """Return the model that owns the last name of a path: that of a group, or the whole."""
     for name in path[:-1]:
         annotation = model.model_fields[str(name)].annotation
         model = next(
@@ -218,10 +217,10 @@ def _holder(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseMod
     return model
 
 
-def _in_words(model: type[Settings], error: Any) -> str:
+def _message(model: type[Settings], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(error["loc"][-1]), _holder(model, error["loc"]).model_fields, n=1)
-        return f"unknown option {path!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
-    words = error["msg"].removeprefix("Value error, ")
-    return f"{path} = {error['input']!r}: {words}" if path else words
+        closest = difflib.get_close_matches(str(error["loc"][-1]), _holder(model, error["loc"]).model_fields, n=1)
+        return f"unknown option {path!r}" + (f" (did you mean {closest[0]!r}?)" if closest else "")
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{path} = {error['input']!r}: {message}" if path else message

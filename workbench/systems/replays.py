@@ -1,8 +1,7 @@
-"""A case of another system, computed here: `loss_spec`, and then the evaluator of a training step.
+"""Replays of cases of other systems: `loss_spec`, then the evaluator of a training step.
 
-What differs between systems is data (`System`); what is common to them is here, one function a kind of case. No
-mathematics of losses stands in this storey: a replay reshapes arrays, calls the storeys below and names what comes
-out.
+Differences between systems are data (`System`); the common part is here, one function per kind of case. This layer has
+no loss mathematics: a replay reshapes arrays, calls the layers below and names the outputs.
 
 Letters: T packed tokens | V vocabulary | D model dimension.
 """
@@ -37,16 +36,16 @@ from workbench.systems.registry import Settings, System, Translation, load_syste
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the evaluator saw and said: what a system's metrics and further outputs are read from.
+    """Inputs and results of the evaluator, from which a system's metrics and further outputs are read.
 
     Attributes:
-        case: what was replayed.
+        case: the replayed case.
         settings: its options.
-        translation: in our words.
+        translation: of the options.
         row: its tokens.
-        said: by the head.
-        inputs: of the loss.
-        weights: of the step, by name.
+        said: head output.
+        inputs: inputs of the loss.
+        weights: weights of the step, by name.
         evaluated: terms and scalars.
     """
 
@@ -61,50 +60,49 @@ class Replayed:
 
     @property
     def slots(self) -> DocumentSlots:
-        """The documents of the row as those of the step."""
+        """Slots of the row's documents, as those of the step."""
         return DocumentSlots(0, int(self.row.document_ids_T.max()) + 1)
 
 
 def replay(
     source: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Compute what a function of another system computes, in its terms.
+    """Replay a function of another system, with its names and conventions.
 
     Args:
         source: the system, one of `SYSTEMS`.
-        kind: of thing: "policy_loss", "policy_loss_packed", "policy_loss_logits", "fused_linear_policy_loss",
+        kind: of computation: "policy_loss", "policy_loss_packed", "policy_loss_logits", "fused_linear_policy_loss",
             "aggregation", "logprobs", ..., or one of the system's own.
-        function: its name there; some systems say in it which loss is meant.
-        config: options by their names there, counts that the batch was handed among them.
-        inputs: arrays, next-token aligned: [B, T] a row a document, or [T] with ``document_index``.
+        function: its name in the system; in some systems it selects the loss.
+        config: options by the system's names, with the counts that the batch was given.
+        inputs: arrays, next-token aligned: [B, T] one row per document, or [T] with ``document_index``.
 
     Returns:
-        The outputs by name ("loss", "grad_logprobs", ...), and under "metrics" numbers by the system's names. numpy
-        arrays, or tensors where an input is a tensor. float64. What is NaN in the system is NaN here: verl and OpenRLHF
-        divide by the tokens or rows that count, so that a micro-batch in which none does, without counts of the whole
-        batch, has the loss NaN (in OpenRLHF the gradient, too).
+        The outputs by name ("loss", "grad_logprobs", ...), float64 numpy arrays, or tensors if an input is one, and
+        under "metrics" numbers by the system's names. NaN in the system is NaN here: verl and OpenRLHF divide by tokens
+        or rows, so the loss (in OpenRLHF also the gradient) is NaN if none counts and no count of the batch is given.
 
     Raises:
-        SpecError: another system or kind; an option or an array that nothing in the replay uses, by name; what cannot
-            be expressed.
+        SpecError: unknown system or kind; an option or an array that the replay does not use; options that cannot be
+            expressed.
     """
     case = Case.of(source, kind, function, config, inputs)
     options = Options(case.config)
     case = replace(case, config=options)
     system = load_system(source)
-    found = {**COMMON, **system.replays}.get(kind)
-    if found is None:
+    compute = {**COMMON, **system.replays}.get(kind)
+    if compute is None:
         raise SpecError(
             f"replay of {kind!r} of {source}",
             rule=f"one of {', '.join([*COMMON, *system.replays])}",
             fix="choose one of them",
         )
     refuse_unused(case)
-    outputs = {"metrics": {}, **found(case)}
+    outputs = {"metrics": {}, **compute(case)}
     if unused := [name for name in options if name not in options.read]:
         raise SpecError(
             f"replay of {kind} of {source} with the option(s) {', '.join(unused)}",
-            found="nothing in this replay looks at them: the numbers would be those without",
+            found="nothing in this replay reads them: the result would be the same",
             rule=f"options that {function} takes" + (f": {', '.join(sorted(options.read))}" if options.read else ""),
             fix="correct the name, or leave the option out",
         )
@@ -117,9 +115,9 @@ def evaluate_case(case: Case, said: TokenLogprobs, **row: Any) -> Replayed:
     """Translate the options of a policy loss and evaluate it on the case's tokens.
 
     Args:
-        case: whose options and tokens.
-        said: what the policy says about its tokens.
-        row: fields of the row that differ from what the case says.
+        case: source of options and tokens.
+        said: head output for its tokens.
+        row: fields of the row that differ from the case's.
     """
     system = load_system(case.system)
     settings = policy_settings(case)
@@ -129,9 +127,9 @@ def evaluate_case(case: Case, said: TokenLogprobs, **row: Any) -> Replayed:
 def case_settings(
     source: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of a recorded call of a policy loss, as `loss_spec` and `explain` take them.
+    """Return the options of a recorded call of a policy loss, as `loss_spec` and `explain` take them.
 
-    Most stand in its ``config``; some are said by the function's name, by which arrays came, or by their width.
+    Most are in its ``config``; some follow from the function's name, from which arrays are there, or from their width.
 
     Args:
         source: as in `replay`.
@@ -144,7 +142,7 @@ def case_settings(
 
 
 def policy_settings(case: Case) -> Any:
-    """The options of a case of a policy loss."""
+    """Return the options of a case of a policy loss."""
     system = load_system(case.system)
     return parse_settings(system.settings, system.case_settings(case), where=case.system)
 
@@ -160,12 +158,12 @@ def evaluate_as(
     """Evaluate a spec on the case's tokens.
 
     Args:
-        case: whose tokens.
-        said: what the policy says about them.
+        case: source of the tokens.
+        said: head output for them.
         settings: the case's options.
-        translation: of them.
-        given: counts that the case was handed.
-        row: fields of the row that differ from what the case says.
+        translation: of the options.
+        given: counts that the case was given.
+        row: fields of the row that differ from the case's.
     """
     tokens = case.row(**row)
     if case.get("old_logprobs") is None:
@@ -178,11 +176,11 @@ def evaluate_as(
 
 
 def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Back-propagate, and name what came out.
+    """Back-propagate, and name the outputs.
 
     Args:
-        replayed: what was evaluated.
-        leaves: name of the gradient's output -> what it is the gradient of, in the shape in which it came.
+        replayed: the evaluated case.
+        leaves: name of the gradient's output -> tensor that it is the gradient of, in its original shape.
     """
     system, case = load_system(replayed.case.system), replayed.case
     total = replayed.evaluated.scalars["total"].value
@@ -198,7 +196,7 @@ def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def metrics(replayed: Replayed, system: System) -> dict[str, float]:
-    """Numbers about the case under the system's names."""
+    """Return the metrics of the case under the system's names."""
     peer = None if system.peer_settings is None else system.peer_settings(replayed)
     values = aliases.as_named_by(
         system.name,
@@ -220,36 +218,36 @@ def _detached(inputs: LossInputs) -> LossInputs:
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
-    """From log-probabilities: a rectangle, or packed."""
+    """Replay a policy loss from log-probabilities, rectangular or packed."""
     leaf = case["logprobs"].clone().requires_grad_()
     return finish(evaluate_case(case, silent(leaf.reshape(-1), case.tokens("entropies"))), {"grad_logprobs": leaf})
 
 
 def policy_loss_logits(case: Case) -> dict[str, Any]:
-    """From logits."""
+    """Replay a policy loss from logits."""
     temperature = load_system(case.system).temperature(policy_settings(case))
     leaf = case["logits"].clone().requires_grad_()
-    said = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=temperature)
-    outputs = finish(evaluate_case(case, said), {"grad_logits": leaf})
-    return {**outputs, "logprobs": case.shaped(said.logprobs_T)}
+    head_output = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=temperature)
+    outputs = finish(evaluate_case(case, head_output), {"grad_logits": leaf})
+    return {**outputs, "logprobs": case.shaped(head_output.logprobs_T)}
 
 
 def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
-    """From hidden states and an output head."""
+    """Replay a policy loss from hidden states and an output head."""
     temperature = load_system(case.system).temperature(policy_settings(case))
     leaves = {
         f"grad_{name}": case[name].clone().requires_grad_()
         for name in ("hidden", "weight", "bias")
         if case.get(name) is not None
     }
-    said = token_logprobs(
+    head_output = token_logprobs(
         leaves["grad_hidden"].flatten(0, -2),
         leaves["grad_weight"],
         case.targets_T,
         temperature=temperature,
         bias_V=leaves.get("grad_bias"),
     )
-    said.logprobs_T.retain_grad()
+    head_output.logprobs_T.retain_grad()
     row = {}
     if case.get("ref_hidden") is not None:
         ref = token_logprobs(
@@ -260,25 +258,26 @@ def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
             bias_V=case.get("ref_bias"),
         )
         row["ref_logprobs_T"] = torch.where(case.loss_mask_T, ref.logprobs_T, torch.zeros_like(ref.logprobs_T))
-    outputs = finish(evaluate_case(case, said, **row), leaves)
-    return {**outputs, "logprobs": case.shaped(said.logprobs_T), "grad_logprobs": case.shaped(said.logprobs_T.grad)}
+    outputs = finish(evaluate_case(case, head_output, **row), leaves)
+    logprobs_T = head_output.logprobs_T
+    return {**outputs, "logprobs": case.shaped(logprobs_T), "grad_logprobs": case.shaped(logprobs_T.grad)}
 
 
 # ---- parts of a loss -------------------------------------------------------------------------------------------
 
 
 def logprobs(case: Case) -> dict[str, Any]:
-    """Log-probabilities and entropies of logits, and the gradient of their products with the cotangents."""
+    """Replay log-probabilities and entropies of logits, and the gradient of their products with the cotangents."""
     leaf = case["logits"].clone().requires_grad_()
-    said = token_logprobs_from_logits(
+    output = token_logprobs_from_logits(
         leaf.reshape(-1, leaf.shape[-1]), case.targets_T, temperature=case.config.get("temperature") or 1.0
     )
-    wanted = [(said.logprobs_T, case.get("cotangent_logprobs")), (said.entropy_T, case.get("cotangent_entropy"))]
-    pairs = [(value_T, cotangent.reshape(-1)) for value_T, cotangent in wanted if cotangent is not None]
+    outputs = [(output.logprobs_T, case.get("cotangent_logprobs")), (output.entropy_T, case.get("cotangent_entropy"))]
+    pairs = [(value_T, cotangent.reshape(-1)) for value_T, cotangent in outputs if cotangent is not None]
     torch.autograd.backward(*(list(column) for column in zip(*pairs, strict=True)))
     return {
-        "logprobs": case.shaped(said.logprobs_T),
-        "entropy": case.shaped(said.entropy_T),
+        "logprobs": case.shaped(output.logprobs_T),
+        "entropy": case.shaped(output.entropy_T),
         "grad_logits": leaf.grad,
         "metrics": {},
     }
@@ -290,11 +289,11 @@ def aggregation(
     *,
     result: str = "loss",
 ) -> Callable[[Case], dict[str, Any]]:
-    """The replay of a function that makes one number of values.
+    """Return the replay of a function that reduces values to one number.
 
     Args:
-        spec_of: whose denominator and scaling count, from a case.
-        counts_of: denominators that the case was handed.
+        spec_of: from a case to a spec, of which denominator and scaling are used.
+        counts_of: from a case to the denominators that it was given.
         result: the output's name.
     """
 
@@ -310,10 +309,10 @@ def aggregation(
 
 
 def kl_estimator(spec_of: Callable[[Case], LossSpec]) -> Callable[[Case], dict[str, Any]]:
-    """The replay of an estimate of KL(policy || ref), on every token, and of its sum if no cotangent is given.
+    """Return the replay of an estimate of KL(policy || ref), on every token, and of its sum if no cotangent is given.
 
     Args:
-        spec_of: whose KL penalty (with coefficient 1) and denominator count, from a case.
+        spec_of: from a case to a spec, of which KL penalty (with coefficient 1) and denominator are used.
     """
 
     def estimated(case: Case) -> dict[str, Any]:
@@ -338,18 +337,18 @@ def kl_estimator(spec_of: Callable[[Case], LossSpec]) -> Callable[[Case], dict[s
 def is_correction(
     model: type[Settings], translate: Callable[[Any], Translation], outputs: Callable[[Replayed], Mapping[str, Tensor]]
 ) -> Callable[[Case], dict[str, Any]]:
-    """The replay of a correction alone: there is no live policy yet, so the old one stands in its place.
+    """Return the replay of a correction alone: there is no live policy yet, so the old one takes its place.
 
     Args:
-        model: the correction's options.
-        translate: of them; the spec's correction is what is looked at.
+        model: model of the correction's options.
+        translate: their translation, of which the spec's correction is used.
         outputs: by name, from the policy term's extras ("raw_weight", "applied_weight", "kept", ...).
     """
 
     def corrected(case: Case) -> dict[str, Any]:
         settings = parse_settings(model, case.config, where=case.system)
-        found = evaluate_as(case, silent(case["old_logprobs"].reshape(-1)), settings, translate(settings))
-        return {**outputs(found), "metrics": metrics(found, load_system(case.system))}
+        replayed = evaluate_as(case, silent(case["old_logprobs"].reshape(-1)), settings, translate(settings))
+        return {**outputs(replayed), "metrics": metrics(replayed, load_system(case.system))}
 
     return corrected
 

@@ -1,4 +1,4 @@
-"""From a system's options to our spec, and back where there is a way."""
+"""Translation of a system's options to a spec, and back where possible."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from workbench.systems.registry import Translation, load_system, parse_settings,
 
 
 def loss_spec(system: str, settings: Mapping[str, Any]) -> LossSpec:
-    """Our spec of a policy loss that another system's options describe.
+    """Return the spec of the policy loss that another system's options describe.
 
-    Options that are not said have the system's own defaults. `translation` says beside it what the system does
-    silently, and which of its options are counts of a batch.
+    Unset options have the system's own defaults. `translation` adds what the system does implicitly, and which of its
+    options are counts of a batch.
 
     Args:
         system: one of `SYSTEMS`.
         settings: options by the system's names.
 
     Raises:
-        SpecError: another system; an option that it does not have, with the nearest that it has; what cannot be
-            expressed, and why.
+        SpecError: unknown system; unknown option, with the closest one; options that cannot be expressed, and why.
 
     Example:
         >>> loss_spec("verl", {"clip_ratio": 0.2}).surrogate.dual_clip
@@ -32,22 +31,22 @@ def loss_spec(system: str, settings: Mapping[str, Any]) -> LossSpec:
 
 
 def translation(system: str, settings: Mapping[str, Any]) -> Translation:
-    """The spec with notes: what the system does without saying so."""
-    found = load_system(system)
-    return translated(found, parse_settings(found.settings, settings, where=system))
+    """Return the spec with notes on what the system does implicitly."""
+    declared = load_system(system)
+    return translated(declared, parse_settings(declared.settings, settings, where=system))
 
 
 def settings_for(system: str, spec: LossSpec) -> dict[str, Any]:
-    """A system's options for our spec: `loss_spec` of them is the spec again, up to names of presets.
+    """Return a system's options for a spec: `loss_spec` of them is the spec again, up to names of presets.
 
     Raises:
-        SpecError: the system has no such loss, and which part of it.
+        SpecError: the system has no such loss; the message names the part that it lacks.
     """
-    found = load_system(system)
-    if found.back is None:
+    declared = load_system(system)
+    if declared.back is None:
         raise SpecError(
-            f"options of {found.title} for a spec",
-            rule="none of its options is a loss of ours",
-            fix="take another system",
+            f"options of {declared.title} for a spec",
+            rule="no spec translates to its options",
+            fix="choose another system",
         )
-    return found.back(spec)
+    return declared.back(spec)

@@ -1,4 +1,4 @@
-"""The certificate of a step that is over, from the weights, gradients and tokens of this rank. Collective."""
+"""The certificate of a finished step, from the weights, gradients and tokens of this rank. Collective."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from workbench.train.step import StepResult
 
 
 class Marks(NamedTuple):
-    """Fingerprints of this job's gradients, or weights, by the name of the parameter; and which replicas are unlike."""
+    """Fingerprints of this job's gradients, or weights, by parameter name; and the parameters whose replicas differ."""
 
     said: dict[str, int]
     unlike: tuple[str, ...]
 
 
 def mark_gradients(policy: Policy) -> Marks:
-    """Fingerprints of gradients as they are now. Collective."""
+    """Fingerprint the current gradients. Collective."""
     return _mark(policy, {name: parameter.grad for name, parameter in policy.model.named_parameters()})
 
 
 def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate:
-    """The certificate of a step that is over. Collective.
+    """Return the certificate of a finished step. Collective.
 
     Args:
         policy: with the weights after the step.
@@ -36,15 +36,15 @@ def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate
     parameters = dict(policy.model.named_parameters())
     weights = _mark(policy, parameters)
     logprobs_S = result.tokens["policy_logprobs"]
-    said = {"logprobs": label(logprobs_S.dtype, fingerprint(logprobs_S))}
+    labels = {"logprobs": label(logprobs_S.dtype, fingerprint(logprobs_S))}
     for name, scalar in result.loss.items():
-        said[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
+        labels[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
     for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
-        said |= {f"{kind}/{name}": label(parameters[name].dtype, marks.said[name]) for name in order}
+        labels |= {f"{kind}/{name}": label(parameters[name].dtype, marks.said[name]) for name in order}
     unlike = [
         f"{kind}/{name}" for kind, marks in (("gradient", gradients), ("weight", weights)) for name in marks.unlike
     ]
-    return Certificate(said, tuple(unlike))
+    return Certificate(labels, tuple(unlike))
 
 
 def _mark(policy: Policy, values: Mapping[str, Any]) -> Marks:

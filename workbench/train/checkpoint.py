@@ -1,10 +1,10 @@
-"""Weights and optimizer state of a run, whole tensors whatever its layout, so that it can be continued or looked at.
+"""Checkpoints of weights and optimizer state: full tensors in any layout, from which a run can resume.
 
     checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the run's own precision
-    checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/what``
+    checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``
 
-A folder is written under another name and renamed, so it is whole or absent; only the newest stays. A run that is
-continued is a new run directory: it begins with the records of the steps before, and the old one stays as it ended.
+Folders are written atomically, by a rename; only the newest is kept. A resumed run is a new run directory that begins
+with the records of the earlier steps; the old one is not changed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from workbench.sharding.mesh import Mesh
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 KEPT_OF_STEPS = ("tensors", "certificates", "traces", "rollouts")
-"""Folders of a run directory that hold what belongs to one step, under names that begin with it."""
+"""Folders of a run directory with one entry per step, whose name begins with the step."""
 
 
 def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Keep weights and optimizer state as they are after so many steps. Collective; the first rank writes.
+    """Write weights and optimizer state after a number of steps. Collective; the first rank writes.
 
-    Whole tensors come one after another, and leave the device at once: on the first rank for its host's memory.
+    Tensors are gathered one at a time and leave the device at once, on the first rank for its host's memory.
     """
     mesh, weights, state = policy.mesh, {}, {}
     for name, parameter in policy.model.named_parameters():
@@ -43,19 +43,19 @@ def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: to
     if not mesh.is_first:
         return
     folder = run.path / "checkpoints" / f"step{steps:04d}"
-    making = folder.with_name(f".{folder.name}")
-    shutil.rmtree(making, ignore_errors=True)
-    making.mkdir(parents=True)
-    whole_files.write_tensors(making / WEIGHTS, weights)
-    whole_files.write_tensors(making / OPTIMIZER, state)
+    temporary = folder.with_name(f".{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    whole_files.write_tensors(temporary / WEIGHTS, weights)
+    whole_files.write_tensors(temporary / OPTIMIZER, state)
     earlier = run.checkpoints()
-    making.rename(folder)
-    for path in earlier.values():
+    temporary.rename(folder)
+    for path in earlier.values():  # only the newest is kept (DECISIONS.md, row 104)
         shutil.rmtree(path)
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Give a policy and its optimizer, fresh and of the same settings, what a checkpoint holds; this rank's part of it.
+    """Load this rank's shard of a checkpoint into a new policy and optimizer of the same settings.
 
     Raises:
         RecordError: missing or damaged, or of another model.
@@ -67,43 +67,43 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
             f"continue from {folder.name}",
             found=f"only one of model and checkpoint has {unlike[0]}",
             rule="a checkpoint is of the same model",
-            fix="run anew, with fresh=True or --fresh",
+            fix="start a new run, with fresh=True or --fresh",
         )
     for name, parameter in parameters.items():
         keep_own_part(parameter, weights[name], policy.shards[name], policy.mesh)
-        held = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
-        optimizer.state[parameter] |= {key: _like(value, parameter, policy, name) for key, value in held.items()}
+        entries = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
+        optimizer.state[parameter] |= {key: _shard(value, parameter, policy, name) for key, value in entries.items()}
 
 
 def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-    """Go on where the run that this one continues was interrupted, if it continues one.
+    """Resume from the newest checkpoint of the earlier run, if this run continues one.
 
     Returns:
-        The step to go on with, 0 for a run of its own.
+        The step to resume at, 0 for a new run.
 
     Raises:
-        RecordError: the earlier run, or its checkpoint, is not there or damaged.
+        RecordError: the earlier run, or its checkpoint, is missing or damaged.
     """
     name = run.state.get("continues")
     if name is None:
         return 0
     earlier = RunDirectory.open(run.path.parent / name)
-    found = earlier.checkpoints()
-    if not found:
+    checkpoints = earlier.checkpoints()
+    if not checkpoints:
         raise RecordError(
             f"continue {name}",
             found="no checkpoint",
-            rule="a run is continued from its newest one",
-            fix="run anew, with fresh=True or --fresh",
+            rule="a run resumes from its newest checkpoint",
+            fix="start a new run, with fresh=True or --fresh",
         )
-    done, folder = list(found.items())[-1]
+    done, folder = list(checkpoints.items())[-1]
     load_checkpoint(folder, policy, optimizer)
     if policy.mesh.is_first and not run.steps():
-        for kept in KEPT_OF_STEPS:
-            for path in sorted((earlier.path / kept).glob("step[0-9]*")):
+        for kind in KEPT_OF_STEPS:
+            for path in sorted((earlier.path / kind).glob("step[0-9]*")):
                 if int(path.name[4:].partition(".")[0]) < done:
-                    (run.path / kept).mkdir(exist_ok=True)
-                    (shutil.copytree if path.is_dir() else shutil.copy)(path, run.path / kept / path.name)
+                    (run.path / kind).mkdir(exist_ok=True)
+                    (shutil.copytree if path.is_dir() else shutil.copy)(path, run.path / kind / path.name)
         for record in earlier.steps():
             if record["step"] < done:
                 run.append_step(record)
@@ -111,27 +111,27 @@ def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optim
 
 
 def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
-    """The stock `transformers` decoder with the weights of a run's newest checkpoint, for answers, tests or a folder.
+    """Return the stock `transformers` decoder with the weights of a run's newest checkpoint, to sample, test or save.
 
-    Its ``save_pretrained(folder)`` writes what ``model.source`` of another run can name.
+    ``save_pretrained(folder)`` writes a folder that ``model.source`` of another run can name.
 
     Args:
         run: with ``record.checkpoint_every``.
-        project: folder that relative paths in its spec begin at; None takes `project_root`.
+        project: base folder of relative paths in its spec; None takes `project_root`.
 
     Raises:
-        RecordError: the run kept no checkpoint.
+        RecordError: the run has no checkpoint.
     """
-    found = run.checkpoints()
-    if not found:
+    checkpoints = run.checkpoints()
+    if not checkpoints:
         raise RecordError(
             f"the policy that {run.path.name} trained",
             found="no checkpoint",
-            rule="a run keeps its weights where it is told to",
+            rule="a run saves its weights only with record.checkpoint_every",
             fix="set record.checkpoint_every, and run again",
         )
     spec, precision = run.spec.model, run.spec.precision
-    weights = _read(list(found.values())[-1] / WEIGHTS)
+    weights = _read(list(checkpoints.values())[-1] / WEIGHTS)
     model = load_decoder(spec.source, project=project or project_root(), tied=spec.tied, seed=spec.seed).eval()
     model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
     with torch.no_grad():
@@ -145,22 +145,22 @@ def _on_first(whole: Tensor, mesh: Mesh) -> Tensor:
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor, Any]]:
-    """Name of the parameter, of its state, the tensor, and how it lies; None for a count, the same everywhere."""
+    """Yield parameter name, state key, tensor and shard; shard None: a count, the same on every rank."""
     for name, parameter in policy.model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield name, key, value, policy.shards[name] if value.shape == parameter.shape else None
 
 
-def _like(value: Tensor, parameter: Tensor, policy: Policy, name: str) -> Tensor:
-    """This rank's part of a state; what is not of the parameter's shape is a count, which lies on the host."""
+def _shard(value: Tensor, parameter: Tensor, policy: Policy, name: str) -> Tensor:
+    """This rank's shard of a state; a 0-dimensional state is a count, which stays on the host."""
     if value.dim() == 0:
         return value
-    mine = torch.zeros_like(parameter, dtype=value.dtype)
-    keep_own_part(mine, value, policy.shards[name], policy.mesh)
-    return mine
+    local = torch.zeros_like(parameter, dtype=value.dtype)
+    keep_own_part(local, value, policy.shards[name], policy.mesh)
+    return local
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
     return whole_files.read_tensors(
-        path, asked=f"read {path.parent.name}/{path.name}", fix="run anew, with fresh=True or --fresh"
+        path, asked=f"read {path.parent.name}/{path.name}", fix="start a new run, with fresh=True or --fresh"
     )

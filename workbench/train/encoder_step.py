@@ -1,15 +1,14 @@
-"""One optimizer step of two modules on one set of ranks, each in a layout of its own: an encoder, and a policy.
+"""One optimizer step of an encoder and a policy on the same ranks, each in a layout of its own.
 
-    images of a micro-batch -> encoder, over its dp x cp x tp -> bridge -> features in the places of their tokens
+    images of a micro-batch -> encoder, over its dp x cp x tp -> bridge -> features at the positions of their tokens
     -> policy, over its dp x cp x tp -> loss -> backward, over the bridge too -> each module's own sum of gradients
 
 Everything else is `workbench.train.step`. Weights are data of the whole step, so that numerator and denominator go over
-the policy's dp x cp, and the gradient that reaches the encoder is already divided. The bridge has completed it over
-the policy's cp; what is left is a sum over the *encoder's* dp x cp, once.
+the policy's dp x cp, and the gradient that reaches the encoder is already divided. The bridge completes it over the
+policy's cp; what is left is one sum over the *encoder's* dp x cp.
 
-Which token reads which feature is said by a token field of the batch, `IMAGE_FEATURES`: feature f of image i has the
-number i s + f. Images are those of the step; each micro-batch encodes what its rows read. Several documents may read
-one image.
+The token field `IMAGE_FEATURES` of the batch assigns features to tokens: feature f of image i has the number i s + f.
+Images are those of the step; each micro-batch encodes the images of its rows. Several documents may read one image.
 
 Letters: N images of the step | b images of a rank | c channels | h, w pixels | s features of an image | t tokens of a
 rank | D model dimension of the policy.
@@ -41,14 +40,14 @@ from workbench.train import step as flow
 from workbench.train.step import LocalRow, StepResult
 
 IMAGE_FEATURES = "image_features"
-"""The token field that says which feature stands in a token's place; -1: none."""
+"""The token field with the number of the feature that replaces a token's embedding; -1: none."""
 
 ENCODER = "encoder."
-"""What names of the encoder's parameters begin with, beside the policy's."""
+"""Prefix of the encoder's parameter names, next to the policy's."""
 
 
 def image_features(numbers_T: Tensor) -> Extension:
-    """The field `IMAGE_FEATURES` of a batch, from the number of each token's feature."""
+    """Return the field `IMAGE_FEATURES` of a batch, from the number of each token's feature."""
     return Extension(
         numbers_T.long(),
         "token",
@@ -61,14 +60,14 @@ def image_features(numbers_T: Tensor) -> Extension:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRow(LocalRow):
-    """One micro-batch as one rank holds it, and what it does about its images.
+    """This rank's shard of one micro-batch with images.
 
     Attributes:
-        encoder: as this rank holds it.
+        encoder: this rank's shard.
         pixels_bchw: the images that this rank encodes.
-        is_image_t: this rank's tokens in whose place a feature stands.
-        deliver: from the features that this rank made to those that stand in its tokens' places, over the bridge;
-            None: nothing in the micro-batch reads an image.
+        is_image_t: True for this rank's tokens whose embedding is a feature.
+        deliver: maps the features that this rank computed to those of its tokens, over the bridge; None: no token of
+            the micro-batch reads an image.
     """
 
     encoder: Encoder
@@ -77,16 +76,16 @@ class ImageRow(LocalRow):
     deliver: Callable[[Tensor], Tensor] | None
 
     def hidden_states(self, policy: Policy) -> Tensor:
-        """[t, D] what the policy makes of this rank's tokens, and of the images among them."""
+        """[t, D] hidden states of this rank's tokens, images included."""
         row = self.row
         embeddings_tD = policy.embeddings(row.tokens_T)
         if self.deliver is not None:
-            made = (
+            features = (
                 self.encoder.features(self.pixels_bchw)
                 if len(self.pixels_bchw)
                 else embeddings_tD.new_zeros(0, self.encoder.places_Rs.shape[1], embeddings_tD.shape[1])
             )
-            embeddings_tD = torch.where(self.is_image_t[:, None], self.deliver(made), embeddings_tD)
+            embeddings_tD = torch.where(self.is_image_t[:, None], self.deliver(features), embeddings_tD)
         return policy.hidden_states(row.tokens_T, row.positions_T, self.attention, embeddings_TD=embeddings_tD)
 
 
@@ -99,67 +98,67 @@ def prepare_image_rows(
     bridge: Bridge,
     dealt: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[ImageRow], StepTotals]:
-    """Turn the documents and the images of one optimizer step into this rank's micro-batches.
+    """Split the documents and the images of one optimizer step into this rank's micro-batches.
 
-    Every rank sees the whole step, so nothing here is asked of others. The images of a micro-batch are dealt over the
-    encoder's dp ranks in order, as evenly as they go.
+    Every rank sees the whole step, so no collective is needed. The images of a micro-batch are split over the
+    encoder's dp ranks in order, as evenly as possible.
 
     Args:
         batch: the documents of the whole step, with `IMAGE_FEATURES`.
         pixels_Nchw: its images.
         spec: of the run; its layout is the policy's.
         mesh: the axes of the policy.
-        encoder: as this rank holds it.
+        encoder: this rank's shard.
         bridge: from the encoder's grid to the policy's. "sharded": each rank gets the features that its own tokens
-            read, whatever the rows. "whole": each rank gets all features of its dp rank's rows, which have to read
-            images of their own, as many on each dp rank as `blocks` deals.
-        dealt: which documents lie in which row, as `pack_step` takes it.
+            read, for any rows. "whole": each rank gets all features of its dp rank's rows, which must read images of
+            their own, as many on each dp rank as `blocks` assigns.
+        dealt: the documents of each row, see `pack_step`.
 
     Raises:
-        SpecError: see `workbench.train.step.prepare_rows`; a batch without the field, a feature of an image that is not
-            there; images that a bridge of whole sequences would deal otherwise.
-        ShardingError: a bridge between other grids, one that takes features or delivers tokens otherwise than the
-            modules hold them, or one that has an order for whole images, which packed rows do not keep.
+        SpecError: see `workbench.train.step.prepare_rows`; a batch without the field, a feature of a missing image;
+            images that a bridge of whole sequences would split otherwise.
+        ShardingError: a bridge between other grids, one whose features or tokens are sharded otherwise than those of
+            the modules, or one that has an order for whole images, which packed rows do not keep.
     """
     _check(batch, pixels_Nchw, spec, mesh, encoder, bridge)
     rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
     whole = flow.pack_step(batch, spec, dealt)
     prepared = []
     for number, local in enumerate(rows):
-        beside = whole[number :: len(rows)]
-        reads = [row.extensions[IMAGE_FEATURES].values for row in beside]
+        row_of_dp = whole[number :: len(rows)]
+        reads = [row.extensions[IMAGE_FEATURES].values for row in row_of_dp]
         if bridge.delivery.kind == "sharded":
-            plans = [flow.plan_row(row.document_ids_T, spec.layout) for row in beside]
-            prepared.append(_over_rows(local, reads, plans, pixels_Nchw, mesh, encoder, bridge))
+            plans = [flow.plan_row(row.document_ids_T, spec.layout) for row in row_of_dp]
+            prepared.append(_sharded_row(local, reads, plans, pixels_Nchw, mesh, encoder, bridge))
         else:
-            apart = mesh["tp"] if spec.layout.sequence_parallel else Axis("tp")
-            prepared.append(_over_samples(local, reads, apart, pixels_Nchw, mesh, encoder, bridge))
+            split = mesh["tp"] if spec.layout.sequence_parallel else Axis("tp")
+            prepared.append(_whole_image_row(local, reads, split, pixels_Nchw, mesh, encoder, bridge))
     return prepared, totals
 
 
 def run_image_step(
     encoder: Encoder, policy: Policy, loss: Loss, rows: Sequence[ImageRow], totals: StepTotals, **options: Any
 ) -> StepResult:
-    """Loss, gradients and metrics of one optimizer step of both modules; gradients stay in ``parameter.grad``.
+    """Compute loss, gradients and metrics of one optimizer step of both modules; gradients stay in ``parameter.grad``.
 
     Args:
-        encoder: as this rank holds it.
-        policy: as this rank holds it.
+        encoder: this rank's shard.
+        policy: this rank's shard.
         loss: pure per-token loss.
         rows: this rank's micro-batches, from `prepare_image_rows`.
         totals: of the whole step, from there.
         options: of `workbench.train.step.run_step`.
 
     Returns:
-        What `run_step` finds, and the encoder's parameters beside the policy's, their names behind `ENCODER`.
+        The result of `run_step`, with the encoder's parameters next to the policy's, under the prefix `ENCODER`.
     """
     encoder.model.zero_grad(set_to_none=True)
     result = flow.run_step(policy, loss, rows, totals, **options)
     sum_gradients(encoder.model, encoder.shards, encoder.mesh)
-    norms = _named(gradient_norms(encoder.model, encoder.shards, encoder.mesh))
+    norms = _prefixed(gradient_norms(encoder.model, encoder.shards, encoder.mesh))
     gradients = {}
     if result.gradients:
-        gradients = _named(full_gradients(encoder.model, encoder.shards, encoder.mesh))
+        gradients = _prefixed(full_gradients(encoder.model, encoder.shards, encoder.mesh))
     metrics = {}
     if options.get("level", "basic") != "none":
         for part in ("vision", "projector"):
@@ -174,14 +173,14 @@ def run_image_step(
 
 
 def clip_both(encoder: Encoder, policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:
-    """Scale the gradients of both modules down to one global norm; returns the norm before."""
+    """Clip the gradients of both modules to one global norm; return the norm before clipping."""
     norm = flow.clip_gradients(policy, norms, max_norm)
     scale_gradients(encoder.model, encoder.shards, flow.clip_coefficient(norm, max_norm))
     return norm
 
 
-def _named(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{ENCODER}{name}": value for name, value in found.items()}
+def _prefixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{ENCODER}{name}": value for name, value in values.items()}
 
 
 def _check(
@@ -192,7 +191,7 @@ def _check(
         raise SpecError(
             "a step with images",
             found=f"no token field {IMAGE_FEATURES!r} at the input",
-            rule="the batch says which token reads which feature",
+            rule="the batch assigns features to tokens",
             fix="image_features(numbers_T)",
         )
     last = int(field.values.max())
@@ -209,35 +208,36 @@ def _check(
             raise ShardingError(
                 f"step over a bridge, {of}",
                 found=f"a mesh of {sizes}",
-                rule=f"it lies in {grid}",
+                rule=f"the mesh has the sizes of the bridge's grid {grid}",
                 fix="make the mesh of the bridge's grid: groups.mesh(grid)",
             )
-    how = bridge.delivery
-    if how.kind == "whole" and how.order is not None and mesh["cp"].size > 1:
+    delivery = bridge.delivery
+    if delivery.kind == "whole" and delivery.order is not None and mesh["cp"].size > 1:
         raise ShardingError(
-            f"step over a bridge of whole images with order {how.order!r}",
-            found="packed rows, cut over cp wherever their images lie",
-            rule="an order says which tokens of each image a cp rank answers for; in a packed row that "
-            "is another set for each image",
+            f"step over a bridge of whole images with order {delivery.order!r}",
+            found="packed rows, split over cp at any position of their images",
+            rule="an order assigns the same tokens of every image to a cp rank; in a packed row these differ by image",
             fix="connect without an order, or with delivery='sharded'",
         )
-    if how.kind == "whole" and encoder.mesh["cp"].size > 1 and how.source_order != encoder.order:
+    if delivery.kind == "whole" and encoder.mesh["cp"].size > 1 and delivery.source_order != encoder.order:
         raise ShardingError(
-            f"step over a bridge with source_order {how.source_order!r}",
+            f"step over a bridge with source_order {delivery.source_order!r}",
             found=f"an encoder whose cp ranks hold features in order {encoder.order!r}",
-            rule="the bridge puts together what the encoder cut",
+            rule="the bridge joins features in the order in which the encoder splits them",
             fix="give both one order",
         )
-    if how.kind == "sharded" and how.sequence_parallel != (spec.layout.sequence_parallel and spec.layout.tp > 1):
+    if delivery.kind == "sharded" and delivery.sequence_parallel != (
+        spec.layout.sequence_parallel and spec.layout.tp > 1
+    ):
         raise ShardingError(
             "step over a bridge of shards",
-            found=f"sequence_parallel={how.sequence_parallel}",
-            rule="each tp rank gets what its policy reads: its own stretch with sequence parallelism",
+            found=f"sequence_parallel={delivery.sequence_parallel}",
+            rule="each tp rank gets the tokens that its policy reads: its own part with sequence parallelism",
             fix="connect with the layout's sequence_parallel",
         )
 
 
-def _over_rows(
+def _sharded_row(
     local: LocalRow,
     reads: Sequence[Tensor],
     plans: Sequence[ShardPlan],
@@ -246,56 +246,56 @@ def _over_rows(
     encoder: Encoder,
     bridge: Bridge,
 ) -> ImageRow:
-    """Each rank gets the features that its own tokens read; what is read and how it is cut, by dp rank."""
+    """Row in which each rank gets the features that its own tokens read; ``reads`` and ``plans`` are by dp rank."""
     tp, size = mesh["tp"], encoder.tokens
-    wanted = torch.unique(torch.cat([numbers_T[numbers_T >= 0] for numbers_T in reads]))
-    images = torch.unique(wanted // size)
-    stretches = tp.size if bridge.delivery.sequence_parallel else 1
+    needed = torch.unique(torch.cat([numbers_T[numbers_T >= 0] for numbers_T in reads]))
+    images = torch.unique(needed // size)
+    parts_over_tp = tp.size if bridge.delivery.sequence_parallel else 1
 
-    def gets(dp: int, cp: int, at: int) -> Tensor:
-        return plans[dp].split(reads[dp], cp).chunk(stretches)[at]
+    def read(dp: int, cp: int, at: int) -> Tensor:
+        return plans[dp].split(reads[dp], cp).chunk(parts_over_tp)[at]
 
-    mine_t = gets(mesh["dp"].rank, mesh["cp"].rank, tp.rank if stretches > 1 else 0).to(mesh.device)
+    own_t = read(mesh["dp"].rank, mesh["cp"].rank, tp.rank if parts_over_tp > 1 else 0).to(mesh.device)
     pixels_bchw, deliver = pixels_Nchw[:0], None
     if len(images):
         parts = blocks(len(images), encoder.mesh["dp"].size)
 
-        def holds(dp: int, cp: int, _: int) -> Tensor:
+        def sent(dp: int, cp: int, _: int) -> Tensor:
             tokens = (images[slice(*parts[dp])][:, None] * size + encoder.places_Rs[cp]).flatten()
-            return torch.where(torch.isin(tokens, wanted), tokens, PADDING)  # nobody answers for what nobody reads
+            return torch.where(torch.isin(tokens, needed), tokens, PADDING)  # features without a reader are not sent
 
         pair = bridge.pair
         crossing = Crossing.make(
-            sharded(pair.source, holds), sharded(pair.destination, gets, over_tp=bridge.delivery.sequence_parallel)
+            sharded(pair.source, sent), sharded(pair.destination, read, over_tp=bridge.delivery.sequence_parallel)
         )
         pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
 
-        def deliver(made: Tensor) -> Tensor:
-            return crossing.cross(made.flatten(0, 1), bridge.everyone)
+        def deliver(features: Tensor) -> Tensor:
+            return crossing.cross(features.flatten(0, 1), bridge.everyone)
 
     return ImageRow(
-        **vars(local), encoder=encoder, pixels_bchw=_held(pixels_bchw, encoder), is_image_t=mine_t >= 0, deliver=deliver
+        **vars(local), encoder=encoder, pixels_bchw=_cast(pixels_bchw, encoder), is_image_t=own_t >= 0, deliver=deliver
     )
 
 
-def _over_samples(
+def _whole_image_row(
     local: LocalRow,
     reads: Sequence[Tensor],
-    apart: Axis,
+    split: Axis,
     pixels_Nchw: Tensor,
     mesh: Mesh,
     encoder: Encoder,
     bridge: Bridge,
 ) -> ImageRow:
-    """Each rank gets all features of its dp rank's rows, and takes those that its own tokens read.
+    """Row in which each rank gets all features of its dp rank's rows, and selects those that its own tokens read.
 
     Args:
         local: the micro-batch.
-        reads: what is read, by dp rank.
-        apart: the tp ranks that hold a stretch of the tokens each.
+        reads: the feature numbers of the tokens, by dp rank.
+        split: the tp ranks over which the tokens are split.
         pixels_Nchw: the images of the step.
         mesh: the axes of the policy.
-        encoder: as this rank holds it.
+        encoder: this rank's shard.
         bridge: of whole sequences.
     """
     size = encoder.tokens
@@ -306,8 +306,8 @@ def _over_samples(
         raise SpecError(
             "a bridge that delivers whole images",
             found=f"{counts} images read by the rows of each dp rank",
-            rule=f"they are dealt in order, {dealt}",
-            fix="deal documents so, or connect with delivery='sharded'",
+            rule=f"images are split in order, {dealt}",
+            fix="deal the documents accordingly, or connect with delivery='sharded'",
         )
     numbers_t = local.row.extensions[IMAGE_FEATURES]
     is_image_t = numbers_t >= 0
@@ -320,25 +320,25 @@ def _over_samples(
         samples = [end - begin for begin, end in parts]
         pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
 
-        def deliver(made: Tensor) -> Tensor:
-            features_tD = bridge.cross(made, samples).flatten(0, 1)
+        def deliver(features: Tensor) -> Tensor:
+            features_tD = bridge.cross(features, samples).flatten(0, 1)
             taken_tD = (
                 features_tD.index_select(0, place_t)
                 if len(features_tD)
-                else features_tD.sum() + features_tD.new_zeros(len(place_t), made.shape[2])
+                else features_tD.sum() + features_tD.new_zeros(len(place_t), features.shape[2])
             )
-            return slice_gather(taken_tD, apart, dim=0)
+            return slice_gather(taken_tD, split, dim=0)
 
     return ImageRow(
         **vars(local),
         encoder=encoder,
-        pixels_bchw=_held(pixels_bchw, encoder),
-        is_image_t=is_image_t.chunk(apart.size)[apart.rank],
+        pixels_bchw=_cast(pixels_bchw, encoder),
+        is_image_t=is_image_t.chunk(split.size)[split.rank],
         deliver=deliver,
     )
 
 
-def _held(pixels_bchw: Tensor, encoder: Encoder) -> Tensor:
-    """Pixels where the encoder is, in its precision."""
+def _cast(pixels_bchw: Tensor, encoder: Encoder) -> Tensor:
+    """Move pixels to the encoder's device and precision."""
     parameter = next(encoder.model.parameters())
     return pixels_bchw.to(parameter.device, parameter.dtype)

@@ -1,12 +1,12 @@
-"""What a step does otherwise where every layout must give the same bits, for `workbench.train.step`.
+"""The reproducible mode of a step, in which every layout gives the same bits, for `workbench.train.step`.
 
-The network is `workbench.reproducible`'s. Of what comes after it nothing may depend on how a row was cut, on how far it
-was padded for that, or on which rank holds it:
+The network is `workbench.reproducible`'s. Nothing after it may depend on how a row was split or padded, or on which
+rank holds it:
 
-    loss and metrics    on the whole row, up to its last document, on the CPU of every rank that shares it; one number
-                        a row is left, and the rows are added in the order of their own numbers
+    loss and metrics    on the whole row, up to its last document, on the CPU of every rank that shares it; each row
+                        gives one number, and rows are added in the order of their own numbers
     gradients           of the loss times a power of two, so that 1 / N takes no bits from the sums; divided out again
-    range               a step whose sums left it is done again with the bits that fit, the same on every rank
+    range               a step whose sums overflow is repeated with the bits that fit, the same on every rank
 
 Letters: T packed tokens | R rows of a step.
 """
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from workbench.train.step import LocalRow, StepResult
 
 RETRIES = 6
-"""How often a step whose sums left their range is done again."""
+"""Limit on the repetitions of a step whose sums overflow."""
 
 
 @dataclass(frozen=True)
 class WholeRow:
-    """A row as every rank that shares it evaluates the loss on it: not split, without the padding at its end.
+    """The row on which every rank that shares it evaluates the loss: not split, without the padding at its end.
 
-    On the CPU, where any loss and any metric is the same every time: a GPU adds up a document with atomics. Some
-    kilobytes a row go there and back, and the GPU computes on meanwhile.
+    On the CPU, where any loss and metric is deterministic: a GPU sums documents with atomics. Some kilobytes a row are
+    copied each way while the GPU continues.
 
     Attributes:
         number: of the row in the step; see `row_numbers`.
@@ -71,58 +71,58 @@ class WholeRow:
 
 @contextmanager
 def as_asked(policy: Policy, spec: RunSpec) -> Iterator[None]:
-    """Swap the modules of a policy for those of the reproducible mode, where the spec asks for it, and swap them back.
+    """Replace the modules of a policy by those of the reproducible mode if the spec sets it; restore them on exit.
 
     Raises:
-        SpecError: a module that nobody knows to be exact.
+        SpecError: a module that is not known to be exact.
     """
-    asked = spec.reproducible
-    if asked.block_tokens is None:
+    mode = spec.reproducible
+    if mode.block_tokens is None:
         yield
         return
-    with reproducibly(policy, block_tokens=asked.block_tokens, weight_chunks=asked.weight_chunks, bits=asked.bits):
+    with reproducibly(policy, block_tokens=mode.block_tokens, weight_chunks=mode.weight_chunks, bits=mode.bits):
         yield
 
 
 def kernels_of(policy: Policy) -> dict[str, str]:
-    """Which kernels the bits of a policy in the reproducible mode are of, for a record; {} outside it."""
+    """Return the kernels that determine a policy's bits in the reproducible mode, for a record; {} outside it."""
     return {} if policy.exact is None else {"reproducible_kernels": policy.exact.pieces.kernels.NAME}
 
 
 def up_to_last_document(row: TrainingRow) -> TrainingRow:
-    """A row without the padding at its end, of which a layout has more and another less; one token at least."""
+    """Return a row without the padding at its end, whose length depends on the layout; at least one token."""
     real = torch.nonzero(row.document_ids_T != PADDING)
     length = int(real[-1]) + 1 if len(real) else 1
     return row.map(lambda values_T: values_T[:length])
 
 
 def row_numbers(rows: Sequence[TrainingRow]) -> list[int]:
-    """The place of each row in the order of the rows' first targets in the source batch; rows without any come last.
+    """Return the place of each row in the order of the rows' first targets in the source batch; empty rows come last.
 
-    No layout changes it: neither which rank holds a row, nor how rows are grouped into micro-batches.
+    Independent of the layout: of the rank that holds a row, and of the grouping of rows into micro-batches.
     """
 
     def first(row: TrainingRow) -> float:
-        known = row.source_T[row.source_T != PADDING]
-        return int(known.min()) if len(known) else math.inf
+        targets = row.source_T[row.source_T != PADDING]
+        return int(targets.min()) if len(targets) else math.inf
 
     order = sorted(range(len(rows)), key=lambda at: first(rows[at]))
     return [order.index(at) for at in range(len(rows))]
 
 
 def power_of_two(rows: Sequence[TrainingRow], weights: Sequence[Mapping[str, TokenWeights]]) -> float:
-    """What the loss is multiplied with, so that the mean gradient weight of a target that counts is about 1.
+    """Return the factor of the loss that makes the mean gradient weight of a trained target about 1.
 
-    Formula:  2^-e with mean = m 2^e, 1/2 <= m < 1, over all rows of the step; 1 if nothing weighs anything.
+    Formula:  2^-e with mean = m 2^e, 1/2 <= m < 1, over all rows of the step; 1 if all weights are 0.
     """
-    kept = [named["policy"].gradient_T[row.loss_mask_T].abs() for row, named in zip(rows, weights, strict=True)]
-    tokens = sum(map(len, kept))
-    mean = math.fsum(float(weights_T.sum()) for weights_T in kept) / max(tokens, 1)
+    trained = [named["policy"].gradient_T[row.loss_mask_T].abs() for row, named in zip(rows, weights, strict=True)]
+    tokens = sum(map(len, trained))
+    mean = math.fsum(float(weights_T.sum()) for weights_T in trained) / max(tokens, 1)
     return 2.0 ** -math.frexp(mean)[1] if 0 < mean < math.inf else 1.0
 
 
 def unsplit(local: LocalRow, said: TokenLogprobs) -> tuple[LocalRow, TokenLogprobs]:
-    """In the reproducible mode the whole row, and what the head says of all its tokens; else both as they are.
+    """Return the whole row and the head outputs of all its tokens in the reproducible mode; else both unchanged.
 
     Backward: each rank takes its own tokens of the gradient; see `whole_row`.
     """
@@ -130,17 +130,17 @@ def unsplit(local: LocalRow, said: TokenLogprobs) -> tuple[LocalRow, TokenLogpro
     if whole is None:
         return local, said
     tokens = len(whole.row.tokens_T)
-    said = TokenLogprobs(
+    head_output = TokenLogprobs(
         *(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens] for part in said)
     )
     sums = ShardedSums(whole.row, torch.arange(tokens), Axis("cp"))
-    return replace(local, row=whole.row, weights=whole.weights, sums=sums, documents=whole.documents), said
+    return replace(local, row=whole.row, weights=whole.weights, sums=sums, documents=whole.documents), head_output
 
 
 def in_row_order(
     parts: Sequence[Mapping[str, Scalar]], metrics: Sequence[Mapping[str, Value]], rows: Sequence[LocalRow], mesh: Mesh
 ) -> tuple[dict[str, Scalar], dict[str, float]]:
-    """The loss, term by term, and the finished metrics of a step, from those of this rank's rows. float64."""
+    """Return the loss, term by term, and the final metrics of a step, from those of this rank's rows. float64."""
     numbers_r = torch.tensor([local.whole.number for local in rows if local.whole], device=mesh.device)
     lines = torch.stack([torch.stack([part.value.detach().double() for part in named.values()]) for named in parts])
     total = sum_in_order(lines, numbers_r, mesh["dp"])
@@ -149,10 +149,10 @@ def in_row_order(
 
 
 def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
-    """Do a step in the reproducible mode until its sums fit, and note with how many bits they did.
+    """Repeat a step in the reproducible mode until its sums fit, and record the number of bits.
 
-    Every rank of the job finds the same, and does the same. The next step begins with the bits of the spec again, so
-    what a step finds does not depend on those before.
+    Every rank of the job takes the same decision. The next step starts with the bits of the spec again, so the result
+    of a step does not depend on earlier steps.
 
     Raises:
         SpecError: rows of the ordinary mode.
@@ -160,22 +160,22 @@ def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
     """
 
     @functools.wraps(step)
-    def again(policy: Policy, loss: Any, rows: Sequence[LocalRow], totals: StepTotals, **how: Any) -> StepResult:
+    def retry(policy: Policy, loss: Any, rows: Sequence[LocalRow], totals: StepTotals, **options: Any) -> StepResult:
         exact = policy.exact
         if exact is None:
-            return step(policy, loss, rows, totals, **how)
+            return step(policy, loss, rows, totals, **options)
         if any(local.whole is None for local in rows):
             raise SpecError(
                 "a step of a policy in the reproducible mode",
                 found="rows that were prepared without it",
-                rule="the loss is evaluated on whole rows then",
+                rule="this mode evaluates the loss on whole rows",
                 fix="prepare_rows(..., spec) with spec.reproducible.block_tokens",
             )
         tried = [exact.resolution.bits]
         while True:
             exact.start(totals.scale, tried[-1])
             try:
-                result = step(policy, loss, rows, totals, **how)
+                result = step(policy, loss, rows, totals, **options)
             except OutOfRange as error:
                 if error.bits is None or error.bits in tried or len(tried) > RETRIES:
                     error.add_note(f"tried with {', '.join(map(str, tried))} bits")
@@ -183,7 +183,7 @@ def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
                 tried.append(error.bits)
             else:
                 used = min((bits for bits in exact.used_bits.values() if bits), default=0)
-                found = {"bits": tried[-1], "used_bits": used, "scale": totals.scale, "retries": len(tried) - 1}
-                return replace(result, range=found)
+                sums = {"bits": tried[-1], "used_bits": used, "scale": totals.scale, "retries": len(tried) - 1}
+                return replace(result, range=sums)
 
-    return again
+    return retry

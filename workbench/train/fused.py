@@ -1,21 +1,21 @@
 """Loss and gradient of a row in one pass over the head, for `workbench.train.step`.
 
-`workbench.policy.logprobs.fused_loss` asks about chunks of a row, so the row is cut here as it asks: data, weights and
-sums over documents of the tokens of a chunk, through the same evaluation as a whole row. What the loss must see
-together is found out by listening to it:
+`workbench.policy.logprobs.fused_loss` requests chunks of a row, so the row is split here on request: data, weights and
+document sums of the tokens of a chunk, evaluated as a whole row is. The tokens that a loss must see together are
+derived from a trial evaluation, which records the sums that it requests:
 
-    asks for no sums               any tokens                                                           3 products
-    asks for sums over documents   documents (pairs: groups)                                            3
+    requests no sums               any tokens                                                           3 GEMMs
+    requests sums over documents   documents (pairs: groups)                                            3
       on several cp ranks, of data only       any tokens, with the sums of the whole row replayed       3
       on several cp ranks, of the policy      all ranks between forward and backward                    4
-    looks across documents         the row: surrogates clip_cov and kl_cov, which select by a statistic
+    depends on several documents   the row: surrogates clip_cov and kl_cov, which select by a statistic
                                    of all tokens of a row, and corrections with population micro_batch  4
 
-Three products always where a row fits into a chunk, or `PolicySpec.keep_bytes` holds it. A loss whose coupling nobody
-knows comes out right all the same: see `fused_loss`.
+Always three GEMMs if a row fits into a chunk, or into `PolicySpec.keep_bytes`. A loss with an undeclared coupling
+is correct all the same: see `fused_loss`.
 
-How a row is cut decides the last bits of its log-probabilities, so one function decides it (`plan_head`), for the pass
-that trains and for the one without a gradient that makes old and reference log-probabilities (`fused_logprobs`).
+The chunks of a row decide the last bits of its log-probabilities, so one function chooses them (`plan_head`), for the
+training pass and for the pass without gradient that computes old and reference log-probabilities (`fused_logprobs`).
 
 Letters: T packed tokens | C tokens of a chunk.
 """
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 
 
 Evaluate = Callable[["LocalRow", TokenLogprobs, Tensor | None], Evaluated]
-"""Some tokens, what the head says about them, clip decisions taken elsewhere -> the loss on them."""
+"""Some tokens, their head outputs, clip decisions of another run -> the loss on them."""
 
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How the tokens of a row go through the head, the same with and without a gradient.
+    """The chunking of a row through the head, the same with and without a gradient.
 
     Attributes:
-        couples: which tokens the loss must see together; None: the loss needs the policy's log-probabilities of other
-            cp ranks, so the row goes forward, all ranks evaluate the loss, and the row goes back.
-        labels_T: [T] what tokens that belong together share.
-        sums: for the tokens of a chunk, the sums of the whole row, where they are data; None: of the chunk itself.
-        asked: which sums the loss asks for.
+        couples: the unit of tokens that the loss must see together; None: the loss needs the policy's log-probabilities
+            of other cp ranks, so it is evaluated on all ranks between forward and backward of the row.
+        labels_T: [T] a label that the tokens of one unit share.
+        sums: the sums of the whole row, for the tokens of a chunk, if they are data; None: sums of the chunk itself.
+        asked: the kinds of sums that the loss requests.
     """
 
     couples: Couples | None
@@ -73,29 +73,29 @@ def plan_head(
     wanted: Sequence[str],
     loss_spec: LossSpec | None = None,
 ) -> HeadPlan:
-    """Decide how a row is cut. Collective over cp where the loss asks for sums; the same on every rank.
+    """Choose the chunking of a row. Collective over cp if the loss requests sums; the same on every rank.
 
-    The loss is listened to with placeholders of the policy's log-probabilities, and of those of the reference where the
-    row has none yet.
+    The trial evaluation of the loss has placeholders for the policy's log-probabilities, and for those of the
+    reference if the row has none yet.
 
     Args:
         local: the row.
-        frozen_clip_T: [T] bool, clip decisions taken elsewhere.
+        frozen_clip_T: [T] bool, clip decisions of another run.
         evaluate: the loss on some tokens.
-        wanted: what the head says besides log-probabilities.
-        loss_spec: what the loss was made from; None: listening alone says what it couples.
+        wanted: head outputs besides log-probabilities.
+        loss_spec: the settings of the loss; None: its coupling is derived from the trial evaluation alone.
     """
-    row, asked = local.row, frozenset(sums_asked_for(local, frozen_clip_T, evaluate, wanted))
+    row, requested = local.row, frozenset(sums_asked_for(local, frozen_clip_T, evaluate, wanted))
     sums = None
-    if asked and local.sums.axis.size > 1:
+    if requested and local.sums.axis.size > 1:
         sums = sums_of_data(local, frozen_clip_T, evaluate, wanted)
         if sums is None:
-            return HeadPlan(None, asked=asked)
+            return HeadPlan(None, asked=requested)
     if couples_a_row(loss_spec):
-        return HeadPlan("row", sums=sums, asked=asked)
-    if sums is not None or not asked:
-        return HeadPlan("token", sums=sums, asked=asked)
-    return HeadPlan("document", row.group_ids_T if "pair" in asked else row.document_ids_T, asked=asked)
+        return HeadPlan("row", sums=sums, asked=requested)
+    if sums is not None or not requested:
+        return HeadPlan("token", sums=sums, asked=requested)
+    return HeadPlan("document", row.group_ids_T if "pair" in requested else row.document_ids_T, asked=requested)
 
 
 def fused_row(
@@ -107,42 +107,42 @@ def fused_row(
     wanted: Sequence[str],
     loss_spec: LossSpec | None = None,
 ) -> tuple[Evaluated, str | None]:
-    """The loss of a row whose gradient is there already, and why that took more than three products, or None.
+    """Return the loss of a row with its gradient computed already, and the reason for more than three GEMMs, or None.
 
-    Backward of its "total" gives every parameter the gradient that it would have without fusion. What is said of tokens
-    that do not count is 0: they never went through the head.
+    Backward of its "total" gives every parameter the gradient that it has without fusion. Head outputs of masked
+    tokens are 0: they never went through the head.
 
     Args:
-        policy: as this rank holds it, loaded for `fused_loss`.
+        policy: this rank's shard, loaded for `fused_loss`.
         hidden_TD: hidden states of the row.
         local: the row.
-        frozen_clip_T: [T] bool, clip decisions taken elsewhere.
+        frozen_clip_T: [T] bool, clip decisions of another run.
         evaluate: the loss on some tokens.
-        wanted: what the head says besides log-probabilities.
-        loss_spec: what the loss was made from; None: listening alone says what it couples.
+        wanted: head outputs besides log-probabilities.
+        loss_spec: the settings of the loss; None: its coupling is derived from the trial evaluation alone.
 
     Raises:
-        SpecError: a policy whose log-probabilities do not go by chunks.
+        SpecError: a policy whose log-probabilities are not computed in chunks.
     """
     plan = plan_head(local, frozen_clip_T, evaluate, wanted, loss_spec)
 
-    def loss_of(said: TokenLogprobs, places_C: Tensor) -> Tensor:
+    def chunk_loss(head_output: TokenLogprobs, places_C: Tensor) -> Tensor:
         if not len(places_C):
-            return said.logprobs_T.sum()
+            return head_output.logprobs_T.sum()
         frozen_C = None if frozen_clip_T is None else frozen_clip_T[places_C]
-        return evaluate(some_tokens(local, places_C, plan.sums), said, frozen_C).scalars["total"].value
+        return evaluate(some_tokens(local, places_C, plan.sums), head_output, frozen_C).scalars["total"].value
 
     if plan.couples is not None:
-        fused = _through_head(policy, hidden_TD, local, plan, loss_of, wanted)
+        fused = _chunked_head(policy, hidden_TD, local, plan, chunk_loss, wanted)
         if plan.sums is None or not plan.sums.differ():
             with torch.no_grad():
                 whole = evaluate(local, fused.said, frozen_clip_T)
             total = replace(whole.scalars["total"], value=fused.loss)
             return whole._replace(scalars={**whole.scalars, "total": total}), fused.fallback
-    said = _all_at_once(policy, hidden_TD, local, wanted)
-    return evaluate(local, said, frozen_clip_T), (
+    head_output = _whole_row_head(policy, hidden_TD, local, wanted)
+    return evaluate(local, head_output, frozen_clip_T), (
         f"the loss sums over whole {' and '.join(sorted(plan.asked))}s, whose tokens lie on {local.sums.axis.size} cp "
-        "ranks: it is evaluated between forward and backward, 4 products less what keep_bytes keeps"
+        "ranks: it is evaluated between forward and backward, 4 GEMMs less those saved by keep_bytes"
     )
 
 
@@ -155,93 +155,93 @@ def fused_logprobs(
     wanted: Sequence[str],
     loss_spec: LossSpec | None = None,
 ) -> Tensor:
-    """[T] log-probabilities of the trained tokens of a row, bit for bit as `fused_row` computes them; 0 on the others.
+    """[T] log-probabilities of the trained tokens of a row, bitwise equal to `fused_row`; 0 elsewhere.
 
     Backward: none.
-    Raises:   SpecError: a policy whose log-probabilities do not go by chunks.
+    Raises:   SpecError: a policy whose log-probabilities are not computed in chunks.
     """
     plan = plan_head(local, None, evaluate, wanted, loss_spec)
     if plan.couples is None:
-        return _all_at_once(policy, hidden_TD, local, wanted).logprobs_T
+        return _whole_row_head(policy, hidden_TD, local, wanted).logprobs_T
 
-    def no_loss(said: TokenLogprobs, places_C: Tensor) -> Tensor:
-        return said.logprobs_T.sum()
+    def no_loss(head_output: TokenLogprobs, places_C: Tensor) -> Tensor:
+        return head_output.logprobs_T.sum()
 
-    return _through_head(policy, hidden_TD, local, plan, no_loss, wanted).said.logprobs_T
+    return _chunked_head(policy, hidden_TD, local, plan, no_loss, wanted).said.logprobs_T
 
 
-def _through_head(
-    policy: Policy, hidden_TD: Tensor, local: LocalRow, plan: HeadPlan, loss_of: LossOfRows, wanted: Sequence[str]
+def _chunked_head(
+    policy: Policy, hidden_TD: Tensor, local: LocalRow, plan: HeadPlan, chunk_loss: LossOfRows, outputs: Sequence[str]
 ) -> FusedLoss:
     row = local.row
-    _refuse_other_heads(policy)
+    _require_chunked_head(policy)
     return fused_loss(
         hidden_TD,
         targets_T=row.targets_T,
-        loss_fn=loss_of,
+        loss_fn=chunk_loss,
         couples=plan.couples,
         document_ids_T=plan.labels_T,
         expected_logprobs_T=row.old_logprobs_T,
         implementation=policy.implementation,
         temperature=row.extensions.get("temperature_T", policy.temperature),
         active_T=row.loss_mask_T,
-        wanted=wanted,
+        wanted=outputs,
         **policy.head_arguments(),
     )
 
 
-def _all_at_once(policy: Policy, hidden_TD: Tensor, local: LocalRow, wanted: Sequence[str]) -> TokenLogprobs:
+def _whole_row_head(policy: Policy, hidden_TD: Tensor, local: LocalRow, outputs: Sequence[str]) -> TokenLogprobs:
     row = local.row
-    _refuse_other_heads(policy)
+    _require_chunked_head(policy)
     return policy.token_logprobs(
-        hidden_TD, row.targets_T, row.extensions.get("temperature_T"), active_T=row.loss_mask_T, wanted=wanted
+        hidden_TD, row.targets_T, row.extensions.get("temperature_T"), active_T=row.loss_mask_T, wanted=outputs
     )
 
 
-def _refuse_other_heads(policy: Policy) -> None:
-    """Another implementation here than in the passes without fusion would move the ratio off 1 before any step."""
+def _require_chunked_head(policy: Policy) -> None:
+    """Raise an error if the head differs from that of unfused passes: ratios would not start at exactly 1."""
     if policy.implementation not in CHUNKED:
         raise SpecError(
             f"a fused step of a policy whose log-probabilities are {policy.implementation!r}",
             found="an implementation that holds all logits of a row at once",
             rule=f"the implementation is chosen once, for every pass of a run: one of {', '.join(CHUNKED)} "
-            "where one is fused",
+            "if one is fused",
             fix="load_policy(..., fused_loss=True), or make_policy of a spec with policy.fused_loss",
         )
 
 
 def couples_a_row(spec: LossSpec | None) -> bool:
-    """Whether a loss takes a statistic over all tokens of a row that depends on the current policy, or on the cut."""
+    """True if a loss takes a statistic over all tokens of a row that depends on the current policy or on the split."""
     return spec is not None and bool(spec.surrogate.breaks or spec.correction.breaks)
 
 
 def sums_asked_for(
     local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, wanted: Sequence[str] = ("entropy", "logsumexp")
 ) -> set[str]:
-    """Which sums over parts of a row a loss asks for: document, segment, pair. The same on every rank, without one."""
-    heard = _Listening()
+    """Return the kinds of sums that a loss requests: document, segment, pair. No collective; equal on every rank."""
+    probe = _KindsOfSums()
     with torch.no_grad():
-        evaluate(_with_reference(replace(local, sums=heard)), _supposed(local, wanted), frozen_clip_T)
-    return heard.asked
+        evaluate(_with_reference(replace(local, sums=probe)), _stand_in(local, wanted), frozen_clip_T)
+    return probe.requested
 
 
 def sums_of_data(
     local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, wanted: Sequence[str] = ("entropy", "logsumexp")
 ) -> RowSums | None:
-    """The sums over parts of a row that a loss asks for, where no current policy enters them; None: one does.
+    """Return the sums that a loss requests if none depends on the current policy; None: one does.
 
-    The loss is asked twice, of two policies that differ at every token. A sum depends on the policy if it carries a
-    gradient, or if what is summed is not the same both times. Collective over cp; the same on every rank.
+    The loss is evaluated twice, for two policies that differ at every token. A sum depends on the policy if it carries
+    a gradient, or if the summed values differ between the two. Collective over cp; the same on every rank.
     """
-    heard = []
+    trials = []
     for moved in (False, True):
-        noting = _Noting(local.sums)
+        probe = _SumRecorder(local.sums)
         with torch.enable_grad():
-            evaluate(_with_reference(replace(local, sums=noting)), _supposed(local, wanted, moved=moved), frozen_clip_T)
-        heard.append(noting)
-    first, second = heard
+            evaluate(_with_reference(replace(local, sums=probe)), _stand_in(local, wanted, moved=moved), frozen_clip_T)
+        trials.append(probe)
+    first, second = trials
     mask_T = local.row.loss_mask_T
-    same = first.free and second.free and [call.what for call in first.calls] == [call.what for call in second.calls]
+    same = first.free and second.free and [call.kind for call in first.calls] == [call.kind for call in second.calls]
     differs = torch.ones((), dtype=torch.bool, device=mask_T.device)
     if same:
         differs = torch.stack(
@@ -258,11 +258,11 @@ def sums_of_data(
 
 
 def some_tokens(local: LocalRow, places_C: Tensor, sums: RowSums | None = None) -> LocalRow:
-    """The part of a row that some of its tokens are: data, weights and sums; documents keep their names.
+    """Return the part of a row with some of its tokens: data, weights and sums; documents keep their names.
 
     Args:
         local: the row.
-        places_C: [C] where its tokens lie.
+        places_C: [C] positions of the tokens.
         sums: those of the whole row; None: sums over these tokens alone.
     """
 
@@ -278,61 +278,61 @@ def some_tokens(local: LocalRow, places_C: Tensor, sums: RowSums | None = None) 
 
 
 def _with_reference(local: LocalRow) -> LocalRow:
-    """A row that has reference log-probabilities: its own, or placeholders where they are yet to be computed."""
+    """Return a row with reference log-probabilities: its own, or placeholders if they are yet to be computed."""
     row = local.row
     return (
         local if row.ref_logprobs_T is not None else replace(local, row=replace(row, ref_logprobs_T=row.old_logprobs_T))
     )
 
 
-def _supposed(local: LocalRow, wanted: Sequence[str], *, moved: bool = False) -> TokenLogprobs:
-    """What the head might say about a row; irregularly moved both ways, by at least an eighth of a nat."""
+def _stand_in(local: LocalRow, outputs: Sequence[str], *, moved: bool = False) -> TokenLogprobs:
+    """Stand-in head outputs for a trial evaluation; if ``moved``, shifted irregularly both ways by at least 1/8 nat."""
     old_T = local.row.old_logprobs_T.detach()
     places_T = torch.arange(len(old_T), device=old_T.device)
-    away_T = (1 + places_T % 3) * (1 - 2 * (places_T % 2)) / 8 if moved else torch.zeros_like(old_T)
-    fields = {"logprobs_T": old_T + away_T} | {f"{name}_T": torch.zeros_like(old_T) + away_T for name in wanted}
+    shift_T = (1 + places_T % 3) * (1 - 2 * (places_T % 2)) / 8 if moved else torch.zeros_like(old_T)
+    fields = {"logprobs_T": old_T + shift_T} | {f"{name}_T": torch.zeros_like(old_T) + shift_T for name in outputs}
     return TokenLogprobs(**{name: value.requires_grad_() for name, value in fields.items()})
 
 
 def _differ(one_T: Tensor, other_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Whether two sets of values differ in any bit where something counts, 0-dimensional."""
+    """True if two tensors differ in any bit at a trained token; 0-dimensional."""
     return ((one_T != other_T) & ~(one_T.isnan() & other_T.isnan()) & mask_T).any()
 
 
-class _Listening:
-    """Sums over documents that only note what is asked."""
+class _KindsOfSums:
+    """Document sums that return 0 and record the kinds that are requested."""
 
     def __init__(self) -> None:
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
 
     def document(self, values_T: Tensor) -> Tensor:
-        return self._note("document", values_T)
+        return self._record("document", values_T)
 
     def segment(self, values_T: Tensor) -> Tensor:
-        return self._note("segment", values_T)
+        return self._record("segment", values_T)
 
     def pair(self, values_T: Tensor) -> Tensor:
-        return self._note("pair", values_T)
+        return self._record("pair", values_T)
 
-    def _note(self, what: str, values_T: Tensor) -> Tensor:
-        self.asked.add(what)
+    def _record(self, kind: str, values_T: Tensor) -> Tensor:
+        self.requested.add(kind)
         return torch.zeros_like(values_T)
 
 
 class _Call(NamedTuple):
-    """One sum that a loss asked for: over which parts, of what, and the sum at each token."""
+    """One sum that a loss requested: its kind, the summed values, and the sum at each token."""
 
-    what: str
+    kind: str
     values_T: Tensor
     sums_T: Tensor
 
 
-class _Noting:
-    """Sums over documents of a whole row, with a note of each.
+class _SumRecorder:
+    """Document sums of a whole row, each recorded.
 
     Attributes:
         calls: in order.
-        free: whether no gradient enters any of them.
+        free: True if no gradient enters any of them.
     """
 
     def __init__(self, sums: DocumentSums) -> None:
@@ -341,30 +341,30 @@ class _Noting:
         self.free = True
 
     def document(self, values_T: Tensor) -> Tensor:
-        return self._note("document", values_T)
+        return self._record("document", values_T)
 
     def segment(self, values_T: Tensor) -> Tensor:
-        return self._note("segment", values_T)
+        return self._record("segment", values_T)
 
     def pair(self, values_T: Tensor) -> Tensor:
-        return self._note("pair", values_T)
+        return self._record("pair", values_T)
 
-    def _note(self, what: str, values_T: Tensor) -> Tensor:
+    def _record(self, kind: str, values_T: Tensor) -> Tensor:
         self.free &= not values_T.requires_grad
-        sums_T = getattr(self._sums, what)(values_T)
-        self.calls.append(_Call(what, values_T.detach(), sums_T.detach()))
+        sums_T = getattr(self._sums, kind)(values_T)
+        self.calls.append(_Call(kind, values_T.detach(), sums_T.detach()))
         return sums_T
 
 
 @dataclass
 class RowSums:
-    """Sums over parts of a whole row that are data, to be read where only some of its tokens are evaluated.
+    """Sums over parts of a whole row that are data, for evaluations of some of its tokens.
 
     Attributes:
-        calls: what the loss asks for, in order.
-        mask_T: [T] bool, the tokens that count.
+        calls: the requests of the loss, in order.
+        mask_T: [T] bool, the trained tokens.
         axis: the ranks that share the row.
-        differs: 0-dimensional bool, whether the loss summed something else on this rank than was noted.
+        differs: 0-dimensional bool, True if the loss summed other values on this rank than were recorded.
     """
 
     calls: tuple[_Call, ...]
@@ -373,21 +373,21 @@ class RowSums:
     differs: Tensor
 
     def at(self, places_C: Tensor) -> _Replayed:
-        """The sums as one evaluation of the loss on some tokens asks for them.
+        """Return the sums for one evaluation of the loss on some tokens.
 
         Args:
-            places_C: [C] where the tokens lie.
+            places_C: [C] positions of the tokens.
         """
         return _Replayed(self, places_C)
 
     def differ(self) -> bool:
-        """Whether the loss summed something else on any rank: these are then not its sums. Collective over the axis."""
+        """True if the loss summed other values on any rank, so these are not its sums. Collective over the axis."""
         return bool(all_sum(self.differs.int(), self.axis) > 0)
 
 
 @dataclass
 class _Replayed:
-    """The sums of a row for some of its tokens, one after another."""
+    """The sums of a row for some of its tokens, in the recorded order."""
 
     row: RowSums
     places_C: Tensor
@@ -402,11 +402,11 @@ class _Replayed:
     def pair(self, values_T: Tensor) -> Tensor:
         return self._next("pair", values_T)
 
-    def _next(self, what: str, values_C: Tensor) -> Tensor:
+    def _next(self, kind: str, values_C: Tensor) -> Tensor:
         row, at = self.row, self.places_C
         call = row.calls[self.taken] if self.taken < len(row.calls) else None
         self.taken += 1
-        if call is None or call.what != what or values_C.requires_grad:
+        if call is None or call.kind != kind or values_C.requires_grad:
             row.differs = torch.ones_like(row.differs)
             return torch.zeros_like(values_C)
         row.differs = row.differs | _differ(call.values_T[at], values_C, row.mask_T[at])

@@ -1,14 +1,13 @@
-"""Online rollouts: the policy answers prompts of a task, the answers are scored, and become the batch of a step.
+"""Online rollouts: sample completions of a task's prompts from the policy, score them, and build the batch of a step.
 
-    weights to the sampler -> prompts -> answers, dealt to ranks and sent to all -> rewards -> old and reference
+    weights to the sampler -> prompts -> completions, sampled on all ranks and exchanged -> rewards -> old and reference
     log-probabilities -> advantages -> the documents of one or several optimizer steps
 
-What trains on them is `workbench.train.step`, as on a recording: any loss, head, layout, precision and correction. What
-a prompt draws is decided by the run's seed, the number of the sampling and the prompt's place in it, so neither the
-layout nor an interruption changes it; weights that differ in their last bits can.
+`workbench.train.step` trains on them as on a rollout dataset: any loss, head, layout, precision and correction. The
+random numbers of a prompt depend on the run's seed, the number of the sampling and the prompt's position in it, so
+neither the layout nor an interruption changes them; weights that differ in their last bits can change completions.
 
-Letters: P prompts | G answers to a prompt | N = P G documents | M most tokens of an answer | S tokens of what was
-sampled.
+Letters: P prompts | G completions of a prompt | N = P G documents | M length limit of a completion | S sampled tokens.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from workbench.train import step as flow
 from workbench.train.policies import make_policy
 
 MIXED_PROMPTS = "reward/mixed_prompts/fraction"
-"""In a step record: share of the prompts whose completions earned different rewards, the ones with an advantage."""
+"""Step record: share of the prompts whose completions earned different rewards, and so have an advantage."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """What one optimizer step trains on.
+    """The training data of one optimizer step.
 
     Attributes:
         documents: of the step.
-        source: the batch that they were chosen from; per-token records are in its order.
-        numbers: about the sampling, for the step's record.
-        fresh: whether this is the first step on that batch.
+        source: the batch from which they were taken; per-token records are in its order.
+        numbers: statistics of the sampling, for the step's record.
+        fresh: True for the first step on that batch.
     """
 
     documents: RolloutBatch
@@ -61,7 +60,7 @@ class StepData:
 
 
 def in_order(batch: RolloutBatch, documents_per_step: int | None, first: int = 0) -> Iterator[RolloutBatch]:
-    """The documents of each optimizer step from step ``first`` on: in order, around and around; None: all of them."""
+    """Yield the documents of each optimizer step from step ``first``: in order, cyclically; None: all of them."""
     if documents_per_step is None:
         yield from itertools.repeat(batch)
         return
@@ -70,15 +69,15 @@ def in_order(batch: RolloutBatch, documents_per_step: int | None, first: int = 0
 
 
 class Online:
-    """Samples from a policy as it is trained.
+    """Sampler of the policy during training.
 
-    Every rank holds the sampler's whole weights, writes the answers to its share of the prompts, and gets the others'.
+    Every rank holds the sampler's full weights, samples completions of its share of the prompts, and gets the others'.
 
     Args:
         spec: of the run, with `spec.online.task`.
-        policy: that is trained.
-        project: folder that relative paths in the spec begin at.
-        task: None takes the one that the spec names.
+        policy: the policy being trained.
+        project: base folder of relative paths in the spec.
+        task: None takes the task of the spec.
 
     Example:
         >>> from workbench.sharding.mesh import single_process_mesh
@@ -109,7 +108,7 @@ class Online:
         )
 
     def steps(self, first: int = 0) -> Iterator[StepData]:
-        """What each optimizer step trains on, from step ``first`` on; sampled when the step before is over.
+        """Yield the data of each optimizer step from step ``first``; sampled after the step before has finished.
 
         Collective. ``first`` is a multiple of ``updates``.
         """
@@ -121,54 +120,54 @@ class Online:
                 numbers = {name: value for name, value in numbers.items() if not name.startswith("time/")}
 
     def sample(self, number: int) -> tuple[RolloutBatch, dict[str, float]]:
-        """What the policy answers, as it is now, with everything that a loss asks for; and what there is to say of it.
+        """Sample from the current policy; return the batch, with every field that the loss needs, and its statistics.
 
         Collective. The batch is the same on every rank.
 
         Raises:
-            SpecError: prompts or a reward that cannot be used.
+            SpecError: invalid prompts or an invalid reward.
         """
-        began, online = time.perf_counter(), self.spec.online
+        start, online = time.perf_counter(), self.spec.online
         self.sampler.take(full_weights(self.policy.model, self.policy.shards, self.mesh))
         prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
         if len(prompts) != online.prompts:
             raise SpecError(
                 f"{online.prompts} prompts of {online.task}",
                 found=f"{len(prompts)}",
-                rule="a task gives as many prompts as it is asked for",
+                rule="a task returns the requested number of prompts",
                 fix="correct its prompts()",
             )
         encoded = [self._encoded(prompt) for prompt in prompts]
-        self._refuse_other_prompts(encoded)
-        answers, rewards_N = self._everybodys(self._answer_own(number, prompts, encoded))
-        if not all(math.isfinite(said) for answer in answers for said in answer.logprobs):
+        self._check_equal_prompts(encoded)
+        completions, rewards_N = self._gather(self._sample_own(number, prompts, encoded))
+        if not all(math.isfinite(logprob) for completion in completions for logprob in completion.logprobs):
             raise SpecError(
                 f"sampling {number}, from the policy after {number * online.updates} steps",
                 found="log-probabilities that are not finite",
-                rule="a policy that samples is finite",
+                rule="log-probabilities of sampled tokens are finite",
                 fix="lower optimizer.learning_rate, or set optimizer.max_grad_norm; gradient/norm/global "
-                "in metrics.jsonl says since when, and the newest checkpoint is of before",
+                "in metrics.jsonl shows since when, and the newest checkpoint is from before",
             )
         sampled = time.perf_counter()
-        batch = self._batch(encoded, answers, rewards_N)
+        batch = self._batch(encoded, completions, rewards_N)
         numbers = describe(batch, self.task.right_reward, online.answers)
         batch = self._scored(batch)
         return batch, numbers | {
-            "time/sample_ms": 1e3 * (sampled - began),
+            "time/sample_ms": 1e3 * (sampled - start),
             "time/score_ms": 1e3 * (time.perf_counter() - sampled),
         }
 
-    # ---- writing answers -----------------------------------------------------------------------------
+    # ---- sampling completions ------------------------------------------------------------------------
 
     def _encoded(self, prompt: str) -> list[int]:
-        given, size = self.task.encode(prompt), self.policy.vocabulary_size
+        encoded, size = self.task.encode(prompt), self.policy.vocabulary_size
         try:
-            tokens = [operator.index(token) for token in given]
+            tokens = [operator.index(token) for token in encoded]
         except TypeError as error:
             raise SpecError(
                 f"tokens of the prompt {prompt!r}",
-                found=f"a {type(given).__name__}, {reprlib.repr(given)}",
-                rule="encode() gives whole numbers, one after another: a list, or one row of a tensor",
+                found=f"a {type(encoded).__name__}, {reprlib.repr(encoded)}",
+                rule="encode() returns a flat sequence of integers: a list, or one row of a tensor",
                 fix="return tokenizer(text).input_ids, not tokenizer(text) and not a list of such lists",
             ) from error
         if not tokens or not all(0 <= token < size for token in tokens):
@@ -176,62 +175,63 @@ class Online:
                 f"tokens of the prompt {prompt!r}",
                 found=f"{tokens}",
                 rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
-                fix="correct encode() of the task, or take the model that it is for",
+                fix="correct encode() of the task, or take the model of its tokenizer",
             )
-        longest, places = len(tokens) + self.spec.online.max_new_tokens, self.sampler.positions
-        self._refuse_small_rows(prompt, longest)
-        if places is not None and longest > places:
+        longest, positions = len(tokens) + self.spec.online.max_new_tokens, self.sampler.positions
+        self._check_row_size(prompt, longest)
+        if positions is not None and longest > positions:
             raise SpecError(
-                f"an answer of {self.spec.online.max_new_tokens} tokens to {prompt!r}",
-                found=f"{len(tokens)} tokens of the prompt, and a model of {places} positions",
-                rule="prompt and answer together have a position for each token",
+                f"a completion of {self.spec.online.max_new_tokens} tokens to {prompt!r}",
+                found=f"{len(tokens)} tokens of the prompt, and a model of {positions} positions",
+                rule="every token of prompt and completion has a position",
                 fix="lower online.max_new_tokens, or take shorter prompts",
             )
         return tokens
 
-    def _refuse_small_rows(self, prompt: str, longest: int) -> None:
-        """Rows that the longest answer does not fit into would end the run when it comes, which may be hours later."""
+    def _check_row_size(self, prompt: str, longest: int) -> None:
+        """Raise an error if the longest completion fits no row: it could end the run hours later."""
         data, online = self.spec.data, self.spec.online
         together = online.answers if data.keep_groups or self.spec.loss.needs_pairs else 1
         needed = flow.multiples(self.spec.layout, self.spec.reproducible)
-        each = -(-longest // needed.document) * needed.document
+        padded = -(-longest // needed.document) * needed.document
         row = data.multiple_of or needed.row
-        if data.micro_batch_tokens is not None and together * each > data.micro_batch_tokens // row * row:
+        if data.micro_batch_tokens is not None and together * padded > data.micro_batch_tokens // row * row:
             raise SpecError(
-                f"data.micro_batch_tokens = {data.micro_batch_tokens} for answers of up to "
+                f"data.micro_batch_tokens = {data.micro_batch_tokens} for completions of up to "
                 f"{online.max_new_tokens} tokens to {prompt!r}",
-                found=f"{together} document(s) of up to {each} tokens in one row, and rows in multiples of {row}",
-                rule="a row holds the longest answer with its prompt, and those that it is compared with",
-                fix=f"take at least {-(-together * each // row) * row}, or lower online.max_new_tokens",
+                found=f"{together} document(s) of up to {padded} tokens in one row, and rows in multiples of {row}",
+                rule="a row holds the longest completion with its prompt, and those that it is compared with",
+                fix=f"take at least {-(-together * padded // row) * row}, or lower online.max_new_tokens",
             )
 
-    def _refuse_other_prompts(self, encoded: Sequence[Sequence[int]]) -> None:
-        """Every rank has the same prompts, or none goes on: each would put the others' answers behind its own."""
-        mine = seed_of(*itertools.starmap(seed_of, encoded))
-        both = torch.tensor([mine, -mine], device=self.mesh.device)
-        most = all_max(all_max(both, self.mesh["tp"]), self.mesh["dp_cp"])
+    def _check_equal_prompts(self, encoded: Sequence[Sequence[int]]) -> None:
+        """Raise an error unless all ranks have the same prompts: completions would be joined to the wrong ones."""
+        local = seed_of(*itertools.starmap(seed_of, encoded))
+        both = torch.tensor([local, -local], device=self.mesh.device)
+        most = all_max(all_max(both, self.mesh["tp"]), self.mesh["dp_cp"])  # the maximum, and minus the minimum
         if int(most[0]) != -int(most[1]):
             raise SpecError(
                 f"prompts of {self.spec.online.task}",
                 found="others on another rank",
-                rule="prompts(seed, count) gives the same for the same seed, in every process",
+                rule="prompts(seed, count) returns the same for the same seed, in every process",
                 fix="draw them from random.Random(seed) alone: the order of a set, hash() of a text, the "
                 "time or a pid differ between processes",
             )
 
-    def _answer_own(
+    def _sample_own(
         self, number: int, prompts: Sequence[str], encoded: Sequence[Sequence[int]]
     ) -> dict[int, tuple[Answer, float]]:
-        """Answers and rewards of this rank's share, by document."""
-        online, found = self.spec.online, {}
+        """Completions and rewards of this rank's share, by document."""
+        online, results = self.spec.online, {}
         rank = self.mesh["dp_cp"].rank * self.mesh["tp"].size + self.mesh["tp"].rank
         shares = [
             range(begin, min(begin + online.prompts_at_once, len(prompts)))
             for begin in range(0, len(prompts), online.prompts_at_once)
         ]
+        # Every rank samples, cp and tp ranks too, so that none is idle (DECISIONS.md, row 102).
         for share in shares[rank :: self.mesh.world_size]:
             uniforms_NM = torch.cat([self._uniforms(number, at) for at in share])
-            answers = self.sampler.answers(
+            completions = self.sampler.answers(
                 [encoded[at] for at in share for _ in range(online.answers)],
                 by_uniforms(uniforms_NM.to(self.mesh.device)),
                 temperature=online.temperature,
@@ -239,35 +239,36 @@ class Online:
                 end_ids=self.task.end_ids,
             )
             documents = [at * online.answers + i for at in share for i in range(online.answers)]
-            for document, answer in zip(documents, answers, strict=True):
-                found[document] = answer, self._reward(prompts[document // online.answers], answer)
-        return found
+            for document, completion in zip(documents, completions, strict=True):
+                results[document] = completion, self._reward(prompts[document // online.answers], completion)
+        return results
 
     def _uniforms(self, number: int, prompt: int) -> Tensor:
-        """[G, M] what the answers to a prompt draw."""
+        """[G, M] random numbers of a prompt's completions."""
+        # A seed per prompt: samples depend on neither the batch nor a state to save (DECISIONS.md, row 101).
         generator = torch.Generator().manual_seed(seed_of(self.spec.seed, number, prompt))
         return torch.rand(
             self.spec.online.answers, self.spec.online.max_new_tokens, generator=generator, dtype=torch.float64
         )
 
-    def _reward(self, prompt: str, answer: Answer) -> float:
-        completion = self._decoded(answer.tokens)
-        given = self.task.reward(prompt, completion)
+    def _reward(self, prompt: str, completion: Answer) -> float:
+        text = self._decoded(completion.tokens)
+        value = self.task.reward(prompt, text)
         try:
-            reward = float(given)
-        except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several numbers
+            reward = float(value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
             reward = math.nan
         if not math.isfinite(reward):
             raise SpecError(
-                f"reward of the answer {completion!r} to {prompt!r}",
-                found=reprlib.repr(given),
+                f"reward of the completion {text!r} to {prompt!r}",
+                found=reprlib.repr(value),
                 rule="a reward is a finite number",
                 fix="correct reward() of the task",
             )
         return reward
 
     def _decoded(self, tokens: Sequence[int]) -> str:
-        """The text of an answer. A policy may draw any id of its vocabulary, also one that the task does not know."""
+        """Decode a completion. The policy may sample any id of its vocabulary, including ids unknown to the task."""
         try:
             return self.task.decode(tokens)
         except (LookupError, ValueError) as error:
@@ -275,92 +276,93 @@ class Online:
             unknown = [token for token in tokens if known is None or token >= known]
             if not unknown:
                 raise
-            theirs = "" if known is None else f" and a task of {known}"
+            task_size = "" if known is None else f" and a task of {known}"
             raise SpecError(
                 f"online.task = {self.spec.online.task!r} with model.source = {self.spec.model.source!r}",
-                found=f"an answer of the ids {unknown}, which decode() does not read "
-                f"({type(error).__name__}), of a policy of {self.policy.vocabulary_size} ids{theirs}",
-                rule="decode() reads every id of the policy's vocabulary",
-                fix="take a task with the tokenizer of this model, or read other ids as padding",
+                found=f"a completion with the ids {unknown}, which decode() does not accept "
+                f"({type(error).__name__}), of a policy of {self.policy.vocabulary_size} ids{task_size}",
+                rule="decode() accepts every id of the policy's vocabulary",
+                fix="take a task with the tokenizer of this model, or decode other ids as padding",
             ) from error
 
-    def _everybodys(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
-        """All answers and rewards, on every rank. Each is written by one rank, and 0 on the others: sums are exact."""
+    def _gather(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
+        """Gather completions and rewards on every rank: an exact sum, as each is 0 on all ranks but one."""
         online, device = self.spec.online, self.mesh.device
         tokens_NM = torch.zeros(online.documents, online.max_new_tokens, dtype=torch.int64)
         numbers_NM = torch.zeros(online.documents, online.max_new_tokens + 2, dtype=torch.float64)
-        for document, (answer, reward) in own.items():
-            tokens_NM[document, : len(answer.tokens)] = torch.tensor(answer.tokens)
-            numbers_NM[document, : len(answer.logprobs)] = torch.tensor(answer.logprobs, dtype=torch.float64)
-            numbers_NM[document, -2:] = torch.tensor([len(answer.tokens), reward], dtype=torch.float64)
+        for document, (completion, reward) in own.items():
+            tokens_NM[document, : len(completion.tokens)] = torch.tensor(completion.tokens)
+            numbers_NM[document, : len(completion.logprobs)] = torch.tensor(completion.logprobs, dtype=torch.float64)
+            numbers_NM[document, -2:] = torch.tensor([len(completion.tokens), reward], dtype=torch.float64)
         tokens_NM, numbers_NM = (
-            all_sum(all_sum(held.to(device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
-            for held in (tokens_NM, numbers_NM)
+            all_sum(all_sum(local_NM.to(device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
+            for local_NM in (tokens_NM, numbers_NM)
         )
         lengths = numbers_NM[:, -2].long().tolist()
         return [
-            Answer(tokens[:n], said[:n])
-            for tokens, said, n in zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
+            Answer(tokens[:n], numbers[:n])
+            for tokens, numbers, n in zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
         ], numbers_NM[:, -1]
 
-    # ---- making a batch ------------------------------------------------------------------------------
+    # ---- building a batch ----------------------------------------------------------------------------
 
-    def _batch(self, encoded: Sequence[Sequence[int]], answers: Sequence[Answer], rewards_N: Tensor) -> RolloutBatch:
-        """Prompts and answers as documents. Old log-probabilities are the sampler's, advantages 0, for now."""
+    def _batch(self, encoded: Sequence[Sequence[int]], sampled: Sequence[Answer], rewards_N: Tensor) -> RolloutBatch:
+        """Prompts and completions as documents. Old log-probabilities are the sampler's, advantages 0, for now."""
         online, documents = self.spec.online, []
-        for number, answer in enumerate(answers):
+        for number, completion in enumerate(sampled):
             prompt, zeros = list(encoded[number // online.answers]), [0.0] * len(encoded[number // online.answers])
-            said = torch.tensor(zeros + answer.logprobs, dtype=torch.float64)
+            logprobs = torch.tensor(zeros + completion.logprobs, dtype=torch.float64)
             documents.append(
                 {
-                    "tokens": prompt + answer.tokens,
+                    "tokens": prompt + completion.tokens,
                     "advantages": 0.0,
-                    "old_logprobs": said,
-                    "loss_mask": [0] * len(prompt) + [1] * len(answer.tokens),
-                    "sampler_logprobs": said,
+                    "old_logprobs": logprobs,
+                    "loss_mask": [0] * len(prompt) + [1] * len(completion.tokens),
+                    "sampler_logprobs": logprobs,
                     "reward": rewards_N[number],
                     "group_id": number // online.answers,
                 }
             )
-        cut_off_N = torch.tensor([float(a.tokens[-1] not in self.task.end_ids) for a in answers])
+        cut_off_N = torch.tensor([float(c.tokens[-1] not in self.task.end_ids) for c in sampled])
         batch = RolloutBatch.from_documents(documents, temperature=online.temperature)
         truncated = Extension(cut_off_N[batch.document_ids_T], "token", "1", "whether the sampler cut the answer off")
         return replace(batch, extensions={"truncated": truncated})
 
     def _scored(self, batch: RolloutBatch) -> RolloutBatch:
-        """The batch with the trainer's own log-probabilities, where they are asked for, and advantages."""
+        """Return the batch with the trainer's log-probabilities, if requested, and advantages."""
         if self.spec.loss.needs_pairs:
             batch = without_ties(batch)
         if self.spec.online.old_logprobs == "trainer":
             batch = replace(batch, old_logprobs_T=document_logprobs(self.policy, batch, self.spec, self.mesh))
         if self.reference is not None:
             batch = replace(batch, ref_logprobs_T=document_logprobs(self.reference, batch, self.spec, self.mesh))
+        # Once, of all that was sampled: baselines must not see a mini-batch (DECISIONS.md, row 103).
         return flow.make_advantages(batch, self.spec)
 
 
 def needs_reference(loss: LossSpec) -> bool:
-    """Whether a loss looks at the frozen reference policy, which is the one that the run began with."""
+    """True if a loss uses the frozen reference policy, which is the policy at the start of the run."""
     return bool(loss.kl.coefficient and loss.kl.against == "ref") or loss.surrogate.kind in ("dpo", "ref_kl")
 
 
 def without_ties(batch: RolloutBatch) -> RolloutBatch:
-    """Pairs of answers, of which those with the same reward train nothing: neither is preferred."""
+    """Mask pairs of completions with equal rewards, of which neither is preferred."""
     rewards_P2 = batch.rewards_N.view(-1, 2)
     differ_N = (rewards_P2[:, 0] != rewards_P2[:, 1]).repeat_interleave(2)
     return replace(batch, loss_mask_T=batch.loss_mask_T & differ_N[batch.document_ids_T])
 
 
 def with_advantages(spec: RunSpec) -> RunSpec:
-    """The spec for steps on documents whose advantages have been made, of all that was sampled with them."""
+    """Return the spec for steps on documents with advantages already computed, from all that was sampled with them."""
     return spec.model_copy(update={"data": spec.data.model_copy(update={"advantages": AdvantageSpec()})})
 
 
 def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> Tensor:
-    """Log-probabilities of the trained tokens of documents, bit for bit those of a run's own steps; 0 elsewhere.
+    """Log-probabilities of the trained tokens of documents, bitwise equal to those of a run's own steps; 0 elsewhere.
 
-    Documents are taken, packed, split and sent through the head as in the optimizer steps that train on them, so a
-    policy with the weights of this call starts each step at a ratio of exactly 1. A document that `in_order` takes a
-    second time keeps the numbers of the first.
+    Documents are selected, packed, split and sent through the head as in the optimizer steps that train on them, so a
+    policy with the weights of this call starts each step at a ratio of exactly 1. A document that `in_order` selects
+    again keeps its first values.
 
     Collective. The same on every rank.
 
@@ -380,14 +382,14 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
 
 
 def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str, float]:
-    """Rewards and lengths of what was sampled, as numbers of a step record.
+    """Return statistics of sampled rewards and lengths for a step record.
 
     Args:
-        batch: N documents, those of a prompt one after another.
-        right_reward: what a right answer earns.
+        batch: N documents, grouped by prompt.
+        right_reward: the reward of a right completion.
         answers: G.
 
-    Units: rewards in their own; lengths in tokens of the answer; fractions of documents, or of prompts.
+    Units: rewards in their own; lengths in tokens of the completion; fractions of documents, or of prompts.
     """
     rewards_N = batch.rewards_N.double()
     lengths_N = torch.zeros(batch.num_documents, dtype=torch.float64)
@@ -407,7 +409,7 @@ def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str
 
 
 def seed_of(*parts: int) -> int:
-    """A seed made of whole numbers, unlike that of any others.
+    """Return a seed derived from integers by a hash, distinct for distinct ones.
 
     Example:
         >>> seed_of(0, 1) == seed_of(0, 1), seed_of(0, 1) == seed_of(1, 0)

@@ -1,4 +1,4 @@
-"""The policy of a run, as its spec describes it: one place for the many settings."""
+"""Build the policy of a run from its spec."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from workbench.specs.run import RunSpec
 
 
 def make_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float) -> Policy:
-    """Load the decoder of a run and cut it for this rank.
+    """Load the decoder of a run and shard it for this rank.
 
     Args:
         spec: of the run.
         mesh: the axes.
-        project: folder that relative paths in the spec begin at.
-        temperature: at which rollouts were sampled; divides logits unless the spec gives another.
+        project: base folder of relative paths in the spec.
+        temperature: of the rollouts; divides logits unless the spec sets its own.
 
     Raises:
         SpecError: see `workbench.policy.model.load_policy`.

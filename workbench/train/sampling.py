@@ -1,13 +1,13 @@
-"""Make a recording: warm a tiny policy up, let it answer, keep everything an RL loss needs to know.
+"""Generate a rollout dataset: warm up a tiny policy, sample from it, store everything that an RL loss needs.
 
-Top to bottom: settings; the warm-up (supervised, on worked-out problems, until the policy is right some of
-the time); the sampler (one token after another, its log-probabilities kept as it computed them); the
-trainer's view of the same tokens (one whole document at a time); the recording.
+Top to bottom: settings; the warm-up (supervised, on worked-out problems, until some completions are right);
+the sampler (token by token, its log-probabilities stored as computed); the trainer's log-probabilities of the
+same tokens (one whole document at a time); the rollout dataset.
 
-The policy is a stock transformers model on unpacked documents: a recording rests on neither packing nor
+The policy is a stock transformers model on unpacked documents: the dataset depends on neither packing nor
 sharding, which it is used to test.
 
-Letters: T tokens of one document | G answers to a prompt | V vocabulary.
+Letters: T tokens of one document | G completions of a prompt | V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.task import ArithmeticTask, Problem
 
 EVALUATION_SEED, PROMPT_SEED = 1, 2
-"""Offsets to the seed: problems that measure the warm-up, and those that are recorded."""
+"""Offsets to the seed: problems of the warm-up's evaluations, and of the rollout dataset."""
 
 
 @dataclass(frozen=True)
 class RecordingSettings:
-    """What decides a recording.
+    """Settings of a rollout dataset.
 
     Attributes:
-        prompts: problems recorded.
-        answers: G, answers sampled for each.
+        prompts: number of problems.
+        answers: G, completions sampled for each.
         temperature: divides logits when sampling and when old and reference log-probabilities are computed.
         seed: of the weights, the problems and the sampling.
-        max_new_tokens: an answer that reaches this many ends there, without its end symbol.
-        success_low: the learning rate begins to fall at the first evaluation in which this share of answers
+        max_new_tokens: length limit of a completion, which may then lack its end symbol.
+        success_low: the learning rate begins to fall at the first evaluation in which this share of completions
             is right...
         success_high: ...and the warm-up fails if more than this share is right at its end.
         max_warm_up_steps: the warm-up fails if the learning rate has not begun to fall by then.
-        cool_down_steps: in which the learning rate falls to 0. The reference policy is the one half-way.
+        cool_down_steps: steps in which the learning rate falls to 0. The reference policy is the one half-way.
         evaluate_every: optimizer steps between evaluations.
-        evaluation_problems: problems answered, once each, in an evaluation.
+        evaluation_problems: problems of an evaluation, with one completion each.
         documents_per_step: worked-out problems in a warm-up step.
         learning_rate: of AdamW in the warm-up.
-        weight_decay: likewise.
+        weight_decay: of AdamW in the warm-up.
     """
 
     prompts: int = 12
@@ -100,14 +100,14 @@ class RecordingSettings:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What the warm-up gave.
+    """The result of the warm-up.
 
     Attributes:
-        policy: the model that is right some of the time.
-        reference: the same model some steps before.
+        policy: the model, some of whose completions are right.
+        reference: the same model some steps earlier.
         steps: optimizer steps taken.
-        success_rate: share of sampled answers that were right at the end.
-        seconds: it took.
+        success_rate: share of right completions at the end.
+        seconds: wall-clock time.
     """
 
     policy: nn.Module
@@ -124,19 +124,19 @@ def warm_up(
     *,
     policy: Any = None,
 ) -> WarmUp:
-    """Train a policy on worked-out problems until it answers some problems right and some wrong.
+    """Train a policy on worked-out problems until some of its completions are right and some wrong.
 
     Args:
         task: of the problems.
-        settings: what decides the warm-up.
-        on_event: gets a line at every evaluation.
-        policy: a `transformers` decoder in float32, trained in place, where it lies; its evaluations answer prompts
-            of all lengths together. None: a tiny one, drawn from the settings' seed.
+        settings: of the warm-up.
+        on_event: called with a line at every evaluation.
+        policy: a `transformers` decoder in float32, trained in place on its device; its evaluations batch prompts of
+            all lengths. None: a tiny one, initialized from the settings' seed.
 
     Raises:
-        SpecError: the success rate jumped over the window, or never reached it.
+        SpecError: the success rate overshot the window, or never reached it.
     """
-    began, padded = time.perf_counter(), policy is not None
+    start, padded = time.perf_counter(), policy is not None
     policy = tiny_qwen3(task.vocab_size, seed=settings.seed) if policy is None else policy
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=settings.weight_decay)
     problems = _endless_problems(task, settings.seed)
@@ -148,7 +148,7 @@ def warm_up(
 
     def evaluate(step: int, loss: float) -> float:
         rate = _success_rate(policy, task, settings, generator, padded)
-        on_event(f"warm-up step {step}: loss {loss:.3f} nats, {rate:.0%} right, {time.perf_counter() - began:.0f} s")
+        on_event(f"warm-up step {step}: loss {loss:.3f} nats, {rate:.0%} right, {time.perf_counter() - start:.0f} s")
         return rate
 
     for step in range(1, settings.max_warm_up_steps + 1):
@@ -159,7 +159,7 @@ def warm_up(
         raise SpecError(
             f"warm up to a success rate of {settings.success_low}",
             found=f"less after {settings.max_warm_up_steps} steps",
-            rule="answers are mixed",
+            rule="some completions are right and some wrong",
             fix="allow more warm-up steps",
         )
     reference = policy
@@ -172,14 +172,14 @@ def warm_up(
         raise SpecError(
             f"warm up to a success rate of at most {settings.success_high}",
             found=f"{rate}",
-            rule="answers are mixed, so that groups have advantages",
+            rule="some completions are right and some wrong, so that groups have advantages",
             fix="evaluate more often, cool down in fewer steps, or take a smaller success_low",
         )
-    return WarmUp(policy, reference, step + settings.cool_down_steps, rate, time.perf_counter() - began)
+    return WarmUp(policy, reference, step + settings.cool_down_steps, rate, time.perf_counter() - start)
 
 
 def _endless_problems(task: ArithmeticTask, seed: int) -> Iterator[Problem]:
-    # Seeds of the training problems lie far from the two that measure and record.
+    # Seeds of the training problems are far from those of evaluations and of the dataset.
     for chunk in itertools.count():
         yield from task.problems(1_000_003 * (seed + 1) + chunk, 4096)
 
@@ -200,7 +200,7 @@ def _supervised_step(
     for row, (prompt, document) in enumerate(zip(prompts, documents, strict=True)):
         targets[row, : len(prompt) - 1] = -100
         targets[row, len(document) - 1 :] = -100
-    # Padding stands on the right, where causal attention lets no token see it.
+    # Padding is on the right, where causal attention hides it from every token.
     logits = policy(input_ids=tokens[:, :-1], use_cache=False).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     for group in optimizer.param_groups:
@@ -217,7 +217,7 @@ def _success_rate(
 ) -> float:
     problems = task.problems(settings.seed + EVALUATION_SEED, settings.evaluation_problems)
     prompts = [problem.prompt for problem in problems]
-    answers = sample(
+    completions = sample(
         policy,
         task,
         prompts,
@@ -226,7 +226,7 @@ def _success_rate(
         generator=generator,
         padded=padded,
     )
-    rewards = [task.reward(p, task.decode(a.tokens)) for p, a in zip(prompts, answers, strict=True)]
+    rewards = [task.reward(p, task.decode(c.tokens)) for p, c in zip(prompts, completions, strict=True)]
     return sum(reward == 1.0 for reward in rewards) / len(rewards)
 
 
@@ -240,16 +240,16 @@ def sample(
     generator: torch.Generator,
     padded: bool = False,
 ) -> list[Answer]:
-    """One answer for each prompt: prompts of one length together, or with ``padded`` all of them at once."""
+    """Sample one completion per prompt: in batches of equal prompt length, or with ``padded`` all at once."""
 
     def choose(logprobs_NV: Tensor, place: int) -> Tensor:
         return torch.multinomial(logprobs_NV.exp(), 1, generator=generator)[:, 0]
 
-    answers: dict[int, Answer] = {}
+    completions: dict[int, Answer] = {}
     encoded = [task.encode(prompt) for prompt in prompts]
     for lengths in [set(map(len, encoded))] if padded else [{length} for length in sorted(set(map(len, encoded)))]:
         members = [index for index, tokens in enumerate(encoded) if len(tokens) in lengths]
-        said = generate(
+        sampled = generate(
             policy,
             [encoded[index] for index in members],
             choose,
@@ -257,15 +257,15 @@ def sample(
             max_new_tokens=max_new_tokens,
             end_ids=task.end_ids,
         )
-        answers |= dict(zip(members, said, strict=True))
-    return [answers[index] for index in range(len(prompts))]
+        completions |= dict(zip(members, sampled, strict=True))
+    return [completions[index] for index in range(len(prompts))]
 
 
 @torch.no_grad()
 def document_logprobs(
     model: nn.Module, prompt: Sequence[int], completion: Sequence[int], *, temperature: float
 ) -> Tensor:
-    """Log-probability of every completion token from one forward pass over the whole document.
+    """Log-probabilities of all completion tokens, from one forward pass over the whole document.
 
     Shapes: P prompt and C completion tokens -> [C], in the model's dtype.
     Units:  nats.
@@ -278,10 +278,10 @@ def document_logprobs(
 def sample_batch(
     warmed: WarmUp, task: ArithmeticTask, settings: RecordingSettings
 ) -> tuple[RolloutBatch, dict[str, Any]]:
-    """Let the policy answer, score the answers, lay them into one batch; with the numbers worth quoting."""
+    """Sample completions, score them and build one batch; return it with its summary statistics."""
     problems = task.problems(settings.seed + PROMPT_SEED, settings.prompts)
     prompts = [problem.prompt for problem in problems for _ in range(settings.answers)]
-    answers = sample(
+    completions = sample(
         warmed.policy,
         task,
         prompts,
@@ -290,33 +290,33 @@ def sample_batch(
         generator=torch.Generator().manual_seed(settings.seed + PROMPT_SEED),
     )
     rewards_N = torch.tensor(
-        [task.reward(prompt, task.decode(answer.tokens)) for prompt, answer in zip(prompts, answers, strict=True)]
+        [task.reward(prompt, task.decode(c.tokens)) for prompt, c in zip(prompts, completions, strict=True)]
     )
     group_ids_N = torch.arange(settings.prompts).repeat_interleave(settings.answers)
     advantages_N = group_advantages(rewards_N, group_ids_N)
 
-    # The recorded values are float64's, rounded once; float32's own error is measured, not recorded.
+    # The dataset has the float64 values, rounded once; the error of float32 is measured and not stored.
     policy64, reference64 = (lift_to_float64(copy.deepcopy(m)) for m in (warmed.policy, warmed.reference))
     documents: list[dict[str, Any]] = []
     precision_error = sampler_error = 0.0
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         tokens = task.encode(prompt)
 
-        def logprobs(model: nn.Module, tokens: list[int] = tokens, answer: Answer = answer) -> Tensor:
-            return document_logprobs(model, tokens, answer.tokens, temperature=settings.temperature)
+        def logprobs(model: nn.Module, tokens: list[int] = tokens, completion: Answer = completion) -> Tensor:
+            return document_logprobs(model, tokens, completion.tokens, temperature=settings.temperature)
 
         old, ref = logprobs(policy64), logprobs(reference64)
         precision_error = max(precision_error, float((logprobs(warmed.policy) - old).abs().max()))
-        sampler_error = max(sampler_error, float((torch.tensor(answer.logprobs) - old).abs().max()))
-        nothing = [0.0] * len(tokens)
+        sampler_error = max(sampler_error, float((torch.tensor(completion.logprobs) - old).abs().max()))
+        zeros = [0.0] * len(tokens)
         documents.append(
             {
-                "tokens": tokens + answer.tokens,
-                "loss_mask": [False] * len(tokens) + [True] * len(answer.tokens),
-                "advantages": nothing + [float(advantages_N[number])] * len(answer.tokens),
-                "old_logprobs": nothing + old.tolist(),
-                "sampler_logprobs": nothing + answer.logprobs,
-                "ref_logprobs": nothing + ref.tolist(),
+                "tokens": tokens + completion.tokens,
+                "loss_mask": [False] * len(tokens) + [True] * len(completion.tokens),
+                "advantages": zeros + [float(advantages_N[number])] * len(completion.tokens),
+                "old_logprobs": zeros + old.tolist(),
+                "sampler_logprobs": zeros + completion.logprobs,
+                "ref_logprobs": zeros + ref.tolist(),
                 "reward": float(rewards_N[number]),
                 "group_id": int(group_ids_N[number]),
             }
@@ -343,27 +343,27 @@ def record_rollouts(
     overwrite: bool = False,
     on_event: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Write ``folder/rollouts`` (the recording) and ``folder/policy`` (the model that sampled it).
+    """Write ``folder/rollouts`` (the rollout dataset) and ``folder/policy`` (the model that sampled it).
 
     Args:
-        folder: gets the two sub-folders.
-        settings: what decides the recording; None takes the defaults.
-        overwrite: replace what is there.
-        on_event: gets a line of progress now and then.
+        folder: parent of the two sub-folders.
+        settings: of the rollout dataset; None takes the defaults.
+        overwrite: replace an existing dataset.
+        on_event: called with lines of progress.
 
     Returns:
-        The numbers of the recording, which also stand in its manifest under ``provenance``.
+        The statistics of the dataset, which are also in its manifest under ``provenance``.
 
     Raises:
         SpecError: the warm-up did not reach a success rate in its window.
-        RecordError: there is a recording already and ``overwrite`` is False.
+        RecordError: a dataset exists and ``overwrite`` is False.
     """
     settings = settings or RecordingSettings()
     if not overwrite:
         files.refuse_existing(folder / "rollouts")
     task = ArithmeticTask()
     threads = torch.get_num_threads()
-    # One thread: sums, and with them the recording, then do not depend on the number of cores.
+    # One thread, so that sums, and with them the dataset, do not depend on the number of cores.
     torch.set_num_threads(1)
     try:
         warmed = warm_up(task, settings, on_event)
@@ -377,7 +377,7 @@ def record_rollouts(
         **numbers,
     }
 
-    # Without its manifest the old recording is gone before its policy is.
+    # Remove the manifest first: the old dataset must become invalid before its policy is replaced.
     (folder / "rollouts" / files.MANIFEST).unlink(missing_ok=True)
     for config in (warmed.policy.config, warmed.policy.generation_config):
         config.bos_token_id, config.eos_token_id = task.start_id, task.end_id

@@ -1,12 +1,12 @@
-"""A trace of a step: fingerprints of what every module made, and of its gradient, a block of tokens at a time.
+"""Traces of a step: fingerprints of every module's output and of its gradient, per block of tokens.
 
-Two traces say in which module, and for which tokens, two runs part; `workbench.compare.bisect` reads them. A *station*
-is a tensor on the way through the decoder: what a module made, or what it was given where no module made that
-(attention, a residual sum, a product of two branches). Stations stand in ``traces/step0000.json`` in the order of the
-forward pass, from the tokens to the log-probabilities; the gradients that came back to them in the other order.
+Two traces show in which module, and for which tokens, two runs diverge; `workbench.compare.bisect` reads them. A
+*station* is a tensor of the decoder's forward pass: the output of a module, or its input if that is no module's output
+(attention, a residual sum, a product of two branches). ``traces/step0000.json`` lists stations in the order of the
+forward pass, from the tokens to the log-probabilities, and their gradients in the reverse order.
 
-A station's fingerprint for a block is a sum over its tokens, wherever they lie: ranks add theirs up, and no layout
-changes it. Padding counts nothing. Hooks look and touch nothing; every module has to be called as one.
+A station's fingerprint for a block is a sum over its tokens on any rank: ranks add their parts, and the layout does not
+change it. Padding does not count. Hooks modify nothing; every module must be called through its ``__call__``.
 
 Letters: T tokens of a row | t tokens of this rank | F features of a token | B blocks of a row.
 """
@@ -38,19 +38,19 @@ TOKENS, LOGPROBS = "tokens", "logprobs"
 """The first station, and the last."""
 
 INPUT = " (input)"
-"""What follows a module's name where the station is what it was given."""
+"""Suffix of a module's name for a station that is its input."""
 
 Blocks = dict[str, list[list[str]]]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What came by each station.
+    """Fingerprints by station.
 
     Attributes:
         block_tokens: tokens of a block.
         forward: station -> row of the step -> block -> sixteen hexadecimal digits, in the order of the forward pass.
-        backward: the same of gradients, in the other order.
+        backward: the same for gradients, in the reverse order.
     """
 
     block_tokens: int
@@ -59,11 +59,11 @@ class Trace:
 
 
 class Tracer:
-    """Notes what comes by on this rank between entering and leaving.
+    """Context manager that records the stations of this rank.
 
     Args:
-        policy: whose modules are looked at.
-        rows: this rank's micro-batches, in the order in which they go through.
+        policy: the policy to trace.
+        rows: this rank's micro-batches, in the order of their forward passes.
         block_tokens: tokens of a block.
 
     Raises:
@@ -78,10 +78,10 @@ class Tracer:
     """
 
     def __init__(self, policy: Policy, rows: Sequence[LocalRow], block_tokens: int) -> None:
-        self._policy, self._block_tokens, self._lies = policy, block_tokens, _Lies(policy)
+        self._policy, self._block_tokens, self._shards = policy, block_tokens, _ActivationShards(policy)
         self._rows = [_Row(local, block_tokens, policy.mesh["tp"]) for local in rows]
-        self._numbers = itertools.cycle(range(len(rows)))  # a step that is tried again goes through all of them again
-        self._now: _Row | None = None
+        self._numbers = itertools.cycle(range(len(rows)))  # a repeated step passes through all rows again
+        self._current: _Row | None = None
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Tracer:
@@ -90,8 +90,8 @@ class Tracer:
         for name, module in self._policy.model.named_modules():
             if module is not base:
                 self._hooks += [
-                    module.register_forward_pre_hook(self._given(name), with_kwargs=True),
-                    module.register_forward_hook(self._made(name)),
+                    module.register_forward_pre_hook(self._input_hook(name), with_kwargs=True),
+                    module.register_forward_hook(self._output_hook(name)),
                 ]
         return self
 
@@ -100,63 +100,63 @@ class Tracer:
             hook.remove()
 
     def finish(self, logprobs_S: Tensor) -> Trace:
-        """Add up what the ranks noted. Collective; the same on every rank.
+        """Sum the records of all ranks. Collective; the same on every rank.
 
         Args:
-            logprobs_S: [S] of the step, in the order of the recording.
+            logprobs_S: [S] of the step, in the order of the rollout dataset.
         """
-        mesh, each = self._policy.mesh, len(self._rows)
+        mesh, per_rank = self._policy.mesh, len(self._rows)
         for row in self._rows:
-            row.note_logprobs(logprobs_S)
+            row.add_logprobs(logprobs_S)
         stations = list(self._rows[0].forward)
         longest = torch.tensor(max(row.blocks for row in self._rows), device=mesh.device)
-        noted = torch.zeros(
+        sums = torch.zeros(
             2,
             len(stations),
-            mesh["dp"].size * each,
+            mesh["dp"].size * per_rank,
             int(all_max(longest, mesh["dp_cp"])),
             dtype=torch.long,
             device=mesh.device,
         )
-        for number, row in enumerate(self._rows, mesh["dp"].rank * each):
-            for way, notes in enumerate((row.forward, row.backward)):
+        for number, row in enumerate(self._rows, mesh["dp"].rank * per_rank):
+            for way, by_station in enumerate((row.forward, row.backward)):
                 for place, station in enumerate(stations):
-                    if station in notes:
-                        noted[way, place, number, : row.blocks] = notes[station]
+                    if station in by_station:
+                        sums[way, place, number, : row.blocks] = by_station[station]
         for axis in ("dp_cp", "tp"):
-            noted = all_sum(noted, mesh[axis])
-        forward, backward = (dict(zip(stations, _written(way), strict=True)) for way in noted)
+            sums = all_sum(sums, mesh[axis])
+        forward, backward = (dict(zip(stations, _as_text(way), strict=True)) for way in sums)
         back = [station for station in reversed(stations) if station in self._rows[0].backward]
         return Trace(self._block_tokens, forward, {station: backward[station] for station in back})
 
     def _begin(self, *_: object) -> None:
-        self._now = self._rows[next(self._numbers)]
-        self._now.begin()
+        self._current = self._rows[next(self._numbers)]
+        self._current.begin()
 
     def _end(self, *_: object) -> None:
-        self._now = None  # a layer that is computed again in backward is not looked at
+        self._current = None  # layers that backward recomputes are not traced
 
-    def _given(self, name: str) -> Callable[..., None]:
+    def _input_hook(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             for value in self._activations((*inputs, named.get("hidden_states"))):
-                if self._now is not None and not self._now.knows(value):
-                    self._note(f"{name}{INPUT}", value, self._lies.given(name, value))
+                if self._current is not None and not self._current.knows(value):
+                    self._record(f"{name}{INPUT}", value, self._shards.of_input(name, value))
 
         return hook
 
-    def _made(self, name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, __: Any, made: Any) -> None:
-            for value in self._activations(made if isinstance(made, tuple) else (made,)):
-                if self._now is not None:
-                    self._note(name, value, self._lies.made(name, value))
+    def _output_hook(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            for value in self._activations(output if isinstance(output, tuple) else (output,)):
+                if self._current is not None:
+                    self._record(name, value, self._shards.of_output(name, value))
 
         return hook
 
     def _activations(self, values: Sequence[Any]) -> list[Tensor]:
-        """The first of them that holds something of each token of this rank, if there is one."""
-        if self._now is None:
+        """Return the first value with an entry for each token of this rank, if there is one."""
+        if self._current is None:
             return []
-        counts = (self._now.tokens, self._now.tokens // self._policy.mesh["tp"].size)
+        counts = (self._current.tokens, self._current.tokens // self._policy.mesh["tp"].size)
         return [
             value
             for value in values
@@ -167,17 +167,17 @@ class Tracer:
             and value.shape[1] in counts
         ][:1]
 
-    def _note(self, station: str, value: Tensor, shard: ParameterShard | None) -> None:
-        row = self._now
+    def _record(self, station: str, value: Tensor, shard: ParameterShard | None) -> None:
+        row = self._current
         assert row is not None
         station = row.remember(station, value)
-        row.forward[station] = row.said(value, shard)
+        row.forward[station] = row.fingerprints(value, shard)
         if value.requires_grad:
-            value.register_hook(lambda gradient: row.backward.update({station: row.said(gradient, shard)}))
+            value.register_hook(lambda gradient: row.backward.update({station: row.fingerprints(gradient, shard)}))
 
 
 class _Row:
-    """What this rank notes of a row."""
+    """This rank's records of a row."""
 
     def __init__(self, local: LocalRow, block_tokens: int, tp: Axis) -> None:
         shard, self._row = local.attention, local.row
@@ -190,44 +190,44 @@ class _Row:
         self._alive: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """Forget what an earlier attempt noted."""
+        """Discard the records of an earlier attempt."""
         self.forward, self.backward, self._alive = {}, {}, {}
-        self.forward[TOKENS] = self.said(self._row.tokens_T[None, :, None], None)
+        self.forward[TOKENS] = self.fingerprints(self._row.tokens_T[None, :, None], None)
 
-    def note_logprobs(self, logprobs_S: Tensor) -> None:
-        """The row is over: its predictions, and nothing need stay alive."""
+    def add_logprobs(self, logprobs_S: Tensor) -> None:
+        """Record the log-probabilities of the finished row, and release its tensors."""
         source_t, self._alive = self._row.source_T, {}
-        said_t = logprobs_S.to(source_t.device)[source_t.clamp_min(0)].masked_fill(source_t == PADDING, 0)
-        self.forward[LOGPROBS] = self.said(said_t[None, :, None], None)
+        logprobs_t = logprobs_S.to(source_t.device)[source_t.clamp_min(0)].masked_fill(source_t == PADDING, 0)
+        self.forward[LOGPROBS] = self.fingerprints(logprobs_t[None, :, None], None)
 
     def knows(self, value: Tensor) -> bool:
-        """Whether this tensor, or one that it is a view of, came by already."""
+        """True if this tensor, or the base of this view, is recorded already."""
         return value.untyped_storage().data_ptr() in self._alive
 
     def remember(self, station: str, value: Tensor) -> str:
-        """Keep a tensor alive, so that its place in memory is its own; returns the station's name in this row."""
+        """Keep a tensor alive, so that its address stays unique; return the station's name in this row."""
         self._alive[value.untyped_storage().data_ptr()] = value
-        again = sum(known.partition(" #")[0] == station for known in self.forward)
-        return f"{station} #{again + 1}" if again else station
+        earlier = sum(known.partition(" #")[0] == station for known in self.forward)
+        return f"{station} #{earlier + 1}" if earlier else station
 
-    def said(self, values: Tensor, shard: ParameterShard | None) -> Tensor:
-        """[B] fingerprints of the blocks, as far as this rank's tokens and features go. values: [1, t, ...]."""
-        said_B = torch.zeros(self.blocks, dtype=torch.long, device=values.device)
+    def fingerprints(self, values: Tensor, shard: ParameterShard | None) -> Tensor:
+        """[B] fingerprints of the blocks, from this rank's tokens and features. values: [1, t, ...]."""
+        sums_B = torch.zeros(self.blocks, dtype=torch.long, device=values.device)
         places_t, counts_t = self._places_t, self._counts_t
-        if len(places_t) != values.shape[1]:  # between blocks of sequence parallelism a tp rank holds a part of them
+        if len(places_t) != values.shape[1]:  # with sequence parallelism a tp rank holds a part of the tokens
             places_t, counts_t = (each_t.split(values.shape[1])[self._tp.rank] for each_t in (places_t, counts_t))
         elif shard is None and self._tp.rank:
-            return said_B  # every rank of tp holds the same, and the first one counts
-        held = values[0].detach().reshape(values.shape[1], -1)
-        columns_F, features = _columns(held, shard, self._tp)
-        said_t = row_fingerprints(held, places_t * features, columns_F)
-        return said_B.index_add_(0, places_t // self.block_tokens, said_t * counts_t)
+            return sums_B  # replicated over tp: only the first rank counts
+        local_tF = values[0].detach().reshape(values.shape[1], -1)
+        columns_F, features = _columns(local_tF, shard, self._tp)
+        fingerprints_t = row_fingerprints(local_tF, places_t * features, columns_F)
+        return sums_B.index_add_(0, places_t // self.block_tokens, fingerprints_t * counts_t)
 
 
-def _columns(held: Tensor, shard: ParameterShard | None, tp: Axis) -> tuple[Tensor, int]:
-    """Where this rank's features of a token stand among all, [F], and how many those are."""
-    count = held.shape[1]
-    columns_F = torch.arange(count, device=held.device)
+def _columns(local_tF: Tensor, shard: ParameterShard | None, tp: Axis) -> tuple[Tensor, int]:
+    """Return the indices [F] of this rank's features among all features of a token, and the number of all."""
+    count = local_tF.shape[1]
+    columns_F = torch.arange(count, device=local_tF.device)
     if shard is None:
         return columns_F, count
     if not shard.parts:
@@ -235,17 +235,17 @@ def _columns(held: Tensor, shard: ParameterShard | None, tp: Axis) -> tuple[Tens
     firsts = [sum(shard.parts[:number]) + tp.rank * part // tp.size for number, part in enumerate(shard.parts)]
     return torch.cat(
         [
-            torch.arange(first, first + part // tp.size, device=held.device)
+            torch.arange(first, first + part // tp.size, device=local_tF.device)
             for first, part in zip(firsts, shard.parts, strict=True)
         ]
     ), count * tp.size
 
 
-class _Lies:
-    """How what modules read and make lies over tp: whole, or this rank's heads or features of it.
+class _ActivationShards:
+    """The sharding of module inputs and outputs over tp: replicated, or this rank's heads or features.
 
-    Inside a block (a module with a row-cut layer among its children) everything is this rank's part, but for what goes
-    into column-cut layers and what comes out of row-cut ones.
+    Inside a block (a module with a row-parallel layer among its children) everything is sharded, except the inputs of
+    column-parallel layers and the outputs of row-parallel ones.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -259,30 +259,30 @@ class _Lies:
                 raise SpecError(
                     "record.trace_tokens",
                     found=f"tp={policy.mesh['tp'].size} and {module}, which holds its weight as [inputs, outputs]",
-                    rule="layers cut over tp are torch's own Linear",
+                    rule="layers split over tp are torch's own Linear",
                     fix="use tp=1 for a trace of this model",
                 )
         self._blocks = tuple(
             f"{name.rpartition('.')[0]}." for name, (shard, _) in self._layers.items() if shard.dim == 1
         )
 
-    def given(self, name: str, value: Tensor) -> ParameterShard | None:
-        """How the input of a module lies; None if whole."""
+    def of_input(self, name: str, value: Tensor) -> ParameterShard | None:
+        """Return the shard of a module's input; None if replicated."""
         shard, layer = self._layers.get(name, (None, None))
         if shard is not None:
             return ParameterShard(0) if shard.dim == 1 and value.shape[-1] == layer.weight.shape[1] else None
         return ParameterShard(0) if name.startswith(self._blocks) else None
 
-    def made(self, name: str, value: Tensor) -> ParameterShard | None:
-        """How what a module makes lies; None if whole."""
+    def of_output(self, name: str, value: Tensor) -> ParameterShard | None:
+        """Return the shard of a module's output; None if replicated."""
         shard, layer = self._layers.get(name, (None, None))
         if shard is not None:
             return shard if shard.dim == 0 and value.shape[-1] == layer.weight.shape[0] else None
         return ParameterShard(0) if name.startswith(self._blocks) else None
 
 
-def _written(rows: Tensor) -> list[list[list[str]]]:
-    """[stations, rows, blocks] integers, as text."""
+def _as_text(rows: Tensor) -> list[list[list[str]]]:
+    """Format [stations, rows, blocks] integers as hexadecimal text."""
     return [[[f"{block & (1 << 64) - 1:016x}" for block in row] for row in station] for station in rows.tolist()]
 
 
@@ -292,15 +292,15 @@ def write_trace(run: RunDirectory, number: int, trace: Trace) -> None:
 
 
 def read_trace(run: RunDirectory, number: int) -> Trace | None:
-    """The trace of a step; None where none was asked for.
+    """Return the trace of a step; None if none was recorded.
 
     Raises:
         RecordError: damaged.
     """
     path = run.path / _file(number)
     try:
-        read: Mapping[str, Any] = from_json(path.read_bytes())
-        return Trace(int(read["block_tokens"]), dict(read["forward"]), dict(read["backward"]))
+        content: Mapping[str, Any] = from_json(path.read_bytes())
+        return Trace(int(content["block_tokens"]), dict(content["forward"]), dict(content["backward"]))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

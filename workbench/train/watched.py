@@ -1,11 +1,11 @@
-"""What a rank does so that others can see it when it cannot speak for itself, and so that it outlives nobody.
+"""Diagnostics of a rank that hangs or crashes, and its exit together with its agent.
 
     ranks/rank00000.flight      the collectives that it entered and left, see `workbench.sharding.flight`
     ranks/rank00000.stack       the Python stacks of its threads, each time that it gets SIGUSR1
-    ranks/rank00000.last.stack  the same, as it stood when it was told to stop (SIGTERM) or crashed (SIGABRT, SIGSEGV)
+    ranks/rank00000.last.stack  the same, when it was stopped (SIGTERM) or crashed (SIGABRT, SIGSEGV)
 
-A stack is written by a signal handler in C, so it comes also from a rank that stands in a collective or an endless
-loop. A rank that has no flight file has not called `be_watched`, and would die of SIGUSR1: nobody may send it.
+Stacks are written by a signal handler in C, so a rank that blocks in a collective or an endless loop writes them too.
+Do not send SIGUSR1 to a rank without a flight file: it has not called `be_watched` and would die of the signal.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
 
 AGENT_PID = "WB_AGENT_PID"
-"""Environment variable with the process that started the ranks, with which they leave; 0, or none, means to stay."""
+"""Environment variable with the pid of the agent, with which ranks exit; 0 or unset: ranks outlive it."""
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def be_watched(run: RunDirectory, rank: int) -> None:
-    """Let others see which collective this rank is in and where it stands, and leave with the agent."""
+    """Start the flight recorder and the stack dumps of this rank, and exit with the agent."""
     faulthandler.register(signal.SIGUSR1, file=_empty(stack_path(run, rank)))
     last = _empty(last_stack_path(run, rank))
     faulthandler.register(signal.SIGTERM, file=last, chain=True)
@@ -41,17 +41,17 @@ def be_watched(run: RunDirectory, rank: int) -> None:
 
 
 def flight_path(run: RunDirectory, rank: int) -> Path:
-    """Where the collectives of a rank are."""
+    """Path of a rank's flight record."""
     return run.log_path(rank).with_suffix(".flight")
 
 
 def stack_path(run: RunDirectory, rank: int) -> Path:
-    """Where the stacks of a rank are."""
+    """Path of a rank's stacks on SIGUSR1."""
     return run.log_path(rank).with_suffix(".stack")
 
 
 def last_stack_path(run: RunDirectory, rank: int) -> Path:
-    """Where the stack that a rank ended with is."""
+    """Path of a rank's last stack, from SIGTERM or a crash."""
     return run.log_path(rank).with_suffix(".last.stack")
 
 
@@ -60,20 +60,20 @@ def _empty(path: Path) -> int:
 
 
 def die_with(parent_pid: int, *, poll_s: float = 0.5) -> None:
-    """End this process as soon as its parent is gone, however that ended.
+    """Kill this process as soon as its parent has exited, for whatever reason.
 
-    Linux sees to it, also where Python has no say any more; a thread sees to it everywhere.
+    On Linux the kernel does it, even while Python is blocked; a polling thread covers every platform.
 
     Args:
-        parent_pid: this process's parent; if it is another process already, the parent is gone.
-        poll_s: how often the thread looks.
+        parent_pid: this process's parent; if the parent is another process already, it has exited.
+        poll_s: interval of the thread.
     """
 
-    def look() -> None:
+    def poll() -> None:
         while os.getppid() == parent_pid:
             time.sleep(poll_s)
         os._exit(128 + signal.SIGTERM)
 
-    with contextlib.suppress(OSError, AttributeError):  # another system than Linux
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    threading.Thread(target=look, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=poll, name="die-with-parent", daemon=True).start()

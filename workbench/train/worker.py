@@ -1,7 +1,7 @@
 """One rank of one run: read the spec, train its steps, write the record.
 
-Started once per rank by a launcher (``python -m workbench.train.worker RUN_DIR``), or called in this process, where
-several ranks are simulated (`run_here`). The first rank writes the record; every rank notes how it ended.
+Started once per rank by a launcher (``python -m workbench.train.worker RUN_DIR``), or called in this process, which
+simulates several ranks (`run_here`). The first rank writes the record; every rank writes its exit record.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from workbench.train.watched import be_watched
 
 
 def run_here(run: RunDirectory, project: Path) -> None:
-    """Do a run in this process, whatever job this process itself may be part of; several ranks are simulated.
+    """Run in this process, even if it is itself a rank of another job; several ranks are simulated.
 
     Raises:
-        WorkbenchError: whatever went wrong; the run directory says so too.
+        WorkbenchError: any failure of the run; it is recorded in the run directory too.
     """
     spec, layout = run.spec, run.spec.layout
     if layout.world_size == 1:
@@ -81,7 +81,7 @@ def _device_type(spec: RunSpec) -> str:
 
 
 def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: Mesh | None = None) -> None:
-    """Do a rank's part of a run and note how it ended. Where the mesh is given, faults are planted already."""
+    """Execute one rank of a run and write its exit record. If the mesh is given, faults are planted already."""
     coordinates: dict[str, int] = {}
     try:
         if rank == 0:
@@ -141,7 +141,7 @@ def _take_steps(
 ) -> None:
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
     first = continue_run(run, policy, optimizer)
-    if first == spec.steps:  # interrupted when all was done
+    if first == spec.steps:  # interrupted after the last step
         save_checkpoint(run, first, policy, optimizer)
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         with StepClock(mesh.device) as clock:
@@ -165,8 +165,8 @@ def _take_steps(
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
             certificate = None if marks is None else certify(policy, result, marks)
-        for words in result.fallbacks:
-            sys.stdout.write(f"step {number}: fused_loss: {words}\n")
+        for reason in result.fallbacks:
+            sys.stdout.write(f"step {number}: fused_loss: {reason}\n")
         trace = tracer and tracer.finish(result.tokens["policy_logprobs"])
         if mesh.is_first:
             if trace is not None:
@@ -181,7 +181,7 @@ def _take_steps(
 
 
 def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """The optimizer over what this rank holds of the parameters; elementwise, so shards need nothing special."""
+    """Build the optimizer of this rank's parameter shards; it is elementwise, so shards need no special case."""
     parameters = policy.model.parameters()
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
@@ -189,7 +189,7 @@ def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer
 
 
 def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
-    """Refuse rollouts that this policy cannot have sampled, and a step of more documents than there are."""
+    """Raise an error for rollouts that this policy cannot have sampled, and for too few documents for a step."""
     if int(batch.tokens_T.max()) >= vocabulary:
         raise SpecError(
             f"train {spec.model.source} on {spec.data.path}",
@@ -197,10 +197,10 @@ def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
             rule="every token id is below the size of the vocabulary",
             fix="use the model that these rollouts were sampled from",
         )
-    wanted = spec.data.documents_per_step
-    if wanted is not None and wanted > batch.num_documents:
+    per_step = spec.data.documents_per_step
+    if per_step is not None and per_step > batch.num_documents:
         raise SpecError(
-            f"data.documents_per_step = {wanted}",
+            f"data.documents_per_step = {per_step}",
             found=f"{batch.num_documents} documents in {spec.data.path}",
             rule="a step takes each document at most once",
             fix="leave it out to take all of them",
@@ -210,12 +210,12 @@ def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
 def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
     """Clip decisions of another configuration of the same experiment, at this step.
 
-    The launcher says which run of that configuration is meant; without it there must be only one.
+    The launcher writes the run of that configuration into the state; without a launcher there must be only one.
     """
     name = run.spec.frozen_clip
     if name is None:
         return None
-    chosen = run.state.get("frozen_clip_run")
+    chosen = run.state.get("frozen_clip_run")  # not the newest run, whose settings may differ (DECISIONS.md, row 21)
     runs = [other for other in RunDirectory.find(run.path.parent, name) if chosen in (None, other.path.name)]
     if len(runs) != 1 or runs[0].status != "succeeded":
         raise RecordError(
@@ -266,9 +266,9 @@ def _record(
 
 
 def _nothing_trained(record: Mapping[str, Any]) -> str:
-    """A line for the log of a step without a gradient, which trains nothing and shows nothing; "" for any other.
+    """Return a log line for a step without any gradient, which trains nothing and is no evidence; "" otherwise.
 
-    Online it is no failure: every completion of each prompt may have earned the same.
+    Online this is no failure: all completions of each prompt may have earned the same reward.
     """
     evidence = Evidence.of_steps([record])
     if evidence is None or not evidence.nothing:
@@ -277,12 +277,12 @@ def _nothing_trained(record: Mapping[str, Any]) -> str:
     return f"nothing is trained: {evidence.nothing}{same}"
 
 
-def _name(number: int, what: str = "") -> str:
-    return f"step{number:04d}{what}"
+def _name(number: int, suffix: str = "") -> str:
+    return f"step{number:04d}{suffix}"
 
 
 def main() -> None:
-    """Entry point of a rank: output goes to the rank's log, the exit code says whether it ended well."""
+    """Entry point of a rank: output goes to the rank's log, the exit code is 0 on success."""
     parser = argparse.ArgumentParser(description="One rank of one run of the workbench.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--project", type=Path, default=Path.cwd())

@@ -200,8 +200,8 @@ def test_all_budgets_hold_or_the_page_says_so(change, kept):
 
 def test_runs_that_drew_other_answers_are_owned_up_to():
     apart = records().sampled | {"step_one": {"a": {"digests": ["aa"]}, "b": {"digests": ["bb"]}}}
-    assert "did not draw the same answers" in answer_of_step(records(sampled=apart))
-    assert "did not draw the same answers: nothing below is about the head" in page(records(sampled=apart))
+    assert "did not draw the same completions" in answer_of_step(records(sampled=apart))
+    assert "did not draw the same completions: nothing below is about the head" in page(records(sampled=apart))
     assert "did not draw" not in answer_of_step(records())
 
 
@@ -297,9 +297,9 @@ def test_the_page_is_whole_offline_and_the_same_every_time(text):
     assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "")
     assert {"h1", "figure", "svg", "table"} <= {tag for tag, _ in read.tags}
     assert read.text.count("k3 on the sampler's tokens") == 1
-    assert "48.2 million parameters, 31.5 million of them beside its embedding (hidden_size 512)" in read.text
+    assert "48.2 million parameters, 31.5 million of them outside its embedding (hidden_size 512)" in read.text
     assert "41 s on a <GPU>, until 43%" in read.text
-    assert "Each step samples 16 prompts with 8 answers at temperature 1, the sampler in float32" in read.text
+    assert "Each step samples 16 prompts with 8 completions at temperature 1, the sampler in float32" in read.text
 
 
 def test_it_is_written_from_a_folder_and_a_failed_run_is_named(tmp_path):
@@ -360,4 +360,4 @@ def test_the_experiment_runs_from_end_to_end_with_a_tiny_policy(tmp_path):
         subprocess.run([*script, part], cwd=PROJECT, check=True, capture_output=True, env=ENVIRONMENT)
     assert holds(Records.load(tmp_path).step_one)
     assert (tmp_path / "policy/config.json").is_file()
-    assert "All runs drew the same answers" in (tmp_path / "report.html").read_text()
+    assert "All runs drew the same completions" in (tmp_path / "report.html").read_text()

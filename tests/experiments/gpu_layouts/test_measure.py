@@ -97,7 +97,7 @@ def test_a_layout_is_judged_by_one_ranks_own_distance():
 def test_without_one_rank_there_is_nothing_to_hold_others_to():
     found = {"one_rank": {"left_out": "not reached"}, "near": result(4.0, 2, {"a": 0.04, "b": 0.01})}
     layouts._judge(found)
-    assert found["near"] == {"left_out": "nothing to hold it to; one_rank: not reached"}
+    assert found["near"] == {"left_out": "no baseline; one_rank: not reached"}
     bars = layouts._bars({"w": found})
     assert bars["layouts left out"]["holds"] is False
 

@@ -78,7 +78,7 @@ def test_figures_bars_and_what_was_left_out():
 
 
 def test_the_answer_counts_the_bars():
-    assert answer(record()) == "On a device: fused_loss takes A 1.050 times three matrix products. 1 of 2 bars hold."
+    assert answer(record()) == "On a device: fused_loss takes A 1.050 times three GEMMs. 1 of 2 bars hold."
     assert answer(record() | {"bars": {}}).endswith("No bar is stated for this device.")
 
 

@@ -206,7 +206,10 @@ def test_the_page_is_whole_offline_and_well_formed(text):
 def test_the_page_quotes_names_as_text_and_names_what_failed(text):
     assert "What of &lt;one&gt; batch?" in text
     assert "Failed, and not shown: broken (out of &lt;memory&gt;)" in text
-    assert "Not run on this recording: document, document_sum, prompt_group, rollout, group_length, local_token" in text
+    assert (
+        "Not run on this rollout dataset: document, document_sum, prompt_group, rollout, group_length, local_token"
+        in text
+    )
 
 
 def test_the_page_has_both_answers_figures_and_tables(text):

@@ -144,9 +144,9 @@ def test_the_figure_draws_the_share_of_tokens_beyond_each_distance():
 
 
 def test_the_page_says_who_drew_the_same(text):
-    assert "All runs with a bfloat16 sampler drew the same answers, 500 trained tokens." in text
-    assert "All runs with a float32 sampler drew the same answers" in text
-    assert "The runs with a bfloat16 sampler did not draw the same answers." in page(records(c="bb"))
+    assert "All runs with a bfloat16 sampler drew the same completions, 500 trained tokens." in text
+    assert "All runs with a float32 sampler drew the same completions" in text
+    assert "The runs with a bfloat16 sampler did not draw the same completions." in page(records(c="bb"))
 
 
 def test_the_page_is_whole_offline_and_the_same_every_time(text):
@@ -191,4 +191,4 @@ def test_the_experiment_runs_from_end_to_end_with_a_tiny_policy(tmp_path):
     script = [sys.executable, FOLDER / "report.py", "--dry-run", tmp_path]
     for part in ("--measure", "--page"):
         subprocess.run([*script, part], cwd=PROJECT, check=True, capture_output=True, env=ENVIRONMENT)
-    assert "All runs with a bfloat16 sampler drew the same answers" in (tmp_path / "report.html").read_text()
+    assert "All runs with a bfloat16 sampler drew the same completions" in (tmp_path / "report.html").read_text()

@@ -61,7 +61,7 @@ def test_one_that_goes_on_is_exit_code_1(parity, asked, capsys):
     make_run(parity, "b", state="running")
     asked[1]["b"] = "running"
     assert main(["cancel", "b"]) == 1
-    assert "still running; it was asked to end and has not yet" in capsys.readouterr().out
+    assert "still running; cancellation was requested and is not complete" in capsys.readouterr().out
 
 
 def test_an_ended_run_is_left_alone(parity, asked, capsys):

@@ -112,4 +112,4 @@ def test_a_full_disk_is_said_in_words(monkeypatch, capsys):
 
     monkeypatch.setattr(importlib.import_module("workbench.cli.ls"), "main", full)
     assert main(["ls"]) == 2
-    assert "workbench ls: No space left on device: runs/x\n  do: make room" in capsys.readouterr().err
+    assert "workbench ls: No space left on device: runs/x\n  do: free disk space" in capsys.readouterr().err

@@ -89,7 +89,7 @@ class TestAllOfIt:
         found = examine(project)
         broken = about("memory", found)
         assert broken.verdict == "problem"
-        assert broken.says == "could not be looked at: ZeroDivisionError: division by zero"
+        assert broken.says == "the check failed: ZeroDivisionError: division by zero"
         assert about("runs", found).verdict == "ok"
 
     def test_leaves_nothing_behind(self, met, project):
@@ -286,7 +286,7 @@ class TestProject:
         assert found.says == (
             f"3 under experiments; 1 lost: parity/{lost.path.name}; 1 unreadable: parity/{broken.path.name}"
         )
-        assert (found.verdict, found.fix) == ("note", "running the ablation again does what is missing")
+        assert (found.verdict, found.fix) == ("note", "run the ablation again to finish the missing runs")
 
     def test_a_place_that_is_no_project_is_noted(self, tmp_path):
         assert doctor._project(tmp_path).says == f"{tmp_path}, without a folder data and experiments"

@@ -149,7 +149,7 @@ class TestVerb:
     def test_before_any_rank_has_begun_it_says_so(self, project, capsys):
         waiting = make_run(project / "experiments" / "parity", "later", state="pending")
         assert main(["logs", "later"]) == 0
-        assert capsys.readouterr().err == f"no rank of {waiting.path.name} has begun; it is pending\n"
+        assert capsys.readouterr().err == f"no rank of {waiting.path.name} has started; it is pending\n"
 
     def test_of_an_experiment_of_several_runs_is_refused_with_their_names(self, run, project, capsys):
         make_run(project / "experiments" / "parity", "tp2", at_s=1)
@@ -179,7 +179,7 @@ def test_ctrl_c_detaches_says_so_and_leaves_the_run_alone(run, project):
             _, err = follower.communicate(timeout=60)
         finally:
             follower.kill()
-    assert err.strip() == f"detached; the run goes on; `workbench cancel parity/{run.path.name}` stops it"
+    assert err.strip() == f"detached; the run continues; `workbench cancel parity/{run.path.name}` stops it"
     assert follower.returncode == 130
     assert run.status == "running"
     assert not run.cancel_requested

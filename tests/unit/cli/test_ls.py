@@ -33,7 +33,7 @@ def test_every_run_newest_last(project):
     ]
     assert [(run.ranks, run.device, run.backend) for run in runs][2] == (2, "cpu", "processes")
     assert [run.seconds for run in runs] == [75.25, None, 3.0, None]
-    assert [run.why for run in runs] == ["", "nobody is left who could end it", "rank 1 ValueError: an", ""]
+    assert [run.why for run in runs] == ["", "no process is left that could end it", "rank 1 ValueError: an", ""]
 
 
 def test_as_a_table(project, capsys):

@@ -33,7 +33,9 @@ def losses(tmp_path):
     return file
 
 
-@pytest.mark.parametrize(("name", "code", "said"), [("right", 0, "keeps all 1 law"), ("wrong", 1, "breaks cp_degree")])
+@pytest.mark.parametrize(
+    ("name", "code", "said"), [("right", 0, "keeps all 1 invariant"), ("wrong", 1, "breaks cp_degree")]
+)
 def test_a_trainers_function_from_a_file(losses, capsys, name, code, said):
     arguments = [f"{losses}:{name}", "--engine", "sum", "--laws", "cp_degree", "--rounds", "1", "--budget-s", "60"]
     assert verb.main(arguments) == code
@@ -80,7 +82,7 @@ def test_a_function_takes_its_weights_from_the_spec(asked, losses, tmp_path):
 def test_json_is_the_whole_proof(asked, capsys):
     assert verb.main(["gspo", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "breaks packing_order, as declared; keeps 1 law; 1 not tried"
+    assert found["verdict"] == "breaks packing_order, as declared; keeps 1 invariant; 1 not tried"
     assert (found["ok"], found["broken"], found["declared"], found["seed"]) == (False, [], ["packing_order"], 3)
     held, order, tp = found["laws"]
     assert (held["name"], held["cases"], held["worst"], held["counterexample"]) == ("dp_split", 12, 3e-15, None)

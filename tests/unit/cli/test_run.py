@@ -243,7 +243,7 @@ class TestRunAblation:
         monkeypatch.setattr(Ended, "follow", interrupted)
         with pytest.raises(KeyboardInterrupt):
             verb.main([str(file)])
-        assert "a run that kept a checkpoint goes on from it" in capsys.readouterr().err
+        assert "runs with a checkpoint resume from it" in capsys.readouterr().err
 
     def test_the_notebook_is_executed_if_asked(self, file, saved, monkeypatch):
         written = []

@@ -132,7 +132,7 @@ class TestOneRun:
         make_run(parity, "dp2", fields={"continues": "dp2-0badcafe"}, done=0, state="pending")
         main(["status", "cp2"])
         main(["status", "dp2"])
-        said = [line.split(maxsplit=2)[2] for line in capsys.readouterr().out.splitlines() if "  goes on " in line]
+        said = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "  continues " in line]
         assert said == ["with cp2-0badcafe from step 2", "with dp2-0badcafe"]
 
     def test_time_left_and_reward_of_a_run_that_goes_on(self, parity, capsys):
@@ -156,12 +156,12 @@ class TestOneRun:
     def test_a_cancel_that_was_asked_for_is_said_until_it_ends(self, parity, capsys):
         make_run(parity, "cp2", state="running").request_cancel("test")
         main(["status", "cp2"])
-        assert "running, its end was asked for" in capsys.readouterr().out
+        assert "running, cancellation requested" in capsys.readouterr().out
 
     def test_a_lost_run_says_what_to_do(self, parity, capsys):
         make_run(parity, "cp2", state="lost")
         main(["status", "cp2"])
-        assert "nobody is left who could end it; running it again does what is missing" in capsys.readouterr().out
+        assert "no process is left that could end it; run it again to finish what is missing" in capsys.readouterr().out
 
     def test_damaged_records_are_said_and_the_rest_is_shown(self, parity, capsys):
         run = make_run(parity, "cp2")

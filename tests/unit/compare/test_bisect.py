@@ -41,13 +41,13 @@ class TestPlanted:
         found = parted(BASE, BASE)
         assert (found.step, found.way, found.tensor, found.row, found.block) == (0, "forward", UP, 0, 2)
         assert (found.tokens, found.before, found.blocks) == ((16, 24), "model.layers.1.mlp.act_fn", 2)
-        assert f"step 0, forward: what {UP} makes, row 0, tokens 16 to 23 (block 2); 2 of its " in found.words
+        assert f"step 0, forward: the output of {UP}, row 0, tokens 16 to 23 (block 2); 2 of its " in found.words
 
     def test_one_bit_backward(self, monkeypatch):
         plant(monkeypatch, UP, place=17, loads=[1], backward=True)
         found = parted(BASE, BASE)
         assert (found.way, found.tensor, found.block) == ("backward", UP, 2)
-        assert found.words.startswith(f"step 0, backward: the gradient of what {UP} makes, row 0, tokens 16 to 23")
+        assert found.words.startswith(f"step 0, backward: the gradient of the output of {UP}, row 0, tokens 16 to 23")
 
     def test_in_the_reproducible_mode_in_another_layout(self, monkeypatch):
         plant(monkeypatch, UP, place=3, loads=[1])  # the first of two ranks; its fourth token is the row's
@@ -183,6 +183,6 @@ class TestRows:
     def test_inputs_are_said_as_such(self):
         words = module.Parting(0, "forward", f"x{INPUT}", 1, 0, (0, 8), 1, 2, "y").words
         assert words == (
-            "step 0, forward: what goes into x (made by attention, a sum or a product before it), row 1, "
+            "step 0, forward: the input of x (from attention, a sum or a product before it), row 1, "
             "tokens 0 to 7 (block 0); 1 of its 2 blocks differ; the same until y"
         )

@@ -193,7 +193,7 @@ class TestWhatIsNotThere:
     def test_a_hash_without_its_certificate_is_refused(self, tmp_path):
         one = run(tmp_path, "one", [tensors()])
         (one.path / "certificates" / "step0000.json").unlink()
-        with pytest.raises(RecordError, match="no certificate beside its hash"):
+        with pytest.raises(RecordError, match="no certificate next to its hash"):
             compare_certificates(one, one)
 
 

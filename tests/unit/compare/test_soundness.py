@@ -248,5 +248,5 @@ def test_a_step_of_which_autograd_returns_no_gradient_counts_none():
         entropy_T = logsumexp_T = mean_squared_logit_T = None
 
     reached = GradientTokens(Row, Inputs)
-    reached._note(None)
+    reached._record(None)
     assert not reached.mask_T.any()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.faults import FAMILIES, _place, fault_names, planted_faults
+from workbench.faults import FAMILIES, _resolve, fault_names, planted_faults
 from workbench.faults.bridge import BRIDGE_FAULTS
 from workbench.sharding.bridge.direct import Direct
 from workbench.sharding.mesh import Axis
@@ -26,7 +26,7 @@ def test_a_fault_says_what_it_is(name):
 
 @pytest.mark.parametrize("name", BRIDGE_FAULTS)
 def test_its_seam_is_there_and_whole_again_afterwards(name):
-    owner, attribute = _place(BRIDGE_FAULTS[name].seam)
+    owner, attribute = _resolve(BRIDGE_FAULTS[name].seam)
     right = vars(owner)[attribute]
     with planted_faults([BRIDGE_FAULTS[name]]):
         assert vars(owner)[attribute] is not right

@@ -177,7 +177,7 @@ class TestRefusals:
 
     def test_below_float64_a_truth_is_asked_for_with_an_example_that_works(self, write):
         message = self.refused(write(self.BELOW))
-        assert "truth is missing\n  found: below float64 and held against a reference: b\n" in message
+        assert "truth is missing\n  found: below float64 and compared with a reference: b\n" in message
         truth, extra = message.rpartition("write ")[2].split(" and ")
         assert extra == """`extra: {exact: {"seed": 7, "precision": "float64"}}`"""
         planned = load_ablation(write("\n".join([self.BELOW, truth.strip("`"), extra.strip("`")]))).expand()
@@ -207,7 +207,7 @@ class TestRefusals:
                 f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"
             )
         )
-        assert f"hold 'b' against its reference 'a'\n  found: {found}\n" in message
+        assert f"compare 'b' with its reference 'a'\n  found: {found}\n" in message
 
     @pytest.mark.parametrize(
         ("changes", "found"),
@@ -220,7 +220,7 @@ class TestRefusals:
                 "configurations: {a: {}, b: {seed: 1}}\n"
             )
         )
-        assert f"hold 'b' against its truth 't'\n  found: {found}\n" in message
+        assert f"compare 'b' with its truth 't'\n  found: {found}\n" in message
 
     def test_gradients_that_neither_keeps(self, write):
         message = self.refused(
@@ -257,7 +257,7 @@ class TestRefusals:
                 f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"
             )
         )
-        assert f"hold 'b' against its reference 'a'\n  found: {found}" in message
+        assert f"compare 'b' with its reference 'a'\n  found: {found}" in message
 
     def test_rows_that_lie_otherwise_are_the_same_rows(self, write):
         planned = load_ablation(

@@ -149,7 +149,7 @@ class TestKilled:
         assert failure["coordinates"] == {"dp": 0, "cp": 1, "tp": 0}
         assert failure["message"].startswith("rank 2 was killed by SIGKILL\n  found: its last lines: step 3 | reading ")
         assert str(run.path) not in failure["message"]
-        assert "does not say that it ran out of memory" in failure["message"]
+        assert "does not report that it ran out of memory" in failure["message"]
         assert sorted(run.exits()) == [0, 1, 2, 3]
 
     def test_sigkill_while_the_machine_killed_for_memory(self, run):
@@ -417,7 +417,7 @@ class TestEarlyExit:
             "it in b over dp_cp [#2, train/step.py:9]; its process is gone\n"
         )
         assert (
-            "found: it wrote no exit record, so it left on the way; its last lines: no more data"
+            "found: it wrote no exit record, so it left before its end; its last lines: no more data"
             in (failure["message"])
         )
         assert "timeout_s" not in failure["message"]
@@ -432,7 +432,7 @@ class TestEarlyExit:
         codes(run, r1=0, r0=1, r2=1, r3=1)
         settle(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "early exit")
-        assert "it said that it had done its part" in run.failure()["message"]
+        assert "it reported that its part was done" in run.failure()["message"]
 
     def test_a_rank_that_was_told_to_stop_did_not_leave(self, run):
         """It left a stack, and has no code where only those of failed ranks are noted."""
@@ -473,7 +473,7 @@ class TestNobodySpoke:
 
     def test_a_job_that_ended_well_without_saying_so_failed(self, run):
         assert settle(run, "succeeded") == "failed"
-        assert "none said that the run succeeded" in run.failure()["message"]
+        assert "none recorded that the run succeeded" in run.failure()["message"]
         assert run.status == "failed"
 
 

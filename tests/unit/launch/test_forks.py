@@ -39,17 +39,17 @@ def test_a_rank_ends_as_the_interpreter_would_have(ends, code, capsys):
 
 
 def test_ranks_are_not_forked_once_cuda_is_initialised(monkeypatch):
-    forks._refuse_what_cannot_fork()  # torch is loaded here, and that is no reason
+    forks._refuse_initialised_cuda()  # torch is loaded here, and that is no reason
     initialised = stand_in(torch, cuda=stand_in(torch.cuda, is_initialized=lambda: True))
     monkeypatch.setattr(forks, "sys", stand_in(sys, modules=sys.modules | {"torch": initialised}))
     with pytest.raises(LaunchError, match="CUDA is initialised already"):
-        forks._refuse_what_cannot_fork()
+        forks._refuse_initialised_cuda()
 
 
 def test_signals_of_the_agent_are_not_for_ranks():
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGCHLD)}
     try:
-        forks._forget_signals()
+        forks._reset_signals()
         assert [signal.getsignal(number) for number in before] == [signal.SIG_DFL, signal.SIG_DFL]
     finally:
         for number, handler in before.items():

@@ -229,7 +229,7 @@ def request(*command):
 def local(tmp_path, *command):
     app = request(*command)
     plan = jobs._runner().dryrun(app, "local_cwd", cfg={"log_dir": str(tmp_path)})
-    return jobs._started_here(jobs._Request("local_cwd", app, plan))
+    return jobs._start_local(jobs._Request("local_cwd", app, plan))
 
 
 def wait(job, timeout_s=120.0):

@@ -211,7 +211,7 @@ class TestInterrupted:
     def test_another_device_or_input_is_another_run_and_that_is_said(self, tmp_path, other, what):
         run = self.kept(made(tmp_path, plan("a"), "failed"), 20)
         found, said = interrupted(tmp_path, plan("a"), IDENTITY | other)
-        assert (found, said) == (None, f"begins anew, and not with {run.path.name} from step 20: {what}")
+        assert (found, said) == (None, f"starts again, not from {run.path.name} at step 20: {what}")
         assert interrupted(tmp_path, plan("a", steps=2), IDENTITY) == (None, "")
 
     def test_the_furthest_of_the_same_inputs_is_taken_before_one_of_others_that_came_further(self, tmp_path):

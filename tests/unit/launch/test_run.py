@@ -222,7 +222,7 @@ class TestHere:
         fresh = launch(self.ABLATION, tmp_path, fresh=True, **options).runs[1]
         assert (again.state["continues"], fresh.state.get("continues")) == (failed.path.name, None)
         said = {str(event).rpartition("(")[2] for event in told if event.name == again.name}
-        assert any(f"goes on with {failed.path.name} from step 1)" in words for words in said)
+        assert any(f"resumes from {failed.path.name} at step 1)" in words for words in said)
         assert failed.status == "failed"
 
     def test_what_changed_is_refused_in_words_and_nothing_is_made_unless_forced(self, tmp_path, project):
@@ -298,7 +298,7 @@ class TestHere:
 def test_the_same_is_not_run_twice_at_once(tmp_path, project):
     started = RunDirectory.create(tmp_path / "runs", "a", TestHere.ABLATION.expand()[0].spec)
     started.note(launcher=this_process())
-    words = rf"already on their way: {started.path.name} \(pending, process {os.getpid()}\)"
+    words = rf"already running or waiting: {started.path.name} \(pending, process {os.getpid()}\)"
     with pytest.raises(SpecError, match=words):
         launch(TestHere.ABLATION, tmp_path, where="here", worker=FAKE, project=project)
     started.note(launcher=this_process() | {"create_time": 0.0})
@@ -327,7 +327,7 @@ def test_two_who_launch_the_same_at_once_do_not_both_run_it(tmp_path, project, m
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum("already on their way" in word for word in ended) == 1
+    assert sum("already running or waiting" in word for word in ended) == 1
     assert len(list((tmp_path / "runs").glob("*/config.json"))) == 1
 
 

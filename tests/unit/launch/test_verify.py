@@ -188,7 +188,7 @@ def test_one_rank_needs_no_rendezvous(tmp_path):
 def test_a_job_that_does_not_end_is_ended(tmp_path, monkeypatch):
     sleeps = [verify.sys.executable, "-c", "import time; time.sleep(60)"]
     monkeypatch.setattr(verify, "_command", lambda ranks, folder: sleeps)
-    with pytest.raises(LaunchError, match="no end after 0 s; not a word"):
+    with pytest.raises(LaunchError, match="no end after 0 s; no output"):
         verify._job(1, tmp_path, 0.3)
 
 

@@ -160,7 +160,7 @@ def test_where_nothing_decides_that_is_said():
     [wait] = found(record(0, "a"), record(1, "b"))
     assert (wait.rank, wait.certain) == (1, True)
     assert wait.why == (
-        "it came to b of 2 float32 as #1 and rank 0 to a of 2 float32, and nothing before says which of them is wrong"
+        "it came to b of 2 float32 as #1 and rank 0 to a of 2 float32, and nothing before shows which of them is wrong"
     )
 
 

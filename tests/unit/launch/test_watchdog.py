@@ -50,7 +50,7 @@ def test_a_skipped_collective_ends_the_job_and_names_the_rank(tmp_path):
     assert "in which rank 0 has waited for" in message
     assert "it skipped that b of 2 float32 and went on to c of 2 float32" in message
     assert "found: it was at tests/helpers/pretended_ranks.py:" in message
-    assert " in stay; its stack is kept beside this message" in message
+    assert " in stay; its stack is stored with this message" in message
     assert failure["waited_in"].startswith("c over cp [#11, ")
     stack = failure["stack"]
     assert "(most recent call first)" in stack.splitlines()[0]

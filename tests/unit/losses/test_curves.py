@@ -70,7 +70,7 @@ def test_each_point_is_a_micro_batch_of_its_own_where_that_matters():
 @pytest.mark.parametrize(
     ("settings", "ratios", "more", "words"),
     [
-        ({"name": "dpo"}, [1.0], {}, "looks at no pair"),
+        ({"name": "dpo"}, [1.0], {}, "a loss without pairs"),
         ({}, [0.0, 1.0], {}, "ratios above 0"),
         ({}, [3.0], {"anchor_probability": 0.5}, "no probability above 1"),
     ],

@@ -42,7 +42,7 @@ def test_what_is_given_beside_a_kind_wins_also_if_it_is_nothing():
         ({"log_clamp": 20.0}, "name its ratio or its statistic"),
         ({"kind": "tis", "given_epsilon": 0.1}, "about the ratio given_document_mean"),
         ({"kind": "tis", "mean_epsilon": 0.1}, "mean_epsilon is about normalize"),
-        ({"further_gates": [{"statistic": "k2", "high": 1.0}]}, "stand beside a first one"),
+        ({"further_gates": [{"statistic": "k2", "high": 1.0}]}, "need a first one"),
         ({"gate": "k2", "gate_high": 1.0, "further_gates": [{"statistic": "k2"}]}, "a gate needs low or high"),
         (
             {"gate": "k2", "gate_high": 1, "further_gates": [{"statistic": "k2", "low": 2, "high": 1}]},
@@ -50,7 +50,7 @@ def test_what_is_given_beside_a_kind_wins_also_if_it_is_nothing():
         ),
         ({"kind": "icepop", "denominator": "gated"}, "no gate rejects a token"),
         ({"gate_action": "truncate"}, "are about a gate"),
-        ({"gate": "k2", "gate_high": 1.0, "gate_action": "truncate"}, "puts a weight within"),
+        ({"gate": "k2", "gate_high": 1.0, "gate_action": "truncate"}, "clamps a weight to"),
         (
             {
                 "gate": "k2",
@@ -83,7 +83,7 @@ def test_only_statistics_of_the_micro_batch_break_a_law():
     [
         ({"placement": "reward", "gradient": "score"}, "in the reward the penalty is data"),
         ({"placement": "reward", "importance": "old"}, "in the reward the penalty is data"),
-        ({"placement": "reward", "against": "sampler"}, "of the old policy against ref"),
+        ({"placement": "reward", "against": "sampler"}, "compares the old policy with ref"),
         ({"input_clamp": 0.0}, "greater than 0"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_gradient_of_the_entropy_alone_counts(tmp_path, rollouts):
     [
         (Evidence(1, 8, 0, 0, 0), "no token is trained"),
         (Evidence(1, 8, 0, 40, 0), "no document has a gradient"),
-        (Evidence(1, 8, 0, 40, 0, 0, 40), "every token that would have one is clipped"),
+        (Evidence(1, 8, 0, 40, 0, 0, 40), "every trained token is clipped"),
         (Evidence(2, 8, 5, 40, 30, zero_steps=2), "every gradient is zero"),
         (Evidence(2, 8, 5, 40, 30, zero_steps=1), ""),
         (Evidence(1, 8, 1, 40, 1), ""),

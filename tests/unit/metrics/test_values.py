@@ -156,9 +156,9 @@ def test_a_quantile_is_within_its_accuracy(q):
 def test_metrics_that_differ_between_micro_batches_are_refused():
     one = torch.ones(1)
     value = Mean().over(one, one.bool())
-    with pytest.raises(SpecError, match="b not alike"):
+    with pytest.raises(SpecError, match="b not equal"):
         finish_metrics([{"a": value}, {"a": value, "b": value}], ALONE)
-    with pytest.raises(SpecError, match="a not alike"):
+    with pytest.raises(SpecError, match="a not equal"):
         finish_metrics([{"a": value}, {"a": Sum().over(one, one.bool())}], ALONE)
     with pytest.raises(SpecError, match="values of one reducer"):
         value.merge(Sum().over(one, one.bool()))

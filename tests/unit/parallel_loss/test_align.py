@@ -242,11 +242,11 @@ def test_it_says_the_factor_and_why():
 def test_mistakes_are_said():
     with pytest.raises(SpecError, match="engine = 'average'"):
         align_loss(engine="average")
-    with pytest.raises(SpecError, match="a mesh, and groups beside it"):
+    with pytest.raises(SpecError, match="both a mesh and groups"):
         align_loss(single_process_mesh(), cp=Axis("cp"), engine="sum")
-    with pytest.raises(ShapeError, match="a mask of what counts"):
+    with pytest.raises(ShapeError, match="a loss mask"):
         ALONE.masked_sum(torch.ones(3), torch.ones(3))
-    with pytest.raises(ShapeError, match="a mask of what counts"):
+    with pytest.raises(ShapeError, match="a loss mask"):
         ALONE.count(torch.ones(3))
     with pytest.raises(SpecError, match="of = 'document'"):
         ALONE.advantage_statistics(torch.ones(3), of="document")  # type: ignore[arg-type]

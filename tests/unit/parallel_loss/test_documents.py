@@ -80,6 +80,6 @@ def test_half_precision_is_added_up_in_float32():
 @pytest.mark.parametrize("part", ["segment", "pair"])
 def test_what_needs_whole_rows_is_refused(part):
     sums = SumsOverRanks(Documents.of(torch.ones(3).bool(), None, None, ALONE), torch.ones(3, dtype=torch.bool))
-    with pytest.raises(SpecError, match="from what one rank holds"):
+    with pytest.raises(SpecError, match="from one rank's tokens"):
         getattr(sums, part)(torch.ones(3))
     assert sums.document(torch.ones(3)).tolist() == [3.0, 3.0, 3.0]

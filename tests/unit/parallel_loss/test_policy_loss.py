@@ -86,7 +86,7 @@ def test_one_token_is_the_whole_mean_and_nothing_is_divided_by_0(denominator, to
     ],
 )
 def test_what_counts_do_not_say_is_refused(settings):
-    with pytest.raises(SpecError, match="from what one rank holds"):
+    with pytest.raises(SpecError, match="from one rank's tokens"):
         check_spec(LossSpec(name="ppo", **settings))
 
 

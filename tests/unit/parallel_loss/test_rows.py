@@ -51,7 +51,7 @@ def test_log_probabilities_and_loss_are_of_the_targets():
     ("more", "said"),
     [
         ({"positions": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}, "packed documents"),
-        ({"positions": torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]])}, "padded at their head"),
+        ({"positions": torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]])}, "left-padded rows"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])}, "padding before tokens"),
     ],
 )

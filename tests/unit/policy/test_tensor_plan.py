@@ -99,7 +99,7 @@ def wrongly_planned(folder):
 def test_a_plan_that_is_not_meant_for_a_model_is_found_by_measuring(folder, tmp_path):
     for said in run_ranks(wrongly_planned, 2, tmp_path, folder):
         assert "hidden states off by" in said
-        assert "rule: the cut model's hidden states are the whole model's" in said
+        assert "rule: sharded and unsharded model give the same hidden states" in said
 
 
 def test_lines_for_layers_that_a_model_lacks_are_left_out():
@@ -125,5 +125,5 @@ def test_a_model_without_a_plan_is_planned_by_the_names_of_its_layers():
         plans.tensor_plan(model)
     assert str(caught.value).splitlines()[:2] == [
         "tensor parallelism of model type 'qwen3'",
-        "  found: no plan, and layers called strange",
+        "  found: no plan, and layers named strange",
     ]

@@ -18,10 +18,10 @@ def test_it_is_ok_if_every_law_was_tried_and_no_undeclared_one_is_broken():
 
 
 def test_the_verdict_is_a_clause():
-    assert proof("holds", "holds").verdict == "keeps all 2 laws"
-    assert proof("holds", "skipped").verdict == "keeps all 1 law"
-    assert proof("holds", "not tried").verdict == "keeps 1 law; 1 not tried"
-    assert proof("holds", "broken", "declared").verdict == "breaks law1; breaks law2, as declared; keeps 1 law"
+    assert proof("holds", "holds").verdict == "keeps all 2 invariants"
+    assert proof("holds", "skipped").verdict == "keeps all 1 invariant"
+    assert proof("holds", "not tried").verdict == "keeps 1 invariant; 1 not tried"
+    assert proof("holds", "broken", "declared").verdict == "breaks law1; breaks law2, as declared; keeps 1 invariant"
     assert proof("declared, but holds").kept == ("law0",)
 
 
@@ -41,10 +41,10 @@ def test_laws_are_found_by_name():
 def test_its_text_is_a_table_and_the_counterexamples_that_nobody_declared():
     lines = str(make_proof()).splitlines()
     assert lines[0] == (
-        "cp_left_out (engine mean): breaks cp_degree; breaks packing_order, as declared; keeps 1 law; "
+        "cp_left_out (engine mean): breaks cp_degree; breaks packing_order, as declared; keeps 1 invariant; "
         "1 not tried (1.2 s, seed 3)"
     )
-    assert lines[2].split() == ["law", "verdict", "cases", "worst"]
+    assert lines[2].split() == ["invariant", "verdict", "cases", "worst"]
     assert lines[3].split() == ["dp_split", "holds", "12", "3.0e-15"]
     assert lines[6].split(maxsplit=4) == ["tp", "not", "tried", "0", "no time was left"]
     assert "\n".join(lines[8:]) == f"cp_degree: {counterexample()}"

@@ -119,7 +119,7 @@ def test_a_function_of_other_arguments_is_refused_with_the_form_that_it_has():
 
 
 def test_no_laws_are_no_proof():
-    with pytest.raises(SpecError, match="at least one law"):
+    with pytest.raises(SpecError, match="at least one invariant"):
         prove("grpo", laws=[])
 
 

@@ -162,7 +162,7 @@ class TestExperiments:
 
     def test_a_run_is_none(self, project):
         assert experiment_at("parity", project).name == "parity"
-        with pytest.raises(RecordError, match="say parity"):
+        with pytest.raises(RecordError, match="give parity"):
             experiment_at("cp2_zigzag", project)
 
 

@@ -250,7 +250,7 @@ class TestAlone:
         sharding.ddp_config = type("Config", (), {"use_distributed_optimizer": True})()
         with pytest.raises(SpecError, match="use_distributed_optimizer=False"):
             Recorder(folder, nn.Sequential(sharding))
-        with pytest.raises(SpecError, match="hand over the model that is trained"):
+        with pytest.raises(SpecError, match="pass the model that is trained"):
             Recorder(folder, model_of().requires_grad_(False))
         recorder = Recorder(folder, model_of())
         with pytest.raises(RecordError, match="never replaced"):
@@ -258,7 +258,7 @@ class TestAlone:
         with pytest.raises(ShapeError, match="all have one shape"):
             recorder.note(tokens={"trained": torch.ones(2), "ratios": torch.ones(3)})
         recorder.note(tokens={"ratios": torch.ones(3)})
-        with pytest.raises(ShapeError, match="tells the same: ratios"):
+        with pytest.raises(ShapeError, match="has the same: ratios"):
             recorder.note(tokens={"trained": torch.ones(3)})
 
     def test_it_needs_no_more_than_torch_and_safetensors(self):

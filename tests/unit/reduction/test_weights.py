@@ -268,5 +268,5 @@ def test_documents_that_were_cut_off_weigh_nothing_and_stay_in_every_count():
             assert torch.equal(silent[name].loss_T[~off_T], plain[name].loss_T[~off_T])
         assert same == totals
         assert torch.equal(step_weights(cut, spec)[0][0]["policy"].loss_T, plain["policy"].loss_T)
-    with pytest.raises(SpecError, match="which documents were cut off"):
+    with pytest.raises(SpecError, match="a batch without the extension truncated"):
         step_weights(split, LossSpec(truncated="silent"))

@@ -152,11 +152,11 @@ def test_runs_that_are_held_against_a_reference_have_lines_and_no_sentence():
     judged = configuration("other_seed", 1, against="one_rank", verdict="different")
     comparison = Comparison("x", "?", [configuration("one_rank"), judged])
     assert list(online_groups(comparison)) == ["one_rank", "other_seed"]
-    assert online_answer(comparison).startswith("one_rank: 2 % of the answers right")
+    assert online_answer(comparison).startswith("one_rank: 2 % of the completions right")
     assert "other_seed" not in online_answer(comparison)
     text = page(comparison)
     assert "0 of 1 configurations keep the gradient of their reference. 1 differs." in text
-    assert "one_rank: 2 % of the answers right" in text
+    assert "one_rank: 2 % of the completions right" in text
 
 
 def test_the_broad_line_is_a_mean_over_a_tenth_of_the_steps():
@@ -174,8 +174,8 @@ def test_the_answer_says_how_each_began_and_ended():
     comparison = two_losses()
     comparison.configurations[2] = replace(comparison.configurations[2], steps=climbing)
     assert online_answer(comparison) == (
-        "grpo: 7 % of the answers right in the first tenth of the steps, 7 % in the last, mean of 2 seeds. "
-        "cispo: 26 % of the answers right in the first tenth of the steps, 62 % in the last."
+        "grpo: 7 % of the completions right in the first tenth of the steps, 7 % in the last, mean of 2 seeds. "
+        "cispo: 26 % of the completions right in the first tenth of the steps, 62 % in the last."
     )
     assert online_answer(Comparison("x", "?", [configuration("a", steps=[])])) == ""
 
@@ -203,7 +203,7 @@ def test_a_failed_online_run_is_counted_beside_what_the_others_came_to():
     lost = configuration("b", state="failed", verdict="failed", steps=[], failure={"exception": "lost"})
     text = page(Comparison("x", "?", [configuration("a"), lost]))
     assert "1 failed and has no verdict." in text
-    assert "a: 2 % of the answers right" in text
+    assert "a: 2 % of the completions right" in text
 
 
 def test_many_steps_have_few_ticks():

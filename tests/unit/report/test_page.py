@@ -144,7 +144,7 @@ def test_where_nothing_was_judged_the_page_speaks_of_no_reference_and_no_floor(t
     assert broad not in alone
     assert "before clipping.</figcaption>" in section(alone, "Gradient norm by step")
     ratios = Reader(section(alone, "Per-parameter norm ratios")).text
-    assert ratios.endswith("Per-parameter norm ratios No parameter's gradient was held against another's.")
+    assert ratios.endswith("Per-parameter norm ratios No parameter's gradient was compared with another's.")
     lost = replace(comparison["tp2-float64"], steps=[], parameters=[])
     assert broad not in page(Comparison("x", "?", [comparison["one_rank-float64"], lost]))
 

@@ -68,7 +68,7 @@ def test_a_step_that_records_no_loss_keeps_its_place(run):
 def test_who_asked_for_the_end_is_not_left_in_doubt(run):
     run.set_state("running")
     run.request_cancel("a test")
-    assert TrialReader(run).read().note == "cancel was asked for"
+    assert TrialReader(run).read().note == "cancellation requested"
 
 
 def test_it_says_whose_clip_decisions_it_waits_for(run, tmp_path):
@@ -87,7 +87,7 @@ def test_a_lost_run_says_what_to_do(run):
     run.note(rank0=nobody, launcher=nobody)
     trial = TrialReader(run).read()
     assert (trial.state, trial.ended, trial.seconds) == ("lost", True, None)
-    assert "launching again" in trial.note
+    assert "launch again" in trial.note
 
 
 def test_a_damaged_record_is_said_and_the_state_still_followed(run):

@@ -110,7 +110,7 @@ def test_a_hole_in_the_completion_mask_is_refused_in_words():
         ),
         ({"prompt_mask": [[1, 1], [0, 1], [0, 0]]}, r"row 2\n  found: the row has no token at all"),
         ({"completion_mask": [[1, 1, 2], [1, 1, 0], [0, 0, 0]]}, r"completion_mask\n  found: from 0.0 to 2.0"),
-        ({"loss_mask": [[0.5, 0, 1], [1, 1, 0], [0, 0, 0]]}, "a mask holds 0 and 1 only"),
+        ({"loss_mask": [[0.5, 0, 1], [1, 1, 0], [0, 0, 0]]}, "a mask has only 0 and 1"),
         (
             {"old_logprobs": [[-1.0, 0, NAN], [-1, -1, 0], [0, 0, 0]]},
             r"old_logprobs, row 0, completion token 2\n  found: nan; 1 such",

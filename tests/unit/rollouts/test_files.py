@@ -127,7 +127,7 @@ def test_appended_bytes_are_refused(folder):
 @pytest.mark.parametrize("name", ["rollouts.safetensors", "manifest.json"])
 def test_missing_file_is_refused_by_name(folder, name):
     (folder / name).unlink()
-    with pytest.raises(RecordError, match=f"recording file {folder / name}"):
+    with pytest.raises(RecordError, match=f"rollout dataset file {folder / name}"):
         files.load(folder)
 
 

@@ -33,7 +33,7 @@ def test_a_divergence_costs_its_coefficient():
     [{"max_length": 4, "buffer": 5}, {"max_length": 4, "buffer": 0}, {"max_length": 4, "buffer": 2, "penalty": -1.0}],
 )
 def test_a_buffer_that_is_none_is_refused(settings):
-    with pytest.raises(SpecError, match="the last stretch of max_length"):
+    with pytest.raises(SpecError, match="the last part of max_length"):
         overlong(REWARDS, torch.arange(4), **settings)
 
 

@@ -178,7 +178,7 @@ def test_a_class_or_an_object_of_a_file_is_a_task(tasks):
         ("mine/other.py:Copying", "found: no file .*other.py"),
         ("mine/tasks.py:Sorting", "found: no Sorting in tasks.py"),
         ("mine/tasks.py:Lazy", "found: Lazy has no right_reward, encode, decode, reward"),
-        ("mine/tasks.py:Asks", "found: Asks cannot be made: .*question"),
+        ("mine/tasks.py:Asks", "found: Asks cannot be constructed: .*question"),
         (
             "mine/tasks.py:UNENDED",
             r"found: UNENDED.end_ids = \[None\]\n  rule: a sequence (.|\n)*tokenizer.eos_token_id",

@@ -165,7 +165,7 @@ def refusals():
 
 def test_what_cannot_be_is_refused_in_words(tmp_path):
     for (head, fault, torch_of_old), is_a_part in run_ranks(refusals, 2, tmp_path):
-        assert "this rank's part of its weight" in head
+        assert "this rank's shard of its weight" in head
         assert "call hidden_states before" in head
         assert "gradients that backward has summed over dp x cp" in fault
         assert "without set_no_such_thing" in torch_of_old

@@ -113,7 +113,7 @@ def test_unknown_order_is_refused_by_name():
             r"a positive multiple of block_tokens \* cp = 128 \* 2 = 256\n.*pad the row to 256 tokens"
             r".*smaller layout.block_",
         ),
-        ("balanced", {"num_tokens": 256}, "the balanced order goes by documents"),
+        ("balanced", {"num_tokens": 256}, "the balanced order depends on the documents"),
         ("document_zigzag", {"num_tokens": 8}, "no document_lengths"),
         (
             "document_zigzag",

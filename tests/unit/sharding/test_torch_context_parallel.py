@@ -37,7 +37,8 @@ def test_a_torch_without_it_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("length", "device", "said"), [(128, "cpu", "tensors on cpu"), (126, "cuda", "126 is no multiple of 2 [*] cp = 4")]
+    ("length", "device", "said"),
+    [(128, "cpu", "tensors on cpu"), (126, "cuda", "126 is not a multiple of 2 [*] cp = 4")],
 )
 def test_rows_that_it_cannot_share_out_are_refused(length, device, said):
     with pytest.raises(ShardingError, match=said):
@@ -51,7 +52,7 @@ def test_the_multiple_to_pad_to_is_said():
 
 def test_tensors_of_several_lengths_are_refused():
     with (
-        pytest.raises(ShardingError, match="labels of 7 beside 8 tokens"),
+        pytest.raises(ShardingError, match="labels of 7 next to 8 tokens"),
         torch_context_parallel(Axis("cp"), {"ids": torch.zeros(1, 8), "labels": torch.zeros(1, 7)}),
     ):
         pass
@@ -103,7 +104,7 @@ def test_repeated_heads_are_the_groups():
         ({"attn_mask": torch.ones(64, 64)}, "an attention mask of shape [(]64, 64[)]"),
         ({"dropout_p": 0.1}, "dropout of 0.1"),
         ({"is_causal": False}, "attention that is not causal"),
-        ({"query": (1, 4, 96, 8)}, "96 tokens a rank in torch.float32"),
+        ({"query": (1, 4, 96, 8)}, "96 tokens per rank in torch.float32"),
     ],
 )
 def test_what_the_ring_does_not_know_is_refused(more, said):

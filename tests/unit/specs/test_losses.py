@@ -113,24 +113,24 @@ def test_another_name_brings_its_own_settings_and_keeps_what_was_changed():
 
 def test_a_change_that_the_new_name_cannot_use_is_refused_and_not_dropped():
     before = RunSpec(loss={"name": "dapo", "surrogate": {"clip_low": 0.1}})
-    with pytest.raises(SpecError, match=r"clip_low = 0\.1, said for 'ppo'"):
+    with pytest.raises(SpecError, match=r"clip_low = 0\.1, given for 'ppo'"):
         before.merged({"loss": {"name": "sapo"}})
 
 
 @pytest.mark.parametrize(
     ("base", "changes", "stays"),
     [
-        ({"surrogate": {"clip_high": 0.28}}, {"name": "gspo"}, "clip_high = 0.28, said for 'ppo'"),
+        ({"surrogate": {"clip_high": 0.28}}, {"name": "gspo"}, "clip_high = 0.28, given for 'ppo'"),
         ({"surrogate": {"clip_high": 0.28}}, {"surrogate": {"kind": "cispo"}}, "the surrogate 'cispo' over 'ppo'"),
         (
             {"name": "gspo", "surrogate": {"clip_low": 0.1, "clip_high": 0.2}},
             {"name": "luspo", "surrogate": {"clip_low": 0.3}},
-            "clip_high = 0.2, said for 'gspo'",
+            "clip_high = 0.2, given for 'gspo'",
         ),
         (
             {"correction": {"kind": "icepop", "ratio_low": 0.1}},
             {"correction": {"kind": "tis"}},
-            "ratio_low = 0.1, said for 'icepop'",
+            "ratio_low = 0.1, given for 'icepop'",
         ),
     ],
 )

@@ -24,9 +24,9 @@ def test_settings_that_are_the_loss_again_are_given_whatever_its_name():
 
 
 def test_what_would_differ_is_said_with_both_values():
-    with pytest.raises(SpecError, match=r"surrogate\.clip_high = 0\.28 \(there 0\.2\)") as caught:
+    with pytest.raises(SpecError, match=r"surrogate\.clip_high = 0\.28 \(Nobody: 0\.2\)") as caught:
         back(LossSpec(name="dapo"), clip=0.2)
-    assert "Nobody has no option that makes this so" in str(caught.value)
+    assert "Nobody has no option for this" in str(caught.value)
 
 
 @pytest.mark.parametrize("scaling", [{"counts": "micro_batch"}, {"engine_divides": ["dp"]}])
@@ -42,7 +42,7 @@ def test_factors_that_cancel_are_none():
 
 def test_a_penalty_in_the_reward_is_not_dropped():
     spec = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2}, kl={"coefficient": 0.1, "placement": "reward"})
-    with pytest.raises(SpecError, match=r"kl\.coefficient = 0\.1 \(there 0\.0\)"):
+    with pytest.raises(SpecError, match=r"kl\.coefficient = 0\.1 \(Nobody: 0\.0\)"):
         back(spec, clip=0.2)
 
 

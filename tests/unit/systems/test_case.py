@@ -83,7 +83,7 @@ def test_what_is_missing_or_does_not_fit_is_said():
         case(logprobs=LOGPROBS)["advantages"]
     with pytest.raises(SpecError, match="the shape of its tokens"):
         _ = case(rewards=np.zeros(2)).shape
-    with pytest.raises(ShapeError, match="one value a token or one a row"):
+    with pytest.raises(ShapeError, match="one value per token or one per row"):
         case(logprobs=LOGPROBS, advantages=np.zeros(4)).row()
 
 

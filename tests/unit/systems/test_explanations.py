@@ -156,7 +156,7 @@ def test_a_penalty_in_the_reward_is_no_part_of_the_loss_and_is_said():
     found = explain("nemo_rl", {"use_kl_in_reward": True}, "nemo_rl", {"reference_policy_kl_penalty": 0.0})
     assert found.verdict == "same"
     assert "kl.placement" in {d.setting for d in found.differences}
-    assert "in the advantages that the loss is given" in " ".join(found.notes[0])
+    assert "in the advantages that the loss receives" in " ".join(found.notes[0])
 
 
 @pytest.mark.parametrize(

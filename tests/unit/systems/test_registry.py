@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-from workbench import systems as adapters
+from workbench import systems
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
 from workbench.systems import metrics as aliases
@@ -94,7 +94,7 @@ def test_what_our_spec_refuses_is_said_in_words():
         return LossSpec(denominator="token", denominator_constant=3.0)
 
     system = dataclasses.replace(load_system("verl"), title="Somebody", translate=clashing)
-    with pytest.raises(SpecError, match="Somebody: these options as a loss of ours") as caught:
+    with pytest.raises(SpecError, match="Somebody: translation of these options to a LossSpec") as caught:
         translated(system, Two())
     assert "denominator_constant is not used" in str(caught.value)
 
@@ -103,6 +103,6 @@ def test_the_package_offers_functions_whatever_was_imported_first():
     for place in ("explanations", "replays", "contracts", "translate"):
         importlib.import_module(f"workbench.systems.{place}")
     for name in ("loss_spec", "settings_for", "explain", "replay", "contract_table", "scaling_contract"):
-        assert callable(getattr(adapters, name)), name
+        assert callable(getattr(systems, name)), name
     with pytest.raises(AttributeError, match="no attribute 'lunch'"):
-        _ = adapters.lunch
+        _ = systems.lunch

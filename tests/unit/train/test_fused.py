@@ -173,7 +173,7 @@ def test_one_loss_written_on_the_spot_and_known_to_nobody_comes_out_right_and_sa
     found, taken = step({"name": "grpo"}, batch, make=lambda spec: of_the_row, **fused(7))
     assert_same(found, expected)
     assert taken == 6
-    assert "the loss looks across tokens, and wants something else from them in the whole row" in found.fallbacks[0]
+    assert "the loss looks across tokens, and their coefficients in the whole row differ" in found.fallbacks[0]
 
 
 def test_a_selection_by_covariance_is_found_out_without_its_spec():
@@ -227,7 +227,7 @@ def test_only_what_is_trained_goes_through_the_head():
         ),
         (
             {"policy": {"fp32_head": True}, "precision": "float64"},
-            "policy.fp32_head lifts the head to float32, and prec",
+            "policy.fp32_head casts the head to float32, and prec",
         ),
         ({"policy": {"chunk_tokens": 0}}, "policy.chunk_tokens = 0"),
         ({"policy": {"keep_bytes": -1}}, "policy.keep_bytes = -1"),

@@ -232,7 +232,7 @@ def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
         flow.make_loss(spec)(inputs)
         asked = False
     except SpecError as error:
-        asked = "looks at the ref policy" in str(error)
+        asked = "uses the ref policy" in str(error)
     except (TypeError, AttributeError):  # what else the loss wants of a batch
         asked = False
     assert needs_reference(spec) == (asked or spec.needs_pairs)
@@ -465,7 +465,7 @@ class Wrong(Digits):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"reward": math.nan}, r"reward of the answer '.+' to '\^.+='\n  found: nan"),
+        ({"reward": math.nan}, r"reward of the completion '.+' to '\^.+='\n  found: nan"),
         ({"reward": math.inf}, "found: inf"),
         ({"prompts": 2}, "3 prompts of (.|\n)*found: 2\n"),
         ({"encode": []}, r"tokens of the prompt '\^.+='\n  found: \[\]"),
@@ -480,7 +480,10 @@ class Wrong(Digits):
         ({"encode": torch.tensor([[3, 4]])}, r"found: a Tensor, tensor\(\[\[3, 4\]\]\)"),
         ({"encode": [3.0]}, r"found: a list, \[3.0\]"),
         ({"encode": None}, "found: a NoneType, None"),
-        ({"reward": None}, r"reward of the answer '.+' to '\^.+='\n  found: None\n  rule: a reward is a finite number"),
+        (
+            {"reward": None},
+            r"reward of the completion '.+' to '\^.+='\n  found: None\n  rule: a reward is a finite number",
+        ),
         ({"reward": "good"}, "found: 'good'"),
         ({"reward": torch.ones(2)}, r"found: tensor\(\[1., 1.\]\)"),
     ],
@@ -536,8 +539,8 @@ def wider(tmp_path_factory):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (Digits(), r"does not read \(ShapeError\), of a policy of 40 ids and a task of 19\n"),
-        (ByTable(), r"does not read \(KeyError\), of a policy of 40 ids\n"),
+        (Digits(), r"does not accept \(ShapeError\), of a policy of 40 ids and a task of 19\n"),
+        (ByTable(), r"does not accept \(KeyError\), of a policy of 40 ids\n"),
     ],
 )
 def test_ids_that_the_task_does_not_know_are_named_with_the_model(task, words, wider):
@@ -545,7 +548,7 @@ def test_ids_that_the_task_does_not_know_are_named_with_the_model(task, words, w
         online_of(spec_of(**wider), task=task).sample(0)
     asked = f"online.task = '{spec_of().online.task}' with model.source = '{wider['model']['source']}'"
     assert caught.value.parts["asked"] == asked
-    unknown = re.match(r"an answer of the ids \[([\d, ]+)\]", caught.value.parts["found"])[1].split(", ")
+    unknown = re.match(r"a completion with the ids \[([\d, ]+)\]", caught.value.parts["found"])[1].split(", ")
     assert max(map(int, unknown)) >= 19
     assert "take a task with the tokenizer of this model" in caught.value.parts["fix"]
 
@@ -577,7 +580,9 @@ def test_what_else_goes_wrong_in_decode_is_said_as_it_is():
 )
 def test_rows_that_the_longest_answer_would_not_fit_into_are_refused_before_it_comes(changes):
     spec = merge({"online": {"max_new_tokens": 20}}, changes)
-    with pytest.raises(SpecError, match=rf"micro_batch_tokens = {changes['data']['micro_batch_tokens']} for answers"):
+    with pytest.raises(
+        SpecError, match=rf"micro_batch_tokens = {changes['data']['micro_batch_tokens']} for completions"
+    ):
         sampled(**spec)
     enough = merge(spec, {"data": {"micro_batch_tokens": 200}})
     assert sampled(**enough).num_documents in (6, 9)
@@ -616,7 +621,7 @@ def test_prompts_that_differ_between_ranks_end_the_run_on_all_of_them(sizes):
 
 
 def test_an_answer_that_the_model_has_no_positions_for_is_refused():
-    with pytest.raises(SpecError, match=r"an answer of 510 tokens to '(.|\n)*a model of 512 positions"):
+    with pytest.raises(SpecError, match=r"a completion of 510 tokens to '(.|\n)*a model of 512 positions"):
         sampled(online={"max_new_tokens": 510})
 
 

@@ -287,7 +287,7 @@ def test_the_gradient_may_be_divided_by_the_documents_once_more():
 
 def test_a_penalty_in_the_reward_is_not_dropped_without_a_word():
     settings = {"loss": {"kl": {"coefficient": 0.1, "placement": "reward"}}}
-    with pytest.raises(SpecError, match=r"loss.kl.placement 'reward' with advantages that came with the rollouts"):
+    with pytest.raises(SpecError, match=r"loss.kl.placement 'reward' with recorded advantages"):
         parse_spec(RunSpec, settings, where="settings")
     parse_spec(RunSpec, settings | {"data": {"advantages": {"name": "rloo"}}}, where="settings")
     parse_spec(RunSpec, {"loss": {"kl": {"coefficient": 0.0, "placement": "reward"}}}, where="settings")

@@ -1,7 +1,7 @@
-"""Hidden states to token log-probabilities: one meaning, several implementations by name.
+"""Hidden states to token log-probabilities: one definition, several implementations by name.
 
-`token_logprobs` is the door. Behind it stand a slow and obvious reference, its vocabulary-parallel twin, and a driver
-(`driver`) that never holds the logits of more than a chunk, over one of two engines: `chunked` (torch) and `triton`.
+`token_logprobs` is the public API. It dispatches to a slow and simple reference, its vocabulary-parallel twin, or a
+driver (`driver`) that never holds the logits of more than a chunk, over an engine: `chunked` (torch) or `triton`.
 
 Letters: T tokens | V vocabulary (this rank's rows of the head) | D model dimension.
 """
@@ -46,7 +46,7 @@ def token_logprobs(
     chunk_tokens: int = 4096,
     keep_bytes: int = 0,
 ) -> TokenLogprobs:
-    """Log-probability of each target under the output head, and what else is wanted of its distribution.
+    """Log-probability of each target under the output head, and further statistics of its distribution.
 
     Formula:  a_v = logit_scale (h . w_v + b_v),   z_v = soft_cap tanh(a_v / soft_cap) / temperature
               logprob = z_target - log sum_v exp z_v
@@ -60,23 +60,23 @@ def token_logprobs(
         bias_V: of the rows of the head.
         logit_scale: multiplies logits, bias included.
         soft_cap: bounds logits, before the temperature; None: no bound.
-        valid: so many of the local rows exist; the others are padding with probability 0. None: all.
-        active_T: [T] bool: the tokens that are computed; None: all. The others say 0, move nothing and cost nothing.
-        kept: what the sampler cut its distribution down to, token by token; None: nothing was cut.
-        wanted: any of entropy, logsumexp, mean_squared_logit. Entropy is also that of the kept tokens.
-        fp32_head: lift hidden states and head to float32 first. Gradients arrive in the dtypes of the originals.
+        valid: number of local rows that exist; the others are padding with probability 0. None: all.
+        active_T: [T] bool: the tokens that are computed; None: all. The others return 0 without gradient, at no cost.
+        kept: each token's truncated support in the sampler; None: not truncated.
+        wanted: any of entropy, logsumexp, mean_squared_logit. With ``kept``, entropy is also that of the support.
+        fp32_head: cast hidden states and head to float32 first. Gradients have the dtypes of the originals.
         axis: the tensor-parallel axis, where ranks hold different rows of the head, any number each.
         first_token: vocabulary id of the first local row.
         chunk_tokens: rows whose logits exist at a time; for chunked and triton.
-        keep_bytes: how much may be kept for backward. A chunk that is kept costs 3 products with the head, forward and
-            backward together, another 4; for chunked and triton.
+        keep_bytes: how much may be saved for backward. A saved chunk costs 3 GEMMs with the head, forward and
+            backward together; a recomputed one 4; for chunked and triton.
 
     Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T] -> [T] each, float32 (float64 for float64).
     Units:    nats.
     Backward: through every result, to hidden, weight and bias. Hidden: summed over tp, once; weight and bias: local.
               The incoming gradients must be the same on every tp rank.
     Raises:   ShapeError: sizes or dtypes disagree, ids outside the vocabulary, a temperature that is not positive.
-              SpecError: a setting that means nothing, or an implementation that cannot run here.
+              SpecError: an invalid setting, or an implementation that cannot run here.
     """
     options = {
         "temperature": temperature,
@@ -138,7 +138,7 @@ def token_logprobs(
 
 @functools.cache
 def triton_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the Triton engine cannot take operands of this dtype on this device; None if it can."""
+    """Reason why the Triton engine cannot take operands of this dtype on this device; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from workbench.policy.logprobs.exp_epilogue.engine import refusal
@@ -147,5 +147,5 @@ def triton_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def fastest(dtype: torch.dtype, device: torch.device) -> str:
-    """The implementation that never holds the logits and is fastest with operands of this dtype on this device."""
+    """Return the fastest implementation without full logits for operands of this dtype on this device."""
     return "triton" if device.type == "cuda" and triton_refusal(dtype, device) is None else "chunked"

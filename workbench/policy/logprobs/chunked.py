@@ -1,10 +1,10 @@
-"""The engine that needs nothing but torch: the logits of a chunk, and one pass over them each way.
+"""The torch-only engine: the logits of a chunk, and one pass over them each way.
 
 With z the logits as they enter the softmax, m their maximum, and sums over the whole vocabulary:
     s = sum exp(z - m),   u = sum exp(z - m) (z - m),   q = sum z^2
     logprob = (z_target - m) - log s     entropy = log s - u / s     logsumexp = m + log s     mean square = q / V
     dz_v = g_logprob (1[v = target] - p_v) - g_entropy p_v (log p_v + entropy) + g_logsumexp p_v + g_square 2 z_v / V
-It represents every logit that the dtype can, and so is the exact engine that others fall back to.
+It represents every logit that the dtype can, so it is the exact engine that others fall back to.
 
 Letters: C rows of a chunk | B rows of a block of it | V vocabulary (this rank's valid rows of the head)
 | D model dimension.
@@ -21,14 +21,14 @@ from workbench.policy.logprobs.products import add_product_, exact_float32
 from workbench.sharding.collectives import all_max, all_sum
 
 BLOCK_BYTES = 2**28
-"""Of the logits that are turned into probabilities or gradients at a time."""
+"""Size of the block of logits that is turned into probabilities or gradients at a time."""
 
 
 class ChunkedEngine:
     """Logits of a chunk in float32 (float64 for float64), overwritten by their gradient.
 
     Args:
-        head: what turns rows into logits.
+        head: maps rows to logits.
     """
 
     def __init__(self, head: Head) -> None:
@@ -36,7 +36,7 @@ class ChunkedEngine:
         self._scratch = head.weight_VD.new_empty(0, dtype=head.wide)
 
     def bytes_kept(self, rows: int) -> int:
-        """The logits of so many rows."""
+        """Bytes of the logits of this many rows."""
         return rows * self.head.valid * self.head.wide.itemsize
 
     def forward(
@@ -52,22 +52,22 @@ class ChunkedEngine:
         divisor_C1 = self._divisor(temperature)
         bias_V = None if head.bias_V is None else head.bias_V[: head.valid].to(head.wide)
         head.logits_(logits_CV, bias_V, divisor_C1)
-        said = self._said(logits_CV, targets_C, wanted)
-        return Chunk(hidden_CD, targets_C, temperature, said, None if keep == "no" else logits_CV)
+        head_output = self._outputs(logits_CV, targets_C, wanted)
+        return Chunk(hidden_CD, targets_C, temperature, head_output, None if keep == "no" else logits_CV)
 
     def backward(self, chunk: Chunk, gradients: RowGradients, into: Accumulators, rows: slice, *, first: bool) -> None:
         """See `engine.Engine.backward`."""
         head, logits_CV = self.head, chunk.saved
         chunk.saved = None
-        moves_C1 = rows_moved(gradients, len(logits_CV), logits_CV.device)[:, None]
+        nonzero_C1 = rows_moved(gradients, len(logits_CV), logits_CV.device)[:, None]
         for block in self._blocks(len(logits_CV)):
-            self._to_gradient_(chunk, gradients, logits_CV, block, moves_C1)
+            self._to_gradient_(chunk, gradients, logits_CV, block, nonzero_C1)
         weight_VD = head.weight_VD[: head.valid]
         if into.bias_V is not None:
             bias_V = into.bias_V.zero_() if first else into.bias_V
             bias_V[: head.valid] += logits_CV.sum(0)
         gradient_CV = logits_CV.to(chunk.hidden_CD.dtype)
-        hidden_CD = chunk.hidden_CD.masked_fill(~moves_C1, 0)
+        hidden_CD = chunk.hidden_CD.masked_fill(~nonzero_C1, 0)
         if into.hidden_TD is not None:
             with exact_float32(gradient_CV.dtype):
                 torch.mm(gradient_CV, weight_VD, out=into.hidden_TD[rows])
@@ -95,12 +95,12 @@ class ChunkedEngine:
         return temperature.to(self.head.wide)[:, None] if isinstance(temperature, Tensor) else temperature
 
     def _local(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Local column of each target, 0 where another rank has it, and whether it is here."""
+        """Local column of each target, 0 if another rank has it, and True if it is local."""
         local_C = targets_C - self.head.first_token
-        mine_C = (local_C >= 0) & (local_C < self.head.valid)
-        return local_C.masked_fill(~mine_C, 0), mine_C
+        is_local_C = (local_C >= 0) & (local_C < self.head.valid)
+        return local_C.masked_fill(~is_local_C, 0), is_local_C
 
-    def _said(self, logits_CV: Tensor, targets_C: Tensor, wanted: frozenset[str]) -> TokenLogprobs:
+    def _outputs(self, logits_CV: Tensor, targets_C: Tensor, requested: frozenset[str]) -> TokenLogprobs:
         head = self.head
         rows, columns = logits_CV.shape
         highest_C = logits_CV.amax(-1) if columns else logits_CV.new_full((rows,), -torch.inf)
@@ -108,15 +108,15 @@ class ChunkedEngine:
             highest_C = all_max(highest_C, head.axis)
         sums_4C = logits_CV.new_zeros(4, rows)
         if columns:
-            local_C, mine_C = self._local(targets_C)
-            sums_4C[0] = (logits_CV.gather(1, local_C[:, None])[:, 0] - highest_C).masked_fill(~mine_C, 0)
+            local_C, is_local_C = self._local(targets_C)
+            sums_4C[0] = (logits_CV.gather(1, local_C[:, None])[:, 0] - highest_C).masked_fill(~is_local_C, 0)
         for block in self._blocks(rows):
             shifted_BV = logits_CV[block] - highest_C[block, None]
             exp_BV = shifted_BV.exp()
             sums_4C[1, block] = exp_BV.sum(-1)
-            if "entropy" in wanted:
+            if "entropy" in requested:
                 sums_4C[2, block] = shifted_BV.masked_fill_(exp_BV == 0, 0).mul_(exp_BV).sum(-1)
-            if "mean_squared_logit" in wanted:
+            if "mean_squared_logit" in requested:
                 sums_4C[3, block] = _finite(logits_CV[block]).square().sum(-1)
         if head.axis is not None:
             sums_4C = all_sum(sums_4C, head.axis)
@@ -124,45 +124,45 @@ class ChunkedEngine:
         log_sum_C = sum_C.log()
         return TokenLogprobs(
             target_C - log_sum_C,
-            log_sum_C - weighted_C / sum_C if "entropy" in wanted else None,
+            log_sum_C - weighted_C / sum_C if "entropy" in requested else None,
             highest_C + log_sum_C,
-            squares_C / head.vocabulary if "mean_squared_logit" in wanted else None,
+            squares_C / head.vocabulary if "mean_squared_logit" in requested else None,
         )
 
     def _to_gradient_(
-        self, chunk: Chunk, gradients: RowGradients, logits_CV: Tensor, block: slice, moves_C1: Tensor
+        self, chunk: Chunk, gradients: RowGradients, logits_CV: Tensor, block: slice, nonzero_C1: Tensor
     ) -> None:
-        """Overwrite a block of logits by the gradient of its products."""
-        head, said, logits_BV = self.head, chunk.said, logits_CV[block]
+        """Overwrite a block of logits with the gradient of its dot products."""
+        head, head_output, logits_BV = self.head, chunk.said, logits_CV[block]
         divisor = self._divisor(chunk.temperature)
         divisor_B1 = divisor[block] if isinstance(divisor, Tensor) else divisor
-        log_p_BV = logits_BV - said.logsumexp_T[block, None]
+        log_p_BV = logits_BV - head_output.logsumexp_T[block, None]
         p_BV = log_p_BV.exp()
-        zero_B = torch.zeros_like(said.logprobs_T[block])
+        zero_B = torch.zeros_like(head_output.logprobs_T[block])
         logprob_B, entropy_B, logsumexp_B, square_B = (
             zero_B if gradient_C is None else gradient_C[block].to(head.wide) for gradient_C in gradients
         )
         if gradients.entropy_T is None:
             gradient_BV = p_BV * (logsumexp_B - logprob_B)[:, None]
         else:
-            surprise_BV = log_p_BV.masked_fill_(p_BV == 0, 0) + said.entropy_T[block, None]
+            surprise_BV = log_p_BV.masked_fill_(p_BV == 0, 0) + head_output.entropy_T[block, None]
             gradient_BV = p_BV * ((logsumexp_B - logprob_B)[:, None] - entropy_B[:, None] * surprise_BV)
         if gradients.mean_squared_logit_T is not None:
             gradient_BV += _finite(logits_BV) * (2 / head.vocabulary * square_B)[:, None]
         if head.valid:
-            local_C, mine_C = self._local(chunk.targets_C[block])
-            gradient_BV.scatter_add_(1, local_C[:, None], (logprob_B * mine_C)[:, None])
+            local_C, is_local_C = self._local(chunk.targets_C[block])
+            gradient_BV.scatter_add_(1, local_C[:, None], (logprob_B * is_local_C)[:, None])
         gradient_BV = head.back_(gradient_BV, logits_BV, divisor_B1)
-        torch.where(moves_C1[block], gradient_BV, gradient_BV.new_zeros(()), out=logits_BV)
+        torch.where(nonzero_C1[block], gradient_BV, gradient_BV.new_zeros(()), out=logits_BV)
 
 
 def _finite(logits_BV: Tensor) -> Tensor:
-    """Logits with 0 for -inf: a column that does not exist has no square."""
+    """Logits with 0 for -inf: a column that does not exist adds no square."""
     return logits_BV.masked_fill(logits_BV == -torch.inf, 0)
 
 
 def _product_(logits_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
-    """``logits_CV = hidden_CD @ weight_VD.T``, not rounded to the dtype of the operands."""
+    """Compute ``logits_CV = hidden_CD @ weight_VD.T`` without rounding to the dtype of the operands."""
     if hidden_CD.dtype == logits_CV.dtype:
         torch.mm(hidden_CD, weight_VD.T, out=logits_CV)
     elif hidden_CD.is_cuda:

@@ -1,18 +1,17 @@
-"""Token log-probabilities without the logits: chunks of rows over an engine, forward and back.
+"""Token log-probabilities without full logits: chunks of rows over an engine, forward and backward.
 
-Only rows that are asked about exist: the others are 0, without gradient, and cost nothing. Forward takes the rows a
-chunk at a time. Backward needs what a chunk said of every token of the vocabulary: as many chunks as ``keep_bytes``
-allows hold it until then (3 products with the head in all), the others are computed again (4). Rows that the loss wants
-nothing from are not.
+Only active rows are computed; inactive rows return 0 without gradient. Forward processes the rows chunk by chunk.
+Backward needs a chunk's logits, or what its engine stores for them: as many chunks as ``keep_bytes`` allows save them
+(3 GEMMs with the head in all), the others are recomputed (4), except rows whose incoming gradient is zero.
 
-A row says the same bits with and without a gradient, whatever is kept, so that a policy and its own old self give a
-ratio of exactly 1. Over `chunked` that needs the same chunks: a BLAS chooses its kernel by the number of rows, and a
-row in another chunk may differ in the last bit.
+A row's outputs are bitwise the same with and without a gradient, whatever is saved, so the ratio of a policy to itself
+is exactly 1. Over `chunked` that requires the same chunks: a BLAS chooses its kernel by the number of rows, and a row
+in another chunk may differ in the last bit.
 
-Whatever is skipped, every result stays in the graph of hidden states, weight and bias, so that every rank takes part in
-every collective: gradients are then zeros, not None.
+Even if rows are skipped, every result stays in the graph of hidden states, weight and bias, so that every rank takes
+part in every collective: gradients are then zeros, not None.
 
-Letters: T tokens | A rows that are computed | R rows that are computed again | C rows of a chunk
+Letters: T tokens | A rows that are computed | R rows that are recomputed | C rows of a chunk
 | V vocabulary (this rank's rows of the head) | D model dimension.
 """
 
@@ -38,7 +37,7 @@ from workbench.sharding.collectives import all_max, identity_sum
 from workbench.sharding.mesh import Axis
 
 EXACT_TOKENS = 256
-"""Rows at a time, at most, of those that the engine could not represent: their logits need memory of their own."""
+"""Maximum rows at a time of those that the engine could not represent: their logits need additional memory."""
 
 
 def token_logprobs(
@@ -61,7 +60,7 @@ def token_logprobs(
     chunk_tokens: int = 4096,
     keep_bytes: int = 0,
 ) -> TokenLogprobs:
-    """What the head says about each token, a chunk of rows at a time, over the engine that ``engine`` makes of a head.
+    """Compute the head's outputs per token, a chunk of rows at a time, on the engine that ``engine`` builds for a head.
 
     The other arguments are those of `logprobs.token_logprobs`.
 
@@ -75,7 +74,7 @@ def token_logprobs(
         raise SpecError(
             f"token_logprobs: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
             rule="a chunk has at least one row, and a budget is not negative",
-            fix="leave them at 4096 and 0, or raise keep_bytes for fewer products in backward",
+            fix="leave them at 4096 and 0, or raise keep_bytes for fewer GEMMs in backward",
         )
     if fp32_head:
         hidden_TD, weight_VD = lifted(hidden_TD), lifted(weight_VD)
@@ -102,29 +101,29 @@ def token_logprobs(
         x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias_V)
     )
     call = _Call(head, engine, rows, wanted, chunk_tokens, keep_bytes if with_gradient else 0)
-    said = TokenLogprobs(*_Driven.apply(hidden_TD.contiguous(), weight_VD, bias_V, call))
+    head_output = TokenLogprobs(*_DriverFunction.apply(hidden_TD.contiguous(), weight_VD, bias_V, call))
     if rows.kept is not None:
-        said = whole_where_empty(said, rows.kept.are_whole(hidden_TD.device))
+        head_output = whole_where_empty(head_output, rows.kept.are_whole(hidden_TD.device))
     if index_A is None:
-        return said
+        return head_output
     return TokenLogprobs(
-        *(None if x_A is None else x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A) for x_A in said)
+        *(None if x_A is None else x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A) for x_A in head_output)
     )
 
 
 def lifted(tensor: Tensor) -> Tensor:
-    """In float32 at least; its gradient comes back in its own dtype."""
+    """Cast to float32 at least; the gradient has the original dtype."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What belongs to rows besides their hidden states.
+    """Inputs of rows besides their hidden states.
 
     Attributes:
         targets_A: ids in the whole vocabulary.
         temperature: one for all, or [A].
-        kept: A sets, or None.
+        kept: A truncated supports, or None.
     """
 
     targets_A: Tensor
@@ -132,11 +131,11 @@ class Rows:
     kept: KeptSets | None = None
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.targets_A)
 
     def tensors(self) -> list[Tensor]:
-        """All that must not change between forward and backward."""
+        """Tensors that must not change between forward and backward."""
         return [
             self.targets_A,
             *([self.temperature] if isinstance(self.temperature, Tensor) else []),
@@ -144,75 +143,75 @@ class Rows:
         ]
 
     def at(self, rows: slice | Tensor) -> Rows:
-        """Some of them, by a slice or by their places."""
+        """Select rows by a slice or by indices."""
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
         return Rows(self.targets_A[rows], temperature, None if self.kept is None else self.kept.rows(rows))
 
 
 @dataclass
 class _Call:
-    """What is asked, of which rows, in which pieces; and what is held until backward.
+    """Requested outputs, rows and chunking of one call; and what it saves for backward.
 
     Attributes:
-        make_engine: of the head; forward and backward have one each, so that no buffer lies idle between them.
-        keep_bytes: how much may be held; 0 where nobody wants a gradient.
-        held: chunks whose backward has not run, with their place among the rows.
+        make_engine: of the head; forward and backward have one each, so that no buffer is idle between them.
+        keep_bytes: how much may be saved; 0 without gradient.
+        saved_chunks: chunks whose backward has not run, with their rows.
         overflowed_A: rows that the engine could not represent, on their device; None: there are none.
     """
 
     head: Head
     make_engine: Callable[[Head], Engine]
     rows: Rows
-    wanted: frozenset[str]
+    requested: frozenset[str]
     chunk_tokens: int
     keep_bytes: int
-    held: list[tuple[slice, Chunk]] = field(default_factory=list)
+    saved_chunks: list[tuple[slice, Chunk]] = field(default_factory=list)
     overflowed_A: Tensor | None = None
 
     def forward(
         self, engine: Engine, hidden_AD: Tensor, place: slice | Tensor, keep: Keep
     ) -> tuple[Chunk, KeptChunk | None]:
-        """What some rows say, in full and among their kept tokens."""
+        """Outputs of some rows, over the vocabulary and over their truncated supports."""
         rows, hidden_CD = self.rows.at(place), hidden_AD[place]
-        chunk = engine.forward(hidden_CD, rows.targets_A, rows.temperature, wanted=self.wanted, keep=keep)
+        chunk = engine.forward(hidden_CD, rows.targets_A, rows.temperature, wanted=self.requested, keep=keep)
         return chunk, self.kept_forward(hidden_CD, place)
 
     def kept_forward(self, hidden_CD: Tensor, place: slice | Tensor) -> KeptChunk | None:
-        """What some rows say among their kept tokens."""
+        """Outputs of some rows over their truncated supports."""
         rows = self.rows.at(place)
         if rows.kept is None:
             return None
         return kept_forward(self.head, hidden_CD, rows.targets_A, rows.temperature, rows.kept)
 
     def work(
-        self, moved_A: Tensor, exact_A: Tensor, device: torch.device
+        self, nonzero_A: Tensor, exact_A: Tensor, device: torch.device
     ) -> Iterator[tuple[Engine, Chunk | None, slice | Tensor]]:
-        """What backward has to do, one piece at a time: engine, the chunk if it was held, and where its rows lie."""
-        engine, again_A = self.make_engine(self.head), moved_A & ~exact_A
-        while self.held:
-            piece, chunk = self.held.pop(0)
+        """Pieces of work for backward: engine, the chunk if it was saved, and its rows."""
+        engine, again_A = self.make_engine(self.head), nonzero_A & ~exact_A
+        while self.saved_chunks:
+            piece, chunk = self.saved_chunks.pop(0)
             if again_A[piece].any():
                 yield engine, chunk, piece
             again_A[piece] = False
-        for place in _places(again_A, self.chunk_tokens, device):
+        for place in _pieces(again_A, self.chunk_tokens, device):
             yield engine, None, place
         engine = ChunkedEngine(self.head)
-        for place in _places(moved_A & exact_A, min(EXACT_TOKENS, self.chunk_tokens), device):
+        for place in _pieces(nonzero_A & exact_A, min(EXACT_TOKENS, self.chunk_tokens), device):
             yield engine, None, place
 
-    def nothing_said(self) -> list[Tensor | None]:
-        """Room for every field that is wanted."""
-        fields = {"logprobs_T", *(f"{name}_T" for name in self.wanted)}
+    def empty_outputs(self) -> list[Tensor | None]:
+        """Allocate every requested field."""
+        fields = {"logprobs_T", *(f"{name}_T" for name in self.requested)}
         if self.rows.kept is not None:
-            fields |= {"kept_logprobs_T"} | ({"kept_entropy_T"} if "entropy" in self.wanted else set())
+            fields |= {"kept_logprobs_T"} | ({"kept_entropy_T"} if "entropy" in self.requested else set())
         return [
             self.head.weight_VD.new_empty(len(self.rows), dtype=self.head.wide) if name in fields else None
             for name in TokenLogprobs._fields
         ]
 
 
-def _chunks_to_hold(engine: Engine, rows: int, chunk_tokens: int, keep_bytes: int) -> int:
-    """Chunks, from the first, that stay within the budget together: as many on every tp rank, however uneven."""
+def _chunks_to_save(engine: Engine, rows: int, chunk_tokens: int, keep_bytes: int) -> int:
+    """Number of leading chunks that fit the budget together: the same on every tp rank, however uneven the head."""
     if not keep_bytes:
         return 0
     count, left = 0, keep_bytes
@@ -226,8 +225,8 @@ def _chunks_to_hold(engine: Engine, rows: int, chunk_tokens: int, keep_bytes: in
     return count
 
 
-class _Driven(Function):
-    """Hidden states of rows, weight and bias to the fields of `TokenLogprobs`; None for what was not wanted."""
+class _DriverFunction(Function):
+    """Hidden states of rows, weight and bias to the fields of `TokenLogprobs`; None if not requested."""
 
     @staticmethod
     def forward(
@@ -236,77 +235,77 @@ class _Driven(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, *call.rows.tensors())
         ctx.call = call
-        engine, said = call.make_engine(call.head), call.nothing_said()
+        engine, outputs = call.make_engine(call.head), call.empty_outputs()
         overflowed: list[Tensor | None] = []
-        said_exactly = True
-        to_hold = _chunks_to_hold(engine, len(call.rows), call.chunk_tokens, call.keep_bytes)
+        all_exact = True
+        to_save = _chunks_to_save(engine, len(call.rows), call.chunk_tokens, call.keep_bytes)
         for number, piece in enumerate(plan_chunks(len(call.rows), call.chunk_tokens)):
-            holds = number < to_hold
-            chunk, kept_chunk = call.forward(engine, hidden_AD, piece, "own" if holds else "no")
-            if holds:
-                call.held.append((piece, chunk))
+            is_saved = number < to_save
+            chunk, kept_chunk = call.forward(engine, hidden_AD, piece, "own" if is_saved else "no")
+            if is_saved:
+                call.saved_chunks.append((piece, chunk))
             overflowed.append(chunk.overflowed_C)
-            said_exactly &= chunk.said_exactly
-            _note(said, piece, chunk, kept_chunk)
+            all_exact &= chunk.said_exactly
+            _write(outputs, piece, chunk, kept_chunk)
         if any(overflowed_C is not None for overflowed_C in overflowed):
             call.overflowed_A = torch.cat(overflowed)
-            if not said_exactly:
+            if not all_exact:
                 exact = ChunkedEngine(call.head)
-                for place in _places(call.overflowed_A.cpu(), min(EXACT_TOKENS, call.chunk_tokens), hidden_AD.device):
-                    _note(said, place, *call.forward(exact, hidden_AD, place, "no"))
-        return tuple(said)
+                for place in _pieces(call.overflowed_A.cpu(), min(EXACT_TOKENS, call.chunk_tokens), hidden_AD.device):
+                    _write(outputs, place, *call.forward(exact, hidden_AD, place, "no"))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients_A: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         hidden_AD, weight_VD, bias_V, *_ = ctx.saved_tensors
         call: _Call = ctx.call
-        moved_A, exact_A = _moved_and_overflowed(gradients_A, call, hidden_AD.device)
+        nonzero_A, exact_A = _nonzero_and_overflowed(gradients_A, call, hidden_AD.device)
         adjoint = _Adjoint(call, gradients_A, exact_A, hidden_AD, weight_VD, bias_V, ctx.needs_input_grad)
-        for engine, chunk, place in call.work(moved_A, exact_A, hidden_AD.device):
+        for engine, chunk, place in call.work(nonzero_A, exact_A, hidden_AD.device):
             if chunk is None:
                 adjoint.add(engine, *call.forward(engine, hidden_AD, place, "scratch"), place)
             else:
-                adjoint.add(engine, chunk, call.kept_forward(chunk.hidden_CD, place), place, was_held=True)
+                adjoint.add(engine, chunk, call.kept_forward(chunk.hidden_CD, place), place, was_saved=True)
         return *adjoint.result(hidden_AD, weight_VD, bias_V), None
 
 
-def _note(said: list[Tensor | None], place: slice | Tensor, chunk: Chunk, kept_chunk: KeptChunk | None) -> None:
-    """Write what a chunk says to where its rows lie."""
+def _write(outputs: list[Tensor | None], place: slice | Tensor, chunk: Chunk, kept_chunk: KeptChunk | None) -> None:
+    """Write a chunk's outputs to its rows."""
     kept = (None, None) if kept_chunk is None else (kept_chunk.logprobs_C, kept_chunk.entropy_C)
-    for whole_A, values_C in zip(said, (*chunk.said[:4], *kept), strict=True):
-        if whole_A is not None:
-            whole_A[place] = values_C
+    for output_A, values_C in zip(outputs, (*chunk.said[:4], *kept), strict=True):
+        if output_A is not None:
+            output_A[place] = values_C
 
 
-def _moved_and_overflowed(
+def _nonzero_and_overflowed(
     gradients_A: tuple[Tensor | None, ...], call: _Call, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[A] bool each, on the host: rows that the loss wants something from, and rows for an exact engine.
+    """[A] bool each, on the host: rows with a nonzero gradient, and rows for an exact engine.
 
-    The same on every tp rank. Waits for the device, once.
+    The same on every tp rank. Synchronizes with the device once.
     """
-    moved_A = rows_moved(gradients_A, len(call.rows), device)
+    nonzero_A = rows_moved(gradients_A, len(call.rows), device)
     if call.head.axis is not None:
-        moved_A = all_max(moved_A.to(torch.int32), call.head.axis).bool()
-    overflowed_A = torch.zeros_like(moved_A) if call.overflowed_A is None else call.overflowed_A
-    moved_A, overflowed_A = torch.stack([moved_A, overflowed_A]).cpu()
-    return moved_A, overflowed_A
+        nonzero_A = all_max(nonzero_A.to(torch.int32), call.head.axis).bool()
+    overflowed_A = torch.zeros_like(nonzero_A) if call.overflowed_A is None else call.overflowed_A
+    nonzero_A, overflowed_A = torch.stack([nonzero_A, overflowed_A]).cpu()
+    return nonzero_A, overflowed_A
 
 
-def _places(rows_A: Tensor, chunk_tokens: int, device: torch.device) -> Iterator[slice | Tensor]:
-    """Where the rows that are set lie, a chunk at a time: a slice where they follow each other."""
+def _pieces(rows_A: Tensor, chunk_tokens: int, device: torch.device) -> Iterator[slice | Tensor]:
+    """Indices of the rows that are set, a chunk at a time: a slice if they are contiguous."""
     index_R = torch.nonzero(rows_A)[:, 0]
     for piece in plan_chunks(len(index_R), chunk_tokens):
         first, last = int(index_R[piece.start]), int(index_R[piece.stop - 1])
-        follow = last - first == piece.stop - piece.start - 1
-        yield slice(first, last + 1) if follow else index_R[piece].to(device)
+        contiguous = last - first == piece.stop - piece.start - 1
+        yield slice(first, last + 1) if contiguous else index_R[piece].to(device)
 
 
 class _Adjoint:
-    """Gradients that grow by chunks: of hidden in its dtype, of weight and bias in float32 (float64 for float64).
+    """Gradients accumulated over chunks: of hidden in its dtype, of weight and bias in float32 (float64 for float64).
 
-    One product alone is rounded once in either case, and goes into the weight's own dtype.
+    A single chunk is rounded once in either case, so its gradient is computed in the weight's own dtype.
     """
 
     def __init__(
@@ -317,16 +316,16 @@ class _Adjoint:
         hidden_AD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        wants: tuple[bool, ...],
+        required: tuple[bool, ...],
     ) -> None:
         self.call, self.gradients, self.kept_gradients = call, RowGradients(*gradients_A[:4]), gradients_A[4:]
         self.exact_A = exact_A
         wide = call.head.wide
         is_one = len(call.rows) <= call.chunk_tokens and call.rows.kept is None and not exact_A.any()
         self.into = Accumulators(
-            torch.zeros_like(hidden_AD) if wants[0] else None,
-            torch.empty_like(weight_VD, dtype=weight_VD.dtype if is_one else wide) if wants[1] else None,
-            torch.empty_like(bias_V, dtype=wide) if bias_V is not None and wants[2] else None,
+            torch.zeros_like(hidden_AD) if required[0] else None,
+            torch.empty_like(weight_VD, dtype=weight_VD.dtype if is_one else wide) if required[1] else None,
+            torch.empty_like(bias_V, dtype=wide) if bias_V is not None and required[2] else None,
         )
         self.is_first = True
 
@@ -337,9 +336,9 @@ class _Adjoint:
         kept_chunk: KeptChunk | None,
         place: slice | Tensor,
         *,
-        was_held: bool = False,
+        was_saved: bool = False,
     ) -> None:
-        """Those of one chunk, whose rows lie at a slice or at places in any order."""
+        """Add the gradients of one chunk, whose rows are a slice or indices in any order."""
         into, rows = self.into, place
         if isinstance(place, Tensor):
             rows = slice(0, len(place))
@@ -349,7 +348,7 @@ class _Adjoint:
         self.is_first = False
         if kept_chunk is not None:
             gradients_C = [None if gradient_A is None else gradient_A[place] for gradient_A in self.kept_gradients]
-            if was_held:  # rows that overflowed in it are another chunk's
+            if was_saved:  # rows that overflowed in it are recomputed in another chunk
                 exact_C = self.exact_A[place].to(chunk.hidden_CD.device)
                 gradients_C = [
                     None if gradient_C is None else gradient_C.masked_fill(exact_C, 0) for gradient_C in gradients_C
@@ -359,7 +358,7 @@ class _Adjoint:
             self.into.hidden_TD.index_copy_(0, place, into.hidden_TD)
 
     def result(self, *leaves: Tensor | None) -> list[Tensor | None]:
-        """Each in the dtype of its leaf; None where nobody wants one."""
+        """Return each gradient in the dtype of its leaf; None if not required."""
         into = self.into
         if self.is_first:
             for sums in (into.weight_VD, into.bias_V):

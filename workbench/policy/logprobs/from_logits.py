@@ -1,14 +1,13 @@
-"""Token log-probabilities of logits that are there already, for models that return them.
+"""Token log-probabilities from given logits, for models that return them.
 
 With z the logits over temperature, m their maximum, and sums over the whole vocabulary:
     s = sum exp(z - m),   u = sum exp(z - m) (z - m),   q = sum z^2,   a = z_target - m
     logprob = a - log s     entropy = log s - u / s     logsumexp = m + log s     mean squared logit = q / V
     dz_v = g_logprob (1[v = target] - p_v) + g_logsumexp p_v - g_entropy p_v (log p_v + entropy) + g_squares 2 z_v / V
-Forward reads the logits once and keeps nothing of their size but themselves; backward reads them once more and writes
-the gradient once, over the logits if that is allowed. On tp one maximum and one sum cross the ranks, none on the way
-back.
+Forward reads the logits once and saves nothing else of their size; backward reads them once more and writes the
+gradient once, over the logits if that is allowed. Over tp, forward needs one maximum and one sum, backward nothing.
 
-Letters: T tokens | B rows of a block | V vocabulary (this rank's columns) | K numbers of a row.
+Letters: T tokens | B rows of a block | V vocabulary (this rank's columns) | K scalars of a row.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from workbench.sharding.mesh import Axis
 
 IMPLEMENTATIONS = ("torch", "triton")
 BLOCK_BYTES = 2**27
-"""Of the wide logits that the torch implementation holds at a time."""
+"""Size of the widened logits that the torch implementation holds at a time."""
 
 
 def token_logprobs_from_logits(
@@ -45,25 +44,25 @@ def token_logprobs_from_logits(
     first_token: int = 0,
     inplace_backward: bool = False,
 ) -> TokenLogprobs:
-    """Log-probability of each target under softmax(logits / temperature), and what else is wanted of it.
+    """Log-probability of each target under softmax(logits / temperature), and further statistics of it.
 
     Args:
         logits_TV: logits, or this rank's columns of them. Columns of padding hold -inf.
-        targets_T: ids in the whole vocabulary. A token whose id is negative is ignored: it says 0 and moves nothing.
+        targets_T: ids in the whole vocabulary. A token whose id is negative is ignored: it returns 0 without gradient.
         implementation: one of `IMPLEMENTATIONS`, or auto: triton where it can run, torch elsewhere.
         temperature: divides logits; one number, or [T], one for each token.
         wanted: any of entropy, logsumexp, mean_squared_logit.
         axis: the tensor-parallel axis, where ranks hold different columns, any number each.
         first_token: vocabulary id of the first local column.
-        inplace_backward: the gradient is written over the logits, which nobody may read any more: half the memory.
-            Whoever saved the logits for a backward of their own is stopped by autograd.
+        inplace_backward: write the gradient over the logits, which must not be read afterwards: half the memory.
+            Autograd raises an error if another operation saved the logits for its backward.
 
     Shapes:   logits_TV [T, V], targets_T [T] -> [T] each, float32 (float64 for float64).
     Units:    nats.
     Backward: to the logits, through every result, in their dtype; local on tp. The incoming gradients must be the
               same on every tp rank.
     Raises:   ShapeError: sizes disagree, ids outside the vocabulary, a temperature that is not positive and finite.
-              SpecError: an implementation that does not exist or cannot run here, or a gradient over a leaf.
+              SpecError: an implementation that is unknown or cannot run here, or an in-place gradient over a leaf.
     """
     check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
     wanted = frozenset(wanted)
@@ -71,7 +70,7 @@ def token_logprobs_from_logits(
         raise SpecError(
             f"token_logprobs_from_logits: wanted = {', '.join(map(repr, unknown))}",
             rule=f"any of {', '.join(WANTED)}",
-            fix="ask for those",
+            fix="request only those",
         )
     check_dtype("token_logprobs_from_logits: logits", logits_TV)
     check_targets("token_logprobs_from_logits", targets_T)
@@ -93,20 +92,20 @@ def token_logprobs_from_logits(
 
 
 def _refuse_what_must_stay(logits_TV: Tensor) -> None:
-    """Refuse to write over logits that are a leaf or a part of one, or of which several lie in one place."""
+    """Reject in-place gradients over logits that are a leaf or a view of one, or whose elements share memory."""
     whole = logits_TV if logits_TV._base is None else logits_TV._base
-    found, rule = "logits that are a leaf, or see one", "a leaf's value outlives its gradient"
+    found, rule = "logits that are a leaf, or a view of one", "a leaf's value outlives its gradient"
     if not (whole.is_leaf and whole.requires_grad):
         if all(stride or size < 2 for size, stride in zip(logits_TV.shape, logits_TV.stride(), strict=True)):
             return
-        found, rule = f"strides {logits_TV.stride()}", "there is one place for each logit"
+        found, rule = f"strides {logits_TV.stride()}", "each logit has its own memory"
     raise SpecError(
         "token_logprobs_from_logits: inplace_backward = True", found=found, rule=rule, fix="pass inplace_backward=False"
     )
 
 
 def _passes(implementation: str, logits_TV: Tensor) -> Any:
-    """The two passes over logits, by name."""
+    """Return the implementation of the two passes over logits."""
     if implementation == "auto":
         implementation = "triton" if fastest(logits_TV.dtype, logits_TV.device) == "triton" else "torch"
     if implementation == "torch":
@@ -131,12 +130,12 @@ def _passes(implementation: str, logits_TV: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class _Call:
-    """What is asked of the logits."""
+    """Arguments of one call besides the logits."""
 
     passes: Any
     targets_T: Tensor
     divisor: float | Tensor
-    wanted: frozenset[str]
+    requested: frozenset[str]
     vocabulary: int
     axis: Axis | None
     first_token: int
@@ -144,14 +143,14 @@ class _Call:
 
 
 class _FromLogits(Function):
-    """Logits to the fields of `TokenLogprobs`; None for what was not wanted."""
+    """Logits to the fields of `TokenLogprobs`; None if not requested."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, call: _Call) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         local_T = call.targets_T - call.first_token
         target_T, highest_T, sum_T, weighted_T, squares_T = call.passes.forward(
-            logits_TV, local_T, call.divisor, call.wanted
+            logits_TV, local_T, call.divisor, call.requested
         ).unbind()
         if call.axis is not None:
             local_highest_T = highest_T
@@ -166,16 +165,16 @@ class _FromLogits(Function):
         ignored_T = call.targets_T < 0
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - weighted_T / sum_T
-        given = [call.targets_T, *([call.divisor] if isinstance(call.divisor, Tensor) else [])]
-        ctx.save_for_backward(logits_TV, highest_T, log_sum_T, entropy_T, *given)
+        inputs = [call.targets_T, *([call.divisor] if isinstance(call.divisor, Tensor) else [])]
+        ctx.save_for_backward(logits_TV, highest_T, log_sum_T, entropy_T, *inputs)
         ctx.call = call
-        said = {
+        outputs = {
             "logprobs": target_T - log_sum_T,
-            "entropy": entropy_T if "entropy" in call.wanted else None,
-            "logsumexp": highest_T + log_sum_T if "logsumexp" in call.wanted else None,
-            "mean_squared_logit": squares_T / call.vocabulary if "mean_squared_logit" in call.wanted else None,
+            "entropy": entropy_T if "entropy" in call.requested else None,
+            "logsumexp": highest_T + log_sum_T if "logsumexp" in call.requested else None,
+            "mean_squared_logit": squares_T / call.vocabulary if "mean_squared_logit" in call.requested else None,
         }
-        return tuple(None if x_T is None else x_T.masked_fill(ignored_T, 0) for x_T in said.values())
+        return tuple(None if x_T is None else x_T.masked_fill(ignored_T, 0) for x_T in outputs.values())
 
     @staticmethod
     @once_differentiable
@@ -192,7 +191,7 @@ class _FromLogits(Function):
         out_TV = logits_TV.detach() if call.inplace_backward else torch.empty_like(logits_TV)
         call.passes.backward(logits_TV.detach(), out_TV, call.targets_T - call.first_token, call.divisor, row_KT)
         if call.inplace_backward:
-            torch.autograd.graph.increment_version(logits_TV)  # a kernel writes without autograd's knowledge
+            torch.autograd.graph.increment_version(logits_TV)  # autograd does not see the writes of a kernel
         return out_TV, None
 
 
@@ -200,19 +199,19 @@ class _TorchPasses:
     """Both passes in torch, a block of rows at a time."""
 
     def forward(self, logits_TV: Tensor, local_T: Tensor, divisor: float | Tensor, wanted: frozenset[str]) -> Tensor:
-        """[5, T]: a (0 where another rank has the target), m, s, u and q, of the local columns."""
+        """[5, T]: a (0 if another rank has the target), m, s, u and q, of the local columns."""
         rows, columns = logits_TV.shape
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         sums_5T = logits_TV.new_zeros(5, rows, dtype=wide)
         sums_5T[1] = -torch.inf
         for block in _blocks(logits_TV) if columns else ():
             z_BV = logits_TV[block].to(wide) / _of(divisor, block)
-            index_B, mine_B = _index(local_T[block], columns)
+            index_B, is_local_B = _index(local_T[block], columns)
             highest_B = z_BV.amax(-1)
             finite_B = highest_B.masked_fill(highest_B == -torch.inf, 0)
             shifted_BV = z_BV - finite_B[:, None]
             exp_BV = shifted_BV.exp()
-            sums_5T[0, block] = (z_BV.gather(1, index_B[:, None])[:, 0] - finite_B).masked_fill(~mine_B, 0)
+            sums_5T[0, block] = (z_BV.gather(1, index_B[:, None])[:, 0] - finite_B).masked_fill(~is_local_B, 0)
             sums_5T[1, block] = highest_B
             sums_5T[2, block] = exp_BV.sum(-1)
             sums_5T[3, block] = exp_BV.mul_(shifted_BV.masked_fill_(exp_BV == 0, 0)).sum(-1)
@@ -223,19 +222,19 @@ class _TorchPasses:
     def backward(
         self, logits_TV: Tensor, out_TV: Tensor, local_T: Tensor, divisor: float | Tensor, row_KT: Tensor
     ) -> None:
-        """The gradient of the logits, into a place that may be theirs."""
+        """Write the gradient of the logits to a tensor that may be the logits."""
         columns = logits_TV.shape[1]
         for block in _blocks(logits_TV) if columns else ():
             z_BV = logits_TV[block].to(row_KT.dtype) / _of(divisor, block)
-            slope_B1, bend_B1, pull_B1, own_B1, highest_B1, log_sum_B1, entropy_B1 = row_KT[:, block, None].unbind()
+            slope_B1, bend_B1, square_B1, own_B1, highest_B1, log_sum_B1, entropy_B1 = row_KT[:, block, None].unbind()
             log_p_BV = (z_BV - highest_B1) - log_sum_B1
             p_BV = log_p_BV.exp()
             gradient_BV = p_BV * (slope_B1 - bend_B1 * (log_p_BV.masked_fill_(p_BV == 0, 0) + entropy_B1))
-            gradient_BV += pull_B1 * z_BV.masked_fill_(z_BV == -torch.inf, 0)
-            index_B, mine_B = _index(local_T[block], columns)
-            gradient_BV.scatter_add_(1, index_B[:, None], own_B1 * mine_B[:, None])
-            moves_B1 = (row_KT[:4, block] != 0).any(0)[:, None]
-            out_TV[block] = (gradient_BV / _of(divisor, block)).masked_fill_(~moves_B1, 0)
+            gradient_BV += square_B1 * z_BV.masked_fill_(z_BV == -torch.inf, 0)
+            index_B, is_local_B = _index(local_T[block], columns)
+            gradient_BV.scatter_add_(1, index_B[:, None], own_B1 * is_local_B[:, None])
+            nonzero_B1 = (row_KT[:4, block] != 0).any(0)[:, None]
+            out_TV[block] = (gradient_BV / _of(divisor, block)).masked_fill_(~nonzero_B1, 0)
 
 
 def _blocks(logits_TV: Tensor) -> list[slice]:
@@ -249,6 +248,6 @@ def _of(divisor: float | Tensor, block: slice) -> float | Tensor:
 
 
 def _index(local_T: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Local column of each target, 0 where another rank has it, and whether it is here."""
-    mine_T = (local_T >= 0) & (local_T < columns)
-    return local_T.masked_fill(~mine_T, 0), mine_T
+    """Local column of each target, 0 if another rank has it, and True if it is local."""
+    is_local_T = (local_T >= 0) & (local_T < columns)
+    return local_T.masked_fill(~is_local_T, 0), is_local_T

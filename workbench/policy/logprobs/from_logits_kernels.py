@@ -1,6 +1,6 @@
-"""The two passes over logits as kernels: one program for each row, every number in float32.
+"""The two passes over logits as Triton kernels: one program per row, all arithmetic in float32.
 
-Letters: T tokens | V vocabulary (this rank's columns) | K numbers of a row.
+Letters: T tokens | V vocabulary (this rank's columns) | K scalars of a row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BITS = tl.constexpr(1.4426950408889634)  # per nat
-_NOTHING = tl.constexpr(-1e30)  # stands for a logit of -inf: no probability, and 0 times it is 0
+_NOTHING = tl.constexpr(-1e30)  # stands for a logit of -inf: probability 0, and 0 times it is 0, not NaN
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["targets", "temperatures"])
@@ -30,7 +30,7 @@ def read_rows(
     PER_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[5, T]: a (0 where the target is not here), m, s, u and q, while the maximum is being found."""
+    """[5, T]: a (0 if the target is not local), m, s, u and q, by an online softmax."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     here = (target >= 0) & (target < columns)
@@ -82,7 +82,7 @@ def write_rows(
     PER_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of logits, into a place that may be theirs; a row that nothing moves is not read.
+    """Write the gradient of the logits to a tensor that may be the logits; a row without gradient is not read.
 
     Programs: rows x blocks of columns.
     """
@@ -114,10 +114,10 @@ def write_rows(
 
 
 class TritonPasses:
-    """Both passes by the kernels above."""
+    """Both passes as Triton kernels."""
 
     def forward(self, logits_TV: Tensor, local_T: Tensor, divisor: float | Tensor, wanted: frozenset[str]) -> Tensor:
-        """[5, T]: a (0 where another rank has the target), m, s, u and q, of the local columns."""
+        """[5, T]: a (0 if another rank has the target), m, s, u and q, of the local columns."""
         rows, columns = logits_TV.shape
         sums_5T = torch.empty(5, rows, dtype=torch.float32, device=logits_TV.device)
         temperatures_T, one = _temperatures(divisor)
@@ -143,7 +143,7 @@ class TritonPasses:
     def backward(
         self, logits_TV: Tensor, out_TV: Tensor, local_T: Tensor, divisor: float | Tensor, row_KT: Tensor
     ) -> None:
-        """The gradient of the logits, into a place that may be theirs."""
+        """Write the gradient of the logits to a tensor that may be the logits."""
         rows, columns = logits_TV.shape
         temperatures_T, one = _temperatures(divisor)
         if out_TV.stride(1) != 1:

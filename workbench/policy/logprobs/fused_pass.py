@@ -1,15 +1,15 @@
-"""One pass over the head that leaves a loss and its gradients behind: what `fused_loss` does behind its door.
+"""One pass over the head that computes a loss and its gradients: the implementation of `fused_loss`.
 
-    plan     which rows go together, by coupling                            `plan_rows`
-    back     each group forward, the loss asked, and back                   `GradientPass.run`
-    settle   the loss asked about everything, and what was wrong mended
+    plan     group rows by coupling                                         `plan_rows`
+    back     each group forward, evaluate the loss, and backward            `GradientPass.run`
+    settle   evaluate the loss of the whole row, and correct gradients
 
-Between the first product and the last nothing waits for the device, except once for the first document that is longer
-than a chunk. Then it is asked which rows have to be mended, and once more if some were beyond the engine's range.
+Between the first GEMM and the last there is no device synchronization, except one for the first document that is longer
+than a chunk. Then one more tells which rows to correct, and another if some were out of the engine's range.
 
-A coefficient is the gradient of the loss by one thing that the head says about one row: [F, A].
+A coefficient is the gradient of the loss by one head output of one row: [F, A].
 
-Letters: A rows that are computed, group by group | C rows of a chunk | F fields of `TokenLogprobs` that are wanted
+Letters: A rows that are computed, group by group | C rows of a chunk | F requested fields of `TokenLogprobs`
 | N documents.
 """
 
@@ -36,26 +36,26 @@ from workbench.sharding.collectives import all_max, all_sum
 
 Couples = Literal["token", "document", "row"]
 Rest = Literal["nothing", "data", "factor", "more"]
-"""What the rest of a document does to the coefficients of a chunk: nothing; it must be there, however likely it is (its
-data count); it multiplies them by one number; more than that."""
+"""Effect of the rest of a document on the coefficients of a chunk: none; by its presence but not its log-probabilities
+(its data count); one common factor; more than that."""
 LossOfRows = Callable[[TokenLogprobs, Tensor], Tensor]
-"""What the head says about some rows, and their places in the row of T -> their part of the loss, 0-dimensional."""
+"""Head outputs of some rows, and their indices in the row of T -> their part of the loss, 0-dimensional."""
 
 OF_SETS = ("kept_logprobs_T", "kept_entropy_T")
-"""Fields that are no matter of an engine."""
+"""Fields of truncated supports, which an engine does not compute."""
 
 ROUNDING = 512
-"""Units in the last place that two evaluations of one coefficient may lie apart, relative to the coefficient and to the
-mean of all: sums over other rows are added up in another order."""
+"""Tolerance in units in the last place between two evaluations of one coefficient, relative to the coefficient plus the
+mean of all: sums over other rows are added in another order."""
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows go through the head together.
+    """Groups of rows that go through the head together.
 
     Attributes:
-        order_A: how computed rows are reordered first; None: not at all.
-        groups: rows that the loss must see together, each cut into chunks, in that order.
+        order_A: permutation of the computed rows; None: not reordered.
+        groups: rows that the loss must see together, each group split into chunks, in that order.
     """
 
     order_A: Tensor | None
@@ -63,13 +63,13 @@ class RowPlan:
 
 
 def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | None = None) -> RowPlan:
-    """Cut computed rows into chunks at the borders that a coupling asks for.
+    """Split computed rows into chunks at the boundaries that a coupling allows.
 
     Args:
         rows: A.
-        chunk_tokens: rows of a chunk at most.
-        couples: "token": anywhere; "document": between units, a unit that is too long into even parts, and all of these
-            first (the first one then needs no buffer of its own); "row": anywhere, and everything is one group.
+        chunk_tokens: maximum rows of a chunk.
+        couples: "token": anywhere; "document": between units, with units longer than a chunk split evenly and placed
+            first (the first one then needs no separate buffer); "row": anywhere, and everything is one group.
         units_A: [A] the label of each row's document, on the CPU.
     """
     if units_A is None or couples != "document":
@@ -77,7 +77,7 @@ def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | 
         return RowPlan(None, [chunks] if couples == "row" and chunks else [[chunk] for chunk in chunks])
     labels_N, sizes_N = units_A.unique_consecutive(return_counts=True)
     order_A = None
-    if len(labels_N.unique()) < len(labels_N):  # rows of a label do not lie next to each other
+    if len(labels_N.unique()) < len(labels_N):  # rows of a label are not contiguous
         names, unit_A = units_A.unique(return_inverse=True)
         first_A = torch.full((len(names),), rows).scatter_reduce(0, unit_A, torch.arange(rows), "amin")[unit_A]
         order_A = torch.argsort(first_A, stable=True)
@@ -103,24 +103,24 @@ def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | 
 
 @dataclass
 class GradientPass:
-    """One pass, and what it has found so far.
+    """One pass and its state.
 
     Attributes:
         engine: of the head.
-        loss_fn: asked about rows.
+        loss_fn: evaluated on rows.
         hidden_AD: rows in the order of the plan.
-        rows: what belongs to them.
-        places_A: their places in the row of T.
-        ascending_A: what puts them in the order of the row; None: they are.
-        expected_A: about what the log-probabilities will be, or None.
+        rows: their other inputs.
+        places_A: their indices in the row of T.
+        ascending_A: permutation to the order of the row; None: already in order.
+        expected_A: estimates of the log-probabilities, or None.
         couples: of the loss.
-        chunk_tokens: rows of a chunk at most.
-        keep_bytes: what may be kept of a group of several chunks.
-        fields: of `TokenLogprobs` that are wanted; the first is the log-probability.
-        into: where gradients go, not filled yet; None: nobody wants them.
-        said_FA: what the head says.
-        used_FA: the coefficients that rows went back with.
-        words: why there were more than three products.
+        chunk_tokens: maximum rows of a chunk.
+        keep_bytes: how much may be saved of a group of several chunks.
+        fields: requested fields of `TokenLogprobs`; the first is the log-probability.
+        into: gradient accumulators, uninitialized; None: not required.
+        said_FA: head outputs.
+        used_FA: coefficients used in backward.
+        words: reasons for more than three GEMMs.
     """
 
     engine: Engine
@@ -141,43 +141,43 @@ class GradientPass:
         self.said_FA = self.hidden_AD.new_zeros(len(self.fields), len(self.rows), dtype=self.engine.head.wide)
         self.used_FA = torch.zeros_like(self.said_FA)
         self._everything = slice(0, len(self.rows))
-        sets = self.rows.kept
-        self._empty_A = None if sets is None else sets.are_whole(self.places_A.device)
-        self._looked_at: set[str] = set()
-        self._beyond_A: Tensor | None = None
+        kept = self.rows.kept
+        self._empty_A = None if kept is None else kept.are_whole(self.places_A.device)
+        self._used_fields: set[str] = set()
+        self._overflowed_A: Tensor | None = None
         self._late: list[slice] = []
         self._rest: Rest | None = None
         self._first_trial_FC: Tensor | None = None
         self._free_FA: Tensor | None = None
-        self._apart: Accumulators | None = None
+        self._separate_into: Accumulators | None = None
         self._begun = self._is_pure = False
 
     def run(self, groups: list[list[slice]]) -> Tensor:
-        """Forward, and back where gradients are wanted; the loss of all rows, without a graph."""
+        """Run forward, and backward if gradients are required; return the loss of all rows, without a graph."""
         if self.into is None:
             for part in (part for group in groups for part in group):
                 self._forward(part, "no")
-            self._say_exactly(self._beyond_A)
-            return self._ask(self._everything)[0]
+            self._recompute_exactly(self._overflowed_A)
+            return self._loss(self._everything)[0]
         alone = len(groups) == 1
-        asked = [self._back(group, alone) for group in groups]
-        loss, truth_FA = asked[0] if alone else self._ask(self._everything)
+        results = [self._back(group, alone) for group in groups]
+        loss, truth_FA = results[0] if alone else self._loss(self._everything)
         if not self._begun:  # no row at all
             for gradient in (self.into.weight_VD, self.into.bias_V):
                 if gradient is not None:
                     gradient.zero_()
-        if not alone or self._late or self._beyond_A is not None:
+        if not alone or self._late or self._overflowed_A is not None:
             loss = self._settle(loss, truth_FA)
         return loss
 
-    # ---- a group there and back ----------------------------------------------------------------------------------
+    # ---- forward and backward of a group -------------------------------------------------------------------------
 
     def _back(self, group: list[slice], alone: bool) -> tuple[Tensor, Tensor]:
-        """One group forward and back; what the loss said of it."""
+        """Run one group forward and backward; return its loss and coefficients."""
         rows = slice(group[0].start, group[-1].stop)
         if len(group) == 1 or self._may_keep(rows.stop - rows.start):
-            went = [self._forward(part, "scratch" if len(group) == 1 else "own") for part in group]
-            return self._back_at_once(group, rows, went, alone)
+            forwards = [self._forward(part, "scratch" if len(group) == 1 else "own") for part in group]
+            return self._back_at_once(group, rows, forwards, alone)
         if self.couples == "row":
             for part in group:
                 self._forward(part, "no")
@@ -187,13 +187,13 @@ class GradientPass:
             )
             return self._back_at_once(group, rows, None, alone)
         first = self._forward(group[0], "scratch")
-        rest = self._what_the_rest_does(rows, group[0])
+        rest = self._rest_effect(rows, group[0])
         if rest == "more":
             for part in group[1:]:
                 self._forward(part, "no")
             self.words.append(
                 f"a document of {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went "
-                "forward twice: the loss wants more from it than one number times a known one a token"
+                "forward twice: its coefficients are not one factor times known values per token"
             )
             return self._back_at_once(group, rows, None, alone)
         self._late.append(rows)
@@ -201,63 +201,63 @@ class GradientPass:
             return self._back_late(group, rows, first)
         for part in group:
             self._back_at_once([part], part, [first if part is group[0] else self._forward(part, "scratch")], False)
-        return self._ask(rows)
+        return self._loss(rows)
 
     def _may_keep(self, rows: int) -> bool:
-        """Whether the budget keeps so many rows: those of every tp rank, or of none."""
+        """True if this many rows fit the budget on every tp rank."""
         if not self.keep_bytes:
             return False
-        head, most = self.engine.head, self.engine.bytes_kept(rows)
+        head, needed = self.engine.head, self.engine.bytes_kept(rows)
         if head.axis is not None and head.is_split:
-            most = int(all_max(torch.tensor(most, device=head.weight_VD.device), head.axis))
-        return most <= self.keep_bytes
+            needed = int(all_max(torch.tensor(needed, device=head.weight_VD.device), head.axis))
+        return needed <= self.keep_bytes
 
     def _back_at_once(
-        self, group: list[slice], rows: slice, went: list[_Went] | None, alone: bool
+        self, group: list[slice], rows: slice, forwards: list[_Forward] | None, alone: bool
     ) -> tuple[Tensor, Tensor]:
-        """Rows of which everything is said, back; what was not kept goes forward again."""
-        loss, asked_FC = self._ask(rows)
-        # What is no number spoils every gradient. Where it is the truth, settling finds it missing.
-        wants_FC = asked_FC if alone and self._beyond_A is None else _finite(asked_FC)
+        """Backward of rows whose outputs are all known; chunks that were not saved go forward again."""
+        loss, truth_FC = self._loss(rows)
+        # A coefficient that is not finite would spoil every gradient. If it is correct, settling adds it later.
+        used_FC = truth_FC if alone and self._overflowed_A is None else _finite(truth_FC)
         for number, part in enumerate(group):
-            there = self._forward(part, "scratch") if went is None else went[number]
-            self._send(there, _cut(wants_FC, rows, part), part, self.into, first=not self._begun)
+            forward = self._forward(part, "scratch") if forwards is None else forwards[number]
+            self._back_chunk(forward, _slice(used_FC, rows, part), part, self.into, first=not self._begun)
             self._begun = True
-        self.used_FA[:, rows] = wants_FC
-        return loss, asked_FC
+        self.used_FA[:, rows] = used_FC
+        return loss, truth_FC
 
-    def _back_late(self, group: list[slice], rows: slice, first: _Went) -> tuple[Tensor, Tensor]:
-        """A document longer than a chunk: back with a trial's coefficients, scaled once its last chunk is known."""
-        direct = not self._begun  # nothing lies there that must not be scaled
-        into = self.into if direct else self._beside()
+    def _back_late(self, group: list[slice], rows: slice, first: _Forward) -> tuple[Tensor, Tensor]:
+        """Backward of a document longer than a chunk: trial coefficients, scaled once its last chunk is known."""
+        direct = not self._begun  # the accumulators hold nothing yet that must not be scaled
+        into = self.into if direct else self._separate()
         self._begun = True
         for part in group:
-            went = first if part is group[0] else self._forward(part, "scratch")
+            forward = first if part is group[0] else self._forward(part, "scratch")
             trial_FC, self._first_trial_FC = self._first_trial_FC, None
             trial_FC = self._trial(rows, part) if trial_FC is None else trial_FC
-            self._send(went, trial_FC, part, into, first=part is group[0])
+            self._back_chunk(forward, trial_FC, part, into, first=part is group[0])
             self.used_FA[:, part] = trial_FC
-        loss, truth_FC = self._ask(rows)
+        loss, truth_FC = self._loss(rows)
         scale = _factor(truth_FC, self.used_FA[:, rows])
         self.used_FA[:, rows] *= scale
         if into.hidden_TD is not None:
             scale_(into.hidden_TD[rows], scale)
-        for gathered, whole in ((into.weight_VD, self.into.weight_VD), (into.bias_V, self.into.bias_V)):
-            if gathered is not None and direct:
-                scale_(gathered, scale)
-            elif gathered is not None and whole is not None:
-                add_scaled_(whole, gathered, scale)
+        for partial, total in ((into.weight_VD, self.into.weight_VD), (into.bias_V, self.into.bias_V)):
+            if partial is not None and direct:
+                scale_(partial, scale)
+            elif partial is not None and total is not None:
+                add_scaled_(total, partial, scale)
         return loss, truth_FC
 
-    def _what_the_rest_does(self, rows: slice, part: slice) -> Rest:
-        """What a document's other rows do to what is wanted from a chunk of it.
+    def _rest_effect(self, rows: slice, part: slice) -> Rest:
+        """Effect of a document's other rows on the coefficients of one of its chunks.
 
-        They are moved down, and up, to see. Found out once a call, from the first document that is too long and that
-        the loss wants something from; waits for the device.
+        Measured by shifting the other rows' log-probabilities down and up. Determined once per call, from the first
+        document that is longer than a chunk and has nonzero coefficients; synchronizes with the device.
         """
         if self._rest is None:
-            own_FC = self._ask(part)[1]
-            down_FC, up_FC = (_cut(self._ask(rows, self._supposed(rows, part, by))[1], rows, part) for by in (-1, 1))
+            own_FC = self._loss(part)[1]
+            down_FC, up_FC = (_slice(self._loss(rows, self._assumed(rows, part, by))[1], rows, part) for by in (-1, 1))
             gone = (down_FC == 0).all()
             flags = torch.stack(
                 [
@@ -267,10 +267,10 @@ class GradientPass:
                     ~_near(up_FC, _factor(up_FC, down_FC) * down_FC) & ~gone,
                 ]
             )
-            if self.expected_A is not None:  # queued before the device is waited for: it is probably what comes next
+            if self.expected_A is not None:  # queued before the synchronization: it is probably needed next
                 self._first_trial_FC = self._trial(rows, part)
-            wanted, seen, moved, more = self._anywhere(flags).tolist()
-            if not wanted:  # a document without advantages; or, where nothing is expected of the rest, a clip
+            nonzero, seen, moved, more = self._on_any_rank(flags).tolist()
+            if not nonzero:  # a document without advantages; or, without expectations of the rest, a clip
                 self._first_trial_FC = None
                 return "factor" if self.expected_A is None else "nothing"
             self._rest = "more" if moved and more else "factor" if moved else "data" if seen else "nothing"
@@ -279,48 +279,48 @@ class GradientPass:
         return self._rest
 
     def _trial(self, rows: slice, part: slice) -> Tensor:
-        """What the rows of a chunk go back with while the rest of their document is not known; [F, C].
+        """Trial coefficients of a chunk while the rest of its document is not known; [F, C].
 
-        With expectations: what is wanted if they come true, but 0 where the chunk shows that a row is cut off. Without:
-        what the chunk says by itself, made comparable between chunks. The document's one number may be anything, also
-        0 (a clip): what is looked for is the shape.
+        With expectations: the coefficients under these, but 0 where the chunk shows that a row is clipped. Without:
+        the coefficients of the chunk alone, normalized to be comparable between chunks. The document's factor may have
+        any value, including 0 (a clip): only the shape matters.
         """
         if self._rest == "data":
-            return _finite(_cut(self._ask(rows, self._supposed(rows, part))[1], rows, part))
+            return _finite(_slice(self._loss(rows, self._assumed(rows, part))[1], rows, part))
         if self.expected_A is None:
-            own_FC = self._ask(part)[1]
+            own_FC = self._loss(part)[1]
             pivot, even_FC = own_FC.take(own_FC.abs().argmax()), torch.zeros_like(own_FC)
             even_FC[0] = 1
             return _finite(torch.where(pivot == 0, even_FC, own_FC / pivot))
         if self._free_FA is None:
-            self._free_FA = self._ask(self._everything, self._supposed(self._everything))[1]
-        open_FC = _cut(self._ask(rows, self._supposed(rows, part))[1], rows, part) != 0
+            self._free_FA = self._loss(self._everything, self._assumed(self._everything))[1]
+        open_FC = _slice(self._loss(rows, self._assumed(rows, part))[1], rows, part) != 0
         return _finite(torch.where(open_FC | ~open_FC.any(), self._free_FA[:, part], 0.0))
 
-    def _supposed(self, rows: slice, known: slice | None = None, by: int = 0) -> Tensor:
-        """[F, C] what the head may say of a document of which one chunk, or nothing, is known; irregularly moved."""
-        supposed_FC = torch.zeros_like(self.said_FA[:, rows])
+    def _assumed(self, rows: slice, known: slice | None = None, by: int = 0) -> Tensor:
+        """[F, C] assumed head outputs of a document of which one chunk, or none, is known; unevenly shifted."""
+        assumed_FC = torch.zeros_like(self.said_FA[:, rows])
         if self.expected_A is not None:
-            supposed_FC[0] = self.expected_A[rows]
-        supposed_FC[0] += by * (1 + torch.arange(supposed_FC.shape[1], device=supposed_FC.device) % 3) / 8
+            assumed_FC[0] = self.expected_A[rows]
+        assumed_FC[0] += by * (1 + torch.arange(assumed_FC.shape[1], device=assumed_FC.device) % 3) / 8
         if known is not None:
-            _cut(supposed_FC, rows, known).copy_(self.said_FA[:, known])
-        return supposed_FC
+            _slice(assumed_FC, rows, known).copy_(self.said_FA[:, known])
+        return assumed_FC
 
-    # ---- everything seen together --------------------------------------------------------------------------------
+    # ---- the whole row -------------------------------------------------------------------------------------------
 
     def _settle(self, loss: Tensor, truth_FA: Tensor) -> Tensor:
-        """Mend the rows that went back with another coefficient than that of the whole row; the loss."""
+        """Correct the rows whose coefficient differs from that of the whole row; return the loss."""
         engine, beyond_A = self.engine, torch.zeros_like(self.places_A, dtype=torch.bool)
-        if self._beyond_A is not None:
-            beyond_A = self._beyond_A
+        if self._overflowed_A is not None:
+            beyond_A = self._overflowed_A
             for used_A, name in zip(self.used_FA, self.fields, strict=True):
                 if name not in OF_SETS:
-                    used_A.masked_fill_(beyond_A, 0)  # nothing went back for these
+                    used_A.masked_fill_(beyond_A, 0)  # the engine gave these no gradient
         wrong_A, far_A = torch.stack([self._differs(truth_FA), beyond_A]).cpu()
         if beyond := int(far_A.sum()):
-            engine = self._say_exactly(beyond_A)
-            loss, truth_FA = self._ask(self._everything)
+            engine = self._recompute_exactly(beyond_A)
+            loss, truth_FA = self._loss(self._everything)
             wrong_A = self._differs(truth_FA).cpu()
         wrong = int(wrong_A.sum())
         if not wrong:
@@ -328,108 +328,108 @@ class GradientPass:
         late = sum(int(wrong_A[rows].sum()) for rows in self._late)
         if beyond:
             self.words.append(
-                f"{wrong} tokens went through again: {beyond} beyond the exponents of the engine, and "
-                "those that the loss ties to them"
+                f"{wrong} tokens were recomputed: {beyond} beyond the exponents of the engine, and "
+                "those that the loss couples to them"
             )
         elif late:
             self.words.append(
-                f"{late} tokens of documents longer than {self.chunk_tokens} went through again: the "
-                "loss wants from them something else than one number times what a trial said"
+                f"{late} tokens of documents longer than {self.chunk_tokens} were recomputed: "
+                "their coefficients are not one factor times the trial's"
             )
         if wrong > late and not beyond:
             across = "documents" if self.couples == "document" else "tokens"
             self.words.append(
-                f"{wrong - late} tokens went through again: the loss looks across {across}, and wants "
-                "something else from them in the whole row than in their chunk"
+                f"{wrong - late} tokens were recomputed: the loss looks across {across}, and their "
+                "coefficients in the whole row differ from those in their chunk"
             )
-        self._mend(engine, torch.nonzero(wrong_A)[:, 0].to(self.places_A.device), truth_FA - self.used_FA)
+        self._correct(engine, torch.nonzero(wrong_A)[:, 0].to(self.places_A.device), truth_FA - self.used_FA)
         return loss
 
     def _differs(self, truth_FA: Tensor) -> Tensor:
-        """[A] whether a row went back with something else than it should have; the same on every tp rank."""
-        return self._anywhere(~((truth_FA - self.used_FA).abs() <= _slack(truth_FA)).all(0))
+        """[A] bool: True if a row was sent back with a wrong coefficient; the same on every tp rank."""
+        return self._on_any_rank(~((truth_FA - self.used_FA).abs() <= _slack(truth_FA)).all(0))
 
-    def _mend(self, engine: Engine, wrong_R: Tensor, missing_FA: Tensor) -> None:
-        """Add what is missing from the gradients of some rows."""
+    def _correct(self, engine: Engine, wrong_R: Tensor, missing_FA: Tensor) -> None:
+        """Add the missing part to the gradients of some rows."""
         for part in plan_chunks(len(wrong_R), self.chunk_tokens):
             some = wrong_R[part]
-            there = self._through(engine, some, "scratch")
-            hidden_CD = None if self.into.hidden_TD is None else torch.empty_like(there.chunk.hidden_CD)
+            forward = self._run_engine(engine, some, "scratch")
+            hidden_CD = None if self.into.hidden_TD is None else torch.empty_like(forward.chunk.hidden_CD)
             into = Accumulators(hidden_CD, self.into.weight_VD, self.into.bias_V)
-            self._send(there, missing_FA[:, some], slice(0, len(some)), into, first=False, engine=engine)
+            self._back_chunk(forward, missing_FA[:, some], slice(0, len(some)), into, first=False, engine=engine)
             if hidden_CD is not None:
                 self.into.hidden_TD.index_add_(0, some, hidden_CD)
 
-    def _say_exactly(self, beyond_A: Tensor | None) -> Engine:
-        """Ask an exact engine about the rows that lay beyond this one; the engine that can do them all."""
+    def _recompute_exactly(self, beyond_A: Tensor | None) -> Engine:
+        """Recompute overflowed rows on an exact engine; return the engine that can represent all rows."""
         if beyond_A is None or not bool(beyond_A.any()):
             return self.engine
         engine, beyond_R = ChunkedEngine(self.engine.head), torch.nonzero(beyond_A)[:, 0]
         for part in plan_chunks(len(beyond_R), self.chunk_tokens):
-            self._hear(self._through(engine, beyond_R[part], "no"), beyond_R[part])
+            self._record(self._run_engine(engine, beyond_R[part], "no"), beyond_R[part])
         return engine
 
-    def _anywhere(self, flags: Tensor) -> Tensor:
-        """Flags that are up on some tp rank: what follows from them are collectives."""
+    def _on_any_rank(self, flags: Tensor) -> Tensor:
+        """Combine flags over tp ranks by or, because they decide about collectives."""
         axis = self.engine.head.axis
         return flags if axis is None else all_sum(flags.int(), axis) > 0
 
     # ---- the engine and the loss ---------------------------------------------------------------------------------
 
-    def _forward(self, part: slice, keep: Keep) -> _Went:
-        went = self._through(self.engine, part, keep)
-        self._hear(went, part)
-        if went.chunk.overflowed_C is not None:
-            if self._beyond_A is None:
-                self._beyond_A = torch.zeros_like(self.places_A, dtype=torch.bool)
-            self._beyond_A[part] = went.chunk.overflowed_C
-        return went
+    def _forward(self, part: slice, keep: Keep) -> _Forward:
+        forward = self._run_engine(self.engine, part, keep)
+        self._record(forward, part)
+        if forward.chunk.overflowed_C is not None:
+            if self._overflowed_A is None:
+                self._overflowed_A = torch.zeros_like(self.places_A, dtype=torch.bool)
+            self._overflowed_A[part] = forward.chunk.overflowed_C
+        return forward
 
-    def _through(self, engine: Engine, some: slice | Tensor, keep: Keep) -> _Went:
+    def _run_engine(self, engine: Engine, some: slice | Tensor, keep: Keep) -> _Forward:
         these, hidden_CD = self.rows.at(some), self.hidden_AD[some]
-        wanted = frozenset(name for name in WANTED if f"{name}_T" in self.fields)
-        chunk = engine.forward(hidden_CD, these.targets_A, these.temperature, wanted=wanted, keep=keep)
+        requested = frozenset(name for name in WANTED if f"{name}_T" in self.fields)
+        chunk = engine.forward(hidden_CD, these.targets_A, these.temperature, wanted=requested, keep=keep)
         if these.kept is None:
-            return _Went(chunk, None)
-        return _Went(chunk, kept_forward(engine.head, hidden_CD, these.targets_A, these.temperature, these.kept))
+            return _Forward(chunk, None)
+        return _Forward(chunk, kept_forward(engine.head, hidden_CD, these.targets_A, these.temperature, these.kept))
 
-    def _hear(self, went: _Went, some: slice | Tensor) -> None:
-        said = went.chunk.said
-        if went.kept is not None:
-            said = said._replace(kept_logprobs_T=went.kept.logprobs_C, kept_entropy_T=went.kept.entropy_C)
-        for said_A, name in zip(self.said_FA, self.fields, strict=True):
-            said_A[some] = getattr(said, name)
+    def _record(self, forward: _Forward, some: slice | Tensor) -> None:
+        output = forward.chunk.said
+        if forward.kept is not None:
+            output = output._replace(kept_logprobs_T=forward.kept.logprobs_C, kept_entropy_T=forward.kept.entropy_C)
+        for output_A, name in zip(self.said_FA, self.fields, strict=True):
+            output_A[some] = getattr(output, name)
 
-    def _send(
+    def _back_chunk(
         self,
-        went: _Went,
-        wants_FC: Tensor,
+        forward: _Forward,
+        gradient_FC: Tensor,
         part: slice,
         into: Accumulators,
         *,
         first: bool,
         engine: Engine | None = None,
     ) -> None:
-        """A chunk back through the head with its coefficients; of fields that a loss ever looked at."""
-        wants = {name: want_C for name, want_C in zip(self.fields, wants_FC, strict=True) if name in self._looked_at}
-        of_sets = [wants.pop(name, None) for name in OF_SETS]
+        """Run a chunk backward through the head with its coefficients, for the fields that the loss has used."""
+        by_field = {name: g_C for name, g_C in zip(self.fields, gradient_FC, strict=True) if name in self._used_fields}
+        kept_gradients = [by_field.pop(name, None) for name in OF_SETS]
         engine = engine or self.engine
-        engine.backward(went.chunk, RowGradients(**wants), into, part, first=first)
-        if went.kept is not None:
-            kept_backward(engine.head, went.kept, *of_sets, into, part)
+        engine.backward(forward.chunk, RowGradients(**by_field), into, part, first=first)
+        if forward.kept is not None:
+            kept_backward(engine.head, forward.kept, *kept_gradients, into, part)
 
-    def _ask(self, rows: slice, said_FC: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The loss of some rows and its coefficients [F, C]; everything is shown in the order of the row."""
-        said_FC = self.said_FA[:, rows] if said_FC is None else said_FC
-        leaves = [said_C.detach().requires_grad_() for said_C in said_FC]
+    def _loss(self, rows: slice, outputs_FC: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Evaluate the loss of some rows and its coefficients [F, C]; the whole row is passed in its own order."""
+        outputs_FC = self.said_FA[:, rows] if outputs_FC is None else outputs_FC
+        leaves = [output_C.detach().requires_grad_() for output_C in outputs_FC]
         shown, places, empty = leaves, self.places_A[rows], None if self._empty_A is None else self._empty_A[rows]
         with torch.enable_grad():
             if rows == self._everything and self.ascending_A is not None:
                 order = self.ascending_A
                 shown, places = [leaf.index_select(0, order) for leaf in leaves], places[order]
                 empty = None if empty is None else empty[order]
-            said = TokenLogprobs(**dict(zip(self.fields, shown, strict=True)))
-            loss = self.loss_fn(whole_where_empty(said, empty), places)
+            head_output = TokenLogprobs(**dict(zip(self.fields, shown, strict=True)))
+            loss = self.loss_fn(whole_where_empty(head_output, empty), places)
         if not isinstance(loss, Tensor) or loss.dim():
             found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ShapeError(
@@ -439,38 +439,38 @@ class GradientPass:
                 rule="a 0-dimensional tensor, the rows' part of the loss",
             )
         if not loss.requires_grad:
-            return loss.detach(), torch.zeros_like(said_FC)
+            return loss.detach(), torch.zeros_like(outputs_FC)
         if not self._is_pure:
             _refuse_other_leaves(loss, leaves)
             self._is_pure = True
         with torch.autograd.set_multithreading_enabled(False):  # a graph this small costs less than another thread
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        self._looked_at |= {name for name, got_C in zip(self.fields, found, strict=True) if got_C is not None}
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        self._used_fields |= {name for name, g_C in zip(self.fields, gradients, strict=True) if g_C is not None}
         return loss.detach(), torch.stack(
-            [torch.zeros_like(leaf) if got_C is None else got_C for leaf, got_C in zip(leaves, found, strict=True)]
+            [torch.zeros_like(leaf) if g_C is None else g_C for leaf, g_C in zip(leaves, gradients, strict=True)]
         )
 
-    def _beside(self) -> Accumulators:
-        """The same gradient of hidden, with that of the head gathered apart."""
-        if self._apart is None:
+    def _separate(self) -> Accumulators:
+        """Accumulators with the same gradient of hidden, and separate ones for weight and bias."""
+        if self._separate_into is None:
             weight_VD, bias_V = self.into.weight_VD, self.into.bias_V
-            self._apart = Accumulators(
+            self._separate_into = Accumulators(
                 self.into.hidden_TD,
                 None if weight_VD is None else torch.empty_like(weight_VD),
                 None if bias_V is None else torch.empty_like(bias_V),
             )
-        return self._apart
+        return self._separate_into
 
 
-class _Went(NamedTuple):
-    """A chunk that went forward, and its kept sets."""
+class _Forward(NamedTuple):
+    """A chunk after its forward pass, and its truncated supports."""
 
     chunk: Chunk
     kept: KeptChunk | None
 
 
-def _cut(values_FC: Tensor, rows: slice, part: slice) -> Tensor:
-    """Of what belongs to some rows, that of a part of them."""
+def _slice(values_FC: Tensor, rows: slice, part: slice) -> Tensor:
+    """Slice the values of some rows to those of a part of them."""
     return values_FC[:, part.start - rows.start : part.stop - rows.start]
 
 
@@ -479,7 +479,7 @@ def _finite(values_FC: Tensor) -> Tensor:
 
 
 def _slack(values_FC: Tensor) -> Tensor:
-    """How far two evaluations of the same coefficients may lie apart."""
+    """Tolerance between two evaluations of the same coefficients."""
     size_FC = values_FC.abs()
     return ROUNDING * torch.finfo(values_FC.dtype).eps * (size_FC + size_FC.mean(-1, keepdim=True))
 
@@ -489,14 +489,14 @@ def _near(one_FC: Tensor, other_FC: Tensor) -> Tensor:
 
 
 def _factor(truth_FC: Tensor, trial_FC: Tensor) -> Tensor:
-    """The s for which s * trial is nearest to the truth; [1], 0 where there is none."""
+    """Least-squares factor s of s * trial to the true coefficients; [1], 0 if undefined."""
     truth_FC, wide_FC = truth_FC.double(), trial_FC.double()
     scale = (truth_FC * wide_FC).sum() / wide_FC.square().sum()
     return torch.where(scale.isfinite(), scale, 0.0).to(trial_FC.dtype).reshape(1)
 
 
 def _refuse_other_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> None:
-    """A loss that reaches anything trained besides what the head said would lose that gradient without a word."""
+    """Reject a loss that depends on another trained tensor than the head outputs: that gradient would be lost."""
     known, seen, waiting = {id(leaf) for leaf in leaves}, set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -508,7 +508,7 @@ def _refuse_other_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> None:
             raise SpecError(
                 "fused_loss: loss_fn",
                 found=f"a gradient to another tensor, {list(variable.shape)}",
-                rule="a pure loss: it depends on nothing trained but what the head says",
-                fix="detach it, or take token_logprobs and call backward on the loss yourself",
+                rule="a pure loss: the head outputs are the only trained tensors that it depends on",
+                fix="detach it, or use token_logprobs and call backward on the loss yourself",
             )
         waiting += [function for function, _ in node.next_functions]

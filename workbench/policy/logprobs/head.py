@@ -1,4 +1,4 @@
-"""The output head as one rank holds it, what may be asked of it, and what it says of each token.
+"""One rank's part of the output head, the checks of its arguments, and its outputs per token.
 
 With hidden state h, head row w_v, bias b_v:
     a_v = logit_scale * (h . w_v + b_v)
@@ -23,29 +23,29 @@ from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Of what is multiplied with the head, or of logits."""
+"""Of the operands of the head's GEMM, or of logits."""
 
 WANTED = ("entropy", "logsumexp", "mean_squared_logit")
-"""What may be wanted besides the log-probability; a field of `TokenLogprobs` each."""
+"""Optional outputs besides the log-probability; each is a field of `TokenLogprobs`."""
 
-_TEMPERATURE_RULE = "a temperature divides logits: it is positive and finite, also where nothing counts"
+_TEMPERATURE_RULE = "a temperature divides logits: it is positive and finite, also on padding and masked tokens"
 _TEMPERATURE_FIX = (
-    "give padding and masked tokens 1.0; greedy sampling has no temperature whose log-probabilities mean anything"
+    "give padding and masked tokens 1.0; greedy sampling has no temperature with meaningful log-probabilities"
 )
 
 
 class TokenLogprobs(NamedTuple):
-    """What the output head says about each token, in nats; every field carries a gradient, None was not wanted.
+    """Outputs of the head per token, in nats; every field is differentiable, None if not requested.
 
     With z the logits as they enter the softmax (scaled, capped, over the temperature) and p = softmax(z):
 
     Attributes:
         logprobs_T: [T] log-probability of the target.
         entropy_T: [T] entropy of the distribution.
-        logsumexp_T: [T] log of the normaliser, log sum exp z; what a squared-logit penalty holds small.
-        mean_squared_logit_T: [T] mean of z^2 over the vocabulary; a logit of -inf adds nothing.
-        kept_logprobs_T: [T] log-probability of the target among the kept tokens alone.
-        kept_entropy_T: [T] entropy of the distribution over the kept tokens alone.
+        logsumexp_T: [T] log of the normaliser, log sum exp z.
+        mean_squared_logit_T: [T] mean of z^2 over the vocabulary, for a squared-logit penalty; -inf counts as 0.
+        kept_logprobs_T: [T] log-probability of the target within the truncated support.
+        kept_entropy_T: [T] entropy of the distribution over the truncated support.
     """
 
     logprobs_T: Tensor
@@ -58,12 +58,12 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """What turns a hidden state into logits: the same weights and rules for every row.
+    """Map from hidden states to logits: the same weights and settings for every row.
 
     Attributes:
         weight_VD: rows ``first_token ...`` of the head.
         vocabulary: tokens that exist, over all tp ranks.
-        valid: of the local rows, the first so many exist; the others are padding, with probability 0 and gradient 0.
+        valid: number of leading local rows that exist; the others are padding, with probability 0 and gradient 0.
         bias_V: of the local rows.
         logit_scale: multiplies logits, bias included.
         soft_cap: bounds logits by c tanh(a / c); None: no bound.
@@ -82,16 +82,16 @@ class Head:
 
     @property
     def wide(self) -> torch.dtype:
-        """Dtype of everything between two products: float32, float64 where the head is."""
+        """Dtype of everything between two GEMMs: float32, or float64 if the head is float64."""
         return torch.promote_types(self.weight_VD.dtype, torch.float32)
 
     @property
     def is_split(self) -> bool:
-        """Whether other ranks hold other rows."""
+        """True if other ranks hold other rows."""
         return self.axis is not None and self.axis.group is not None
 
     def logits_(self, dots: Tensor, bias: Tensor | None, divisor: float | Tensor) -> Tensor:
-        """Products with rows of the head to what enters the softmax, in place: h . w_v to z_v.
+        """Turn dot products h . w_v into the logits z_v that enter the softmax, in place.
 
         Args:
             dots: of any shape, in `wide`.
@@ -109,7 +109,7 @@ class Head:
         return dots
 
     def back_(self, gradient: Tensor, logits: Tensor, divisor: float | Tensor) -> Tensor:
-        """The adjoint of `logits_`, in place on the gradient of z: that of h . w_v, and of the bias.
+        """Adjoint of `logits_`: turn the gradient of z into that of h . w_v and of the bias, in place.
 
         Formula:  logit_scale / temperature * (1 - (a'_v / soft_cap)^2) * dz_v,   a'_v = temperature * z_v
         """
@@ -132,22 +132,22 @@ def make_head(
     axis: Axis | None = None,
     first_token: int = 0,
 ) -> Head:
-    """A head whose settings make sense; on tp a collective, which holds the ranks' slices against each other.
+    """Return a head with validated settings; collective over tp, to check that the ranks' slices tile the vocabulary.
 
     Raises:
         ShapeError: sizes disagree, or columns that do not tile the vocabulary.
-        SpecError: a scale or cap that no logit survives.
+        SpecError: a scale or cap that is 0, infinite or NaN, or a cap that is negative.
     """
     check_shapes("token_logprobs", weight_VD=weight_VD, bias_V=bias_V)
     check_dtype("token_logprobs: weight", weight_VD)
     rows = weight_VD.shape[0]
-    here = rows if valid is None else valid
-    if not 0 <= here <= rows:
+    local_valid = rows if valid is None else valid
+    if not 0 <= local_valid <= rows:
         raise ShapeError(
             f"token_logprobs: valid = {valid}",
             found=f"{rows} local rows of the head",
             rule="valid counts the local rows that exist; rows beyond are padding",
-            fix="pass the vocabulary size less first_token, not less than 0 and not more than the rows",
+            fix="pass the vocabulary size minus first_token, clamped to between 0 and the local rows",
         )
     if not (logit_scale and abs(logit_scale) < float("inf")):
         raise SpecError(
@@ -163,8 +163,8 @@ def make_head(
         )
     return Head(
         weight_VD,
-        tiled(first_token, here, axis, weight_VD.device),
-        here,
+        tiled(first_token, local_valid, axis, weight_VD.device),
+        local_valid,
         bias_V,
         logit_scale,
         soft_cap,
@@ -174,9 +174,9 @@ def make_head(
 
 
 def check_dtype(what: str, operand: Tensor) -> None:
-    """Hold an operand to the dtypes that are computed with.
+    """Check that an operand has a supported dtype.
 
-    Raises:   ShapeError: it is of another.
+    Raises:   ShapeError: it does not.
     """
     if operand.dtype not in DTYPES:
         raise ShapeError(
@@ -188,9 +188,9 @@ def check_dtype(what: str, operand: Tensor) -> None:
 
 
 def check_targets(what: str, targets_T: Tensor) -> None:
-    """Hold targets to integers.
+    """Check that targets are integers.
 
-    Raises:   ShapeError: they are none.
+    Raises:   ShapeError: they are not.
     """
     if targets_T.dtype not in (torch.int64, torch.int32):
         raise ShapeError(
@@ -202,10 +202,9 @@ def check_targets(what: str, targets_T: Tensor) -> None:
 
 
 def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor | None:
-    """Where a temperature per token is not positive and finite, [T] bool on its device; None for one number.
+    """Mask of the tokens whose temperature is not positive and finite, [T] bool on its device; None for one number.
 
-    Raises:   ShapeError: a number that is not positive and finite, not one value per target, or one that wants a
-              gradient.
+    Raises:   ShapeError: a number that is not positive and finite, not one value per target, or requires_grad.
     """
     if not isinstance(temperature, Tensor):
         if not 0 < temperature < float("inf"):
@@ -225,7 +224,7 @@ def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor 
 
 
 def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """What logits are divided by: a number as it is, one value per token as a column of the logits' dtype.
+    """Divisor of the logits: a number unchanged, one value per token as a column in the logits' dtype.
 
     Shapes:   [T] -> [T, 1].
     Raises:   ShapeError: see `check_temperature`, and a value per token that is not positive and finite.
@@ -245,7 +244,7 @@ def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.d
 
 
 def tiled(first_token: int, here: int, axis: Axis | None, device: torch.device) -> int:
-    """The size of the vocabulary that the ranks' columns tile, each exactly once; on tp a collective.
+    """Return the size of the vocabulary; check that the ranks' columns tile it exactly once. Collective over tp.
 
     Raises:   ShapeError: they do not.
     """
@@ -266,7 +265,7 @@ def tiled(first_token: int, here: int, axis: Axis | None, device: torch.device) 
         "token_logprobs: the ranks' columns of the vocabulary",
         found=", ".join(f"{first} to {first + count}" for first, count in pieces),
         rule="they follow each other from 0, each token once, and there is at least one",
-        fix="pass each rank's own first_token, and axis where tp cuts the head",
+        fix="pass each rank's own first_token, and axis if tp shards the head",
     )
 
 
@@ -279,15 +278,15 @@ def check_rows(
     active_T: Tensor | None,
     wanted: Iterable[str],
 ) -> int:
-    """Hold the rows, and what is asked about them, to the head; waits for the device once.
+    """Check rows and requested outputs against the head; synchronizes with the device once.
 
     Returns:
-        How many rows are computed.
+        Number of computed rows.
 
     Raises:
-        ShapeError: sizes or dtypes disagree, a target that is computed is not in the vocabulary, or a temperature is
-            not positive and finite.
-        SpecError: a wanted name that does not exist.
+        ShapeError: sizes or dtypes disagree, a computed target is not in the vocabulary, or a temperature is not
+            positive and finite.
+        SpecError: an unknown output is requested.
     """
     check_shapes(
         "token_logprobs", hidden_TD=hidden_TD, weight_VD=head.weight_VD, targets_T=targets_T, active_T=active_T
@@ -296,14 +295,14 @@ def check_rows(
         raise SpecError(
             f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
             rule=f"any of {', '.join(WANTED)}",
-            fix="ask for those, in a tuple; kept=... adds what it says by itself",
+            fix="request only those, in a tuple; kept=... adds its own outputs",
         )
     if hidden_TD.dtype != head.weight_VD.dtype:
         raise ShapeError(
             "token_logprobs: dtypes",
             found=f"hidden {hidden_TD.dtype}, weight {head.weight_VD.dtype}",
-            rule="hidden states and head are of one dtype",
-            fix="cast one of them, or pass fp32_head=True, which lifts both to float32",
+            rule="hidden states and head have one dtype",
+            fix="cast one of them, or pass fp32_head=True, which casts both to float32",
         )
     check_targets("token_logprobs", targets_T)
     if active_T is not None and active_T.dtype != torch.bool:
@@ -331,12 +330,12 @@ def check_rows(
 
 
 def active_rows(targets_T: Tensor, active_T: Tensor | None, count: int | None = None) -> Tensor | None:
-    """Places of the rows that are computed, in order: active ones whose target is not negative; None: all of them.
+    """Indices of the computed rows, in order: active, with a target that is not negative; None: all rows.
 
     Args:
-        targets_T: negative where a row is ignored.
+        targets_T: negative if the row is ignored.
         active_T: bool; None: all.
-        count: how many there are, from `check_rows`; so nothing waits for the device.
+        count: number of computed rows from `check_rows`, which avoids a device synchronization.
 
     Shapes:   [T] -> [A].
     """

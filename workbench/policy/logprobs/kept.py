@@ -1,16 +1,16 @@
-"""Log-probabilities among the tokens that the sampler kept: top-k, top-p and min-p, replayed token by token.
+"""Log-probabilities over the truncated support of the sampler: top-k, top-p and min-p, replayed token by token.
 
-A sampler that cuts its distribution draws from q = softmax(z over the kept tokens), not from p. With K the kept set of
-a token, the target always in it, and z as in `head`:
+A sampler that truncates its distribution draws from q = softmax(z over the support), not from p. With K the truncated
+support of a token, the target always in it, and z as in `head`:
     logprob = z_target - log sum_{v in K} exp z_v          entropy = - sum_{v in K} q_v log q_v
     dz_v = g_logprob (1[v = target] - q_v) - g_entropy q_v (log q_v + entropy),   v in K
-A set of one token says 0 and moves nothing. An empty set stands for the whole vocabulary: nothing was cut.
+A support of one token gives 0 without gradient. An empty set stands for the whole vocabulary: no truncation.
 
-Only the logits of kept tokens are computed, pair by pair, whatever the size of the vocabulary. Sums run in one order:
-the same call says the same bits, and adds the same bits to a gradient.
+Only the logits in the support are computed, pair by pair, independent of the vocabulary size. Sums have a fixed order:
+the same call gives bitwise the same outputs and gradients.
 
 Letters: T tokens | C rows of a chunk | V vocabulary (this rank's rows of the head) | D model dimension
-| P pairs of a token and a kept id | S = T + 1 borders | U pairs that share a row.
+| P pairs of a token and an id of its support | S = T + 1 offsets | U pairs that share a row.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.sharding.collectives import all_max, all_sum
 
 BLOCK_BYTES = 2**26
-"""Rows of the head that are gathered at a time."""
+"""Size of the rows of the head that are gathered at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class KeptSets:
-    """Kept tokens of each token, of any number, one set after another.
+    """Truncated support of each token, of any size, stored one after another.
 
     Attributes:
-        ids_P: [P] vocabulary ids. A repeated id counts once; the target counts whether it is there or not.
+        ids_P: [P] vocabulary ids. A repeated id counts once; the target is always included, listed or not.
         offsets_S: [T + 1] on the host: the set of token t is ``ids_P[offsets_S[t]:offsets_S[t + 1]]``.
 
     Raises:
-        ShapeError: not two rows of integers; borders that do not begin at 0, go back, or do not end at P; a negative
+        ShapeError: not two rows of integers; offsets that do not begin at 0, decrease, or do not end at P; a negative
             id.
 
     Example:
@@ -66,7 +66,7 @@ class KeptSets:
             raise ShapeError(
                 "KeptSets: offsets_S",
                 found=f"{offsets[:5].tolist()} ... for {pairs} ids",
-                rule="T + 1 borders: from 0, never back, to the number of ids",
+                rule="T + 1 offsets: from 0, never decreasing, to the number of ids",
                 fix="build them with KeptSets.of, or torch.cumsum of the sizes with a 0 in front",
             )
         if pairs and int(self.ids_P.min()) < 0:
@@ -79,17 +79,17 @@ class KeptSets:
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> KeptSets:
-        """From one list of ids for each token."""
+        """Build supports from one list of ids per token."""
         ids = [token for ids in sets for token in ids]
         offsets = torch.tensor([0, *(len(ids) for ids in sets)]).cumsum(0)
         return cls(torch.tensor(ids, dtype=torch.int64, device=device), offsets)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.offsets_S) - 1
 
     def rows(self, rows: slice | Tensor) -> KeptSets:
-        """The sets of some tokens, by a slice of step 1 or by their places in any order."""
+        """Select the supports of some tokens, by a slice of step 1 or by indices in any order."""
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(len(self))
             first, last = int(self.offsets_S[start]), int(self.offsets_S[stop])
@@ -101,7 +101,7 @@ class KeptSets:
         return _unchecked(self.ids_P[within_P.to(self.ids_P.device)], offsets_S)
 
     def are_whole(self, device: torch.device | str) -> Tensor | None:
-        """[T] bool: which tokens' sets are empty and stand for the whole vocabulary; None: no token's."""
+        """[T] bool: True if the token's set is empty and stands for the whole vocabulary; None: no set is empty."""
         whole_T = self.offsets_S.diff() == 0
         return whole_T.to(device) if bool(whole_T.any()) else None
 
@@ -114,10 +114,10 @@ def _unchecked(ids_P: Tensor, offsets_S: Tensor) -> KeptSets:
 
 
 def check_kept(kept: KeptSets, targets_T: Tensor, head: Head) -> None:
-    """Hold sets to the rows and the head.
+    """Check truncated supports against the rows and the head.
 
     Raises:
-        ShapeError: no sets, not one for each token, or an id outside the vocabulary.
+        ShapeError: no `KeptSets`, not one set per token, or an id outside the vocabulary.
     """
     if not isinstance(kept, KeptSets):
         raise ShapeError(
@@ -131,7 +131,7 @@ def check_kept(kept: KeptSets, targets_T: Tensor, head: Head) -> None:
             "token_logprobs: kept",
             found=f"{len(kept)} sets for {len(targets_T)} tokens",
             rule="one set for each token; an empty one stands for the whole vocabulary",
-            fix="cut and shift the sets as the targets were",
+            fix="slice and shift the sets like the targets",
         )
     if len(kept.ids_P) and int(kept.ids_P.max()) >= head.vocabulary:
         raise ShapeError(
@@ -143,7 +143,7 @@ def check_kept(kept: KeptSets, targets_T: Tensor, head: Head) -> None:
 
 
 def whole_where_empty(said: TokenLogprobs, whole_T: Tensor | None) -> TokenLogprobs:
-    """Give the tokens with an empty set what the whole vocabulary says; gradients follow."""
+    """Use the outputs over the whole vocabulary for tokens with an empty set; differentiable."""
     if whole_T is None or said.kept_logprobs_T is None:
         return said
     said = said._replace(kept_logprobs_T=torch.where(whole_T, said.logprobs_T, said.kept_logprobs_T))
@@ -154,18 +154,18 @@ def whole_where_empty(said: TokenLogprobs, whole_T: Tensor | None) -> TokenLogpr
 
 @dataclass(frozen=True)
 class KeptChunk:
-    """What the kept sets of a chunk say, and what their backward needs.
+    """Outputs over the truncated supports of a chunk, and tensors saved for their backward.
 
     Attributes:
-        logprobs_C: [C] of the target in its set; 0 where the set is empty.
-        entropy_C: [C] of the distribution over the set; 0 where the set is empty.
+        logprobs_C: [C] of the target in its support; 0 if the set is empty.
+        entropy_C: [C] of the distribution over the support; 0 if the set is empty.
         hidden_CD: the rows.
-        divisor_P: the temperature, of all pairs or of each.
-        row_P: the row of each pair that this rank holds, in order.
+        divisor_P: the temperature, one for all pairs or one each.
+        row_P: the row of each local pair, in order.
         id_P: its local row of the head.
         logits_P: its z.
-        is_target_P: whether it is its row's target.
-        logsumexp_C: [C] of the sets.
+        is_target_P: True if it is its row's target.
+        logsumexp_C: [C] over the supports.
     """
 
     logprobs_C: Tensor
@@ -180,7 +180,7 @@ class KeptChunk:
 
 
 def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, kept: KeptSets) -> KeptChunk:
-    """What the kept sets of a chunk say; on tp every rank brings the pairs that it holds.
+    """Compute the outputs over the truncated supports of a chunk; over tp every rank computes its local pairs.
 
     Shapes:   hidden_CD [C, D], targets_C [C], C sets.
     """
@@ -188,14 +188,14 @@ def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float
     sizes_C = kept.offsets_S.diff().to(device)
     row_P = torch.arange(rows, device=device).repeat_interleave(sizes_C, output_size=len(kept.ids_P))
     targeted = torch.nonzero(sizes_C)[:, 0]
-    # One number for each pair: sorted and each once, with the target's among them.
+    # One number for each pair: sorted and unique, including the target's.
     pairs_P = torch.unique(
         torch.cat([row_P * head.vocabulary + kept.ids_P.to(device), targeted * head.vocabulary + targets_C[targeted]])
     )
     row_P, id_P = pairs_P // head.vocabulary, pairs_P % head.vocabulary - head.first_token
     if head.is_split:
-        mine_P = (id_P >= 0) & (id_P < head.valid)
-        row_P, id_P = row_P[mine_P], id_P[mine_P]
+        is_local_P = (id_P >= 0) & (id_P < head.valid)
+        row_P, id_P = row_P[is_local_P], id_P[is_local_P]
     divisor_P = temperature[row_P].to(head.wide) if isinstance(temperature, Tensor) else temperature
     bias_P = None if head.bias_V is None else head.bias_V[id_P]
     logits_P = head.logits_(_dots(head, hidden_CD, row_P, id_P), bias_P, divisor_P)
@@ -246,10 +246,10 @@ def backward(
 ) -> None:
     """Add the gradients of a chunk to hidden (partial over tp), weight and bias; None is zero.
 
-    A row that nothing is wanted from adds nothing, whatever it holds.
+    A row whose gradients are all zero adds nothing, even if its hidden state is not finite.
     """
-    moves_C = rows_moved((logprobs_gradient_C, entropy_gradient_C), len(chunk.hidden_CD), chunk.hidden_CD.device)
-    hidden_CD = chunk.hidden_CD.masked_fill(~moves_C[:, None], 0)
+    nonzero_C = rows_moved((logprobs_gradient_C, entropy_gradient_C), len(chunk.hidden_CD), chunk.hidden_CD.device)
+    hidden_CD = chunk.hidden_CD.masked_fill(~nonzero_C[:, None], 0)
     log_q_P = chunk.logits_P - chunk.logsumexp_C[chunk.row_P]
     q_P = log_q_P.exp()
     gradient_P = torch.zeros_like(q_P)
@@ -258,7 +258,7 @@ def backward(
     if entropy_gradient_C is not None:
         surprise_P = log_q_P.masked_fill(q_P == 0, 0) + chunk.entropy_C[chunk.row_P]
         gradient_P -= entropy_gradient_C[chunk.row_P] * q_P * surprise_P
-    gradient_P = head.back_(gradient_P, chunk.logits_P, chunk.divisor_P).masked_fill_(~moves_C[chunk.row_P], 0)
+    gradient_P = head.back_(gradient_P, chunk.logits_P, chunk.divisor_P).masked_fill_(~nonzero_C[chunk.row_P], 0)
     for block in _blocks(head, len(gradient_P)):
         row_B, id_B, gradient_B1 = chunk.row_P[block], chunk.id_P[block], gradient_P[block, None]
         if into.hidden_TD is not None:
@@ -276,7 +276,7 @@ def _blocks(head: Head, pairs: int) -> list[slice]:
 
 
 def _dots(head: Head, hidden_CD: Tensor, row_P: Tensor, id_P: Tensor) -> Tensor:
-    """Hidden state times row of the head, of each pair, a block at a time."""
+    """Dot product of hidden state and head row of each pair, a block at a time."""
     return torch.cat(
         [
             (hidden_CD[row_P[block]].to(head.wide) * head.weight_VD[id_P[block]].to(head.wide)).sum(-1)
@@ -291,6 +291,6 @@ def _segment_sum(values_P: Tensor, lengths_C: Tensor) -> Tensor:
 
 
 def _add_sorted(out: Tensor, index_B: Tensor, values_B: Tensor) -> None:
-    """Add values to the rows that a sorted index names; each row is summed once, in order."""
+    """Add values to the rows given by a sorted index; each row is summed once, in order."""
     unique_U, lengths_U = torch.unique_consecutive(index_B, return_counts=True)
     out.index_add_(0, unique_U, _segment_sum(values_B, lengths_U).to(out.dtype))

@@ -1,6 +1,6 @@
-"""A gradient that is there already, times a number that is known only now: in one pass, or in none where it is 1.
+"""Scale an existing gradient by a factor that is known only later: in one pass, or in none if it is 1.
 
-The number lies on the device, and nobody waits for it. It is float32 whatever the gradient is: rounded to bfloat16, a
+The factor is on the device, and is not synchronized. It is float32 for every gradient dtype: rounded to bfloat16, a
 factor of 1/3 would be off by a thousandth.
 """
 
@@ -15,7 +15,7 @@ from workbench.policy.logprobs import triton_refusal
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """``gradient *= factor``; a factor of 1 reads and writes nothing.
+    """Compute ``gradient *= factor``; a factor of 1 reads and writes nothing.
 
     Shapes: any, contiguous; factor of one element. Returns the gradient.
     """
@@ -30,7 +30,7 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def add_scaled_(into: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
-    """``into += factor * gradient``, rounded once.
+    """Compute ``into += factor * gradient``, rounded once.
 
     Shapes: two of any one shape, contiguous; factor of one element. Returns ``into``.
     """

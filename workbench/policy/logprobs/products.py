@@ -1,4 +1,4 @@
-"""Matrix products in the precision that was asked for, whatever the process has set as its default.
+"""GEMMs in the requested precision, independent of the process-wide default.
 
 Letters: C rows of a chunk | V vocabulary (this rank's rows of the head) | D model dimension.
 """
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @contextmanager
 def exact_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Products of float32 are products of float32 while this is open: no TF32, which keeps 10 of 23 bits.
+    """Disable TF32, which keeps 10 of 23 bits, for float32 GEMMs within this context.
 
     Args:
-        dtype: of the operands; nothing is touched for another than float32.
+        dtype: of the operands; for other dtypes than float32 nothing changes.
     """
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
@@ -32,7 +32,7 @@ def exact_float32(dtype: torch.dtype) -> Iterator[None]:
 
 
 def add_product_(weight_VD: Tensor, gradient_CV: Tensor, hidden_CD: Tensor, *, first: bool) -> None:
-    """``weight_VD += gradient_CV.T @ hidden_CD``, or ``=`` for the first; summed in the dtype of what is added to."""
+    """Compute ``weight_VD += gradient_CV.T @ hidden_CD``, or ``=`` for the first; summed in the dtype of weight_VD."""
     beta = 0 if first else 1
     if weight_VD.dtype == hidden_CD.dtype:
         torch.addmm(weight_VD, gradient_CV.T, hidden_CD, beta=beta, out=weight_VD)

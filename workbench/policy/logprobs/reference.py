@@ -1,4 +1,4 @@
-"""Token log-probabilities, slow and obvious: every logit, one log-softmax, one lookup.
+"""Token log-probabilities, slow and simple: every logit, one log-softmax, one lookup.
 
 Letters: T tokens | V vocabulary | D model dimension.
 """
@@ -31,7 +31,7 @@ def token_logprobs(
     wanted: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
 ) -> TokenLogprobs:
-    """What the head says about each token, from all its logits; arguments as at `logprobs.token_logprobs`.
+    """Compute the head's outputs per token from all logits; arguments as in `logprobs.token_logprobs`.
 
     Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> [T] each.
     Units:    nats.
@@ -47,20 +47,20 @@ def token_logprobs(
     logits_TV = hidden_TD.where(active_T[:, None], 0.0) @ weight_VD.T
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
-    # Half precision is widened after the product; float64 stays.
+    # Half precision is widened after the GEMM; float64 stays.
     logits_TV = logits_TV.to(head.wide) * logit_scale
     if soft_cap is not None:
         logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
     logits_TV = logits_TV[:, : head.valid]
     targets_T = targets_T.where(active_T, 0)
-    said = _said(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
+    head_output = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
     if kept is not None:
         check_kept(kept, targets_T, head)
-        # Outside its set a token has no logit.
+        # Outside its support a token has no logit.
         logits_TV = logits_TV.masked_fill(active_T[:, None] & ~_is_kept(kept, targets_T, head.valid), -torch.inf)
-        among = _said(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
-        said = said._replace(kept_logprobs_T=among.logprobs_T, kept_entropy_T=among.entropy_T)
-    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))
+        truncated = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
+        head_output = head_output._replace(kept_logprobs_T=truncated.logprobs_T, kept_entropy_T=truncated.entropy_T)
+    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in head_output))
 
 
 def token_logprobs_from_logits(
@@ -70,7 +70,7 @@ def token_logprobs_from_logits(
     temperature: float | Tensor = 1.0,
     wanted: Iterable[str] = ("entropy", "logsumexp"),
 ) -> TokenLogprobs:
-    """The same from logits that are there already: for models that return them.
+    """Compute the same outputs from given logits, for models that return them.
 
     Shapes:   logits_TV [T, V], targets_T [T] -> [T] each.
     Units:    nats.
@@ -78,38 +78,38 @@ def token_logprobs_from_logits(
     Raises:   ShapeError: sizes disagree, or a temperature that is not positive and finite.
     """
     check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
-    # Half precision is widened after the product; float64 stays.
+    # Half precision is widened; float64 stays.
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
-    return _said(scaled_TV, targets_T, frozenset(wanted))
+    return _outputs(scaled_TV, targets_T, frozenset(wanted))
 
 
 def kept_logits(logits_TV: Tensor, kept_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Logits of a sampler that draws among some tokens only: -inf on the others, the target always kept.
+    """Logits of a sampler with truncated support: -inf outside of it, the target always inside.
 
     Shapes:   logits_TV [T, V], kept_TV [T, V] bool, targets_T [T] -> [T, V].
-    Backward: 1 on what is kept, 0 elsewhere.
+    Backward: 1 on the support, 0 elsewhere.
     Source:   top-p and top-k replay, THUDM/slime 624b824a (log_prob_keep_mask).
     """
     check_shapes("kept_logits", logits_TV=logits_TV, kept_TV=kept_TV, targets_T=targets_T)
     return logits_TV.masked_fill(~kept_TV.scatter(1, targets_T[:, None], True), -torch.inf)
 
 
-def _said(scaled_TV: Tensor, targets_T: Tensor, wanted: frozenset[str]) -> TokenLogprobs:
+def _outputs(scaled_TV: Tensor, targets_T: Tensor, requested: frozenset[str]) -> TokenLogprobs:
     logprobs_TV = torch.log_softmax(scaled_TV, dim=-1)
     chosen_T = logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1)
     exists_TV = scaled_TV != -torch.inf
     surprise_TV = logprobs_TV.exp() * logprobs_TV.where(exists_TV, 0.0)
     return TokenLogprobs(
         chosen_T,
-        -surprise_TV.sum(-1) if "entropy" in wanted else None,
-        torch.logsumexp(scaled_TV, dim=-1) if "logsumexp" in wanted else None,
-        scaled_TV.where(exists_TV, 0.0).square().mean(-1) if "mean_squared_logit" in wanted else None,
+        -surprise_TV.sum(-1) if "entropy" in requested else None,
+        torch.logsumexp(scaled_TV, dim=-1) if "logsumexp" in requested else None,
+        scaled_TV.where(exists_TV, 0.0).square().mean(-1) if "mean_squared_logit" in requested else None,
     )
 
 
 def _is_kept(kept: KeptSets, targets_T: Tensor, vocabulary: int) -> Tensor:
-    """[T, V]: which tokens of the vocabulary each token's set holds; an empty set all, any other its target too."""
+    """[T, V]: True if in the token's truncated support; an empty set means all, any other includes the target."""
     is_kept_TV = torch.zeros(len(targets_T), vocabulary, dtype=torch.bool, device=targets_T.device)
     borders = kept.offsets_S.tolist()
     for token, (start, stop) in enumerate(itertools.pairwise(borders)):

@@ -3,9 +3,9 @@
 With z the logits over temperature, m their maximum, and sums over the *whole* vocabulary:
     s = sum exp(z - m),  u = sum exp(z - m) (z - m),  a = z_target - m
     logprob = a - log s          entropy = log s - u / s          logsumexp = m + log s
-One maximum and one sum cross the ranks; nothing crosses them on the way back, because every term of the gradient
+Forward needs one all-reduced maximum and one sum; backward needs no collective, because every term of the gradient
     dz_v = g_logprob (1[v = target] - p_v) - g_entropy p_v (z_v - m - u / s) + g_logsumexp p_v,   p_v = exp(z_v - m) / s
-is local or already whole.
+is local or already reduced.
 
 Letters: T tokens | V vocabulary | D model dimension.
 """
@@ -43,7 +43,7 @@ def token_logprobs(
     wanted: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
 ) -> TokenLogprobs:
-    """What the head says about each token, from a slice of it on each tp rank; see `logprobs.token_logprobs`.
+    """Compute the head's outputs per token, from a slice of the head on each tp rank; see `logprobs.token_logprobs`.
 
     Shapes:   hidden_TD [T, D], weight_VD [v, D] of any v -> [T] each, the same on every tp rank.
     Units:    nats.
@@ -76,23 +76,23 @@ def token_logprobs(
     scaled_TV = logits_TV[:, : head.valid] / logit_divisor(temperature, targets_T, head.wide)
     local_T = targets_T.where(active_T, 0) - first_token
     logprobs_T, entropy_T, logsumexp_T = _FromLocalLogits.apply(scaled_TV, local_T, axis)
-    said = TokenLogprobs(
+    output = TokenLogprobs(
         logprobs_T, entropy_T if "entropy" in wanted else None, logsumexp_T if "logsumexp" in wanted else None
     )
     if "mean_squared_logit" in wanted:
         squares_T = scaled_TV.where(scaled_TV != -torch.inf, 0.0).square().sum(-1)
-        said = said._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
+        output = output._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
     if kept is not None:
         check_kept(kept, targets_T, head)
         cut_TV = active_T[:, None] & ~_is_kept(kept, local_T, columns_V, first_token)
         kept_TV = scaled_TV.masked_fill(cut_TV, -torch.inf)
         logprobs_T, entropy_T, _ = _FromLocalLogits.apply(kept_TV, local_T, axis)
-        said = said._replace(kept_logprobs_T=logprobs_T, kept_entropy_T=entropy_T if "entropy" in wanted else None)
-    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))
+        output = output._replace(kept_logprobs_T=logprobs_T, kept_entropy_T=entropy_T if "entropy" in wanted else None)
+    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in output))
 
 
 def _is_kept(kept: KeptSets, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:
-    """[T, v]: which local columns each token's set holds; an empty set all, any other its target too."""
+    """[T, v]: True if in the token's truncated support; an empty set means all, any other includes the target."""
     is_kept_TV = columns_V == local_T[:, None]
     for token, ids in enumerate(kept.ids_P.split(kept.offsets_S.diff().tolist())):
         is_kept_TV[token] |= torch.isin(columns_V + first_token, ids.to(columns_V)) if len(ids) else True
@@ -107,16 +107,16 @@ class _FromLocalLogits(Function):
         rows, columns = logits_TV.shape
         highest_T = all_max(logits_TV.amax(-1) if columns else logits_TV.new_full((rows,), -torch.inf), axis)
         shifted_TV = logits_TV - highest_T[:, None]
-        mine_T = (local_targets_T >= 0) & (local_targets_T < columns)
-        index_T = local_targets_T.masked_fill(~mine_T, 0)
+        is_local_T = (local_targets_T >= 0) & (local_targets_T < columns)
+        index_T = local_targets_T.masked_fill(~is_local_T, 0)
         exp_TV = shifted_TV.exp()
         target_T = torch.zeros_like(highest_T)
         if columns:
-            target_T = shifted_TV.gather(-1, index_T[:, None]).squeeze(-1).masked_fill(~mine_T, 0)
+            target_T = shifted_TV.gather(-1, index_T[:, None]).squeeze(-1).masked_fill(~is_local_T, 0)
         # A logit of -inf (a column that does not exist) has probability 0 and adds nothing to u.
         weighted_T = (exp_TV * shifted_TV.masked_fill(exp_TV == 0, 0)).sum(-1)
         sum_T, weighted_T, target_T = all_sum(torch.stack([exp_TV.sum(-1), weighted_T, target_T]), axis)
-        ctx.save_for_backward(exp_TV, shifted_TV, sum_T, weighted_T, index_T, mine_T)
+        ctx.save_for_backward(exp_TV, shifted_TV, sum_T, weighted_T, index_T, is_local_T)
         return target_T - sum_T.log(), sum_T.log() - weighted_T / sum_T, highest_T + sum_T.log()
 
     @staticmethod
@@ -129,11 +129,11 @@ class _FromLocalLogits(Function):
                 rule="its gradient has no derivative of its own",
                 fix="use reference, which has tp = 1",
             )
-        exp_TV, shifted_TV, sum_T, weighted_T, index_T, mine_T = ctx.saved_tensors
+        exp_TV, shifted_TV, sum_T, weighted_T, index_T, is_local_T = ctx.saved_tensors
         probability_TV = exp_TV / sum_T[:, None]
         centred_TV = shifted_TV.masked_fill(exp_TV == 0, 0) - (weighted_T / sum_T)[:, None]
         normaliser_T = logsumexp_gradient_T - logprob_gradient_T
         gradient_TV = probability_TV * (normaliser_T[:, None] - entropy_gradient_T[:, None] * centred_TV)
         if gradient_TV.shape[1]:
-            gradient_TV.scatter_add_(1, index_T[:, None], (logprob_gradient_T * mine_T)[:, None])
+            gradient_TV.scatter_add_(1, index_T[:, None], (logprob_gradient_T * is_local_T)[:, None])
         return gradient_TV, None, None

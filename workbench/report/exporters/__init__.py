@@ -1,12 +1,12 @@
-"""Runs for other people's trackers: every run of the workbench becomes one run there, after the fact and offline.
+"""Export to experiment trackers: every run of the workbench becomes one run there, after it has ended and offline.
 
-    export     `export_runs`: what is asked for, checked, and handed to a process of its own
-    tracked    `TrackedRun`: what every tracker is given; plain data
+    export     `export_runs`: checks a request and passes it to a separate process
+    tracked    `TrackedRun`: the input of every tracker; plain data
     __main__   that process
-    wandb_like, mlflow_files, tensorboard_events   one kind of tracker each: is a run there already, and write it
+    wandb_like, mlflow_files, tensorboard_events   one kind of tracker each: check for a run, and write it
 
-Trackers have globals, threads, services and settings from the environment. In a process of its own none of them
-reaches a notebook, and when it ends nothing of them is left.
+Trackers have globals, threads, services and settings from the environment. In a separate process none of them reaches
+a notebook, and nothing of them is left when it ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Tracker:
     """A tracker that runs can be exported to.
 
     Attributes:
-        package: that must be installed; also the name of the extra that installs it.
+        package: required package; also the name of the extra that installs it.
         writer: module and class that write its files.
-        look: how its users look at what was exported, with {folder} and {project}.
+        look: command to view exported runs, with {folder} and {project}.
     """
 
     package: str

@@ -1,4 +1,4 @@
-"""The process that writes for a tracker: a request on standard input, an answer a line into the file that is named."""
+"""The process that writes for a tracker: a request on standard input, a line per run into the given file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.report.exporters.tracked import from_plain
 
 
 def main(answers: Path) -> None:
-    """Write every run that is not there yet, and note what became of it as soon as it is known."""
+    """Write every run that is not there yet, and record its outcome as soon as it is known."""
     request = from_json(sys.stdin.buffer.read())
     module, _, name = TRACKERS[request["tracker"]].writer.partition(":")
     writer = getattr(importlib.import_module(module), name)(Path(request["folder"]), request["project"])

@@ -1,4 +1,4 @@
-"""Hand ended runs to a tracker, and say of each what became of it."""
+"""Export ended runs to a tracker, and return the outcome of each."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _PATIENCE_S, _PATIENCE_PER_RUN_S = 120.0, 20.0
 
 @dataclass(frozen=True)
 class Exported:
-    """What became of a run.
+    """Outcome of the export of a run.
 
     Attributes:
         id: name of its folder, which is its name at the tracker.
         outcome: "exported"; "there already", and left alone; or "left out".
-        steps: how many were written.
+        steps: number of steps written.
         why: why it was left out, "" otherwise.
-        notes: what the tracker could not take as it is, a sentence each.
+        notes: what the tracker could not store as it is, a sentence each.
     """
 
     id: str
@@ -59,20 +59,20 @@ class Exported:
 def export_runs(
     runs: Sequence[RunDirectory], *, to: TrackerName, project: str = "workbench", folder: Path | str | None = None
 ) -> list[Exported]:
-    """Make a run at a tracker of each run, in files on this machine; nothing is sent anywhere.
+    """Export each run to a tracker, in files on this machine; nothing is sent anywhere.
 
     Settings become its config, step records its metrics with their step numbers and times, the experiment its group.
-    Only runs that have ended are exported, so that what is there once never changes: exporting again adds what is new
-    and leaves the rest alone. A run is there whole or not at all.
+    Only runs that have ended are exported, so that exported runs never change: exporting again adds what is new and
+    leaves the rest alone. Each run is written atomically.
 
     Args:
-        runs: of one or several experiments.
+        runs: runs of one or several experiments.
         to: the tracker.
-        project: what the tracker files them under, above the experiment.
-        folder: gets the tracker's files; None takes ``exports/<tracker>`` beside the first run.
+        project: the tracker's project, above the experiment.
+        folder: gets the tracker's files; None takes ``exports/<tracker>`` next to the first run.
 
     Returns:
-        What became of each run, in the same order.
+        The outcome of each run, in the same order.
 
     Raises:
         LaunchError: the tracker's package is not installed, or it failed.
@@ -116,24 +116,24 @@ def export_runs(
             outcomes[run.path] = Exported(run.path.name, "left out", why=error.parts["found"])
     if ready:
         request = {"tracker": to, "project": project, "folder": str(folder), "runs": [asdict(run) for _, run in ready]}
-        for (path, run), answer in zip(ready, _ask(request, to), strict=True):
+        for (path, run), answer in zip(ready, _export(request, to), strict=True):
             outcomes[path] = Exported(run.id, answer["outcome"], answer["steps"], "", tuple(answer["notes"]))
     return [outcomes[run.path] for run in runs]
 
 
 def default_folder(run: RunDirectory, to: str) -> Path:
-    """Where a tracker's files go if nobody says: beside the runs, which no repository keeps."""
+    """Return the default folder of a tracker's files: next to the runs, which are not under version control."""
     return run.path.parent.absolute() / "exports" / to
 
 
 def _is_installed(package: str) -> bool:
-    """Whether it can be imported; a folder of that name, as W&B leaves them behind, is not it."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None
+    """True if the package can be imported; a folder of that name, as W&B leaves behind, does not count."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
-def _ask(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
-    """What became of each run, from a process of the tracker's own."""
+def _export(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
+    """Export in a separate process, and return the outcome of each run."""
     folder = Path(request["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="export-") as scratch:
@@ -151,7 +151,7 @@ def _ask(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
             patience = _PATIENCE_S + _PATIENCE_PER_RUN_S * len(request["runs"])
             output = child.communicate(to_json(request, indent=None), timeout=patience)[0]
         except BaseException as error:
-            # the group is its own, and not reaped yet: nobody else can have its number
+            # the child leads its own group and is not reaped yet, so no other group can have its number
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.communicate()
@@ -163,26 +163,26 @@ def _ask(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
                     found=f"no end after {patience:.0f} s",
                     rule="an export writes files of this machine",
                     fix="see whether the folder's disk is slow or full; what was written is whole, and "
-                    "exporting again goes on",
+                    "exporting again continues",
                 ) from None
             raise
-        said = [from_json(line) for line in answers.read_bytes().splitlines()] if answers.exists() else []
+        outcomes = [from_json(line) for line in answers.read_bytes().splitlines()] if answers.exists() else []
     if child.returncode:
         lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
         failure = LaunchError(
             f"export to {to}",
             found=lines[-1] if lines else f"exit code {child.returncode}",
             rule="the tracker takes the run",
-            fix=f"{len(said)} runs are there; mend what is named and export again",
+            fix=f"{len(outcomes)} runs are there; fix the error above and export again",
         )
         failure.add_note("\n".join(lines[-30:]))
         raise failure
-    return said
+    return outcomes
 
 
 def _environment(folder: Path, scratch: Path) -> dict[str, str]:
-    """This process's environment without the user's settings for trackers, which name accounts and servers."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_OF_TRACKERS)}
+    """Return this process's environment without the user's settings for trackers, which name accounts and servers."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_OF_TRACKERS)}
     own = {
         "TRACKIO_DIR": str(folder),
         "WANDB_CACHE_DIR": str(scratch),
@@ -190,4 +190,4 @@ def _environment(folder: Path, scratch: Path) -> dict[str, str]:
         "WANDB_DATA_DIR": str(scratch),
     }
     places = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
-    return kept | _OFFLINE | own | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    return inherited | _OFFLINE | own | {"PYTHONPATH": os.pathsep.join(filter(None, places))}

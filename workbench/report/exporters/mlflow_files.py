@@ -1,8 +1,8 @@
 """MLflow's file store: folder/mlruns, one file a metric, in which nan and inf stay what they are.
 
 MLflow 3 keeps this store in maintenance mode, and reads it where MLFLOW_ALLOW_FILE_STORE says true; `mlflow
-migrate-filestore` makes a database of it. Its databases need packages that mlflow-skinny does not bring, and have no
-room for an infinity.
+migrate-filestore` makes a database of it. Its databases need packages that mlflow-skinny does not install, and cannot
+store an infinity.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlflow.entities import Metric, Param
 from workbench.report.exporters.tracked import TrackedRun, as_text
 
 ID = "workbench.run"
-"""Tag by which a run is known."""
+"""Tag that identifies a run."""
 
 _ENDS = {"succeeded": "FINISHED", "cancelled": "KILLED"}
 _ILLEGAL = re.compile(r"[^\w.\- :/]")
@@ -31,7 +31,7 @@ class Mlflow:
 
     Args:
         folder: gets ``mlruns``.
-        project: what experiments are filed under.
+        project: prefix of the experiment names.
     """
 
     def __init__(self, folder: Path, project: str) -> None:
@@ -39,23 +39,23 @@ class Mlflow:
         self.client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
 
     def has(self, run: TrackedRun) -> bool:
-        """Whether the run is there, whole; what an interrupted export left of it is removed."""
+        """True if the whole run is there; what an interrupted export left of it is removed."""
         experiment = self.client.get_experiment_by_name(self._experiment(run))
         if experiment is None:
             return False
-        found = self.client.search_runs([experiment.experiment_id], filter_string=f"tags.`{ID}` = '{run.id}'")
-        whole = [each for each in found if each.info.end_time]
-        for unfinished in (each for each in found if not each.info.end_time):
+        matches = self.client.search_runs([experiment.experiment_id], filter_string=f"tags.`{ID}` = '{run.id}'")
+        whole = [each for each in matches if each.info.end_time]
+        for unfinished in (each for each in matches if not each.info.end_time):
             self.client.delete_run(unfinished.info.run_id)
         return bool(whole)
 
     def write(self, run: TrackedRun) -> list[str]:
-        """Write a run, and say what could not be taken as it is. The end time comes last, and says that it is whole."""
+        """Write a run, and return what could not be stored as it is. The end time, written last, marks it complete."""
         notes: list[str] = []
         experiment = self.client.get_experiment_by_name(self._experiment(run))
         number = experiment.experiment_id if experiment else self.client.create_experiment(self._experiment(run))
         tags = {ID: run.id, "run.tags": " ".join(run.tags)} | {key: as_text(value) for key, value in run.facts.items()}
-        made = self.client.create_run(
+        created = self.client.create_run(
             number,
             start_time=_ms(run.began_s),
             run_name=run.name,
@@ -70,10 +70,10 @@ class Mlflow:
         )
         params = (Param(key, _cut(key, as_text(value), notes)) for key, value in run.config.items())
         for some in _chunks(metrics, _METRICS_AT_ONCE):
-            self.client.log_batch(made.info.run_id, metrics=some)
+            self.client.log_batch(created.info.run_id, metrics=some)
         for some in _chunks(params, _PARAMS_AT_ONCE):
-            self.client.log_batch(made.info.run_id, params=some)
-        self.client.set_terminated(made.info.run_id, _ENDS.get(run.state, "FAILED"), _ms(run.ended_s))
+            self.client.log_batch(created.info.run_id, params=some)
+        self.client.set_terminated(created.info.run_id, _ENDS.get(run.state, "FAILED"), _ms(run.ended_s))
         return notes
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Mlflow:
 
 
 def _names(keys: set[str], notes: list[str]) -> dict[str, str]:
-    """Metric -> what it is called there: a path of legal letters, which no other one lies under."""
+    """Return metric -> its name there: a path of legal characters that is no folder of another one."""
     folders = {str(parent) for key in keys for parent in Path(_legal(key)).parents}
     names: dict[str, str] = {}
     for key in sorted(keys, key=lambda key: (_legal(key) != key, key)):  # those that keep their names come first

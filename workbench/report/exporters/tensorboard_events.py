@@ -1,6 +1,6 @@
 """TensorBoard's event files: folder/<project>/<experiment>/<run>, one file a run.
 
-Scalars are what every reader of event files understands, and have 32 bits: values are rounded to about seven digits.
+Every reader of event files understands scalars, which have 32 bits: values are rounded to about seven digits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TensorBoard:
     """Event files, written without a host name in them.
 
     Args:
-        folder: what `tensorboard --logdir` is given.
+        folder: argument of `tensorboard --logdir`.
         project: first folder below it.
     """
 
@@ -34,11 +34,11 @@ class TensorBoard:
         self.folder, self.project = folder, project
 
     def has(self, run: TrackedRun) -> bool:
-        """Whether the run's folder is there; it gets its name when it is whole."""
+        """True if the run's folder exists; it gets its name when it is complete."""
         return self._place(run).exists()
 
     def write(self, run: TrackedRun) -> list[str]:
-        """Write a run, and say what could not be taken as it is."""
+        """Write a run, and return what could not be stored as it is."""
         rounded, beyond = False, set()
         place = self._place(run)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -52,10 +52,10 @@ class TensorBoard:
                 for step in run.steps:
                     summary = Summary()
                     for key, value in step.values.items():
-                        kept = _as_32_bits(value)
-                        rounded |= kept != value and not math.isnan(value)
-                        beyond |= {key} if math.isinf(kept) and math.isfinite(value) else set()
-                        summary.value.add(tag=key, simple_value=kept)
+                        stored = _as_32_bits(value)
+                        rounded |= stored != value and not math.isnan(value)
+                        beyond |= {key} if math.isinf(stored) and math.isfinite(value) else set()
+                        summary.value.add(tag=key, simple_value=stored)
                     events.write(Event(wall_time=step.time_s, step=step.number, summary=summary).SerializeToString())
                 events.flush()
             whole.rename(place)
@@ -70,7 +70,7 @@ class TensorBoard:
 
 
 def _head(run: TrackedRun) -> list[Event]:
-    """Version, settings as hyperparameters, and all texts as a table."""
+    """Return version, settings as hyperparameters, and all texts as a table."""
     known = {
         key: value if isinstance(value, bool | int | float | str) else as_text(value)
         for key, value in (run.config | run.facts).items()
@@ -93,7 +93,7 @@ def _text(tag: str, text: str) -> Summary:
 
 
 def _cell(text: str) -> str:
-    r"""A text for a table in Markdown, in which nothing means anything."""
+    r"""Escape a text for a table in Markdown."""
     plain = " ".join(text.split())
     return "".join(f"\\{letter}" if letter in r"\`*_{}[]<>()#+-.!|~&" else letter for letter in plain)
 

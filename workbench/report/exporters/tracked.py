@@ -1,4 +1,4 @@
-"""What every tracker is given of a run: plain numbers and texts, with nothing lost on the way that is not said."""
+"""The input of every tracker: a run as plain numbers and texts, with a note on everything that is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.records.directory import RunDirectory, failure_in_short, from_jso
 from workbench.specs.run import flatten
 
 TIME = "time/ended_ns"
-"""Key of a step record that says when the step ended, in nanoseconds since 1970."""
+"""Key of the end of a step in its record, in nanoseconds since 1970."""
 
 FAILURE_LETTERS = 2000
 
@@ -25,8 +25,8 @@ class TrackedStep:
     """One optimizer step.
 
     Attributes:
-        number: as recorded.
-        time_s: when it ended, in seconds since 1970.
+        number: step number, as recorded.
+        time_s: its end, in seconds since 1970.
         values: metric -> number, also nan and inf.
     """
 
@@ -41,15 +41,15 @@ class TrackedRun:
 
     Attributes:
         id: name of the run's folder: unique in its experiment, and the same whenever it is exported.
-        name: of the configuration.
-        experiment: groups runs.
-        state: an ended one.
-        began_s: in seconds since 1970.
-        ended_s: likewise.
+        name: name of the configuration.
+        experiment: name of the group of runs.
+        state: one of `workbench.records.directory.ENDED`.
+        began_s: its begin, in seconds since 1970.
+        ended_s: its end, likewise.
         config: settings with dotted keys; lists stay lists.
-        facts: what else is known, with keys ``run.*``.
-        steps: in order.
-        notes: what could not be taken as it is, a sentence each.
+        facts: further facts, with keys ``run.*``.
+        steps: steps in order.
+        notes: what could not be stored as it is, a sentence each.
     """
 
     id: str
@@ -65,23 +65,23 @@ class TrackedRun:
 
     @property
     def key(self) -> str:
-        """A name that is unique among experiments too, of letters, digits, "_", "." and "-"."""
+        """Return a name that is unique among experiments too, of letters, digits, "_", "." and "-"."""
         return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{self.experiment}-{self.id}")
 
     @property
     def tags(self) -> list[str]:
-        """A few words to choose runs by: the state, and known bugs that were switched on."""
+        """Return tags to filter runs by: the state, and the faults that were switched on."""
         return [self.state, *(f"fault:{name}" for name in self.config.get("faults") or [])]
 
 
 def tracked(run: RunDirectory) -> TrackedRun:
-    """A run as trackers get it.
+    """Convert a run for trackers.
 
-    Nested values of a step (a gradient norm for each parameter) get keys joined by "/". Where a step does not say when
-    it ended, its time is reckoned from the run's beginning and the steps' durations.
+    Nested values of a step (a gradient norm for each parameter) get keys joined by "/". If a step does not record its
+    end, its time is computed from the begin of the run and the durations of the steps.
 
     Raises:
-        RecordError: step records that are damaged, or whose numbers do not grow; trackers drop such steps in silence.
+        RecordError: step records that are damaged, or whose numbers do not grow; trackers drop such steps silently.
     """
     state, notes = run.state, []
     began_s = state.get("started_ns", state["created_ns"]) / 1e9
@@ -122,17 +122,17 @@ def tracked(run: RunDirectory) -> TrackedRun:
 
 
 def as_text(value: Any) -> str:
-    """A setting as text: scalars as Python writes them, lists as JSON."""
+    """Format a setting as text: scalars as Python writes them, lists as JSON."""
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 
 def from_plain(data: Mapping[str, Any]) -> TrackedRun:
-    """The run that `dataclasses.asdict` took apart."""
+    """Rebuild a run from the output of `dataclasses.asdict`."""
     return TrackedRun(**{**data, "steps": [TrackedStep(**step) for step in data["steps"]]})
 
 
 def _numbers(record: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, float], list[str]]:
-    """The numbers of a step record, flat, and the keys of everything else."""
+    """Return the numbers of a step record, flat, and the keys of everything else."""
     numbers: dict[str, float] = {}
     others: list[str] = []
     for key, value in record.items():
@@ -155,7 +155,7 @@ def _plain(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _facts(run: RunDirectory, state: Mapping[str, Any], began_s: float, ended_s: float) -> dict[str, Any]:
-    """What trackers have no place of their own for."""
+    """Return facts that trackers have no field for."""
     facts: dict[str, Any] = {
         "run.state": run.status,
         "run.name": str(state["name"]),
@@ -169,20 +169,20 @@ def _facts(run: RunDirectory, state: Mapping[str, Any], began_s: float, ended_s:
     if failure := run.failure():
         facts["run.failure"] = failure_in_short(failure)[:FAILURE_LETTERS]
         facts |= {"run.failure_cause": str(failure["cause"])} if failure.get("cause") else {}
-    return facts | {f"run.{key}": value for key, value in _made_by(run).items()}
+    return facts | {f"run.{key}": value for key, value in _provenance(run).items()}
 
 
 def _iso(time_s: float) -> str:
     return datetime.datetime.fromtimestamp(time_s, datetime.UTC).isoformat(timespec="milliseconds")
 
 
-def _made_by(run: RunDirectory) -> dict[str, str]:
+def _provenance(run: RunDirectory) -> dict[str, str]:
     try:
-        made = from_json((run.path / "provenance.json").read_bytes())
+        record = from_json((run.path / "provenance.json").read_bytes())
         return {
-            "commit": str(made["git"]["commit"]),
-            "uncommitted_changes": str(made["git"]["dirty"]),
-            **{f"version.{name}": str(version) for name, version in made["versions"].items()},
+            "commit": str(record["git"]["commit"]),
+            "uncommitted_changes": str(record["git"]["dirty"]),
+            **{f"version.{name}": str(version) for name, version in record["versions"].items()},
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -1,11 +1,11 @@
-"""Trackers that speak as W&B does: begin a run with its config, log values by step, finish.
+"""Trackers with the API of W&B: begin a run with its config, log values by step, finish.
 
-W&B itself keeps offline runs in a file each, which `wandb sync` uploads. It writes through a service process, which
+W&B itself stores each offline run in a file, which `wandb sync` uploads. It writes through a service process, which
 ends with `close`.
 
-trackio has the same three calls, but its `log` stamps rows with the moment of the call, names runs at random, and
-turns errors into warnings. So its session here takes the same calls and hands the rows over as trackio's own importers
-do, in one transaction: with their times, under our name, whole or not at all.
+trackio has the same three calls, but its `log` stamps rows with the time of the call, names runs at random, and
+turns errors into warnings. So its session here takes the same calls and writes the rows as trackio's own importers do,
+in one transaction: with their times, under our name, atomically.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ class Session(Protocol):
     """A run that is being written."""
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        """Note the values of a step, and under ``_timestamp`` when it was."""
+        """Log the values of a step, with its time under ``_timestamp``."""
 
     def finish(self, exit_code: int) -> None:
-        """End it."""
+        """End the run."""
 
 
 class _WandbLike:
-    """What both have in common.
+    """Common base of both.
 
     Args:
         folder: gets the tracker's files.
-        project: what runs are filed under.
+        project: the tracker's project.
     """
 
     lost: tuple[str, ...] = ()
-    """What the tracker has no way to be told, a sentence each."""
+    """Facts that the tracker cannot store, a sentence each."""
 
     def __init__(self, folder: Path, project: str) -> None:
         self.folder, self.project = folder, project
 
     def has(self, run: TrackedRun) -> bool:
-        """Whether the run is there, whole."""
+        """True if the whole run is there."""
         raise NotImplementedError
 
     def begin(self, run: TrackedRun, config: dict[str, Any]) -> Session:
@@ -55,13 +55,13 @@ class _WandbLike:
         raise NotImplementedError
 
     def keep(self, run: TrackedRun) -> None:
-        """Called when a run is written: make it whole."""
+        """Complete a run; called when it is written."""
 
     def close(self) -> None:
         """Leave nothing running."""
 
     def write(self, run: TrackedRun) -> list[str]:
-        """Write a run, and say what could not be taken as it is."""
+        """Write a run, and return what could not be stored as it is."""
         notes: list[str] = []
         session = self.begin(run, run.config | run.facts)
         for step in run.steps:
@@ -71,13 +71,13 @@ class _WandbLike:
         return list(dict.fromkeys([*notes, *self.lost]))
 
     def renamed(self, values: dict[str, float], notes: list[str]) -> dict[str, float]:
-        """The values under keys that the tracker does not keep for itself."""
+        """Rename keys that the tracker reserves."""
         names = {key: f"metric/{key}" for key in values if self.is_reserved(key)}
         notes += [f"metric {key} is called {name} there" for key, name in names.items()]
         return {names.get(key, key): value for key, value in values.items()}
 
     def is_reserved(self, key: str) -> bool:
-        """Whether the tracker keeps a key for itself."""
+        """True if the tracker reserves a key."""
         return key.startswith("_")
 
 
@@ -91,7 +91,7 @@ class Wandb(_WandbLike):
         self._scratch: Path | None = None
 
     def has(self, run: TrackedRun) -> bool:
-        """Whether a folder of that run is there; it gets its name when it is whole."""
+        """True if a folder of that run exists; it gets its name when it is complete."""
         return any((self.folder / "wandb").glob(f"offline-run-*-{run.key}/run-{run.key}.wandb"))
 
     def begin(self, run: TrackedRun, config: dict[str, Any]) -> Session:
@@ -99,7 +99,7 @@ class Wandb(_WandbLike):
         import wandb
 
         self._scratch = Path(tempfile.mkdtemp(prefix=f".unfinished-{os.getpid()}-", dir=self.folder))
-        wanted = {
+        settings = {
             "mode": "offline",
             "root_dir": str(self._scratch),
             "silent": True,
@@ -114,7 +114,7 @@ class Wandb(_WandbLike):
             "x_disable_machine_info": True,
             "x_save_requirements": False,
         }
-        known = {key: value for key, value in wanted.items() if key in wandb.Settings.model_fields}
+        known = {key: value for key, value in settings.items() if key in wandb.Settings.model_fields}
         return wandb.init(
             project=self.project,
             id=run.key,
@@ -131,7 +131,7 @@ class Wandb(_WandbLike):
         assert self._scratch is not None, "keep comes after begin"
         [written] = (self._scratch / "wandb").glob(f"offline-run-*-{run.key}")
         for link in (written / "logs").glob("*"):
-            if link.is_symlink():  # into a cache that goes with this process
+            if link.is_symlink():  # into a cache that is removed with this process
                 link.unlink()
         (self.folder / "wandb").mkdir(exist_ok=True)
         written.rename(self.folder / "wandb" / written.name)
@@ -151,7 +151,7 @@ class Trackio(_WandbLike):
     """trackio's database of the project, in the folder that TRACKIO_DIR names when trackio is imported."""
 
     def has(self, run: TrackedRun) -> bool:
-        """Whether the database knows the run."""
+        """True if the database has the run."""
         from trackio.sqlite_storage import SQLiteStorage
 
         return any(record["id"] == run.key for record in SQLiteStorage.get_run_records(self.project))
@@ -162,14 +162,14 @@ class Trackio(_WandbLike):
         return _TrackioSession(self.project, run, config | {"run.tags": run.tags} | own)
 
     def is_reserved(self, key: str) -> bool:
-        """Whether trackio keeps a key for itself."""
+        """True if trackio reserves a key."""
         from trackio.utils import RESERVED_KEYS
 
         return key.startswith("_") or key in RESERVED_KEYS
 
 
 class _TrackioSession:
-    """A run that is collected, and written when it is finished."""
+    """A run whose rows are collected, and written when it is finished."""
 
     def __init__(self, project: str, run: TrackedRun, config: dict[str, Any]) -> None:
         self.project, self.run, self.config = project, run, config

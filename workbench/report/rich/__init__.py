@@ -1,7 +1,7 @@
-"""How the nouns of the workbench look in a notebook. Each has a plain-text twin, its own ``repr``.
+"""Notebook output of the package's types. The plain-text counterpart of each is its own ``repr``.
 
-Batches, plans and specs lie storeys below this one and know nothing of it: IPython is told by the names of their types
-how to draw them, and nothing is imported before the first one is shown.
+Batches, plans and specs are in layers below this one and do not import it: their formatters are registered in IPython
+by type name, and nothing is imported before the first one is shown.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ DRAWN = {
     ("workbench.compare.certificates", "CertificateComparison"): "workbench.report.rich.certificates",
     ("workbench.compare.bisect", "Bisection"): "workbench.report.rich.bisection",
 }
-"""(module, type) -> the module here whose ``as_html`` draws it."""
+"""(module, type) -> module whose ``as_html`` draws it."""
 
 
 def register(ipython: Any) -> None:
-    """Tell an IPython shell how to draw them.
+    """Register the formatters in an IPython shell.
 
     Args:
-        ipython: what ``IPython.get_ipython()`` gives.
+        ipython: the result of ``IPython.get_ipython()``.
     """
     formatter = ipython.display_formatter.formatters["text/html"]
     for (module, name), place in DRAWN.items():
@@ -40,7 +40,7 @@ def register(ipython: Any) -> None:
 
 
 def as_html(value: Any) -> str:
-    """One of them as an HTML fragment whose style touches nothing outside it.
+    """Return a value of one of these types as an HTML fragment with scoped style.
 
     Raises:
         TypeError: there is no drawing of such a value.

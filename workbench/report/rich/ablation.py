@@ -1,4 +1,4 @@
-"""An ablation: its question, and every run that it asks for with what sets it apart."""
+"""Ablation: its question, and every planned run with the settings that differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.report.rich.strips import framed
 
 
 def as_html(ablation: AblationSpec) -> Markup:
-    """A row for each run: what it is held against, and the settings in which it differs from that."""
+    """Return a row for each run: its reference, and the settings in which it differs from that."""
     head = tag("p", tag("strong", "AblationSpec"), " ", ablation.question or "(it asks no question)")
     try:
         planned = ablation.expand()

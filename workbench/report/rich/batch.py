@@ -1,4 +1,4 @@
-"""A batch as strips, one a document: what is prompt, what is trained and in which direction, what only pads."""
+"""Batch as strips, one per document: prompt, trained tokens with their direction, padding."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MEANING = {
 
 
 def as_html(batch: RolloutBatch) -> Markup:
-    """The documents from the first to the last, and a table of the fields."""
+    """Return the documents in order, and a table of the fields."""
     rows = _rows(batch)
-    said = (
+    summary = (
         f"{batch.num_documents} documents, {batch.num_tokens} tokens, {batch.num_trained_tokens} of them trained; "
         f"sampled at temperature {significant(batch.temperature)}"
     )
@@ -40,7 +40,7 @@ def as_html(batch: RolloutBatch) -> Markup:
     if batch.num_documents > AT_ALL:
         shown.append(tag("p", f"{batch.num_documents - AT_ALL} more documents are not drawn.", class_="quiet"))
     return framed(
-        tag("p", tag("strong", "RolloutBatch"), f" {said}"),
+        tag("p", tag("strong", "RolloutBatch"), f" {summary}"),
         legend(_MEANING.items()),
         shown,
         tag("details", tag("summary", "fields"), _fields(batch)),
@@ -48,59 +48,59 @@ def as_html(batch: RolloutBatch) -> Markup:
 
 
 def _rows(batch: RolloutBatch) -> list[list[Markup]]:
-    """(name, strip, what there is to say) of every document that is drawn, and of the padding."""
+    """Return (name, strip, description) of every document that is drawn, and of the padding."""
     lengths = batch.lengths_N.tolist()
     padding = batch.num_tokens - sum(lengths)
     longest = max([*lengths, 1])
     order = batch.document_ids_T.argsort(stable=True)
     kinds = _kinds(batch)
-    kept = [kinds[index] for index in order.tolist()][padding:]
+    kinds = [kinds[index] for index in order.tolist()][padding:]
     advantages = batch.advantages_T[order].tolist()[padding:]
-    made, begin = [], 0
+    rows, begin = [], 0
     for document, length in enumerate(lengths[:AT_ALL]):
         inside = slice(begin, begin + length)
-        pieces = [Piece(b - a, kind, f"{_MEANING[kind]}: tokens {a} to {b - 1}") for kind, a, b in runs(kept[inside])]
+        pieces = [Piece(b - a, kind, f"{_MEANING[kind]}: tokens {a} to {b - 1}") for kind, a, b in runs(kinds[inside])]
         trained = [
             value
-            for value, kind in zip(advantages[inside], kept[inside], strict=True)
+            for value, kind in zip(advantages[inside], kinds[inside], strict=True)
             if kind in ("up", "down", "zero")
         ]
-        said = f"{length} tokens, {len(trained)} trained, advantage {_span(trained)}"
+        text = f"{length} tokens, {len(trained)} trained, advantage {_span(trained)}"
         if batch.rewards_N is not None:
-            said += f", reward {significant(float(batch.rewards_N[document]))}"
-        made.append(
+            text += f", reward {significant(float(batch.rewards_N[document]))}"
+        rows.append(
             [
                 tag("span", f"{document}"),
-                strip(pieces, longest, label=f"document {document}: {said}"),
-                tag("span", said, class_="quiet"),
+                strip(pieces, longest, label=f"document {document}: {text}"),
+                tag("span", text, class_="quiet"),
             ]
         )
         begin += length
     if padding:
-        said = f"{padding} tokens"
-        bar = strip([Piece(min(padding, longest), "padding", said)], longest, label=f"padding: {said}")
-        made.append([tag("span", "padding"), bar, tag("span", said, class_="quiet")])
-    return made
+        text = f"{padding} tokens"
+        bar = strip([Piece(min(padding, longest), "padding", text)], longest, label=f"padding: {text}")
+        rows.append([tag("span", "padding"), bar, tag("span", text, class_="quiet")])
+    return rows
 
 
 def _kinds(batch: RolloutBatch) -> list[str]:
-    """What each token is, in the order of the row."""
-    found, opened = [], set()
+    """Return the kind of each token, in the order of the packed row."""
+    kinds, opened = [], set()
     for document, trains, advantage in zip(
         batch.document_ids_T.tolist(), batch.loss_mask_T.tolist(), batch.advantages_T.tolist(), strict=True
     ):
         if document == PADDING:
-            found.append("padding")
+            kinds.append("padding")
         elif trains:
             opened.add(document)
-            found.append("up" if advantage > 0 else "down" if advantage < 0 else "zero")
+            kinds.append("up" if advantage > 0 else "down" if advantage < 0 else "zero")
         else:
-            found.append("context" if document in opened else "prompt")
-    return found
+            kinds.append("context" if document in opened else "prompt")
+    return kinds
 
 
 def _span(values: list[float]) -> str:
-    """One number if all are equal, with its sign, or else the lowest and the highest."""
+    """Format one number with its sign if all are equal, or else the lowest and the highest."""
     if not values:
         return NONE
     ends = dict.fromkeys(f"{'+' if value > 0 else ''}{significant(value)}" for value in (min(values), max(values)))

@@ -1,4 +1,4 @@
-"""Where two runs part: the tensor, the tokens, and what came before."""
+"""First difference of two runs: the tensor, the tokens, and the tensor before it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from workbench.report.rich.strips import framed
 
 
 def as_html(found: Bisection) -> Markup:
-    """The sentence, and below it the place in a table."""
-    said, *changes = str(found).splitlines()
-    head = tag("p", tag("span", said, class_=None if found.equal else "trouble"))
+    """Return the verdict, and below it the place in a table."""
+    verdict, *changes = str(found).splitlines()
+    head = tag("p", tag("span", verdict, class_=None if found.equal else "trouble"))
     place = [] if found.parting is None else table(["", "they part at"], _rows(found.parting), class_="table")
     return framed(head, place, [tag("p", change.strip(), class_="quiet") for change in changes])
 

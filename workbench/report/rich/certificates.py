@@ -1,4 +1,4 @@
-"""Two runs by their certificates: the verdict, the first element that differs, and every tensor that does."""
+"""Certificates of two runs: the verdict, the first element that differs, and every tensor that differs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST = 12
 
 
 def as_html(found: CertificateComparison) -> Markup:
-    """The sentence, and below it which tensors differ, in the order in which the step computes them."""
+    """Return the verdict, and below it the tensors that differ, in the order in which the step computes them."""
     head = tag(
         "p",
         tag("strong", found.run),

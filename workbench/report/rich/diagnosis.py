@@ -1,4 +1,4 @@
-"""A diagnosis: the likeliest cause, a row for each that is told, and the experiment that comes next."""
+"""Diagnosis: the likeliest cause, a row for each cause, and the next experiment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.report.rich.strips import framed
 
 
 def as_html(diagnosis: Diagnosis) -> Markup:
-    """The headline, the causes with score and evidence, what was tried, and what to try next."""
+    """Return the headline, the causes with score and evidence, past experiments, and the next one."""
     head = tag(
         "p",
         tag("strong", diagnosis.suspect or "suspect"),

@@ -1,4 +1,4 @@
-"""An explanation: the verdict on two systems' settings, the batch that tells them apart, and each difference."""
+"""Explanation: the verdict on two systems' settings, the batch that separates them, and each difference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workbench.systems.explanations import Difference, Explanation
 
 
 def as_html(explanation: Explanation) -> Markup:
-    """A row for each setting that differs, those that act first; below it what the systems do silently."""
+    """Return a row for each setting that differs, those that act first; below it the notes on the systems."""
     first, second = explanation.systems
     verdict = str(explanation).splitlines()[0].partition(": ")[2]
     head = [tag("p", tag("strong", f"{first} | {second}"), " ", verdict)]
@@ -23,12 +23,12 @@ def as_html(explanation: Explanation) -> Markup:
         for d in explanation.differences
     ]
     body = [table(["setting", "about", first, second, "acts"], rows, class_="table")] if rows else []
-    notes = [
+    paragraphs = [
         tag("p", f"{title}: {note}")
-        for title, told in zip(explanation.systems, explanation.notes, strict=True)
-        for note in told
+        for title, notes in zip(explanation.systems, explanation.notes, strict=True)
+        for note in notes
     ]
-    return framed(*head, *body, *notes)
+    return framed(*head, *body, *paragraphs)
 
 
 def _cell(difference: Difference, side: int) -> str:

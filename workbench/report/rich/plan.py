@@ -1,4 +1,4 @@
-"""A shard plan as a row of tokens: whose each is, and then rank by rank, each at its place in the whole row."""
+"""Shard plan as a row of tokens: the owner of each, then rank by rank, each at its place in the packed row."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ AT_ALL = 64
 _PIECES = 200
 _HUES = 8
 _WIDE = 0.08
-"""Share of the row from which a piece has room for words."""
+"""Share of the row from which a piece is wide enough for text."""
 
 
 def as_html(plan: ShardPlan) -> Markup:
-    """The documents, the owners of all tokens, one strip a rank with its share of the work, and how level that is."""
+    """Return the documents, the owners of all tokens, a strip per rank with its share of the work, and the balance."""
     total, balance = plan.num_tokens, plan.balance()
     work = sum(balance.of_ranks)
     rows = [*_documents(plan), _owners(plan)]
     for rank in range(min(plan.cp, AT_ALL)):
-        held = spans(sorted(plan.positions(rank).tolist()))
-        named = held if len(held) <= 3 else held[:2]
-        said = ", ".join(f"{begin}–{end - 1}" for begin, end in named)
-        said += f" and {len(held) - len(named)} more" if named is not held else ""
-        pieces = _pieces(held, total) if len(held) <= _PIECES else _shares(plan.owners_T == rank)
+        local = spans(sorted(plan.positions(rank).tolist()))
+        named = local if len(local) <= 3 else local[:2]
+        text = ", ".join(f"{begin}–{end - 1}" for begin, end in named)
+        text += f" and {len(local) - len(named)} more" if named is not local else ""
+        pieces = _pieces(local, total) if len(local) <= _PIECES else _shares(plan.owners_T == rank)
         rows.append(
             [
                 tag("span", f"rank {rank}"),
-                strip(pieces, total, label=f"rank {rank} holds tokens {said}"),
-                tag("span", f"{said} · {balance.of_ranks[rank] / work:.0%} of causal attention", class_="quiet"),
+                strip(pieces, total, label=f"rank {rank} holds tokens {text}"),
+                tag("span", f"{text} · {balance.of_ranks[rank] / work:.0%} of causal attention", class_="quiet"),
             ]
         )
     more = tag("p", f"{plan.cp - AT_ALL} more ranks are not drawn.", class_="quiet") if plan.cp > AT_ALL else None
@@ -65,12 +65,12 @@ def _documents(plan: ShardPlan) -> list[list[Markup]]:
             )
         )
         begin += length
-    said = f"{len(lengths)} documents, padding included"
-    return [[tag("span", "documents"), strip(pieces, plan.num_tokens, label=said), tag("span", said, class_="quiet")]]
+    text = f"{len(lengths)} documents, padding included"
+    return [[tag("span", "documents"), strip(pieces, plan.num_tokens, label=text), tag("span", text, class_="quiet")]]
 
 
 def _owners(plan: ShardPlan) -> list[Markup]:
-    """Whose each token is, as far as single pieces can be told apart."""
+    """Return the owner of each token, as far as single pieces can be distinguished."""
     owners = runs(plan.owners_T.tolist())
     label = f"the ranks that hold tokens 0 to {plan.num_tokens - 1}"
     if len(owners) <= _PIECES:
@@ -78,17 +78,17 @@ def _owners(plan: ShardPlan) -> list[Markup]:
             Piece(end - begin, f"owner r{rank % _HUES}", f"tokens {begin} to {end - 1}: rank {rank}", f"{rank}")
             for rank, begin, end in owners
         ]
-        said = f"{len(owners)} pieces"
+        text = f"{len(owners)} pieces"
     else:
         pieces = [Piece(plan.num_tokens, "context", f"{len(owners)} pieces", text="…")]
-        said = f"{len(owners)} pieces of {plan.num_tokens / len(owners):.3g} tokens: too short to draw"
-    return [tag("span", "all ranks"), strip(pieces, plan.num_tokens, label=label), tag("span", said, class_="quiet")]
+        text = f"{len(owners)} pieces of {plan.num_tokens / len(owners):.3g} tokens: too short to draw"
+    return [tag("span", "all ranks"), strip(pieces, plan.num_tokens, label=label), tag("span", text, class_="quiet")]
 
 
-def _pieces(held: list[tuple[int, int]], total: int) -> list[Piece]:
-    """Stretches at their places; those that are wide enough say which tokens they are."""
+def _pieces(local: list[tuple[int, int]], total: int) -> list[Piece]:
+    """Return spans at their places; those that are wide enough name their tokens."""
     pieces, at = [], 0
-    for begin, end in held:
+    for begin, end in local:
         if begin > at:
             pieces.append(Piece(begin - at, ""))
         text = f"{begin}–{end - 1}" if end - begin >= _WIDE * total else ""
@@ -97,12 +97,12 @@ def _pieces(held: list[tuple[int, int]], total: int) -> list[Piece]:
     return pieces
 
 
-def _shares(mine_T: Tensor) -> list[Piece]:
-    """Equal stretches of the row, each shaded by how much of it is held, in quarters."""
-    edges = [cell * len(mine_T) // _PIECES for cell in range(_PIECES + 1)]
+def _shares(local_T: Tensor) -> list[Piece]:
+    """Return equal spans of the row, each shaded by the share of it that is local, in quarters."""
+    edges = [cell * len(local_T) // _PIECES for cell in range(_PIECES + 1)]
     pieces = []
     for begin, end in itertools.pairwise(edges):
-        held = int(mine_T[begin:end].sum())
-        kind = f"held share{-(-4 * held // (end - begin))}" if held else ""
-        pieces.append(Piece(end - begin, kind, f"{held} of tokens {begin} to {end - 1}"))
+        count = int(local_T[begin:end].sum())
+        kind = f"held share{-(-4 * count // (end - begin))}" if count else ""
+        pieces.append(Piece(end - begin, kind, f"{count} of tokens {begin} to {end - 1}"))
     return pieces

@@ -1,4 +1,4 @@
-"""A proof: each law with its verdict, and for a law that is broken the smallest counterexample, drawn."""
+"""Proof: each invariant with its verdict, and for a broken one the smallest counterexample, drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.report.rich.strips import framed
 
 
 def as_html(proof: Proof) -> Markup:
-    """The verdict, a row for each law, and below them what broke each broken one."""
+    """Return the verdict, a row for each invariant, and the counterexample of each broken one."""
     head = tag(
         "p",
         tag("strong", proof.subject),
@@ -21,7 +21,7 @@ def as_html(proof: Proof) -> Markup:
         tag("span", f"; seed {proof.seed}, {significant(proof.seconds)} s", class_="quiet"),
     )
     laws = table(
-        ["law", "what may change", "verdict", "cases", "worst", "what differs"],
+        ["invariant", "what may change", "verdict", "cases", "worst", "what differs"],
         [_row(law) for law in proof.laws],
         numbers=(3, 4),
         class_="table",
@@ -38,12 +38,12 @@ def _row(law: LawResult) -> list[Any]:
         tag("span", verdict, class_="whole"),
         law.cases,
         tag("span", worst, class_="whole"),
-        _said(law),
+        _factor(law),
     ]
 
 
-def _said(law: LawResult) -> str:
-    """The factor in short, or why there is none."""
+def _factor(law: LawResult) -> str:
+    """Return the factor in short, or why there is none."""
     if law.why or law.counterexample is None:
         return law.why
     what = ", ".join(law.what)
@@ -52,14 +52,14 @@ def _said(law: LawResult) -> str:
     return f"{what}: × {near_one(law.factor)}{f' = {law.factor_name}' if law.factor_name else ''}"
 
 
-def _refuted(law: LawResult, found: Counterexample) -> Markup:
-    """Open where nobody declared it; else on request."""
-    steps = [["plain", found.plain], ["changed", found.changed]]
+def _refuted(law: LawResult, counterexample: Counterexample) -> Markup:
+    """Return a counterexample; open if the loss does not declare the break, else on request."""
+    steps = [["plain", counterexample.plain], ["changed", counterexample.changed]]
     return tag(
         "details",
         tag("summary", f"{law.name}: the smallest step that breaks it"),
-        tag("p", found.words),
+        tag("p", counterexample.words),
         table(["", "the step"], steps, class_="table"),
-        batch_html(found.batch),
+        batch_html(counterexample.batch),
         open=law.verdict == "broken",
     )

@@ -1,4 +1,4 @@
-"""A run's directory: where it stands, and if it failed, why."""
+"""Run directory: its state, and the cause of a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.report.trial import TrialReader, elapsed_s
 
 
 def as_html(run: RunDirectory) -> Markup:
-    """The row that a panel has of it, the failure in full, and the spec."""
+    """Return its row in a panel, the failure in full, and the spec."""
     trial = TrialReader(run).read()
     failure = run.failure() if trial.state == "failed" else None
     return join(
@@ -24,7 +24,7 @@ def as_html(run: RunDirectory) -> Markup:
 
 
 def _failure(failure: dict[str, Any]) -> Markup:
-    """The message at once; the traceback, and the stack of a rank that hung, on request."""
+    """Return the message; the traceback, and the stack of a rank that hung, on request."""
     rank = "before any rank" if failure.get("rank") is None else f"rank {failure['rank']}"
     waited = f", in {failure['waited_in']}" if failure.get("waited_in") else ""
     also = [rank for rank in failure.get("also_failed", []) if rank is not None]
@@ -37,7 +37,7 @@ def _failure(failure: dict[str, Any]) -> Markup:
         ),
         tag("pre", failure.get("message") or "no message"),
     ]
-    for key, words in (("traceback", "traceback"), ("stack", "stack of the rank that hung")):
+    for key, title in (("traceback", "traceback"), ("stack", "stack of the rank that hung")):
         if failure.get(key):
-            parts.append(tag("details", tag("summary", words), tag("pre", failure[key])))
+            parts.append(tag("details", tag("summary", title), tag("pre", failure[key])))
     return tag("div", parts)

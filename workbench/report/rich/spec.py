@@ -1,4 +1,4 @@
-"""A run's spec: what differs from the defaults at a glance, and everything on request."""
+"""Spec of a run: the settings that are not defaults, and everything on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.specs.run import RunSpec, flatten
 
 
 def as_html(spec: RunSpec) -> Markup:
-    """A table of the settings that were changed; every setting below it."""
+    """Return a table of the changed settings; every setting below it."""
     everything = to_json(spec.model_dump(mode="json")).decode().rstrip()
     head = tag(
         "p",
@@ -25,7 +25,7 @@ def as_html(spec: RunSpec) -> Markup:
 
 
 def said(value: Any) -> str:
-    """A setting as YAML would have it; infinity as its sign."""
+    """Format a setting as in YAML; infinity as its sign."""
     if isinstance(value, float) and not math.isfinite(value):
         return significant(value)
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
 """Strips: a row of tokens as a bar of pieces, and the frame that drawings of nouns share.
 
-A piece is told by its pattern and its tooltip; its hue only repeats them.
+A piece is identified by its pattern and its tooltip; its hue only repeats them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ STYLE_SHEET = Path(__file__).with_name("rich.css")
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens that are alike.
+    """Neighbouring tokens of one kind.
 
     Attributes:
-        length: how many.
+        length: number of tokens.
         kind: a class of rich.css, such as "prompt"; "" for a gap.
-        title: what they are, for the tooltip.
-        text: written into the piece.
+        title: description for the tooltip.
+        text: text in the piece.
     """
 
     length: int
@@ -33,12 +33,12 @@ class Piece:
 
 
 def strip(pieces: Iterable[Piece], total: int, *, label: str) -> Markup:
-    """The pieces side by side, on a scale of so many tokens.
+    """Draw pieces side by side, on a scale of so many tokens.
 
     Args:
         pieces: from left to right.
-        total: tokens that the whole width stands for; what the pieces leave stays empty.
-        label: what is drawn, for screen readers.
+        total: tokens of the whole width; the rest stays empty.
+        label: description for screen readers.
     """
     drawn, used = [], 0
     for piece in pieces:
@@ -58,26 +58,26 @@ def strip(pieces: Iterable[Piece], total: int, *, label: str) -> Markup:
 
 
 def runs(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
-    """(value, begin, end) of every stretch of equal neighbours.
+    """Return (value, begin, end) of every run of equal neighbours.
 
     Example:
         >>> runs("aab")
         [('a', 0, 2), ('b', 2, 3)]
     """
-    found: list[tuple[Any, int, int]] = []
+    stretches: list[tuple[Any, int, int]] = []
     for index, value in enumerate(values):
-        if found and found[-1][0] == value:
-            found[-1] = (value, found[-1][1], index + 1)
+        if stretches and stretches[-1][0] == value:
+            stretches[-1] = (value, stretches[-1][1], index + 1)
         else:
-            found.append((value, index, index + 1))
-    return found
+            stretches.append((value, index, index + 1))
+    return stretches
 
 
 def framed(*children: Any) -> Markup:
-    """The frame of every drawing of this package, with its style."""
+    """Frame a drawing of this package, with its style."""
     return tag("div", tag("style", Markup(STYLE_SHEET.read_text(encoding="utf8"))), *children, class_="workbench-rich")
 
 
 def legend(kinds: Iterable[tuple[str, str]]) -> Markup:
-    """What the patterns mean: (class, words)."""
-    return tag("p", [tag("span", tag("i", class_=kind), words) for kind, words in kinds], class_="legend")
+    """Return the legend of patterns, given as (class, label)."""
+    return tag("p", [tag("span", tag("i", class_=kind), label) for kind, label in kinds], class_="legend")

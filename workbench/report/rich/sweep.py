@@ -1,4 +1,4 @@
-"""A sweep as it stands: the rows of a panel, without its life."""
+"""Sweep in its current state: the rows of a panel, static."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from workbench.report.trial import TrialReader, elapsed_s
 
 
 def as_html(sweep: Sweep) -> Markup:
-    """A row for each run, and how to follow them."""
+    """Return a row for each run, and how to follow them."""
     trials = [TrialReader(run).read() for run in sweep.runs]
-    going_on = not all(trial.ended for trial in trials)
+    in_progress = not all(trial.ended for trial in trials)
     hint = tag("p", "As it stood. ", tag("code", "wb.attach(sweep)"), " follows it.", class_="hint")
-    return table_of(sweep.experiment_dir.name, trials, elapsed_s(trials), more=hint if going_on else None)
+    return table_of(sweep.experiment_dir.name, trials, elapsed_s(trials), more=hint if in_progress else None)

@@ -1,4 +1,4 @@
-"""The traffic between two grids: what each rank holds on either side, and a table of rows for each exchange."""
+"""Traffic between two grids: the samples of each rank on either side, and a table of rows for each exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUES = 8
 
 
 def as_html(traffic: Traffic) -> Markup:
-    """The way across, both sides rank by rank, and who sends how many rows to whom."""
+    """Return the route, both sides rank by rank, and the rows sent from each rank to each."""
     pair, route = traffic.pair, traffic.route
     why = f" ({route.why})" if route.why else ""
     head = tag(
@@ -54,23 +54,23 @@ def _side(traffic: Traffic, side: Side, grid: Grid) -> Markup:
         place = grid.place(rank)
         tokens_t = side.share_of[number].tokens_t
         tokens_t = tokens_t[tokens_t != PADDING].sort().values
-        said = traffic.held_words(side, number)
+        text = traffic.held_words(side, number)
         rows.append(
             [
                 tag("span", f"rank {rank}"),
                 strip(
                     _pieces(tokens_t.tolist(), traffic.tokens, place[0]),
                     total,
-                    label=f"rank {rank} holds samples {said}",
+                    label=f"rank {rank} holds samples {text}",
                 ),
-                tag("span", f"{place_words(place)} · {said}", class_="quiet"),
+                tag("span", f"{place_words(place)} · {text}", class_="quiet"),
             ]
         )
     return tag("div", rows, class_="strips")
 
 
 def _pieces(tokens: list[int], each: int, dp: int) -> list[Piece]:
-    """Stretches of one sample at their places among all tokens."""
+    """Return spans of one sample at their places among all tokens."""
     stretches = runs([(token - number, token // each) for number, token in enumerate(tokens)])
     if len(stretches) > _PIECES:
         return [Piece(tokens[0], ""), Piece(tokens[-1] + 1 - tokens[0], "context", f"{len(stretches)} stretches")]
@@ -92,7 +92,7 @@ def _pieces(tokens: list[int], each: int, dp: int) -> list[Piece]:
 
 
 def _table(step: Step, offset: int) -> Markup:
-    """Rows from each rank, a line, to each rank, a column; darker where more travels."""
+    """Tabulate rows from each rank, a line, to each rank, a column; darker for more rows."""
     ranks = range(min(len(step.rows_RR), AT_ALL))
     between, most = step.between.tolist(), int(step.between.max())
     heads = [tag("th", str(rank + offset), scope="col", class_="number") for rank in ranks]

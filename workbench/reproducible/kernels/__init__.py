@@ -1,6 +1,6 @@
-"""What computes the canonical pieces of a network, chosen by device and dtype; each a module with the same functions.
+"""Kernels of the canonical pieces of a network, chosen by device and dtype; each is a module with the same functions.
 
-Between two kernels only the bits differ; a record names which one it was.
+Two kernels differ only in the bits of their results; a record names the one that was used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from workbench.reproducible.kernels import plain
 
 
 def choose(device: torch.device, dtype: torch.dtype, block_tokens: int) -> ModuleType:
-    """The fastest kernels that can compute blocks of so many tokens of a dtype on a device."""
+    """Return the fastest kernels for blocks of this many tokens of a dtype on a device."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return plain
     from workbench.reproducible.kernels import triton_16bit

@@ -1,12 +1,12 @@
-"""Attention of query blocks by FlashAttention: all blocks forward in one call, block by block backward.
+"""Attention of query blocks by FlashAttention: forward of all blocks in one call, backward block by block.
 
-A piece is what one document has in one query block. Forward, a thread block of the operator knows its piece alone, so
-that all pieces of a rank go into one call, each with its keys where they lie. Backward, a query's gradient is summed in
-an order that follows from how much work a call has; there, a call is one block, whatever else a rank holds. Such calls
-leave multiprocessors idle at their ends, and run beside each other on a few streams.
+A piece is the part of one document in one query block. In forward, a thread block of the operator processes a single
+piece, so all pieces of a rank go into one call, each with its keys read in place. In backward, the order in which a
+query's gradient is summed depends on the amount of work in a call; so a call is one block, whatever else a rank holds.
+Such calls leave multiprocessors idle at their ends, and run concurrently on a few streams.
 
 Source: arXiv 2307.08691; `aten::_flash_attention_forward` (``seqused_k``: lengths of keys that begin at ``cum_seq_k``)
-        and `_backward`, torch 2.11 to 2.13; its backward is deterministic where torch is told to be.
+        and `_backward`, torch 2.11 to 2.13; its backward is deterministic in torch's deterministic mode.
 
 Letters: t own tokens | S tokens of the row | H heads | d head dimension | P pieces | k keys of a span.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from workbench.reproducible.blocks import Span
 
 STREAMS = 3
-"""On which calls of backward run."""
+"""CUDA streams for concurrent backward calls."""
 
 
 class Cut(NamedTuple):
-    """A piece: own queries, and keys of the row of which the last is seen by the last query."""
+    """A piece: own queries, and keys of the row up to the last one that the last query attends to."""
 
     query_start: int
     query_stop: int
@@ -40,10 +40,10 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces as the operator takes them.
+    """Pieces in the operator's format.
 
     Attributes:
-        query_starts: [P + 1] int32, and where the last piece ends.
+        query_starts: [P + 1] int32, ending with the end of the last piece.
         key_starts: [P + 1] int32, likewise.
         key_lengths: [P] int32.
         longest_query: queries of the longest piece.
@@ -58,7 +58,7 @@ class Pieces:
 
     @classmethod
     def of(cls, cuts: Sequence[Cut], device: torch.device, *, query: int = 0, key: int = 0) -> Pieces:
-        """Cuts counted from a first query and a first key."""
+        """Convert cuts, with offsets relative to a first query and a first key."""
         numbers = (
             torch.tensor(
                 [[cut.query_start - query, cut.key_start - key, cut.key_stop - cut.key_start] for cut in cuts]
@@ -68,7 +68,7 @@ class Pieces:
             .T.contiguous()
             .to(device)
         )
-        # the operator has a path of its own for one query in every piece, which is not meant for these
+        # with one query in every piece the operator takes a separate path, which is not meant for these
         return cls(
             numbers[0],
             numbers[1],
@@ -79,7 +79,7 @@ class Pieces:
 
 
 def refusal(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
-    """Why FlashAttention cannot take such queries; None if it can."""
+    """Reason why FlashAttention cannot take such queries; None if it can."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"flash computes in bfloat16 or float16 on a GPU, and queries are {dtype} on {device.type}"
     if head_dim % 8 or head_dim > 256:
@@ -90,7 +90,7 @@ def refusal(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | No
 def attend(
     query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all own blocks in one call, and log-normalisers.
+    """Attention of all own blocks in one call, with log-normalisers.
 
     Shapes:   [t, H, d], [S, h, d] twice, where h divides H -> [t, H, d], [H, t] float32.
     """
@@ -99,7 +99,7 @@ def attend(
         lambda: Pieces.of([cut for span in spans for cut in cuts_of(span)], query_tHd.device),
     )
     causal, window = _mask(spans[0].seen.window)
-    found = torch.ops.aten._flash_attention_forward(
+    result = torch.ops.aten._flash_attention_forward(
         query_tHd,
         key_SHd,
         value_SHd,
@@ -114,7 +114,7 @@ def attend(
         seqused_k=pieces.key_lengths,
         **window,
     )
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def attend_back(
@@ -127,13 +127,13 @@ def attend_back(
     spans: Sequence[Span],
     scale: float,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Gradients of own queries, and what each block adds to the gradients of the keys and values that it sees.
+    """Gradients of own queries, and each block's partial gradients of its keys and values.
 
     Shapes:   [t, H, d]; for each span [k, h, d] twice.
     """
     device = query_tHd.device
     unused = torch.empty(2, dtype=torch.uint64, device=device)  # random state: there is no dropout
-    d_query_tHd, found = torch.empty_like(query_tHd), []
+    d_query_tHd, partials = torch.empty_like(query_tHd), []
     here, streams = torch.cuda.current_stream(device), _streams(device)
     with _deterministic():
         for number, span in enumerate(spans):
@@ -159,17 +159,17 @@ def attend_back(
                     scale=scale,
                     **window,
                 )
-            found.append((d_key_kHd, d_value_kHd))
+            partials.append((d_key_kHd, d_value_kHd))
     for stream in streams:
         here.wait_stream(stream)
-    return d_query_tHd, found
+    return d_query_tHd, partials
 
 
 def cuts_of(span: Span) -> list[Cut]:
-    """The pieces of a span, in the order of its queries; their keys follow each other without a gap."""
+    """Pieces of a span, in the order of its queries; their keys are contiguous."""
     seen, cuts, stop = span.seen, [], 0
     for document, count in zip(
-        *(found.tolist() for found in seen.query_documents_q.unique_consecutive(return_counts=True)), strict=True
+        *(runs.tolist() for runs in seen.query_documents_q.unique_consecutive(return_counts=True)), strict=True
     ):
         start, stop = stop, stop + count
         first = span.keys.start + int((seen.key_documents_k == document).int().argmax())
@@ -186,7 +186,7 @@ def _own_pieces(span: Span, device: torch.device) -> Pieces:
 
 
 def _mask(window: int | None) -> tuple[bool, dict[str, int]]:
-    """Whether a call is causal and nothing else, and keys before and after the diagonal that are seen; -1: all."""
+    """True if a call is causal without a window; and the number of keys before and after the diagonal, -1: all."""
     return window is None, {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
@@ -197,7 +197,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    """Tell torch to be deterministic, without the filling of new memory that it adds to that."""
+    """Enable torch's deterministic mode, without its filling of uninitialized memory."""
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -1,7 +1,7 @@
-"""Canonical pieces of a network in torch alone: a loop over blocks of tokens, any device.
+"""Canonical pieces of a network in plain torch: a loop over blocks of tokens, any device.
 
-Every product is of one block of tokens with one piece of a weight, so that its shape, and with it the kernel that a
-library picks and the order in which that adds, is the same in every layout. What is not a product is elementwise.
+Every GEMM is of one block of tokens with one piece of a weight, so that its shape, and with it the kernel that a
+library selects and its order of summation, is the same in every layout. Everything else is elementwise.
 
 Letters: T tokens | b tokens of a block | K, N columns and rows of a weight | D width | S keys | H heads | d head
 dimension | v columns of a piece of the vocabulary.
@@ -21,17 +21,17 @@ from workbench.sharding.attention.kernels import KERNELS, Kernel
 
 NAME = "plain"
 ALIGNMENT = 64
-"""Bytes: a BLAS may take another path for an operand that begins elsewhere."""
+"""Bytes: a BLAS may take another code path for an operand of another alignment."""
 
 
 def canonical(values: Tensor) -> Tensor:
-    """The same numbers, contiguous, and beginning where every layout's begin."""
+    """Return the values contiguous, with the same alignment in every layout."""
     values = values.contiguous()
     return values if values.data_ptr() % ALIGNMENT == 0 else values.clone()
 
 
 def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply x @ weight.T, a block of rows and some columns at a time. -> [T, N] of the dtype of x unless said."""
+    """Multiply x @ weight.T, a block of rows and some columns at a time. -> [T, N], by default in the dtype of x."""
     pieces = [canonical(piece).T for piece in weight_NK.split(width)]
     return _products(x_TK, pieces, block, out_dtype)
 
@@ -39,7 +39,7 @@ def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: 
 def product_back(
     dy_TN: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Multiply dy @ weight, a block of rows and some columns at a time. -> [T, K] of the dtype of dy unless said."""
+    """Multiply dy @ weight, a block of rows and some columns at a time. -> [T, K], by default in the dtype of dy."""
     return _products(dy_TN, [canonical(piece) for piece in weight_NK.split(width, 1)], block, out_dtype)
 
 
@@ -52,7 +52,7 @@ def _products(x_TK: Tensor, pieces_KN: list[Tensor], block: int, out_dtype: torc
 
 
 def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product summed in float32 or better, rounded once to a dtype."""
+    """Multiply matrices, summed in float32 or better, rounded once to a dtype."""
     if dtype == left.dtype:
         return left @ right
     if left.is_cuda:
@@ -63,15 +63,15 @@ def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def add_outer(
     total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK: Tensor, block: int, tile: tuple[int, int]
 ) -> None:
-    """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; raise the peak of their sizes.
+    """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; update the largest magnitude.
 
     Args:
-        total_NK: int64; may be a piece of a larger one.
-        peak: float32, the largest size of a partial so far; raised in place. NaN stays NaN.
+        total_NK: int64; may be a view of a larger tensor.
+        peak: float32, the largest magnitude of a partial so far; updated in place. NaN is propagated.
         scale: a power of two.
         dy_TN: gradient of the outputs.
         x_TK: inputs.
-        block: tokens of a partial.
+        block: tokens per partial.
         tile: rows and columns that are computed at a time.
     """
     height, width = tile
@@ -84,14 +84,14 @@ def add_outer(
 
 
 def add_rows(total: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T: Tensor | None = None) -> None:
-    """Add each row, rounded to multiples of 1 / scale, to integers: to all of them, or to those that the index names.
+    """Add each row, rounded to multiples of 1 / scale, to one row of integers, or to the row that the index gives.
 
     Args:
         total: int64 [D], or with an index [V, D].
         peak: as in `add_outer`.
         scale: a power of two.
-        rows_TD: each a partial.
-        index_T: which row of the total each goes to; negative: none.
+        rows_TD: one partial per row.
+        index_T: row of the total that each is added to; negative: none.
     """
     if index_T is None:
         for rows_bD in rows_TD.split(_ROWS):
@@ -109,17 +109,17 @@ _ROWS = 4096
 
 
 def raise_head_peaks(peak_H: Tensor, values_kHd: Tensor) -> None:
-    """Raise each head's peak to the largest size of its values, in place. NaN stays NaN."""
+    """Update each head's peak with the largest magnitude of its values, in place. NaN is propagated."""
     torch.maximum(peak_H, values_kHd.abs().amax((0, 2)).float(), out=peak_H)
 
 
 def add_scaled(total_kHd: Tensor, scale_H: Tensor, values_kHd: Tensor) -> None:
-    """Add values, rounded to multiples of 1 / scale of their head, to integers, whose rows may lie apart."""
+    """Add values, rounded to multiples of 1 / scale of their head, to integers, which may be strided."""
     total_kHd += fixed(values_kHd, scale_H[:, None])
 
 
 def to_gradient(total: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Integers times a power of two, rounded to float64, to float32 and to a dtype."""
+    """Multiply integers by a power of two, rounding to float64, to float32 and to a dtype."""
     gradient = torch.empty(total.shape, dtype=dtype, device=total.device)
     for some, integers in zip(gradient.view(-1).split(_ELEMENTS), total.reshape(-1).split(_ELEMENTS), strict=True):
         some.copy_((integers.double() * factor).float())
@@ -127,7 +127,7 @@ def to_gradient(total: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest size, float32; NaN stays NaN; 0 of nothing."""
+    """Largest magnitude, float32; NaN is propagated; 0 if empty."""
     return values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
 
 
@@ -143,11 +143,11 @@ def sum_of_squares(values: Tensor, scale: Tensor) -> Tensor:
 
 
 _ELEMENTS = 2**24
-"""Whose 64-bit numbers exist at a time."""
+"""Elements whose 64-bit values exist at a time."""
 
 
 def fixed(values: Tensor, scale: float | Tensor) -> Tensor:
-    """Integers: values in multiples of 1 / scale, a power of two."""
+    """Convert values to integer multiples of 1 / scale, a power of two."""
     return values.float().mul(scale).round_().to(torch.int64)
 
 
@@ -163,7 +163,7 @@ def _raise(peak: Tensor, partial: Tensor) -> None:
 
 @contextmanager
 def _no_order() -> Iterator[None]:
-    """Integers add up to the same in any order: no slower kernel is needed that keeps one."""
+    """Allow nondeterministic kernels: integer sums do not depend on the order."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -173,7 +173,7 @@ def _no_order() -> Iterator[None]:
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Root-mean-square norm, and the reciprocal root of each row, [T, D] and [T]."""
+    """Root-mean-square norm, and the reciprocal root mean square of each row, [T, D] and [T]."""
     wide_TD = x_TD.float()
     rstd_T1 = torch.rsqrt(mean_by_halves(wide_TD.square()) + eps)
     return weight_D * (wide_TD * rstd_T1).to(x_TD.dtype), rstd_T1[:, 0]
@@ -182,7 +182,7 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def norm_back(
     dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor, peak: Tensor, scale: float
 ) -> Tensor:
-    """Gradient of x; that of the weight goes to the integers, a partial for each row.
+    """Gradient of x; that of the weight is added to the integers, a partial per row.
 
     Formula:  g = dy * weight; dx = rstd * (g - x rstd * mean(g * x rstd))
     """
@@ -194,7 +194,7 @@ def norm_back(
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x_TK: Tensor, block: int, width: int) -> Tensor:
-    """A function of each element alone. On a CPU piece by piece: a vector's body and its tail may round differently."""
+    """Apply an elementwise function. On a CPU piece by piece: a vector's body and its tail may round differently."""
     if x_TK.is_cuda:
         return function(x_TK)
     return torch.cat(
@@ -205,7 +205,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x_TK: Tensor, block: int, 
 def elementwise_back(
     function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: Tensor, block: int, width: int
 ) -> Tensor:
-    """Gradient of x; the function is computed again."""
+    """Gradient of x; the function is recomputed."""
 
     def back(dy: Tensor, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -224,7 +224,7 @@ def elementwise_back(
 def attend(
     query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each block of queries over its own stretch of keys: output [t, Hq, d], log-normaliser [Hq, t]."""
+    """Attention of each block of queries over its own range of keys: output [t, Hq, d], log-normaliser [Hq, t]."""
     outs, lses = [], []
     for span in spans:
         query, key, value = _of_span(span, query_tHd, key_SHd, value_SHd)
@@ -245,29 +245,29 @@ def attend_back(
     spans: Sequence[Span],
     scale: float,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Gradient of the queries, and for each block those of its keys and values, [k, Hk, d] each."""
+    """Gradients of the queries, and for each block those of its keys and values, [k, Hk, d] each."""
     d_queries, d_keys_values = [], []
     for span in spans:
         query, key, value = _of_span(span, query_tHd, key_SHd, value_SHd)
         out, d_out = (_heads_first(rows[span.queries]) for rows in (out_tHd, d_out_tHd))
         kernel = _kernel(query, key, span)
         with _one_order(kernel):
-            found = kernel.backward(
+            grads = kernel.backward(
                 d_out, query, key, value, out, canonical(lse_Ht[:, span.queries])[None], span.seen, scale
             )
-        d_queries.append(_tokens_first(found[0].to(query.dtype)))
-        d_keys_values.append((_tokens_first(found[1]), _tokens_first(found[2])))
+        d_queries.append(_tokens_first(grads[0].to(query.dtype)))
+        d_keys_values.append((_tokens_first(grads[1]), _tokens_first(grads[2])))
     return torch.cat(d_queries), d_keys_values
 
 
 def _kernel(query: Tensor, key: Tensor, span: Span) -> Kernel:
-    """The first kernel that can, of those that are not compiled for a shape."""
+    """First supported kernel among those that are not compiled per shape."""
     return next(kernel for kernel in KERNELS if kernel.name != "flex" and kernel.refusal(query, key, span.seen) is None)
 
 
 @contextmanager
 def _one_order(kernel: Kernel) -> Iterator[None]:
-    """Flash attention adds up gradients in one order only if torch is told to; the plain kernel always does."""
+    """Enable torch's deterministic mode for flash attention; the plain kernel is always deterministic."""
     if kernel.name != "flash":
         yield
         return
@@ -287,7 +287,7 @@ def _of_span(span: Span, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor) 
 
 
 def _heads_first(rows_nHd: Tensor) -> Tensor:
-    """[n, H, d] -> [1, H, n, d], of which the tokens lie one after another in memory."""
+    """[n, H, d] -> [1, H, n, d], with token-major memory."""
     return canonical(rows_nHd).transpose(0, 1)[None]
 
 
@@ -296,12 +296,12 @@ def _tokens_first(heads_Hnd: Tensor) -> Tensor:
 
 
 def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
-    """What a piece of the vocabulary says about each row: what all of its pieces together are merged from.
+    """Statistics of each row over a piece of the vocabulary, from which those of the whole vocabulary are merged.
 
     Args:
-        logits_bv: products of the hidden states and the head, float32; written over.
-        local_b: column of each target; outside of the piece: it has none.
-        divisor_b: the temperature of each row, by which logits enter the softmax.
+        logits_bv: dot products of hidden states and head, float32; overwritten.
+        local_b: column of each target; out of range if it is in another piece.
+        divisor_b: temperature of each row, which divides logits.
 
     Returns:
         [5, b]: largest logit m, sum of exp(z - m), sum of exp(z - m) (z - m), sum of z^2, target's logit or -inf.
@@ -324,19 +324,19 @@ def unsay(
     gradients_4b: Tensor,
     out_bv: Tensor,
 ) -> None:
-    """Gradient of the products with a piece of the vocabulary.
+    """Gradient of the dot products with a piece of the vocabulary.
 
     Formula:  p = exp(z - logsumexp);  dz = g_logprob 1[target] + (g_logsumexp - g_logprob) p
                                             - g_entropy p (log p + entropy) + 2 g_square z
 
     Args:
-        logits_bv: as in `say`; written over.
+        logits_bv: as in `say`; overwritten.
         local_b: as in `say`.
         divisor_b: as in `say`.
         logsumexp_b: of the whole vocabulary.
         entropy_b: of the whole vocabulary.
         gradients_4b: of log-probability, entropy, logsumexp and sum of squares.
-        out_bv: takes dz over the temperature, in its own dtype.
+        out_bv: receives dz over the temperature, in its own dtype.
     """
     logprob_b, entropy_gradient_b, normaliser_b, square_b = gradients_4b
     logits_bv.div_(divisor_b[:, None])
@@ -345,7 +345,7 @@ def unsay(
     d_bv = (normaliser_b - logprob_b)[:, None] - entropy_gradient_b[:, None] * (log_p_bv + entropy_b[:, None])
     d_bv.mul_(p_bv).add_(logits_bv.mul_(2 * square_b[:, None]))
     index_b, here_b = _located(local_b, logits_bv)
-    with _no_order():  # one element of each row
+    with _no_order():  # one element per row, so no sum
         d_bv.scatter_add_(1, index_b[:, None], (logprob_b * here_b)[:, None])
     out_bv.copy_(d_bv.div_(divisor_b[:, None]))
 

@@ -1,6 +1,6 @@
 """Canonical pieces of a network in bfloat16 or float16, as Triton kernels: one launch for all blocks.
 
-The same functions as `plain`, with the same meaning and other bits.
+Same functions and semantics as `plain`, with other bits.
 
 Letters: T tokens | D width | N rows of a weight | K columns of a weight | V vocabulary.
 """
@@ -40,7 +40,7 @@ class _Tile(NamedTuple):
 
 
 def refusal(dtype: torch.dtype, device: torch.device, block: int) -> str | None:
-    """Why these kernels cannot compute with blocks of so many tokens of a dtype on a device; None if they can."""
+    """Reason why these kernels cannot compute blocks of this many tokens of a dtype on a device; None if they can."""
     if dtype not in DTYPES:
         return f"operands are {dtype}; the kernels take bfloat16 and float16"
     if block % 16:
@@ -71,16 +71,16 @@ def product_back(
 def add_outer(
     total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK: Tensor, block: int, tile: tuple[int, int]
 ) -> None:
-    """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; raise the peak of their sizes."""
+    """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; update the largest magnitude."""
     dy_TN, x_TK = _aligned(dy_TN), _aligned(x_TK)
-    cut, (rows, columns), blocks = _outer_tile(dy_TN.device), total_NK.shape, len(dy_TN) // block
-    depth = min(cut.depth, block & -block)
-    tiles = triton.cdiv(rows, cut.rows) * triton.cdiv(columns, cut.columns)
+    sizes, (rows, columns), blocks = _outer_tile(dy_TN.device), total_NK.shape, len(dy_TN) // block
+    depth = min(sizes.depth, block & -block)
+    tiles = triton.cdiv(rows, sizes.rows) * triton.cdiv(columns, sizes.columns)
     parts = max(1, min(blocks, _processors(dy_TN.device) * 2 // tiles))
     with _on(dy_TN):
         triton_products.add_outer_products[(tiles * parts,)](
-            TensorDescriptor.from_tensor(dy_TN, [depth, cut.rows]),
-            TensorDescriptor.from_tensor(x_TK, [depth, cut.columns]),
+            TensorDescriptor.from_tensor(dy_TN, [depth, sizes.rows]),
+            TensorDescriptor.from_tensor(x_TK, [depth, sizes.columns]),
             total_NK,
             peak.view(torch.int32),
             rows,
@@ -90,24 +90,24 @@ def add_outer(
             total_NK.stride(0),
             scale,
             BLOCK=block,
-            ROWS=cut.rows,
-            COLUMNS=cut.columns,
+            ROWS=sizes.rows,
+            COLUMNS=sizes.columns,
             DEPTH=depth,
-            GROUP=cut.group,
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+            GROUP=sizes.group,
+            num_warps=sizes.warps,
+            num_stages=sizes.stages,
         )
 
 
 def add_rows(total_D: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T: Tensor | None = None) -> None:
-    """Add each row, rounded to multiples of 1 / scale, to integers: to all of them, or to those that the index names.
+    """Add each row, rounded to multiples of 1 / scale, to one row of integers, or to the row that the index gives.
 
     Args:
         total_D: [D], or with an index [V, D], contiguous.
-        peak: of all rows' sizes so far; raised in place.
+        peak: largest magnitude of all rows so far; updated in place.
         scale: a power of two.
-        rows_TD: one for each token.
-        index_T: which row of the total; negative: none.
+        rows_TD: one per token.
+        index_T: row of the total; negative: none.
     """
     rows, width = rows_TD.shape
     if rows_TD.stride(1) != 1:
@@ -134,7 +134,7 @@ def add_rows(total_D: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Row by row weight * x / rms(x), and 1 / rms(x). Shapes: [T, D] -> [T, D], [T]."""
+    """Compute weight * x / rms(x) per row, and 1 / rms(x). Shapes: [T, D] -> [T, D], [T]."""
     x_TD = x_TD.contiguous()
     rows, width = x_TD.shape
     y_TD, rstd_T = torch.empty_like(x_TD), x_TD.new_empty(rows, dtype=torch.float32)
@@ -149,7 +149,7 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def norm_back(
     dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor, peak: Tensor, scale: float
 ) -> Tensor:
-    """The gradient of x; each token's part of the weight's gradient is added to integers."""
+    """Gradient of x; each token's part of the weight's gradient is added to integers."""
     dy_TD, x_TD = dy_TD.contiguous(), x_TD.contiguous()
     rows, width = x_TD.shape
     dx_TD = torch.empty_like(x_TD)
@@ -175,7 +175,7 @@ def norm_back(
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x_TK: Tensor, block: int, width: int) -> Tensor:
-    """A function of each element alone; see `plain.elementwise`."""
+    """Apply an elementwise function; see `plain.elementwise`."""
     return plain.elementwise(function, x_TK, block, width)
 
 
@@ -189,7 +189,7 @@ def elementwise_back(
 def attend(
     query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span], scale: float
 ) -> tuple[Tensor, Any]:
-    """Attention of each block of queries over its own stretch of keys: output, and what backward needs."""
+    """Attention of each block of queries over its own range of keys: output, and log-normaliser for backward."""
     return _attention(query_tHd).attend(query_tHd, key_SHd, value_SHd, spans, scale)
 
 
@@ -203,12 +203,12 @@ def attend_back(
     spans: Sequence[Span],
     scale: float,
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Gradient of the queries, and for each block those of its keys and values."""
+    """Gradients of the queries, and for each block those of its keys and values."""
     return _attention(query_tHd).attend_back(d_out_tHd, query_tHd, key_SHd, value_SHd, out_tHd, lse, spans, scale)
 
 
 def raise_head_peaks(peak_H: Tensor, values_kHd: Tensor) -> None:
-    """Raise each head's peak to the largest size of its values; NaN counts as infinite."""
+    """Update each head's peak with the largest magnitude of its values; NaN counts as infinite."""
     values_kHd = values_kHd.contiguous()
     rows, heads, width = values_kHd.shape
     wide = triton.next_power_of_2(width)
@@ -226,7 +226,7 @@ def raise_head_peaks(peak_H: Tensor, values_kHd: Tensor) -> None:
 
 
 def add_scaled(total_kHd: Tensor, scale_H: Tensor, values_kHd: Tensor) -> None:
-    """Add values, rounded to multiples of 1 / scale of their head, to integers, whose rows may lie apart."""
+    """Add values, rounded to multiples of 1 / scale of their head, to integers, which may be strided."""
     values_kHd = values_kHd.contiguous()
     _, heads, width = values_kHd.shape
     with _on(values_kHd):
@@ -244,7 +244,7 @@ def add_scaled(total_kHd: Tensor, scale_H: Tensor, values_kHd: Tensor) -> None:
 
 
 def to_gradient(total: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """Integers times a power of two, by way of float32, in one pass; see `plain.to_gradient`."""
+    """Multiply integers by a power of two, rounding through float32, in one pass; see `plain.to_gradient`."""
     total = total.contiguous()
     gradient = torch.empty(total.shape, dtype=dtype, device=total.device)
     if total.numel():
@@ -256,7 +256,7 @@ def to_gradient(total: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest size, float32; NaN counts as infinite; 0 of nothing."""
+    """Largest magnitude, float32; NaN counts as infinite; 0 if empty."""
     peak = torch.zeros((), device=values.device)
     _over_all(triton_rows.find_peak, values, peak.view(torch.int32))
     return peak
@@ -269,17 +269,17 @@ def sum_of_squares(values: Tensor, scale: Tensor) -> Tensor:
     return total
 
 
-def _over_all(kernel: Any, values: Tensor, *what: Tensor) -> None:
+def _over_all(kernel: Any, values: Tensor, *arguments: Tensor) -> None:
     """Launch a kernel whose programs share all elements."""
     values = values.contiguous()
     programs = min(triton.cdiv(values.numel(), 4096), 8 * _processors(values.device))
     if programs:
         with _on(values):
-            kernel[(programs,)](values, *what, values.numel(), SIZE=4096, num_warps=8)
+            kernel[(programs,)](values, *arguments, values.numel(), SIZE=4096, num_warps=8)
 
 
 def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
-    """What a piece of the vocabulary says about each row, in one pass over it; see `plain.say`."""
+    """Statistics of each row over a piece of the vocabulary, in one pass; see `plain.say`."""
     _, highest_b, sum_b, weighted_b, squares_b = TritonPasses().forward(
         logits_bv, local_b, divisor_b, frozenset({"mean_squared_logit"})
     )
@@ -297,7 +297,7 @@ def unsay(
     gradients_4b: Tensor,
     out_bv: Tensor,
 ) -> None:
-    """Gradient of the products with a piece of the vocabulary, in one pass over it; see `plain.unsay`."""
+    """Gradient of the dot products with a piece of the vocabulary, in one pass; see `plain.unsay`."""
     logprob_b, entropy_gradient_b, normaliser_b, square_b = gradients_4b
     TritonPasses().backward(
         logits_bv,
@@ -363,20 +363,20 @@ def _outer_tile(device: torch.device) -> _Tile:
 
 
 def _rows_at_once(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a program, and its warps: by the width of a row alone."""
+    """Rows and columns of a program, and its warps; they depend on the width of a row alone."""
     wide = triton.next_power_of_2(width)
     return max(1, 2048 // wide), wide, 8 if wide > 2048 else 4
 
 
 def _aligned(matrix: Tensor) -> Tensor:
-    """The matrix, copied unless the tensor memory accelerator can read it where it lies."""
+    """Return the matrix, copied unless the tensor memory accelerator can read it in place."""
     if matrix.stride(1) == 1 and matrix.stride(0) % _LINE == 0 and matrix.data_ptr() % 16 == 0:
         return matrix
     return _room(matrix, matrix.shape[1], matrix.dtype).copy_(matrix)
 
 
 def _room(like: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """As many rows of so many columns, each beginning where the tensor memory accelerator can begin."""
+    """Allocate as many rows of this many columns, aligned for the tensor memory accelerator."""
     return like.new_empty(len(like), -(-columns // _LINE) * _LINE, dtype=dtype)[:, :columns]
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints on a GPU: every element read once. Integers, so the numbers are those of any other device.
+"""Fingerprints on a GPU: every element is read once. Integers, so the results equal those of any other device.
 
 Letters: R rows | C columns.
 """
@@ -17,20 +17,20 @@ _COLUMNS = 1024
 
 
 def row_fingerprints(bits_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Tensor:
-    """As `workbench.reproducible.fingerprints.row_fingerprints`, of bits seen as signed integers; contiguous.
+    """See `workbench.reproducible.fingerprints.row_fingerprints`; takes contiguous bits as signed integers.
 
     Shapes: [R, C], [R], [C] -> [R] long.
     """
-    said_R = torch.empty(len(rows_R), dtype=torch.long, device=bits_RC.device)
+    sums_R = torch.empty(len(rows_R), dtype=torch.long, device=bits_RC.device)
     if len(rows_R):
         _row_kernel[(len(rows_R),)](
-            bits_RC, rows_R.contiguous(), columns_C.contiguous(), said_R, bits_RC.shape[1], COLUMNS=_COLUMNS
+            bits_RC, rows_R.contiguous(), columns_C.contiguous(), sums_R, bits_RC.shape[1], COLUMNS=_COLUMNS
         )
-    return said_R
+    return sums_R
 
 
 @triton.jit
-def _row_kernel(bits_RC, rows_R, columns_C, said_R, columns, COLUMNS: tl.constexpr):
+def _row_kernel(bits_RC, rows_R, columns_C, sums_R, columns, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(rows_R + row)
     total = tl.zeros([COLUMNS], tl.uint64)
@@ -43,4 +43,4 @@ def _row_kernel(bits_RC, rows_R, columns_C, said_R, columns, COLUMNS: tl.constex
         number = (number ^ (number >> 30)) * _FIRST
         number = (number ^ (number >> 27)) * _SECOND
         total += tl.where(inside, number ^ (number >> 31), 0)
-    tl.store(said_R + row, tl.sum(total, 0).to(tl.int64))
+    tl.store(sums_R + row, tl.sum(total, 0).to(tl.int64))

@@ -1,9 +1,9 @@
-"""Matrix products whose rows do not know each other, and the exact sum of weight gradients, as Triton kernels.
+"""Row-invariant GEMMs, and the exact sum of weight gradients, as Triton kernels.
 
 One kernel serves any number of rows: the tile and the order in which the depth is summed are the same for every
-element, so that a row says the same whoever its neighbours are, and however many columns a rank holds. No loop over
-blocks is left on the host. The gradient of a weight is one kernel too: each program multiplies block after block of
-tokens, rounds each block's product to fixed point, and adds it to integers in registers; these go to memory once.
+element, so that a row's bits do not depend on its neighbours or on the number of local columns. The host does not loop
+over blocks. The gradient of a weight is one kernel too: each program multiplies block after block of tokens, rounds
+each block's product to fixed point, and adds it to integers in registers, which are written to memory once.
 
 Letters: T tokens | N rows of a weight (its outputs) | K columns of a weight (its inputs).
 """
@@ -13,12 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_EXACT = tl.constexpr(8388608.0)  # 2^23: float32 of this size and above are whole numbers
+_EXACT = tl.constexpr(8388608.0)  # 2^23: float32 of this magnitude and above are integers
 
 
 @triton.jit
 def fixed(x, scale):
-    """Float32 to the nearest multiple of 1 / scale (a power of two), ties to even, as int64."""
+    """Round float32 to the nearest multiple of 1 / scale (a power of two), ties to even, as int64."""
     x = x * scale
     shift = tl.where(x < 0.0, -_EXACT, _EXACT)
     return tl.where(tl.abs(x) < _EXACT, (x + shift) - shift, x).to(tl.int64)
@@ -26,13 +26,13 @@ def fixed(x, scale):
 
 @triton.jit
 def size(x):
-    """|x|, and infinity where it is NaN, which maxima would drop."""
+    """|x|, with infinity for NaN, which maxima would drop."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
 def raise_peak(peak, value):
-    """A maximum of numbers that are not negative: their bits are ordered as they are."""
+    """Atomic maximum of nonnegative floats as integers: their bits have the same order."""
     tl.atomic_max(peak, value.to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -53,7 +53,7 @@ def multiply(
 ):
     """[T, columns] = x @ weight.T, or x @ weight (``BACK``); sums in float32 in the order of the depth.
 
-    A fixed number of programs takes tiles in an order in which neighbours share operands: GROUP tiles of rows, then the
+    Persistent programs process tiles in an order in which neighbours share operands: GROUP tiles of rows, then the
     next tile of columns. Half a tile is stored at a time, in half the shared memory.
     """
     row_tiles = tl.cdiv(rows, ROWS)
@@ -98,8 +98,8 @@ def add_outer_products(
 ):
     """[N, K] int64 += for each block of tokens: dy.T @ x, rounded to multiples of 1 / scale.
 
-    A program takes one tile and every ``parts``-th block. Integers have no order, so that neither ``parts`` nor atomics
-    change what comes out.
+    A program computes one tile of every ``parts``-th block. Integer sums do not depend on the order, so that neither
+    ``parts`` nor atomics change the result.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     column_tiles = tl.cdiv(columns, COLUMNS)

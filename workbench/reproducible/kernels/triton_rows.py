@@ -1,7 +1,7 @@
-"""What is computed row by row, and exact sums over rows, as Triton kernels.
+"""Row-wise operations, and exact sums over rows, as Triton kernels.
 
-A row is reduced inside one program, by threads that are the same for every row: how many rows there are changes
-nothing. What is summed over rows is rounded to fixed point first, token by token, and summed in integers.
+A row is reduced inside one program, with the same assignment to threads for every row: the number of rows changes no
+bits. Sums over rows are rounded to fixed point first, token by token, and added as integers.
 
 Letters: T rows | D their width.
 """
@@ -13,12 +13,12 @@ import triton.language as tl
 
 from workbench.reproducible.kernels.triton_products import fixed, raise_peak, size
 
-_WHOLE = tl.constexpr(4503599627370496.0)  # 2^52: float64 of this size and above are whole numbers
+_WHOLE = tl.constexpr(4503599627370496.0)  # 2^52: float64 of this magnitude and above are integers
 
 
 @triton.jit(do_not_specialize=["rows"])
 def normalise(x, weight, y, rstd, rows, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Row by row y = weight * (x / rms(x)), rounded to the dtype of x before and after the weight; 1 / rms(x)."""
+    """Compute y = weight * (x / rms(x)) per row, rounded to the dtype of x before and after the weight; 1 / rms(x)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -33,7 +33,7 @@ def normalise(x, weight, y, rstd, rows, width, eps, ROWS: tl.constexpr, WIDTH: t
 
 @triton.jit(do_not_specialize=["rows"])
 def normalise_back(dy, x, rstd, weight, dx, total, peak, rows, width, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """dx, and the weight's gradient into integers: each token's part is rounded by itself."""
+    """Compute dx, and add the weight's gradient to integers: each token's part is rounded separately."""
     column = tl.arange(0, WIDTH)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     sums = tl.zeros((ROWS, WIDTH), tl.int64)
@@ -73,7 +73,7 @@ def add_columns(values, total, peak, rows, width, stride, scale, ROWS: tl.conste
 
 @triton.jit
 def add_at(values, index, total, peak, width, stride, scale, WIDTH: tl.constexpr):
-    """[V, D] int64, row index[t] += row t; nothing where the index is negative. A program a row."""
+    """[V, D] int64, row index[t] += row t; skipped if the index is negative. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(index + row).to(tl.int64)
     if at >= 0:
@@ -88,7 +88,7 @@ def add_at(values, index, total, peak, width, stride, scale, WIDTH: tl.constexpr
 
 @triton.jit(do_not_specialize=["rows"])
 def find_head_peaks(values, peaks, rows, heads, ROWS: tl.constexpr, WIDTH: tl.constexpr, width: tl.constexpr):
-    """[H] the largest size among each head's elements of [T, H, d]. Programs: rows x heads."""
+    """[H] the largest magnitude of each head's elements of [T, H, d]. Programs: rows x heads."""
     head = tl.program_id(1)
     column = tl.arange(0, WIDTH)
     highest = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -114,7 +114,7 @@ def add_by_head(values, total, scales, elements, heads, stride, width: tl.conste
 
 @triton.jit(do_not_specialize=["elements"])
 def write_gradient(total, gradient, factor, elements, SIZE: tl.constexpr):
-    """Integers times a power of two, rounded to float64, to float32 and to the gradient's dtype."""
+    """Multiply integers by a power of two, rounding to float64, to float32 and to the gradient's dtype."""
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = place < elements
     value = tl.load(total + place, mask=inside, other=0).to(tl.float64) * factor
@@ -123,7 +123,7 @@ def write_gradient(total, gradient, factor, elements, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["elements"])
 def find_peak(values, peak, elements, SIZE: tl.constexpr):
-    """The largest size of all elements."""
+    """Largest magnitude of all elements."""
     highest = tl.zeros((SIZE,), tl.float32)
     for start in range(tl.program_id(0) * SIZE, elements, tl.num_programs(0) * SIZE):
         place = start + tl.arange(0, SIZE)
@@ -133,7 +133,7 @@ def find_peak(values, peak, elements, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["elements"])
 def add_squares(values, total, scale, elements, SIZE: tl.constexpr):
-    """One integer += the square of every element, in float64 exact, in multiples of 1 / scale, which lies there."""
+    """One integer += the square of every element, exact in float64, in multiples of 1 / scale; scale is a pointer."""
     per_unit = tl.load(scale)
     sums = tl.zeros((SIZE,), tl.int64)
     for start in range(tl.program_id(0) * SIZE, elements, tl.num_programs(0) * SIZE):

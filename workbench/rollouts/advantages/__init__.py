@@ -1,9 +1,8 @@
-"""Advantages: how much better an answer, or a token, did than what was to be expected of it.
+"""Advantages: the reward of a completion, or of a token, relative to a baseline.
 
-`groups` compares whole answers with the others to the same prompt, `tokens` gives each token its own share,
-`baselines` compares what is still to come at a token with what was to be expected there, and
-`registry` has every estimator under the name that a spec uses. All of it is data: computed once on all documents of
-a step, in float64, before anything is packed or split.
+`groups` compares completions of the same prompt, `tokens` computes advantages per token, `baselines` compares the
+reward-to-go of a token with a baseline at that token, and `registry` has every estimator under the name that a spec
+uses. Advantages are data: computed once on all documents of a step, in float64, before anything is packed or split.
 """
 
 from workbench.rollouts.advantages.baselines import optimal_token_baseline, remax_advantages, rewards_to_go

@@ -1,4 +1,4 @@
-"""Advantages of tokens against a baseline that is no critic: a greedy answer's reward, or the group's at that token.
+"""Advantages of tokens against a baseline without a critic: a greedy completion's reward, or the group's at that token.
 
 Letters: T packed tokens | N documents | K steps.
 """
@@ -21,12 +21,12 @@ def rewards_to_go(
     *,
     elsewhere: Literal["zero", "carry"] = "zero",
 ) -> Tensor:
-    """What a document still earns from each of its tokens on.
+    """Reward-to-go of each token.
 
     Formula: ``G_t = sum of reward_t' over trained t' >= t of the document``, on trained tokens; with carry also on the
              others of the document (a tool's output).
     Shapes:  [T] each -> [T] float64; 0 elsewhere.
-    Raises:  SpecError: another word for elsewhere.
+    Raises:  SpecError: another value of elsewhere.
     Source:  carry: verl, whose sums from the end backwards run over a whole row.
     """
     if elsewhere not in ("zero", "carry"):
@@ -52,7 +52,7 @@ def remax_advantages(
     *,
     elsewhere: Literal["zero", "carry"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """What is still to come, less the reward of the greedy answer to the same prompt.
+    """Reward-to-go minus the reward of the greedy completion of the same prompt.
 
     Formula: ``A_t = G_t - b`` on trained tokens, G_t elsewhere; G: `rewards_to_go`, b of the document
     Shapes:  baselines_N [N], the others [T] -> advantages_T [T], returns_T = G [T], float64.
@@ -78,10 +78,10 @@ def optimal_token_baseline(
     epsilon: float = 1e-8,
     elsewhere: Literal["zero", "carry"] = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """What is still to come, less a baseline that makes the variance of the gradient at this step of the group least.
+    """Reward-to-go minus the baseline that minimizes the variance of the gradient at this step of the group.
 
     A token's score function has the squared norm 1 - 2 p + sum of squared probabilities of the vocabulary, in logits;
-    the document's up to here, W, weighs its return in the baseline.
+    its sum over the document up to here, W, is the weight of the document's return in the baseline.
 
     Formula: over the documents of the group that train at step k:
              ``b_k = sum(G_k W_k) / (sum(W_k) + epsilon)``,  ``A_t = G_t - b_k`` on trained tokens, 0 elsewhere
@@ -95,12 +95,12 @@ def optimal_token_baseline(
         squared_probabilities_T: [T] sum over the vocabulary of squared probabilities.
         document_ids_T: [T] 0..N-1; anything below on padding.
         loss_mask_T: [T] bool, the token trains.
-        group_ids_N: [N] which prompt a document answers.
+        group_ids_N: [N] prompt of each document.
         weights_T: [T] weights of a sampler correction; None: 1.
-        aligned: what a step is: a place in the document, or (for several turns) the n-th trained token of it.
+        aligned: meaning of a step: a position in the document, or (for several turns) its n-th trained token.
         zero_tail: see the formula.
         epsilon: see the formula.
-        elsewhere: what G is on tokens that do not train, see `rewards_to_go`.
+        elsewhere: G on tokens that do not train, see `rewards_to_go`.
 
     Shapes: [T] and [N] -> advantages_T, returns_T = G, [T] float64.
     Raises: SpecError: another alignment.
@@ -125,19 +125,19 @@ def optimal_token_baseline(
     norm_T = 1 - 2 * old_logprobs_T.double().exp() + squared_probabilities_T.double()
     if weights_T is not None:
         norm_T = norm_T * weights_T.double().square()
-    places = [torch.nonzero(document_ids_T == document).squeeze(1) for document in range(len(group_ids_N))]
-    steps = max((len(at) for at in places), default=0)
-    returns_NK, energy_NK = to_go_T.new_zeros(2, len(places), steps)
-    there_NK = torch.zeros(len(places), steps, dtype=torch.bool, device=to_go_T.device)
+    indices = [torch.nonzero(document_ids_T == document).squeeze(1) for document in range(len(group_ids_N))]
+    steps = max((len(at) for at in indices), default=0)
+    returns_NK, energy_NK = to_go_T.new_zeros(2, len(indices), steps)
+    present_NK = torch.zeros(len(indices), steps, dtype=torch.bool, device=to_go_T.device)
     step_T = torch.zeros_like(document_ids_T)
-    for document, at in enumerate(places):
+    for document, at in enumerate(indices):
         counts = loss_mask_T[at]
         step_T[at] = counts.long().cumsum(0) - 1 if aligned == "trained" else torch.arange(len(at), device=at.device)
         trained = at[counts]
         energy_NK[document, step_T[trained]] = norm_T[trained].cumsum(0)
         returns_NK[document, step_T[trained]] = to_go_T[trained]
-        there_NK[document, step_T[trained]] = True
-    baseline_NK = _baselines(returns_NK, energy_NK, there_NK, group_ids_N, aligned == "trained", zero_tail, epsilon)
+        present_NK[document, step_T[trained]] = True
+    baseline_NK = _baselines(returns_NK, energy_NK, present_NK, group_ids_N, aligned == "trained", zero_tail, epsilon)
     advantages_T = to_go_T - baseline_NK[document_ids_T.clamp_min(0), step_T.clamp_min(0)]
     return torch.where(loss_mask_T, advantages_T, 0.0), to_go_T
 
@@ -145,14 +145,14 @@ def optimal_token_baseline(
 def _baselines(
     returns_NK: Tensor,
     energy_NK: Tensor,
-    there_NK: Tensor,
+    present_NK: Tensor,
     group_ids_N: Tensor,
     trained_only: bool,
     zero_tail: bool,
     epsilon: float,
 ) -> Tensor:
     """[N, K] the group's baseline at each step, 0 where a document has none."""
-    lengths_N = there_NK.sum(1)
+    lengths_N = present_NK.sum(1)
     baseline_NK = torch.zeros_like(returns_NK)
     for group in group_ids_N.unique().tolist():
         members = torch.nonzero((group_ids_N == group) & ((lengths_N > 0) | (not trained_only))).squeeze(1)

@@ -1,8 +1,8 @@
-"""Advantages of whole answers: each against the other answers to its prompt.
+"""Advantages of whole completions: each against the other completions of its prompt.
 
-A document in which nothing trains is no answer of the group: it enters no mean and no deviation and gets 0
-(`trained_N`), unless it is asked for by leaving ``trained_N`` out. Variances are means of squared deviations, never
-the difference of two large numbers.
+A document without a trained token is not part of the group: it enters no mean and no deviation and gets 0
+(`trained_N`), unless ``trained_N`` is left out. Variances are means of squared deviations, never the difference of two
+large numbers.
 
 Letters: N documents | K components of a reward.
 """
@@ -33,30 +33,30 @@ def group_advantages(
     trained_N: Tensor | None = None,
     lengths_N: Tensor | None = None,
 ) -> Tensor:
-    """How far a reward is from a baseline of its group, in deviations or in reward units.
+    """Difference of a reward from a baseline of its group, in deviations or in reward units.
 
-    A group whose rewards are all equal says nothing about its answers: exactly 0. So does, where a deviation is
-    asked for, a group (or, for "batch_std", a batch) of no more than ddof answers.
+    Exactly 0 in a group of equal rewards and, if the scale is a deviation, in a group (or, for "batch_std", a batch) of
+    no more than ddof completions.
 
-    Formula: ``(r_i - b_i) / (s_i + epsilon)``, or ``r_i - b_i`` for scale "none". Over the n answers of a group:
+    Formula: ``(r_i - b_i) / (s_i + epsilon)``, or ``r_i - b_i`` for scale "none". Over the n completions of a group:
         b "mean":            mean of r
         b "leave_one_out":   mean of the other n - 1
         b "length_weighted": sum(L r) / sum(L)
-        s "std":               sqrt(sum (r - mean)^2 / (n - ddof)), of the group, whatever the baseline
-        s "leave_one_out_std": the same of the other n - 1 answers; where they are all equal, or no more than ddof,
+        s "std":               sqrt(sum (r - mean)^2 / (n - ddof)), of the group, for any baseline
+        s "leave_one_out_std": the same of the other n - 1 completions; where they are all equal, or no more than ddof,
                                the difference stays undivided, in reward units
-        s "batch_std":         the same of all answers of the batch
+        s "batch_std":         the same of all completions of the batch
 
     Args:
         rewards_N: reward units.
-        group_ids_N: which prompt a document answers, any labels.
-        baseline: what is taken off.
-        scale: what it is divided by.
-        ddof: taken off the number of answers under a variance.
+        group_ids_N: prompt of each document, any labels.
+        baseline: b.
+        scale: s.
+        ddof: subtracted from the number of completions in a variance.
         epsilon: added to the deviation.
-        singleton: the only answer to its prompt has no baseline: "zero" gives it 0, "reward" its bare reward (divided
-            by 1 + epsilon where a scale is asked for), which verl's GRPO, RLOO and OPO do.
-        trained_N: documents in which something trains; None: all.
+        singleton: the only completion of its prompt has no baseline: "zero" gives it 0, "reward" its own reward
+            (divided by 1 + epsilon unless the scale is "none"), as in verl's GRPO, RLOO and OPO.
+        trained_N: documents with a trained token; None: all.
         lengths_N: trained tokens of each document, for "length_weighted".
 
     Shapes: [N] each -> [N], in the dtype of the rewards; computed in float64.
@@ -95,7 +95,7 @@ def group_advantages(
         raise SpecError(
             settings,
             found=f"lengths_N is {'None' if lengths_N is None else 'given'}",
-            rule="baseline length_weighted, and no other, weighs answers by their trained tokens",
+            rule="baseline length_weighted, and no other, weights completions by their trained tokens",
             fix="pass lengths_N with length_weighted, and leave it out otherwise",
         )
     check_shapes(
@@ -122,10 +122,10 @@ def group_advantages(
 def group_baselines(
     rewards_N: Tensor, group_ids_N: Tensor, *, baseline: Literal["mean", "leave_one_out"] = "mean", ddof: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """What `group_advantages` takes off each reward, and the deviation that it may divide by.
+    """The baseline of `group_advantages` for each reward, and the deviation of its scale.
 
-    Formula: "mean": mean and standard deviation of the group; "leave_one_out": those of the other answers. The only
-             answer to its prompt has itself as baseline; a deviation of equal rewards, or of no more than ddof, is 0.
+    Formula: "mean": mean and standard deviation of the group; "leave_one_out": those of the others. The only completion
+             of its prompt has itself as baseline; a deviation of equal rewards, or of no more than ddof, is 0.
     Shapes:  [N] each -> baseline_N, deviation_N, [N] float64.
     Units:   reward units.
     Raises:  SpecError: another baseline.
@@ -142,7 +142,7 @@ def group_baselines(
 
 
 def rloo_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, trained_N: Tensor | None = None) -> Tensor:
-    """A reward against the mean of the others, in reward units.
+    """Reward minus the mean of the others, in reward units.
 
     Formula: ``r_i - mean of r_j over j != i`` = ``n / (n - 1) * (r_i - mean)``
     Shapes:  [N] each -> [N].
@@ -154,10 +154,10 @@ def rloo_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, trained_N: Tensor
 def opo_advantages(
     rewards_N: Tensor, group_ids_N: Tensor, lengths_N: Tensor, *, trained_N: Tensor | None = None
 ) -> Tensor:
-    """A reward against the length-weighted mean of its group, in reward units.
+    """Reward minus the length-weighted mean of its group, in reward units.
 
-    With the squared norm of an answer's score function taken as proportional to its length, this baseline makes the
-    variance of the gradient least.
+    If the squared norm of a completion's score function is proportional to its length, this baseline minimizes the
+    variance of the gradient.
 
     Formula: ``r_i - sum(L r) / sum(L)``
     Shapes:  [N] each -> [N].
@@ -177,10 +177,10 @@ def gpg_advantages(
     singleton: Literal["zero", "reward"] = "zero",
     trained_N: Tensor | None = None,
 ) -> Tensor:
-    """A centred reward, made larger by what is lost to groups that say nothing: the gradient keeps its size.
+    """Centred reward, scaled up to make up for groups of equal rewards, which have no gradient.
 
-    Formula: ``alpha * (r_i - mean) / divisor``, alpha = answers of the step / answers in groups of unequal rewards, or
-             / answers whose reward is not 0.
+    Formula: ``alpha * (r_i - mean) / divisor``, alpha = completions of the step / completions in groups of unequal
+             rewards, or / completions whose reward is not 0.
     Shapes:  [N] each -> [N]. Units: reward units.
     Source:  GPG, arXiv 2504.02546, whose F_norm is the divisor. verl counts rewards that are not 0.
     """
@@ -189,12 +189,12 @@ def gpg_advantages(
     ).double()
     trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
     if informative == "rewards_not_zero":
-        says = (rewards_N != 0) & trained
+        informative_N = (rewards_N != 0) & trained
     else:
-        # An answer right at its group's mean is 0 as well, and counts.
+        # A completion at its group's mean is 0 as well, and counts.
         _, group = torch.unique(group_ids_N, return_inverse=True)
-        says = torch.isin(group, group[centred_N != 0]) & trained
-    return (centred_N * trained.sum() / says.sum().clamp(min=1) / divisor).to(rewards_N.dtype)
+        informative_N = torch.isin(group, group[centred_N != 0]) & trained
+    return (centred_N * trained.sum() / informative_N.sum().clamp(min=1) / divisor).to(rewards_N.dtype)
 
 
 def pass_at_k_advantages(
@@ -205,13 +205,13 @@ def pass_at_k_advantages(
     epsilon: float = 1e-6,
     trained_N: Tensor | None = None,
 ) -> Tensor:
-    """What the best answer of a group adds to the second best; 0 for all others.
+    """Margin of the best completion of a group over the second best; 0 for all others.
 
-    Formula: ``(r_1 - r_2) / (s + epsilon)`` on the best answer, s the deviation (n - 1) of the group; undivided for
-             scale "none". Two best answers are as good as each other: 0.
+    Formula: ``(r_1 - r_2) / (s + epsilon)`` on the best completion, s the deviation (n - 1) of the group; undivided for
+             scale "none". 0 if two are best.
     Shapes:  [N] each -> [N].
     Units:   deviations, or reward units for scale "none".
-    Raises:  SpecError: a group of one answer; another scale.
+    Raises:  SpecError: a group of one completion; another scale.
     Source:  arXiv 2503.19595, as verl's grpo_passk computes it.
     """
     check_shapes("pass_at_k_advantages", rewards_N=rewards_N, group_ids_N=group_ids_N, trained_N=trained_N)
@@ -224,16 +224,16 @@ def pass_at_k_advantages(
         members = torch.nonzero(trained & (group_ids_N == group)).squeeze(1)
         if len(members) < 2:
             raise SpecError(
-                f"the second best answer of group {group}",
-                found="one answer",
-                rule="the best answer is measured by the second best",
-                fix="sample two answers a prompt",
+                f"the second best completion of group {group}",
+                found="one completion",
+                rule="the best completion is compared with the second best",
+                fix="sample two completions per prompt",
             )
         rewards = rewards_N[members].double()
         (best, second), order = rewards.sort(descending=True).values[:2], rewards.argmax()
         if best > second:
-            by = 1.0 if scale == "none" else rewards.std() + epsilon
-            advantages[members[order]] = (best - second) / by
+            divisor = 1.0 if scale == "none" else rewards.std() + epsilon
+            advantages[members[order]] = (best - second) / divisor
     return advantages.to(rewards_N.dtype)
 
 
@@ -247,14 +247,14 @@ def gdpo_advantages(
     unscored: Literal["refuse", "skip"] = "refuse",
     trained_N: Tensor | None = None,
 ) -> Tensor:
-    """Each component of a reward normalised in its group by itself, then added, then normalised over the batch.
+    """Normalise each component of a reward in its group separately, add them, then normalise over the batch.
 
-    Adding first and normalising afterwards gives answers with different components one advantage.
+    Adding first and normalising afterwards can give completions with different components the same advantage.
 
     Formula: ``z_i = sum_k w_k (r_ik - mean_k) / (std_k + epsilon)`` in the group;
              ``(z_i - mean z) / (std z + epsilon)`` over the batch; exactly 0 where all z are equal.
-             unscored "skip": a component that is NaN was not scored and enters none of these; an answer of which
-             nothing was scored gets 0, and the others are the batch.
+             unscored "skip": a component that is NaN was not scored and enters none of these; a completion without
+             a score gets 0, and the others are the batch.
     Shapes:  rewards_NK [N, K], group_ids_N [N], weights_K [K] -> [N].
     Units:   deviations.
     Raises:  ShapeError: shapes that disagree, or a reward that is not finite.
@@ -280,10 +280,10 @@ def gdpo_advantages(
 
 
 def combine_components(rewards_NK: Tensor, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-    """One reward an answer, from components of which some were not scored (NaN).
+    """Combine components, of which some were not scored (NaN), to one reward per completion.
 
     Formula: ``r_i = sum over scored k of w_k r_ik``; 0 where nothing was scored.
-    Shapes:  rewards_NK [N, K], weights_K [K] -> rewards_N [N], scored_N [N] bool: something was.
+    Shapes:  rewards_NK [N, K], weights_K [K] -> rewards_N [N], scored_N [N] bool: at least one was scored.
     Units:   reward units.
     Source:  huggingface/trl, where a reward function may return None.
     """
@@ -315,13 +315,13 @@ def _of_trained(
     deviation = rewards - mean[group]
     size = count[group]
     if baseline == "length_weighted":
-        # About the mean, so that nothing large cancels; an answer of no length weighs nothing.
+        # About the mean, to avoid cancellation of large numbers; a completion of length 0 has weight 0.
         difference = deviation - (by_group(lengths * deviation) / by_group(lengths).clamp(min=1))[group]
     elif baseline == "leave_one_out":
         difference = deviation * size / (size - 1).clamp(min=1)
     else:
         difference = deviation
-    # Deviations of equal rewards are rounding, which a small epsilon would blow up.
+    # Deviations of equal rewards are rounding errors, which a small epsilon would amplify.
     silent = (spread == 0)[group]
     if scale == "std":
         advantages = difference / ((by_group(deviation.square()) / (count - ddof).clamp(min=1)).sqrt() + epsilon)[group]
@@ -342,8 +342,8 @@ def _of_trained(
 
 
 def _deviation_of_others(rewards: Tensor, group: Tensor, ddof: int) -> Tensor:
-    """Standard deviation of the other answers of the group; exactly 0 where they are equal, or no more than ddof."""
-    found = torch.zeros_like(rewards)
+    """Standard deviation of the other completions of the group; exactly 0 if they are equal, or no more than ddof."""
+    deviations = torch.zeros_like(rewards)
     for label in range(int(group.max()) + 1):
         members = torch.nonzero(group == label).squeeze(1)
         size = len(members)
@@ -352,8 +352,8 @@ def _deviation_of_others(rewards: Tensor, group: Tensor, ddof: int) -> Tensor:
         others = rewards[members].expand(size, size)[~torch.eye(size, dtype=torch.bool, device=rewards.device)]
         others = others.view(size, size - 1)
         variance = (others - others.mean(1, keepdim=True)).square().sum(1) / (size - 1 - ddof)
-        found[members] = torch.where(others.amax(1) == others.amin(1), 0.0, variance.sqrt())
-    return found
+        deviations[members] = torch.where(others.amax(1) == others.amin(1), 0.0, variance.sqrt())
+    return deviations
 
 
 def _refuse_not_finite(what: str, values: Tensor, where: Tensor) -> None:

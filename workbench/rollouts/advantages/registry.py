@@ -1,4 +1,4 @@
-"""Every advantage estimator under the name that a spec uses; each gives one number to every trained token.
+"""Registry of advantage estimators under the name that a spec uses; each gives one number to every trained token.
 
 Letters: T packed tokens | N documents | K components of a reward.
 """
@@ -29,20 +29,20 @@ from workbench.shapes import check_shapes
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What advantages are made of: all documents of an optimizer step, token-aligned.
+    """Inputs of an estimator: all documents of an optimizer step, token-aligned.
 
     Attributes:
         document_ids_T: [T] 0..N-1; anything below on padding.
         loss_mask_T: [T] bool, the token trains.
         rewards_N: [N] reward units.
-        group_ids_N: [N] which prompt a document answers.
-        penalties_T: [T] reward units, taken off the reward of each trained token (a KL in the reward), or None.
+        group_ids_N: [N] prompt of each document.
+        penalties_T: [T] reward units, subtracted from the reward of each trained token (a KL in the reward), or None.
         values_T: [T] a critic's value of the state before the token, for "gae" and "vapo", or None.
         components_NK: [N, K] components of the reward, for "gdpo", or None.
         weights_K: [K] weights of the components, or None for 1 each.
-        token_rewards_T: [T] reward units that a document earns at each token, in place of all at its last trained one;
+        token_rewards_T: [T] reward units that a document earns at each token, instead of all at its last trained one;
             or None.
-        baselines_N: [N] reward of the greedy answer to the same prompt, for "remax", or None.
+        baselines_N: [N] reward of the greedy completion of the same prompt, for "remax", or None.
         old_logprobs_T: [T] nats, for "optimal_token_baseline", or None.
         squared_probabilities_T: [T] sum over the vocabulary of squared probabilities, for "optimal_token_baseline", or
             None.
@@ -68,9 +68,9 @@ class AdvantageInputs:
 
     @classmethod
     def of(cls, batch: RolloutBatch, **more: Tensor | None) -> AdvantageInputs:
-        """The documents of a batch; further fields by name.
+        """Read the documents of a batch; further fields by name.
 
-        A greedy answer's reward and sums of squared probabilities are the extensions "baselines" and
+        A greedy completion's reward and sums of squared probabilities are the extensions "baselines" and
         "squared_probabilities".
 
         Raises:
@@ -80,7 +80,7 @@ class AdvantageInputs:
             raise SpecError(
                 "advantages of a batch",
                 found="no rewards_N or no group_ids_N",
-                rule="advantages compare rewards inside a group",
+                rule="advantages compare rewards within a group",
                 fix="give the batch both",
             )
         extensions = {
@@ -112,7 +112,7 @@ class AdvantageInputs:
 
     @property
     def on_each_token_T(self) -> Tensor:
-        """[T] float64: what each trained token earns, less its penalty; 0 elsewhere."""
+        """[T] float64: reward of each trained token minus its penalty; 0 elsewhere."""
         if self.token_rewards_T is None:
             return token_rewards(self.rewards_N, self.document_ids_T, self.loss_mask_T, self.penalties_T)
         penalties_T = 0.0 if self.penalties_T is None else self.penalties_T.double()
@@ -125,7 +125,7 @@ class AdvantageInputs:
 
     @property
     def shaped_rewards_N(self) -> Tensor:
-        """[N] float64: rewards less the penalties of the document's trained tokens."""
+        """[N] float64: rewards minus the penalties of the document's trained tokens."""
         rewards_N = self.rewards_N.double()
         if self.penalties_T is None:
             return rewards_N
@@ -139,11 +139,11 @@ class AdvantageInputs:
 
 
 class Estimate(NamedTuple):
-    """Advantages of tokens, and what a critic should have said.
+    """Advantages of tokens, and targets of a critic.
 
     Attributes:
         advantages_T: [T] float64, 0 where nothing counts.
-        returns_T: [T] float64, what was still to come: the targets of a critic; None for estimators of whole answers.
+        returns_T: [T] float64, the targets of a critic; None for estimators of whole completions.
     """
 
     advantages_T: Tensor
@@ -153,17 +153,17 @@ class Estimate(NamedTuple):
 def estimate_advantages(
     name: str, inputs: AdvantageInputs, *, masked_in_baseline: bool = False, **settings: Any
 ) -> Estimate:
-    """Advantages by the estimator of a name.
+    """Compute advantages with a named estimator.
 
     Args:
         name: one of `ESTIMATORS`.
         inputs: the whole step.
-        masked_in_baseline: let documents in which nothing trains (truncated, filtered) enter baselines and
-            deviations of their group; several trainers do, which moves every other answer's advantage.
+        masked_in_baseline: include documents without a trained token (truncated, filtered) in baselines and
+            deviations of their group; several trainers do, which changes every other completion's advantage.
         **settings: of the estimator, see `ESTIMATORS`.
 
     Raises:
-        SpecError: an unknown name or setting, or inputs that the estimator needs and does not get.
+        SpecError: an unknown name or setting, or a missing input of the estimator.
 
     Example:
         >>> inputs = AdvantageInputs(torch.tensor([0, 0, 1, 1]), torch.tensor([False, True, True, True]),
@@ -186,7 +186,7 @@ def estimate_advantages(
         raise SpecError(
             f"advantages by {name!r} with masked_in_baseline",
             rule=f"{name} has no baseline of a group",
-            fix="leave masked_in_baseline out, or choose an estimator that compares answers",
+            fix="leave masked_in_baseline out, or choose an estimator that compares completions",
         )
     trained_N = torch.ones_like(inputs.lengths_N, dtype=torch.bool) if masked_in_baseline else inputs.lengths_N > 0
     return estimator(inputs, trained_N, **settings)
@@ -260,7 +260,7 @@ def _gdpo(inputs: AdvantageInputs, trained_N: Tensor, *, ddof: int = 1, epsilon:
     if inputs.penalties_T is not None:
         raise SpecError(
             "advantages by 'gdpo' with penalties_T",
-            rule="each component is normalised by itself",
+            rule="each component is normalised separately",
             fix="add the penalty of each document as a component of its own",
         )
     weights_K = components_NK.new_ones(components_NK.shape[1]) if inputs.weights_K is None else inputs.weights_K
@@ -417,8 +417,8 @@ def _needed(inputs: AdvantageInputs, name: str, field: str) -> Tensor:
         raise SpecError(
             f"advantages by {name!r}",
             found=f"no {field}",
-            rule=f"{name} is made from {field}",
-            fix="give them, or choose another estimator",
+            rule=f"{name} is computed from {field}",
+            fix="pass them, or choose another estimator",
         )
     return value
 
@@ -443,4 +443,4 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 """Estimators by the name that a spec uses. Called with (inputs, trained_N), settings by keyword."""
 
 WITHOUT_BASELINE = frozenset({"reinforce_plus_plus", "remax", "optimal_token_baseline", "gae", "vapo"})
-"""Estimators that compare no answers with each other."""
+"""Estimators that do not compare completions with each other."""

@@ -1,7 +1,7 @@
-"""Advantages of tokens: rewards laid on tokens, discounted returns, generalised advantage estimation, whitening.
+"""Advantages of tokens: token rewards, discounted returns, generalised advantage estimation, whitening.
 
-Only trained tokens exist here. Where the mask of a document is interrupted (a tool's output), the next trained token
-is the next step: nothing is reset and nothing is discounted on the way.
+Only trained tokens are steps. Where the mask of a document is interrupted (a tool's output), the next trained token
+is the next step: nothing is reset or discounted in between.
 
 Letters: T packed tokens | N documents.
 """
@@ -26,13 +26,12 @@ def token_rewards(
     *,
     elsewhere: Literal["zero", "as_given"] = "zero",
 ) -> Tensor:
-    """Lay each document's reward on its last trained token, and take a penalty off every trained token.
+    """Put each document's reward on its last trained token, and subtract a penalty from every trained token.
 
     Formula: ``reward_t = [t is the last trained token of its document] * R - penalty_t``. Where nothing counts: 0; or,
-             as given, minus the penalty that is given there, and a document in which nothing trains carries its reward
-             on its last token.
-    Shapes:  rewards_N [N], the others [T] -> [T] float64. With zero, a document in which nothing trains has no token to
-             carry its reward.
+             as given, minus the given penalty, and a document without a trained token has its reward on its last token.
+    Shapes:  rewards_N [N], the others [T] -> [T] float64. With zero, a document without a trained token loses its
+             reward.
     Raises:  ShapeError: shapes that disagree, or a document id that has no reward.
     Source:  the penalty as part of the reward: InstructGPT, arXiv 2203.02155, equation 2;
              `workbench.losses.kl.kl_in_reward` computes it; as given: OpenRLHF compute_reward.
@@ -59,32 +58,32 @@ def token_rewards(
         rewards_T = rewards_T if elsewhere == "as_given" else torch.where(loss_mask_T, rewards_T, 0.0)
     last = torch.full((len(rewards_N),), -1, device=ids.device).scatter_reduce(0, ids, trained, "amax")
     if elsewhere == "as_given":
-        there = torch.nonzero(document_ids_T >= 0).squeeze(1)
-        end = torch.full_like(last, -1).scatter_reduce(0, document_ids_T[there], there, "amax")
+        real = torch.nonzero(document_ids_T >= 0).squeeze(1)
+        end = torch.full_like(last, -1).scatter_reduce(0, document_ids_T[real], real, "amax")
         last = torch.where(last >= 0, last, end)
-    has = last >= 0
-    rewards_T[last[has]] += rewards_N.double()[has]
+    has_token = last >= 0
+    rewards_T[last[has_token]] += rewards_N.double()[has_token]
     return rewards_T
 
 
 def spread_rewards(rewards_N: Tensor, document_ids_T: Tensor, penalties_T: Tensor | None = None) -> Tensor:
-    """Every token of a document carries the document's whole reward, less a penalty of its own.
+    """Give every token the whole reward of its document, minus the token's own penalty.
 
     Formula: ``R - penalty_t``; 0 on padding.
     Shapes:  rewards_N [N], the others [T] -> [T] float64.
-    Source:  NeMo-RL's REINFORCE++, which is undiscounted: a token's return is the reward, and not what is still to come
-             of penalties.
+    Source:  NeMo-RL's REINFORCE++, which is undiscounted: a token's return does not include the penalties of later
+             tokens.
     """
     check_shapes("spread_rewards", rewards_N=rewards_N, document_ids_T=document_ids_T, penalties_T=penalties_T)
-    there = document_ids_T >= 0
-    rewards_T = torch.where(there, rewards_N.double()[document_ids_T.clamp_min(0)], 0.0)
-    return rewards_T if penalties_T is None else torch.where(there, rewards_T - penalties_T.double(), 0.0)
+    real_T = document_ids_T >= 0
+    rewards_T = torch.where(real_T, rewards_N.double()[document_ids_T.clamp_min(0)], 0.0)
+    return rewards_T if penalties_T is None else torch.where(real_T, rewards_T - penalties_T.double(), 0.0)
 
 
 def discounted_returns(
     token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *, discount: float = 1.0
 ) -> Tensor:
-    """What is still to come from each trained token on.
+    """Discounted return of each trained token.
 
     Formula: ``G_t = reward_t + discount * G_next``, next: the next trained token of the document; 0 elsewhere.
     Shapes:  [T] -> [T] float64.
@@ -132,15 +131,15 @@ def gae(
         policy_lambda: lambda of the advantages.
         value_lambda: lambda of the returns; None: the policy's (plain GAE). 1 makes them unbiased (decoupled GAE).
         length_adaptive_alpha: alpha; replaces policy_lambda. Documents of up to 1 / alpha tokens get lambda 0.
-        elsewhere: what a token of a document has that does not count: 0, or the advantage of the next one that does (0
+        elsewhere: on tokens of a document that do not count: 0, or the advantage of the next token that counts (0
             after the last), and that plus its own value as return.
 
     Shapes: [T] each -> advantages_T [T], returns_T [T], float64.
     Raises: ShapeError: shapes that disagree; SpecError: a lambda or discount outside 0 to 1, an alpha that is not
         positive, or an alpha without a value_lambda.
     Source: GAE, arXiv 1506.02438, equations 11 and 16; decoupled: VC-PPO, arXiv 2503.01491; length-adaptive:
-        VAPO, arXiv 2504.05118, section 4.2, which does not say what alpha * L < 1 means: 0 here. carry: NeMo-RL and
-        verl, whose returns are not masked.
+        VAPO, arXiv 2504.05118, section 4.2, which does not define alpha * L < 1: 0 here. carry: NeMo-RL and verl, whose
+        returns are not masked.
     """
     check_shapes(
         "gae",
@@ -197,12 +196,12 @@ def whiten(
 ) -> Tensor:
     """Centre and scale the values of all trained tokens of the step, once over all of them.
 
-    Values that are all equal, or no more than ddof of them, become exactly 0; elsewhere, too, unless what stands there
-    is whitened by equal values, whose variance is 0, and an epsilon. A count_epsilon puts the mean beside equal values.
+    Values that are all equal, or no more than ddof of them, become exactly 0; so do values elsewhere, unless they are
+    whitened with the variance 0 of equal values and an epsilon. A count_epsilon shifts the mean away from equal values.
 
     Formula: ``(x - mean) / sqrt(var + epsilon)``, var = sum (x - mean)^2 / (count - ddof); for "floor" the root of
              ``max(var, epsilon)``. count_epsilon is added to the count under both means. Where nothing counts: 0, or
-             the same centre and scale for whatever stands there.
+             the value there with the same centre and scale.
     Shapes:  [T], [T] bool -> [T] float64.
     Raises:  ShapeError: shapes that disagree; SpecError: an unknown form, or a ddof or epsilon below 0.
     Source:  REINFORCE++, arXiv 2501.03262, section 3.2. "add" with ddof 1 is verl's, "floor" with ddof 0 NeMo-RL's,
@@ -216,19 +215,19 @@ def whiten(
             fix="correct the call",
         )
     whitened_T = torch.zeros(values_T.shape, dtype=torch.float64, device=values_T.device)
-    kept = values_T[loss_mask_T].double()
-    if len(kept) <= ddof:
+    trained = values_T[loss_mask_T].double()
+    if len(trained) <= ddof:
         return whitened_T
-    equal = count_epsilon == 0 and bool(kept.amax() == kept.amin())
+    equal = count_epsilon == 0 and bool(trained.amax() == trained.amin())
     if equal and (elsewhere == "zero" or epsilon == 0):
         return whitened_T
-    count = len(kept) + count_epsilon
-    mean = kept[0] if equal else kept.sum() / count
-    variance = (kept - mean).square().sum() / count * (len(kept) / (len(kept) - ddof))
+    count = len(trained) + count_epsilon
+    mean = trained[0] if equal else trained.sum() / count
+    variance = (trained - mean).square().sum() / count * (len(trained) / (len(trained) - ddof))
     scale = (variance + epsilon if epsilon_form == "add" else variance.clamp(min=epsilon)).sqrt()
     if elsewhere == "whiten":
         return (values_T.double() - mean) / scale
-    whitened_T[loss_mask_T] = (kept - mean) / scale
+    whitened_T[loss_mask_T] = (trained - mean) / scale
     return whitened_T
 
 
@@ -240,9 +239,9 @@ def standardize(
     ddof: int = 0,
     epsilon: float = 1e-5,
 ) -> Tensor:
-    """Centre and scale a rectangle of values along some of its dims; what is masked becomes what the value 0 would.
+    """Centre and scale a rectangle of values along some of its dims; a masked value becomes the standardized 0.
 
-    Unlike `whiten` this leaves a number (not 0) where nothing counts, and epsilon is added to the deviation.
+    Unlike `whiten` this gives a nonzero number where nothing counts, and epsilon is added to the deviation.
 
     Formula:  ``(x m - mean) / (sqrt(var) + epsilon)``, mean and var of x where m is 1,
               var = sum m (x - mean)^2 / (count - ddof)
@@ -258,16 +257,16 @@ def standardize(
         raise ShapeError(
             "standardize: mask",
             found=f"shape {tuple(mask.shape)}, values {tuple(values.shape)}",
-            rule="one flag a value",
-            fix="give a mask of the values' shape",
+            rule="one flag per value",
+            fix="pass a mask of the values' shape",
         )
-    over = list(range(values.dim())) if dims is None else dims
+    reduced_dims = list(range(values.dim())) if dims is None else dims
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    kept = torch.where(counts, values.double(), 0.0)
-    count = counts.double().sum(over, keepdim=True)
-    mean = kept.sum(over, keepdim=True) / count
-    variance = torch.where(counts, kept - mean, 0.0).square().sum(over, keepdim=True) / (count - ddof)
-    return (kept - mean) / (variance.sqrt() + epsilon)
+    masked = torch.where(counts, values.double(), 0.0)
+    count = counts.double().sum(reduced_dims, keepdim=True)
+    mean = masked.sum(reduced_dims, keepdim=True) / count
+    variance = torch.where(counts, masked - mean, 0.0).square().sum(reduced_dims, keepdim=True) / (count - ddof)
+    return (masked - mean) / (variance.sqrt() + epsilon)
 
 
 def _refuse_outside(where: str, **numbers: float) -> None:

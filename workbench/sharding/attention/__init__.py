@@ -1,7 +1,7 @@
-"""Attention whose tokens lie on several ranks: one function for all layouts.
+"""Context-parallel attention: one function for all layouts.
 
-What a query may see is decided from places in the row and documents (`block`), by whom keys and values are fetched from
-the layout (`gathered`, `ring`, `ulysses`, `hybrid`), and what computes it on a rank from the device (`kernels`).
+`block` derives the mask from positions and documents, `gathered`, `ring`, `ulysses` and `hybrid` exchange keys and
+values between ranks, and `kernels` compute a block on one rank, by device.
 
 Letters: t tokens of this rank | d head dimension.
 """
@@ -37,32 +37,32 @@ def sharded_attention(
     Has the signature of a `transformers` attention function.
 
     Args:
-        module: the layer that asks; not looked at.
+        module: the calling layer; unused.
         query: [1, Hq, t, d].
         key: [1, Hk, t, d]; Hk divides Hq.
         value: as key.
-        attention_mask: refused.
-        shard: which tokens these are, and how ranks come to each other's.
+        attention_mask: not supported.
+        shard: the local tokens, and the exchange between ranks.
         scaling: of the scores; None: d ** -0.5.
-        dropout: refused.
-        sliding_window: tokens that a query sees at most, itself included; None: its whole document.
-        more: what else `transformers` hands on; attention sinks and soft caps are refused.
+        dropout: not supported.
+        sliding_window: maximum number of tokens that a query sees, itself included; None: its whole document.
+        more: other arguments of `transformers`; attention sinks and soft caps are not supported.
 
     Shapes:   -> [1, t, Hq, d].
     Layout:   cp: sharded(T) in and out; tp: sharded(heads) in and out.
-    Backward: of the algorithm; each says what is summed over ranks.
+    Backward: of the algorithm; each documents its sums over ranks.
     Raises:   ShardingError: dropout, sinks, a soft cap or a ready-made mask; heads or a kernel that cannot be used.
     """
-    unknown = {"dropout": dropout or None, "attention_mask": attention_mask}
-    unknown |= {name: more.get(name) for name in ("s_aux", "softcap")}
-    asked = [name for name, setting in unknown.items() if setting is not None]
-    if asked:
+    unsupported = {"dropout": dropout or None, "attention_mask": attention_mask}
+    unsupported |= {name: more.get(name) for name in ("s_aux", "softcap")}
+    requested = [name for name, setting in unsupported.items() if setting is not None]
+    if requested:
         raise ShardingError(
-            f"context-parallel attention with {', '.join(asked)}",
-            rule="causal attention inside each document, in a sliding window or not, nothing else",
+            f"context-parallel attention with {', '.join(requested)}",
+            rule="causal attention inside each document, with or without a sliding window, nothing else",
             fix="use a model without it, or train without it (model.eval() has no dropout)",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = shard.attend or _ATTEND[shard.algorithm]
-    mixed = attend(query, key, value, shard, sliding_window, scale)
-    return mixed.transpose(1, 2).contiguous(), None
+    out = attend(query, key, value, shard, sliding_window, scale)
+    return out.transpose(1, 2).contiguous(), None

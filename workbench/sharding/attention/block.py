@@ -1,8 +1,8 @@
-"""Who may see whom among some queries and some keys: positions and documents, and nothing of their numbers.
+"""Attention mask of some queries and some keys, from their positions and documents.
 
-Everything is decided from *global* positions and document ids, so every order of tokens is right: a block never guesses
-where documents begin, and never uses a top-left causal mask on a subset of rows. What a block needs more than once
-(a mask on a device, the calls of a kernel) it makes once: one block serves all layers, forward and backward.
+The mask depends only on *global* positions and document ids, so it is correct for every token order: a block never
+guesses document boundaries, and never uses a top-left causal mask on a subset of rows. Derived data (a mask on a
+device, the calls of a kernel) is computed once per block: one block serves all layers, forward and backward.
 
 Letters: q queries | k keys.
 """
@@ -20,17 +20,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some queries and some keys of a row, in the order in which they stand in their tensors.
+    """Some queries and some keys of a row, in the order of their tensors.
 
     Query i sees key j iff both are of one document, j is not later in the row, and j is among the last ``window``
     tokens up to i.
 
     Attributes:
-        query_positions_q: [q] int64 places in the row, on the host.
+        query_positions_q: [q] int64 positions in the row, on the host.
         key_positions_k: [k] the same of the keys.
-        query_documents_q: [q] int64 which document; each document is one stretch of the row.
+        query_documents_q: [q] int64 document numbers; each document is one run of the row.
         key_documents_k: [k] the same of the keys.
-        window: tokens that a query sees at most, itself included; None: its whole document.
+        window: maximum number of tokens that a query sees, itself included; None: its whole document.
     """
 
     query_positions_q: Tensor
@@ -38,7 +38,7 @@ class Block:
     query_documents_q: Tensor
     key_documents_k: Tensor
     window: int | None = None
-    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,11 +47,11 @@ class Block:
 
     @cached_property
     def allowed_qk(self) -> Tensor:
-        """[q, k] bool, on the host: query may see key. What the other descriptions of a block are held against."""
+        """[q, k] bool, on the host: query may see key. The reference for all other descriptions of a block."""
         return self.allowed_on("cpu")
 
     def allowed_on(self, device: torch.device | str, queries: slice = slice(None)) -> Tensor:
-        """`allowed_qk` of some of the queries, made on a device."""
+        """`allowed_qk` of some of the queries, computed on a device."""
         query_q, key_k = self.query_positions_q[queries].to(device)[:, None], self.key_positions_k.to(device)
         documents_q = self.query_documents_q[queries].to(device)[:, None]
         allowed_qk = (documents_q == self.key_documents_k.to(device)) & (query_q >= key_k)
@@ -59,10 +59,10 @@ class Block:
 
     @cached_property
     def sees_q(self) -> Tensor:
-        """[q] bool, on the host: whether the query sees any key at all. Makes no mask."""
+        """[q] bool, on the host: the query sees any key. Builds no mask."""
         if 0 in self.shape:
             return torch.zeros(self.shape[0], dtype=torch.bool)
-        # Documents are stretches of the row: if a query sees a key at all, it sees the last one that is not after it.
+        # Documents are contiguous in the row: a query that sees any key sees the last one that is not after it.
         sorted_k, order_k = self.key_positions_k.sort()
         last_q = torch.searchsorted(sorted_k, self.query_positions_q, right=True) - 1
         nearest_q = order_k[last_q.clamp_min(0)]
@@ -73,16 +73,16 @@ class Block:
 
     @cached_property
     def is_empty(self) -> bool:
-        """Whether no query sees any key."""
+        """True if no query sees any key."""
         return not bool(self.sees_q.any())
 
     @cached_property
     def all_see(self) -> bool:
-        """Whether every query sees a key."""
+        """True if every query sees a key."""
         return bool(self.sees_q.all())
 
     def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made at the first call under this name and kept."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        """Return the result of ``make``, computed at the first call under this name and cached."""
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]

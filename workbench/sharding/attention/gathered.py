@@ -1,6 +1,6 @@
-"""Attention over gathered keys and values: each rank's queries against everybody's keys.
+"""All-gather attention: each rank's queries against the keys of all ranks.
 
-Memory: keys and values of the whole row while a layer computes; none of them is kept, backward gathers them again.
+Memory: keys and values of the whole row while a layer computes; they are not saved, backward gathers them again.
 
 Letters: t tokens of a rank | T of all ranks | d head dimension.
 """
@@ -27,8 +27,8 @@ def attend(
     """This rank's queries against the keys and values of all ranks of the outer axis.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
-    Backward: keys and values are gathered again; their gradients are summed over ranks in float32 or better, and each
-              rank takes its own. One collective forward, two backward.
+    Backward: keys and values are gathered again; their gradients are reduce-scattered in float32 or better. One
+              collective forward, two backward.
     Source:   all-gather form of context parallelism, Llama 3 report, arXiv 2407.21783, section 3.3.2.
     """
     return _Gathered.apply(query, key, value, shard, window, scale)
@@ -41,7 +41,7 @@ class _Gathered(Function):
     ) -> Tensor:
         ctx.caller, ctx.shard, ctx.scale = flight.caller(), shard, scale
         ctx.block = block = shard.block(window=window)
-        all_keys, all_values = _everybodys(key, value, shard.outer, ctx.caller)
+        all_keys, all_values = _all_keys_values(key, value, shard.outer, ctx.caller)
         ctx.kernel = choose(shard.kernel, query, all_keys, block)
         out, lse = ctx.kernel.forward(query, all_keys, all_values, block, scale)
         out, lse = out.to(query.dtype), lse.to(torch.promote_types(query.dtype, torch.float32))
@@ -52,7 +52,7 @@ class _Gathered(Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         axis: Axis = ctx.shard.outer
-        all_keys, all_values = _everybodys(key, value, axis, ctx.caller)
+        all_keys, all_values = _all_keys_values(key, value, axis, ctx.caller)
         d_query, d_key, d_value = ctx.kernel.backward(
             d_out, query, all_keys, all_values, out, lse, ctx.block, ctx.scale
         )
@@ -62,8 +62,8 @@ class _Gathered(Function):
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
-def _everybodys(key: Tensor, value: Tensor, axis: Axis, caller: str | None) -> tuple[Tensor, Tensor]:
-    """Keys and values of all ranks in rank order, [1, Hk, T, d] each."""
+def _all_keys_values(key: Tensor, value: Tensor, axis: Axis, caller: str | None) -> tuple[Tensor, Tensor]:
+    """Gather keys and values of all ranks in rank order, [1, Hk, T, d] each."""
     if axis.group is None:
         return key, value
     return parted(gather_equal(joined(key, value), axis, caller=caller).flatten(0, 1))

@@ -1,7 +1,7 @@
-"""Hybrid attention: neighbours trade tokens for heads, and rings go over the rest.
+"""Hybrid attention: Ulysses among neighbours, a ring over the other ranks.
 
-Heads bound how many ranks can trade, and a ring takes as many steps as it has ranks. With U neighbours on cp = U * G
-ranks a ring has G steps, and only U need divide the heads.
+The heads limit the number of Ulysses ranks, and a ring takes as many steps as it has ranks. With U neighbours on
+cp = U * G ranks a ring has G steps, and only U must divide the heads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from workbench.sharding.attention.ulysses import trade_back, trade_tokens_for_he
 def attend(
     query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
 ) -> Tensor:
-    """Heads are traded over the inner axis, keys and values go around the outer one.
+    """Exchange tokens for heads over the inner axis, and rotate keys and values over the outer axis.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
-    Backward: of the ring, between the adjoints of the trades.
+    Backward: that of the ring, between the adjoints of the exchanges.
     Raises:   ShardingError: heads that cannot be dealt to the inner ranks.
     Source:   USP, arXiv 2405.07719; LoongTrain's 2D attention, arXiv 2406.18485.
     """

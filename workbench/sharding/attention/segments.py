@@ -1,11 +1,11 @@
-"""A block of attention as calls of a variable-length kernel: pure index work, done once a row.
+"""Variable-length kernel calls for a block of attention: index computations only, once per row.
 
-Sort the keys of a block by their place in the row. What a query sees is then a stretch of the sorted keys. Walk over
-the queries as they stand: as long as the stretch grows at its end by one key a query, they are the bottom-right corner
-of a causal call; as long as it does not grow, a call without a mask; where it loses at most one key a query at its
-front, a window of constant width. So no order of tokens is known here by name. Contiguous and zigzag shards give one
-segment for each document and chunk; a striped shard, whose stretches grow by cp keys a query, one for each query,
-unless its keys are those of one rank, as in a ring.
+Sort the keys of a block by their position in the row. Each query then sees a contiguous range of the sorted keys. Walk
+over the queries in order: while the range grows at its end by one key per query, they are the bottom-right corner of a
+causal call; while it does not grow, a call without a mask; if it loses at most one key per query at its front, a window
+of constant width. So this works for any token order. Contiguous and zigzag shards give one segment per document and
+chunk; a striped shard, whose ranges grow by cp keys per query, gives one segment per query, unless its keys are those
+of one rank, as in a ring.
 
 Letters: q queries | k keys | s segments.
 """
@@ -21,18 +21,18 @@ from torch import Tensor
 from workbench.sharding.attention.block import Block
 
 Rows = slice | Tensor
-"""Rows of a tensor: a stretch of it, taken as a view, or their numbers."""
+"""Rows of a tensor: a slice, taken as a view, or their indices."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring queries and a stretch of the sorted keys, with the mask of a variable-length kernel between them.
+    """Adjacent queries and a range of the sorted keys, with the mask of a variable-length kernel between them.
 
     Attributes:
-        queries: (first, end), as the queries of the block stand.
-        keys: (first, end), as the keys stand when sorted by place.
+        queries: (first, end), in the order of the block's queries.
+        keys: (first, end), in the order of the keys sorted by position.
         causal: True: the last query sees up to the last key, the one before it one key less. False: all see up to the
-            last key. None: there is one query, which is both.
+            last key. None: there is one query, for which both are the same.
         window: keys that the last query sees, if not all; the query before it sees as many, one earlier, or all.
     """
 
@@ -48,15 +48,15 @@ class Call:
 
     Attributes:
         causal: bottom-right causal in every segment, or no mask.
-        window: keys that a query sees at most, itself (or its diagonal) included; None: all.
+        window: maximum number of keys that a query sees, itself (or its diagonal) included; None: all.
         query_rows: rows of the block's queries, in the order of the call.
-        key_rows: rows of the block's keys. A slice may hold keys that no query of the call sees: they are segments
+        key_rows: rows of the block's keys. A slice may include keys that no query of the call sees: they are segments
             without queries.
-        query_starts: [s + 1] int32 where the segments begin among the rows, and the end.
+        query_starts: [s + 1] int32 start of each segment among the rows, and the end.
         key_starts: [s + 1] the same of the keys.
         longest_query: queries of the longest segment.
         longest_key: keys of the longest segment.
-        repeats: whether a key stands in key_rows more than once.
+        repeats: True if a key occurs in key_rows more than once.
     """
 
     causal: bool
@@ -70,18 +70,18 @@ class Call:
     repeats: bool
 
     def to(self, device: torch.device) -> Call:
-        """The same with its tensors on a device."""
-        rows = {name: held.to(device) for name, held in vars(self).items() if isinstance(held, Tensor)}
-        return replace(self, **rows)
+        """Return the call with its tensors on a device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 def segments_of(block: Block) -> list[Segment]:
-    """The queries of a block that see anything, cut into segments as long as they can be; found once a block."""
+    """Split the queries of a block that see any key into maximal segments; computed once per block."""
     return block.once("segments", lambda: _find_segments(block))
 
 
 def _find_segments(block: Block) -> list[Segment]:
-    first_q, end_q = _stretches(block)
+    first_q, end_q = _key_ranges(block)
     firsts, ends = first_q.tolist(), end_q.tolist()
     segments = []
     for (begin, stop), grows in _runs(first_q, end_q, block.query_documents_q):
@@ -90,8 +90,8 @@ def _find_segments(block: Block) -> list[Segment]:
     return segments
 
 
-def _stretches(block: Block) -> tuple[Tensor, Tensor]:
-    """[q] first and end of the sorted keys that each query sees; the same where it sees none."""
+def _key_ranges(block: Block) -> tuple[Tensor, Tensor]:
+    """[q] first and end of the sorted keys that each query sees; equal if it sees none."""
     places_k, order_k = block.key_positions_k.sort()
     places_q, documents_k = block.query_positions_q, block.key_documents_k[order_k]
     end_q = torch.searchsorted(places_k, places_q, right=True)
@@ -105,9 +105,9 @@ def _stretches(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _runs(first_q: Tensor, end_q: Tensor, documents_q: Tensor) -> Iterator[tuple[tuple[int, int], bool | None]]:
-    """((first, end) queries, whether their keys grow by one a query) of every segment; None for a single query.
+    """((first, end) queries, True if their keys grow by one per query) of every segment; None for a single query.
 
-    A document of one token and the first token of the next would go together, and tear the next one apart.
+    Segments end with documents: a one-token document would otherwise merge with the next one's first token.
     """
     grown, lost = end_q.diff(), first_q.diff()
     seen_q = end_q > first_q
@@ -132,15 +132,15 @@ def _runs(first_q: Tensor, end_q: Tensor, documents_q: Tensor) -> Iterator[tuple
 
 
 def find_calls(block: Block) -> list[Call]:
-    """The calls that compute a block; every query that sees anything stands in exactly one of them."""
+    """Return the calls that compute a block; every query that sees any key is in exactly one of them."""
     segments = segments_of(block)
-    of_one_query = {segment.causal for segment in segments} != {None, False}
-    alike: dict[tuple[bool, int | None], list[Segment]] = {}
+    single_is_causal = {segment.causal for segment in segments} != {None, False}
+    by_mask: dict[tuple[bool, int | None], list[Segment]] = {}
     for segment in segments:
-        causal = of_one_query if segment.causal is None else segment.causal
-        alike.setdefault((causal, segment.window), []).append(segment)
+        causal = single_is_causal if segment.causal is None else segment.causal
+        by_mask.setdefault((causal, segment.window), []).append(segment)
     order_k = block.key_positions_k.argsort()
-    return [_call(causal, window, group, order_k, block.shape) for (causal, window), group in alike.items()]
+    return [_call(causal, window, group, order_k, block.shape) for (causal, window), group in by_mask.items()]
 
 
 def _call(
@@ -151,17 +151,17 @@ def _call(
     queries = [segment.queries[1] - segment.queries[0] for segment in segments]
     keys = [segment.keys[1] - segment.keys[0] for segment in segments]
     repeats = len(key_rows.unique()) < len(key_rows)
-    laid: Rows = key_rows
+    rows: Rows = key_rows
     if (ends := _in_place(key_rows, keys)) is not None:
-        laid = slice(0, shape[1])
+        rows = slice(0, shape[1])
         queries, keys = _with_gaps(queries, keys, ends, shape[1])
     return Call(
-        causal, window, _as_slice(query_rows), laid, _starts(queries), _starts(keys), max(queries), max(keys), repeats
+        causal, window, _as_slice(query_rows), rows, _starts(queries), _starts(keys), max(queries), max(keys), repeats
     )
 
 
 def _in_place(key_rows: Tensor, keys: Sequence[int]) -> list[int] | None:
-    """Where each segment's keys end among all keys, if they lie there as the call wants them; None if they do not."""
+    """End of each segment's keys among all keys, if they are already in the order of the call; None otherwise."""
     ends = torch.tensor(keys).cumsum(0)
     apart = key_rows.diff()
     inside = torch.ones(len(apart), dtype=torch.bool)
@@ -174,9 +174,9 @@ def _in_place(key_rows: Tensor, keys: Sequence[int]) -> list[int] | None:
 def _with_gaps(
     queries: Sequence[int], keys: Sequence[int], ends: Sequence[int], total: int
 ) -> tuple[list[int], list[int]]:
-    """Lengths of the segments, and between them segments without queries over the keys that nobody here sees.
+    """Lengths of the segments, with segments without queries inserted over the keys that none of them sees.
 
-    They are cut to about the length of the longest segment, which is what a kernel lays its work out for.
+    Gaps are split to about the length of the longest segment, because a kernel sizes its launch by the longest one.
     """
     longest = max(*keys, 512)
     all_queries, all_keys, at = [], [], 0

@@ -1,10 +1,10 @@
-"""Ulysses attention: ranks trade tokens for heads, and each computes whole rows for some of the heads.
+"""Ulysses attention: an all-to-all exchanges tokens for heads, and each rank computes whole rows for some of the heads.
 
-Before: all heads of a rank's tokens. After: some heads of the tokens of all ranks that traded, in the order of the row.
-Heads of the output trade places again. Key heads that are fewer than ranks are repeated first; the adjoint of that is
-the sum over the copies.
+Before: all heads of a rank's tokens. After: some heads of the tokens of all inner ranks, in the order of the row. The
+output is exchanged back. If there are fewer key heads than ranks, they are repeated first; the adjoint of that is the
+sum over the copies.
 
-Letters: R ranks that trade | t tokens of a rank | s = R * t tokens | h heads of a rank after it | d head dimension.
+Letters: R inner ranks | t tokens of a rank | s = R * t tokens | h heads of a rank afterwards | d head dimension.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attend(
 def trade_tokens_for_heads(
     query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of more tokens for fewer heads, in one collective over the inner axis.
+    """Exchange queries, keys and values of all heads for those of all tokens, in one collective over the inner axis.
 
     Shapes: query [1, Hq, t, d], key and value [1, Hk, t, d]
             -> query [1, Hq / R, s, d], key and value [1, max(Hk / R, 1), s, d].
@@ -57,17 +57,17 @@ def trade_tokens_for_heads(
 
 
 def repeated(heads: Tensor, copies: int) -> Tensor:
-    """Each head that many times, copies side by side. Backward: the sum over the copies."""
+    """Repeat each head ``copies`` times, copies adjacent. Backward: the sum over the copies."""
     return heads.repeat_interleave(copies, dim=1)
 
 
 def trade_back(out: Tensor, shard: AttentionShard) -> Tensor:
-    """All heads of this rank's tokens again. [1, Hq / R, s, d] -> [1, Hq, t, d]."""
+    """Exchange back to all heads of this rank's tokens. [1, Hq / R, s, d] -> [1, Hq, t, d]."""
     return out if shard.inner.size == 1 else _TradeBack.apply(shard, out)
 
 
 def check_heads(queries: int, keys: int, axis: Axis) -> int:
-    """How many times each key head is repeated, so that ranks and heads come out even.
+    """Return how often each key head must be repeated so that the ranks divide the heads.
 
     Raises:
         ShardingError: query heads that the ranks do not divide, or key heads that neither divide the ranks nor are
@@ -78,8 +78,8 @@ def check_heads(queries: int, keys: int, axis: Axis) -> int:
             f"attention over heads dealt to {axis.size} ranks of {axis.name}",
             found=f"{queries} query heads and {keys} key/value heads on a rank",
             rule="the ranks divide the query heads, and divide the key/value heads or are divided by "
-            "them; tp has divided both before",
-            fix="use attention ring or gathered, which need no heads, or hybrid with fewer inner ranks",
+            "them; both are counted after the split over tp",
+            fix="use attention ring or gathered, which do not split heads, or hybrid with fewer inner ranks",
         )
     return max(axis.size // keys, 1)
 

@@ -1,8 +1,8 @@
-"""The bridge between two modules that share their ranks and not their layout, such as an encoder and a language model.
+"""Bridge between two modules on the same ranks with different layouts, such as an encoder and a language model.
 
-`Grid` says which rank is where in a module's layout, `GridGroups` has the groups, `connect` builds the `Bridge` that
-takes activations across and brings gradients back. Underneath lies `Crossing`: rows by token number, from whoever
-holds them to whoever wants them, for layouts and packings of any kind.
+`Grid` maps ranks to coordinates in a module's layout, `GridGroups` holds the process groups, `connect` builds the
+`Bridge` that sends activations forward and gradients back. It is built on `Crossing`, which moves rows by token number
+from their source ranks to their destination ranks, for any layout and packing.
 """
 
 from __future__ import annotations

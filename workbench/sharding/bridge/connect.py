@@ -1,7 +1,7 @@
-"""A bridge between two modules that share their ranks and not their layout: activations forward, gradients back.
+"""Bridge between two modules on the same ranks with different layouts: activations forward, gradients back.
 
-`connect` makes the groups, once; `Bridge.cross` takes an activation across as often as there are micro-batches, on the
-fast path where the layouts and the samples allow it, and otherwise on the general one.
+`connect` creates the groups, once; `Bridge.cross` moves one activation per micro-batch, on the fast path if the layouts
+and the samples allow it, and otherwise on the general path.
 
 Letters: b samples of a rank | s tokens of a sequence | h features.
 """
@@ -44,12 +44,12 @@ def connect(
     sequence_parallel: bool = False,
     cp: GivenGroup | None = None,
 ) -> Bridge:
-    """Build a bridge. Collective over the job, on ranks outside of the grids too.
+    """Build a bridge. Collective over the job, also on ranks outside the grids.
 
     Args:
         source: the layout of the module whose activations cross.
         destination: the layout of the module that reads them.
-        groups: of this rank; what is there is used, what is missing is made.
+        groups: of this rank; existing groups are used, missing ones are created.
         layout: of activations: "bsh" or "sbh".
         delivery: see `Delivery`.
         order: see `Delivery`.
@@ -58,7 +58,7 @@ def connect(
         cp: the cp group of the destination, if the trainer has one; None: that of ``groups``.
 
     Raises:
-        ShardingError: an invariant between the grids (I1, I5, I6), a layout (I10) or a delivery that cannot be.
+        ShardingError: a broken invariant between the grids (I1, I5, I6), an invalid layout (I10) or delivery.
     """
     pair = GridPair(source, destination)
     how = Delivery(delivery, order, sequence_parallel, source_order)
@@ -69,23 +69,23 @@ def connect(
             fix="for packed rows, use Crossing, which takes rows by token number",
         )
     check_delivery(pair, how)
-    everyone = groups.ensure("bridge", (tuple(source.ranks),))
+    all_ranks = groups.ensure("bridge", (tuple(source.ranks),))
     gather, along_cp = Axis("gather"), Axis("cp")
     if pair.path != "general" and delivery == "whole":
         if pair.gather_lines:
             gather = groups.ensure("gather", pair.gather_lines)
         along_cp = groups.ensure("cp", destination.lines("cp")) if cp is None else axis_of(cp, "cp")
         _refuse_other_group(along_cp, destination, groups.rank)
-    return Bridge(pair, how, layout, groups.rank, everyone, gather, along_cp)
+    return Bridge(pair, how, layout, groups.rank, all_ranks, gather, along_cp)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Bridge:
-    """From the layout of one module to that of another, on one rank.
+    """One rank's bridge from the layout of one module to that of another.
 
     Attributes:
         pair: the grids.
-        delivery: what the destination gets.
+        delivery: what the destination receives.
         layout: of activations.
         rank: of the job.
         everyone: all ranks of the grids.
@@ -102,7 +102,7 @@ class Bridge:
     cp: Axis
 
     def __repr__(self) -> str:
-        """Say which way leads across."""
+        """The layouts, the path and its reason, and the delivery."""
         route = self.route([self.pair.ratio or 1] * self.pair.source["dp"])
         why = f" ({route.why})" if route.why else ""
         return (
@@ -111,27 +111,27 @@ class Bridge:
         )
 
     def route(self, samples: Sequence[int]) -> Route:
-        """How an activation with so many samples on each dp rank of the source crosses."""
+        """The route of an activation with these numbers of samples on the dp ranks of the source."""
         return route_of(self.pair, self.delivery, samples)
 
     def cross(self, local: Tensor, samples: Sequence[int] | None = None, *, checked: bool = False) -> Tensor:
-        """Take an activation across. Collective over all ranks of the grids, and so is its backward.
+        """Move an activation to the destination. Collective over all ranks of the grids, and so is its backward.
 
-        Samples are dealt over the destination's dp ranks in order, as evenly as they go. Every rank uses what it gets
-        in its loss, also where that is empty; or the others wait in backward.
+        Samples are dealt over the destination's dp ranks in order, as evenly as possible. Every rank must use the
+        result in its loss, also if it is empty; otherwise the other ranks hang in backward.
 
         Args:
-            local: what this rank holds at the source; tp ranks hold the same.
-            samples: of each dp rank of the source; None: they are asked, in a small collective.
-            checked: see that replicas hold the same and bring the same gradient; a small collective each way.
+            local: this rank's activation at the source; the same on all tp ranks.
+            samples: of each dp rank of the source; None: gathered, in a small collective.
+            checked: check that replicas hold equal values and gradients; a small collective each way.
 
-        Shapes:   [b, s, h] -> [b', s', h] (or [s, b, h]); s' = s where whole sequences are delivered.
+        Shapes:   [b, s, h] -> [b', s', h] (or [s, b, h]); s' = s if whole sequences are delivered.
         Layout:   of the source -> dp: sharded(b); cp: replicated or sharded(s); tp: replicated or, with
                   sequence_parallel, sharded(s).
         Backward: the sum over distinct consumers: complete over the destination's cp, the same on every tp rank of the
-                  source. It wants the gradient of each tp rank of the destination to be whole.
-        Raises:   ShapeError: not three dimensions of floating point, or not the samples that were said.
-                  ShardingError: a length that orders cannot cut; a rank outside of the grids; see ``checked``.
+                  source. The gradient on each tp rank of the destination must be complete.
+        Raises:   ShapeError: not three dimensions of floating point, or not the declared samples.
+                  ShardingError: a length that orders cannot split; a rank outside the grids; see ``checked``.
         """
         source = self.pair.source
         dp = source.place(self.rank)[0]
@@ -145,14 +145,14 @@ class Bridge:
             )
         count, tokens = local.shape[batch_dim], local.shape[sequence_dim] * source["cp"]
         if samples is None:
-            samples = self._ask(count, tokens, local.device)
+            samples = self._gathered_samples(count, tokens, local.device)
         route = self.route(samples)
         if route.samples[dp] != count:
             raise ShapeError(
                 "cross a bridge",
                 found=f"{count} samples on dp rank {dp}",
-                rule=f"{route.samples[dp]}, as was said of it",
-                fix="say what each dp rank holds",
+                rule=f"{route.samples[dp]}, as declared in samples",
+                fix="pass the number of samples of each dp rank",
             )
         if route.path == "general":
             return self._cross_generally(local, route, tokens, checked=checked)
@@ -185,28 +185,28 @@ class Bridge:
         return out.movedim(0, LAYOUTS[self.layout][0]).contiguous()
 
     def _rows(self, values: Tensor) -> Tensor:
-        """Sample after sample, token after token."""
+        """[b * s, h] rows, sample by sample."""
         return values.movedim(LAYOUTS[self.layout][0], 0).flatten(0, 1)
 
-    def _ask(self, count: int, tokens: int, device: torch.device) -> tuple[int, ...]:
-        """The samples of each dp rank of the source, from all ranks."""
+    def _gathered_samples(self, count: int, tokens: int, device: torch.device) -> tuple[int, ...]:
+        """The samples of each dp rank of the source, gathered from all ranks."""
         source = self.pair.source
-        everyone = gather_equal(torch.tensor([count, tokens], device=device), self.everyone).tolist()
-        held: dict[int, tuple[int, int]] = {}
-        for rank, (samples, length) in zip(source.ranks, everyone, strict=True):
-            first = held.setdefault(source.place(rank)[0], (samples, length))
-            if first != (samples, length) or length != held[0][1]:
+        gathered = gather_equal(torch.tensor([count, tokens], device=device), self.everyone).tolist()
+        by_dp: dict[int, tuple[int, int]] = {}
+        for rank, (samples, length) in zip(source.ranks, gathered, strict=True):
+            first = by_dp.setdefault(source.place(rank)[0], (samples, length))
+            if first != (samples, length) or length != by_dp[0][1]:
                 raise ShardingError(
                     f"bridge from {source}",
-                    found=f"rank {rank} brings {samples} samples of {length} tokens, others {first[0]} of {held[0][1]}",
-                    rule="ranks of one dp slot bring the same samples, and all sequences have one length (I9)",
+                    found=f"rank {rank} has {samples} samples of {length} tokens, others {first[0]} of {by_dp[0][1]}",
+                    rule="ranks of one dp slot pass the same samples, and all sequences have one length (I9)",
                     fix="sequences of several lengths cross as rows, with Crossing",
                 )
-        return tuple(held[dp][0] for dp in range(source["dp"]))
+        return tuple(by_dp[dp][0] for dp in range(source["dp"]))
 
 
 def _refuse_other_group(cp: Axis, destination: Grid, rank: int) -> None:
-    """Refuse a cp group that is not the grid's (I6)."""
+    """Raise if a cp group is not the grid's (I6)."""
     line = next((line for line in destination.lines("cp") if rank in line), ())
     ranks = tuple(cp.ranks) if cp.size > 1 else (rank,)
     if line and ranks != line:
@@ -214,5 +214,5 @@ def _refuse_other_group(cp: Axis, destination: Grid, rank: int) -> None:
             f"bridge to {destination}: cp group (I6)",
             found=f"ranks {ranks} on rank {rank}",
             rule=f"its cp ranks are {line}, in this order",
-            fix="give the cp group of that layout, or none",
+            fix="pass the cp group of that layout, or none",
         )

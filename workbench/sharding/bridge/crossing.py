@@ -1,14 +1,14 @@
-"""The general path of a bridge: every rank gets the rows that it holds on the other side, from whoever has them.
+"""General path of a bridge: every rank receives its destination rows from the ranks that hold them at the source.
 
-With X the rows by token number, and `Side` saying who holds what, one formulation covers every pair of layouts:
+With X the rows by token number and `Side` the tokens of each rank, one formulation covers every pair of layouts:
 
     forward    Y_d[j] = X[token j of d]                 each distinct token travels once to a rank, from one replica
     backward   dX[i]  = sum over destination shares c, over rows j of c that are token i, of G_c[j]
 
-A share counts once however many replicas it has, and each replica of a source gets the whole sum. What must be summed
-twice elsewhere (a gradient that is zero but on one cp rank, then batches of several dp ranks) is one exchange here.
+A share counts once however many replicas it has, and each replica of a source gets the whole sum. Sums that elsewhere
+take two steps (over cp ranks of which one is nonzero, then over dp ranks) are one exchange here.
 
-Letters: t rows of a rank | R ranks | n rows that travel | D everything behind the rows.
+Letters: t rows of a rank | R ranks | n rows sent | D all dimensions after the rows.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from workbench.sharding.mesh import Axis
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """From one side to the other, the same object on every rank.
+    """Routing from one side to the other, the same object on every rank.
 
     Attributes:
-        source: who holds what before.
-        destination: who holds what afterwards.
-        share_of_token: [N] number of the source share that holds each token; -1 for none.
-        row_of_token: [N] where in it.
-        providers_aR: [a, R] the rank of each source share that each destination rank gets its rows from.
-        answerers_cR: [c, R] the rank of each destination share that each source rank gets its gradient from.
+        source: tokens of each rank before.
+        destination: tokens of each rank afterwards.
+        share_of_token: [N] index of the source share that holds each token; -1 for none.
+        row_of_token: [N] its row in that share.
+        providers_aR: [a, R] the rank of each source share that sends rows to each destination rank.
+        answerers_cR: [c, R] the rank of each destination share that sends gradients to each source rank.
     """
 
     source: Side
@@ -54,68 +54,68 @@ class Crossing:
 
     @classmethod
     def make(cls, source: Side, destination: Side) -> Crossing:
-        """Find out who sends what to whom.
+        """Compute the routing.
 
         Raises:
-            ShardingError: sides of other sizes; a token that two shares of the source hold; one that the destination
-                wants and nobody holds, or that the source holds and nobody answers for.
+            ShardingError: sides of different sizes; a token in two source shares; a destination token that no source
+                share holds, or a source token without a gradient at the destination.
         """
         if source.size != destination.size:
             raise ShardingError(
                 "bridge between two sides",
                 found=f"{source.size} and {destination.size} ranks",
-                rule="both modules lie over the same ranks",
+                rule="both modules span the same ranks",
                 fix="give idle ranks empty shares",
             )
         share_of_token, row_of_token = _owners(source)
         _refuse_lost(share_of_token, destination)
         size = len(source.shares)
-        wanted = [_counted(share_of_token[_wants(share)], size) > 0 for share in destination.shares]
-        asked = [(_counted(share_of_token[_asks(share)], size) > 0).tolist() for share in destination.shares]
+        forth = [_counted(share_of_token[_received_tokens(share)], size) > 0 for share in destination.shares]
+        back = [(_counted(share_of_token[_answered_tokens(share)], size) > 0).tolist() for share in destination.shares]
         return cls(
             source,
             destination,
             share_of_token,
             row_of_token,
-            _serving(source.shares, destination, torch.stack(wanted, 1).tolist()),
-            _serving(destination.shares, source, asked),
+            _senders(source.shares, destination, torch.stack(forth, 1).tolist()),
+            _senders(destination.shares, source, back),
         )
 
     def __repr__(self) -> str:
-        """Say how much travels."""
-        there, back = self.forward_RR, self.backward_RR
+        """Number of ranks and tokens, and rows sent between ranks."""
+        forth, back = self.forward_RR, self.backward_RR
         return (
             f"Crossing({self.source.size} ranks, {int((self.share_of_token >= 0).sum())} tokens; between ranks "
-            f"{int(there.sum() - there.trace())} rows forward, {int(back.sum() - back.trace())} backward)"
+            f"{int(forth.sum() - forth.trace())} rows forward, {int(back.sum() - back.trace())} backward)"
         )
 
     @cached_property
     def forward_RR(self) -> Tensor:
-        """[R, R] rows from rank to rank, forward; on the diagonal those that stay."""
+        """[R, R] rows from rank to rank, forward; local rows are on the diagonal."""
         return torch.stack([_counted(ranks, self.source.size) for _, ranks in self._provided], 1)
 
     @cached_property
     def backward_RR(self) -> Tensor:
-        """[R, R] rows from rank to rank, backward; on the diagonal those that stay."""
+        """[R, R] rows from rank to rank, backward; local rows are on the diagonal."""
         return torch.stack([_counted(ranks, self.source.size) for _, ranks in self._answered], 1)
 
     def cross(self, values_tD: Tensor, axis: Axis, *, checked: bool = False) -> Tensor:
-        """This rank's rows on the other side. Collective over all ranks, and so is its backward.
+        """Return this rank's rows at the destination. Collective over all ranks, and so is its backward.
 
-        Every rank uses what it gets in its loss, also where that has no rows; or the others wait in backward.
+        Every rank must use the result in its loss, also if it has no rows; otherwise the other ranks hang in backward.
 
         Args:
-            values_tD: [t, ...] what this rank holds at the source.
+            values_tD: [t, ...] this rank's rows at the source.
             axis: all ranks of both sides.
-            checked: see that replicas hold the same, and bring the same gradient; costs a small collective each way.
+            checked: check that replicas hold equal values and gradients; costs a small collective each way.
 
-        Shapes:   [t, ...] -> [t', ...]; zeros where the destination's row is padding.
+        Shapes:   [t, ...] -> [t', ...]; zeros for padding rows of the destination.
         Layout:   of the source -> of the destination.
-        Backward: the sum over distinct consumers (see above), in rank order, in float32 or better where there are
-                  several; whole and equal on every replica of the source. Zero for padding.
-        Raises:   ShardingError: an axis of another size; with ``checked``, replicas that differ, or a gradient where
-                  none should be.
-                  ShapeError: not the rows that this rank holds, or not floating point.
+        Backward: the sum over distinct consumers (see above), in rank order, in float32 or better if there are
+                  several; complete and equal on every replica of the source. Zero for padding.
+        Raises:   ShardingError: an axis of another size; with ``checked``, replicas that differ, or a nonzero gradient
+                  where it must be zero.
+                  ShapeError: not this rank's rows, or not floating point.
         """
         share = self.source.share_of[axis.rank] if axis.size == self.source.size else None
         if share is None:
@@ -123,38 +123,38 @@ class Crossing:
                 f"bridge between {self.source.size} ranks",
                 found=f"an axis of {axis.size}",
                 rule="the axis has every rank of both sides",
-                fix="give the axis of all ranks",
+                fix="pass the axis of all ranks",
             )
         if not values_tD.is_floating_point() or values_tD.dim() < 1 or len(values_tD) != len(share.tokens_t):
             raise ShapeError(
                 "cross a bridge",
                 found=f"{tuple(values_tD.shape)} {values_tD.dtype} on rank {axis.rank}",
                 rule=f"[{len(share.tokens_t)}, ...] of floating point, a row for each token of its share",
-                fix="bring what the source side says of this rank; [0, ...] where it says nothing",
+                fix="pass the rows that the source side assigns to this rank; [0, ...] if there are none",
             )
         if checked:
             hold_replicas(values_tD.detach(), self.source, axis, what="values at the source")
-        # A rank without anything to differentiate takes part in backward all the same.
+        # Backward is collective: a rank whose values need no gradient must enter it too.
         anchor = values_tD.new_zeros((), requires_grad=torch.is_grad_enabled())
         return _Cross.apply(values_tD, anchor, self, axis, checked)
 
     @cached_property
     def _provided(self) -> list[tuple[Tensor, Tensor]]:
-        """For each rank, the distinct tokens that it gets, and from whom."""
-        wanted = [_wants(share) for share in self.destination.share_of]
-        return [(tokens, self.providers_aR[self.share_of_token[tokens], rank]) for rank, tokens in enumerate(wanted)]
+        """For each rank, the distinct tokens that it receives, and their sender ranks."""
+        received = [_received_tokens(share) for share in self.destination.share_of]
+        return [(tokens, self.providers_aR[self.share_of_token[tokens], rank]) for rank, tokens in enumerate(received)]
 
     @cached_property
     def _answered(self) -> list[tuple[Tensor, Tensor]]:
-        """For each rank, the tokens whose gradient it gets, once for each consumer, and from whom; in rank order."""
-        found = []
-        asked = [_asks(share) for share in self.destination.shares]
+        """For each rank, the tokens whose gradients it receives, once per consumer, and their sender ranks, sorted."""
+        routes = []
+        answered = [_answered_tokens(share) for share in self.destination.shares]
         for rank, number in enumerate(self.source.number_of):
-            tokens = [of_share[self.share_of_token[of_share] == number] for of_share in asked]
+            tokens = [of_share[self.share_of_token[of_share] == number] for of_share in answered]
             ranks = torch.repeat_interleave(self.answerers_cR[:, rank], torch.tensor([len(one) for one in tokens]))
             order = ranks.argsort(stable=True)
-            found.append((torch.cat(tokens)[order], ranks[order]))
-        return found
+            routes.append((torch.cat(tokens)[order], ranks[order]))
+        return routes
 
     def _table(self, rank: int, device: torch.device) -> _Table:
         if (rank, device) not in self._tables:
@@ -164,7 +164,7 @@ class Crossing:
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """Rows added up by place, in order, without atomics: each round has every place at most once."""
+    """Deterministic sum of rows by index, without atomics: each round has every index at most once."""
 
     size: int
     rounds: tuple[tuple[Tensor, Tensor], ...]
@@ -176,24 +176,24 @@ class _Sum:
         begins = torch.searchsorted(arranged, arranged)
         turn = torch.empty_like(places_n)
         turn[order] = torch.arange(len(places_n)) - begins
-        found = [torch.nonzero(turn == number).squeeze(1) for number in range(int(turn.max()) + 1 if len(turn) else 0)]
-        return cls(size, tuple((which.to(device), places_n[which].to(device)) for which in found))
+        rounds = [torch.nonzero(turn == number).squeeze(1) for number in range(int(turn.max()) + 1 if len(turn) else 0)]
+        return cls(size, tuple((which.to(device), places_n[which].to(device)) for which in rounds))
 
     def of(self, rows: Tensor) -> Tensor:
         wide = torch.promote_types(rows.dtype, torch.float32) if len(self.rounds) > 1 else rows.dtype
         total = rows.new_zeros(self.size, *rows.shape[1:], dtype=wide)
         for number, (which, where) in enumerate(self.rounds):
-            mine = rows.index_select(0, which).to(wide)
-            total.index_copy_(0, where, total.index_select(0, where) + mine if number else mine)
+            terms = rows.index_select(0, which).to(wide)
+            total.index_copy_(0, where, total.index_select(0, where) + terms if number else terms)
         return total.to(rows.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """What one rank does: rows that it sends, where what comes goes, and the same for gradients."""
+    """Indices for one rank: rows to send, rows received and their targets, and the same for gradients."""
 
     sent: Tensor
-    came: Tensor
+    received: Tensor
     filled: Tensor
     size: int
     forward_RR: Tensor
@@ -208,21 +208,21 @@ class _Table:
         share, consumer = crossing.source.share_of[rank], crossing.destination.share_of[rank]
         sent = torch.cat([tokens[source == rank] for tokens, source in crossing._provided])
         tokens, source = crossing._provided[rank]
-        arrival = torch.argsort(source.argsort(stable=True))  # where each distinct token lies in what came
+        arrival = torch.argsort(source.argsort(stable=True))  # row of each distinct token among the received rows
         filled = torch.nonzero(consumer.tokens_t != PADDING).squeeze(1)
-        came = arrival[torch.searchsorted(tokens, consumer.tokens_t[filled])]
+        received = arrival[torch.searchsorted(tokens, consumer.tokens_t[filled])]
 
-        asked = _asks(consumer)
+        unique = _answered_tokens(consumer)
         answered = torch.nonzero(consumer.answered_t).squeeze(1)
-        distinct = torch.searchsorted(asked, consumer.tokens_t[answered])
-        returned = [torch.searchsorted(asked, wanted[source == rank]) for wanted, source in crossing._answered]
+        distinct = torch.searchsorted(unique, consumer.tokens_t[answered])
+        returned = [torch.searchsorted(unique, routed[source == rank]) for routed, source in crossing._answered]
         return cls(
             sent=crossing.row_of_token[sent].to(device),
-            came=came.to(device),
+            received=received.to(device),
             filled=filled.to(device),
             size=len(consumer.tokens_t),
             forward_RR=crossing.forward_RR,
-            distinct=_Sum.make(distinct, len(asked), device),
+            distinct=_Sum.make(distinct, len(unique), device),
             answered=answered.to(device),
             returned=torch.cat(returned).to(device),
             summed=_Sum.make(crossing.row_of_token[crossing._answered[rank][0]], len(share.tokens_t), device),
@@ -237,7 +237,7 @@ class _Cross(Function):
         table = crossing._table(axis.rank, values_tD.device)
         rows = exchange_rows(values_tD.index_select(0, table.sent), table.forward_RR, axis, caller=ctx.caller)
         out = values_tD.new_zeros(table.size, *values_tD.shape[1:])
-        return out.index_copy_(0, table.filled, rows.index_select(0, table.came))
+        return out.index_copy_(0, table.filled, rows.index_select(0, table.received))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -250,13 +250,13 @@ class _Cross(Function):
         return table.summed.of(rows), None, None, None, None
 
 
-def _wants(share: Share) -> Tensor:
-    """Distinct tokens that a share gets, ascending."""
+def _received_tokens(share: Share) -> Tensor:
+    """Distinct tokens that a share receives, ascending."""
     return torch.unique(share.tokens_t[share.tokens_t != PADDING])
 
 
-def _asks(share: Share) -> Tensor:
-    """Distinct tokens that a share answers for, ascending."""
+def _answered_tokens(share: Share) -> Tensor:
+    """Distinct tokens whose gradients a share sends back, ascending."""
     return torch.unique(share.tokens_t[share.answered_t])
 
 
@@ -265,20 +265,20 @@ def _counted(numbers: Tensor, size: int) -> Tensor:
 
 
 def _owners(source: Side) -> tuple[Tensor, Tensor]:
-    """[N] each: the share that holds a token, and the row."""
-    held = torch.cat([share.tokens_t[share.tokens_t != PADDING] for share in source.shares])
-    size = int(held.max()) + 1 if len(held) else 0
+    """[N] each: the share that holds a token, and its row."""
+    all_tokens = torch.cat([share.tokens_t[share.tokens_t != PADDING] for share in source.shares])
+    size = int(all_tokens.max()) + 1 if len(all_tokens) else 0
     share_of_token, row_of_token = torch.full((size,), -1), torch.full((size,), -1)
     for number, share in enumerate(source.shares):
         rows = torch.nonzero(share.tokens_t != PADDING).squeeze(1)
         tokens = share.tokens_t[rows]
-        twice = tokens[share_of_token[tokens] >= 0].tolist()
+        duplicates = tokens[share_of_token[tokens] >= 0].tolist()
         ordered = tokens.sort().values
-        twice += ordered[1:][ordered[1:] == ordered[:-1]].tolist()
-        if twice:
+        duplicates += ordered[1:][ordered[1:] == ordered[:-1]].tolist()
+        if duplicates:
             raise ShardingError(
-                f"source of a bridge: token {twice[0]}",
-                found="two rows that are it, on ranks that are not replicas or on one rank",
+                f"source of a bridge: token {duplicates[0]}",
+                found="two rows with this token, on ranks that are not replicas or on one rank",
                 rule="a token is in one row of one share of the source",
                 fix="make the ranks that hold it replicas of one share",
             )
@@ -287,25 +287,25 @@ def _owners(source: Side) -> tuple[Tensor, Tensor]:
 
 
 def _refuse_lost(share_of_token: Tensor, destination: Side) -> None:
-    """Refuse tokens that come from nowhere, or go nowhere."""
+    """Raise for tokens without a source or without a destination."""
     size, answered = len(share_of_token), torch.zeros(len(share_of_token), dtype=torch.bool)
     for share in destination.shares:
-        tokens = _wants(share)
+        tokens = _received_tokens(share)
         missing = tokens[(tokens >= size) | (tokens < 0)].tolist() or tokens[share_of_token[tokens] < 0].tolist()
         if missing:
             raise ShardingError(
                 f"destination of a bridge: {_listed(missing)} on ranks {share.ranks}",
-                found="nobody who holds it at the source",
-                rule="what the destination gets, the source has",
+                found="no source rank holds it",
+                rule="the source holds every token of the destination",
                 fix="mark rows without a token PADDING",
             )
-        answered[_asks(share)] = True
+        answered[_answered_tokens(share)] = True
     if lost := torch.nonzero((share_of_token >= 0) & ~answered).squeeze(1).tolist():
         raise ShardingError(
             f"source of a bridge: {_listed(lost)}",
-            found="nobody who answers for it",
-            rule="nothing is dropped on the way: every token of the source has a gradient",
-            fix="mark rows of the source that nobody needs PADDING",
+            found="no destination rank returns its gradient",
+            rule="no token is dropped: every token of the source has a gradient",
+            fix="mark unused rows of the source PADDING",
         )
 
 
@@ -314,15 +314,15 @@ def _listed(tokens: Sequence[int]) -> str:
     return f"token {shown}" if len(tokens) == 1 else f"{len(tokens)} tokens ({shown})"
 
 
-def _serving(givers: Sequence[Share], takers: Side, meets: Sequence[Sequence[bool]]) -> Tensor:
-    """[givers, R] which replica of a giver serves each rank of its takers: the rank itself, or one after another."""
-    serving = torch.zeros(len(givers), takers.size, dtype=torch.int64)
-    for number, (giver, met) in enumerate(zip(givers, meets, strict=True)):
-        others = 0
-        for rank, taker in enumerate(takers.number_of):
-            if rank in giver.ranks:
-                serving[number, rank] = rank
-            elif met[taker]:
-                serving[number, rank] = giver.ranks[others % len(giver.ranks)]
-                others += 1
-    return serving
+def _senders(sources: Sequence[Share], receivers: Side, overlaps: Sequence[Sequence[bool]]) -> Tensor:
+    """[sources, R] the replica of a source share that sends to each receiving rank: itself, else round-robin."""
+    senders = torch.zeros(len(sources), receivers.size, dtype=torch.int64)
+    for number, (source, overlap) in enumerate(zip(sources, overlaps, strict=True)):
+        remote = 0
+        for rank, receiver in enumerate(receivers.number_of):
+            if rank in source.ranks:
+                senders[number, rank] = rank
+            elif overlap[receiver]:
+                senders[number, rank] = source.ranks[remote % len(source.ranks)]
+                remote += 1
+    return senders

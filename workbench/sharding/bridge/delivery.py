@@ -1,4 +1,4 @@
-"""What a bridge delivers, who holds which tokens before and after, and which path that allows.
+"""Delivery of a bridge: tokens of each rank before and after, and the path that they allow.
 
 Letters: t tokens of a sequence that a rank holds.
 """
@@ -22,15 +22,15 @@ from workbench.sharding.bridge.sides import Side, blocks, numbers, sharded, stac
 
 @dataclass(frozen=True)
 class Delivery:
-    """What the ranks of the destination get, and how a source that shards its sequence does so.
+    """Tokens that the destination ranks receive, and the token order of a source that shards its sequence.
 
     Attributes:
-        kind: "whole": whole sequences on every cp rank, which the module cuts itself (`SequencePartition`). "sharded":
-            each cp rank its own tokens; nobody ever holds a whole sequence.
-        order: the destination's order of tokens over cp. Where sequences come whole, it says who uses which tokens;
-            None: nobody knows, and all gradients are summed.
-        sequence_parallel: each tp rank its stretch of what is delivered.
-        source_order: the order over cp of a source that shards its sequence.
+        kind: "whole": whole sequences on every cp rank, which the module shards itself (`SequencePartition`).
+            "sharded": its own tokens on each cp rank; no rank ever holds a whole sequence.
+        order: the destination's token order over cp. For whole sequences, it defines the tokens that each rank uses;
+            None: unknown, and all gradients are summed.
+        sequence_parallel: each tp rank receives a contiguous run of the delivered tokens.
+        source_order: the token order over cp of a source that shards its sequence.
 
     Raises:
         ShardingError: settings that contradict each other.
@@ -42,25 +42,25 @@ class Delivery:
     source_order: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Raise for contradictory settings."""
         if self.kind not in ("whole", "sharded"):
             raise ShardingError(f"bridge with delivery {self.kind!r}", rule="whole or sharded", fix="choose one")
         if self.kind == "whole" and self.sequence_parallel:
             raise ShardingError(
                 "bridge that delivers whole sequences, with sequence_parallel",
-                rule="a whole sequence is cut by the module that gets it",
+                rule="a whole sequence is sharded by the module that receives it",
                 fix="SequencePartition(cp, order, tp), or delivery 'sharded'",
             )
 
 
 @dataclass(frozen=True)
 class Route:
-    """How one activation crosses.
+    """Path of one activation across a bridge.
 
     Attributes:
         samples: of each dp rank of the source.
         path: fan-in, fan-out, equal or general.
-        why: which bound of the fast path sent it to the general one; "" on the fast path.
+        why: the violated condition of the fast path; "" on the fast path.
     """
 
     samples: tuple[int, ...]
@@ -69,7 +69,7 @@ class Route:
 
 
 def check_delivery(pair: GridPair, how: Delivery) -> None:
-    """Refuse a delivery that leaves open which cp rank has which token.
+    """Raise if a delivery does not determine the cp rank of each token.
 
     Raises:
         ShardingError: a grid that shards its sequence without an order.
@@ -78,50 +78,50 @@ def check_delivery(pair: GridPair, how: Delivery) -> None:
         raise ShardingError(
             f"bridge from {pair.source}",
             found="no source_order",
-            rule="a source that shards its sequence says in which order",
+            rule="a source that shards its sequence needs a token order",
             fix="source_order='zigzag', or another of the orders",
         )
     if how.kind == "sharded" and how.order is None and pair.destination["cp"] > 1:
         raise ShardingError(
             f"bridge that delivers shards to {pair.destination}",
             found="no order",
-            rule="a destination that shards its sequence says in which order",
+            rule="a destination that shards its sequence needs a token order",
             fix="order='zigzag', or another of the orders",
         )
 
 
 def route_of(pair: GridPair, how: Delivery, samples: Sequence[int]) -> Route:
-    """How an activation with so many samples on each dp rank of the source crosses.
+    """The route of an activation with these numbers of samples on the dp ranks of the source.
 
     Raises:
-        ShardingError: not a number for each of them.
+        ShardingError: not one nonnegative number per dp rank.
     """
-    held = tuple(samples)
-    if len(held) != pair.source["dp"] or min(held) < 0:
+    counts = tuple(samples)
+    if len(counts) != pair.source["dp"] or min(counts) < 0:
         raise ShardingError(
-            f"bridge of {held} samples",
-            found=f"{len(held)} numbers",
+            f"bridge of {counts} samples",
+            found=f"{len(counts)} numbers",
             rule=f"one for each of the {pair.source['dp']} dp ranks of the source",
-            fix="say how many each holds",
+            fix="pass the number of samples of each dp rank",
         )
     why = pair.why_general
     if not why and how.kind == "sharded":
         why = "shards are delivered, not whole sequences"
-    if not why and len(set(held)) > 1:
-        why = f"I9: samples differ by dp rank, {min(held)} to {max(held)}"
-    if not why and pair.path == "fan-out" and held[0] % pair.ratio:
-        why = f"I8: {held[0]} samples in {pair.ratio} slots"
-    return Route(held, "general" if why else pair.path, why)
+    if not why and len(set(counts)) > 1:
+        why = f"I9: samples differ by dp rank, {min(counts)} to {max(counts)}"
+    if not why and pair.path == "fan-out" and counts[0] % pair.ratio:
+        why = f"I8: {counts[0]} samples in {pair.ratio} slots"
+    return Route(counts, "general" if why else pair.path, why)
 
 
 @functools.lru_cache(maxsize=32)
 def crossing_of(pair: GridPair, how: Delivery, samples: tuple[int, ...], tokens: int) -> Crossing:
-    """The general path of activations with so many samples on each dp rank of the source; see `sides_of`."""
+    """The crossing of activations with these numbers of samples on the dp ranks of the source; see `sides_of`."""
     return Crossing.make(*sides_of(pair, how, samples, tokens))
 
 
 def sides_of(pair: GridPair, how: Delivery, samples: Sequence[int], tokens: int) -> tuple[Side, Side]:
-    """Who holds which tokens; token s of sample b has number b * tokens + s."""
+    """Tokens of each rank before and after; token s of sample b has number b * tokens + s."""
     source, destination = pair.source, pair.destination
     at_source = owned(how.source_order or "contiguous", tokens, source["cp"])
     every = torch.arange(tokens)
@@ -133,15 +133,15 @@ def sides_of(pair: GridPair, how: Delivery, samples: Sequence[int], tokens: int)
     if how.kind == "sharded":
         if how.sequence_parallel:
             check_stretches(tokens, destination["cp"], destination["tp"])
-        stretches = destination["tp"] if how.sequence_parallel else 1
-        places = at_destination.view(destination["cp"], stretches, -1)
+        runs = destination["tp"] if how.sequence_parallel else 1
+        places = at_destination.view(destination["cp"], runs, -1)
         return given, sharded(
             destination, lambda dp, cp, tp: numbers(after[dp], tokens, places[cp, tp]), over_tp=how.sequence_parallel
         )
 
     def answers(dp: int, cp: int) -> Tensor:
-        mine = torch.zeros(tokens, dtype=torch.bool)
-        mine[at_destination[cp]] = True
-        return mine.repeat(after[dp][1] - after[dp][0])
+        used = torch.zeros(tokens, dtype=torch.bool)
+        used[at_destination[cp]] = True
+        return used.repeat(after[dp][1] - after[dp][0])
 
     return given, whole(destination, lambda dp: numbers(after[dp], tokens, every), answers)

@@ -1,8 +1,8 @@
-"""The fast path of a bridge: one all-gather or none along the batch, and what completes the gradient over cp.
+"""Fast path of a bridge: at most one all-gather along the batch, and the completion of the gradient over cp.
 
-A destination whose cp ranks each got the whole sequence sends back a gradient that is zero outside of the tokens that
-it used. Completing it comes first: an all-reduce over cp, exact in any order because one term of each sum is not zero;
-or, where an order says who uses which tokens, an all-gather of those and the permutation back: half the bytes.
+If each cp rank of the destination received the whole sequence, its gradient is zero outside the tokens that it used.
+Backward first completes it: an all-reduce over cp, exact in any order because only one term of each sum is nonzero; or,
+if an order defines the tokens of each rank, an all-gather of those and the inverse permutation: half the bytes.
 
 Letters: b samples of a rank | s tokens of a sequence | R ranks of cp | k slots.
 """
@@ -23,17 +23,17 @@ from workbench.sharding.mesh import Axis
 
 @dataclass(frozen=True, eq=False)
 class Direct:
-    """What one rank does on the fast path.
+    """One rank's parameters of the fast path.
 
     Attributes:
         kind: fan-in, fan-out or equal.
-        slot: which slot of the batch is this rank's.
+        slot: this rank's slot of the batch.
         slots: k.
         batch_dim: of the activation.
         sequence_dim: of the activation.
         gather: the ranks that gather along the batch, in the order of their slots.
         cp: the cp ranks of the destination.
-        owned_Rt: [R, s / R] the positions that each of them uses; None: nobody knows.
+        owned_Rt: [R, s / R] the positions that each of them uses; None: unknown.
     """
 
     kind: str
@@ -47,12 +47,12 @@ class Direct:
 
 
 def hand_over(values: Tensor, direct: Direct) -> Tensor:
-    """This rank's samples at the destination, whole sequences.
+    """Return this rank's samples at the destination, whole sequences.
 
     Shapes:   [b, s, h] (or [s, b, h]) -> [b k, s, h], [b / k, s, h] or [b, s, h].
     Layout:   tp: replicated -> tp: replicated, cp: replicated.
-    Backward: the sum over cp, then of fan-in this rank's slot, of fan-out the slots of all consumers one after another.
-              Those are a sum too: the source's rank is a replica whose copies went to k different consumers.
+    Backward: the sum over cp, then this rank's slot (fan-in), or the slots of all consumers concatenated (fan-out).
+              The latter is also a sum: the source rank is a replica whose copies went to k different consumers.
     """
     anchor = values.new_zeros((), requires_grad=torch.is_grad_enabled())
     return _HandOver.apply(values, anchor, direct)
@@ -80,24 +80,24 @@ class _HandOver(Function):
 
 
 def joined(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
-    """The batches of all slots, in the order of the slots."""
-    everyone = gather_equal(values, direct.gather, caller=caller)
-    return everyone.movedim(0, direct.batch_dim).flatten(direct.batch_dim, direct.batch_dim + 1)
+    """Gather the batches of all slots, in the order of the slots."""
+    gathered = gather_equal(values, direct.gather, caller=caller)
+    return gathered.movedim(0, direct.batch_dim).flatten(direct.batch_dim, direct.batch_dim + 1)
 
 
 def own_slot(values: Tensor, direct: Direct) -> Tensor:
-    """This rank's slot of a batch."""
+    """Return this rank's slot of a batch."""
     each = values.shape[direct.batch_dim] // direct.slots
     return values.narrow(direct.batch_dim, direct.slot * each, each).contiguous()
 
 
 def summed_over_cp(gradient: Tensor, direct: Direct, caller: str | None) -> Tensor:
-    """The gradient of whole sequences, from those of all cp ranks."""
+    """Complete the gradient of whole sequences over all cp ranks."""
     if direct.cp.size == 1:
         return gradient
     if direct.owned_Rt is None:
         return all_sum(gradient, direct.cp)
-    mine = gradient.index_select(direct.sequence_dim, direct.owned_Rt[direct.cp.rank].to(gradient.device))
-    everyone = gather_equal(mine, direct.cp, caller=caller)
-    in_order = everyone.movedim(0, direct.sequence_dim).flatten(direct.sequence_dim, direct.sequence_dim + 1)
-    return in_order.index_select(direct.sequence_dim, torch.argsort(direct.owned_Rt.flatten()).to(gradient.device))
+    local = gradient.index_select(direct.sequence_dim, direct.owned_Rt[direct.cp.rank].to(gradient.device))
+    gathered = gather_equal(local, direct.cp, caller=caller)
+    rank_major = gathered.movedim(0, direct.sequence_dim).flatten(direct.sequence_dim, direct.sequence_dim + 1)
+    return rank_major.index_select(direct.sequence_dim, torch.argsort(direct.owned_Rt.flatten()).to(gradient.device))

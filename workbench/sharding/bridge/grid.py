@@ -1,7 +1,7 @@
-"""A grid: named dimensions over consecutive ranks, the first fastest. Arithmetic only; nothing here has a group.
+"""A grid: named dimensions over consecutive ranks, the first fastest. Arithmetic only, without process groups.
 
-A module of a model runs in a grid of its own. Two modules that share their ranks share no dimension: rank 3 may be
-(tp 1, dp 1) of the encoder and (tp 1, cp 1, dp 0) of the language model.
+Each module of a model has its own grid. Two modules on the same ranks share no dimension: rank 3 may be (tp 1, dp 1)
+of the encoder and (tp 1, cp 1, dp 0) of the language model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from workbench.errors import ShardingError
 
 NAMES = ("tp", "cp", "pp", "dp")
-"""The dimensions there are, in the order in which trainers lay them: tp fastest, dp slowest."""
+"""Known dimensions, in the usual order of trainers: tp fastest, dp slowest."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,51 +40,51 @@ class Grid:
 
     @classmethod
     def of(cls, *, tp: int = 1, cp: int = 1, pp: int = 1, dp: int = 1, offset: int = 0) -> Grid:
-        """The grid in the order of `NAMES`; pp is there to be refused."""
+        """Create a grid in the order of `NAMES`; pp > 1 raises an error."""
         names = ("tp", "cp", "dp") if pp == 1 else NAMES
         sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
         return cls(names, tuple(sizes[name] for name in names), offset)
 
     def __post_init__(self) -> None:
-        """Refuse what is no grid."""
-        asked = f"grid of {', '.join(self.names)} = {', '.join(map(str, self.sizes))} from rank {self.offset}"
+        """Validate names, sizes and offset."""
+        requested = f"grid of {', '.join(self.names)} = {', '.join(map(str, self.sizes))} from rank {self.offset}"
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
             raise ShardingError(
-                asked,
+                requested,
                 found=f"{len(self.names)} names, {len(set(self.names))} of them different, and {len(self.sizes)} sizes",
                 rule="a size for each dimension, each named once",
                 fix="correct names or sizes",
             )
         if unknown := [name for name in self.names if name not in NAMES]:
             raise ShardingError(
-                asked,
+                requested,
                 found=f"dimension {', '.join(unknown)}",
                 rule=f"dimensions are of {', '.join(NAMES)}",
                 fix="fold other dimensions into dp",
             )
         if missing := [name for name in ("tp", "dp") if name not in self.names]:
             raise ShardingError(
-                asked,
+                requested,
                 found=f"no {' and no '.join(missing)}",
                 rule="tp and dp are in every grid",
                 fix="name them with size 1",
             )
         if min(self.sizes) < 1 or self.offset < 0:
-            raise ShardingError(asked, rule="every size is at least 1, and no rank is negative", fix="correct it")
+            raise ShardingError(requested, rule="every size is at least 1, and no rank is negative", fix="correct it")
         if self["pp"] > 1:
             raise ShardingError(
-                asked,
+                requested,
                 found=f"pp={self['pp']}",
-                rule="a module that shares its ranks with another has all its layers on each of them",
+                rule="a module that shares its ranks with another has all its layers on every rank",
                 fix="fold pipeline ranks into dp, cp or tp",
             )
 
     def __getitem__(self, name: str) -> int:
-        """Ranks along a dimension; 1 along one that the grid does not have."""
+        """Number of ranks along a dimension; 1 if the grid does not have it."""
         return self.sizes[self.names.index(name)] if name in self.names else 1
 
     def __repr__(self) -> str:
-        """Say the sizes, the fastest first."""
+        """The sizes, the fastest first, and the offset."""
         begin = f" from rank {self.offset}" if self.offset else ""
         return f"Grid({' x '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes, strict=True))}{begin})"
 
@@ -96,44 +96,44 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return math.prod(self.sizes)
 
     @property
     def ranks(self) -> range:
-        """The ranks of the job that it lies over."""
+        """The ranks of the job in this grid."""
         return range(self.offset, self.offset + self.size)
 
     @property
     def strides(self) -> dict[str, int]:
-        """How far apart neighbours along each dimension are."""
+        """Rank distance between neighbours along each dimension."""
         steps = [1, *itertools.accumulate(self.sizes, lambda step, size: step * size)]
         return dict(zip(self.names, steps, strict=False))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank, dimension -> coordinate.
+        """Coordinates of a rank, dimension -> coordinate.
 
         Raises:
             ShardingError: it is not in the grid.
         """
         if rank not in self.ranks:
             raise ShardingError(
-                f"the place of rank {rank} in {self}",
+                f"coordinates of rank {rank} in {self}",
                 found=f"ranks {self.offset} to {self.offset + self.size - 1}",
-                rule="a rank of the grid has a place",
-                fix="ask on ranks of the grid",
+                rule="only ranks of the grid have coordinates",
+                fix="call it on ranks of the grid",
             )
         return {name: (rank - self.offset) // step % self[name] for name, step in self.strides.items()}
 
     def rank_at(self, **coordinates: int) -> int:
-        """The rank at a place; 0 along dimensions that are not named.
+        """The rank at some coordinates; 0 along dimensions that are not named.
 
         Raises:
             ShardingError: a coordinate outside of the grid.
         """
         if wrong := {name: at for name, at in coordinates.items() if not 0 <= at < self[name]}:
             raise ShardingError(
-                f"the rank of {self} at {wrong}",
+                f"rank of {self} at {wrong}",
                 rule="a coordinate is below its dimension's size",
                 fix="correct the coordinate",
             )

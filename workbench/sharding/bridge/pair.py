@@ -1,11 +1,11 @@
-"""Two grids over the same ranks: what must hold between them, and which way leads across.
+"""Two grids over the same ranks: the invariants between them, and the path of the bridge.
 
 With k = max(dp_s, dp_d) / min(dp_s, dp_d), s the source and d the destination:
 
     fan-in   dp_s = k dp_d   k ranks of the source hold the samples of one rank of the destination: all-gather
-    fan-out  dp_d = k dp_s   a rank of the destination takes one of k slots of what its source rank holds: narrow
-    equal    dp_s = dp_d     it holds them already
-    general  anything else   `workbench.sharding.bridge.crossing`
+    fan-out  dp_d = k dp_s   a rank of the destination takes one of k slots of its source rank's samples: narrow
+    equal    dp_s = dp_d     each rank already holds its samples
+    general  otherwise       `workbench.sharding.bridge.crossing`
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ Lines = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class GridPair:
-    """From the layout of one module to that of another.
+    """The layouts of a bridge's two modules.
 
     Attributes:
         source: of the module whose activations cross.
         destination: of the module that reads them.
 
     Raises:
-        ShardingError: other ranks on one side than on the other; samples that would cross between ranks for no reason
-            but the order of the dimensions.
+        ShardingError: different ranks on the two sides; samples that would move between ranks only because of the
+            order of the dimensions.
     """
 
     source: Grid
     destination: Grid
 
     def __post_init__(self) -> None:
-        """Refuse what no path leads across (I1), and dims that are laid crosswise (I5)."""
+        """Check for the same ranks (I1) and nested dp slots (I5)."""
         source, destination = self.source, self.destination
-        asked = f"bridge from {source} to {destination}"
+        requested = f"bridge from {source} to {destination}"
         if source.size != destination.size or source.offset != destination.offset:
             raise ShardingError(
-                f"{asked}: same ranks (I1)",
+                f"{requested}: same ranks (I1)",
                 found=f"ranks {_span(source)} and {_span(destination)}",
                 rule="both grids have one size and one offset",
-                fix="choose sizes of one product",
+                fix="choose sizes with the same product",
             )
         if wrong := self._not_nested():
             raise ShardingError(
-                f"{asked}: nesting (I5)",
+                f"{requested}: nesting (I5)",
                 found=wrong,
-                rule="each of the more dp slots lies inside one of the fewer",
+                rule="each dp slot of the side with more lies inside one of the other side",
                 fix="let dp be the slowest dimension of both grids: tp, cp, dp",
             )
 
     def __repr__(self) -> str:
-        """Say which way leads across."""
+        """The layouts and the path."""
         return f"GridPair({self.source.words} -> {self.destination.words}: {self.path})"
 
     @property
     def ratio(self) -> int:
-        """k: slots of the side with more dp ranks for each of the other; 0 where it is no whole number."""
+        """k: dp ranks of the larger side for each of the smaller side; 0 if not an integer."""
         most, least = (f(self.source["dp"], self.destination["dp"]) for f in (max, min))
         return 0 if most % least else most // least
 
     @property
     def why_general(self) -> str:
-        """Which bound of the fast path the grids pass; "" for none."""
+        """The condition of the fast path that the grids violate; "" if none."""
         if self.source["cp"] > 1:
             return f"I3: the source shards its sequence, cp={self.source['cp']}"
         if not self.ratio:
@@ -84,7 +84,7 @@ class GridPair:
 
     @cached_property
     def gather_lines(self) -> Lines:
-        """The groups that gather along the batch, forward in a fan-in, backward in a fan-out; () elsewhere.
+        """The groups that gather along the batch, forward in a fan-in, backward in a fan-out; () otherwise.
 
         Formula: fan-in   [rank_s(dp i k + j, tp t) : j < k] for i < dp_d, t < tp_s;
                  fan-out  [rank_d(dp i k + j, tp t, cp c) : j < k] for i < dp_s, t < tp_d, c < cp_d.
@@ -102,12 +102,12 @@ class GridPair:
             for cp in range(grid["cp"])
             for tp in range(grid["tp"])
         )
-        everyone = sorted(rank for line in lines for rank in line)
-        assert everyone == list(grid.ranks), "every rank gathers in exactly one group (I7)"
+        all_ranks = sorted(rank for line in lines for rank in line)
+        assert all_ranks == list(grid.ranks), "every rank gathers in exactly one group (I7)"
         return lines
 
     def slot(self, rank: int) -> int:
-        """Which of the k slots of a batch is a rank's, on the side with more dp ranks."""
+        """Slot index of a rank, 0 to k - 1, on the side with more dp ranks."""
         side = self.source if self.path == "fan-in" else self.destination
         return side.place(rank)[0] % self.ratio
 
@@ -124,7 +124,7 @@ class GridPair:
 
 
 def least_samples(pair: GridPair) -> int:
-    """The fewest samples that both sides deal evenly."""
+    """The fewest samples that divide evenly on both sides."""
     return math.lcm(pair.source["dp"], pair.destination["dp"])
 
 

@@ -1,7 +1,7 @@
-"""A whole sequence cut for a rank: over cp by an order, then over tp in stretches (sequence parallelism).
+"""Sharding of a whole sequence: over cp by a token order, then over tp in contiguous runs (sequence parallelism).
 
-What a module does with a sequence that came whole to each of its cp ranks. Both groups are given by name, never taken
-from a default: on ranks that two modules share, each has its own.
+For a module that receives whole sequences on each of its cp ranks. Both groups are passed explicitly, never taken from
+a default: on ranks that two modules share, each module has its own groups.
 
 Letters: T tokens of the sequence | R ranks of cp | t tokens of a cp rank.
 """
@@ -24,12 +24,12 @@ _ALONE = Axis("tp")
 
 @dataclass(frozen=True)
 class SequencePartition:
-    """How a sequence lies over cp, and over tp inside of it.
+    """Sharding of a sequence over cp, and over tp within a cp shard.
 
     Attributes:
         cp: the ranks that share a sequence.
         order: one of `workbench.sharding.orders.ORDERS`.
-        tp: ranks that hold a stretch each of what cp left; one rank where they hold it whole.
+        tp: ranks that hold one contiguous run each of the cp shard; one rank if they hold it whole.
     """
 
     cp: Axis
@@ -37,23 +37,23 @@ class SequencePartition:
     tp: Axis = _ALONE
 
     def split(self, whole: Tensor, *, dim: int) -> Tensor:
-        """This rank's tokens, in its order.
+        """Return this rank's tokens, in its local order.
 
         Shapes:   [..., T, ...] -> [..., T / (cp tp), ...] along ``dim``.
         Layout:   the same on all ranks of cp and tp -> cp: sharded(T); tp: sharded(t).
-        Backward: over tp all-gathered, so that it is the same on each; over cp zero in places of other ranks, so that
-                  the sum over cp, which a bridge takes, is whole.
+        Backward: all-gathered over tp, so that it is the same on each rank; over cp zero at positions of other ranks,
+                  so that the sum over cp, which a bridge computes, is complete.
         Raises:   ShardingError: a length that does not divide (I13).
         """
         tokens = whole.shape[dim]
         positions_t = owned(self.order, tokens, self.cp.size)[self.cp.rank].to(whole.device)
-        mine = whole.index_select(dim, positions_t) if self.cp.size > 1 else whole
+        local = whole.index_select(dim, positions_t) if self.cp.size > 1 else whole
         check_stretches(tokens, self.cp.size, self.tp.size)
-        return slice_gather(mine, self.tp, dim=dim)
+        return slice_gather(local, self.tp, dim=dim)
 
 
 def check_stretches(tokens: int, cp: int, tp: int) -> None:
-    """Refuse tokens of a cp rank that tp ranks cannot share evenly.
+    """Raise if tp does not divide the tokens of a cp rank.
 
     Raises:
         ShardingError: they do not divide (I13).
@@ -69,7 +69,7 @@ def check_stretches(tokens: int, cp: int, tp: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def owned(order: str, tokens: int, cp: int) -> Tensor:
-    """[R, t] positions of a sequence that each cp rank holds, in its order; on the host, not to be written to.
+    """[R, t] positions of a sequence on each cp rank, in its local order; on the host, cached, read-only.
 
     Raises:
         ShardingError: an unknown order, or a length that does not divide.

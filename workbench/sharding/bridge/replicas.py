@@ -1,6 +1,6 @@
-"""Whether replicas hold the same, measured: a projection of each, in one small collective.
+"""Replica check: compares a projection of each replica's values, in one small collective.
 
-A share's replicas are believed to be equal everywhere else; a gradient that is still partial over tp, or dropout that
+All other code assumes that a share's replicas are equal; a gradient that is still partial over tp, or dropout that
 differs by rank, would otherwise only show as a wrong encoder.
 
 Letters: t rows of a rank | R ranks.
@@ -18,11 +18,11 @@ from workbench.sharding.collectives import gather_equal
 from workbench.sharding.mesh import Axis
 
 BAR = 1e-3
-"""Of the norm. Kernels whose sums have no order differ by rounding; a part is off by about 1."""
+"""Relative to the norm. Nondeterministic kernels differ by rounding; a partial sum differs by about 1."""
 
 
 def hold_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> None:
-    """Refuse replicas that differ, and values where the side says that none come from. Collective.
+    """Raise if replicas differ, or rows whose gradient must be zero here are nonzero. Collective.
 
     Raises:
         ShardingError: the same on every rank, with the ranks that differ.
@@ -33,31 +33,31 @@ def hold_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> No
     weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device).view_as(flat)
     stray = flat[((share.tokens_t != PADDING) & ~share.answered_t).to(flat.device)]
     kind = flat.new_tensor([width, torch.finfo(values_tD.dtype).eps])
-    mine = torch.cat([torch.stack([(flat * weights).sum(), flat.norm(), stray.norm()]), kind])
-    everyone = gather_equal(mine, axis).tolist()
-    kinds = {(int(wide), eps) for *_, wide, eps in everyone}
+    local = torch.cat([torch.stack([(flat * weights).sum(), flat.norm(), stray.norm()]), kind])
+    gathered = gather_equal(local, axis).tolist()
+    kinds = {(int(wide), eps) for *_, wide, eps in gathered}
     if len(kinds) > 1:
         raise ShardingError(
             f"bridge: {what}",
             found=f"rows of {' and '.join(str(wide) for wide, _ in sorted(kinds))} "
             f"numbers, in {len({eps for _, eps in kinds})} precision(s)",
-            rule="all ranks bring rows of one width and dtype",
+            rule="all ranks pass rows of one width and dtype",
             fix="cast before the bridge",
         )
-    if astray := [rank for rank, (_, norm, stray_norm, *_) in enumerate(everyone) if stray_norm > 0]:
+    if nonzero := [rank for rank, (_, norm, stray_norm, *_) in enumerate(gathered) if stray_norm > 0]:
         raise ShardingError(
             f"bridge: {what}",
-            found=f"something other than zero on rank(s) {astray} in rows that are another cp rank's",
-            rule="where a plan says who uses a token, nobody else does",
-            fix="give connect no order, and every rank's gradient is summed",
+            found=f"something other than zero on rank(s) {nonzero} in rows that are another cp rank's",
+            rule="with an order, only the rank that owns a token uses it",
+            fix="pass connect no order, and every rank's gradient is summed",
         )
     for one in side.shares:
-        first, largest = everyone[one.ranks[0]][0], max(everyone[rank][1] for rank in one.ranks)
-        if differ := [rank for rank in one.ranks if not abs(everyone[rank][0] - first) <= BAR * largest]:
+        first, largest = gathered[one.ranks[0]][0], max(gathered[rank][1] for rank in one.ranks)
+        if differ := [rank for rank in one.ranks if not abs(gathered[rank][0] - first) <= BAR * largest]:
             raise ShardingError(
                 f"bridge: {what}",
                 found=f"rank(s) {differ} differ from rank {one.ranks[0]} by more than {BAR:g} of the norm",
-                rule=f"ranks {', '.join(map(str, one.ranks))} hold the same",
+                rule=f"ranks {', '.join(map(str, one.ranks))} hold equal values",
                 fix="complete sums over tp before the bridge: the gradient at the "
                 "input of the destination, the output of the source",
             )

@@ -1,8 +1,8 @@
-"""Who holds which tokens on one side of a bridge: shares, each of some ranks that hold the same.
+"""Token assignment on one side of a bridge: shares, each of some ranks that hold the same tokens.
 
 Tokens (rows of an activation) have numbers that all ranks know. A rank's share is a list of them, in the order of its
-rows; `PADDING` is a row without a token. Ranks of one share are replicas: they compute the same from the same, so that
-at a source each needs the whole gradient, and at a destination each brings the same gradient, which counts once.
+rows; `PADDING` is a row without a token. Ranks of one share are replicas: they compute the same from the same inputs,
+so at a source each needs the whole gradient, and at a destination each has the same gradient, which counts once.
 
 Letters: t rows of a rank.
 """
@@ -26,12 +26,12 @@ from workbench.sharding.mesh import Axis
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """What some ranks hold alike.
+    """The tokens that some ranks, replicas of each other, hold.
 
     Attributes:
-        ranks: numbers within the axis of the bridge, ascending.
+        ranks: indices within the axis of the bridge, ascending.
         tokens_t: [t] long, on the host.
-        answers_t: [t] bool; at a destination, the rows of which a gradient may come from here. None: all.
+        answers_t: [t] bool; at a destination, rows whose gradient may be nonzero here. None: all.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class Share:
 
     @property
     def answered_t(self) -> Tensor:
-        """[t] bool: rows that are a token and answer for it."""
+        """[t] bool: rows with a token whose gradient this share returns."""
         real_t = self.tokens_t != PADDING
         return real_t if self.answers_t is None else real_t & self.answers_t
 
@@ -59,24 +59,24 @@ class Side:
     shares: tuple[Share, ...]
 
     def __post_init__(self) -> None:
-        """Refuse ranks that are lost or counted twice."""
-        everyone = sorted(rank for share in self.shares for rank in share.ranks)
-        if everyone != list(range(len(everyone))) or not everyone:
+        """Raise if a rank is missing or in two shares."""
+        all_ranks = sorted(rank for share in self.shares for rank in share.ranks)
+        if all_ranks != list(range(len(all_ranks))) or not all_ranks:
             raise ShardingError(
                 f"one side of a bridge: {len(self.shares)} shares",
-                found=f"ranks {everyone[:16]}",
+                found=f"ranks {all_ranks[:16]}",
                 rule="every rank from 0 on is in exactly one share",
                 fix="give a rank that holds nothing a share without tokens",
             )
 
     @cached_property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return sum(len(share.ranks) for share in self.shares)
 
     @cached_property
     def number_of(self) -> tuple[int, ...]:
-        """The number of the share of each rank."""
+        """Index of each rank's share."""
         numbers = {rank: number for number, share in enumerate(self.shares) for rank in share.ranks}
         return tuple(numbers[rank] for rank in range(self.size))
 
@@ -87,11 +87,11 @@ class Side:
 
 
 def sharded(grid: Grid, tokens_of: Callable[[int, int, int], Tensor], *, over_tp: bool = False) -> Side:
-    """Tokens dealt over dp and cp; tp ranks are replicas, or tokens are dealt over them too.
+    """Build a side with tokens sharded over dp and cp; tp ranks are replicas, or tokens are sharded over them too.
 
     Args:
         grid: the layout.
-        tokens_of: (dp, cp, tp) to the tokens of that place; tp is 0 where its ranks are replicas.
+        tokens_of: (dp, cp, tp) to the tokens of these coordinates; tp is 0 if its ranks are replicas.
         over_tp: tp ranks hold different tokens (sequence parallelism).
     """
     shares = []
@@ -108,12 +108,12 @@ def sharded(grid: Grid, tokens_of: Callable[[int, int, int], Tensor], *, over_tp
 def whole(
     grid: Grid, tokens_of: Callable[[int], Tensor], answers_of: Callable[[int, int], Tensor] | None = None
 ) -> Side:
-    """Tokens dealt over dp; every cp rank gets all of its dp rank's and uses them differently.
+    """Build a side with tokens sharded over dp; every cp rank holds all of its dp rank's and uses them differently.
 
     Args:
         grid: the layout of a destination.
-        tokens_of: dp to the tokens of that place.
-        answers_of: (dp, cp) to the rows whose gradient may be anything but zero on that cp rank; None: all.
+        tokens_of: dp to the tokens of that coordinate.
+        answers_of: (dp, cp) to the rows whose gradient may be nonzero on that cp rank; None: all.
     """
     return Side(
         tuple(
@@ -124,35 +124,35 @@ def whole(
 
 
 def declare(tokens_t: Tensor, axis: Axis, *, alike: int) -> Side:
-    """A side of which each rank knows its own rows. Collective over the axis; any rank may hold none.
+    """Build a side from each rank's own rows. Collective over the axis; a rank may hold none.
 
     Args:
-        tokens_t: [t] numbers of the tokens that this rank holds.
+        tokens_t: [t] numbers of this rank's tokens.
         axis: all ranks of the bridge.
         alike: the same number on replicas, and on no other rank.
 
     Raises:
-        ShardingError: ranks that say they are alike, and hold different tokens.
+        ShardingError: declared replicas that hold different tokens.
     """
-    mine = tokens_t.detach().long()
-    held = [one.cpu() for one in all_gather(mine, axis)]
-    labels = torch.cat(all_gather(mine.new_tensor([alike]), axis)).tolist()
+    local_t = tokens_t.detach().long()
+    tokens_of = [one.cpu() for one in all_gather(local_t, axis)]
+    labels = torch.cat(all_gather(local_t.new_tensor([alike]), axis)).tolist()
     shares: dict[int, list[int]] = {}
     for rank, label in enumerate(labels):
         first = shares.setdefault(label, [])
-        if first and not torch.equal(held[first[0]], held[rank]):
+        if first and not torch.equal(tokens_of[first[0]], tokens_of[rank]):
             raise ShardingError(
                 f"ranks {first[0]} and {rank} as replicas (alike = {label})",
-                found=f"{len(held[first[0]])} and {len(held[rank])} rows, not of the same tokens",
+                found=f"{len(tokens_of[first[0]])} and {len(tokens_of[rank])} rows, not of the same tokens",
                 rule="replicas hold the same tokens in the same order",
                 fix="give ranks that hold different tokens different numbers",
             )
         first.append(rank)
-    return Side(tuple(Share(tuple(ranks), held[ranks[0]]) for ranks in shares.values()))
+    return Side(tuple(Share(tuple(ranks), tokens_of[ranks[0]]) for ranks in shares.values()))
 
 
 def blocks(total: int, parts: int) -> list[tuple[int, int]]:
-    """(begin, end) of so many things in order over so many parts, as evenly as they go; the first parts get more.
+    """(begin, end) of each of ``parts`` parts of ``total`` items, as even as possible; the first parts are larger.
 
     Example:
         >>> blocks(5, 3)
@@ -163,16 +163,16 @@ def blocks(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def stacked(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, end) of stretches of given lengths, one after another."""
+    """(begin, end) of consecutive ranges of given lengths."""
     edges = [sum(counts[:number]) for number in range(len(counts) + 1)]
     return list(itertools.pairwise(edges))
 
 
 def numbers(samples: tuple[int, int], tokens: int, positions_t: Tensor) -> Tensor:
-    """Numbers of some positions of samples [begin, end), sample after sample; sample b has b * tokens and on."""
+    """Token numbers of some positions of samples [begin, end); sample b starts at b * tokens."""
     return (torch.arange(*samples)[:, None] * tokens + positions_t).flatten()
 
 
 def _ranks(grid: Grid, dp: int, cp: int) -> tuple[int, ...]:
-    """Numbers within the grid of the tp ranks at a place."""
+    """Indices within the grid of the tp ranks at (dp, cp)."""
     return tuple(grid.rank_at(dp=dp, cp=cp, tp=tp) - grid.offset for tp in range(grid["tp"]))

@@ -1,4 +1,4 @@
-"""Who sends what to whom across a bridge, counted without any rank: for drawings, and for bytes.
+"""Traffic across a bridge, rank by rank, computed without running ranks: for diagrams and byte counts.
 
 Letters: R ranks, numbered within the grids.
 """
@@ -27,8 +27,8 @@ class Step:
 
     Attributes:
         direction: forward or backward.
-        name: what it does.
-        rows_RR: [R, R] rows from rank to rank; what stays on a rank is on the diagonal.
+        name: of the operation.
+        rows_RR: [R, R] rows from rank to rank; local rows are on the diagonal.
     """
 
     direction: Direction
@@ -37,20 +37,20 @@ class Step:
 
     @property
     def between(self) -> Tensor:
-        """[R, R] rows that leave their rank."""
+        """[R, R] rows sent between different ranks."""
         return self.rows_RR - torch.diag(self.rows_RR.diagonal())
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What travels when an activation crosses.
+    """Communication of one activation across a bridge.
 
     Attributes:
         pair: the grids.
-        delivery: what the destination gets.
+        delivery: what the destination receives.
         route: the path, and the samples of each dp rank of the source.
         tokens: of each sequence.
-        sides: who holds which tokens before and after.
+        sides: tokens of each rank before and after.
         steps: the exchanges, in order, forward and then backward.
     """
 
@@ -71,22 +71,22 @@ class Traffic:
         tokens: int | None = None,
         general: bool = False,
     ) -> Traffic:
-        """Count it.
+        """Count rows and exchanges.
 
         Args:
             pair: the grids.
-            delivery: what the destination gets; None: whole sequences.
-            samples: of each dp rank of the source; None: the fewest that both sides deal evenly.
-            tokens: of each sequence; None: the fewest that any order here cuts.
-            general: by the general path, whatever the bounds of the fast one.
+            delivery: what the destination receives; None: whole sequences.
+            samples: of each dp rank of the source; None: the fewest that divide evenly on both sides.
+            tokens: of each sequence; None: the fewest that every order can split.
+            general: use the general path even if the fast path applies.
 
         Raises:
-            ShardingError: what `connect` and `Bridge.cross` refuse.
+            ShardingError: as `connect` and `Bridge.cross`.
         """
         how = delivery or Delivery()
         check_delivery(pair, how)
         dp = pair.source["dp"]
-        held = [least_samples(pair) // dp] * dp if samples is None else list(samples)
+        counts = [least_samples(pair) // dp] * dp if samples is None else list(samples)
         if tokens is None:
             tokens = (
                 2
@@ -94,9 +94,9 @@ class Traffic:
                 * pair.destination["cp"]
                 * (pair.destination["tp"] if how.sequence_parallel else 1)
             )
-        route, sides = route_of(pair, how, held), sides_of(pair, how, held, tokens)
+        route, sides = route_of(pair, how, counts), sides_of(pair, how, counts, tokens)
         if general and not route.why:
-            route = Route(route.samples, "general", "as asked")
+            route = Route(route.samples, "general", "as requested")
         if route.path == "general":
             crossing = Crossing.make(*sides)
             steps = (
@@ -104,16 +104,16 @@ class Traffic:
                 Step("backward", "exchange of gradients of distinct consumers", crossing.backward_RR),
             )
         else:
-            steps = _of_fast_path(pair, how, held[0] * tokens)
+            steps = _of_fast_path(pair, how, counts[0] * tokens)
         return cls(pair, how, route, tokens, sides, steps)
 
     def received_bytes(self, direction: Direction, row_bytes: int) -> int:
-        """The most that a rank gets from others in one direction, for rows of so many bytes."""
+        """Maximum bytes that a rank receives from others in one direction, for rows of ``row_bytes``."""
         rows = sum(step.between.sum(0) for step in self.steps if step.direction == direction)
         return int(torch.as_tensor(rows).max() * row_bytes)
 
     def __repr__(self) -> str:
-        """Say which way leads across."""
+        """The layouts, the path and its reason, and the size."""
         why = f" ({self.route.why})" if self.route.why else ""
         return (
             f"Traffic({self.pair.source.words} -> {self.pair.destination.words}: {self.route.path}{why}; "
@@ -121,7 +121,7 @@ class Traffic:
         )
 
     def drawing(self) -> str:
-        """The two sides rank by rank, and a table of rows for each exchange, as text.
+        """Text diagram: both sides rank by rank, and a table of rows for each exchange.
 
         Example:
             >>> from workbench.sharding.bridge.grid import Grid
@@ -134,8 +134,8 @@ class Traffic:
                0       2
                1   2
         """
-        wide = [("rank", 6), ("source", 17), ("holds", 14), ("destination", 17), ("gets", 0)]
-        lines = ["".join(f"{name:<{width}}" for name, width in wide).rstrip()]
+        columns = [("rank", 6), ("source", 17), ("holds", 14), ("destination", 17), ("gets", 0)]
+        lines = ["".join(f"{name:<{width}}" for name, width in columns).rstrip()]
         for rank in range(self.pair.source.size):
             before, after = (
                 place_words(grid.place(rank + grid.offset)) for grid in (self.pair.source, self.pair.destination)
@@ -156,42 +156,42 @@ class Traffic:
         return "\n".join(lines)
 
     def held_words(self, side: Side, rank: int) -> str:
-        """The samples of a rank, and which of their tokens if it has not all of them."""
+        """The samples of a rank, with token positions if it holds only some of them."""
         share = side.share_of[rank]
         tokens_t = share.tokens_t[share.tokens_t != PADDING]
         samples = sorted(set((tokens_t // self.tokens).tolist()))
         places = (tokens_t[tokens_t // self.tokens == samples[0]] % self.tokens).tolist() if samples else []
-        words = ", ".join(map(str, samples[:4])) + (" ..." if len(samples) > 4 else "")
+        text = ", ".join(map(str, samples[:4])) + (" ..." if len(samples) > 4 else "")
         if not samples or len(places) == self.tokens:
-            return words or "-"
-        return f"{words}: {', '.join(map(str, places[:8]))}" + (" ..." if len(places) > 8 else "")
+            return text or "-"
+        return f"{text}: {', '.join(map(str, places[:8]))}" + (" ..." if len(places) > 8 else "")
 
 
 def place_words(place: tuple[int, int, int]) -> str:
-    """A place as dp, cp and tp."""
+    """Format (dp, cp, tp) coordinates."""
     return " ".join(f"{name}{at}" for name, at in zip(("dp", "cp", "tp"), place, strict=True))
 
 
-def _of_fast_path(pair: GridPair, how: Delivery, held: int) -> tuple[Step, ...]:
-    """The collectives of a fan-in, a fan-out or an equal one, for so many rows at a rank of the source."""
+def _of_fast_path(pair: GridPair, how: Delivery, source_rows: int) -> tuple[Step, ...]:
+    """Collectives of a fan-in, fan-out or equal path, for the number of rows on a source rank."""
     steps, cp = [], pair.destination["cp"]
-    got = {"fan-in": held * pair.ratio, "fan-out": held // pair.ratio, "equal": held}[pair.path]
+    rows = {"fan-in": source_rows * pair.ratio, "fan-out": source_rows // pair.ratio, "equal": source_rows}[pair.path]
     if pair.path == "fan-in":
-        steps.append(_among(pair, "forward", "all-gather along the batch", pair.gather_lines, held))
+        steps.append(_among(pair, "forward", "all-gather along the batch", pair.gather_lines, source_rows))
     if cp > 1:
         lines = pair.destination.lines("cp")
         steps.append(
-            _among(pair, "backward", "all-reduce over cp", lines, 2 * got // cp)
+            _among(pair, "backward", "all-reduce over cp", lines, 2 * rows // cp)
             if how.order is None
-            else _among(pair, "backward", "all-gather over cp of the tokens that each used", lines, got // cp)
+            else _among(pair, "backward", "all-gather over cp of the tokens that each used", lines, rows // cp)
         )
     if pair.path == "fan-out":
-        steps.append(_among(pair, "backward", "all-gather along the batch", pair.gather_lines, got))
+        steps.append(_among(pair, "backward", "all-gather along the batch", pair.gather_lines, rows))
     return tuple(steps)
 
 
 def _among(pair: GridPair, direction: Direction, name: str, lines: Lines, rows: int) -> Step:
-    """Everyone in a line sends so many rows to everyone else in it."""
+    """Every rank of a line sends that many rows to every other rank of it."""
     rows_RR = torch.zeros(pair.source.size, pair.source.size, dtype=torch.int64)
     for line in lines:
         inside = torch.tensor(line) - pair.source.offset

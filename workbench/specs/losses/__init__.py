@@ -1,6 +1,6 @@
-"""Settings of losses. A name picks a preset, and keys that are given next to it win over the preset's.
+"""Settings of losses. A name selects a preset, and keys given next to it override the preset's.
 
-The settings of each surrogate stand in the module that has the name of its mathematics in `workbench.losses`.
+The settings of each surrogate are in the module named like that of its mathematics in `workbench.losses`.
 """
 
 from workbench.specs.losses.correction import CORRECTIONS as CORRECTIONS

@@ -1,4 +1,4 @@
-"""What all settings of a loss share."""
+"""Base classes of the settings of a loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 LOCAL_STATISTICS = ("micro_batch", "packing", "dp", "cp")
-"""What no longer leaves the loss unchanged once a number is taken over the tokens that one rank happens to hold."""
+"""Invariants that break if a statistic is taken over the local tokens of one rank."""
 
 
 class Settings(BaseModel):
@@ -22,13 +22,13 @@ def above(low: float | None, high: float | None) -> bool:
 
 
 class Surrogate(Settings):
-    """The policy term: one subclass a kind, with the parameters of its function of the same kind in `workbench.losses`.
+    """The policy term: one subclass per kind, with the parameters of the function of that kind in `workbench.losses`.
 
     Attributes:
-        breaks: invariance laws that it breaks by definition.
-        needs_pairs: it compares the two documents of a group, which must then lie in one row.
-        reads_advantages: its value moves with the advantages.
-        has_sequence_weight: a correction may enter as part of its weight of a document.
+        breaks: invariants that it breaks by definition.
+        needs_pairs: it compares the two documents of a group, which must then be in one row.
+        reads_advantages: its value depends on the advantages.
+        has_sequence_weight: a correction may enter as a factor of its document weight.
     """
 
     breaks: ClassVar[tuple[str, ...]] = ()
@@ -47,16 +47,16 @@ class Surrogate(Settings):
 
     @property
     def ratio_level(self) -> str:
-        """Over what the ratio is a geometric mean: "token", "document" or "segment"."""
+        """The unit of tokens whose geometric mean is the ratio: "token", "document" or "segment"."""
         return self.get("level") or ("document" if self.documents_by_definition else "token")
 
     @property
     def ratio_anchor(self) -> str:
-        """Whose log-probabilities stand in the denominator of the ratio."""
+        """The policy in the denominator of the ratio."""
         return self.get("anchor") or "old"
 
     def get(self, name: str) -> Any:
-        """A parameter, or None if this kind has none of that name."""
+        """Return a parameter, or None if this kind has none of that name."""
         return self.parameters.get(name)
 
 
@@ -64,4 +64,4 @@ class Anchored(Surrogate):
     """A surrogate with a ratio."""
 
     anchor: Literal["old", "sampler"] = "old"
-    """Whose log-probabilities stand in the denominator of the ratio."""
+    """The policy in the denominator of the ratio."""

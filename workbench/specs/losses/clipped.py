@@ -14,9 +14,9 @@ class PPO(Anchored):
 
     kind: Literal["ppo"] = "ppo"
     clip_low: float = Field(0.2, ge=0)
-    """Length from 1 down to the lower clip bound of the ratio."""
+    """Distance from 1 down to the lower clip bound of the ratio."""
     clip_high: float = Field(0.2, ge=0)
-    """Length from 1 up to the upper clip bound of the ratio."""
+    """Distance from 1 up to the upper clip bound of the ratio."""
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with negative advantage loses its gradient; None: never."""
     delta: float | None = Field(None, gt=0)

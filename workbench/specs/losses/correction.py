@@ -29,23 +29,23 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "opsm": {"opsm_threshold": 1e-4},
     "m2po": {"m2_threshold": 0.04},
 }
-"""Kind of correction -> the settings that it stands for; every setting given beside the kind wins."""
+"""Kind of correction -> its settings; settings given next to the kind override them."""
 
 GateStatistic = Literal["ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl"]
 GateLevel = Literal["token", "document_mean", "document_sum", "document_max", "document_min"]
 
 
 class GateSpec(Settings):
-    """Which tokens stay: those for which a statistic of old against sampler lies between two values."""
+    """A gate: it keeps tokens for which a statistic of old against sampler is between two values."""
 
     statistic: GateStatistic
     """See `CorrectionSpec.gate`."""
     level: GateLevel = "token"
     """See `CorrectionSpec.gate_level`."""
     low: float | None = None
-    """Smallest value that is kept; None: any."""
+    """Smallest value that passes; None: any."""
     high: float | None = None
-    """Greatest value that is kept; None: any."""
+    """Greatest value that passes; None: any."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> GateSpec:
@@ -57,10 +57,10 @@ class GateSpec(Settings):
 
 
 class CorrectionSpec(Settings):
-    """What is done about tokens that the sampler and the old policy rate differently.
+    """The correction for tokens with different probabilities under the sampler and the old policy.
 
-    A detached weight on the policy term, and gates that take tokens out of it. The kind fills in settings; what is
-    stored is all of them. Formulas: `workbench.losses.corrections`.
+    A detached weight on the policy term, and gates that reject tokens. The kind fills in settings; all of them are
+    stored. Formulas: `workbench.losses.corrections`.
     """
 
     kind: Literal[
@@ -77,13 +77,13 @@ class CorrectionSpec(Settings):
         "opsm",
         "m2po",
     ] = "none"
-    """Settings by their name in the field; those given beside it win."""
+    """A named set of settings; those given next to it override them."""
     ratio: Literal["none", "token", "segment_mean", "document_mean", "document_sum", "given", "given_document_mean"] = (
         "none"
     )
-    """Over what log(old / sampler) is gathered in the weight. The sum is the likelihood ratio of the document, the
-    mean its geometric mean: two numbers that differ by e^length, both called sequence-level elsewhere. given: the
-    weight came with the batch; given_document_mean: the geometric mean of those over the document."""
+    """The reduction of log(old / sampler) in the weight. The sum is the likelihood ratio of the document, the mean its
+    geometric mean: two numbers that differ by e^length, both called sequence-level elsewhere. given: the weight is a
+    field of the batch; given_document_mean: the geometric mean of those over the document."""
     given_epsilon: float = Field(0.0, ge=0)
     """given_document_mean: added to a weight before its log."""
     ratio_low: float | None = Field(None, ge=0)
@@ -91,67 +91,67 @@ class CorrectionSpec(Settings):
     ratio_high: float | None = Field(None, gt=0)
     """Upper bound of the weight; None: none."""
     outside: Literal["truncate", "zero"] = "truncate"
-    """What a weight outside its bounds becomes: the bound, or 0 (the token is rejected)."""
+    """A weight outside its bounds is set to the bound, or to 0 (the token is rejected)."""
     log_clamp: float | None = Field(None, gt=0)
-    """Bound of the weight's absolute log, as gathered, before it is a weight, and of a token's |log(old / sampler)| in
-    a gate; None: none."""
+    """Bound of the weight's absolute log, after its reduction, and of a token's |log(old / sampler)| in a gate; None:
+    none."""
     normalize: bool = False
     """Divide weights by their mean: over trained tokens, or over documents for a ratio of documents."""
     mean_epsilon: float = Field(0.0, ge=0)
-    """normalize: added to the trained tokens that a mean divides by."""
+    """normalize: added to the trained tokens in the denominator of a mean."""
     gate: Literal["none", "ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl"] = "none"
-    """By which statistic of old against sampler tokens are rejected; none: no gate. ratio: old / sampler; k1: its
+    """The statistic of old against sampler by which tokens are rejected; none: no gate. ratio: old / sampler; k1: its
     negative log; k2: half the squared log; k3: ratio - 1 - log ratio; inverse_k3: that of sampler / old; binary_kl:
     KL divergence between "this token" and "another token", the greater of both directions."""
     gate_level: GateLevel = "token"
-    """Over what the statistic is gathered; the ratio's in logs. A document is kept or rejected whole."""
+    """The reduction of the statistic; of a ratio in logs. Documents are kept or rejected as a whole."""
     gate_low: float | None = None
-    """Smallest value that is kept; None: any."""
+    """Smallest value that passes; None: any."""
     gate_high: float | None = None
-    """Greatest value that is kept; None: any."""
+    """Greatest value that passes; None: any."""
     further_gates: tuple[GateSpec, ...] = ()
-    """Gates beside the first; a token must pass all."""
+    """Gates in addition to the first; a token must pass all."""
     gate_action: Literal["reject", "truncate"] = "reject"
-    """What happens beyond the gate: the token is rejected, or its weight is put within ratio_low and ratio_high, which
-    then bound no other token's."""
+    """Effect of a failed gate: the token is rejected, or its weight is clamped to ratio_low and ratio_high, which then
+    bound no other token's."""
     surrogate_over: Literal["trained", "kept"] = "trained"
-    """Over which tokens of a document the surrogate's own ratio and advantage are means: all that train, or those that
-    are kept."""
+    """The tokens over which the surrogate's own document ratio and advantage are means: all trained ones, or those
+    kept."""
     unsampled: Literal["as_given", "drop"] = "as_given"
-    """What a sampler log-probability above 0 means: itself, or that the sampler did not draw the token, which is then
-    rejected and enters no ratio of a document."""
+    """Meaning of a sampler log-probability above 0: its value, or that the sampler did not draw the token, which is
+    then rejected and left out of the ratio of its document."""
     enters: Literal["value", "sequence_weight"] = "value"
-    """Where the weight acts: it multiplies the token's value, or its log is added to that of vespo's sequence weight, a
-    document's weight once and the weights of tokens each."""
+    """The weight multiplies the token's value, or its log is added to that of vespo's sequence weight: a document's
+    weight once, the weights of tokens each."""
     unscored: Literal["spread", "neutral"] = "spread"
-    """What a sampler log-probability that is NaN does: it makes the loss NaN, where it is seen, or the token has the
-    weight 1 and is no distance from the sampler in opsm_threshold."""
+    """Effect of a sampler log-probability of NaN: the loss becomes NaN, which is visible, or the token has the weight 1
+    and does not count as distant from the sampler in opsm_threshold."""
     opsm_threshold: float | None = None
     """Reject tokens with negative advantage in documents whose mean of (anchor - policy) is above this; None: none."""
     opsm_anchor: Literal["sampler", "old"] = "sampler"
-    """Whose log-probabilities opsm_threshold compares the live policy with."""
+    """The policy with which opsm_threshold compares the live policy."""
     m2_threshold: float | None = Field(None, ge=0)
     """Reject the tokens with the greatest squared log(old / sampler) until the mean of the others is at most this;
     None: none."""
     population: Literal["step", "micro_batch"] = "step"
-    """Over which tokens normalize and m2_threshold look: the whole optimizer step, or what a rank holds at a time."""
+    """The tokens of normalize and m2_threshold: the whole optimizer step, or a rank's tokens of one micro-batch."""
     denominator: Literal["original", "survivors", "gated"] = "original"
-    """Whether rejected tokens still count in the denominator of the loss: all, none, or, with gated, those that pass
-    the gates though their weight is 0."""
+    """Rejected tokens in the denominator of the loss: all count, none, or, with gated, those that pass the gates but
+    have a weight of 0."""
 
     @model_validator(mode="before")
     @classmethod
-    def _settings_of_the_kind(cls, value: Any) -> Any:
+    def _apply_kind(cls, value: Any) -> Any:
         if not isinstance(value, Mapping) or value.get("kind", "none") not in CORRECTIONS:
-            return value  # the field itself says which kinds there are
+            return value  # the error of the field itself lists the kinds
         return {**CORRECTIONS[value.get("kind", "none")], **value}
 
     @model_validator(mode="after")
-    def _settings_are_used(self) -> CorrectionSpec:
+    def _check_settings(self) -> CorrectionSpec:
         bounds = self.ratio_low is not None or self.ratio_high is not None
         gates = self.gate_low is not None or self.gate_high is not None
         local = self.population == "micro_batch"
-        broken = (
+        rules = (
             (
                 self.ratio == "none" and (bounds or self.outside != "truncate" or self.normalize),
                 "ratio_low, ratio_high, outside and normalize are about a weight; name its ratio (token, segment_mean, "
@@ -174,7 +174,7 @@ class CorrectionSpec(Settings):
             (bool(self.mean_epsilon) and not self.normalize, "mean_epsilon is about normalize"),
             (
                 bool(self.further_gates) and self.gate == "none",
-                "further_gates stand beside a first one; name it in gate",
+                "further_gates need a first one; name it in gate",
             ),
             (
                 self.denominator == "gated" and (self.gate == "none" or self.gate_action != "reject"),
@@ -187,8 +187,7 @@ class CorrectionSpec(Settings):
             ),
             (
                 self.gate_action == "truncate" and not (bounds and self.outside == "truncate"),
-                "gate_action: truncate puts a weight within ratio_low and ratio_high; give one, and leave outside "
-                "alone",
+                "gate_action: truncate clamps a weight to ratio_low and ratio_high; give one, and leave outside unset",
             ),
             (self.surrogate_over == "kept" and not self.rejects, "surrogate_over: kept, but nothing rejects a token"),
             (self.gate != "none" and not gates, "a gate needs gate_low or gate_high"),
@@ -202,7 +201,7 @@ class CorrectionSpec(Settings):
             (
                 self.denominator == "survivors" and self.opsm_threshold is not None,
                 "denominator: survivors with opsm_threshold: survivors are counted on the whole step before it is "
-                "split, and opsm looks at the live policy, which says nothing before the forward pass; use original",
+                "split, and opsm needs the live policy, which is not known before the forward pass; use original",
             ),
             (
                 self.denominator == "survivors" and local and self.m2_threshold is not None,
@@ -210,14 +209,14 @@ class CorrectionSpec(Settings):
                 "use population: step",
             ),
         )
-        for wrong, rule in broken:
-            if wrong:
+        for violated, rule in rules:
+            if violated:
                 raise ValueError(rule)
         return self
 
     @property
     def rejects(self) -> bool:
-        """Whether a token may be taken out altogether."""
+        """True if tokens may be rejected."""
         return (
             self.outside == "zero"
             or (self.gate != "none" and self.gate_action == "reject")
@@ -236,7 +235,7 @@ class CorrectionSpec(Settings):
 
     @property
     def acts(self) -> bool:
-        """Whether there is anything to do."""
+        """True if the correction has any effect."""
         return self.ratio != "none" or self.gate != "none" or self.rejects
 
     @property
@@ -245,10 +244,10 @@ class CorrectionSpec(Settings):
 
     @property
     def needs_step_statistics(self) -> bool:
-        """Whether `workbench.losses.corrections.step_statistics` must be handed to the loss."""
+        """True if the loss needs `workbench.losses.corrections.step_statistics`."""
         return self._has_statistics and self.population == "step"
 
     @property
     def breaks(self) -> tuple[str, ...]:
-        """Invariance laws that the correction breaks by definition."""
+        """Invariants that the correction breaks by definition."""
         return LOCAL_STATISTICS if self._has_statistics and self.population == "micro_batch" else ()

@@ -16,9 +16,9 @@ class ClipCov(Anchored):
 
     kind: Literal["clip_cov"] = "clip_cov"
     clip_low: float = Field(0.2, ge=0)
-    """Length from 1 down to the lower clip bound of the ratio."""
+    """Distance from 1 down to the lower clip bound of the ratio."""
     clip_high: float = Field(0.2, ge=0)
-    """Length from 1 up to the upper clip bound of the ratio."""
+    """Distance from 1 up to the upper clip bound of the ratio."""
     cov_fraction: float = Field(2e-4, ge=0, le=1)
     """Share of this micro-batch's tokens that is selected."""
     cov_low: float = 1.0

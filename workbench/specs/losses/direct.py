@@ -38,13 +38,13 @@ class CISPO(Anchored):
 
     kind: Literal["cispo"] = "cispo"
     bounds: Literal["relative", "absolute"] = "relative"
-    """Whether clip_low and clip_high are lengths from 1 or the bounds themselves."""
+    """clip_low and clip_high are distances from 1, or the bounds themselves."""
     clip_low: float | None = Field(None, ge=0)
     """Lower clip of the ratio; None: none."""
     clip_high: float = Field(4.0, ge=0)
     """Upper clip of the ratio."""
     level: Literal["token", "document", "segment"] = "token"
-    """Over what the ratio is a geometric mean: the token's own, the document, or each unbroken run of its trained
+    """Unit of the ratio: the token, or the geometric mean over the document or over each unbroken run of its trained
     tokens."""
     log_clamp: float | None = Field(None, gt=0)
     """Bound of |log ratio|; the weight of a token beyond it is the bound's. None: none."""

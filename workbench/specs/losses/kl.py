@@ -19,29 +19,29 @@ class KLSpec(Settings):
     against: Literal["ref", "sampler", "old"] = "ref"
     """The other policy."""
     gradient: Literal["path", "score", "straight_through"] = "path"
-    """path: of the estimate itself; score: with the gradient of sampling in it, too (that of an expectation under the
-    policy); straight_through: that of k2, whatever the estimate."""
+    """path: of the estimate itself; score: including the gradient of sampling (that of an expectation under the
+    policy); straight_through: that of k2, for any estimate."""
     importance: Literal["none", "old", "sampler"] = "none"
-    """Multiply the estimate with policy / old or policy / sampler, because that policy drew the tokens."""
+    """Multiply the estimate by policy / old or policy / sampler, because that policy drew the tokens."""
     importance_level: Literal["token", "document"] = "token"
-    """Whether that ratio is the token's own, or the geometric mean over the trained tokens of its document."""
+    """That ratio is the token's own, or the geometric mean over the trained tokens of its document."""
     input_clamp: float | None = Field(None, gt=0)
     """Bound of |d|; a token beyond it has no gradient (straight_through keeps its own). None: none."""
     output_clamp: float | None = Field(None, gt=0)
     """Bound of the weighted estimate's absolute value; a token beyond it has no gradient (straight_through keeps its
     own). None: none."""
     placement: Literal["loss", "reward"] = "loss"
-    """Whether the penalty is a term of the loss or is taken off the reward when advantages are made."""
+    """The penalty is a term of the loss, or is subtracted from the reward when advantages are computed."""
 
     @model_validator(mode="after")
-    def _settings_are_used(self) -> KLSpec:
+    def _check_settings(self) -> KLSpec:
         if self.placement == "reward" and (self.gradient != "path" or self.importance != "none"):
             raise ValueError("gradient and importance are about a term of the loss; in the reward the penalty is data")
         if self.importance_level == "document" and self.importance == "none":
             raise ValueError("importance_level is about the ratio that importance names (old, sampler)")
         if self.placement == "reward" and self.against != "ref":
             raise ValueError(
-                "in the reward the penalty is of the old policy against ref; the other policies are where "
+                "in the reward the penalty compares the old policy with ref; the other policies are where "
                 "the tokens come from"
             )
         return self

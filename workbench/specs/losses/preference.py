@@ -19,4 +19,4 @@ class DPO(Surrogate):
     beta: float = Field(0.1, ge=0)
     """Inverse temperature of the implied reward."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Probability that a preference is recorded the wrong way round."""
+    """Probability that a recorded preference is reversed."""

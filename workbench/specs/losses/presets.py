@@ -1,7 +1,7 @@
-"""Named losses: what the field calls them, with its defaults, as data.
+"""Named losses of the field with their defaults, as data.
 
-A preset says only what differs from the defaults of `workbench.specs.losses`; where a kind of surrogate has
-defaults of its own (`spec.PARAMETERS`), it says the kind alone. Sources stand in `workbench/losses/README.md`.
+A preset has only the differences from the defaults of `workbench.specs.losses`; for a kind of surrogate with
+defaults of its own it has the kind alone. Sources are in `workbench/losses/README.md`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "truncated_reinforce": {"surrogate": {"kind": "cispo", "clip_high": 0.2}},
     "dro": {"surrogate": {"kind": "dro"}},
     "sapo": {"surrogate": {"kind": "sapo"}, "denominator": "document"},
-    # one ratio a document
+    # one ratio per document
     "gspo": {"surrogate": {"kind": "gspo"}, "denominator": "document"},
     "gspo_token": {"surrogate": {"kind": "gspo_token"}, "denominator": "document"},
     "luspo": {"surrogate": {"kind": "luspo"}, "denominator": "document"},
@@ -53,4 +53,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": {"surrogate": {"kind": "sft"}},
     "dpo": {"surrogate": {"kind": "dpo"}, "denominator": "document"},
 }
-"""Name -> the settings that it stands for."""
+"""Name -> its settings."""

@@ -1,4 +1,4 @@
-"""Settings of surrogates with one ratio a document. Formulas: `workbench.losses.sequence`."""
+"""Settings of surrogates with one ratio per document. Formulas: `workbench.losses.sequence`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class GSPO(Anchored):
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0)
-    """Length from 1 down to the lower clip bound of the ratio."""
+    """Distance from 1 down to the lower clip bound of the ratio."""
     clip_high: float = Field(4e-4, ge=0)
-    """Length from 1 up to the upper clip bound of the ratio."""
+    """Distance from 1 up to the upper clip bound of the ratio."""
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a document with negative advantage loses its gradient; None: never."""
     delta: float | None = Field(None, gt=0)
     """The two-sided bound: min(ratio, delta) in the unclipped branch; None: none."""
     level: Literal["document", "segment"] = "document"
-    """Over what the ratio is a geometric mean: the document, or each unbroken run of its trained tokens."""
+    """Unit of the ratio, a geometric mean: the document, or each unbroken run of its trained tokens."""
     advantage_level: Literal["token", "document"] = "token"
-    """Whether each token keeps its advantage, or takes the mean over its document."""
+    """Each token keeps its advantage, or takes the mean over its document."""
 
 
 class GSPOToken(Anchored):
@@ -32,13 +32,13 @@ class GSPOToken(Anchored):
 
     kind: Literal["gspo_token"] = "gspo_token"
     clip_low: float = Field(3e-4, ge=0)
-    """Length from 1 down to the lower clip bound of the ratio."""
+    """Distance from 1 down to the lower clip bound of the ratio."""
     clip_high: float = Field(4e-4, ge=0)
-    """Length from 1 up to the upper clip bound of the ratio."""
+    """Distance from 1 up to the upper clip bound of the ratio."""
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with negative advantage loses its gradient; None: never."""
     level: Literal["document", "segment"] = "document"
-    """Over what the ratio is a geometric mean: the document, or each unbroken run of its trained tokens."""
+    """Unit of the ratio, a geometric mean: the document, or each unbroken run of its trained tokens."""
     log_cap: float | None = Field(None, gt=0)
     """Greatest log of the ratio; a token above it has no gradient. None: none."""
 
@@ -50,15 +50,15 @@ class LUSPO(Anchored):
 
     kind: Literal["luspo"] = "luspo"
     clip_low: float = Field(2e-3, ge=0)
-    """Length from 1 down to the lower clip bound of the ratio."""
+    """Distance from 1 down to the lower clip bound of the ratio."""
     clip_high: float = Field(2.5e-3, ge=0)
-    """Length from 1 up to the upper clip bound of the ratio."""
+    """Distance from 1 up to the upper clip bound of the ratio."""
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a document with negative advantage loses its gradient; None: never."""
     delta: float | None = Field(None, gt=0)
     """The two-sided bound: min(ratio, delta) in the unclipped branch; None: none."""
     advantage_level: Literal["token", "document"] = "token"
-    """Whether each token keeps its advantage, or takes the mean over its document."""
+    """Each token keeps its advantage, or takes the mean over its document."""
 
 
 class GMPO(Anchored):
@@ -66,9 +66,9 @@ class GMPO(Anchored):
 
     kind: Literal["gmpo"] = "gmpo"
     clip_low: float = Field(0.4, ge=0)
-    """Length from 0 down to the lower clip bound of the log ratio."""
+    """Distance from 0 down to the lower clip bound of the log ratio."""
     clip_high: float = Field(0.4, ge=0)
-    """Length from 0 up to the upper clip bound of the log ratio."""
+    """Distance from 0 up to the upper clip bound of the log ratio."""
 
 
 class VESPO(Anchored):

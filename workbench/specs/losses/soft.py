@@ -14,10 +14,10 @@ class SAPO(Anchored):
 
     kind: Literal["sapo"] = "sapo"
     level: Literal["token", "document", "segment"] = "token"
-    """Over what the ratio is a geometric mean: the token's own, the document, or each unbroken run of its trained
+    """Unit of the ratio: the token, or the geometric mean over the document or over each unbroken run of its trained
     tokens."""
     advantage_level: Literal["token", "document"] = "token"
-    """Whether each token keeps its advantage, or takes the mean over its document."""
+    """Each token keeps its advantage, or takes the mean over its document."""
     tau_positive: float = Field(1.0, gt=0)
     """Steepness where the advantage is positive."""
     tau_negative: float = Field(1.05, gt=0)

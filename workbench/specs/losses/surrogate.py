@@ -1,4 +1,4 @@
-"""The union of all surrogates, told apart by their kind."""
+"""The union of all surrogates, discriminated by their kind."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ PARAMETERS = tuple(dict.fromkeys(name for kind in SURROGATES.values() for name i
 """Every parameter of any kind."""
 
 
-def _of_its_kind(value: Any) -> Any:
-    """Settings of one kind: the kind is known, and every key that is given is one of its parameters."""
+def _check_kind(value: Any) -> Any:
+    """Check that the kind exists and that every given key is one of its parameters; drop None of other kinds."""
     if not isinstance(value, Mapping):
         return value
     kind = value.get("kind", "ppo")
@@ -70,15 +70,15 @@ def _of_its_kind(value: Any) -> Any:
     if given.get("level") == "token" and "token" not in get_args(SURROGATES[kind].model_fields["level"].annotation):
         raise ValueError(
             f"level 'token' is not used by the surrogate {kind!r}, whose ratio is that of a document; "
-            "'ppo' is its like for tokens"
+            "'ppo' is its counterpart for tokens"
         )
-    emptied = [
+    unset = [
         name for name, default in defaults.items() if name in given and given[name] is None and default is not None
     ]
-    if emptied:
+    if unset:
         raise ValueError(
-            f"{', '.join(emptied)} of the surrogate {kind!r} cannot be None; leave it out for the "
-            f"default ({', '.join(str(defaults[name]) for name in emptied)})"
+            f"{', '.join(unset)} of the surrogate {kind!r} cannot be None; leave it out for the "
+            f"default ({', '.join(str(defaults[name]) for name in unset)})"
         )
     return given
 
@@ -106,13 +106,13 @@ AnySurrogate = Annotated[
     | SFT
     | DPO,
     Field(discriminator="kind"),
-    BeforeValidator(_of_its_kind),
+    BeforeValidator(_check_kind),
 ]
 """Settings of one surrogate."""
 
 
 def parse_surrogate(**settings: Any) -> Surrogate:
-    """Return the settings of a surrogate, by its kind and whatever differs from the kind's defaults.
+    """Return the settings of a surrogate, from its kind and the differences from the kind's defaults.
 
     Example:
         >>> parse_surrogate(kind="gspo", clip_high=5e-4).clip_low

@@ -13,17 +13,17 @@ class FromSampler(Surrogate):
     """A surrogate whose ratio is against the sampler by default."""
 
     anchor: Literal["old", "sampler"] = "sampler"
-    """Whose log-probabilities stand in the denominator of the ratio."""
+    """The policy in the denominator of the ratio."""
 
 
 class DPPOTV(FromSampler):
-    """The ratio of tokens whose probability moved no further than allowed."""
+    """The ratio of tokens whose change of probability is within the threshold."""
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     threshold_low: float = Field(0.15, ge=0)
-    """How far the probability of a token with an advantage that is not positive may have moved down."""
+    """Largest decrease of the probability of a token whose advantage is not positive."""
     threshold_high: float = Field(0.15, ge=0)
-    """How far the probability of a token with positive advantage may have moved up."""
+    """Largest increase of the probability of a token with positive advantage."""
     ratio_cap: float | None = Field(None, gt=0)
     """Upper bound of the ratio inside the gradient coefficient; None: none."""
     log_clamp: float | None = Field(None, gt=0)
@@ -31,13 +31,13 @@ class DPPOTV(FromSampler):
 
 
 class DPPOKL(FromSampler):
-    """The ratio of tokens whose binary KL divergence is no greater than allowed."""
+    """The ratio of tokens whose binary KL divergence is within the threshold."""
 
     kind: Literal["dppo_kl"] = "dppo_kl"
     threshold_low: float = Field(0.05, ge=0)
-    """How far, in nats of KL, a token with an advantage that is not positive may have moved down."""
+    """Largest decrease, in nats of KL, of a token whose advantage is not positive."""
     threshold_high: float = Field(0.05, ge=0)
-    """How far, in nats of KL, a token with positive advantage may have moved up."""
+    """Largest increase, in nats of KL, of a token with positive advantage."""
     ratio_cap: float | None = Field(None, gt=0)
     """Upper bound of the ratio inside the gradient coefficient; None: none."""
     log_clamp: float | None = Field(None, gt=0)
@@ -45,11 +45,11 @@ class DPPOKL(FromSampler):
 
 
 class IPO(FromSampler):
-    """The ratio of tokens whose probability moved no further than allowed, either way."""
+    """The ratio of tokens whose change of probability, in either direction, is within the threshold."""
 
     kind: Literal["ipo"] = "ipo"
     threshold: float = Field(0.1, ge=0)
-    """How far the token's probability may have moved from the anchor's, either way."""
+    """Largest distance of the token's probability from the anchor's, in either direction."""
 
 
 class RefKL(FromSampler):
@@ -59,4 +59,4 @@ class RefKL(FromSampler):
 
     kind: Literal["ref_kl"] = "ref_kl"
     threshold_low: float = Field(0.2, ge=0)
-    """How far the probability of any token may have moved down."""
+    """Largest decrease of the probability of any token."""

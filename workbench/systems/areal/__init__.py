@@ -1,6 +1,6 @@
 """AReaL: decoupled PPO, GSPO, SAPO and CISPO, and rejection of tokens that the sampler rates differently.
 
-Its "proximal" log-probabilities are our old policy's, its "old" or "behave" ones the sampler's.
+Its "proximal" log-probabilities are the old policy's here, its "old" or "behave" ones the sampler's.
 
 Letters: T packed tokens.
 """

@@ -1,6 +1,6 @@
-"""What AReaL reports, by its definitions. See the head of this package.
+"""Metrics of AReaL, by its definitions. See the package docstring.
 
-Shares of the tokens that train, rejected ones among them. Read from AReaL cbff54d6.
+Shares of the tokens that train, including rejected ones. Read from AReaL cbff54d6.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     yield Alias(
         Metric(
             "clip_fraction",
-            "share of tokens where the clip acts by the sign of the advantage (CISPO: whose ratio is truncated)",
+            "share of tokens where the clip acts by the sign of the advantage (CISPO: with a truncated ratio)",
             "1",
             clip,
             Mean(),
         ),
-        note="the dual clip is counted by itself",
+        note="the dual clip is counted separately",
     )
     yield Alias(
         Metric("dual_clip_fraction", "share of tokens where the dual clip acts", "1", PolicyCut(dual=True), Mean())
     )
     correction = CorrectionSpec() if s.spec is None else s.spec.correction
     if correction.rejects:
-        yield Alias(Metric("filtered_fraction", "share of tokens that rejection took out", "1", Dropped(), Mean()))
+        yield Alias(Metric("filtered_fraction", "share of tokens removed by rejection", "1", Dropped(), Mean()))
     elif correction.acts:
         yield Alias(
             Metric(

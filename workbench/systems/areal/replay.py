@@ -1,4 +1,4 @@
-"""Functions of AReaL, computed here from their arrays.
+"""Replays of AReaL's functions from their arrays.
 
 Letters: T packed tokens.
 """
@@ -22,21 +22,21 @@ from workbench.systems.replays import Replayed
 
 
 def case_settings(case: Case) -> dict[str, Any]:
-    """Functions say which loss is meant."""
+    """Return the options; the function's name selects the loss."""
     return {"use_sapo_loss": "sapo" in case.function, "use_cispo_loss": "cispo" in case.function, **case.config}
 
 
 def outputs(replayed: Replayed) -> dict[str, Tensor]:
-    """The ratio, and what rejection made of each token."""
+    """Return the ratio, and the result of rejection on each token."""
     extras = replayed.evaluated.terms["policy"].extras
-    found = {"importance_weight": surrogate_ratio(replayed.inputs, replayed.translation.spec)}
+    arrays = {"importance_weight": surrogate_ratio(replayed.inputs, replayed.translation.spec)}
     if replayed.settings.rejection_sampling is not None:
-        found |= {"behave_is_weight": extras["applied_weight"], "kept_mask": extras["kept"].double()}
-    return found
+        arrays |= {"behave_is_weight": extras["applied_weight"], "kept_mask": extras["kept"].double()}
+    return arrays
 
 
 def critic(case: Case) -> dict[str, Any]:
-    """The critic's loss, a mean over tokens."""
+    """Replay the critic's loss, a mean over tokens."""
     settings = parse_settings(CriticSettings, case.config, where="areal")
     leaf = case["values"].clone().requires_grad_()
     row = case.row()
@@ -56,7 +56,7 @@ def critic(case: Case) -> dict[str, Any]:
 
 
 def normalization(case: Case) -> dict[str, Any]:
-    """Values centred and scaled; where the mask is 0, what the value 0 becomes."""
+    """Replay the normalization of values; where the mask is 0, the result is that of the value 0."""
     settings = parse_settings(NormalizationSettings, case.config, where="areal")
     return {
         "result": standardize(

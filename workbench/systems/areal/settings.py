@@ -13,13 +13,13 @@ class RejectionSettings(Settings):
     """`RejectionSamplingConfig` (areal/api/cli_args.py, cbff54d6): of proximal against behaviour policy."""
 
     level: Literal["token", "sequence"] = "token"
-    """What is judged."""
+    """Unit of the decision."""
     action: Literal["mask", "clamp"] = "mask"
     """Reject, or bound the weight."""
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = "ratio"
-    """By what. kl_k1 is log(proximal / behave); kl_k3 is k3 of behave / proximal."""
+    """Statistic. kl_k1 is log(proximal / behave); kl_k3 is k3 of behave / proximal."""
     agg: Literal["sum", "mean", "max"] = "mean"
-    """Over a sequence; of the ratio in logs."""
+    """Aggregate over a sequence; for the ratio, of its log."""
     upper: float = 5.0
     """Greatest value that is kept."""
     lower: float | None = None
@@ -30,7 +30,7 @@ class RejectionSettings(Settings):
         if self.lower is not None and self.lower > self.upper:
             raise ValueError("lower is above upper")
         if self.action == "clamp" and (self.upper <= 0 or (self.lower is not None and self.lower < 0)):
-            raise ValueError("clamp bounds a weight: upper is above 0, and lower not below")
+            raise ValueError("clamp bounds a weight: upper must be above 0, and lower not below 0")
         return self
 
 
@@ -50,7 +50,7 @@ class ArealSettings(Settings):
     )
     """Ratio of tokens, or of sequences (GSPO)."""
     rejection_sampling: RejectionSettings | None = None
-    """What is done about the sampler's mismatch; None: nothing."""
+    """Correction of the sampler's mismatch; None: none."""
     use_sapo_loss: bool = False
     """A soft gate in place of the clip."""
     sapo_tau_pos: float = Field(1.0, gt=0, validation_alias=AliasChoices("sapo_tau_pos", "tau_pos"))
@@ -67,11 +67,11 @@ class CriticSettings(Settings):
     """`ppo_critic_loss_fn` (areal/utils/functional/functional.py, cbff54d6)."""
 
     value_eps_clip: float = Field(0.5, gt=0)
-    """How far a value may move from the old one."""
+    """Greatest distance of a value from the old one."""
     loss_fn_type: Literal["mse", "huber"] = "mse"
     """The shape of the error."""
     huber_delta: float = Field(10.0, gt=0)
-    """Where the parabola ends; 10 in the code."""
+    """Error above which the loss is linear; 10 in the code."""
 
 
 class NormalizationSettings(Settings):
@@ -84,6 +84,6 @@ class NormalizationSettings(Settings):
     dim: int | list[int] | None = None
     """Dims that are normalised together; None: all."""
     high_precision: bool = True
-    """In float64; no number depends on it but for rounding."""
+    """Compute in float64; affects rounding only."""
     all_reduce: bool = True
     """Sums over ranks; one rank here."""

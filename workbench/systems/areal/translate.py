@@ -15,15 +15,15 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # The mean of a micro-batch, times its share of the tokens: the mean of all.
     "fsdp": ScalingSpec(multiplied_by=("dp",), engine_divides=("dp",)),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 GATES = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "inverse_k3", "binary_kl": "binary_kl"}
-"""Their metric -> our statistic. Ours of kl_k1 has the other sign."""
+"""Metric of AReaL -> statistic of a gate. That of kl_k1 has the opposite sign here."""
 
 
 def translate(settings: ArealSettings) -> Translation:
-    """The actor's loss: a sum over tokens, divided by the tokens that trained before anything was rejected."""
+    """Translate the actor's loss: a sum over tokens, divided by the tokens that trained before any rejection."""
     sequence = settings.importance_sampling_level == "sequence"
     notes = ["rejected tokens stay in the denominator"] if settings.rejection_sampling else []
     rejection = settings.rejection_sampling
@@ -33,7 +33,7 @@ def translate(settings: ArealSettings) -> Translation:
             found=settings.m2_threshold,
             rule="its filter changes the mask before the loss counts its tokens, and sorts a micro-batch; "
             "here a correction rejects and the count is of the whole step",
-            fix="leave it out, and set correction.m2_threshold of our spec",
+            fix="leave it out, and set correction.m2_threshold of the spec",
         )
     if settings.use_cispo_loss:
         surrogate = _cispo(settings)
@@ -62,7 +62,7 @@ def translate(settings: ArealSettings) -> Translation:
         if sequence:
             surrogate["advantage_level"] = "document"
     if sequence and not settings.use_cispo_loss:
-        notes += ["advantages are averaged over the sequence", "a sequence weighs by its length"]
+        notes += ["advantages are averaged over the sequence", "a sequence is weighted by its length"]
     spec = LossSpec(
         name="grpo",
         surrogate=surrogate,
@@ -78,7 +78,7 @@ def _cispo(settings: ArealSettings) -> dict[str, Any]:
         raise SpecError(
             "AReaL: use_cispo_loss",
             found="use_sapo_loss or a ratio of sequences",
-            rule="CISPO is a loss of its own, of tokens",
+            rule="CISPO is a separate loss, of tokens",
             fix="drop one of them",
         )
     if settings.eps_clip_higher is None or settings.eps_clip_higher == 0:
@@ -92,10 +92,10 @@ def _cispo(settings: ArealSettings) -> dict[str, Any]:
 
 
 def correction(rejection: RejectionSettings, of_sequences: bool) -> dict[str, Any]:
-    """Rejection in our words.
+    """Return rejection as settings of a correction.
 
     Args:
-        rejection: its settings.
+        rejection: settings of the rejection.
         of_sequences: the surrogate's ratio is one of a sequence, over the tokens that are kept.
     """
     bounds = {"ratio_low": rejection.lower, "ratio_high": rejection.upper}
@@ -106,21 +106,21 @@ def correction(rejection: RejectionSettings, of_sequences: bool) -> dict[str, An
     if rejection.metric == "kl_k1":
         low, high = -rejection.upper, None if rejection.lower is None else -rejection.lower
         level = {"document_max": "document_min"}.get(level, level)
-    whole = rejection.level == "sequence" and rejection.metric == "ratio"
-    found = {
-        "ratio": "document_mean" if whole else "token",
+    whole_sequence = rejection.level == "sequence" and rejection.metric == "ratio"
+    fields = {
+        "ratio": "document_mean" if whole_sequence else "token",
         "gate": GATES[rejection.metric],
         "gate_level": level,
         "gate_low": low,
         "gate_high": high,
     }
     if rejection.action == "clamp":
-        return {**found, "gate_action": "truncate", **bounds}
-    return {**found, "surrogate_over": "kept"} if of_sequences else found
+        return {**fields, "gate_action": "truncate", **bounds}
+    return {**fields, "surrogate_over": "kept"} if of_sequences else fields
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of the actor's loss."""
+    """Return the options of the actor's loss for a spec."""
     surrogate = spec.surrogate
     if surrogate.kind not in ("ppo", "gspo", "sapo", "cispo"):
         raise refuse("AReaL", f"the surrogate {surrogate.kind!r}", "its losses are PPO, GSPO, SAPO and CISPO")
@@ -134,6 +134,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
         settings |= {"sapo_tau_pos": surrogate.get("tau_positive"), "sapo_tau_neg": surrogate.get("tau_negative")}
     else:
         settings |= {
+            # No lower bound is a length of 1: a ratio is never below 0.
             "eps_clip": 1.0 if surrogate.get("clip_low") is None else surrogate.get("clip_low"),
             "eps_clip_higher": surrogate.get("clip_high"),
             "c_clip": surrogate.get("dual_clip"),
@@ -142,7 +143,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
 
 
 def rejection_of(spec: LossSpec) -> dict[str, Any] | None:
-    """Options of rejection that come nearest to a correction; None: there is none."""
+    """Return the options of rejection that are closest to a correction; None without a correction."""
     ours = spec.correction
     if not ours.acts:
         return None
@@ -152,7 +153,7 @@ def rejection_of(spec: LossSpec) -> dict[str, Any] | None:
             "upper": 5.0 if ours.ratio_high is None else ours.ratio_high,
             "lower": ours.ratio_low,
         }
-    metric = next((theirs for theirs, name in GATES.items() if name == ours.gate), "ratio")
+    metric = next((key for key, name in GATES.items() if name == ours.gate), "ratio")
     low, high, level = ours.gate_low, ours.gate_high, ours.gate_level
     if metric == "kl_k1":
         low, high = None if high is None else -high, None if low is None else -low

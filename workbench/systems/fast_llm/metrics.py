@@ -1,4 +1,4 @@
-"""What Fast-LLM reports, by its definitions. See the head of this package.
+"""Metrics of Fast-LLM, by its definitions. See the package docstring.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -43,7 +43,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     over: Reducer = Mean() if s.num_documents is None else Share(s.num_documents)
 
     def mean(name: str, meaning: str, unit: str, column: Column, canonical: str | None = None) -> Alias:
-        # With empty documents in the step the divisor is another one, so the canonical mean is another number.
+        # With empty documents in the step the divisor differs, so the canonical mean is another number.
         same = canonical if s.num_documents is None else None
         return Alias(
             Metric(

@@ -1,4 +1,4 @@
-"""Functions of ServiceNow/Fast-LLM, computed here from their arrays.
+"""Replays of ServiceNow/Fast-LLM's functions from their arrays.
 
 Letters: T packed tokens | V vocabulary.
 """
@@ -26,21 +26,21 @@ from workbench.systems.registry import Translation, parse_settings
 from workbench.systems.replays import Replayed, evaluate_as
 
 LABEL_FLOOR = 1e-10
-"""What is added to one-hot labels before a logarithm is taken of them, in the KL divergences."""
+"""Added to one-hot labels before their logarithm is taken, in the KL divergences."""
 
 
 def case_settings(case: Case) -> dict[str, Any]:
-    """The loss is said by the function's name."""
+    """Return the options; the function's name selects the loss."""
     return {"type": "gspo" if "gspo" in case.function.lower() else "grpo", **case.config}
 
 
 def peer_settings(replayed: Replayed) -> PeerSettings:
-    """Sums over documents, not yet divided by their number."""
+    """Return the settings of metrics: sums over documents, not yet divided by their number."""
     return settings_of(replayed.translation.spec, replayed.slots)._replace(num_documents=1)
 
 
 def registered(replayed: Replayed) -> dict[str, float]:
-    """The same numbers as they are logged: divided by the documents of the batch where they are means."""
+    """Return the same numbers as they are logged: means are divided by the documents of the batch."""
     documents = replayed.settings.num_documents_in_batch
     if documents is None:
         return {}
@@ -57,7 +57,7 @@ def registered(replayed: Replayed) -> dict[str, float]:
 
 
 def entropy_loss(case: Case) -> dict[str, Any]:
-    """Cross entropy and KL divergences: the mean over all tokens, masked ones as 0."""
+    """Replay cross entropy and KL divergences: the mean over all tokens, masked ones as 0."""
     settings = parse_settings(EntropySettings, case.config, where="fast_llm")
     kind = settings.entropy_loss_type
     leaf = case["logits"].clone().requires_grad_()
@@ -77,7 +77,7 @@ def entropy_loss(case: Case) -> dict[str, Any]:
 
 
 def z_loss_case(case: Case) -> dict[str, Any]:
-    """The squared log normaliser: the mean over all tokens, masked ones as 0."""
+    """Replay the squared log normaliser: the mean over all tokens, masked ones as 0."""
     settings = parse_settings(ZLossSettings, case.config, where="fast_llm")
     leaf, mask = case["logits"].clone().requires_grad_(), case.get("mask")
     term = z_loss(
@@ -107,13 +107,13 @@ def _outputs(case: Case, total: Tensor, leaf: Tensor, grad_output: float | None)
 
 
 def dpo_packed(case: Case) -> dict[str, Any]:
-    """DPO with one pair: all chosen spans of the batch are one document, all rejected spans the other."""
+    """Replay DPO with one pair: all chosen spans of the batch are one document, all rejected spans the other."""
     settings = parse_settings(DPOSettings, case.config, where="fast_llm")
     leaf = case["logits"].clone().requires_grad_()
     targets_T = case["targets"].reshape(-1).clamp_min(0)
-    both = [chosen + rejected for chosen, rejected in zip(settings.chosen_spans, settings.rejected_spans, strict=True)]
+    spans = [chosen + rejected for chosen, rejected in zip(settings.chosen_spans, settings.rejected_spans, strict=True)]
     chosen_T, rejected_T, either_T = (
-        _inside(case["targets"], spans) for spans in (settings.chosen_spans, settings.rejected_spans, both)
+        _inside(case["targets"], each) for each in (settings.chosen_spans, settings.rejected_spans, spans)
     )
     pair = Case.of(
         case.system,
@@ -128,8 +128,8 @@ def dpo_packed(case: Case) -> dict[str, Any]:
             "ref_logprobs": token_logprobs_from_logits(_flat(case["ref_logits"]), targets_T).logprobs_T,
         },
     )
-    said = token_logprobs_from_logits(_flat(leaf), targets_T, temperature=divisor(settings))
-    replayed = evaluate_as(pair, said, settings, Translation(LossSpec(name="dpo", surrogate={"beta": settings.beta})))
+    output = token_logprobs_from_logits(_flat(leaf), targets_T, temperature=divisor(settings))
+    replayed = evaluate_as(pair, output, settings, Translation(LossSpec(name="dpo", surrogate={"beta": settings.beta})))
     return _outputs(case, replayed.evaluated.scalars["total"].value, leaf, settings.grad_output)
 
 

@@ -23,9 +23,9 @@ class FastLLMSettings(Settings):
     weight: float = Field(1.0, ge=0)
     """Multiplies the loss and its gradient."""
     metrics: Literal["none", "basic", "auto"] = "auto"
-    """Which metrics are logged; no number of the loss depends on it."""
+    """Metrics that are logged; no effect on the loss."""
     use_triton: bool | None = None
-    """Which kernel computes it; no number depends on it but for rounding."""
+    """Kernel of the loss; affects rounding only."""
     divisor: float | None = Field(None, gt=0)
     """Given: labels of the whole batch (grpo), or documents of the whole batch (gspo)."""
     num_documents_in_batch: float | None = Field(None, gt=0)
@@ -33,22 +33,22 @@ class FastLLMSettings(Settings):
     num_segments: int | None = Field(None, ge=0)
     """Given: documents of this data-parallel rank."""
     grad_output: float | None = None
-    """Given: what the engine back-propagates in place of 1 (a loss scale)."""
+    """Given: the value that the engine back-propagates in place of 1 (a loss scale)."""
 
 
 class EntropySettings(Settings):
     """`torch_entropy_loss_forward_backward` (functional/entropy_loss.py, 7d61a1ba)."""
 
     target_format: Literal["labels", "logits", "probabilities"] = "labels"
-    """What the target is."""
+    """Format of the target."""
     entropy_loss_type: Literal["cross_entropy", "forward_kl", "reverse_kl"] = "cross_entropy"
-    """Which divergence."""
+    """Divergence."""
     logits_scale_factor: float = Field(1.0, gt=0)
     """Multiplies logits, and target logits."""
     temperature: float = Field(1.0, gt=0)
     """Divides target logits."""
     grad_output: float | None = None
-    """Given: what is back-propagated in place of 1."""
+    """Given: the value that is back-propagated in place of 1."""
 
 
 class DPOSettings(Settings):
@@ -59,11 +59,11 @@ class DPOSettings(Settings):
     logits_scale_factor: float = Field(1.0, gt=0)
     """Multiplies the policy's logits, not those of the reference."""
     chosen_spans: list[list[tuple[int, int]]]
-    """Given: [begin, end) of chosen answers, a list a row."""
+    """Given: [begin, end) of chosen completions, one list per row."""
     rejected_spans: list[list[tuple[int, int]]]
-    """Given: [begin, end) of rejected answers, a list a row."""
+    """Given: [begin, end) of rejected completions, one list per row."""
     grad_output: float | None = None
-    """Given: what is back-propagated in place of 1."""
+    """Given: the value that is back-propagated in place of 1."""
 
 
 class ZLossSettings(Settings):
@@ -72,4 +72,4 @@ class ZLossSettings(Settings):
     logits_scale_factor: float = Field(1.0, gt=0)
     """Multiplies logits."""
     grad_output: float | None = None
-    """Given: what is back-propagated in place of 1."""
+    """Given: the value that is back-propagated in place of 1."""

@@ -16,11 +16,11 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # ServiceNow/Fast-LLM#520: documents of the step are counted; labels stay those of one pass, added over ranks.
     "docs_per_step (#520), labels": ScalingSpec(counts="pass", multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 def translate(settings: FastLLMSettings) -> Translation:
-    """Its policy losses: clipped, without penalties, divided by counts of the whole batch."""
+    """Translate its policy losses: clipped, without penalties, divided by counts of the whole batch."""
     clip = {"clip_low": settings.epsilon_low, "clip_high": settings.epsilon_high, "coefficient": settings.weight}
     given = ("divisor", "num_documents_in_batch", "num_segments", "grad_output")
     scaling = CONTRACTS["main"]
@@ -40,7 +40,7 @@ def translate(settings: FastLLMSettings) -> Translation:
     return Translation(
         spec,
         (
-            "a document weighs by its length: its clipped term is counted once for each token",
+            "a document is weighted by its length: its clipped term is counted once for each token",
             "advantages are averaged over the document",
         ),
         given,
@@ -48,7 +48,7 @@ def translate(settings: FastLLMSettings) -> Translation:
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of its policy losses."""
+    """Return the options of its policy losses for a spec."""
     kind = spec.surrogate.kind
     if kind not in ("ppo", "gspo"):
         raise refuse("Fast-LLM", f"the surrogate {kind!r}", "its policy losses are grpo and gspo")
@@ -67,7 +67,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
 
 
 def counts(settings: FastLLMSettings) -> GivenCounts | None:
-    """The divisor, which is of tokens or of documents."""
+    """Return the divisor, a count of tokens or of documents."""
     if settings.divisor is None:
         return None
     name = "tokens" if settings.type == "grpo" else "documents"
@@ -75,5 +75,5 @@ def counts(settings: FastLLMSettings) -> GivenCounts | None:
 
 
 def divisor(settings: Any) -> float:
-    """The temperature: its logits are multiplied by a factor."""
+    """Return the temperature: the inverse of the factor that multiplies its logits."""
     return 1 / settings.logits_scale_factor

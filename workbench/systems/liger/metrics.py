@@ -1,4 +1,4 @@
-"""What Liger's fused GRPO loss reports beside the loss, by its definitions. See the head of this package.
+"""Metrics of Liger's fused GRPO loss, by its definitions. See the package docstring.
 
 Letters: T packed tokens.
 """
@@ -15,13 +15,13 @@ from workbench.systems.document_metrics import token_share
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Both names of Liger with their definitions, for a loss."""
-    words = "beyond the bound that the sign of the advantage pushes towards"
+    """Yield both metrics of Liger with their definitions, for a loss."""
+    where = "beyond the bound that the sign of the advantage pushes towards"
     if s.clip is not None and s.of_documents:
-        yield Alias(token_share("clip_fraction", "cut", s.clip, f"share of tokens {words}"), "clip/sign_aware/fraction")
+        yield Alias(token_share("clip_fraction", "cut", s.clip, f"share of tokens {where}"), "clip/sign_aware/fraction")
     elif s.clip is not None:
         yield Alias(
-            Metric("clip_fraction", f"share of tokens {words}", "1", Clip("cut", s.clip.anchor), Mean()),
+            Metric("clip_fraction", f"share of tokens {where}", "1", Clip("cut", s.clip.anchor), Mean()),
             "clip/sign_aware/fraction",
             "looks at the ratio before delta bounds it",
         )

@@ -1,4 +1,4 @@
-"""Functions of linkedin/Liger-Kernel, computed here from their arrays.
+"""Replays of linkedin/Liger-Kernel's functions from their arrays.
 
 Letters: T packed tokens | N documents | P pairs | V vocabulary.
 """
@@ -23,28 +23,29 @@ from workbench.systems.trl.replay import with_weights_of_rows
 
 
 def case_settings(case: Case) -> dict[str, Any]:
-    """Which arrays are there decides, too: the reference, and the shape of ready-made weights."""
-    found = {"use_ref_model": any(case.get(name) is not None for name in ("ref_logprobs", "ref_hidden")), **case.config}
+    """Return the options; some follow from the arrays: the reference, and the shape of ready-made weights."""
+    reference = any(case.get(name) is not None for name in ("ref_logprobs", "ref_hidden"))
+    options = {"use_ref_model": reference, **case.config}
     weights = case.get("is_weights")
     if weights is not None:
-        found["vllm_is"] = "token" if weights.shape == case.shape else "sequence"
-    return found
+        options["vllm_is"] = "token" if weights.shape == case.shape else "sequence"
+    return options
 
 
 def further_metrics(replayed: Replayed) -> dict[str, float]:
-    """What a loss reports that has no clip, or no reference."""
+    """Return the zeros that a loss without a clip, or without a reference, reports."""
     settings = replayed.settings
-    found = {"clip_fraction": 0.0} if settings.loss_type in ("sapo", "vespo") else {}
-    return found | ({"kl": 0.0} if settings.beta and not settings.use_ref_model else {})
+    metrics = {"clip_fraction": 0.0} if settings.loss_type in ("sapo", "vespo") else {}
+    return metrics | ({"kl": 0.0} if settings.beta and not settings.use_ref_model else {})
 
 
 def policy_loss_case(case: Case) -> dict[str, Any]:
-    """The loss, from hidden states."""
+    """Replay the loss from hidden states."""
     return fused_linear_policy_loss(with_weights_of_rows(case))
 
 
 def dpo_case(case: Case) -> dict[str, Any]:
-    """A loss on pairs, from hidden states: rows of the first half are chosen, those of the second rejected."""
+    """Replay a loss on pairs from hidden states: rows of the first half are chosen, those of the second rejected."""
     settings = parse_settings(DPOSettings, case.config, where="liger")
     leaves = {
         f"grad_{name}": case[name].clone().requires_grad_()
@@ -52,12 +53,12 @@ def dpo_case(case: Case) -> dict[str, Any]:
         if case.get(name) is not None
     }
     counts_T = (case["targets"] != settings.ignore_index).reshape(-1)
-    said = token_logprobs(
+    head_output = token_logprobs(
         leaves["grad_hidden"].flatten(0, -2), leaves["grad_weight"], case.targets_T, bias_V=leaves.get("grad_bias")
     )
-    live_T = said.logprobs_T.detach()
+    live_T = head_output.logprobs_T.detach()
     inputs = LossInputs(
-        said.logprobs_T,
+        head_output.logprobs_T,
         live_T,
         torch.zeros_like(live_T),
         ref_logprobs_T=_reference(case, settings),
@@ -94,7 +95,7 @@ def dpo_case(case: Case) -> dict[str, Any]:
 
 
 def _reference(case: Case, settings: DPOSettings) -> Tensor | None:
-    """[T] log-probabilities of the reference; one without a head of its own has the policy's."""
+    """[T] log-probabilities of the reference; without a head of its own it has the policy's."""
     if not settings.use_ref_model:
         return None
     weight_VD, bias_V = case.get("ref_weight"), case.get("ref_bias")

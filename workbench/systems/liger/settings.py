@@ -11,7 +11,7 @@ from workbench.systems.trl.settings import LossType
 
 
 class LigerSettings(Settings):
-    """Options of `LigerFusedLinearGRPOLoss`, and what one call of it is handed (Liger-Kernel 0.8.5)."""
+    """Options of `LigerFusedLinearGRPOLoss`, and arguments of one call (Liger-Kernel 0.8.5)."""
 
     loss_type: LossType = "dapo"
     """Surrogate and denominator."""
@@ -26,9 +26,9 @@ class LigerSettings(Settings):
     beta: float = Field(0.04, ge=0)
     """Coefficient of the KL penalty against the reference (k3)."""
     use_ref_model: bool = True
-    """Whether there is a reference; without one the penalty is of the policy against itself."""
+    """The call has a reference; without one the penalty is of the policy against itself."""
     use_bias_correction_kl: bool = False
-    """Multiply the KL estimate with the ratio, gradient and all."""
+    """Multiply the KL estimate by the ratio, including its gradient."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
     """sapo: steepness where the advantage is positive."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
@@ -42,17 +42,17 @@ class LigerSettings(Settings):
     vespo_lambda_neg: float = Field(2.0, ge=0)
     """vespo: decay, negative advantages; at least 1e-4."""
     vespo: dict[Literal["k_pos", "lambda_pos", "k_neg", "lambda_neg"], float] | None = None
-    """The four together; they win."""
+    """The four together; they override the single options."""
     max_completion_length: int | None = Field(None, gt=0)
     """dr_grpo: the constant length."""
     temperature: float = Field(1.0, gt=0)
     """Divides logits."""
     chunk_size: int = Field(1, gt=0)
-    """Rows that are computed at a time; no number depends on it but for rounding."""
+    """Rows that are computed at a time; affects rounding only."""
     compiled: bool = True
-    """Whether the loss is compiled; no number depends on it but for rounding."""
+    """Compile the loss; affects rounding only."""
     vllm_is: Literal["token", "sequence", "seq"] | None = None
-    """Given: ready-made weights came with the batch, one a token or one a row."""
+    """Given: ready-made weights came with the batch, one per token or one per row."""
     num_items_in_batch: float | None = Field(None, ge=0)
     """Given: trained tokens of the generation batch, over all processes."""
 
@@ -61,7 +61,7 @@ class LigerSettings(Settings):
         if self.importance_sampling_level == "sequence" and self.loss_type in ("cispo", "sapo", "vespo"):
             raise ValueError(f"{self.loss_type} has no ratio of rows in Liger: importance_sampling_level is token")
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            raise ValueError("dr_grpo divides by max_completion_length, and there is none")
+            raise ValueError("dr_grpo divides by max_completion_length, which is not set")
         return self
 
 
@@ -80,24 +80,24 @@ class DPOSettings(Settings):
         "apo_down",
         "discopop",
     ] = "sigmoid"
-    """Which loss of a pair."""
+    """Loss of a pair."""
     beta: float = 0.1
     """Inverse temperature of the implied reward."""
     alpha: float = 1.0
     """Weight of the negative log-likelihood."""
     compute_nll_loss: bool = False
-    """Whether to add the mean negative log-likelihood of the tokens of chosen answers."""
+    """Add the mean negative log-likelihood of the tokens of chosen completions."""
     use_ref_model: bool = True
-    """Whether rewards are against a reference."""
+    """Take rewards against a reference."""
     average_log_prob: bool = False
-    """Means over an answer's tokens in place of sums."""
+    """Means over a completion's tokens in place of sums."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """exo_pair, robust: share of preferences that are the wrong way round; without effect on others, sigmoid too."""
+    """exo_pair, robust: share of preferences that are swapped; no effect on the others, including sigmoid."""
     discopop_tau: float = Field(0.05, gt=0)
     """discopop: temperature of the modulation."""
     ignore_index: int = -100
     """Targets that do not train."""
     chunk_size: int = Field(1, gt=0)
-    """Pairs that are computed at a time; no number depends on it but for rounding."""
+    """Pairs that are computed at a time; affects rounding only."""
     compiled: bool = True
-    """Whether the loss is compiled; no number depends on it but for rounding."""
+    """Compile the loss; affects rounding only."""

@@ -14,15 +14,15 @@ from workbench.systems.trl.settings import COUNTED
 from workbench.systems.trl.translate import CLIPPED, DENOMINATORS, LEAST_LAMBDA
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
-    # A kernel: what its caller does comes on top.
+    # A kernel: the caller's own scaling comes on top.
     "num_items_in_batch": ScalingSpec(),
     "local counts": ScalingSpec(counts="micro_batch"),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 def translate(settings: LigerSettings) -> Translation:
-    """The fused loss on a policy."""
+    """Translate the fused policy loss."""
     kind, of_rows = settings.loss_type, settings.importance_sampling_level == "sequence"
     divided: dict[str, Any] = dict(DENOMINATORS[kind])
     if kind == "dr_grpo":
@@ -83,7 +83,7 @@ def _surrogate(settings: LigerSettings) -> dict[str, Any]:
 def _notes(settings: LigerSettings) -> list[str]:
     notes = []
     if settings.beta and not settings.use_ref_model:
-        notes.append("without a reference the KL penalty is of the policy against itself: 0, whatever beta")
+        notes.append("without a reference the KL penalty is of the policy against itself: 0 for any beta")
     if settings.loss_type == "cispo":
         notes.append(f"cispo bounds the ratio by epsilon_high itself, {settings.epsilon_high:g}, and not from below")
     if settings.loss_type not in (*CLIPPED, "cispo"):
@@ -91,10 +91,10 @@ def _notes(settings: LigerSettings) -> list[str]:
     if settings.loss_type == "luspo":
         notes.append(
             "luspo here is the sum over a row's tokens; Liger 0.8.5 averages over all positions and ignores "
-            "the mask as soon as a term is one a token, so padding leaks into its loss and gradient"
+            "the mask as soon as a term has one value per token, so padding leaks into its loss and gradient"
         )
     if DENOMINATORS[settings.loss_type].get("documents_counted"):
-        notes.append("rows in which nothing counts are rows of the mean")
+        notes.append("rows without trained tokens count in the mean over rows")
     if settings.loss_type in COUNTED and settings.num_items_in_batch is None:
         notes.append("without num_items_in_batch the tokens of this call are counted")
     if settings.num_items_in_batch is not None and settings.loss_type not in COUNTED:
@@ -103,50 +103,50 @@ def _notes(settings: LigerSettings) -> list[str]:
 
 
 def counts(settings: LigerSettings) -> GivenCounts | None:
-    """The tokens of the generation batch, for loss types that are divided by them; at least 1."""
+    """Return the tokens of the generation batch, for loss types that are divided by them; at least 1."""
     if not _is_counted(settings):
         return None
     return GivenCounts(tokens=max(settings.num_items_in_batch or 0.0, 1.0))
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of `LigerFusedLinearGRPOLoss`; where it counts exactly, with the count that it must be given."""
+    """Return options of `LigerFusedLinearGRPOLoss`; with the count that it must be given if it counts exactly."""
     surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "loss_type": _loss_type(spec),
         "beta": kl.coefficient,
         "use_bias_correction_kl": kl.importance != "none",
     }
     if surrogate.kind in ("ppo", "gspo"):
-        found |= {
+        settings |= {
             "epsilon_low": surrogate.get("clip_low"),
             "epsilon_high": surrogate.get("clip_high"),
             "delta": surrogate.get("delta"),
             "importance_sampling_level": "sequence" if surrogate.kind == "gspo" else "token",
         }
     elif surrogate.kind == "cispo":
-        found["epsilon_high"] = surrogate.get("clip_high")
+        settings["epsilon_high"] = surrogate.get("clip_high")
     elif surrogate.kind == "sapo":
-        found |= {
+        settings |= {
             "sapo_temperature_pos": surrogate.get("tau_positive"),
             "sapo_temperature_neg": surrogate.get("tau_negative"),
         }
     else:
-        found |= {
+        settings |= {
             "vespo_k_pos": surrogate.k_positive,
             "vespo_lambda_pos": surrogate.lambda_positive,
             "vespo_k_neg": surrogate.k_negative,
             "vespo_lambda_neg": surrogate.lambda_negative,
         }
     if spec.denominator == "constant" and spec.denominator_constant is not None:
-        found["max_completion_length"] = int(spec.denominator_constant)
+        settings["max_completion_length"] = int(spec.denominator_constant)
     if correction.ratio in ("given", "given_document_mean"):
-        found["vllm_is"] = "token" if correction.ratio == "given" else "sequence"
+        settings["vllm_is"] = "token" if correction.ratio == "given" else "sequence"
     elif correction.acts:
         raise refuse("Liger", "a correction that it makes itself", "it takes ready-made weights (vllm_is_ratio)")
     if spec.scaling.counts == "step":
-        found["num_items_in_batch"] = 1.0
-    return checked_back("Liger", spec, LigerSettings, translate, found)
+        settings["num_items_in_batch"] = 1.0  # any number: that it is given selects the contract
+    return checked_back("Liger", spec, LigerSettings, translate, settings)
 
 
 def _loss_type(spec: LossSpec) -> str:

@@ -1,4 +1,4 @@
-"""What NeMo-RL reports, by its definitions. See the head of this package.
+"""Metrics of NeMo-RL, by its definitions. See the package docstring.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -59,7 +59,7 @@ LEFT_OUT: Mapping[str, str] = {
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Sums over the step's tokens, divided by (tokens + 1e-8), so nothing gives 0."""
+    """Yield sums over the step's tokens, divided by (tokens + 1e-8), so that a mean over nothing is 0."""
     mean = _over(s.given.tokens)
     tokens = "; divided by tokens + 1e-8"
 
@@ -89,7 +89,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     )
     yield of_tokens(
         "js_divergence_error",
-        "half of k3 of old and of sampler against their mixture",
+        "half the k3 of old and of sampler against their mixture",
         "nats",
         JensenShannon("old", "sampler"),
     )
@@ -110,7 +110,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
 
 
 def _over(count: float | None) -> Reducer:
-    """A mean over what is here, or over what was said to be in the whole step."""
+    """Return a mean over the batch, or over the given count of the whole step."""
     return Mean(epsilon=EPSILON) if count is None else Share(count, EPSILON)
 
 
@@ -120,32 +120,32 @@ def _ratios(s: PeerSettings, mean: Reducer, tokens: str) -> Iterable[Alias]:
         return
     plain = Ratio("policy", "old")
     columns: tuple[Column, Column] = plain, Ratio("policy", "old", clamped=True)
-    unit, what, clips = "1", "ratio", True
+    unit, noun, clips = "1", "ratio", True
     if s.kind == "reinforce":
-        columns, unit, what, clips = (LogProb("policy"),) * 2, "nats", "log-probability (there is no ratio)", False
+        columns, unit, noun, clips = (LogProb("policy"),) * 2, "nats", "log-probability (there is no ratio)", False
     elif s.kind == "on_policy":
-        columns, what, clips = (One(), One()), "ratio, which is 1 by decree", False
+        columns, noun, clips = (One(), One()), "ratio, fixed at 1", False
     for name, column in zip(("probs_ratio", "probs_ratio_clamped"), columns, strict=True):
-        held = " held within the clip" if clips and column is not plain else ""
+        clamped = " clamped to the clip" if clips and column is not plain else ""
         same = "ratio/policy_old" if column is plain else None
         yield Alias(
-            Metric(name, f"mean of the {what}{held}{tokens}", unit, column, mean),
+            Metric(name, f"mean of the {noun}{clamped}{tokens}", unit, column, mean),
             None,
             f"{same}/mean up to the 1e-8" if same else "",
         )
-        yield Alias(Metric(f"{name}_min", f"smallest {what}{held}", unit, column, Minimum()), same and f"{same}/min")
-        yield Alias(Metric(f"{name}_max", f"largest {what}{held}", unit, column, Maximum()), same and f"{same}/max")
+        yield Alias(Metric(f"{name}_min", f"smallest {noun}{clamped}", unit, column, Minimum()), same and f"{same}/min")
+        yield Alias(Metric(f"{name}_max", f"largest {noun}{clamped}", unit, column, Maximum()), same and f"{same}/max")
 
 
 def _document_ratios(s: PeerSettings, tokens: str) -> Iterable[Alias]:
     epsilon = 0.0 if s.spec is None else s.spec.scaling.mean_epsilon
     for name, make in (("probs_ratio", ratio_of), ("probs_ratio_clamped", functools.partial(clamped_of, s.clip))):
-        words = "documents' ratio" + (" held within the clip" if name.endswith("clamped") else "")
+        ratio = "documents' ratio" + (" clamped to the clip" if name.endswith("clamped") else "")
         make = functools.partial(make, epsilon=epsilon)
         yield Alias(
             DocumentMetric(
                 name,
-                f"mean over tokens of the {words}{tokens}",
+                f"mean over tokens of the {ratio}{tokens}",
                 "1",
                 (LogRatio("policy", "old"),),
                 functools.partial(token_mean, make, epsilon=EPSILON, of=s.given.tokens),
@@ -153,20 +153,20 @@ def _document_ratios(s: PeerSettings, tokens: str) -> Iterable[Alias]:
             )
         )
         for reduce, which in (("min", "smallest"), ("max", "largest")):
-            yield Alias(per_document(f"{name}_{reduce}", f"{which} of the {words}", make, reduce))
+            yield Alias(per_document(f"{name}_{reduce}", f"{which} of the {ratio}", make, reduce))
 
 
 def _weights(s: PeerSettings, mean: Reducer) -> Iterable[Alias]:
     correction = CorrectionSpec() if s.spec is None else s.spec.correction
-    whole = s.of_documents or correction.ratio == "document_sum"
-    weight: Weight = "document" if whole else "token"
+    per_document_weight = s.of_documents or correction.ratio == "document_sum"
+    weight: Weight = "document" if per_document_weight else "token"
     yield Alias(
         Metric(
             "sampling_importance_ratio",
-            f"mean correction weight of a {weight}, after truncation; old / sampler where there is no correction",
+            f"mean correction weight of a {weight}, after truncation; old / sampler without a correction",
             "1",
             _WeightOrRatio(),
-            _over(s.given.documents) if whole else mean,
+            _over(s.given.documents) if per_document_weight else mean,
             weight,
         )
     )
@@ -197,7 +197,7 @@ def _weights(s: PeerSettings, mean: Reducer) -> Iterable[Alias]:
 
 @dataclass(frozen=True)
 class _WeightOrRatio(Column):
-    """The correction weight as applied; old / sampler where no correction is made."""
+    """The correction weight as applied; old / sampler without a correction."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -223,9 +223,9 @@ class _OutOfBounds(Column):
 
 
 def of_the_loss(terms: Mapping[str, Term], scalars: Mapping[str, Scalar]) -> dict[str, float]:
-    """The loss, and those of its terms that are reported without their coefficients.
+    """Return the loss, and the terms that are reported without their coefficients.
 
-    Formula: ``kl_penalty``, ``positive_nll_loss``: the term of the loss over its coefficient; 0 where there is none.
+    Formula: ``kl_penalty``, ``positive_nll_loss``: the term of the loss over its coefficient; 0 if there is none.
     """
 
     def bare(name: str) -> float:
@@ -237,18 +237,18 @@ def of_the_loss(terms: Mapping[str, Term], scalars: Mapping[str, Scalar]) -> dic
 def of_pairs(
     terms: Mapping[str, Term], scalars: Mapping[str, Scalar], rewards_N: Tensor, chosen_P: Tensor, rejected_P: Tensor
 ) -> dict[str, float]:
-    """What is reported of preference pairs: rows 2i are chosen, rows 2i + 1 rejected.
+    """Return the metrics of preference pairs: rows 2i are chosen, rows 2i + 1 rejected.
 
     Args:
         terms: "preference", and perhaps "sft".
         scalars: their sums.
-        rewards_N: [N] of each row.
-        chosen_P: [P] weight of each pair, for what is said of it and of its chosen row.
+        rewards_N: [N] reward of each row.
+        chosen_P: [P] weight of each pair, in its own metrics and those of its chosen row.
         rejected_P: [P] the same for its rejected row.
     """
     rewards_N = rewards_N.detach()
     right_P = (rewards_N[::2] > rewards_N[1::2]).to(rewards_N.dtype)
-    found = {
+    metrics = {
         "loss": _number(scalars["total"]),
         "accuracy": float((chosen_P * right_P).sum()),
         "rewards_chosen_mean": float((chosen_P * rewards_N[::2]).sum()),
@@ -256,9 +256,9 @@ def of_pairs(
     }
     if "sft" in terms:
         plain = {name: float((chosen_P * term.values_T.detach()).sum()) for name, term in terms.items()}
-        found["preference_loss"] = plain["preference"]
-        found["sft_loss"] = -plain["sft"] if terms["sft"].coefficient else 0.0
-    return found
+        metrics["preference_loss"] = plain["preference"]
+        metrics["sft_loss"] = -plain["sft"] if terms["sft"].coefficient else 0.0
+    return metrics
 
 
 def _number(scalar: Scalar) -> float:
@@ -268,20 +268,20 @@ def _number(scalar: Scalar) -> float:
 def of_values(
     term: Term, values_T: Tensor, returns_T: Tensor, loss_mask_T: Tensor, tokens: float | None
 ) -> dict[str, float]:
-    """What is reported of a critic: means over the tokens of the batch, extremes over those that are here."""
+    """Return the metrics of a critic: means over the tokens of the whole batch, extremes over those that are here."""
     mean = _over(tokens)
 
     def of(column_T: Tensor) -> float:
         return mean.over(column_T, loss_mask_T).finish()
 
     clipped_T = torch.zeros_like(values_T) if term.clipped_T is None else term.clipped_T.to(values_T.dtype)
-    there = values_T[loss_mask_T]
+    trained = values_T[loss_mask_T]
     return {
         "vf_clipfrac": of(clipped_T),
         "returns_mean": of(returns_T),
         "values_mean": of(values_T),
-        "values_min": float(there.min()) if len(there) else 0.0,
-        "values_max": float(there.max()) if len(there) else 0.0,
+        "values_min": float(trained.min()) if len(trained) else 0.0,
+        "values_max": float(trained.max()) if len(trained) else 0.0,
         "returns_sq_mean": of(returns_T.square()),
         "residual_sq_mean": of((returns_T - values_T).square()),
     }

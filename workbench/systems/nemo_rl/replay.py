@@ -1,4 +1,4 @@
-"""Functions of NVIDIA-NeMo/RL, computed here from their arrays.
+"""Replays of NVIDIA-NeMo/RL's functions from their arrays.
 
 Letters: T packed tokens | N documents | P pairs.
 """
@@ -48,17 +48,17 @@ from workbench.systems.replays import Replayed, evaluate_as, evaluate_case, fini
 
 
 def case_settings(case: Case) -> Mapping[str, Any]:
-    """Without rewards there are no rewarded rows to imitate."""
+    """Return the options; without rewards there are no rewarded rows to imitate."""
     return case.config if case.get("rewards") is not None else {**case.config, "positive_example_nll_weight": 0.0}
 
 
 def peer_settings(replayed: Replayed) -> PeerSettings:
-    """Metrics are divided by the global counts."""
+    """Return the settings of metrics, which are divided by the global counts."""
     return settings_of(replayed.translation.spec, replayed.slots)._replace(given=counts(replayed.settings))
 
 
 def further_metrics(replayed: Replayed) -> dict[str, float]:
-    """The terms of the loss, and how many rows are here."""
+    """Return the terms of the loss, and the number of rows."""
     return {
         **named.of_the_loss(replayed.evaluated.terms, replayed.evaluated.scalars),
         "num_valid_samples": _sampled_rows(replayed.case),
@@ -71,33 +71,33 @@ def _sampled_rows(case: Case) -> float:
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
-    """`ClippedPGLossFn`: from log-probabilities.
+    """Replay `ClippedPGLossFn` from log-probabilities.
 
-    Where top-k or top-p filters the policy of the ratio, its unfiltered log-probabilities come as
-    ``logprobs_unfiltered``: the KL penalty, with its weight, is of those, and has a gradient of its own.
+    If top-k or top-p filters the policy of the ratio, its unfiltered log-probabilities come as ``logprobs_unfiltered``:
+    the KL penalty, with its weight, is of those, and has a gradient of its own.
     """
     unfiltered = case.get("logprobs_unfiltered")
     if unfiltered is None:
         return replays.policy_loss(case)
-    leaf, whole = case["logprobs"].clone().requires_grad_(), unfiltered.clone().requires_grad_()
-    found = evaluate_case(case, silent(leaf.reshape(-1)))
-    if "kl" not in found.evaluated.terms:  # without a penalty in the loss it does not look at them, either
-        return finish(found, {"grad_logprobs": leaf})
-    row = found.row
-    unfiltered_T = torch.where(row.loss_mask_T, whole.reshape(-1), row.old_logprobs_T)
-    penalty = kl_term(replace(found.inputs, policy_logprobs_T=unfiltered_T), found.translation.spec.kl)
-    terms = {**found.evaluated.terms, "kl": penalty}
-    evaluated = found.evaluated._replace(terms=terms, scalars=reduce_terms(terms, found.weights, row.loss_mask_T))
-    return finish(replace(found, evaluated=evaluated), {"grad_logprobs": leaf, "grad_logprobs_unfiltered": whole})
+    leaf, raw_leaf = case["logprobs"].clone().requires_grad_(), unfiltered.clone().requires_grad_()
+    replayed = evaluate_case(case, silent(leaf.reshape(-1)))
+    if "kl" not in replayed.evaluated.terms:  # without a penalty in the loss NeMo-RL does not read them, either
+        return finish(replayed, {"grad_logprobs": leaf})
+    row = replayed.row
+    unfiltered_T = torch.where(row.loss_mask_T, raw_leaf.reshape(-1), row.old_logprobs_T)
+    penalty = kl_term(replace(replayed.inputs, policy_logprobs_T=unfiltered_T), replayed.translation.spec.kl)
+    terms = {**replayed.evaluated.terms, "kl": penalty}
+    evaluated = replayed.evaluated._replace(terms=terms, scalars=reduce_terms(terms, replayed.weights, row.loss_mask_T))
+    return finish(replace(replayed, evaluated=evaluated), {"grad_logprobs": leaf, "grad_logprobs_unfiltered": raw_leaf})
 
 
 def nll(case: Case) -> dict[str, Any]:
-    """`NLLLossFn`: the mean over tokens."""
+    """Replay `NLLLossFn`: the mean over tokens."""
     settings = parse_settings(NLLSettings, case.config, where=case.system)
     leaf = case["logprobs"].clone().requires_grad_()
     translation = Translation(LossSpec(name="sft", scaling=SCALING))
-    found = evaluate_as(case, silent(leaf.reshape(-1)), settings, translation, counts(settings))
-    total = found.evaluated.scalars["total"].value
+    replayed = evaluate_as(case, silent(leaf.reshape(-1)), settings, translation, counts(settings))
+    total = replayed.evaluated.scalars["total"].value
     total.backward()
     return {
         "loss": total.detach(),
@@ -111,7 +111,7 @@ def nll(case: Case) -> dict[str, Any]:
 
 
 def preference(case: Case) -> dict[str, Any]:
-    """`PreferenceLossFn`: rewards of a reward model."""
+    """Replay `PreferenceLossFn`: rewards of a reward model."""
     settings = parse_settings(PreferenceSettings, case.config, where=case.system)
     leaf = case["rewards"].clone().requires_grad_()
     rewards_N = leaf.reshape(-1)
@@ -120,11 +120,11 @@ def preference(case: Case) -> dict[str, Any]:
 
 
 def dpo(case: Case) -> dict[str, Any]:
-    """`DPOLossFn`: implied rewards, and perhaps the likelihood of what was chosen."""
+    """Replay `DPOLossFn`: implied rewards, and optionally the likelihood of the chosen rows."""
     settings = parse_settings(DPOSettings, case.config, where=case.system)
     leaf = case["logprobs"].clone().requires_grad_()
     size, sampled_T = case.shape[0], case.loss_mask_T
-    # Implied rewards look at the tokens of rows that the sample mask takes out, too.
+    # Implied rewards include the tokens of rows that the sample mask excludes.
     tokens_T = case["mask"].reshape(-1).bool()
     ref_T = torch.where(tokens_T, case["ref_logprobs"].reshape(-1), torch.zeros_like(leaf.reshape(-1)))
     inputs = LossInputs(
@@ -145,7 +145,7 @@ def dpo(case: Case) -> dict[str, Any]:
 
 
 def _of_pairs(case: Case, settings: PreferenceSettings, rewards_N: Tensor, terms: Mapping[str, Term]) -> dict[str, Any]:
-    """Terms of pairs, summed over those whose chosen row counts and divided by all pairs of the batch."""
+    """Reduce terms of pairs: the sum over pairs whose chosen row counts, divided by all pairs of the batch."""
     sampled_N = (
         torch.ones_like(rewards_N, requires_grad=False)
         if case.get("sample_mask") is None
@@ -166,7 +166,7 @@ def _of_pairs(case: Case, settings: PreferenceSettings, rewards_N: Tensor, terms
 
 
 def value(case: Case) -> dict[str, Any]:
-    """`MseValueLossFn`: the critic's error."""
+    """Replay `MseValueLossFn`: the critic's error."""
     settings = parse_settings(ValueSettings, case.config, where=case.system)
     leaf, clip = case["values"].clone().requires_grad_(), settings.cliprange or None
     values_T, returns_T, counts_T = leaf.reshape(-1), case["returns"].reshape(-1), case.loss_mask_T
@@ -184,7 +184,7 @@ def value(case: Case) -> dict[str, Any]:
 
 
 def kl_spec(case: Case) -> LossSpec:
-    """`calculate_kl`, without importance weights."""
+    """Return the spec of `calculate_kl`, without importance weights."""
     settings = parse_settings(KLSettings, case.config, where=case.system)
     return LossSpec(
         kl={
@@ -197,15 +197,15 @@ def kl_spec(case: Case) -> LossSpec:
 
 
 def advantage(case: Case) -> dict[str, Any]:
-    """An estimator, by the name of its class."""
-    found = ESTIMATORS.get(case.function.partition(".")[0])
-    if found is None:
+    """Replay an advantage estimator, by the name of its class."""
+    estimate = ESTIMATORS.get(case.function.partition(".")[0])
+    if estimate is None:
         raise SpecError(
             f"advantages of NeMo-RL by {case.function!r}",
             rule=f"one of {', '.join(ESTIMATORS)}",
             fix="choose one of them",
         )
-    return found(case)
+    return estimate(case)
 
 
 def _group(case: Case) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _reinforce_plus_plus(case: Case) -> dict[str, Any]:
     rewards_N = case["rewards"]
     if settings.minus_baseline:
         rewards_N = group_advantages(rewards_N, case["group_ids"], scale="none")
-    # Tokens that do not count are penalised and whitened with the others.
+    # NeMo-RL penalises and whitens tokens that do not count, too.
     everywhere_T = torch.ones_like(case.loss_mask_T)
     spread_T = spread_rewards(rewards_N, case.document_ids_T, _penalties(case, settings, everywhere_T))
     return {"advantages": case.shaped(_whitened(case, spread_T))}
@@ -247,16 +247,16 @@ def _gae(case: Case) -> dict[str, Any]:
     settings = parse_settings(GAESettings, case.config, where=case.system)
     mask_T, ids_T = case.loss_mask_T, case.document_ids_T
     rewards_T = token_rewards(case["rewards"], ids_T, mask_T, _penalties(case, settings, mask_T))
-    own = settings.gae_lambda if settings.gae_lambda_policy is None else settings.gae_lambda_policy
-    critic = settings.gae_lambda if settings.gae_lambda_value is None else settings.gae_lambda_value
+    policy_lambda = settings.gae_lambda if settings.gae_lambda_policy is None else settings.gae_lambda_policy
+    value_lambda = settings.gae_lambda if settings.gae_lambda_value is None else settings.gae_lambda_value
     advantages_T, returns_T = gae(
         rewards_T,
         case["values"].reshape(-1),
         ids_T,
         mask_T,
         discount=settings.gae_gamma,
-        policy_lambda=own,
-        value_lambda=critic,
+        policy_lambda=policy_lambda,
+        value_lambda=value_lambda,
         length_adaptive_alpha=settings.length_adaptive_alpha or None,
         elsewhere="carry",
     )
@@ -285,21 +285,21 @@ ESTIMATORS = {
 
 
 def reward_shaping(case: Case) -> dict[str, Any]:
-    """`apply_reward_shaping`."""
+    """Replay `apply_reward_shaping`."""
     settings = parse_settings(ShapingSettings, case.config, where=case.system)
-    rewards_N, kept = case["rewards"], settings.stop_properly_penalty_coef
+    rewards_N, coefficient = case["rewards"], settings.stop_properly_penalty_coef
     lengths = settings.max_response_length, settings.overlong_buffer_length, settings.overlong_buffer_penalty
     if not settings.enabled:
         return {"rewards": rewards_N}
-    if kept is not None:
-        return {"rewards": stop_properly(rewards_N, case["truncated"].bool(), coefficient=kept)}
+    if coefficient is not None:
+        return {"rewards": stop_properly(rewards_N, case["truncated"].bool(), coefficient=coefficient)}
     longest, buffer, penalty = lengths
     if longest is None or buffer is None or penalty is None:
         raise SpecError(
             "reward shaping of NeMo-RL",
             found="no stop_properly_penalty_coef, not all overlong options",
             rule="overlong_buffer_length, overlong_buffer_penalty and max_response_length go together",
-            fix="give the three of them",
+            fix="give all three",
         )
     return {
         "rewards": overlong(rewards_N, case["response_lengths"], max_length=longest, buffer=buffer, penalty=penalty)

@@ -13,18 +13,18 @@ EPSILON = 1e-8
 
 
 IN_REWARD = {"input_clamp": 20.0, "output_clamp": 10.0}
-"""Bounds of a KL penalty in the reward, whatever the options for the loss say."""
+"""Bounds of a KL penalty in the reward, for any options of the loss."""
 
 
 class ClippedPGSettings(Settings):
     """`ClippedPGLossConfig` (nemo_rl/algorithms/loss/loss_functions.py, 7ea279ab)."""
 
     disable_ppo_ratio: bool = False
-    """Multiply advantages with log-probabilities in place of ratios."""
+    """Multiply advantages by log-probabilities in place of ratios."""
     token_level_loss: bool = True
     """Mean over tokens; False: over rows, of the row's mean over tokens."""
     sequence_level_importance_ratios: bool = False
-    """One ratio a row, and one correction weight a row: the ratio is a geometric mean, the weight a product."""
+    """One ratio and one correction weight per row: the ratio is a geometric mean, the weight a product."""
     ratio_clip_min: float = 0.2
     """Length of the clip below 1."""
     ratio_clip_max: float = 0.2
@@ -44,26 +44,26 @@ class ClippedPGSettings(Settings):
     use_importance_sampling_correction: bool = False
     """Multiply by old / sampler."""
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None
-    """What is done about weights outside their bounds: truncated; zeroed; or rows are dropped by the geometric mean."""
+    """Handling of weights outside their bounds: truncate; zero; or drop rows by the geometric mean."""
     truncated_importance_sampling_ratio: float | None = Field(None, gt=0)
     """Upper bound."""
     truncated_importance_sampling_ratio_min: float | None = None
     """Lower bound; None: 0."""
     use_on_policy_kl_approximation: bool = False
-    """Weigh the KL estimate with policy / sampler."""
+    """Weight the KL estimate by policy / sampler."""
     force_on_policy_ratio: bool = False
     """Take the policy itself for the old one: every ratio is 1."""
     use_cispo: bool = False
     """The clipped ratio as a detached weight."""
     positive_example_nll_weight: float = Field(0.0, ge=0)
-    """Weight of the likelihood of rewarded rows; silently without effect where the batch has no rewards."""
+    """Weight of the likelihood of rewarded rows; silently without effect if the batch has no rewards."""
     global_valid_seqs: float | None = Field(None, ge=0)
     """Given: rows of the whole batch whose sample mask is 1."""
     global_valid_toks: float | None = Field(None, ge=0)
     """Given: tokens of the whole batch that count."""
 
     @model_validator(mode="after")
-    def _as_there(self) -> ClippedPGSettings:
+    def _valid_combination(self) -> ClippedPGSettings:
         kind = self.truncated_importance_sampling_type
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         sequence = self.sequence_level_importance_ratios
@@ -103,8 +103,8 @@ class ClippedPGSettings(Settings):
             ),
             (kind == "seq-mask-tis" and sequence, "seq-mask-tis does not go with sequence_level_importance_ratios"),
         )
-        for wrong, rule in broken:
-            if wrong:
+        for violated, rule in broken:
+            if violated:
                 raise ValueError(rule)
         return self
 
@@ -120,7 +120,7 @@ class PreferenceSettings(Settings):
     """`PreferenceLossFn` (the same file): Bradley-Terry on rewards of rows 2i (chosen) and 2i + 1 (rejected)."""
 
     global_valid_seqs: float | None = Field(None, ge=0)
-    """Given: rows of the whole batch, two a pair."""
+    """Given: rows of the whole batch, two per pair."""
 
 
 class DPOSettings(PreferenceSettings):
@@ -146,7 +146,7 @@ class ValueSettings(Settings):
     scale: float = 1.0
     """Multiplies the loss."""
     cliprange: float | None = None
-    """How far a value may move from the old one; None and 0: any distance."""
+    """Greatest distance of a value from the old one; None and 0: any."""
     global_valid_toks: float | None = Field(None, ge=0)
     """Given: tokens of the whole batch that count."""
     global_valid_seqs: float | None = Field(None, ge=0)
@@ -168,9 +168,9 @@ class GroupSettings(Settings):
     """`GRPOAdvantageEstimator` (nemo_rl/algorithms/advantage_estimator.py, 7ea279ab)."""
 
     use_leave_one_out_baseline: bool = True
-    """Against the mean, and in deviations, of the other answers of the group."""
+    """Against the mean, and in deviations, of the other completions of the group."""
     normalize_rewards: bool = True
-    """Divide by the deviation plus 1e-6, where there is any."""
+    """Divide by the deviation plus 1e-6, if there is any."""
 
 
 class RewardKLSettings(Settings):
@@ -193,7 +193,7 @@ class GAESettings(RewardKLSettings):
     """`GeneralizedAdvantageEstimator` (the same file)."""
 
     gae_lambda: float = 0.95
-    """Lambda of whatever has none of its own."""
+    """Default of the two lambdas below."""
     gae_gamma: float = 1.0
     """Discount."""
     normalize_advantages: bool = True
@@ -203,7 +203,7 @@ class GAESettings(RewardKLSettings):
     gae_lambda_policy: float | None = None
     """Lambda of the advantages."""
     length_adaptive_alpha: float = Field(0.0, ge=0)
-    """Lambda of the advantages is 1 - 1 / (alpha length); 0: it is not."""
+    """Lambda of the advantages is 1 - 1 / (alpha length); 0: it is fixed."""
 
 
 class RawRewardSettings(Settings):
@@ -217,12 +217,12 @@ class ShapingSettings(Settings):
     """`RewardShapingConfig` (nemo_rl/algorithms/reward_functions.py, 7ea279ab), switched on."""
 
     enabled: bool = True
-    """Whether rewards are shaped at all."""
+    """Shape rewards."""
     overlong_buffer_length: int | None = None
-    """The last stretch of answers, in which they are punished."""
+    """Length of the last stretch of a completion, in which it is penalised."""
     overlong_buffer_penalty: float | None = None
-    """The punishment at its end."""
+    """Penalty at its end."""
     max_response_length: int | None = None
-    """Where it ends."""
+    """Position of its end."""
     stop_properly_penalty_coef: float | None = None
-    """What a truncated answer keeps of its reward. The overlong options are then silently ignored."""
+    """Share of its reward that a truncated completion keeps. The overlong options are then silently ignored."""

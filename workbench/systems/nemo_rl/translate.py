@@ -25,14 +25,14 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
         engine_divides=("micro_batches",),
     ),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 GIVEN = ("global_valid_seqs", "global_valid_toks")
 
 
 def translate(settings: ClippedPGSettings) -> Translation:
-    """The clipped loss, from its flags."""
+    """Translate the clipped loss from its flags."""
     spec = LossSpec(
         name="grpo",
         surrogate=_surrogate(settings),
@@ -50,7 +50,7 @@ def translate(settings: ClippedPGSettings) -> Translation:
 SCALING: ScalingSpec = CONTRACTS["dtensor"].model_copy(
     update={"count_epsilon": EPSILON, "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
 )
-"""What is divided by what: counts of the whole batch, each plus 1e-8."""
+"""Denominators: counts of the whole batch, each plus 1e-8."""
 
 
 def _surrogate(settings: ClippedPGSettings) -> dict[str, Any]:
@@ -99,35 +99,35 @@ def _kl(settings: ClippedPGSettings) -> dict[str, Any]:
 
 
 def _notes(settings: ClippedPGSettings) -> list[str]:
-    """What it does without saying so."""
+    """Return what it does implicitly."""
     notes = ["1e-8 is added to every count that divides", "rows without tokens count as rows"]
     without_ratio = settings.disable_ppo_ratio or settings.force_on_policy_ratio
     if without_ratio and settings.ratio_clip_c is not None:
         notes.append("ratio_clip_c has no effect: what it bounds is never above 1")
     if settings.disable_ppo_ratio and settings.force_on_policy_ratio:
-        notes.append("disable_ppo_ratio has no effect beside force_on_policy_ratio")
+        notes.append("disable_ppo_ratio has no effect with force_on_policy_ratio")
     if settings.use_importance_sampling_correction and settings.sequence_level_importance_ratios:
         notes.append(
             "the correction weight of a row is the product of its tokens' ratios, their ratio the geometric "
             "mean; a product that overflows becomes 0, so that the worst row drops out"
         )
     elif settings.use_importance_sampling_correction:
-        notes.append("a correction weight that overflows becomes 0, whatever its upper bound")
+        notes.append("a correction weight that overflows becomes 0, for any upper bound")
     if settings.use_kl_in_reward:
-        notes.append("clamps of the penalty in the reward are 20 and 10, whatever the options say")
-        notes.append("the penalty is in the advantages that the loss is given, and no term of the loss")
+        notes.append("clamps of the penalty in the reward are 20 and 10, for any options")
+        notes.append("the penalty is in the advantages that the loss receives, and no term of the loss")
     if settings.reference_policy_kl_penalty and not settings.use_kl_in_reward:
-        notes.append("the KL penalty carries the gradient of sampling: that of k3 is that of k2")
+        notes.append("the KL penalty includes the gradient of sampling: that of k3 is that of k2")
     if settings.positive_example_nll_weight:
         notes.append(
-            "positive_example_nll_weight has no effect on a batch without rewards; elsewhere its divisor is "
+            "positive_example_nll_weight has no effect on a batch without rewards; otherwise its divisor is "
             "counted in each micro-batch"
         )
     return notes
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of the clipped loss; up to the 1e-8 that it adds to counts."""
+    """Return options of the clipped loss; up to the 1e-8 that it adds to counts."""
     surrogate, correction, kl = spec.surrogate, spec.correction, spec.kl
     level = {"token": True, "document": False}.get(spec.denominator)
     if level is None:
@@ -165,11 +165,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
     elif correction.ratio_low is not None or correction.ratio_high is not None:
         kind = "icepop" if correction.outside == "zero" else "tis"
         settings |= _bounds(kind, correction.ratio_low, correction.ratio_high)
-    return checked_back("NeMo-RL", _where_it_matters(spec), ClippedPGSettings, translate, settings)
+    return checked_back("NeMo-RL", _with_defaults(spec), ClippedPGSettings, translate, settings)
 
 
-def _where_it_matters(spec: LossSpec) -> LossSpec:
-    """The spec with NeMo-RL's own setting wherever no number depends on it, or only by an epsilon."""
+def _with_defaults(spec: LossSpec) -> LossSpec:
+    """Return the spec with NeMo-RL's own setting wherever it has no effect, or only that of an epsilon."""
     like = {
         name: getattr(SCALING, name)
         for name in ("count_epsilon", "length_epsilon", "mean_epsilon")
@@ -194,5 +194,5 @@ def _bounds(kind: str, low: float | None, high: float | None) -> dict[str, Any]:
 
 
 def counts(settings: Any) -> GivenCounts:
-    """The global counts."""
+    """Return the global counts."""
     return GivenCounts(tokens=settings.global_valid_toks, documents=getattr(settings, "global_valid_seqs", None))

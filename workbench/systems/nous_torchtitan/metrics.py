@@ -1,9 +1,9 @@
-"""What the GRPO step of NousResearch/torchtitan reports, by its definitions. See the head of this package.
+"""Metrics of the GRPO step of NousResearch/torchtitan, by its definitions. See the package docstring.
 
-Its numbers are of one micro-batch of whole rows, some of them over positions that do not train: `step_metrics` is all
-of them, as one function of what the step saw. A row without a token makes means over rows NaN there, and here. `names`
-has those that a step of any layout can report, because they are means over tokens that train; `LEFT_OUT` says what
-becomes of the others. Read from NousResearch/torchtitan's GRPO code (94d6abd4).
+They are of one micro-batch of whole rows, some of them over positions that do not train: `step_metrics` returns all of
+them, as one function of the step's inputs. A row without a token makes means over rows NaN there, and here. `names` has
+those that a step of any layout can report, because they are means over tokens that train; `LEFT_OUT` has the others.
+Read from NousResearch/torchtitan's GRPO code (94d6abd4).
 
 Letters: T packed tokens | B rows | V vocabulary.
 """
@@ -26,7 +26,7 @@ from workbench.metrics.values import Maximum, Mean, Minimum
 from workbench.specs.losses import LossSpec
 from workbench.systems.alias import Alias, PeerSettings
 
-ELSEWHERE = "it looks at positions that do not train, or at logits; a replay of the step reports it"
+ELSEWHERE = "it reads positions that do not train, or logits; a replay of the step reports it"
 LEFT_OUT: Mapping[str, str] = dict.fromkeys(
     (
         "loss_metrics/global_logit_loss",
@@ -53,29 +53,29 @@ LEFT_OUT: Mapping[str, str] = dict.fromkeys(
     ),
     ELSEWHERE,
 ) | {
-    "loss_metrics/global_logp": "NaN there where a row has no token that trains; here such rows are left out",
-    "loss_metrics/global_ratio": "NaN there where a row has no token that trains; here such rows are left out",
-    "raw_ratio": "reported there only where there is no old policy, and then it is the mean of 1",
+    "loss_metrics/global_logp": "NaN there if a row has no token that trains; here such rows are left out",
+    "loss_metrics/global_ratio": "NaN there if a row has no token that trains; here such rows are left out",
+    "raw_ratio": "reported there only without an old policy, and then it is the mean of 1",
 }
 """Name -> what the system reports there in some case, and what is reported here instead."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the step saw, on every position, trained or not.
+    """Inputs and terms of the step, on every position, trained or not.
 
     Attributes:
         spec: the loss's settings.
-        inputs: of the loss, on every position (all of them count there).
-        terms: of the loss, on every position.
+        inputs: inputs of the loss, on every position (all of them count there).
+        terms: terms of the loss, on every position.
         ratio_T: [T] the surrogate's ratio, before any clip.
         loss_mask_T: [T] bool, the position trains.
         document_ids_T: [T] row of the position.
-        sampler_logprobs_T: [T] nats as they were given, placeholders too, or None.
+        sampler_logprobs_T: [T] nats as given, with placeholders, or None.
         mean_logit_T: [T] mean over the vocabulary of the logits.
-        kl_estimator: of the KL, which is measured whether or not it is in the loss.
-        on_policy: there is no old policy but the live one.
-        logprob_floor: positions at which the policy's log-probability is lower leave most numbers; None: none do.
+        kl_estimator: estimator of the KL, which is measured even if it is not in the loss.
+        on_policy: the old policy is the live one.
+        logprob_floor: positions with a lower log-probability of the policy are left out of most numbers; None: none.
     """
 
     spec: LossSpec
@@ -92,8 +92,8 @@ class Step:
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Means over tokens that train, and over rows that have one; without a threshold of probability."""
-    rows = "rows in which nothing trains are left out"
+    """Yield means over tokens that train, and over rows that have one; without a threshold of probability."""
+    rows = "rows without trained tokens are left out"
     yield Alias(
         Metric(
             "loss_metrics/global_logp",
@@ -147,10 +147,10 @@ def names(s: PeerSettings) -> Iterable[Alias]:
             Mean(),
         ),
         "kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None,
-        "whether or not it is in the loss",
+        "also if it is not in the loss",
     )
     if s.clip is not None and not s.clip.of_documents:
-        for ending, signs, words in (
+        for ending, signs, condition in (
             ("", (1, -1), ""),
             ("_pos", (1,), ", with a positive advantage"),
             ("_neg", (-1,), ", with an advantage that is not positive"),
@@ -158,7 +158,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
             yield Alias(
                 Metric(
                     f"loss_metrics/global_clip_ratio{ending}",
-                    f"share of tokens beyond the bound that the advantage's sign picks{words}",
+                    f"share of tokens beyond the bound that the advantage's sign picks{condition}",
                     "1",
                     _Beyond(signs, s.clip.lower, s.clip.upper),
                     Mean(),
@@ -168,11 +168,11 @@ def names(s: PeerSettings) -> Iterable[Alias]:
             )
 
 
-def _distribution(name: str, who: Literal["policy", "sampler"]) -> Iterable[Alias]:
-    words = f"log-probability under the {who}"
-    yield Alias(Metric(f"{name}/mean", f"mean {words}", "nats", LogProb(who), Mean()), f"logprob/{who}/mean")
-    yield Alias(Metric(f"{name}/min", f"smallest {words}", "nats", LogProb(who), Minimum()))
-    yield Alias(Metric(f"{name}/max", f"largest {words}", "nats", LogProb(who), Maximum()))
+def _distribution(name: str, model: Literal["policy", "sampler"]) -> Iterable[Alias]:
+    quantity = f"log-probability under the {model}"
+    yield Alias(Metric(f"{name}/mean", f"mean {quantity}", "nats", LogProb(model), Mean()), f"logprob/{model}/mean")
+    yield Alias(Metric(f"{name}/min", f"smallest {quantity}", "nats", LogProb(model), Minimum()))
+    yield Alias(Metric(f"{name}/max", f"largest {quantity}", "nats", LogProb(model), Maximum()))
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Margin(Column):
 
 @dataclass(frozen=True)
 class _Beyond(Column):
-    """1 where the ratio is above the upper bound and the advantage positive, or below the lower and it is not."""
+    """1 where the ratio is above the upper bound with a positive advantage, or below the lower without one."""
 
     signs: tuple[int, ...]
     lower: float
@@ -204,11 +204,11 @@ class _Beyond(Column):
         ratio_T = q.ratio("policy", "old")
         if ratio_T is None:
             return None
-        good_T, beyond_T = q.advantages_T > 0, torch.zeros_like(q.advantages_T, dtype=torch.bool)
+        pos_T, beyond_T = q.advantages_T > 0, torch.zeros_like(q.advantages_T, dtype=torch.bool)
         if 1 in self.signs:
-            beyond_T |= (ratio_T > self.upper) & good_T
+            beyond_T |= (ratio_T > self.upper) & pos_T
         if -1 in self.signs:
-            beyond_T |= (ratio_T < self.lower) & ~good_T
+            beyond_T |= (ratio_T < self.lower) & ~pos_T
         return beyond_T.double()
 
 
@@ -218,7 +218,7 @@ def mean_logit(logits_TV: Tensor) -> Tensor:
 
 
 def step_metrics(step: Step) -> dict[str, float]:
-    """Every number of the step, by its name there."""
+    """Return every metric of the step, by its name there."""
     with torch.no_grad():
         return {**_policy(step), **_reference(step), **_clip(step), **_sampler(step)}
 
@@ -226,7 +226,7 @@ def step_metrics(step: Step) -> dict[str, float]:
 def _policy(step: Step) -> dict[str, float]:
     logprobs_T, advantages_T, trained_T = step.inputs.policy_logprobs_T, step.inputs.advantages_T, step.loss_mask_T
     above_T = _above(step)
-    good_T, bad_T = advantages_T > 0, advantages_T <= 0
+    pos_T, neg_T = advantages_T > 0, advantages_T <= 0
     scale = {name: term.coefficient * term.values_T for name, term in step.terms.items()}
     nothing_T = torch.zeros_like(logprobs_T)
     return {
@@ -235,12 +235,12 @@ def _policy(step: Step) -> dict[str, float]:
         "loss_metrics/global_logit_loss": _over_rows(scale.get("logit_size", nothing_T), above_T, step),
         "loss_metrics/global_entropy_loss": _over_rows(scale.get("entropy", nothing_T), above_T, step),
         "loss_metrics/global_logits_mean": _mean(step.mean_logit_T, above_T),
-        "loss_metrics/global_total_pos": float(good_T.sum() > 1),
-        "loss_metrics/global_total_neg": float(bad_T.sum() > 1),
-        "loss_metrics/global_pos_logp": _number_over_rows(_of_many(logprobs_T, good_T & above_T), step),
-        "loss_metrics/global_neg_logp": _number_over_rows(_of_many(logprobs_T, bad_T & above_T), step),
-        "loss_metrics/global_pos_reward": float(good_T.double().mean()),
-        "loss_metrics/global_neg_reward": float(bad_T.double().mean()),
+        "loss_metrics/global_total_pos": float(pos_T.sum() > 1),
+        "loss_metrics/global_total_neg": float(neg_T.sum() > 1),
+        "loss_metrics/global_pos_logp": _number_over_rows(_of_many(logprobs_T, pos_T & above_T), step),
+        "loss_metrics/global_neg_logp": _number_over_rows(_of_many(logprobs_T, neg_T & above_T), step),
+        "loss_metrics/global_pos_reward": float(pos_T.double().mean()),
+        "loss_metrics/global_neg_reward": float(neg_T.double().mean()),
         "loss_metrics/global_advantages": float(advantages_T.mean()),
         **_spread("logp_dist", logprobs_T, step),
         "logp_dist/threshold_filter_ratio": 1.0 - _mean(above_T.double(), trained_T),
@@ -252,27 +252,27 @@ def _reference(step: Step) -> dict[str, float]:
     if ref_T is None:
         return {}
     above_T, advantages_T = _above(step), step.inputs.advantages_T
-    good_T, bad_T = (advantages_T > 0) & above_T, (advantages_T <= 0) & above_T
+    pos_T, neg_T = (advantages_T > 0) & above_T, (advantages_T <= 0) & above_T
     margin_T = advantages_T * (logprobs_T - ref_T)
     return {
         "loss_metrics/ref_logp": _mean(ref_T, step.loss_mask_T),
         "loss_metrics/margin": _mean(margin_T, above_T),
-        "loss_metrics/pos_margin": _of_many(margin_T, good_T),
-        "loss_metrics/neg_margin": _of_many(margin_T, bad_T),
-        "loss_metrics/pos_ref_logp": _of_many(ref_T, good_T),
-        "loss_metrics/neg_ref_logp": _of_many(ref_T, bad_T),
+        "loss_metrics/pos_margin": _of_many(margin_T, pos_T),
+        "loss_metrics/neg_margin": _of_many(margin_T, neg_T),
+        "loss_metrics/pos_ref_logp": _of_many(ref_T, pos_T),
+        "loss_metrics/neg_ref_logp": _of_many(ref_T, neg_T),
         "loss_metrics/logits_mean_ref": 0.0,
         "loss_metrics/kl_div_est": _mean(kl_estimate(ref_T - logprobs_T, step.kl_estimator), above_T),
     }
 
 
 def _clip(step: Step) -> dict[str, float]:
-    above_T, good_T = _above(step), step.inputs.advantages_T > 0
+    above_T, pos_T = _above(step), step.inputs.advantages_T > 0
     if step.on_policy:
         return {"raw_ratio": _mean(step.ratio_T, above_T)}
     surrogate, ref_T = step.spec.surrogate, step.inputs.ref_logprobs_T
     # An advantage of 0 counts as a negative one.
-    low_T, high_T = (step.ratio_T < 1 - surrogate.clip_low) & ~good_T, (step.ratio_T > 1 + surrogate.clip_high) & good_T
+    low_T, high_T = (step.ratio_T < 1 - surrogate.clip_low) & ~pos_T, (step.ratio_T > 1 + surrogate.clip_high) & pos_T
     return {
         "loss_metrics/global_clip_ratio": _mean((low_T | high_T).double(), above_T),
         "loss_metrics/global_clip_ratio_pos": _mean(high_T.double(), above_T),
@@ -289,24 +289,24 @@ def _sampler(step: Step) -> dict[str, float]:
     above_T = _above(step)
     extras = step.terms["policy"].extras
     weights_T = extras.get("applied_weight", torch.ones_like(sampler_T))
-    found = {**_spread("inflogp_dist", sampler_T, step), "inflogp_dist/importance_ratio": _mean(weights_T, above_T)}
+    metrics = {**_spread("inflogp_dist", sampler_T, step), "inflogp_dist/importance_ratio": _mean(weights_T, above_T)}
     if not correction.acts:
-        return found
+        return metrics
     drawn_T = above_T & (sampler_T <= 0)
     gaps_T = step.inputs.old_logprobs_T - sampler_T
     if correction.ratio == "token":
-        found["mismatch/inf_logratio"] = float(gaps_T.mean())
+        metrics["mismatch/inf_logratio"] = float(gaps_T.mean())
     else:
         sums_B = _by_row(gaps_T, drawn_T, step)
         gathered_B = sums_B if correction.ratio == "document_sum" else sums_B / _by_row(drawn_T.double(), drawn_T, step)
-        found["mismatch/inf_logratio"] = float(gathered_B.mean())
+        metrics["mismatch/inf_logratio"] = float(gathered_B.mean())
     if correction.outside == "zero":
         raw_T = extras["raw_weight"]
         out_T = ((raw_T < correction.ratio_low) | (raw_T > correction.ratio_high)) & drawn_T
         rows_B = _by_row(out_T.double(), drawn_T, step) > 0
-        found["mismatch/rollout_is_masked_fraction"] = _mean(out_T.double(), drawn_T)
-        found["mismatch/rollout_is_seq_masked_fraction"] = float(rows_B.double().mean())
-    return found
+        metrics["mismatch/rollout_is_masked_fraction"] = _mean(out_T.double(), drawn_T)
+        metrics["mismatch/rollout_is_seq_masked_fraction"] = float(rows_B.double().mean())
+    return metrics
 
 
 # ---- means -----------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def _mean(values_T: Tensor, mask_T: Tensor) -> float:
 
 
 def _of_many(values_T: Tensor, mask_T: Tensor) -> float:
-    """A mean of more than one value, else 0."""
+    """Return the mean of more than one value, else 0."""
     return _mean(values_T, mask_T) if int(mask_T.sum()) > 1 else 0.0
 
 
@@ -334,12 +334,12 @@ def _by_row(values_T: Tensor, mask_T: Tensor, step: Step) -> Tensor:
 
 
 def _over_rows(values_T: Tensor, mask_T: Tensor, step: Step) -> float:
-    """The mean over rows of the row's mean; NaN if a row has none."""
+    """Return the mean over rows of the row's mean; NaN if a row has none."""
     return float((_by_row(values_T, mask_T, step) / _by_row(mask_T.double(), mask_T, step)).mean())
 
 
 def _number_over_rows(value: float, step: Step) -> float:
-    """A number, or NaN if a row does not train."""
+    """Return the number, or NaN if a row does not train."""
     trained_B = _by_row(step.loss_mask_T.double(), step.loss_mask_T, step)
     return value if bool((trained_B > 0).all()) else math.nan
 
@@ -347,9 +347,9 @@ def _number_over_rows(value: float, step: Step) -> float:
 def _spread(name: str, values_T: Tensor, step: Step) -> dict[str, float]:
     if not bool(_above(step).any()):
         return {f"{name}/mean": 0.0, f"{name}/min": 0.0, f"{name}/max": 0.0}
-    kept_T = values_T[step.loss_mask_T]
+    trained_T = values_T[step.loss_mask_T]
     return {
-        f"{name}/mean": float(kept_T.mean()),
-        f"{name}/min": float(kept_T.min()),
-        f"{name}/max": float(kept_T.max()),
+        f"{name}/mean": float(trained_T.mean()),
+        f"{name}/min": float(trained_T.min()),
+        f"{name}/max": float(trained_T.max()),
     }

@@ -1,4 +1,4 @@
-"""Functions of The GRPO step of NousResearch/torchtitan, computed here from their arrays.
+"""Replays of the GRPO step of NousResearch/torchtitan and its functions from their arrays.
 
 Letters: T packed tokens | V vocabulary.
 """
@@ -24,29 +24,29 @@ from workbench.systems.registry import parse_settings
 from workbench.systems.replays import Replayed, aggregation, evaluate_case, finish
 
 UNSAMPLED = 1.0
-"""A log-probability that no token has: its position was not sampled."""
+"""Placeholder log-probability, above that of any token: its position was not sampled."""
 
 
 def policy_loss_logits(case: Case) -> dict[str, Any]:
-    """The step: the loss, and the matrix of losses that it is made of, also where nothing trains."""
+    """Replay the step: the loss, and the matrix of per-token losses, also where nothing trains."""
     leaf = case["logits"].clone().requires_grad_()
     logits_TV = leaf.reshape(-1, leaf.shape[-1])
-    said = token_logprobs_from_logits(
+    head_output = token_logprobs_from_logits(
         logits_TV, case["targets"].reshape(-1).clamp_min(0), wanted=("entropy", "logsumexp", "mean_squared_logit")
     )
-    replayed = evaluate_case(case, said)
+    replayed = evaluate_case(case, head_output)
     outputs = finish(replayed, {"grad_logits": leaf})
-    step = everywhere(replayed, said, mean_logit(logits_TV))
+    step = everywhere(replayed, head_output, mean_logit(logits_TV))
     return {
         **outputs,
         "per_token_loss": case.shaped(token_values(step.terms)),
-        "logprobs": case.shaped(said.logprobs_T),
+        "logprobs": case.shaped(head_output.logprobs_T),
         "metrics": step_metrics(step),
     }
 
 
 def everywhere(replayed: Replayed, said: TokenLogprobs, mean_logit_T: torch.Tensor) -> Step:
-    """The loss evaluated on every position, with the sums of rows over those that train."""
+    """Evaluate the loss on every position, with sums of rows over those that train."""
     case, row, spec = replayed.case, replayed.row, replayed.translation.spec
     raw = {
         name: None if case.get(name) is None else case.spread(name).reshape(-1)
@@ -91,7 +91,7 @@ def _over_tokens(case: Case) -> LossSpec:
 
 
 def masked(case: Case) -> dict[str, Any]:
-    """Sums and means of values under a mask; a mean over rows is undefined where a row has none."""
+    """Replay sums and means of values under a mask; a mean over rows is undefined if a row has none."""
     settings = parse_settings(MaskedSettings, case.config, where="nous_torchtitan")
     if not settings.per_seq:
         return aggregation(_over_tokens, result="result")(case)
@@ -104,6 +104,6 @@ def masked(case: Case) -> dict[str, Any]:
 
 
 def reward_norm(case: Case) -> dict[str, Any]:
-    """Rewards against the mean of their group, in deviations of it."""
+    """Replay rewards against the mean of their group, in standard deviations of it."""
     settings = parse_settings(RewardNormSettings, case.config, where="nous_torchtitan")
     return {"advantages": group_advantages(case["rewards"], case["group_ids"], ddof=1, epsilon=settings.eps)}

@@ -1,4 +1,4 @@
-"""Options of The GRPO step of NousResearch/torchtitan, by its names and with its defaults."""
+"""Options of the GRPO step of NousResearch/torchtitan, by its names and with its defaults."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROWS = "mean over rows of per-row token mean"
 
 
 ESTIMATORS = {"k3": "k3", "mse": "k2", "abs": "abs"}
-"""Their KL estimator -> ours."""
+"""KL estimator of the system -> estimator of `KLSpec`."""
 
 
 class RolloutISSettings(Settings):
     """Importance weights of the trainer against the sampler (torchtitan/grpo/importance_sampling.py, 94d6abd4)."""
 
     rollout_is_level: Literal["token", "sequence", "geometric"] = "token"
-    """Over what the log ratio is summed, or averaged."""
+    """Scope over which the log ratio is summed, or averaged."""
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
     """Bound weights from above, or zero those outside both bounds."""
     rollout_is_threshold: float | None = Field(None, gt=0)
@@ -29,7 +29,7 @@ class RolloutISSettings(Settings):
     rollout_is_threshold_lower: float | None = Field(None, ge=0)
     """Lower bound of mode mask; None: 1 / upper."""
     rollout_is_veto_threshold: float | None = Field(1e-4, gt=0)
-    """Rows with a token whose ratio is below this weigh 0; None: none do."""
+    """Rows with a token whose ratio is below this get weight 0; None: none do."""
 
     @property
     def lower(self) -> float:
@@ -48,7 +48,7 @@ class RolloutISSettings(Settings):
             and self.lower > self.rollout_is_threshold
         ):
             raise ValueError(
-                "no weight is at least rollout_is_threshold_lower (1 / rollout_is_threshold where that is "
+                "no weight is at least rollout_is_threshold_lower (1 / rollout_is_threshold if that is "
                 "not given) and at most rollout_is_threshold"
             )
         return self
@@ -57,11 +57,11 @@ class RolloutISSettings(Settings):
 class NousSettings(Settings):
     """Options of the step (`job_config.grpo` in torchtitan/grpo/grpo_step.py, 94d6abd4).
 
-    Its defaults stand in a file that was not read; here nothing acts but a clip of 0.2.
+    Its defaults are in a file that was not read; here nothing acts but a clip of 0.2.
     """
 
     reduction: Literal["mean over rows of per-row token mean", "token mean"] = ROWS
-    """What the trainer makes of the matrix of losses."""
+    """Reduction of the matrix of losses by the trainer."""
     policy_ratio_type: Literal["token", "sequence"] = "token"
     """Ratio of tokens, or of rows."""
     clip_ratio_lower_bound: float = Field(0.2, ge=0)
@@ -79,8 +79,8 @@ class NousSettings(Settings):
     logit_loss_weight: float = 0.0
     """Its square multiplies the mean squared logit; one that is not positive counts as 0."""
     onpolicy_logp_threshold: float = 0.0
-    """Tokens less likely than this leave metrics, means over a row, and importance weights; 0 and 1: none do. A
-    probability, or, where negative, its log."""
+    """Tokens less likely than this are left out of metrics, means over a row, and importance weights; 0 and 1: none.
+    A probability, or, if negative, its log."""
     rollout_is: RolloutISSettings | None = None
     """Importance weights against the sampler; their options may also be given one by one."""
 
@@ -90,8 +90,8 @@ class NousSettings(Settings):
         if not isinstance(value, Mapping):
             return value
         loose = {name: value[name] for name in RolloutISSettings.model_fields if name in value}
-        kept = {name: option for name, option in value.items() if name not in loose}
-        return {**kept, "rollout_is": {**(kept.get("rollout_is") or {}), **loose}} if loose else kept
+        others = {name: option for name, option in value.items() if name not in loose}
+        return {**others, "rollout_is": {**(others.get("rollout_is") or {}), **loose}} if loose else others
 
     @property
     def logprob_floor(self) -> float | None:
@@ -113,6 +113,6 @@ class RewardNormSettings(Settings):
     """`distributed_reward_norm` (RUFFY-369/torchtitan a79e8b5d)."""
 
     ranks: int = Field(1, ge=1)
-    """More than one take the deviation of the population; here it is that of a sample on any number."""
+    """Several ranks take the deviation of the population; here it is always that of a sample."""
     eps: float = Field(1e-8, ge=0)
     """Added to the deviation."""

@@ -1,4 +1,4 @@
-"""From options of The GRPO step of NousResearch/torchtitan to a spec, and back."""
+"""From options of the GRPO step of NousResearch/torchtitan to a spec, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # Each micro-batch is a mean of its own; FSDP averages. Context parallelism was not read.
     "fsdp": ScalingSpec(counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 SAFETY_BOUND = 20.0
@@ -27,7 +27,7 @@ TOKENS = "token mean"
 
 
 def translate(settings: NousSettings) -> Translation:
-    """The loss of the step, reduced as the trainer does."""
+    """Translate the loss of the step, reduced as the trainer does."""
     notes = (
         []
         if settings.reduction == TOKENS
@@ -39,15 +39,15 @@ def translate(settings: NousSettings) -> Translation:
         raise SpecError(
             "nous_torchtitan: onpolicy_logp_threshold with policy_ratio_type sequence or rollout_is",
             found=settings.onpolicy_logp_threshold,
-            rule="it takes unlikely tokens out of a row's mean, or makes their weight 0, by what the live "
-            "policy says, and leaves them in the loss; no setting here does",
+            rule="it takes unlikely tokens out of a row's mean, or makes their weight 0, by the log-probability of the "
+            "live policy, and leaves them in the loss; no setting here does",
             fix="drop one of them",
         )
     if settings.logprob_floor is not None:
-        notes.append("onpolicy_logp_threshold acts on metrics alone")
+        notes.append("onpolicy_logp_threshold acts on metrics only")
     if sequence:
         notes.append(
-            "its gradient is twice that of this loss: the row's mean is not detached beside the token's own term"
+            "its gradient is twice that of this loss: the row's mean is not detached next to the token's own term"
         )
     if corrected and weights.rollout_is_level == "geometric":
         notes.append("it gives every row the mean over rows of their means; here each row has its own")
@@ -74,18 +74,18 @@ def translate(settings: NousSettings) -> Translation:
 
 
 def correction(weights: RolloutISSettings) -> dict[str, Any]:
-    """Importance weights in our words."""
+    """Return importance weights as settings of a correction."""
     ratio = {"token": "token", "sequence": "document_sum", "geometric": "document_mean"}[weights.rollout_is_level]
-    found = {"ratio": ratio, "ratio_high": weights.rollout_is_threshold, "log_clamp": SAFETY_BOUND, "unsampled": "drop"}
+    spec = {"ratio": ratio, "ratio_high": weights.rollout_is_threshold, "log_clamp": SAFETY_BOUND, "unsampled": "drop"}
     if weights.rollout_is_mode == "mask":
-        found |= {"ratio_low": weights.lower, "outside": "zero"}
+        spec |= {"ratio_low": weights.lower, "outside": "zero"}
     if weights.rollout_is_veto_threshold is not None:
-        found |= {"gate": "ratio", "gate_level": "document_min", "gate_low": weights.rollout_is_veto_threshold}
-    return found
+        spec |= {"gate": "ratio", "gate_level": "document_min", "gate_low": weights.rollout_is_veto_threshold}
+    return spec
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of the step."""
+    """Return the options of the step for a spec."""
     surrogate, weights = spec.surrogate, spec.correction
     if surrogate.kind not in ("ppo", "gspo"):
         raise refuse("the torchtitan fork", f"the surrogate {surrogate.kind!r}", "it clips ratios of tokens or of rows")
@@ -96,7 +96,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
         "clip_ratio_upper_bound": surrogate.clip_high,
         "use_ref_model": bool(spec.kl.coefficient),
         "kl_beta": spec.kl.coefficient,
-        "kl_estimator_type": next((theirs for theirs, ours in ESTIMATORS.items() if ours == spec.kl.estimator), "k3"),
+        "kl_estimator_type": next((key for key, name in ESTIMATORS.items() if name == spec.kl.estimator), "k3"),
         "entropy_loss_weight": spec.entropy_coefficient,
         "logit_loss_weight": math.sqrt(spec.mean_squared_logit_coefficient),
     }

@@ -1,6 +1,6 @@
-"""What OpenRLHF reports of its policy loss, by its definitions. See the head of this package.
+"""Metrics of OpenRLHF's policy loss, by its definitions. See the package docstring.
 
-Plain means over the tokens of one micro-batch, whatever the loss divides by. Read from OpenRLHF/OpenRLHF 3c3be623.
+Plain means over the tokens of one micro-batch, for any denominator of the loss. Read from OpenRLHF/OpenRLHF 3c3be623.
 
 Letters: P pairs.
 """
@@ -18,7 +18,7 @@ from workbench.systems.alias import Alias, PeerSettings
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Means over tokens."""
+    """Yield means over tokens."""
     yield Alias(
         Metric(
             "clip_ratio", "share of tokens where the clip acts, by the sign of the advantage", "1", PolicyCut(), Mean()
@@ -29,7 +29,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     yield Alias(
         Metric("ppo_kl", "mean of old - policy", "nats", KL("k1", "old", "policy"), Mean()),
         "kl/old_policy/k1_mean",
-        "against the old policy also where a ratio is against the sampler",
+        "against the old policy, also if the ratio is against the sampler",
     )
     if s.spec is not None and s.spec.correction.acts:
         yield Alias(
@@ -40,7 +40,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
 
 
 def of_pairs(chosen_P: Tensor, rejected_P: Tensor, beta: float) -> dict[str, float]:
-    """Mean implied rewards of preference pairs: beta times what the policy implies about each answer."""
+    """Return mean implied rewards of preference pairs: beta times the implied reward of each completion."""
     return {
         "chosen_reward_mean": float(beta * chosen_P.detach().mean()),
         "rejected_reward_mean": float(beta * rejected_P.detach().mean()),

@@ -1,4 +1,4 @@
-"""Functions of OpenRLHF/OpenRLHF, computed here from their arrays.
+"""Replays of OpenRLHF/OpenRLHF's functions from their arrays.
 
 Letters: T packed tokens | P pairs.
 """
@@ -41,9 +41,9 @@ from workbench.systems.replays import Replayed
 
 
 def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
-    """NaN where `masked_mean` divides by 0: nothing counts here, and no count of the whole batch was handed in.
+    """Return NaN if `masked_mean` divides by 0: nothing counts here, and no count of the whole batch was given.
 
-    The gradient is NaN, too, but for tokens that the clip cuts off, which have none.
+    The gradient is NaN, too, except for tokens that the clip cuts, which have none.
     """
     if not _is_undefined(replayed.case, replayed.settings):
         return {}
@@ -70,7 +70,7 @@ def _is_undefined(case: Case, settings: AggregateSettings) -> bool:
 
 
 def value(case: Case) -> dict[str, Any]:
-    """`ValueLoss`: the critic's error."""
+    """Replay `ValueLoss`: the critic's error."""
     settings = parse_settings(ValueSettings, case.config, where=case.system)
     leaf = case["values"].clone().requires_grad_()
     old_T = None if settings.clip_eps is None else case["old_values"].reshape(-1)
@@ -89,13 +89,13 @@ def value(case: Case) -> dict[str, Any]:
 
 
 def dpo(case: Case) -> dict[str, Any]:
-    """`DPOLoss`: from sums of log-probabilities."""
+    """Replay `DPOLoss` from sums of log-probabilities."""
     settings = parse_settings(DPOSettings, case.config, where=case.system)
     leaf = torch.stack([case["chosen_logprob_sums"], case["rejected_logprob_sums"]]).requires_grad_()
     ref = torch.stack([case["ref_chosen_logprob_sums"], case["ref_rejected_logprob_sums"]])
     chosen_P, rejected_P = implied_rewards(leaf, ref)
-    how: Mapping[str, Any] = {"kind": "ipo"} if settings.ipo else {"label_smoothing": settings.label_smoothing}
-    total = mean_over_pairs(pair_losses(chosen_P, rejected_P, beta=settings.beta, **how))
+    options: Mapping[str, Any] = {"kind": "ipo"} if settings.ipo else {"label_smoothing": settings.label_smoothing}
+    total = mean_over_pairs(pair_losses(chosen_P, rejected_P, beta=settings.beta, **options))
     total.backward()
     return {
         "loss": total.detach(),
@@ -105,17 +105,17 @@ def dpo(case: Case) -> dict[str, Any]:
 
 
 def kl_spec(case: Case) -> LossSpec:
-    """`compute_approx_kl`."""
+    """Return the spec of `compute_approx_kl`."""
     settings = parse_settings(KLSettings, case.config, where=case.system)
     return LossSpec(kl={"coefficient": 1.0, "estimator": settings.kl_estimator, "output_clamp": settings.output_clamp})
 
 
 def reward(case: Case) -> dict[str, Any]:
-    """`compute_reward`: the row's reward on its last token, less the KL of every token."""
+    """Replay `compute_reward`: the row's reward on its last token, less the KL of every token."""
     settings = parse_settings(RewardSettings, case.config, where=case.system)
     rewards_N = (
         case["rewards"] if settings.reward_clip_range is None else bounded(case["rewards"], *settings.reward_clip_range)
     )
     penalties_T = kl_penalties(case["kl"].reshape(-1), max(settings.kl_coef, 0.0))
-    made_T = token_rewards(rewards_N, case.document_ids_T, case.loss_mask_T, penalties_T, elsewhere="as_given")
-    return {"token_rewards": case.shaped(made_T)}
+    rewards_T = token_rewards(rewards_N, case.document_ids_T, case.loss_mask_T, penalties_T, elsewhere="as_given")
+    return {"token_rewards": case.shaped(rewards_T)}

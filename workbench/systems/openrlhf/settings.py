@@ -22,11 +22,11 @@ class AggregateSettings(Settings):
     token_level_loss: bool = True
     """Mean over tokens; False: over rows with tokens, of the row's mean."""
     dp_size: int = Field(1, ge=1)
-    """Given: data-parallel ranks, whose gradients the engine averages; without the count below it is ignored."""
+    """Given: data-parallel ranks, whose gradients the engine averages; ignored without the count below."""
     batch_num_tokens: float | None = Field(None, gt=0)
-    """Given: tokens of the whole batch (over accumulation steps); None: those that are here."""
+    """Given: tokens of the whole batch (over accumulation steps); None: those of the micro-batch."""
     global_batch_size: float | None = Field(None, gt=0)
-    """Given: rows of the whole batch (over accumulation steps); None: those that are here."""
+    """Given: rows of the whole batch (over accumulation steps); None: those of the micro-batch."""
 
 
 class PolicySettings(AggregateSettings):
@@ -45,7 +45,7 @@ class PolicySettings(AggregateSettings):
     vllm_is_truncated_threshold: tuple[float, float] | None = None
     """Bounds of the weight, or of a row's geometric mean of weights."""
     vllm_is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
-    """What is done outside: truncate; zero; or drop rows by their geometric mean."""
+    """Handling of weights outside: truncate; zero; or drop rows by their geometric mean."""
 
     @model_validator(mode="after")
     def _correction_has_bounds(self) -> PolicySettings:
@@ -59,7 +59,7 @@ class ValueSettings(AggregateSettings):
     """`ValueLoss` (the same file): half the squared error."""
 
     clip_eps: float | None = Field(None, gt=0)
-    """How far a value may move from the old one; None: any distance."""
+    """Greatest distance of a value from the old one; None: any."""
 
 
 class DPOSettings(Settings):
@@ -68,7 +68,7 @@ class DPOSettings(Settings):
     beta: float = 0.1
     """Inverse temperature of the implied reward."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Probability that a preference is recorded the wrong way round; ipo ignores it."""
+    """Probability that the two completions of a preference are swapped; ipo ignores it."""
     ipo: bool = False
     """The squared distance of the margin from 1 / (2 beta)."""
 

@@ -16,7 +16,7 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # Counts are divided by accumulation steps, which DeepSpeed divides by once more.
     "deepspeed": ScalingSpec(multiplied_by=("dp", "micro_batches"), engine_divides=("micro_batches", "dp")),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 EPSILON = 1e-8
@@ -24,7 +24,7 @@ EPSILON = 1e-8
 
 
 SCALING: ScalingSpec = CONTRACTS["deepspeed"].model_copy(update={"length_epsilon": EPSILON})
-"""Counts of the whole batch; a row's length has 1e-8 more."""
+"""Counts of the whole batch; 1e-8 is added to a row's length."""
 
 
 def is_by_token(settings: AggregateSettings) -> bool:
@@ -33,7 +33,7 @@ def is_by_token(settings: AggregateSettings) -> bool:
 
 
 def translate(settings: PolicySettings) -> Translation:
-    """The clipped loss of tokens or of rows."""
+    """Translate the clipped loss of tokens or of rows."""
     sequence, corrected = settings.policy_loss_type == "gspo", settings.enable_vllm_is_correction
     surrogate: dict[str, Any] = {
         "kind": "gspo" if sequence else "ppo",
@@ -70,26 +70,26 @@ def _correction(settings: PolicySettings) -> dict[str, Any]:
 
 
 def _notes(settings: PolicySettings) -> list[str]:
-    """What it does without saying so."""
+    """Return what it does implicitly."""
     if settings.policy_loss_type == "ppo":
-        notes = ["the log ratio is held within +-20"]
+        notes = ["the log ratio is clamped to +-20"]
         if settings.enable_vllm_is_correction and settings.vllm_is_correction_type == "seq-mask-tis":
             notes.append("rows that are kept have untruncated weights")
         return notes
-    notes = ["gspo is a mean over rows, whatever token_level_loss says"]
+    notes = ["gspo is a mean over rows, for any token_level_loss"]
     if settings.enable_vllm_is_correction:
         notes.append("gspo takes its ratio against the sampler; vllm_is_correction_type and its bounds have no effect")
     return notes
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of the clipped loss; up to the 1e-8 that it adds to lengths, and to ratios beyond e^20."""
+    """Return options of the clipped loss; up to the 1e-8 that it adds to lengths, and to ratios beyond e^20."""
     surrogate, correction = spec.surrogate, spec.correction
     if surrogate.kind not in ("ppo", "gspo"):
         raise SpecError(
             f"options of OpenRLHF for the surrogate {surrogate.kind!r}",
             rule="its losses are ppo and gspo",
-            fix="take one of them, or another system",
+            fix="choose one of them, or another system",
         )
     settings: dict[str, Any] = {
         "policy_loss_type": surrogate.kind,
@@ -116,11 +116,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
             "vllm_is_correction_type": kind,
             "vllm_is_truncated_threshold": bounds,
         }
-    return checked_back("OpenRLHF", _where_it_matters(spec), PolicySettings, translate, settings)
+    return checked_back("OpenRLHF", _with_defaults(spec), PolicySettings, translate, settings)
 
 
-def _where_it_matters(spec: LossSpec) -> LossSpec:
-    """The spec with OpenRLHF's own setting wherever no number depends on it, or only by an epsilon."""
+def _with_defaults(spec: LossSpec) -> LossSpec:
+    """Return the spec with OpenRLHF's own setting wherever it has no effect, or only that of an epsilon."""
     changes: dict[str, Any] = {}
     if spec.denominator == "token" or spec.scaling.length_epsilon <= EPSILON:
         changes["scaling"] = spec.scaling.model_copy(update={"length_epsilon": EPSILON})
@@ -130,7 +130,7 @@ def _where_it_matters(spec: LossSpec) -> LossSpec:
 
 
 def counts(settings: AggregateSettings) -> GivenCounts:
-    """The global count of what the loss is a mean over, and then the ranks; both or neither."""
+    """Return the global count of the loss's denominator, and the ranks; both or neither."""
     by_token = is_by_token(settings)
     count = settings.batch_num_tokens if by_token else settings.global_batch_size
     if count is None:

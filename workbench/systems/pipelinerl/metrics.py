@@ -1,4 +1,4 @@
-"""What PipelineRL reports, by its definitions. See the head of this package.
+"""Metrics of PipelineRL, by its definitions. See the package docstring.
 
 Most numbers are sums over documents of the document's token mean; PipelineRL divides them by samples when it logs. Read
 from ServiceNow/PipelineRL 58d39345.
@@ -35,7 +35,7 @@ from workbench.systems.alias import Alias, PeerSettings
 from workbench.systems.document_metrics import beyond_of, per_document
 
 LEFT_OUT = {
-    "*": "without a trained token PipelineRL reports input_size alone; here sums are 0, and extremes infinite",
+    "*": "without a trained token PipelineRL reports input_size only; here sums are 0, and extremes infinite",
 }
 
 
@@ -56,7 +56,7 @@ class FromReference(Column):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Whose log-probabilities."""
+        """See `Column.needs`."""
         return "ref", "policy"
 
     def of(self, q: Quantities) -> Tensor | None:
@@ -66,7 +66,7 @@ class FromReference(Column):
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Sums over documents of token means, extremes over tokens, and sums of ratios over tokens."""
+    """Yield sums over documents of token means, extremes over tokens, and sums of ratios over tokens."""
     over = Share(1 if s.num_documents is None else s.num_documents)
     clamp = None if s.spec is None else s.spec.kl.input_clamp
 
@@ -83,7 +83,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     for name, meaning, unit, column in (
         ("reward", "reward", "reward", Reward()),
         ("advantage", "advantage", "reward", Advantage()),
-        ("kl", "k3 estimate of KL(policy || ref), log ratio held", "nats", penalty),
+        ("kl", "k3 estimate of KL(policy || ref), log ratio clamped", "nats", penalty),
     ):
         yield mean(name, meaning, unit, column)
         yield from extremes(name, meaning, unit, column)
@@ -102,7 +102,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     if clamp is not None:
         yield mean(
             "clamp_log_ratio_ref_new_indicator",
-            "share of tokens at which the KL's log ratio is held",
+            "share of tokens at which the KL's log ratio is clamped",
             "1",
             FromReference(clamp),
         )
@@ -115,7 +115,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
                 functools.partial(beyond_of, "outside", s.clip),
                 "sum",
             ),
-            note="documents that weigh nothing are left out there (`clipped_documents`)",
+            note="documents of weight 0 are left out there (`clipped_documents`)",
         )
     elif s.clip is not None:
         yield mean(
@@ -127,31 +127,31 @@ def names(s: PeerSettings) -> Iterable[Alias]:
 
 
 def token_weight_numbers(inputs: LossInputs, weights_T: Tensor) -> Mapping[str, float]:
-    """What each token's term is multiplied with: sum over documents of means, largest and smallest.
+    """Return statistics of the weights of tokens: sum over documents of means, largest and smallest.
 
     Args:
-        inputs: of the loss.
-        weights_T: [T] of the loss, as `workbench.reduction.weights` says.
+        inputs: inputs of the loss.
+        weights_T: [T] weights of the loss, see `workbench.reduction.weights`.
     """
     with torch.no_grad():
         counts_T = inputs.counts_T
-        kept_T = weights_T[counts_T]
-        if not len(kept_T):
+        trained_T = weights_T[counts_T]
+        if not len(trained_T):
             return {}
         return {
-            "token_weight": float((kept_T / inputs.document_lengths_T[counts_T]).sum()),
-            "max_token_weight": float(kept_T.max()),
-            "min_token_weight": float(kept_T.min()),
+            "token_weight": float((trained_T / inputs.document_lengths_T[counts_T]).sum()),
+            "max_token_weight": float(trained_T.max()),
+            "min_token_weight": float(trained_T.min()),
         }
 
 
 def clipped_documents(ratio_T: Tensor, inputs: LossInputs, weights_T: Tensor, clip: ClipRule) -> float:
-    """Documents whose ratio lies outside the clip, without those that weigh nothing.
+    """Count documents whose ratio lies outside the clip, without those of weight 0.
 
     Args:
-        ratio_T: [T] of the token's document.
-        inputs: of the loss.
-        weights_T: [T] of the loss.
+        ratio_T: [T] ratio of the token's document.
+        inputs: inputs of the loss.
+        weights_T: [T] weights of the loss.
         clip: its bounds.
     """
     with torch.no_grad():

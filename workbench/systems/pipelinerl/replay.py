@@ -1,4 +1,4 @@
-"""Functions of ServiceNow/PipelineRL, computed here from their arrays.
+"""Replays of ServiceNow/PipelineRL's functions from their arrays.
 
 Letters: T packed tokens | V vocabulary.
 """
@@ -21,29 +21,29 @@ from workbench.systems.replays import Replayed, evaluate_case, finish, policy_se
 
 
 def policy_loss_logits(case: Case) -> dict[str, Any]:
-    """One `rl_step` on logits."""
+    """Replay one `rl_step` on logits."""
     settings = policy_settings(case)
     leaf = case["logits"].clone().requires_grad_()
-    said = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=settings.temperature)
+    head_output = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=settings.temperature)
     overflow = case["targets"].new_zeros(case.shape) if case.get("overflow") is None else case.spread("overflow")
     extensions = {"truncated": overflow.reshape(-1)}
     if case.get("group_tokens") is not None:
         extensions["group_tokens"] = case.spread("group_tokens").reshape(-1)
-    outputs = finish(evaluate_case(case, said, extensions=extensions), {"grad_logits": leaf})
-    if not case.loss_mask_T.any():  # then it reports nothing else
+    outputs = finish(evaluate_case(case, head_output, extensions=extensions), {"grad_logits": leaf})
+    if not case.loss_mask_T.any():  # PipelineRL then reports nothing else
         outputs["metrics"] = {"input_size": outputs["metrics"]["input_size"]}
     return outputs
 
 
 def peer_settings(replayed: Replayed) -> PeerSettings:
-    """Sums over documents. The KL is measured whether or not it is in the loss."""
+    """Return the settings of metrics: sums over documents. The KL is measured even if it is not in the loss."""
     spec = replayed.translation.spec
     measured = spec.kl.model_copy(update={"input_clamp": replayed.settings.clamp_log_ratio_ref_new_value})
     return settings_of(spec, replayed.slots)._replace(num_documents=1, spec=spec.model_copy(update={"kl": measured}))
 
 
 def further_metrics(replayed: Replayed) -> dict[str, float]:
-    """The loss, weights, coefficients and sizes."""
+    """Return the loss, weights, coefficients and sizes."""
     settings, case = replayed.settings, replayed.case
     loss = float(replayed.evaluated.scalars["total"].value.detach())
     rows, length = torch.Size([1, *case.shape])[-2:]
@@ -65,7 +65,7 @@ def further_metrics(replayed: Replayed) -> dict[str, float]:
 
 
 def advantage(case: Case) -> dict[str, Any]:
-    """Leave-one-out means, divided by the deviation of the whole group."""
+    """Replay advantages: leave-one-out means, divided by the deviation of the whole group."""
     settings = parse_settings(AdvantageSettings, case.config, where="pipelinerl")
     return {
         "advantages": group_advantages(

@@ -10,21 +10,21 @@ from workbench.systems.registry import Settings
 
 
 class PipelineRLSettings(Settings):
-    """`RLConfig`, and what `rl_step` is called with (pipelinerl/finetune/rl/__init__.py, 58d39345)."""
+    """`RLConfig`, and arguments of `rl_step` (pipelinerl/finetune/rl/__init__.py, 58d39345)."""
 
     policy_loss: Literal["ppo", "reinforce", "gspo"] = "ppo"
-    """Which surrogate."""
+    """Surrogate."""
     use_advantages: bool = True
-    """Drive it by advantages, not by rewards; gspo always takes advantages."""
+    """Multiply it by advantages, not by rewards; gspo always takes advantages."""
     epsilon_low: float = Field(0.2, ge=0)
-    """Length of the clip below 1; reinforce does not look at it."""
+    """Length of the clip below 1; reinforce ignores it."""
     epsilon_high: float = Field(0.2, ge=0)
     """Length of the clip above 1."""
     batch_size: float = Field(0, ge=0)
     """Documents that every sum is divided by; 0, the default, divides by zero there and stands for the documents of the
     step here."""
     reward_minus_kl_coef: float = 0.0
-    """No number depends on it."""
+    """Has no effect."""
     kl_coef: float = Field(0.1, ge=0)
     """Coefficient of the KL penalty at the first step."""
     final_kl_coef: float = Field(0.1, ge=0)
@@ -34,27 +34,27 @@ class PipelineRLSettings(Settings):
     final_entropy_bonus: float = 0.0
     """At the last step; linear between."""
     relu_log_p_weights: bool = False
-    """Leave tokens with a negative signal silent."""
+    """Give tokens with a negative signal no loss."""
     clamp_log_ratio_ref_new_value: float = Field(10, gt=0)
     """Bound of the log ratio inside the KL estimate."""
     divide_advantage_by_std: bool = True
-    """When advantages are made."""
+    """Applies when advantages are computed."""
     overlong_filtering: bool = False
-    """Documents that were cut off weigh nothing, and stay in every count."""
+    """Truncated documents get weight 0, and stay in every count."""
     group_normalization: bool = False
     """Divide by the mean number of tokens of the group's rollouts, in place of batch_size."""
     temperature: float = Field(1.0, gt=0)
     """Divides logits."""
     filter_zero_advantage_groups: bool = False
-    """When batches are made."""
+    """Applies when batches are built."""
     value_loss_coef: float = Field(0.0, ge=0)
     """Coefficient of a critic's loss; only a model with a value head has one."""
     current_step: int = Field(0, ge=0)
-    """Given: where the two schedules are."""
+    """Given: current step of the two schedules."""
     max_step: int = Field(1, gt=0)
-    """Given: where they end."""
+    """Given: their last step."""
     packed: bool = True
-    """Given: whether documents are packed; gspo needs it."""
+    """Given: documents are packed; gspo needs it."""
 
     @property
     def kl_now(self) -> float:

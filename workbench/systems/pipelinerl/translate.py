@@ -15,11 +15,11 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # The divisor is the configured batch size; DeepSpeed divides by accumulation steps and ranks once more.
     "deepspeed": ScalingSpec(engine_divides=("micro_batches", "dp_cp")),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 def translate(settings: PipelineRLSettings) -> Translation:
-    """One step of its loss."""
+    """Translate one step of its loss."""
     notes = []
     high = settings.epsilon_high
     surrogate: dict[str, Any] = {
@@ -30,7 +30,7 @@ def translate(settings: PipelineRLSettings) -> Translation:
     rest: dict[str, Any] = {}
     if settings.policy_loss == "gspo":
         notes += [
-            "a document weighs by its length",
+            "a document is weighted by its length",
             "advantages are averaged over the document",
             "kl_coef, entropy_bonus, use_advantages and relu_log_p_weights have no effect",
         ]
@@ -49,7 +49,7 @@ def translate(settings: PipelineRLSettings) -> Translation:
     if settings.reward_minus_kl_coef:
         notes.append("reward_minus_kl_coef has no effect")
     if settings.value_loss_coef:
-        notes.append("value_loss_coef acts on a model with a value head alone; this is the policy's part")
+        notes.append("value_loss_coef acts only on a model with a value head; this is the policy's part")
     spec = LossSpec(
         name="grpo",
         surrogate=surrogate,
@@ -63,7 +63,7 @@ def translate(settings: PipelineRLSettings) -> Translation:
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of its loss, with schedules that stand still."""
+    """Return the options of its loss for a spec, with constant schedules."""
     kind, surrogate = spec.surrogate.kind, spec.surrogate
     losses = {"ppo": "ppo", "cispo": "reinforce", "gspo": "gspo"}
     if kind not in losses:
@@ -71,6 +71,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "policy_loss": losses[kind],
         "epsilon_high": surrogate.get("clip_high"),
+        # Only reinforce has no lower bound, and it ignores the option: its default.
         "epsilon_low": 0.2 if surrogate.get("clip_low") is None else surrogate.get("clip_low"),
         "kl_coef": spec.kl.coefficient,
         "final_kl_coef": spec.kl.coefficient,
@@ -86,10 +87,10 @@ def back(spec: LossSpec) -> dict[str, Any]:
 
 
 def counts(settings: PipelineRLSettings) -> GivenCounts | None:
-    """The configured number of documents."""
+    """Return the configured number of documents."""
     return GivenCounts(documents=settings.batch_size) if settings.batch_size else None
 
 
 def temperature(settings: PipelineRLSettings) -> float:
-    """What logits are divided by."""
+    """Return the divisor of the logits."""
     return settings.temperature

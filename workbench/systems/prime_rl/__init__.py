@@ -1,7 +1,7 @@
 """PrimeIntellect-ai/prime-rl: three components of a loss, each on tokens and with a count of its own.
 
-The component `rl` is what is configured; `ce` imitates tokens, and `ref_kl` distils a reference. Each runs where its
-stream of weights is not 0, is weighted by it and divided by its number of tokens in the whole batch.
+The component `rl` is the configured loss; `ce` imitates tokens, and `ref_kl` distils a reference. Each acts on tokens
+with a weight other than 0, is weighted by it and divided by its number of tokens in the whole batch.
 
 Letters: T packed tokens.
 """

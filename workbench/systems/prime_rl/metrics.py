@@ -1,6 +1,6 @@
-"""What prime-rl reports of its loss components, by its definitions. See the head of this package.
+"""Metrics of prime-rl's loss components, by its definitions. See the package docstring.
 
-Every number is one a document, a mean over some of its tokens and 0 where there are none; it logs their mean over
+There is one number per document, a mean over some of its tokens and 0 if there are none; prime-rl logs their mean over
 documents. Read from PrimeIntellect-ai/prime-rl 559b4477.
 
 Letters: T packed tokens | N documents.
@@ -26,16 +26,16 @@ TRAINED = One()
 
 @dataclass(frozen=True)
 class Number:
-    """A number of each document.
+    """A metric with one value per document.
 
     Attributes:
-        name: as there.
+        name: name in prime-rl.
         meaning: one sentence.
-        unit: of the number.
-        value: of each token.
+        unit: unit of the value.
+        value: value of each token.
         where: 1 on tokens that enter the mean.
-        negative: it is minus the mean.
-        flags: the mean is of flags, and is rounded to single precision as there.
+        negative: the value is minus the mean.
+        flags: the mean is of flags, and is rounded to single precision as in prime-rl.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Number:
     flags: bool = False
 
     def read(self, value_N: Tensor, where_N: Tensor) -> Tensor:
-        """[N] from the sums over each document's tokens."""
+        """Return [N] the metric from sums over each document's tokens."""
         mean_N = value_N / where_N.clamp_min(1)
         return -mean_N if self.negative else mean_N.float().double() if self.flags else mean_N
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Means over documents, of a loss that is one of its components."""
+    """Yield means over documents, of a loss that is one of its components."""
     for number in numbers(s.kind):
         yield Alias(
             DocumentMetric(
@@ -69,14 +69,14 @@ def names(s: PeerSettings) -> Iterable[Alias]:
 
 
 def of_documents(inputs: LossInputs, term: Term, kind: str, documents: int, *, empty: bool) -> dict[str, Tensor]:
-    """The numbers of each document, as a component of the loss returns them.
+    """Return the metrics of each document, as a component of the loss returns them.
 
     Args:
-        inputs: what the loss saw.
-        term: what its surrogate said.
-        kind: of surrogate.
+        inputs: inputs of the loss.
+        term: term of its surrogate.
+        kind: kind of surrogate.
         documents: N.
-        empty: documents in which nothing counts are in it, too.
+        empty: documents in which nothing counts are included.
 
     Shapes: name -> [N], or only the documents in which something counts.
     """
@@ -87,20 +87,20 @@ def of_documents(inputs: LossInputs, term: Term, kind: str, documents: int, *, e
         values_T = torch.where(inputs.counts_T, column.of(q), 0.0)
         return values_T.new_zeros(documents).index_add(0, place_T, values_T)
 
-    there = torch.ones(documents, dtype=torch.bool) if empty else total(One()) > 0
+    included = torch.ones(documents, dtype=torch.bool) if empty else total(One()) > 0
     return {
-        number.name: number.read(total(_Within(number.value, number.where)), total(number.where))[there]
+        number.name: number.read(total(_Within(number.value, number.where)), total(number.where))[included]
         for number in numbers(kind)
     }
 
 
 def numbers(kind: str) -> list[Number]:
-    """What is reported of a component with this surrogate; a token whose gradient a surrogate cuts is a dropped one."""
+    """Return the metrics of a component with this surrogate; a token is dropped if the surrogate cuts its gradient."""
     if kind == "sft":
         return [Number("nll", "mean negative log-likelihood", "nats", LogProb("policy"), negative=True)]
     prefix = "ref_kl/" if kind == "ref_kl" else ""
-    mismatch, dropped, kept = KL("k3", "sampler", "policy"), PolicyCut(), _Kept()
-    found = [
+    mismatch, dropped, undropped = KL("k3", "sampler", "policy"), PolicyCut(), _Kept()
+    entries = [
         Number(
             f"{prefix}masked_mismatch_kl",
             "mean k3 of policy against sampler over dropped tokens",
@@ -113,26 +113,26 @@ def numbers(kind: str) -> list[Number]:
             "mean k3 of policy against sampler over kept tokens",
             "nats",
             mismatch,
-            kept,
+            undropped,
         ),
         Number(f"{prefix}is_masked", "share of dropped tokens", "1", dropped, flags=True),
     ]
     if kind == "ref_kl":
-        return [*found, Number("ref_kl", "mean of ref - policy", "nats", LogRatio("ref", "policy"))]
+        return [*entries, Number("ref_kl", "mean of ref - policy", "nats", LogRatio("ref", "policy"))]
     if kind != "dppo_tv":
-        return found
-    for side, words, sign in (("low", "a negative", -1), ("high", "a positive", 1)):
-        found.append(
+        return entries
+    for side, advantage, sign in (("low", "a negative", -1), ("high", "a positive", 1)):
+        entries.append(
             Number(
                 f"is_masked_{side}",
-                f"share of dropped tokens with {words} advantage",
+                f"share of dropped tokens with {advantage} advantage",
                 "1",
                 _Within(_Sign(sign), dropped),
                 flags=True,
             )
         )
     for side, sign in (("positive", 1), ("negative", -1)):
-        found.append(
+        entries.append(
             Number(
                 f"masked_advantage_{side}",
                 f"share of the dropped tokens whose advantage is {side}",
@@ -142,7 +142,7 @@ def numbers(kind: str) -> list[Number]:
                 flags=True,
             )
         )
-    return found
+    return entries
 
 
 def _mean_of(number: Number, of: int | None, tokens_N: Tensor, value_N: Tensor, where_N: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Functions of PrimeIntellect-ai/prime-rl, computed here from their arrays.
+"""Replays of PrimeIntellect-ai/prime-rl's functions from their arrays.
 
 Letters: T packed tokens.
 """
@@ -26,45 +26,45 @@ from workbench.systems.replays import Replayed, evaluate_as
 
 
 def components(case: Case, settings: PrimeSettings) -> Iterator[tuple[LossSpec, GivenCounts, Case, Tensor | None]]:
-    """(loss, tokens of the batch, the case with the component's own mask, its weights) of each component."""
+    """Yield (loss, tokens of the batch, the case with the component's own mask, its weights) of each component."""
     everywhere = {"rl": case["mask"].bool(), "ce": torch.ones_like(case["mask"], dtype=torch.bool)}
     everywhere["ref_kl"] = everywhere["ce"]
-    found = (
+    losses = (
         ("rl", translate(settings).spec, settings.rl_scale),
         ("ce", LossSpec(name="sft", scaling=CONTRACTS["fsdp"]), settings.ce_scale),
         ("ref_kl", LossSpec(name="ref_kl", scaling=CONTRACTS["fsdp"]), settings.ref_kl_scale),
     )
-    for name, spec, scale in found:
+    for name, spec, scale in losses:
         weights_T = case.get(f"{name}_weights")
         if weights_T is None and name != "rl":
             continue
         mask_T = everywhere[name] if weights_T is None else torch.logical_and(everywhere[name], weights_T.bool())
-        own = replace(case, inputs={**case.inputs, "mask": mask_T})
-        yield spec, GivenCounts(tokens=scale), own, weights_T
+        masked_case = replace(case, inputs={**case.inputs, "mask": mask_T})
+        yield spec, GivenCounts(tokens=scale), masked_case, weights_T
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
-    """`compute_loss`: all components that the batch has weights for."""
+    """Replay `compute_loss`: all components that the batch has weights for."""
     settings = parse_settings(PrimeSettings, case.config, where=case.system)
     leaf = case["logprobs"].clone().requires_grad_()
     size, totals, documents = int(case.document_ids_T.max()) + 1, [], {}
-    for spec, given, own, weights_T in components(case, settings):
+    for spec, given, masked_case, weights_T in components(case, settings):
         extensions = {} if weights_T is None else {LOSS_WEIGHTS: weights_T}
-        found = evaluate_as(own, silent(leaf), settings, Translation(spec), given, extensions=extensions)
-        totals.append(found.evaluated.scalars["total"])
-        documents |= _documents(found, size, empty=weights_T is None)
+        replayed = evaluate_as(masked_case, silent(leaf), settings, Translation(spec), given, extensions=extensions)
+        totals.append(replayed.evaluated.scalars["total"])
+        documents |= _documents(replayed, size, empty=weights_T is None)
     total = functools.reduce(Scalar.__add__, totals).value
     total.backward()
     return {"loss": total.detach(), "grad_logprobs": leaf.grad, **documents, "metrics": {}}
 
 
-def _documents(found: Replayed, size: int, *, empty: bool) -> dict[str, Tensor]:
-    """What a component says of each document."""
-    made = named.of_documents(
-        replace(found.inputs, policy_logprobs_T=found.inputs.policy_logprobs_T.detach()),
-        found.evaluated.terms["policy"],
-        found.translation.spec.surrogate.kind,
+def _documents(replayed: Replayed, size: int, *, empty: bool) -> dict[str, Tensor]:
+    """Return the metrics that a component has for each document."""
+    metrics = named.of_documents(
+        replace(replayed.inputs, policy_logprobs_T=replayed.inputs.policy_logprobs_T.detach()),
+        replayed.evaluated.terms["policy"],
+        replayed.translation.spec.surrogate.kind,
         size,
         empty=empty,
     )
-    return {f"doc_{name.replace('/', '.')}": value_N for name, value_N in made.items()}
+    return {f"doc_{name.replace('/', '.')}": value_N for name, value_N in metrics.items()}

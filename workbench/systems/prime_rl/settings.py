@@ -16,13 +16,13 @@ class PrimeSettings(Settings):
     """`DefaultLossConfig` and `IPOLossConfig` (prime_rl/configs/trainer.py, 559b4477), and the scales of a step."""
 
     type: Literal["default", "ipo", "custom"] = "default"
-    """Which loss the component rl is."""
+    """Loss of the component rl."""
     dppo_mask_low: float = Field(0.2, ge=0)
-    """default: how far the probability of a token without a positive advantage may have fallen."""
+    """default: greatest fall of the probability of a token without a positive advantage."""
     dppo_mask_high: float = Field(0.2, ge=0)
-    """default: how far that of a token with a positive advantage may have risen."""
+    """default: greatest rise of that of a token with a positive advantage."""
     ipo_threshold: float = Field(0.1, ge=0)
-    """ipo: how far the probability may have moved either way."""
+    """ipo: greatest change of the probability, either way."""
     adv_tau: float = Field(1.0, ge=0)
     """Multiplies advantages."""
     kl_tau: float = Field(1e-3, ge=0)
@@ -37,7 +37,7 @@ class PrimeSettings(Settings):
     @model_validator(mode="after")
     def _options_of_the_type(self) -> PrimeSettings:
         for kind, names in OF_THE_TYPE.items():
-            strange = [name for name in names if kind != self.type and name in self.model_fields_set]
-            if strange:
-                raise ValueError(f"{', '.join(strange)} is an option of type {kind!r}, not of {self.type!r}")
+            misplaced = [name for name in names if kind != self.type and name in self.model_fields_set]
+            if misplaced:
+                raise ValueError(f"{', '.join(misplaced)} is an option of type {kind!r}, not of {self.type!r}")
         return self

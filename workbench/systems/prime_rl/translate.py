@@ -17,20 +17,20 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # undone.
     "fsdp": ScalingSpec(replicated=True, divided_by=("cp",), engine_multiplies=("dp_cp",), engine_divides=("dp_cp",)),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 GIVEN = ("rl_scale", "ce_scale", "ref_kl_scale")
 
 
 def translate(settings: PrimeSettings) -> Translation:
-    """The component rl: an importance-weighted policy gradient that drops what has moved too far."""
+    """Translate the component rl: an importance-weighted policy gradient that drops tokens that moved too far."""
     if settings.type == "custom":
         raise SpecError(
             "prime-rl: type = 'custom'",
             found="a function of the user's own",
-            rule="only losses that prime-rl has itself can be translated",
-            fix="hand the function to runs.step.run_step as a loss",
+            rule="only prime-rl's own losses can be translated",
+            fix="pass the function to train.step.run_step as a loss",
         )
     surrogate: dict[str, Any] = {"kind": "ipo", "threshold": settings.ipo_threshold}
     if settings.type == "default":
@@ -55,7 +55,7 @@ def translate(settings: PrimeSettings) -> Translation:
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of the component rl."""
+    """Return the options of the component rl for a spec."""
     surrogate = spec.surrogate
     settings: dict[str, Any] = {"adv_tau": surrogate.coefficient, "kl_tau": spec.kl.coefficient}
     if surrogate.kind == "dppo_tv":
@@ -66,11 +66,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
         raise SpecError(
             f"options of prime-rl for the surrogate {surrogate.kind!r}",
             rule="its losses are dppo_tv (default) and ipo",
-            fix="take one of them, or another system",
+            fix="choose one of them, or another system",
         )
     return checked_back("prime-rl", spec, PrimeSettings, translate, settings)
 
 
 def counts(settings: PrimeSettings) -> GivenCounts:
-    """The component's tokens."""
+    """Return the component's tokens."""
     return GivenCounts(tokens=settings.rl_scale)

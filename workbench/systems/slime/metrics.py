@@ -1,4 +1,4 @@
-"""What slime reports, by its definitions. See the head of this package.
+"""Metrics of slime, by its definitions. See the package docstring.
 
 Every number is a sum over samples of the sample's token mean, or a sum over tokens (calculate_per_token_loss), of one
 micro-batch; slime divides by samples, or tokens, of the step when it logs. Read from THUDM/slime 624b824a.
@@ -21,18 +21,18 @@ from workbench.metrics.values import Reducer, Share, Sum
 from workbench.systems.alias import Alias, PeerSettings
 from workbench.systems.document_metrics import ratio_of, reduced
 
-LEFT_OUT = {"tis_abs": "slime reports |weight - 1| as well; here weight/raw/* say how far weights are from 1"}
+LEFT_OUT = {"tis_abs": "slime reports |weight - 1| as well; here weight/raw/* show the distance of weights from 1"}
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Sums over samples of token means, over the samples of the step if these are known."""
+    """Yield sums over samples of token means, divided by the samples of the step if these are known."""
     by_token = s.spec is not None and s.spec.denominator == "token"
     over: Reducer = Sum() if by_token else Share(1 if s.num_documents is None else s.num_documents)
     weight: Weight = "token" if by_token else "document"
-    words = "sum over tokens" if by_token else "sum over samples of the mean"
+    reduction = "sum over tokens" if by_token else "sum over samples of the mean"
 
     def total(name: str, meaning: str, unit: str, column: Column, note: str = "") -> Alias:
-        return Alias(Metric(name, f"{words} of {meaning}", unit, column, over, weight), note=note)
+        return Alias(Metric(name, f"{reduction} of {meaning}", unit, column, over, weight), note=note)
 
     if s.kind == "cispo":
         yield total("pg_clipfrac", "1 where the ratio lies outside the clip", "1", Extra("ratio_truncated"))
@@ -53,7 +53,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
             yield Alias(
                 DocumentMetric(
                     "ois",
-                    f"{words} of the sample's ratio policy / old",
+                    f"{reduction} of the sample's ratio policy / old",
                     "1",
                     (LogRatio("policy", anchor),),
                     functools.partial(reduced, make, reduce, s.num_documents),
@@ -70,17 +70,17 @@ def _on_tokens(tokens_N: Tensor, *sums_N: Tensor) -> Tensor:
 
 
 def opsm_clipfrac(inputs: LossInputs, advantages_T: Tensor, threshold: float, anchor: str = "old") -> float:
-    """What slime calls the clipped fraction of off-policy sequence masking.
+    """Return the clipped fraction of off-policy sequence masking, as slime defines it.
 
     Formula: sum over documents whose mean of (anchor - policy) is above the threshold of
              (tokens of the document with a negative advantage, trained or not) / (its trained tokens)
     Units:   documents, but more than 1 for a document that has untrained tokens.
 
     Args:
-        inputs: of the loss.
-        advantages_T: of every token, trained or not.
+        inputs: inputs of the loss.
+        advantages_T: [T] of every token, trained or not.
         threshold: opsm_delta.
-        anchor: whose log-probabilities the policy is compared with.
+        anchor: policy that the live one is compared with.
     """
     with torch.no_grad():
         far_T = -inputs.document_mean(inputs.log_ratio(anchor)) > threshold

@@ -1,4 +1,4 @@
-"""Functions of THUDM/slime, computed here from their arrays.
+"""Replays of THUDM/slime's functions from their arrays.
 
 Letters: T packed tokens | V vocabulary.
 """
@@ -28,7 +28,7 @@ from workbench.systems.slime.translate import translate
 
 
 def case_settings(case: Case) -> dict[str, Any]:
-    """Functions say the estimator; a threshold or an estimator that is given is used."""
+    """Return the options; the function's name selects the estimator, and a given threshold or estimator is used."""
     estimator = next((name for name in ("gspo", "cispo") if f"compute_{name}" in case.function), "grpo")
     return {
         "advantage_estimator": estimator,
@@ -39,10 +39,10 @@ def case_settings(case: Case) -> dict[str, Any]:
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
-    """Its policy loss. ``sample_denominators``, one a sample, stand for the samples' own numbers of trained tokens.
+    """Replay its policy loss. ``sample_denominators``, one per sample, replace the samples' numbers of trained tokens.
 
     slime gives all samples of a rollout the trained tokens of the rollout. The ratios of samples and off-policy
-    sequence masking look at the sample's own tokens as before, and a loss per token at none of this.
+    sequence masking still use the sample's own tokens, and a loss per token uses none of this.
     """
     given = case.get("sample_denominators")
     settings = policy_settings(case)
@@ -52,38 +52,39 @@ def policy_loss(case: Case) -> dict[str, Any]:
         raise SpecError(
             "replay of slime's gspo with use_tis and sample_denominators",
             found="ois, a mean over samples of ratios of samples",
-            rule="that number is computed here with the samples' own tokens alone",
+            rule="that number is computed here only with the samples' own tokens",
             fix="leave use_tis or sample_denominators out",
         )
     given_T = case.of_documents("sample_denominators")
     leaf = case["logprobs"].clone().requires_grad_()
     shares_T = length_shares(case.row().lengths_T, given_T)
-    found = evaluate_case(case, silent(leaf.reshape(-1), case.tokens("entropies")), extensions={LOSS_WEIGHTS: shares_T})
-    return finish(replace(found, inputs=replace(found.inputs, lengths_T=given_T)), {"grad_logprobs": leaf})
+    head_output = silent(leaf.reshape(-1), case.tokens("entropies"))
+    replayed = evaluate_case(case, head_output, extensions={LOSS_WEIGHTS: shares_T})
+    return finish(replace(replayed, inputs=replace(replayed.inputs, lengths_T=given_T)), {"grad_logprobs": leaf})
 
 
 def peer_settings(replayed: Replayed) -> PeerSettings:
-    """Sums of one micro-batch."""
+    """Return the settings of metrics: sums of one micro-batch."""
     return settings_of(replayed.translation.spec, replayed.slots)._replace(num_documents=1)
 
 
 def further_metrics(replayed: Replayed) -> dict[str, float]:
-    """A KL that is only reported, and the share that off-policy sequence masking took out, as slime counts it."""
+    """Return a KL that is only reported, and the share dropped by off-policy sequence masking, as slime counts it."""
     correction = replayed.translation.spec.correction
-    found = _unweighted_kl(replayed)
+    values = _unweighted_kl(replayed)
     if correction.opsm_threshold is not None:
         advantages_T = replayed.case.spread("advantages").reshape(-1)
-        own = replace(replayed.inputs, lengths_T=replayed.row.lengths_T)
-        found["opsm_clipfrac"] = opsm_clipfrac(own, advantages_T, correction.opsm_threshold, correction.opsm_anchor)
-    return found
+        inputs = replace(replayed.inputs, lengths_T=replayed.row.lengths_T)
+        values["opsm_clipfrac"] = opsm_clipfrac(inputs, advantages_T, correction.opsm_threshold, correction.opsm_anchor)
+    return values
 
 
 def _unweighted_kl(replayed: Replayed) -> dict[str, float]:
-    """kl_loss where use_kl_loss has the coefficient 0: the loss has no such term, and slime reports it."""
+    """Return kl_loss if use_kl_loss has the coefficient 0: the loss has no such term, but slime reports it."""
     if not replayed.settings.use_kl_loss or replayed.settings.kl_loss_coef:
         return {}
     spec = translate(replayed.settings.model_copy(update={"kl_loss_coef": 1.0})).spec
-    named = aliases.as_named_by(
+    values = aliases.as_named_by(
         "slime",
         replayed.inputs,
         replayed.row.loss_mask_T,
@@ -92,32 +93,32 @@ def _unweighted_kl(replayed: Replayed) -> dict[str, float]:
         slots=replayed.slots,
         settings=peer_settings(replayed),
     )
-    return {"kl_loss": named["kl_loss"].finish()}
+    return {"kl_loss": values["kl_loss"].finish()}
 
 
 def logprobs(case: Case) -> dict[str, Any]:
-    """Log-probabilities of the targets, and entropies."""
+    """Replay log-probabilities of the targets, and entropies."""
     settings = parse_settings(LogprobSettings, case.config, where="slime")
     leaf = case["logits"].clone().requires_grad_()
     logits_TV, targets_T = leaf.reshape(-1, leaf.shape[-1]), case["targets"].reshape(-1)
-    said = whole = token_logprobs_from_logits(logits_TV, targets_T)
+    output = raw = token_logprobs_from_logits(logits_TV, targets_T)
     if settings.keep_mask:
-        kept_TV = _kept(case).reshape(logits_TV.shape).bool()
-        said = token_logprobs_from_logits(kept_logits(logits_TV, kept_TV, targets_T), targets_T)
-    through, cotangents = [said.logprobs_T], [case["cotangent_logprobs"].reshape(-1)]
+        support_TV = _support(case).reshape(logits_TV.shape).bool()
+        output = token_logprobs_from_logits(kept_logits(logits_TV, support_TV, targets_T), targets_T)
+    through, cotangents = [output.logprobs_T], [case["cotangent_logprobs"].reshape(-1)]
     if settings.entropy_grad and case.get("cotangent_entropy") is not None:
-        through, cotangents = [*through, whole.entropy_T], [*cotangents, case["cotangent_entropy"].reshape(-1)]
+        through, cotangents = [*through, raw.entropy_T], [*cotangents, case["cotangent_entropy"].reshape(-1)]
     torch.autograd.backward(through, cotangents)
-    return {"logprobs": case.shaped(said.logprobs_T), "entropy": case.shaped(whole.entropy_T), "grad_logits": leaf.grad}
+    return {"logprobs": case.shaped(output.logprobs_T), "entropy": case.shaped(raw.entropy_T), "grad_logits": leaf.grad}
 
 
-def _kept(case: Case) -> torch.Tensor:
-    """What the sampler kept: the input that has a flag for every logit."""
+def _support(case: Case) -> torch.Tensor:
+    """Return the support of the sampler: the input with a flag for every logit."""
     return case[next(iter(flags_of_logits(case)), "keep_mask")]
 
 
 def advantage(case: Case) -> dict[str, Any]:
-    """Generalised advantage estimation, every token of a row trained."""
+    """Replay generalised advantage estimation, with every token of a row trained."""
     settings = parse_settings(GAESettings, case.config, where="slime")
     rewards, values = case["token_rewards"], case["values"]
     advantages_T, returns_T = gae(

@@ -43,13 +43,13 @@ class SlimeSettings(Settings):
     tis_clip_low: float = Field(0.0, ge=0)
     """Its lower bound."""
     custom_tis_function_path: str | None = None
-    """A function of the user's in place of truncation."""
+    """User function in place of truncation."""
     custom_pg_loss_reducer_function_path: str | None = None
-    """A function of the user's in place of the mean."""
+    """User function in place of the mean."""
     use_rollout_logprobs: bool = False
-    """The rollout's log-probabilities stand for the old policy's."""
+    """Take the rollout's log-probabilities for the old policy's."""
     get_mismatch_metrics: bool = False
-    """Log the numbers of use_tis without it; no number of the loss depends on it."""
+    """Log the metrics of use_tis without it; no effect on the loss."""
     calculate_per_token_loss: bool = False
     """Divide by tokens of the step, in place of a mean over samples of the sample's token mean."""
 
@@ -64,9 +64,9 @@ class LogprobSettings(Settings):
     """`_VocabParallelLogProbEntropy` (slime/utils/ppo_utils.py, 624b824a)."""
 
     keep_mask: bool = False
-    """Log-probabilities among the tokens that the sampler kept; the entropy stays that of the whole vocabulary."""
+    """Log-probabilities over the sampler's truncated support; the entropy stays that of the whole vocabulary."""
     entropy_grad: bool = True
-    """The entropy carries a gradient."""
+    """The entropy has a gradient."""
 
 
 class GAESettings(Settings):

@@ -17,7 +17,7 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # An empty sample counts as a token. Every cp rank counts the whole sequence.
     "per token": ScalingSpec(multiplied_by=("cp",), engine_divides=("cp",), least_tokens=1),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 KL_CLAMP = 10.0
@@ -25,20 +25,20 @@ KL_CLAMP = 10.0
 
 
 def translate(settings: SlimeSettings) -> Translation:
-    """Its policy loss on a whole step."""
+    """Translate its policy loss on a whole step."""
     for option in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):
         if getattr(settings, option):
             raise SpecError(
                 f"slime: {option}",
                 found=getattr(settings, option),
-                rule="a function of the user's own is no setting",
+                rule="a user function is no setting",
                 fix="express it with settings here",
             )
     kind = {"gspo": "gspo", "cispo": "cispo"}.get(settings.advantage_estimator, "ppo")
     anchor = "sampler" if settings.use_rollout_logprobs else "old"
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
     surrogate = {"kind": kind, "clip_low": settings.eps_clip, "clip_high": high, "anchor": anchor}
-    notes = ["a micro-batch yields a sum; the step divides it"]
+    notes = ["a micro-batch returns a sum; the step divides it"]
     if settings.eps_clip_c is not None and kind == "cispo":
         notes.append("eps_clip_c is ignored by cispo")
     elif settings.eps_clip_c is not None:
@@ -73,7 +73,7 @@ def translate(settings: SlimeSettings) -> Translation:
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of its policy loss."""
+    """Return the options of its policy loss for a spec."""
     surrogate, correction, kl = spec.surrogate, spec.correction, spec.kl
     estimators = {"ppo": "grpo", "gspo": "gspo", "cispo": "cispo"}
     if surrogate.kind not in estimators:
@@ -81,6 +81,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     low_var = kl.estimator == "k3" and kl.output_clamp is not None
     settings = {
         "advantage_estimator": estimators[surrogate.kind],
+        # No lower bound is a length of 1: a ratio is never below 0.
         "eps_clip": 1.0 if surrogate.get("clip_low") is None else surrogate.get("clip_low"),
         "eps_clip_high": surrogate.get("clip_high"),
         "eps_clip_c": surrogate.get("dual_clip"),
@@ -102,5 +103,5 @@ def back(spec: LossSpec) -> dict[str, Any]:
 
 
 def micro_batch_sums(_: SlimeSettings) -> GivenCounts:
-    """What its loss function returns is not divided yet: one sample and one token."""
+    """Return counts of one sample and one token: its loss function returns an undivided sum."""
     return GivenCounts(tokens=1, documents=1)

@@ -1,7 +1,7 @@
-"""What TRL reports, by its definitions. See the head of this package.
+"""Metrics of TRL, by its definitions. See the package docstring.
 
-A number that TRL takes over one value a row (a ratio of documents, the weight of VESPO) it averages over all rows, also
-over those in which nothing counts, whose ratio is 1; as soon as an advantage a token is in it, over tokens.
+TRL averages quantities with one value per row (a ratio of documents, the weight of VESPO) over all rows, also those in
+which nothing counts, whose ratio is 1; but over tokens as soon as a per-token advantage enters.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -44,11 +44,11 @@ SHARES: tuple[tuple[str, Region, str, str], ...] = (
     ("high_mean", "cut_high", "above the clip with a positive advantage", "sign_aware_high"),
     ("region_mean", "cut", "either of both", "sign_aware"),
 )
-"""(name, region of the clip, in words, canonical name) of clip_ratio keys, which look at the sign of the advantage."""
+"""(name, region of the clip, its description, canonical name) of clip_ratio keys, which use the advantage's sign."""
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Every name of TRL with its definition, for a loss."""
+    """Yield every metric of TRL with its definition, for a loss."""
     yield Alias(Metric("entropy", "mean entropy", "nats", Entropy(), Mean()), "entropy/policy/mean")
     if s.spec is not None and s.spec.kl.coefficient and s.spec.kl.importance != "none":
         yield Alias(
@@ -72,8 +72,8 @@ def names(s: PeerSettings) -> Iterable[Alias]:
         )
     elif s.clip is not None and s.kind in ("ppo", "gspo", "luspo"):
         clip = _within_delta(s, s.clip)
-        for name, region, words, canonical in SHARES:
-            yield _share(f"clip_ratio/{name}", region, words, s, clip, canonical)
+        for name, region, where, canonical in SHARES:
+            yield _share(f"clip_ratio/{name}", region, where, s, clip, canonical)
         for name, region, reduce in (("low_min", "cut_low", "min"), ("high_max", "cut_high", "max")):
             yield Alias(_row_extreme(f"clip_ratio/{name}", region, s, clip, reduce))
     elif s.kind == "vespo":
@@ -88,7 +88,7 @@ def _sampling(s: PeerSettings) -> Iterable[Alias]:
         "kl/sampler_old/abs_mean",
     )
     yield Alias(Metric("sampling/sampling_logp_difference/max", "largest |old - sampler|", "nats", gap, Maximum()))
-    for reduce, reducer, words in (
+    for reduce, reducer, statistic_name in (
         ("min", Minimum(), "smallest"),
         ("mean", Mean(), "mean"),
         ("max", Maximum(), "largest"),
@@ -97,19 +97,19 @@ def _sampling(s: PeerSettings) -> Iterable[Alias]:
         yield Alias(
             Metric(
                 f"sampling/importance_sampling_ratio/{reduce}",
-                f"{words} of the correction weights as applied",
+                f"{statistic_name} of the correction weights as applied",
                 "1",
                 Extra("applied_weight"),
                 reducer,
                 weight,
             ),
             None if weight == "document" else f"weight/applied/{reduce}",
-            "after truncation; one weight a sequence where the ratio is one of a sequence",
+            "after truncation; one weight per sequence where the ratio is one of a sequence",
         )
 
 
 def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
-    """The clip as TRL asks about it, after delta has bounded the ratio: a bound out of delta's reach is none."""
+    """Return the clip that TRL tests, after delta has bounded the ratio: a bound beyond delta is none."""
     delta = None if s.spec is None else s.spec.surrogate.get("delta")
     if delta is None:
         return clip
@@ -118,38 +118,38 @@ def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
     )
 
 
-def _share(key: str, region: Region, words: str, s: PeerSettings, clip: ClipRule, canonical: str) -> Alias:
+def _share(key: str, region: Region, where: str, s: PeerSettings, clip: ClipRule, canonical: str) -> Alias:
     if s.of_documents and not s.token_advantages:
         return Alias(
             per_document(
                 key,
-                f"share of rows whose ratio is {words}",
+                f"share of rows whose ratio is {where}",
                 functools.partial(beyond_of, region, clip),
                 "mean",
                 s.num_documents,
             )
         )
     if s.of_documents:
-        return Alias(Metric(key, f"share of tokens whose row's ratio is {words}", "1", _RowClip(region, clip), Mean()))
+        return Alias(Metric(key, f"share of tokens whose row's ratio is {where}", "1", _RowClip(region, clip), Mean()))
     if clip is not s.clip:
-        return Alias(Metric(key, f"share of tokens {words}, after delta", "1", _TokenClip(region, clip), Mean()))
+        return Alias(Metric(key, f"share of tokens {where}, after delta", "1", _TokenClip(region, clip), Mean()))
     return Alias(
-        Metric(key, f"share of tokens {words}", "1", Clip(region, clip.anchor), Mean()), f"clip/{canonical}/fraction"
+        Metric(key, f"share of tokens {where}", "1", Clip(region, clip.anchor), Mean()), f"clip/{canonical}/fraction"
     )
 
 
 def _row_extreme(key: str, region: Region, s: PeerSettings, clip: ClipRule, reduce: str) -> DocumentMetric:
-    words = "smallest" if reduce == "min" else "largest"
+    extreme = "smallest" if reduce == "min" else "largest"
     if s.of_documents and not s.token_advantages:
         return DocumentMetric(
             key,
-            f"{words} over rows of whether the row's ratio is clipped; that of a row in which nothing counts is not",
+            f"{extreme} over rows of 1 if the row's ratio is clipped; 0 for a row in which nothing counts",
             "1",
             (LogRatio("policy", clip.anchor), Advantage()),
             functools.partial(_extreme_flag, reduce, region, clip, s.num_documents),
         )
     column: Column = _RowClip(region, clip) if s.of_documents else _TokenClip(region, clip)
-    meaning = f"{words} share, over rows with trained tokens, of a row's tokens that are clipped"
+    meaning = f"{extreme} share, over rows with trained tokens, of a row's tokens that are clipped"
     return DocumentMetric(key, meaning, "1", (column,), functools.partial(_extreme_share, reduce))
 
 
@@ -181,7 +181,7 @@ def _gamma_weight(s: PeerSettings) -> Alias:
 
 
 def _mean_with_ones(number: int | None, tokens_N: Tensor, sum_N: Tensor) -> float:
-    """Mean over documents of the document's mean; those that are not here count as 1."""
+    """Return the mean over documents of the document's mean; missing documents count as 1."""
     missing = 0 if number is None else number - len(tokens_N)
     total = float((sum_N / tokens_N).sum()) + missing
     return total / (len(tokens_N) + missing) if len(tokens_N) + missing else math.nan
@@ -200,8 +200,8 @@ class _TokenClip(Column):
 
     def of(self, q: Quantities) -> Tensor | None:
         ratio_T = q.ratio("policy", self.clip.anchor)
-        found_T = None if ratio_T is None else beyond(self.region, ratio_T, q.advantages_T, self.clip)
-        return None if found_T is None else found_T.double()
+        beyond_T = None if ratio_T is None else beyond(self.region, ratio_T, q.advantages_T, self.clip)
+        return None if beyond_T is None else beyond_T.double()
 
 
 @dataclass(frozen=True)
@@ -212,5 +212,5 @@ class _RowClip(_TokenClip):
         log_T = q.log_ratio("policy", self.clip.anchor)
         if log_T is None:
             return None
-        found_T = beyond(self.region, q.inputs.document_mean(log_T).exp(), q.advantages_T, self.clip)
-        return None if found_T is None else found_T.double()
+        beyond_T = beyond(self.region, q.inputs.document_mean(log_T).exp(), q.advantages_T, self.clip)
+        return None if beyond_T is None else beyond_T.double()

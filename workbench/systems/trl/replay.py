@@ -1,4 +1,4 @@
-"""Functions of huggingface/trl, computed here from their arrays.
+"""Replays of huggingface/trl's functions from their arrays.
 
 Letters: B rows | N documents | K rewards.
 """
@@ -23,20 +23,20 @@ from workbench.systems.trl.translate import bounded_ratio
 
 
 def case_settings(case: Case) -> dict[str, Any]:
-    """Which arrays are there decides, too: sampler log-probabilities, and the shape of ready-made weights."""
-    found = {
+    """Return the options; some follow from the arrays: sampler log-probabilities, the shape of ready-made weights."""
+    options = {
         "use_vllm": case.get("rollout_logprobs") is not None,
         "vllm_importance_sampling_correction": False,
         **case.config,
     }
     weights = case.get("is_weights")
-    if weights is not None and (found.get("vllm_is") or found.get("loss_type") == "vespo"):
-        found["vllm_is"] = "token" if weights.shape == case.shape else "sequence"
-    return found
+    if weights is not None and (options.get("vllm_is") or options.get("loss_type") == "vespo"):
+        options["vllm_is"] = "token" if weights.shape == case.shape else "sequence"
+    return options
 
 
 def peer_settings(replayed: Replayed) -> PeerSettings:
-    """Means over rows become means over tokens where advantages came as one a token."""
+    """Return the settings of metrics; means over rows become means over tokens if there is one advantage per token."""
     advantages = replayed.case.get("advantages")
     return settings_of(replayed.translation.spec, replayed.slots)._replace(
         token_advantages=advantages is not None and advantages.shape == replayed.case.shape
@@ -44,7 +44,7 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
 
 
 def further_metrics(replayed: Replayed) -> dict[str, float]:
-    """With an entropy bonus: the loss without it, and before it is divided by the accumulation steps."""
+    """Return, with an entropy bonus, the loss without it, before the division by accumulation steps."""
     settings = replayed.settings
     if not isinstance(settings, TRLSettings) or not settings.entropy_coef:
         return {}
@@ -55,7 +55,7 @@ def further_metrics(replayed: Replayed) -> dict[str, float]:
 
 
 def with_weights_of_rows(case: Case) -> Case:
-    """The case as vespo sees it: with all weights of a row, also those that stand where nothing counts."""
+    """Return the case as vespo reads it: with all weights of a row, also those where nothing counts."""
     weights = case.get("is_weights")
     if case.config.get("loss_type") != "vespo" or weights is None or weights.shape != case.shape:
         return case
@@ -64,12 +64,12 @@ def with_weights_of_rows(case: Case) -> Case:
 
 
 def policy_loss_case(case: Case) -> dict[str, Any]:
-    """The loss, from log-probabilities."""
+    """Replay the loss from log-probabilities."""
     return policy_loss(with_weights_of_rows(case))
 
 
 def correction_case(case: Case) -> dict[str, Any]:
-    """The weights alone, also where nothing counts, where the ratio is 1; one a row in the sequence modes."""
+    """Replay the weights alone, also where nothing counts, where the ratio is 1; one per row in the sequence modes."""
     everywhere = {
         name: case.shaped(values_T)
         for name in ("old_logprobs", "rollout_logprobs")
@@ -88,7 +88,7 @@ def _weights(replayed: Replayed) -> dict[str, Tensor]:
 
 
 def advantage_case(case: Case) -> dict[str, Any]:
-    """Advantages of rows, from one reward a function; a row that no function scored gets 0."""
+    """Replay advantages of rows, from one reward per function; a row that no function scored gets 0."""
     settings = parse_settings(
         AdvantageSettings, {k: v for k, v in case.config.items() if k != "reward_weights"}, where="trl"
     )

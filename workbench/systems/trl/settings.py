@@ -19,7 +19,7 @@ Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 
 class TRLSettings(Settings):
-    """What decides the loss: options of `GRPOConfig`, and what one call of `_compute_loss` is handed (TRL 1.16.0)."""
+    """Options of `GRPOConfig` that decide the loss, and arguments of one call of `_compute_loss` (TRL 1.16.0)."""
 
     loss_type: LossType = "dapo"
     """Surrogate and denominator."""
@@ -36,7 +36,7 @@ class TRLSettings(Settings):
     beta: float = Field(0.0, ge=0)
     """Coefficient of the KL penalty against the reference (k3)."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL estimate with the ratio, gradient and all."""
+    """Multiply the KL estimate by the ratio, including its gradient."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
     """sapo: steepness where the advantage is positive."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
@@ -50,7 +50,7 @@ class TRLSettings(Settings):
     vespo_lambda_neg: float = Field(2.0, ge=0)
     """vespo: decay, negative advantages; at least 1e-4."""
     vespo: dict[Literal["k_pos", "lambda_pos", "k_neg", "lambda_neg"], float] | None = None
-    """The four together; they win."""
+    """The four together; they override the single options."""
     off_policy_mask_threshold: float | None = None
     """Drop rows with negative advantage whose mean of (sampler - policy) is above this."""
     top_entropy_quantile: float = Field(1.0, ge=0, le=1)
@@ -58,11 +58,11 @@ class TRLSettings(Settings):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     use_adaptive_entropy: bool = False
-    """Whether a controller moves ``entropy_coef`` from step to step."""
+    """Let a controller change ``entropy_coef`` from step to step."""
     use_vllm: bool = False
-    """Whether vLLM sampled, and its log-probabilities are there."""
+    """vLLM sampled, and its log-probabilities are there."""
     vllm_importance_sampling_correction: bool = True
-    """With vLLM: weigh by old / sampler."""
+    """With vLLM: weight by old / sampler."""
     vllm_importance_sampling_mode: Mode = "sequence_mask"
     """Weights of tokens or of whole rows (products), bounded or zeroed outside the bounds."""
     vllm_importance_sampling_clip_min: float | None = Field(None, ge=0)
@@ -70,11 +70,11 @@ class TRLSettings(Settings):
     vllm_importance_sampling_clip_max: float | None = Field(3.0, gt=0)
     """Upper bound of the weight."""
     vllm_importance_sampling_cap: float | None = Field(None, gt=0)
-    """The upper bound by its former name; it wins."""
+    """The upper bound by its former name; takes precedence."""
     max_completion_length: int = Field(512, gt=0)
     """dr_grpo: the constant length."""
     mask_truncated_completions: bool = False
-    """Whether completions that were cut off come with a mask of zeros: a matter of the batch."""
+    """Truncated completions come with a mask of zeros: a property of the batch."""
     temperature: float = Field(1.0, gt=0)
     """Divides logits."""
     gradient_accumulation_steps: int = Field(1, gt=0)
@@ -82,9 +82,9 @@ class TRLSettings(Settings):
     steps_per_generation: int | None = Field(None, gt=0)
     """Micro-batches of a generation batch; None: ``gradient_accumulation_steps``."""
     num_iterations: int = Field(1, gt=0)
-    """Times that a generation batch is trained on: whether old log-probabilities are kept."""
+    """Times that a generation batch is trained on; decides if old log-probabilities are kept."""
     vllm_is: Literal["token", "sequence", "seq"] | Mode | None = None
-    """Given: ready-made weights came with the batch, one a token or one a row."""
+    """Given: ready-made weights came with the batch, one per token or one per row."""
     num_items_in_batch: float | None = Field(None, ge=0)
     """Given: trained tokens of the generation batch, over all processes."""
 
@@ -106,8 +106,8 @@ class AdvantageSettings(Settings):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """Add weighted rewards and normalise the sum, or normalise each and then the sum."""
     scale_rewards: Literal["group", "batch", "none"] | bool = "group"
-    """Whose standard deviation divides; of no effect under normalize_then_sum."""
+    """Population of the standard deviation that divides; no effect under normalize_then_sum."""
     num_generations: int = Field(8, gt=0)
-    """Answers a prompt; a group is as many rows in a row."""
+    """Completions per prompt; a group is as many consecutive rows."""
     eps: float = Field(1e-4, ge=0)
     """Added to a standard deviation; a constant in TRL."""

@@ -20,11 +20,11 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
         counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)
     ),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Loss types whose term is PPO's; they differ in what divides it."""
+"""Loss types whose term is PPO's; they differ in its denominator."""
 
 
 DENOMINATORS: Mapping[str, Mapping[str, Any]] = {
@@ -37,7 +37,7 @@ DENOMINATORS: Mapping[str, Mapping[str, Any]] = {
     "cispo": {"denominator": "token"},
     "vespo": {"denominator": "token"},
 }
-"""Loss type -> what divides its token sums, counted as its scaling contract says."""
+"""Loss type -> denominator of its token sums, in the scope of its scaling contract."""
 
 
 LEAST_LAMBDA = 1e-4
@@ -45,7 +45,7 @@ LEAST_LAMBDA = 1e-4
 
 
 def translate(settings: TRLSettings) -> Translation:
-    """The loss of `_compute_loss`."""
+    """Translate the loss of `_compute_loss`."""
     if settings.use_adaptive_entropy:
         raise SpecError(
             "TRL: use_adaptive_entropy",
@@ -118,29 +118,29 @@ def _kl(settings: TRLSettings) -> dict[str, Any]:
 
 
 def _correction(settings: TRLSettings) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if settings.vllm_is is not None:
-        found = {"ratio": "given" if settings.vllm_is.startswith("token") else "given_document_mean"}
+        fields = {"ratio": "given" if settings.vllm_is.startswith("token") else "given_document_mean"}
     elif settings.use_vllm and settings.vllm_importance_sampling_correction:
         cap = settings.vllm_importance_sampling_cap
-        found = bounded_ratio(
+        fields = bounded_ratio(
             settings.vllm_importance_sampling_mode,
             settings.vllm_importance_sampling_clip_min,
             settings.vllm_importance_sampling_clip_max if cap is None else cap,
         )
-    if found and settings.loss_type == "vespo":
-        found["enters"] = "sequence_weight"
+    if fields and settings.loss_type == "vespo":
+        fields["enters"] = "sequence_weight"
     if settings.off_policy_mask_threshold is not None:
-        found |= {
+        fields |= {
             "opsm_threshold": settings.off_policy_mask_threshold,
             "unscored": "neutral",
             "opsm_anchor": "sampler" if settings.use_vllm else "old",
         }
-    return found
+    return fields
 
 
 def bounded_ratio(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
-    """The correction by old / sampler, of a token or, as a product, of a row."""
+    """Return the correction by old / sampler, of a token or, as a product, of a row."""
     zeroed = mode.endswith("mask") and not (low is None and high is None)
     return {
         "ratio": "token" if mode.startswith("token") else "document_sum",
@@ -160,11 +160,11 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
     if settings.loss_type not in (*CLIPPED, "cispo"):
         notes.append(f"epsilon, epsilon_high and delta have no effect on {settings.loss_type}")
     if settings.loss_type == "vespo" and settings.importance_sampling_level == "sequence":
-        notes.append("vespo's weight is always one of the row; importance_sampling_level acts on the KL term alone")
+        notes.append("vespo's weight is always one of the row; importance_sampling_level acts on the KL term only")
     if settings.loss_type == "luspo":
         notes.append("luspo sums over the row's tokens, so the KL penalty grows with the length, too")
     if spec.documents_counted == "all":
-        notes.append("rows in which nothing counts are rows of the mean")
+        notes.append("rows without trained tokens count in the mean over rows")
     if settings.loss_type in COUNTED:
         notes.append(
             "num_items_in_batch is of the generation batch, times gradient_accumulation_steps / steps_per_generation"
@@ -185,18 +185,18 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
     if settings.top_entropy_quantile < 1:
         notes.append("the entropy threshold is taken over the micro-batches of all processes together, here over one")
     if settings.mask_truncated_completions:
-        notes.append("completions that were cut off must come with a mask of zeros; their rows still count as rows")
+        notes.append("truncated completions must come with a mask of zeros; their rows still count as rows")
     aligned = settings.gradient_accumulation_steps % (_steps_per_generation(settings) * settings.num_iterations) == 0
     if aligned and not (settings.use_vllm and settings.vllm_importance_sampling_correction):
         notes.append(
             "gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations, so that no "
-            "old log-probabilities are kept: the ratio is 1 unless a batch brings its own"
+            "old log-probabilities are kept: the ratio is 1 unless a batch has its own"
         )
     return notes
 
 
 def counts(settings: TRLSettings) -> GivenCounts:
-    """What a micro-batch was handed; the count of the generation batch is scaled to one optimizer step."""
+    """Return the counts of a micro-batch; the count of the generation batch is scaled to one optimizer step."""
     accumulated = settings.gradient_accumulation_steps
     items = settings.num_items_in_batch
     if settings.loss_type not in COUNTED or items is None:
@@ -211,42 +211,42 @@ def _steps_per_generation(settings: TRLSettings) -> int:
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of `GRPOConfig`."""
+    """Return the options of `GRPOConfig` for a spec."""
     surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "loss_type": _loss_type(spec),
         "beta": kl.coefficient,
         "entropy_coef": spec.entropy_coefficient,
         "top_entropy_quantile": spec.top_entropy_share,
     }
     of_rows = surrogate.kind == "gspo" or surrogate.get("level") == "document" or kl.importance_level == "document"
-    found["importance_sampling_level"] = "sequence" if of_rows else "token"
+    settings["importance_sampling_level"] = "sequence" if of_rows else "token"
     if kl.coefficient:
-        found["use_bias_correction_kl"] = kl.importance != "none"
+        settings["use_bias_correction_kl"] = kl.importance != "none"
     if surrogate.kind in ("ppo", "gspo"):
-        found |= {
+        settings |= {
             "epsilon": surrogate.get("clip_low"),
             "epsilon_high": surrogate.get("clip_high"),
             "delta": surrogate.get("delta"),
         }
     elif surrogate.kind == "cispo":
-        found["epsilon_high"] = surrogate.get("clip_high")
+        settings["epsilon_high"] = surrogate.get("clip_high")
     elif surrogate.kind == "sapo":
-        found |= {
+        settings |= {
             "sapo_temperature_pos": surrogate.get("tau_positive"),
             "sapo_temperature_neg": surrogate.get("tau_negative"),
         }
     else:
-        found |= {
+        settings |= {
             "vespo_k_pos": surrogate.k_positive,
             "vespo_lambda_pos": surrogate.lambda_positive,
             "vespo_k_neg": surrogate.k_negative,
             "vespo_lambda_neg": surrogate.lambda_negative,
         }
     if spec.denominator == "constant" and spec.denominator_constant is not None:
-        found["max_completion_length"] = int(spec.denominator_constant)
-    found |= _correction_back(correction.ratio, spec)
-    return checked_back("TRL", spec, TRLSettings, translate, found)
+        settings["max_completion_length"] = int(spec.denominator_constant)
+    settings |= _correction_back(correction.ratio, spec)
+    return checked_back("TRL", spec, TRLSettings, translate, settings)
 
 
 def _loss_type(spec: LossSpec) -> str:
@@ -267,23 +267,23 @@ def _loss_type(spec: LossSpec) -> str:
 
 def _correction_back(ratio: str, spec: LossSpec) -> dict[str, Any]:
     correction = spec.correction
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if correction.opsm_threshold is not None:
-        found = {
+        settings = {
             "off_policy_mask_threshold": correction.opsm_threshold,
             "vllm_importance_sampling_correction": False,
             "use_vllm": correction.opsm_anchor == "sampler",
         }
     if ratio in ("given", "given_document_mean"):
-        return found | {"vllm_is": "token" if ratio == "given" else "sequence"}
+        return settings | {"vllm_is": "token" if ratio == "given" else "sequence"}
     if ratio == "none":
-        return found
+        return settings
     if ratio not in ("token", "document_sum"):
         raise refuse(
-            "TRL", f"a correction by the ratio {ratio!r}", "it weighs by ratios of tokens or their product over the row"
+            "TRL", f"a correction by the ratio {ratio!r}", "it weights by token ratios or their product over the row"
         )
     level, ending = "token" if ratio == "token" else "sequence", "mask" if correction.outside == "zero" else "truncate"
-    return found | {
+    return settings | {
         "use_vllm": True,
         "vllm_importance_sampling_correction": True,
         "vllm_importance_sampling_mode": f"{level}_{ending}",

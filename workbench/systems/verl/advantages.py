@@ -37,7 +37,7 @@ class AdvantageSettings(Settings):
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_vectorized, grpo_passk, gdpo: divide by the group's deviation."""
     epsilon: float | None = Field(None, ge=0)
-    """Added to what is divided by; None: 1e-6, and 1e-8 for the optimal token baselines."""
+    """Added to denominators; None: 1e-6, and 1e-8 for the optimal token baselines."""
     gamma: float = 1.0
     """gae, reinforce_plus_plus: discount."""
     lam: float = 1.0
@@ -45,15 +45,15 @@ class AdvantageSettings(Settings):
     f_norm: float = Field(1.0, gt=0)
     """gpg: divisor."""
     alpha: float = 1.0
-    """gpg: overwritten by verl with sequences / sequences whose reward is not 0."""
+    """gpg: overwritten by verl with sequences / sequences with a reward other than 0."""
     handle_zero_tail: bool = True
-    """Optimal token baselines: no baseline where only the longest answer of a group still runs."""
+    """Optimal token baselines: no baseline where only the longest completion of a group still runs."""
 
 
 def advantages(case: Case) -> dict[str, Any]:
-    """One of the estimators of the registry; its returns are the advantages where it has none of its own."""
-    named = {"estimator": _estimator(case.function)} | dict(case.config)
-    settings = parse_settings(AdvantageSettings, named, where=TITLE)
+    """Replay an estimator of the registry; its returns are the advantages if it has none of its own."""
+    config = {"estimator": _estimator(case.function)} | dict(case.config)
+    settings = parse_settings(AdvantageSettings, config, where=TITLE)
     groups = case.get("group_ids")
     documents = case["mask"].shape[0]
     inputs = AdvantageInputs.of_token_rewards(
@@ -68,9 +68,9 @@ def advantages(case: Case) -> dict[str, Any]:
         correction_weights_T=_flat(case, "is_weights"),
     )
     name, options = estimator(settings)
-    found = estimate_advantages(name, inputs, **options)
-    returns_T = found.advantages_T if found.returns_T is None else found.returns_T
-    return {"advantages": case.shaped(found.advantages_T), "returns": case.shaped(returns_T), "metrics": {}}
+    result = estimate_advantages(name, inputs, **options)
+    returns_T = result.advantages_T if result.returns_T is None else result.returns_T
+    return {"advantages": case.shaped(result.advantages_T), "returns": case.shaped(returns_T), "metrics": {}}
 
 
 def _flat(case: Case, name: str) -> Tensor | None:
@@ -78,21 +78,21 @@ def _flat(case: Case, name: str) -> Tensor | None:
 
 
 def _estimator(function: str) -> str:
-    """Name in the registry of a function's name."""
+    """Return the name in the registry of a function."""
     name = function.split()[0].removeprefix("compute_").removesuffix("_return").removesuffix("_advantage")
     name = name.removesuffix("_outcome")
     return "tir_optimal_token_baseline" if name == "multi_turn_optimal_token_baseline" else name
 
 
 def estimator(settings: AdvantageSettings) -> tuple[str, dict[str, Any]]:
-    """Our estimator and its settings. Sequences without trained tokens are answers of their group in verl.
+    """Return the workbench's estimator and its settings. Sequences without trained tokens count in their group in verl.
 
     verl's grpo_vectorized takes means and deviations in float32, here they are float64.
     """
     name = settings.estimator
     small = 1e-6 if settings.epsilon is None else settings.epsilon
     scale = "std" if settings.norm_adv_by_std_in_grpo else "none"
-    lone, whitened = {"singleton": "reward"}, {"count_epsilon": EPSILON}
+    singleton, whitened = {"singleton": "reward"}, {"count_epsilon": EPSILON}
     if name == "gae":
         return "gae", {
             "discount": settings.gamma,
@@ -113,15 +113,15 @@ def estimator(settings: AdvantageSettings) -> tuple[str, dict[str, Any]]:
             "epsilon": 1e-8 if settings.epsilon is None else settings.epsilon,
         }
     of_groups: dict[str, tuple[str, dict[str, Any]]] = {
-        "grpo": ("grpo", {"scale": scale, "epsilon": small, **lone}),
-        "grpo_vectorized": ("grpo", {"scale": scale, "epsilon": small, **lone}),
+        "grpo": ("grpo", {"scale": scale, "epsilon": small, **singleton}),
+        "grpo_vectorized": ("grpo", {"scale": scale, "epsilon": small, **singleton}),
         "grpo_passk": ("pass_at_k", {"scale": scale, "epsilon": small}),
-        "gdpo": ("grpo_whitened", {"scale": scale, "epsilon": small, **lone, **whitened}),
-        "rloo": ("rloo", lone),
+        "gdpo": ("grpo_whitened", {"scale": scale, "epsilon": small, **singleton, **whitened}),
+        "rloo": ("rloo", singleton),
         "rloo_vectorized": ("rloo", {}),
-        "opo": ("opo", lone),
-        "gpg": ("gpg", {"divisor": settings.f_norm, "informative": "rewards_not_zero", **lone}),
-        "reinforce_plus_plus_baseline": (name, {**lone, **whitened}),
+        "opo": ("opo", singleton),
+        "gpg": ("gpg", {"divisor": settings.f_norm, "informative": "rewards_not_zero", **singleton}),
+        "reinforce_plus_plus_baseline": (name, {**singleton, **whitened}),
     }
     ours, options = of_groups[name]
     return ours, {**options, "masked_in_baseline": True}

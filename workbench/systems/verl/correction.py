@@ -22,13 +22,13 @@ from workbench.systems.replays import Replayed
 
 TITLE = "verl"
 EPSILON = 1e-8
-"""What verl adds to a number of tokens before it divides by it."""
+"""Added by verl to a number of tokens that it divides by."""
 SAFETY = 20.0
 """Bound of |log ratio| before it goes through exp."""
 
 
 class RolloutCorrection(Settings):
-    """What is done about the gap between rollout and trainer (`RolloutCorrectionConfig`, 1dda039b).
+    """Correction of the gap between rollout and trainer (`RolloutCorrectionConfig`, 1dda039b).
 
     Defaults are those of the configuration file and of the function; the dataclass has rollout_is "sequence".
     """
@@ -40,7 +40,7 @@ class RolloutCorrection(Settings):
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean."""
     rollout_rs: str | None = None
-    """Which statistics reject tokens or sequences, comma-separated; None: none."""
+    """Statistics that reject tokens or sequences, comma-separated; None: none."""
     rollout_rs_threshold: float | str | None = None
     """One bound for each of them, or one for all; "low_high", or a number and its reciprocal, for those named k1."""
     bypass_mode: bool = False
@@ -50,24 +50,24 @@ class RolloutCorrection(Settings):
 
 
 def weights_of(settings: RolloutCorrection) -> dict[str, Any]:
-    """The importance weights of a rollout correction, as settings of our correction."""
+    """Return the importance weights of a rollout correction, as settings of a `CorrectionSpec`."""
     if settings.rollout_is is None or settings.rollout_is_threshold is None:
         return {}
     low, high = _bounds(settings.rollout_is_threshold, "rollout_is_threshold")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "ratio": "token" if settings.rollout_is == "token" else "document_sum",
         "ratio_high": high,
         "log_clamp": SAFETY,
     }
     if low is not None:
-        found |= {"ratio_low": low, "outside": "zero"}
+        fields |= {"ratio_low": low, "outside": "zero"}
     if settings.rollout_is_batch_normalize:
-        found |= {"normalize": True, "mean_epsilon": EPSILON}
-    return found
+        fields |= {"normalize": True, "mean_epsilon": EPSILON}
+    return fields
 
 
 def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
-    """The rejections of a rollout correction, as settings of our correction."""
+    """Return the rejections of a rollout correction, as settings of a `CorrectionSpec`."""
     if settings.rollout_rs is None:
         return {}
     options = list(dict.fromkeys(part.strip() for part in settings.rollout_rs.split(",") if part.strip()))
@@ -76,7 +76,7 @@ def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
             f"verl's rollout_rs = {settings.rollout_rs!r}",
             found=f"rollout_rs_threshold = {settings.rollout_rs_threshold!r}",
             rule="each statistic has a bound",
-            fix="say both",
+            fix="set both",
         )
     limits = [part.strip() for part in str(settings.rollout_rs_threshold).split(",") if part.strip()]
     if len(limits) not in (1, len(options)):
@@ -99,7 +99,7 @@ def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
 
 
 RS_LEVELS = {"token": "token", "seq_sum": "document_sum", "seq_mean": "document_mean", "seq_max": "document_max"}
-"""Beginning of a rollout_rs option -> level of our gate."""
+"""Prefix of a rollout_rs option -> level of a `GateSpec`."""
 
 
 def _gate(option: str, limit: str) -> dict[str, Any]:
@@ -125,15 +125,15 @@ def _gate(option: str, limit: str) -> dict[str, Any]:
     return {"statistic": statistic, "level": RS_LEVELS[level], "low": None, "high": high}
 
 
-def _bounds(said: float | str, what: str) -> tuple[float | None, float]:
-    """(low or None, high) of "high" or "low_high"."""
+def _bounds(threshold: float | str, name: str) -> tuple[float | None, float]:
+    """Return (low or None, high) of "high" or "low_high"."""
     try:
-        numbers = [float(part) for part in str(said).strip().split("_", 1)]
+        numbers = [float(part) for part in str(threshold).strip().split("_", 1)]
     except ValueError:
         numbers = []
     if not numbers or min(numbers) <= 0 or numbers != sorted(numbers):
         raise SpecError(
-            f"verl's {what} = {said!r}",
+            f"verl's {name} = {threshold!r}",
             rule='a positive number, or two in order as "low_high"',
             fix="correct the option",
         )
@@ -141,11 +141,11 @@ def _bounds(said: float | str, what: str) -> tuple[float | None, float]:
 
 
 def correction_back(spec: CorrectionSpec) -> dict[str, Any]:
-    """The trainer's rollout correction that comes nearest to a correction of ours."""
-    found: dict[str, Any] = {}
+    """Return the options of the rollout correction that are closest to a correction."""
+    settings: dict[str, Any] = {}
     if spec.ratio in ("token", "document_sum") and spec.ratio_high is not None:
         low = "" if spec.ratio_low is None else f"{spec.ratio_low!r}_"
-        found |= {
+        settings |= {
             "rollout_is": "token" if spec.ratio == "token" else "sequence",
             "rollout_is_threshold": f"{low}{spec.ratio_high!r}",
             "rollout_is_batch_normalize": spec.normalize,
@@ -162,12 +162,12 @@ def correction_back(spec: CorrectionSpec) -> dict[str, Any]:
         options.append(f"{names[gate.level]}_{gate.statistic}")
         limits.append(_as_ratios(gate) if gate.statistic == "k1" else repr(gate.high))
     if options:
-        found |= {"rollout_rs": ",".join(options), "rollout_rs_threshold": ",".join(limits)}
-    return found
+        settings |= {"rollout_rs": ",".join(options), "rollout_rs_threshold": ",".join(limits)}
+    return settings
 
 
 def _as_ratios(gate: GateSpec) -> str:
-    """Bounds of k1 as verl is told them: one number for a reciprocal pair; fifteen digits, as people write them."""
+    """Return bounds of k1 in verl's format: one number for a reciprocal pair; fifteen digits, as in a configuration."""
     high = float(f"{math.exp(gate.high):.15g}")
     if gate.low == math.log(1 / high):
         return repr(high)
@@ -175,16 +175,16 @@ def _as_ratios(gate: GateSpec) -> str:
 
 
 def translate_correction(settings: RolloutCorrection) -> Translation:
-    """A rollout correction alone."""
+    """Translate a rollout correction alone."""
     return Translation(LossSpec(name="ppo", correction=weights_of(settings) | gates_of(settings)))
 
 
 def correction_outputs(replayed: Replayed) -> Mapping[str, Tensor]:
-    """The mask that gates leave, and weights, which rejected tokens keep."""
+    """Return the mask after the gates, and weights, which rejected tokens keep."""
     mask_T = correct(replayed.inputs, replayed.translation.spec.correction).passed_T
-    found = {"mask": replayed.case.shaped(mask_T.double())}
+    arrays = {"mask": replayed.case.shaped(mask_T.double())}
     weights = weights_of(replayed.settings)
     if weights:
         weights_T = correct(replayed.inputs, CorrectionSpec(**weights)).weights_T
-        found["is_weights"] = replayed.case.shaped(weights_T)
-    return found
+        arrays["is_weights"] = replayed.case.shaped(weights_T)
+    return arrays

@@ -1,7 +1,7 @@
-"""What verl reports of the mismatch between sampler and trainer, and of what a correction did about it.
+"""Metrics of verl for the mismatch between sampler and trainer, and for its correction.
 
 Three groups under one prefix: the mismatch itself, the importance weights (``rollout_is_*``), and each gate
-(``rollout_rs_*``). Two habits run through all of them: 1e-8 is added to every count of tokens, and a sequence without
+(``rollout_rs_*``). Two rules hold for all of them: 1e-8 is added to every count of tokens, and a sequence without
 trained tokens counts as one whose mean is 0 (a perplexity of 1), except in the numbers of a gate.
 
 Source: verl-project/verl 1dda039b, rollout correction.
@@ -37,11 +37,11 @@ RAW, BOUNDED = Extra("raw_weight"), Extra("bounded_weight")
 MISMATCH = LogRatio("old", "sampler")
 
 Make = Callable[..., Tensor]
-"""[N] a number a document, from its tokens, sums and maxima."""
+"""[N] one number per document, from its tokens, sums and maxima."""
 
 
 def mismatch(s: PeerSettings) -> Iterable[Alias]:
-    """How far sampler and trainer are apart, whatever is done about it."""
+    """Yield the distances between sampler and trainer, before any correction."""
     yield Alias(
         Metric(f"{PREFIX}/kl", "mean of sampler - old", "nats", KL("k1", "sampler", "old"), Mean(EPSILON)),
         None,
@@ -92,7 +92,7 @@ def mismatch(s: PeerSettings) -> Iterable[Alias]:
 
 
 def weights(s: PeerSettings) -> Iterable[Alias]:
-    """What the importance weights of a correction look like; nothing without a loss that has them."""
+    """Yield statistics of a correction's importance weights; none without a loss that has them."""
     correction = None if s.spec is None else s.spec.correction
     if correction is None or correction.ratio not in ("token", "document_sum"):
         return
@@ -115,10 +115,10 @@ def weights(s: PeerSettings) -> Iterable[Alias]:
         product = "exp(sum of (old - sampler)), before any bound"
         yield rows("max", f"{product}, the sum at most {LIMIT:g}", (MISMATCH,), _capped_product, "max")
         yield rows("min", product, (MISMATCH,), _product, "min")
-        for key, words, limit in (("high", "above the upper bound", high), ("low", "below the lower bound", low)):
+        for key, side, limit in (("high", "above the upper bound", high), ("low", "below the lower bound", low)):
             yield rows(
                 f"ratio_fraction_{key}",
-                f"share of sequences {words}",
+                f"share of sequences {side}",
                 (MISMATCH,),
                 functools.partial(_sum_beyond, key, math.log(limit)),
                 "mean",
@@ -130,19 +130,19 @@ def weights(s: PeerSettings) -> Iterable[Alias]:
         yield mean("ratio_fraction_high", "share of tokens above the upper bound", _Beyond(RAW, high=high))
         yield mean(
             "ratio_fraction_low",
-            "share of tokens below the lower bound, or its reciprocal where there is none",
+            "share of tokens below the lower bound, or the upper bound's reciprocal without one",
             _Beyond(RAW, low=low),
         )
     if correction.ratio_low is not None:
         yield mean("oob_ratio", "share of tokens outside the bounds", _Beyond(RAW, low=low, high=high))
     yield Alias(_spread(f"{name}_std", "standard deviation over tokens of the bounded weight", BOUNDED, 0.0, high))
-    held = _Within(BOUNDED, 0.0, high)
+    clamped = _Within(BOUNDED, 0.0, high)
     yield Alias(
         DocumentMetric(
             f"{PREFIX}/{name}_eff_sample_size",
             "1 / mean over tokens of (bounded weight / mean bounded weight)^2",
             "1",
-            (held, _Squared(held)),
+            (clamped, _Squared(clamped)),
             _effective_share,
             weighs="its trained tokens",
         ),
@@ -155,7 +155,7 @@ def weights(s: PeerSettings) -> Iterable[Alias]:
     for key, limit in (("high", high), ("low", low)):
         yield rows(
             f"seq_fraction_{key}",
-            f"whether the mean weight before any bound is beyond the {key} bound",
+            f"1 if the mean weight before any bound is beyond the {key} bound",
             (RAW,),
             functools.partial(_mean_beyond, key, limit),
             "mean",
@@ -166,7 +166,7 @@ def weights(s: PeerSettings) -> Iterable[Alias]:
 
 
 def gates(s: PeerSettings) -> Iterable[Alias]:
-    """What each gate of a correction saw and rejected; nothing without a loss that has one."""
+    """Yield statistics of each gate of a correction; none without a loss that has one."""
     chosen = () if s.spec is None else s.spec.correction.gates
     if not chosen or any(gate.level not in LEVELS or gate.statistic not in ("k1", "k2", "k3") for gate in chosen):
         return
@@ -185,7 +185,7 @@ def gates(s: PeerSettings) -> Iterable[Alias]:
     yield Alias(
         _of_rows(
             "rollout_rs_seq_masked_fraction",
-            "whether some gate rejects a token",
+            "1 if some gate rejects a token",
             "1",
             (rejected,),
             _any,
@@ -201,8 +201,8 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
     low, high = (gate.low if two_sided else 0.0), gate.high
     token = KL(gate.statistic, "sampler", "old", LIMIT)
     outside = _Beyond(token, low=low if two_sided else None, high=high)
-    name, words = f"rollout_rs_{LEVELS[gate.level]}_{gate.statistic}", f"{LEVELS[gate.level]} {gate.statistic}"
-    whole = gate.level != "token"
+    name, statistic = f"rollout_rs_{LEVELS[gate.level]}_{gate.statistic}", f"{LEVELS[gate.level]} {gate.statistic}"
+    of_rows = gate.level != "token"
     columns, extremes = ((), (token,)) if gate.level == "document_max" else ((token,), ())
     value = {"document_sum": _row_sum, "document_max": _row_sum}.get(gate.level, _row_mean)
 
@@ -232,14 +232,14 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
     above = functools.partial(_beyond, "high", high)
     below = functools.partial(_beyond, "low", low) if two_sided else _none
     sides = (("high", above), ("low", below))
-    if whole:
-        yield tokens("mean", f"mean over tokens of their sequence's {words}", _itself)
+    if of_rows:
+        yield tokens("mean", f"mean over tokens of their sequence's {statistic}", _itself)
         for key, reduce in (("max", "max"), ("min", "min")):
-            yield rows(key, words, value, reduce)
+            yield rows(key, statistic, value, reduce)
         for key, make in sides:
             yield rows(
                 f"fraction_{key}",
-                f"whether {words} is beyond the {key} bound",
+                f"1 if {statistic} is beyond the {key} bound",
                 functools.partial(_through, value, make),
                 "mean",
                 share=True,
@@ -247,7 +247,7 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
         yield Alias(
             DocumentMetric(
                 f"{PREFIX}/{name}_std",
-                f"standard deviation over tokens of their sequence's {words} within the bounds",
+                f"standard deviation over tokens of their sequence's {statistic} within the bounds",
                 "1",
                 columns,
                 functools.partial(_row_spread, value, low, high),
@@ -258,30 +258,30 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
         rejects = functools.partial(_through, value, functools.partial(_outside, low if two_sided else None, high))
         yield tokens(
             "masked_fraction",
-            "share of tokens that it rejects",
+            "share of tokens that the gate rejects",
             functools.partial(_outside, low if two_sided else None, high),
         )
-        yield rows("seq_masked_fraction", "whether it is rejected", rejects, "mean")
+        yield rows("seq_masked_fraction", "1 if it is rejected", rejects, "mean")
     else:
-        yield plain("mean", f"mean {words}", token)
-        yield Alias(Metric(f"{PREFIX}/{name}_max", f"largest {words}", "1", token, Maximum()))
-        yield Alias(Metric(f"{PREFIX}/{name}_min", f"smallest {words}", "1", token, Minimum()))
+        yield plain("mean", f"mean {statistic}", token)
+        yield Alias(Metric(f"{PREFIX}/{name}_max", f"largest {statistic}", "1", token, Maximum()))
+        yield Alias(Metric(f"{PREFIX}/{name}_min", f"smallest {statistic}", "1", token, Minimum()))
         yield plain("fraction_high", "share of tokens beyond the high bound", _Beyond(token, high=high))
         yield plain(
             "fraction_low", "share of tokens beyond the low bound", _Beyond(token, low=low if two_sided else None)
         )
-        yield Alias(_spread(f"{name}_std", f"standard deviation of {words} within the bounds", token, low, high))
-        yield plain("masked_fraction", "share of tokens that it rejects", outside)
+        yield Alias(_spread(f"{name}_std", f"standard deviation of {statistic} within the bounds", token, low, high))
+        yield plain("masked_fraction", "share of tokens that the gate rejects", outside)
         yield Alias(
-            _of_rows(f"{name}_seq_masked_fraction", "whether it rejects a token", "1", (outside,), _any, "mean", None)
+            _of_rows(f"{name}_seq_masked_fraction", "1 if it rejects a token", "1", (outside,), _any, "mean", None)
         )
     for key in ("mean", "std", "max", "min"):
-        yield rows(f"seq_{key}", words, value, key)
-    yield rows("seq_max_deviation", f"|{words}|", functools.partial(_through, value, torch.abs), "max")
+        yield rows(f"seq_{key}", statistic, value, key)
+    yield rows("seq_max_deviation", f"|{statistic}|", functools.partial(_through, value, torch.abs), "max")
     for key, make in sides if two_sided else sides[:1]:
         yield rows(
             f"seq_fraction_{key}",
-            f"whether {words} is beyond the {key} bound",
+            f"1 if {statistic} is beyond the {key} bound",
             functools.partial(_through, value, make),
             "mean",
             share=True,
@@ -293,7 +293,7 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
 
 @dataclass(frozen=True)
 class _SquaredRatio(Column):
-    """(old / sampler)^2, the log ratio held within +-LIMIT."""
+    """(old / sampler)^2, the log ratio clamped to +-LIMIT."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -333,7 +333,7 @@ class _Beyond(_OfColumn):
 
 @dataclass(frozen=True)
 class _Within(_OfColumn):
-    """A quantity held within two bounds."""
+    """A quantity clamped to two bounds."""
 
     low: float | None
     high: float | None
@@ -416,8 +416,8 @@ def _none(value_N: Tensor) -> Tensor:
     return torch.zeros_like(value_N)
 
 
-def _through(value: Make, make: Callable[[Tensor], Tensor], tokens_N: Tensor, *found_N: Tensor) -> Tensor:
-    return make(value(tokens_N, *found_N))
+def _through(value: Make, make: Callable[[Tensor], Tensor], tokens_N: Tensor, *columns_N: Tensor) -> Tensor:
+    return make(value(tokens_N, *columns_N))
 
 
 def _beyond(side: str, limit: float, value: Tensor) -> Tensor:
@@ -448,10 +448,10 @@ def _of_rows(
     extremes: tuple[Column, ...] = (),
     single: bool = False,
 ) -> DocumentMetric:
-    words = {"mean": "mean", "max": "largest", "min": "smallest", "std": "standard deviation (n - 1)"}[reduce]
+    statistic = {"mean": "mean", "max": "largest", "min": "smallest", "std": "standard deviation (n - 1)"}[reduce]
     return DocumentMetric(
         f"{PREFIX}/{key}",
-        f"{words} over sequences of: {meaning}",
+        f"{statistic} over sequences of: {meaning}",
         unit,
         columns,
         functools.partial(_reduced, make, reduce, number, single),
@@ -459,22 +459,22 @@ def _of_rows(
     )
 
 
-def _reduced(make: Make, reduce: str, number: int | None, single: bool, tokens_N: Tensor, *found_N: Tensor) -> float:
-    """A statistic over sequences; ``number`` of them, those without tokens as zeros; None: those with tokens."""
+def _reduced(make: Make, reduce: str, number: int | None, single: bool, tokens_N: Tensor, *columns_N: Tensor) -> float:
+    """Return a statistic over ``number`` sequences, those without tokens as zeros; None: those with tokens."""
     missing = 0 if number is None else number - len(tokens_N)
-    padded = [torch.cat([value_N, value_N.new_zeros(missing)]) for value_N in (tokens_N, *found_N)]
+    padded = [torch.cat([value_N, value_N.new_zeros(missing)]) for value_N in (tokens_N, *columns_N)]
     values_N = make(*padded)
     if not len(values_N):
         return NOTHING
     if reduce == "std":
-        found = values_N.std() if len(values_N) > 1 else values_N.new_zeros(())
+        result = values_N.std() if len(values_N) > 1 else values_N.new_zeros(())
     else:
-        found = {"mean": values_N.mean, "max": values_N.max, "min": values_N.min}[reduce]()
-    return float(found.float() if single else found)
+        result = {"mean": values_N.mean, "max": values_N.max, "min": values_N.min}[reduce]()
+    return float(result.float() if single else result)
 
 
-def _token_mean(make: Make, tokens_N: Tensor, *found_N: Tensor) -> float:
-    return float((tokens_N * make(tokens_N, *found_N)).sum() / (tokens_N.sum() + EPSILON))
+def _token_mean(make: Make, tokens_N: Tensor, *columns_N: Tensor) -> float:
+    return float((tokens_N * make(tokens_N, *columns_N)).sum() / (tokens_N.sum() + EPSILON))
 
 
 def _mean_less_one(tokens_N: Tensor, sum_N: Tensor) -> float:
@@ -489,9 +489,9 @@ def _deviation(tokens: Tensor, total: Tensor, squares: Tensor) -> float:
 
 
 def _spread(key: str, meaning: str, column: Column, low: float | None, high: float | None) -> DocumentMetric:
-    held = _Within(column, low, high)
+    clamped = _Within(column, low, high)
     return DocumentMetric(
-        f"{PREFIX}/{key}", meaning, "1", (held, _Squared(held)), _token_spread, weighs="its trained tokens"
+        f"{PREFIX}/{key}", meaning, "1", (clamped, _Squared(clamped)), _token_spread, weighs="its trained tokens"
     )
 
 
@@ -499,9 +499,9 @@ def _token_spread(tokens_N: Tensor, sum_N: Tensor, squares_N: Tensor) -> float:
     return _deviation(tokens_N.sum(), sum_N.sum(), squares_N.sum())
 
 
-def _row_spread(value: Make, low: float | None, high: float | None, tokens_N: Tensor, *found_N: Tensor) -> float:
-    held_N = value(tokens_N, *found_N).clamp(low, high)
-    return _deviation(tokens_N.sum(), (tokens_N * held_N).sum(), (tokens_N * held_N.square()).sum())
+def _row_spread(value: Make, low: float | None, high: float | None, tokens_N: Tensor, *columns_N: Tensor) -> float:
+    clamped_N = value(tokens_N, *columns_N).clamp(low, high)
+    return _deviation(tokens_N.sum(), (tokens_N * clamped_N).sum(), (tokens_N * clamped_N.square()).sum())
 
 
 def _effective_share(tokens_N: Tensor, sum_N: Tensor, squares_N: Tensor) -> float:
@@ -521,5 +521,5 @@ def _norm_factor(correction: CorrectionSpec) -> DocumentMetric:
 
 
 def _factor(of_rows: bool, tokens_N: Tensor, sum_N: Tensor) -> float:
-    found = _row_mean(tokens_N, sum_N).mean() if of_rows else sum_N.sum() / (tokens_N.sum() + EPSILON)
-    return float(found) if found > EPSILON else 1.0
+    mean = _row_mean(tokens_N, sum_N).mean() if of_rows else sum_N.sum() / (tokens_N.sum() + EPSILON)
+    return float(mean) if mean > EPSILON else 1.0

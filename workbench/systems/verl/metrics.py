@@ -1,6 +1,6 @@
-"""What verl reports, by its definitions. See the head of this package; `rollout_correction` has the rest of its names.
+"""Metrics of verl, by its definitions. See the package docstring; `correction_metrics` has the rest of them.
 
-Every mean adds 1e-8 to the tokens that it divides by. ``actor/pg_clipfrac`` asks another question for each loss.
+Every mean adds 1e-8 to the tokens that it divides by. ``actor/pg_clipfrac`` has another definition for each loss.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -35,16 +35,16 @@ from workbench.systems.verl import correction_metrics as rollout_correction
 EPSILON = 1e-8
 """Added to the tokens under a mean."""
 BOUNDED = ("ppo", "cispo", "sapo", "dppo_tv", "dppo_kl")
-"""Kinds of surrogate whose log ratio verl holds within +-20 before it reports its mean."""
+"""Kinds of surrogate whose log ratio verl clamps to +-20 before it reports its mean."""
 SILENT = ("gpg", "sft", "dpo")
-"""Kinds of surrogate of which verl reports nothing."""
+"""Kinds of surrogate that verl reports nothing about."""
 
 LEFT_OUT: Mapping[str, str] = {}
 """Name -> what the system reports there in some case, and what is reported here instead."""
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
-    """Every name of verl with its definition, for a loss."""
+    """Return every metric of verl with its definition, for a loss."""
     return (alias for alias in _all(s) if not s.only or alias.metric.key.startswith(s.only))
 
 
@@ -99,7 +99,7 @@ def _ratio(s: PeerSettings) -> Iterable[Alias]:
 
 
 def _clip(s: PeerSettings) -> Iterable[Alias]:
-    """Share of tokens, by what the loss calls clipped."""
+    """Yield shares of tokens, by the loss's own definition of clipped."""
     upper, lower = "actor/pg_clipfrac", "actor/pg_clipfrac_lower"
     clip = s.clip
     if s.kind == "ppo" and clip is not None:
@@ -138,11 +138,11 @@ def _clip(s: PeerSettings) -> Iterable[Alias]:
         for name in (upper, lower):
             yield Alias(_mean(name, "0", _Zero()), None, "this loss has no clip")
     elif s.kind == "gmpo" and clip is not None:
-        for name, sign, words in ((upper, 1, "positive"), (lower, -1, "negative")):
+        for name, sign, adjective in ((upper, 1, "positive"), (lower, -1, "negative")):
             yield Alias(
                 _mean(
                     name,
-                    f"share of tokens outside the clip, on either side, with a {words} advantage",
+                    f"share of tokens outside the clip, on either side, with a {adjective} advantage",
                     _Product(Clip("outside", clip.anchor), _Sign(sign)),
                 )
             )
@@ -162,7 +162,7 @@ def _clip(s: PeerSettings) -> Iterable[Alias]:
 
 
 def _anchor(s: PeerSettings) -> Who:
-    """The policy in the denominator of the ratio; without a ratio, the one that drew the tokens."""
+    """Return the policy in the denominator of the ratio; without a ratio, the sampler."""
     if s.spec is None:
         return "old"
     return "sampler" if s.kind == "reinforce" else s.spec.surrogate.ratio_anchor
@@ -177,7 +177,7 @@ def _mean(key: str, meaning: str, column: Column, unit: str = "1") -> Metric:
 
 
 def _among_passed(metric: AnyMetric) -> AnyMetric:
-    """The same mean over tokens that a correction's gates keep."""
+    """Return the same mean over tokens that pass a correction's gates."""
     if not isinstance(metric, Metric):
         return metric
     passed = Extra("passed")
@@ -237,7 +237,7 @@ class _Product(Column):
 
 @dataclass(frozen=True)
 class _Kept(Column):
-    """1 where a term's own clip did not cut its gradient off."""
+    """1 where a term's own clip did not cut its gradient."""
 
     term: str
 

@@ -1,4 +1,4 @@
-"""Functions of verl-project/verl, computed here from their arrays.
+"""Replays of verl-project/verl's functions from their arrays.
 
 Letters: T packed tokens.
 """
@@ -46,7 +46,7 @@ OF_LOSS = ("actor/pg_clipfrac", "actor/ppo_kl")
 
 
 def case_settings(case: Case) -> dict[str, Any]:
-    """The loss is said by the function's name; the padded width and ready-made weights by the arrays."""
+    """Return the options; the function's name selects the loss, and arrays give the padded width and weights."""
     config = dict(case.config)
     own = dict(config.get("policy_loss") or {})
     own.setdefault("loss_mode", case.function.split()[0].removeprefix("compute_policy_loss_"))
@@ -64,7 +64,7 @@ def case_settings(case: Case) -> dict[str, Any]:
 
 
 def actor_loss(case: Case) -> dict[str, Any]:
-    """A policy loss. In bypass mode the old policy of a correction is the live one, whatever else was recorded."""
+    """Replay a policy loss. In bypass mode the old policy of a correction is the live one, not the recorded one."""
     live = "bypass" in case.function or "reinforce" in case.function
     inputs = {name: value for name, value in case.inputs.items() if not (live and name == "old_logprobs")}
     if live and "rollout_logprobs" not in inputs and case.get("old_logprobs") is not None:
@@ -73,21 +73,21 @@ def actor_loss(case: Case) -> dict[str, Any]:
 
 
 def peer_settings(replayed: Replayed) -> PeerSettings:
-    """A loss reports itself, and in bypass mode its correction; a correction reports itself.
+    """Return the settings of metrics: a loss reports itself, and in bypass mode its correction; a correction itself.
 
-    In a loss, verl's shares of sequences are means of flags in single precision, whatever the log-probabilities are.
+    In a loss, verl's shares of sequences are means of flags in single precision, for any log-probabilities.
     """
-    settings, found = replayed.settings, settings_of(replayed.translation.spec, replayed.slots)
+    settings, peer = replayed.settings, settings_of(replayed.translation.spec, replayed.slots)
     if not isinstance(settings, ActorSettings):
-        return found._replace(only=("rollout_corr/",))
+        return peer._replace(only=("rollout_corr/",))
     bypass = settings.policy_loss.loss_mode == "bypass_mode"
-    return found._replace(single=True, only=(*OF_LOSS, "rollout_corr/") if bypass else OF_LOSS)
+    return peer._replace(single=True, only=(*OF_LOSS, "rollout_corr/") if bypass else OF_LOSS)
 
 
 def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
-    """NaN where `agg_loss` divides by 0: nothing counts here, and no count of the mini-batch was handed in.
+    """Return NaN if `agg_loss` divides by 0: nothing counts here, and no count of the mini-batch was given.
 
-    The gradient stays 0: what masked_sum leaves out has none, whatever it is divided by.
+    The gradient stays 0: tokens that masked_sum leaves out have none, for any divisor.
     """
     settings = replayed.settings
     if not isinstance(settings, ActorSettings) or settings.policy_loss.loss_mode == "geo_mean":
@@ -99,12 +99,12 @@ def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
 
 def _is_undefined(agg: str, info: GlobalBatchInfo, weights: TokenWeights) -> bool:
     """True if a mean is taken over nothing."""
-    given = {"token-mean": info.batch_num_tokens, "token-sum": 1.0}.get(agg, info.global_batch_size)
-    return given is None and not weights.loss_T.any()
+    count = {"token-mean": info.batch_num_tokens, "token-sum": 1.0}.get(agg, info.global_batch_size)
+    return count is None and not weights.loss_T.any()
 
 
 def bypass_metrics(replayed: Replayed) -> dict[str, float]:
-    """bypass_mode reports importance weights even where its loss does not use them."""
+    """Return importance weights, which bypass_mode reports even if its loss does not use them."""
     settings = replayed.settings
     if not isinstance(settings, ActorSettings) or settings.policy_loss.loss_mode != "bypass_mode":
         return {}
@@ -115,28 +115,28 @@ def bypass_metrics(replayed: Replayed) -> dict[str, float]:
     if "normalize" in weights:
         weights["population"] = "micro_batch"
     spec = replayed.translation.spec
-    both = spec.model_copy(update={"correction": CorrectionSpec(**(weights | gates_of(chosen)))})
-    term = apply_correction(replayed.evaluated.terms["policy"], replayed.inputs, both.correction)
-    found = aliases.as_named_by(
+    corrected = spec.model_copy(update={"correction": CorrectionSpec(**(weights | gates_of(chosen)))})
+    term = apply_correction(replayed.evaluated.terms["policy"], replayed.inputs, corrected.correction)
+    values = aliases.as_named_by(
         "verl",
         replayed.inputs,
         replayed.row.loss_mask_T,
         terms={"policy": term},
-        loss_spec=both,
+        loss_spec=corrected,
         slots=replayed.slots,
-        settings=settings_of(both, replayed.slots)._replace(single=True),
+        settings=settings_of(corrected, replayed.slots)._replace(single=True),
     )
-    return {name: value.finish() for name, value in found.items() if name.startswith("rollout_corr/rollout_is")}
+    return {name: value.finish() for name, value in values.items() if name.startswith("rollout_corr/rollout_is")}
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts of the mini-batch are arguments of their own, or the mapping that is spread into them."""
-    own = dict(config)
-    return {**(own.pop("global_batch_info", None) or {}), **own}
+    """Flatten the counts of the mini-batch, which are separate arguments or one mapping."""
+    options = dict(config)
+    return {**(options.pop("global_batch_info", None) or {}), **options}
 
 
 def aggregated_spec(case: Case) -> LossSpec:
-    """Denominator and scaling of `agg_loss`."""
+    """Return denominator and scaling of `agg_loss`, as a spec."""
     settings = parse_settings(AggregationSettings, _flat(case.config), where=TITLE)
     return _spec_of(settings.loss_agg_mode, settings, case)
 
@@ -151,7 +151,7 @@ def _spec_of(agg: str, info: GlobalBatchInfo, case: Case, **more: Any) -> LossSp
             f"verl's agg_loss with dp_size = {info.dp_size}",
             found="no count of the whole mini-batch",
             rule="a rank of several cannot count it",
-            fix="say batch_num_tokens and global_batch_size",
+            fix="set batch_num_tokens and global_batch_size",
         )
     epsilon = EPSILON if agg == "seq-mean-token-mean" else 0.0
     return LossSpec(
@@ -163,28 +163,28 @@ def _spec_of(agg: str, info: GlobalBatchInfo, case: Case, **more: Any) -> LossSp
 
 
 def aggregated_counts(case: Case) -> GivenCounts:
-    """What `agg_loss` was handed."""
+    """Return the counts that `agg_loss` was given."""
     return given(parse_settings(AggregationSettings, _flat(case.config), where=TITLE))
 
 
 def estimated_spec(case: Case) -> LossSpec:
-    """The KL penalty alone."""
+    """Return the spec of the KL penalty alone."""
     settings = parse_settings(KLSettings, _flat(case.config), where=TITLE)
     return _spec_of(settings.loss_agg_mode, settings, case, kl={"coefficient": 1.0, **kl(settings.kl_penalty)})
 
 
 def aggregated(case: Case) -> dict[str, Any]:
-    """`agg_loss`."""
+    """Replay `agg_loss`."""
     return _or_undefined(case, aggregation(aggregated_spec, aggregated_counts)(case), AggregationSettings)
 
 
 def penalty(case: Case) -> dict[str, Any]:
-    """`kl_penalty`, and `agg_loss` of it where no cotangent is given."""
+    """Replay `kl_penalty`, and `agg_loss` of it if no cotangent is given."""
     return _or_undefined(case, kl_estimator(estimated_spec)(case), KLSettings)
 
 
 def _or_undefined(case: Case, outputs: dict[str, Any], model: type[GlobalBatchInfo]) -> dict[str, Any]:
-    """The outputs with NaN in place of a mean over nothing."""
+    """Return the outputs with NaN in place of a mean over nothing."""
     settings = parse_settings(model, _flat(case.config), where=TITLE)
     (weights,), _ = step_weights([case.row()], LossSpec(name="ppo"))
     empty = _is_undefined(settings.loss_agg_mode, settings, weights["policy"])
@@ -192,7 +192,7 @@ def _or_undefined(case: Case, outputs: dict[str, Any], model: type[GlobalBatchIn
 
 
 def critic_loss(case: Case) -> dict[str, Any]:
-    """`compute_value_loss`."""
+    """Replay `compute_value_loss`."""
     settings = parse_settings(ValueSettings, _flat(case.config), where=TITLE)
     leaf = case["values"].clone().requires_grad_()
     term = value_loss(

@@ -32,11 +32,11 @@ LossMode = Literal[
 
 
 BY_DOCUMENT = ("gspo", "sapo")
-"""Losses that are averaged by seq-mean-token-mean, whatever loss_agg_mode says."""
+"""Losses that are averaged by seq-mean-token-mean, for any loss_agg_mode."""
 
 
 class PolicyLoss(Settings):
-    """Which policy loss, and what only one of them uses (`PolicyLossConfig`, 1dda039b)."""
+    """Choice of the policy loss, and options of single losses (`PolicyLossConfig`, 1dda039b)."""
 
     loss_mode: LossMode = "vanilla"
     """Name in the registry; "reinforce" is the function that bypass_mode calls."""
@@ -51,13 +51,13 @@ class PolicyLoss(Settings):
     ppo_kl_coef: float | None = Field(0.1, ge=0)
     """kl_cov: weight of the penalty; None: 1."""
     dro_beta: float | None = None
-    """dro: strength of the pull; must be said."""
+    """dro: strength of the pull; has no default."""
     rollout_correction: RolloutCorrection | None = None
     """bypass_mode: computed on the live policy inside the loss."""
 
 
 class GlobalBatchInfo(Settings):
-    """Counts of the whole mini-batch that a micro-batch is handed."""
+    """Counts of the whole mini-batch that a micro-batch is given."""
 
     dp_size: int = Field(1, ge=1)
     """Data-parallel ranks, whose gradients are averaged."""
@@ -66,7 +66,7 @@ class GlobalBatchInfo(Settings):
     global_batch_size: float | None = Field(None, gt=0)
     """Sequences on all of them."""
     loss_scale_factor: float | None = Field(None, gt=0)
-    """seq-mean-token-sum-norm: what a sequence's sum is divided by."""
+    """seq-mean-token-sum-norm: divisor of a sequence's sum."""
 
 
 class ActorSettings(Settings):
@@ -75,9 +75,9 @@ class ActorSettings(Settings):
     clip_ratio: float = Field(0.2, ge=0)
     """Clip length where the two below are None."""
     clip_ratio_low: float | None = Field(0.2, ge=0)
-    """Length of the clip below 1; dppo: how far a token may move down; geo_mean: of the log ratio."""
+    """Length of the clip below 1; dppo: greatest move of a token down; geo_mean: of the log ratio."""
     clip_ratio_high: float | None = Field(0.2, ge=0)
-    """Length of the clip above 1; dppo: how far a token may move up; geo_mean: of the log ratio."""
+    """Length of the clip above 1; dppo: greatest move of a token up; geo_mean: of the log ratio."""
     clip_ratio_c: float = 3.0
     """vanilla: dual clip; dppo: cap of the ratio."""
     tau_pos: float = Field(1.0, gt=0)
@@ -85,9 +85,9 @@ class ActorSettings(Settings):
     tau_neg: float = Field(1.05, gt=0)
     """sapo: steepness elsewhere."""
     loss_agg_mode: AggMode = "token-mean"
-    """How per-token losses become one number."""
+    """Reduction of per-token losses to one number."""
     loss_scale_factor: float | None = Field(None, gt=0)
-    """seq-mean-token-sum-norm: what a sequence's sum is divided by; None: the padded width of the micro-batch."""
+    """seq-mean-token-sum-norm: divisor of a sequence's sum; None: the padded width of the micro-batch."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
@@ -98,20 +98,20 @@ class ActorSettings(Settings):
     """Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3); a trailing "+" keeps the value and takes the gradient of
     k2."""
     policy_loss: PolicyLoss = PolicyLoss()
-    """Which loss."""
+    """Policy loss and its own options."""
     rollout_correction: RolloutCorrection | None = None
     """The trainer's (`algorithm.rollout_correction`): computed once on the old policy, before the update."""
     global_batch_info: GlobalBatchInfo = GlobalBatchInfo()
     """Given: counts of the whole mini-batch."""
     rollout_is_weights: bool = False
-    """Given: whether importance weights come with the batch."""
+    """Given: importance weights come with the batch."""
 
 
 class AggregationSettings(GlobalBatchInfo):
     """`agg_loss` (1dda039b)."""
 
     loss_agg_mode: AggMode = "token-mean"
-    """How per-token values become one number."""
+    """Reduction of per-token values to one number."""
 
 
 class KLSettings(GlobalBatchInfo):
@@ -120,13 +120,13 @@ class KLSettings(GlobalBatchInfo):
     kl_penalty: str = "low_var_kl"
     """See `ActorSettings.kl_loss_type`."""
     loss_agg_mode: AggMode = "token-mean"
-    """How per-token values become one number."""
+    """Reduction of per-token values to one number."""
 
 
 class ValueSettings(GlobalBatchInfo):
     """`compute_value_loss` (1dda039b)."""
 
     cliprange_value: float = Field(0.5, gt=0)
-    """How far a value may move from the old one before the error no longer falls."""
+    """Greatest move of a value from the old one, beyond which the error no longer falls."""
     loss_agg_mode: AggMode = "token-mean"
-    """How per-token errors become one number."""
+    """Reduction of per-token errors to one number."""

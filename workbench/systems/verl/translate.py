@@ -31,11 +31,11 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
         counts="micro_batch", divided_by=("micro_batches",), replicated=True, engine_divides=("dp_cp",)
     ),
 }
-"""Backend or mode -> what it sums, divides and multiplies."""
+"""Backend or mode -> its scaling contract."""
 
 
 GSPO_CAP = 10.0
-"""Greatest log of gspo's ratio."""
+"""Upper bound of the log of gspo's ratio."""
 
 
 DENOMINATORS = {
@@ -45,15 +45,15 @@ DENOMINATORS = {
     "seq-mean-token-sum-norm": "constant",
     "seq-mean-token-mean": "document",
 }
-"""loss_agg_mode -> our denominator."""
+"""loss_agg_mode -> `LossSpec.denominator`."""
 
 
 ESTIMATORS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""kl_penalty -> our estimator."""
+"""kl_penalty -> `KLSpec.estimator`."""
 
 
 def translate(settings: ActorSettings) -> Translation:
-    """The actor's loss, by the name in the registry."""
+    """Translate the actor's loss, by its name in the registry."""
     mode = settings.policy_loss.loss_mode
     outer = settings.rollout_correction
     if outer is not None and outer.bypass_mode:
@@ -82,7 +82,7 @@ def _check(settings: ActorSettings, mode: str) -> None:
             f"verl with dp_size = {info.dp_size}",
             found=f"no {needed}",
             rule="a rank of several cannot count the whole mini-batch",
-            fix=f"say {needed}",
+            fix=f"set {needed}",
         )
     penalised = settings.use_kl_loss or bool(settings.entropy_coeff)
     if penalised and mode == "geo_mean":
@@ -113,7 +113,7 @@ def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[st
     if mode == "geo_mean":
         notes.append(
             "loss_agg_mode and global_batch_info are ignored by geo_mean: every micro-batch is a mean over "
-            "its rows, empty ones too, and micro-batches add up"
+            "its rows, including empty ones, and micro-batches are summed"
         )
         local = CONTRACTS["local counts"].model_copy(
             update={"divided_by": (), "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
@@ -130,12 +130,12 @@ def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[st
 
 
 def denominator(agg: str, scale: float | None) -> dict[str, Any]:
-    """Settings of the denominator that a ``loss_agg_mode`` means."""
+    """Return the settings of the denominator of a ``loss_agg_mode``."""
     if agg == "seq-mean-token-sum-norm" and scale is None:
         raise SpecError(
             "verl's seq-mean-token-sum-norm without loss_scale_factor",
             rule="verl divides by the padded width of each micro-batch, which is no setting",
-            fix="say loss_scale_factor",
+            fix="set loss_scale_factor",
         )
     constant = {"denominator_constant": scale} if agg == "seq-mean-token-sum-norm" else {}
     return {"denominator": DENOMINATORS[agg], **constant}
@@ -154,7 +154,7 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
                 fix="correct the option",
             )
         notes.append(f"dual clip {settings.clip_ratio_c:g} is always on")
-        notes.append(f"|log ratio| is held within {SAFETY:g}, without gradient beyond")
+        notes.append(f"|log ratio| is clamped to {SAFETY:g}, without gradient beyond")
         return {
             "kind": "ppo",
             **clip,
@@ -190,13 +190,13 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
             raise SpecError(
                 f"verl's dro with dro_beta = {own.dro_beta}",
                 rule="dro_beta is positive, and has no default",
-                fix="say policy_loss.dro_beta",
+                fix="set policy_loss.dro_beta",
             )
         return {"kind": "dro", "beta": own.dro_beta}
     if mode == "clip_cov":
         notes.append(
-            "of the tokens in the band of covariances verl draws at random; here a hash of their places "
-            "chooses. Without clip_cov_ratio 1 the two select different tokens"
+            "of the tokens in the band of covariances verl draws at random; here a hash of their positions "
+            "selects. Without clip_cov_ratio 1 the two select different tokens"
         )
         return {
             "kind": "clip_cov",
@@ -217,13 +217,13 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 def kl(name: str) -> dict[str, Any]:
-    """Settings of the KL penalty that a ``kl_loss_type`` means."""
+    """Return the settings of the KL penalty of a ``kl_loss_type``."""
     base = name.removesuffix("+")
     if base not in ESTIMATORS:
         raise SpecError(
             f"verl's KL penalty {name!r}",
             rule=f"one of {', '.join(ESTIMATORS)}, each also with a "
-            'trailing "+"; "full" needs whole distributions and is not there in verl either',
+            'trailing "+"; "full" needs whole distributions and is not implemented in verl either',
             fix="choose one of them",
         )
     clamps = {"input_clamp": SAFETY, "output_clamp": 10.0} if ESTIMATORS[base] == "k3" else {}
@@ -245,7 +245,7 @@ def _correction_of(settings: ActorSettings, mode: str, notes: list[str]) -> dict
             "verl's bypass_mode",
             found="no rollout_correction",
             rule="the loss computes its correction by policy_loss.rollout_correction",
-            fix="say it, if only {}",
+            fix="set it; {} is enough",
         )
     notes.append("the correction compares the live policy with the rollout policy, inside the loss")
     if chosen.loss_type == "ppo_clip":
@@ -255,7 +255,7 @@ def _correction_of(settings: ActorSettings, mode: str, notes: list[str]) -> dict
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
-    """Options of the actor for a spec."""
+    """Return the options of the actor for a spec."""
     surrogate = spec.surrogate
     modes = {
         "ppo": "vanilla",
@@ -332,12 +332,12 @@ def _first(*values: float | None) -> float | None:
 
 
 def counts(settings: ActorSettings) -> GivenCounts | None:
-    """What `agg_loss` was handed; geo_mean looks at none of it."""
+    """Return the counts that `agg_loss` was given; geo_mean ignores them."""
     if settings.policy_loss.loss_mode == "geo_mean":
         return None
     return given(settings.global_batch_info)
 
 
 def given(info: GlobalBatchInfo) -> GivenCounts:
-    """The counts that a call was handed."""
+    """Return the counts that a call was given."""
     return GivenCounts(tokens=info.batch_num_tokens, documents=info.global_batch_size, dp=info.dp_size)

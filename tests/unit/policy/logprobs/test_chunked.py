@@ -161,7 +161,7 @@ def planted(logits, targets, dtype):
     # No product of numbers makes a logit of -inf, so those are planted.
     chunk = engine.forward(logits_CV.nan_to_num(neginf=0.0), targets_C, 1.0, wanted=EVERYTHING, keep="own")
     chunk.saved.copy_(logits_CV)
-    chunk.said = engine._said(chunk.saved, targets_C, EVERYTHING)
+    chunk.said = engine._outputs(chunk.saved, targets_C, EVERYTHING)
     into = Accumulators(torch.empty_like(logits_CV), None)
     engine.backward(chunk, ones(len(targets)), into, slice(0, len(targets)), first=True)
     return chunk.said, into.hidden_TD

@@ -37,7 +37,7 @@ def expected_of(logits, targets, temperature, wanted):
     leaf = logits.double().requires_grad_()
     divisor = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
     ignored = targets < 0
-    said = reference._said(leaf / divisor, targets.masked_fill(ignored, 0), frozenset(wanted))
+    said = reference._outputs(leaf / divisor, targets.masked_fill(ignored, 0), frozenset(wanted))
     said = [None if x is None else x.masked_fill(ignored, 0) for x in said[:4]]
     return [None if x is None else x.detach() for x in said], weighted(said, leaf)
 
@@ -168,7 +168,7 @@ def test_what_was_changed_after_forward_is_noticed(changed):
     [
         (lambda x: x, "outlives its gradient"),
         (lambda x: x[:, 1:], "outlives its gradient"),
-        (lambda x: (x[:1] * 1).expand(T, V), "one place for each logit"),
+        (lambda x: (x[:1] * 1).expand(T, V), "each logit has its own memory"),
     ],
 )
 def test_logits_that_must_stay_are_not_written_over(seen, words):

@@ -194,7 +194,7 @@ def test_gradients_are_handed_out_and_not_copied(monkeypatch):
 def test_a_second_backward_is_refused():
     found = Case().fused(Case().ppo, chunk_tokens=5)
     found.loss.backward(retain_graph=True)
-    with pytest.raises(SpecError, match="a second time\n  found: gradients that were handed out already"):
+    with pytest.raises(SpecError, match="a second time\n  found: gradients that were returned already"):
         found.loss.backward()
 
 

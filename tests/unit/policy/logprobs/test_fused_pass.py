@@ -91,8 +91,8 @@ def test_a_loss_that_couples_a_row_takes_four_if_it_says_so_and_comes_out_right_
     unsaid = case.assert_right(case.across, chunk_tokens=14, couples="token")
     assert unsaid.products == 6.0
     assert unsaid.fallback == (
-        f"{rows} tokens went through again: the loss looks across tokens, and wants something "
-        "else from them in the whole row than in their chunk"
+        f"{rows} tokens were recomputed: the loss looks across tokens, and their "
+        "coefficients in the whole row differ from those in their chunk"
     )
     assert "across documents" in case.assert_right(case.across, chunk_tokens=14).fallback
     assert case.assert_right(case.across, chunk_tokens=100, couples="token").products == 3.0
@@ -108,7 +108,7 @@ def test_only_rows_that_the_loss_ties_to_others_go_through_again():
         return case.ppo(said, places) + chosen.sum().square()
 
     found = case.assert_right(two, chunk_tokens=14)
-    assert found.fallback.startswith("2 tokens went through again")
+    assert found.fallback.startswith("2 tokens were recomputed")
     assert found.products == pytest.approx(3 + 6 / int(case.active.sum()), rel=1e-12)
 
 

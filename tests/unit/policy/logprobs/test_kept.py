@@ -161,9 +161,9 @@ def test_the_same_call_adds_the_same_bits():
     ("make", "message"),
     [
         (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 1])), "to the number of ids"),
-        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])), "never back"),
+        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])), "never decreasing"),
         (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([1, 2])), "from 0"),
-        (lambda: KeptSets(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)), "T \\+ 1 borders"),
+        (lambda: KeptSets(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)), "T \\+ 1 offsets"),
         (lambda: KeptSets.of([[1, -1]]), "id -1"),
         (lambda: KeptSets(torch.ones(2), torch.tensor([0, 2])), "torch.float32"),
         (lambda: KeptSets(torch.ones(2, 2, dtype=torch.int64), torch.tensor([0, 1, 2])), r"\(2, 2\)"),

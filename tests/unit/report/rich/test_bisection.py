@@ -26,7 +26,7 @@ def test_the_place_stands_in_a_table():
         "blocks that differ": "3 of 9",
         "the same until": "<code>model.layers.2</code>",
     }
-    assert 'class="trouble">one and two: step 0, forward: what model.norm makes' in html
+    assert 'class="trouble">one and two: step 0, forward: the output of model.norm' in html
     assert "one was run with data.micro_batches = 2" in html
     assert drawn(found) == str(html)
 

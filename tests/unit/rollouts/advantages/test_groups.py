@@ -244,7 +244,7 @@ def test_pass_at_k_looks_at_trained_answers_and_wants_two_of_them():
     rewards, groups = torch.tensor([9.0, 1.0, 0.5, 0.25]), torch.tensor([3, 3, 3, 3])
     trained = torch.tensor([False, True, True, True])
     assert pass_at_k_advantages(rewards, groups, scale="none", trained_N=trained).tolist() == [0.0, 0.5, 0.0, 0.0]
-    with pytest.raises(SpecError, match="second best answer of group 3"):
+    with pytest.raises(SpecError, match="second best completion of group 3"):
         pass_at_k_advantages(rewards[:1], groups[:1])
     with pytest.raises(SpecError, match="scale is std or none"):
         pass_at_k_advantages(rewards, groups, scale="batch_std")

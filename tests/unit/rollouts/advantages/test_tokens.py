@@ -250,7 +250,7 @@ def test_standardize_along_a_dim_treats_every_row_alone():
 
 
 def test_standardize_refuses_what_it_cannot_mean():
-    with pytest.raises(ShapeError, match="one flag a value"):
+    with pytest.raises(ShapeError, match="one flag per value"):
         standardize(torch.zeros(2, 3), torch.ones(2, 2).bool())
     with pytest.raises(SpecError, match="neither is negative"):
         standardize(torch.zeros(2, 3), epsilon=-1.0)

@@ -81,7 +81,7 @@ def test_on_one_rank_every_algorithm_is_attention_over_the_row():
     ("given", "words"),
     [
         ({"algorithm": "tree"}, "one of gathered, ring, ulysses, hybrid"),
-        ({"algorithm": "hybrid"}, "no axes of neighbours"),
+        ({"algorithm": "hybrid"}, "no inner and outer axes"),
         (
             {"algorithm": "hybrid", "inner": Axis("cp_inner", 2), "outer": Axis("cp_outer", 4)},
             "cp is inner times outer",

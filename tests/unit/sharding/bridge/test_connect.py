@@ -88,11 +88,11 @@ def test_grids_larger_than_the_job_are_refused():
         (
             lambda rank: (torch.zeros(2, 4, 1), [2, 3]),
             ShapeError,
-            "2 samples on dp rank 1\n  rule: 3, as was said of it",
+            "2 samples on dp rank 1\n  rule: 3, as declared in samples",
         ),
         (lambda rank: (torch.zeros(2, 4, 1), [2]), ShardingError, "one for each of the 2 dp ranks"),
         (lambda rank: (torch.zeros(2, 5, 1), [2, 2]), ShardingError, "zigzag order of 5 tokens over cp=2"),
-        (lambda rank: (torch.zeros(1 + rank, 4, 1), None), ShardingError, "rank 1 brings 2 samples of 4 tokens"),
+        (lambda rank: (torch.zeros(1 + rank, 4, 1), None), ShardingError, "rank 1 has 2 samples of 4 tokens"),
         (lambda rank: (torch.zeros(2, 4 + rank // 2, 1), None), ShardingError, r"all sequences have one length \(I9\)"),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_cannot_cross_is_refused(bring, kind, words):
 
 
 def test_a_rank_outside_of_the_grids_has_nothing_to_cross():
-    with pytest.raises(ShardingError, match="the place of rank 4"):
+    with pytest.raises(ShardingError, match="coordinates of rank 4"):
         on_ranks(lambda groups: connect(SOURCE, DESTINATION, groups).cross(torch.zeros(2, 4, 1), [2, 2]), 5)
 
 

@@ -115,15 +115,15 @@ ONE = Side((Share((0,), tokens([0, 1])),))
     ("source", "destination", "words"),
     [
         (ONE, Side((Share((0, 1), tokens([0, 1])),)), "1 and 2 ranks"),
-        (ONE, Side((Share((0,), tokens([0, 1, 2])),)), r"token 2 on ranks \(0,\)\n  found: nobody who holds it"),
-        (ONE, Side((Share((0,), tokens([0])),)), "source of a bridge: token 1\n  found: nobody who answers"),
+        (ONE, Side((Share((0,), tokens([0, 1, 2])),)), r"token 2 on ranks \(0,\)\n  found: no source rank holds it"),
+        (ONE, Side((Share((0,), tokens([0])),)), "source of a bridge: token 1\n  found: no destination rank returns"),
         (ONE, Side((Share((0,), tokens([0, 1]), torch.tensor([True, False])),)), "source of a bridge: token 1"),
         (
             Side((Share((0,), tokens([0])), Share((1,), tokens([0])))),
             Side((Share((0, 1), tokens([0])),)),
-            "token 0\n  found: two rows that are it",
+            "token 0\n  found: two rows with this token",
         ),
-        (Side((Share((0,), tokens([0, 0])),)), ONE, "token 0\n  found: two rows that are it"),
+        (Side((Share((0,), tokens([0, 0])),)), ONE, "token 0\n  found: two rows with this token"),
         (Side((Share((0,), tokens([0, 2])),)), Side((Share((0,), tokens([0, 1, 2])),)), "token 1 on ranks"),
     ],
 )

@@ -76,7 +76,7 @@ def test_one_cp_rank_has_every_token_and_needs_no_order():
     ("make", "words"),
     [
         (lambda: Delivery("both"), "whole or sharded"),
-        (lambda: Delivery("whole", "zigzag", True), "cut by the module that gets it"),
+        (lambda: Delivery("whole", "zigzag", True), "sharded by the module that receives it"),
         (lambda: check_delivery(GridPair(grid((1, 2, 1)), grid((2, 1, 1))), Delivery()), "no source_order"),
         (lambda: check_delivery(GridPair(grid((2, 1, 1)), grid((1, 2, 1))), Delivery("sharded")), "no order"),
         (lambda: sides_of(FAN_IN, Delivery("sharded", "zigzag"), [1] * 4, 6), "a positive multiple of 2 . cp = 4"),

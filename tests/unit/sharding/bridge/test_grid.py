@@ -46,7 +46,7 @@ def test_lines_are_those_of_the_field(names, lines):
         (lambda: Grid.of(tp=0), "every size is at least 1"),
         (lambda: Grid.of(tp=2, offset=-1), "no rank is negative"),
         (lambda: Grid.of(pp=2, dp=2), "found: pp=2"),
-        (lambda: Grid.of(tp=2).coordinates(2), "the place of rank 2"),
+        (lambda: Grid.of(tp=2).coordinates(2), "coordinates of rank 2"),
         (lambda: Grid.of(tp=2).rank_at(tp=2), "at {'tp': 2}"),
         (lambda: Grid.of(tp=2).lines("ep"), "along ep"),
     ],

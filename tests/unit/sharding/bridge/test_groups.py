@@ -72,12 +72,12 @@ def after_destroy(groups):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (twice, "made before"),
+        (twice, "exist already"),
         (lambda groups: groups.get(GRID, "cp"), r"groups.make\(grid, 'cp'\) on every rank"),
         (after_destroy, "the cp group of"),
         (lambda groups: groups.make(Grid.of(tp=2, dp=5), "tp"), r"a job of 8 rank\(s\)"),
         (lambda groups: groups.make_lines("odd", [(0, 1), (1, 2)]), "in at most one of them"),
-        (lambda groups: groups.mesh(Grid.of(dp=4)), "the place of rank"),
+        (lambda groups: groups.mesh(Grid.of(dp=4)), "coordinates of rank"),
     ],
 )
 def test_mistakes_are_refused_in_words(wrong, words):

@@ -38,7 +38,7 @@ def test_shards_cost_less_than_whole_sequences():
 def test_the_general_path_brings_a_fan_in_its_own_slot_only():
     """Whole sequences either way; backward half of the own sample, where the fast path gathers half of both."""
     traffic = Traffic.of(FAN_IN, Delivery(order="zigzag"), tokens=8, general=True)
-    assert repr(traffic) == "Traffic(tp2 x dp4 -> tp2 x cp2 x dp2: general (as asked); 4 samples of 8 tokens)"
+    assert repr(traffic) == "Traffic(tp2 x dp4 -> tp2 x cp2 x dp2: general (as requested); 4 samples of 8 tokens)"
     assert [traffic.received_bytes(way, 1) for way in ("forward", "backward")] == [8, 4]
 
 

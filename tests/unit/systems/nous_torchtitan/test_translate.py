@@ -173,7 +173,7 @@ def test_what_the_fork_has_not():
             "nous_torchtitan",
             LossSpec(name="grpo", denominator="document", documents_counted="all", correction={"kind": "tis"}),
         )
-    with pytest.raises(SpecError, match="by what the live policy says"):
+    with pytest.raises(SpecError, match="by the log-probability of the live policy"):
         loss_spec("nous_torchtitan", {"onpolicy_logp_threshold": 0.1, "policy_ratio_type": "sequence"})
     with pytest.raises(SpecError, match="no weight is at least"):
         loss_spec("nous_torchtitan", {"rollout_is_mode": "mask", "rollout_is_threshold": 0.5})

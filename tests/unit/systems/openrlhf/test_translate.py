@@ -231,7 +231,7 @@ def test_options_that_it_refuses_are_refused_here(settings, words):
     ("settings", "note"),
     [
         ({}, "within +-20"),
-        ({"policy_loss_type": "gspo"}, "whatever token_level_loss says"),
+        ({"policy_loss_type": "gspo"}, "for any token_level_loss"),
         ({"policy_loss_type": "gspo", "enable_vllm_is_correction": True}, "against the sampler"),
         (CORRECTIONS["seq-mask-tis-0.5-2.0"], "untruncated weights"),
     ],

@@ -1,1 +1,1 @@
-"""Log-probabilities from a matrix product that writes exponentials instead of logits (Triton)."""
+"""Log-probabilities from a GEMM whose epilogue writes exponentials instead of logits (Triton)."""

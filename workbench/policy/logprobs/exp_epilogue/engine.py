@@ -1,20 +1,20 @@
-"""The engine whose product writes exponentials: the speed of the products themselves, and the memory of one chunk.
+"""The engine whose GEMM writes exponentials: the speed of the GEMMs alone, and the memory of one chunk.
 
-What a chunk keeps is E = exp(z - z_target) in the operands' width. Where the loss wants the log-probability (and the
-log-normaliser) alone, the gradient of a row is E with one element changed, times a number of the row, so that backward
-is one element and two products:
+A chunk saves E = exp(z - z_target) in the operands' width. If the loss depends only on the log-probability (and the
+log-normaliser), the gradient of a row is E with one element changed, times a scalar of the row, so that backward is one
+element and two GEMMs:
 
     dz_v = (k / S) (E_v + 1[v = target] g_logprob S / k),     k = g_logsumexp - g_logprob
     d hidden = scale (E @ W),       d weight += E^T @ (scale hidden)
 
-An entropy or squared-logit gradient, a soft cap and float16 take one pass over E in between. On tp, one sum of C
-numbers completes the targets' logits and one sum of up to 3C the chunk; there is no maximum to agree on.
+An entropy or squared-logit gradient, a soft cap and float16 take one pass over E in between. Over tp, one all-reduce of
+C numbers completes the targets' logits and one of up to 3C the chunk; no maximum is reduced.
 
-A row whose target is less likely than exp(-60) leaves the range. A slow kernel says it by its maximum, where no other
-rank holds a part of the head; its gradient comes out as zero, and who drives asks an exact engine for it.
+A row whose target is less likely than exp(-60) overflows. If the head is not sharded, a slow kernel computes its
+outputs with its maximum; its gradient is zero, and the driver computes it by an exact engine.
 
-Sources:  the exponential in the product's epilogue: quack 0.6.5, `linear_cross_entropy` scaled-exp, which shifts each
-tile by its own maximum; one shift for a row, its target's logit, is what makes plain products of E enough.
+Sources:  the exponential in the GEMM's epilogue: quack 0.6.5, `linear_cross_entropy` scaled-exp, which shifts each
+tile by its own maximum; one shift per row, its target's logit, makes plain GEMMs of E sufficient.
 
 Letters: C rows of a chunk | V vocabulary (this rank's valid rows of the head) | D model dimension | N tiles of columns
 | F sums of a row.
@@ -44,7 +44,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why this engine cannot compute with such operands; None if it can."""
+    """Reason why this engine cannot compute with such operands; None if it can."""
     if dtype not in DTYPES:
         return f"operands are {dtype}; the kernels sum in float32"
     if device.type == "cuda":
@@ -57,13 +57,13 @@ def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a chunk keeps for its backward.
+    """Tensors that a chunk saves for its backward.
 
     Attributes:
-        exponentials_CV: exp(z - shift), or the negative exponent in bits where that would be lost (``exponents``).
-        totals_FC: S, and X in bits where entropy was wanted, over all ranks.
+        exponentials_CV: exp(z - shift), or the negative exponent in bits if that would underflow (``exponents``).
+        totals_FC: S, and X in bits if entropy was requested, over all ranks.
         shifts_C: the targets' logits.
-        exponents: whether exponents that are too small for an exponential are kept as they are.
+        exponents: True if exponents too small for an exponential are stored instead of it.
     """
 
     exponentials_CV: Tensor
@@ -73,11 +73,11 @@ class Saved:
 
 
 class ExpEpilogueEngine:
-    """Exponentials of a chunk's shifted logits, and their row sums, from one product.
+    """Exponentials of a chunk's shifted logits, and their row sums, from one GEMM.
 
     Args:
-        head: what turns rows into logits.
-        tile: how products are cut; None: what is fastest here.
+        head: maps rows to logits.
+        tile: tile sizes of GEMMs; None: the fastest on this device.
 
     Raises:
         SpecError: operands that the kernels cannot take.
@@ -90,7 +90,7 @@ class ExpEpilogueEngine:
                 "token_logprobs: implementation 'triton'",
                 found=why,
                 rule=f"one of {DTYPES} on CUDA",
-                fix="choose implementation='chunked', which needs nothing but torch",
+                fix="choose implementation='chunked', which needs only torch",
             )
         self.head = head
         self._tile = tile or choose_tile(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
@@ -99,8 +99,8 @@ class ExpEpilogueEngine:
         self._scratch = torch.empty(0, dtype=self._kept_dtype, device=weight_VD.device)
 
     def bytes_kept(self, rows: int) -> int:
-        """The exponentials of so many rows, and their sums."""
-        return rows * (self._stride * self._kept_dtype.itemsize + 16)
+        """Bytes of the exponentials of this many rows, and their sums."""
+        return rows * (self._stride * self._kept_dtype.itemsize + 16)  # 16: shift and up to three sums in float32
 
     def forward(
         self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str], keep: Keep
@@ -112,10 +112,10 @@ class ExpEpilogueEngine:
             exponents = keep != "no" and "mean_squared_logit" in wanted
             exponentials_CV = None if keep == "no" else self._buffer(len(hidden_CD), keep)
             totals_FC = self._exponentials(hidden_CD, shifts_C, temperature, exponentials_CV, wanted, exponents)
-            said, overflowed_C = self._say(hidden_CD, temperature, totals_FC, shifts_C, wanted)
+            out, overflowed_C = self._outputs(hidden_CD, temperature, totals_FC, shifts_C, wanted)
         note_product(len(hidden_CD))
         saved = None if exponentials_CV is None else Saved(exponentials_CV, totals_FC, shifts_C, exponents)
-        return Chunk(hidden_CD, targets_C, temperature, said, saved, overflowed_C, said_exactly=not self.head.is_split)
+        return Chunk(hidden_CD, targets_C, temperature, out, saved, overflowed_C, said_exactly=not self.head.is_split)
 
     def backward(self, chunk: Chunk, gradients: RowGradients, into: Accumulators, rows: slice, *, first: bool) -> None:
         """See `engine.Engine.backward`."""
@@ -146,7 +146,7 @@ class ExpEpilogueEngine:
 
     @property
     def _stride(self) -> int:
-        """Elements from a row of exponentials to the next: whole lines of memory."""
+        """Elements from one row of exponentials to the next: whole cache lines."""
         return -(-max(1, self.head.valid) // 64) * 64
 
     @property
@@ -162,7 +162,7 @@ class ExpEpilogueEngine:
             buffer = self._scratch.new_empty(rows * self._stride)
         else:
             if len(self._scratch) < rows * self._stride:
-                self._scratch = self._scratch.new_empty(0)  # the smaller one goes first
+                self._scratch = self._scratch.new_empty(0)  # free the smaller one first
                 self._scratch = self._scratch.new_empty(rows * self._stride)
             buffer = self._scratch[: rows * self._stride]
         return buffer.view(rows, self._stride)[:, : self.head.valid]
@@ -204,13 +204,13 @@ class ExpEpilogueEngine:
         shifts_C: Tensor,
         temperature: float | Tensor,
         exponentials_CV: Tensor | None,
-        wanted: frozenset[str],
+        requested: frozenset[str],
         exponents: bool,
     ) -> Tensor:
-        """S, and X and Q where wanted, over all ranks; exponentials where there is a place for them."""
+        """S, and X and Q if requested, over all ranks; exponentials are written if a buffer is given."""
         head, tile, (rows, depth) = self.head, self._tile, hidden_CD.shape
         temperatures_C, one = self._temperatures(temperature)
-        entropy, squares = "entropy" in wanted, "mean_squared_logit" in wanted
+        entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
         tiles = triton.cdiv(head.valid, tile.columns)
         kinds = 1 + entropy + squares
         totals_FC = torch.zeros(kinds, rows, dtype=torch.float32, device=hidden_CD.device)
@@ -258,17 +258,17 @@ class ExpEpilogueEngine:
             kernels.add_tiles[(triton.cdiv(rows, 32), kinds)](sums_FNC, totals_FC, rows, tiles, ROWS=32, TILES=32)
         return all_sum(totals_FC, head.axis) if head.axis is not None and head.is_split else totals_FC
 
-    def _say(
+    def _outputs(
         self,
         hidden_CD: Tensor,
         temperature: float | Tensor,
         totals_FC: Tensor,
         shifts_C: Tensor,
-        wanted: frozenset[str],
+        requested: frozenset[str],
     ) -> tuple[TokenLogprobs, Tensor]:
-        """What sums say; where they overflowed, what the logits say, unless other ranks hold some of them."""
+        """Head outputs from the sums; for overflowed rows from the logits, unless other ranks hold some of them."""
         head, (rows, depth) = self.head, hidden_CD.shape
-        entropy, squares = "entropy" in wanted, "mean_squared_logit" in wanted
+        entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
         logprobs_C, entropy_C, logsumexp_C, squares_C = torch.empty(
             4, rows, dtype=torch.float32, device=shifts_C.device
         )
@@ -318,11 +318,11 @@ class ExpEpilogueEngine:
                 COLUMNS=64,
                 DEPTH=min(128, triton.next_power_of_2(depth)),
             )
-        said = TokenLogprobs(logprobs_C, entropy_C if entropy else None, logsumexp_C, squares_C if squares else None)
-        return said, overflowed_C.view(torch.bool)
+        output = TokenLogprobs(logprobs_C, entropy_C if entropy else None, logsumexp_C, squares_C if squares else None)
+        return output, overflowed_C.view(torch.bool)
 
     def _gradient(self, chunk: Chunk, gradients: RowGradients) -> tuple[Tensor, Tensor, Tensor]:
-        """What exponentials become [C, V], hidden rows times their scales, and the scales."""
+        """Gradient of the logits up to a scale per row [C, V], hidden rows times their scales, and the scales."""
         head, hidden_CD, saved = self.head, chunk.hidden_CD, chunk.saved
         rows, depth = hidden_CD.shape
         temperatures_C, one = self._temperatures(chunk.temperature)
@@ -334,14 +334,14 @@ class ExpEpilogueEngine:
         scaled_CD = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)
         scales_C = torch.empty_like(saved.shifts_C)
         stride, hidden_stride = exponentials_CV.stride(0), hidden_CD.stride(0)
-        by_pass = (
+        needs_pass = (
             entropy_C is not None
             or squares_C is not None
             or head.soft_cap is not None
             or saved.exponents
             or hidden_CD.dtype == torch.float16
         )
-        if by_pass and head.valid:
+        if needs_pass and head.valid:
             kernels.write_gradient[(rows * triton.cdiv(head.valid, 4096),)](
                 exponentials_CV,
                 gradient_CV,
@@ -416,12 +416,12 @@ class ExpEpilogueEngine:
 
 
 def _block(depth: int) -> int:
-    """Elements of a row of hidden states that a program takes at a time."""
+    """Elements of a row of hidden states that a program loads at a time."""
     return min(1024, triton.next_power_of_2(depth))
 
 
 def _aligned(matrix: Tensor) -> Tensor:
-    """The same matrix, every row at a multiple of 16 bytes as the copy engine wants it; a copy only if need be."""
+    """Return the matrix with rows aligned to 16 bytes, as TMA requires; copied only if necessary."""
     size = matrix.element_size()
     fits = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * size % 16 == 0
     if fits and matrix.data_ptr() % 16 == 0:

@@ -1,14 +1,14 @@
-"""A matrix product whose logits never leave the chip, and the small kernels around it.
+"""A GEMM whose logits never leave the chip, and the small kernels around it.
 
-The product writes exponentials instead of logits. With z the logits as they enter the softmax and c one number for each
-row, which is the target's own logit:
+The GEMM writes exponentials instead of logits. With z the logits as they enter the softmax and c one number for each
+row, the target's own logit:
 
     E_v = exp(z_v - c)      S = sum_v E_v      X = sum_v E_v (z_v - c)      Q = sum_v z_v^2
     logprob = -log S        logsumexp = c + log S        entropy = log S - X / S
 
 so that neither a maximum nor a second pass is needed: bfloat16 has the range of float32, and E_target is 1. Inside,
-exponents are in bits (base 2), because the chip's exponential is. Sums of a tile of columns go to their own place and
-are added up in one order: no atomics, so a row says the same whatever chunk it lies in and whoever its neighbours are.
+exponents are in bits (base 2), like the hardware's exponential. Sums of each tile of columns are stored separately and
+added in a fixed order: no atomics, so a row's outputs are bitwise independent of chunking and of its neighbours.
 
 Letters: C rows of a chunk | V columns of the head | D model dimension | N tiles of columns | F sums of a row.
 """
@@ -25,8 +25,8 @@ LIMIT = 60.0
 _BITS = tl.constexpr(1.4426950408889634)  # per nat
 _NATS = tl.constexpr(0.6931471805599453)  # per bit
 _LIMIT = tl.constexpr(LIMIT)
-_NOTHING = tl.constexpr(-1e30)  # stands for a logit of -inf: no probability, and 0 times it is 0
-_SMALLEST = tl.constexpr(-125.0)  # bits, below which an exponential is stored as its exponent, where that is asked for
+_NOTHING = tl.constexpr(-1e30)  # stands for a logit of -inf: probability 0, and 0 times it is 0, not NaN
+_SMALLEST = tl.constexpr(-125.0)  # bits, below which an exponential is stored as its exponent, with EXPONENTS
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _tanh(x):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """log2 of numbers that are not negative, -123 for 0; fast is one instruction, right to 22 bits."""
+    """log2 of numbers that are not negative, -123 for 0; FAST is one instruction, accurate to 22 bits."""
     x = tl.maximum(x, 1e-37)
     if FAST:
         return libdevice.fast_log2f(x)
@@ -45,7 +45,7 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _logits(dots, bias, logit_scale, soft_cap, per_temperature, BIAS: tl.constexpr, CAP: tl.constexpr):
-    """Logits as they enter the softmax, in units of which ``per_temperature`` has its own."""
+    """Logits as they enter the softmax, in the units of ``per_temperature``."""
     if BIAS:
         dots += bias
     if CAP:
@@ -74,7 +74,7 @@ def target_logits(
     PER_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """[C] logit of each row's target, in nats; 0 where another rank has it. One program for each row."""
+    """[C] logit of each row's target, in nats; 0 if another rank has it. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row) - first_token
     here = (target >= 0) & (target < columns)
@@ -170,8 +170,8 @@ def exp_product(
 ):
     """Exponentials of shifted logits, [C, V], and the sums of every tile, [F, N, C]: S, X in bits, Q in bits^2.
 
-    A fixed number of programs takes tiles in an order in which neighbours share operands: GROUP tiles of rows, then the
-    next tile of columns. Exponentials are taken of half a tile at a time, in half the registers and shared memory.
+    Persistent programs process tiles in an order in which neighbours share operands: GROUP tiles of rows, then the
+    next tile of columns. Exponentials are computed for half a tile at a time, in half the registers and shared memory.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     column_tiles = tl.cdiv(columns, COLUMNS)
@@ -250,7 +250,7 @@ def exp_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_tiles(sums, totals, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """[F, N, C] -> [F, C], in one order. Programs: blocks of rows x F."""
+    """Sum [F, N, C] -> [F, C] in a fixed order. Programs: blocks of rows x F."""
     kind = tl.program_id(1)
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     partial = tl.zeros((TILES, ROWS), tl.float32)
@@ -277,7 +277,7 @@ def say(
     SQUARES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """What each row's sums, over all ranks, say about it; zeros where they overflowed, NaN where they are NaN."""
+    """Head outputs from each row's sums over all ranks; zeros for overflowed rows, NaN for NaN."""
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = places < rows
     total = tl.load(totals + places, mask=inside, other=1.0)
@@ -330,7 +330,7 @@ def say_exactly(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """What rows that overflowed say, by their maximum: slow, row by row, and nothing to do where none did."""
+    """Head outputs of overflowed rows, by an online softmax: slow, row by row; no work without overflow."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     flags = first + tl.arange(0, ROWS)
     if tl.max(tl.load(overflowed + flags, mask=flags < rows, other=0), 0) != 0:
@@ -387,12 +387,12 @@ def say_exactly(
 
 @triton.jit
 def _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, BLOCK: tl.constexpr):
-    """A row of hidden states times its scale, which is kept for the gradient of hidden."""
+    """Multiply a row of hidden states by its scale, and store the scale for the gradient of hidden."""
     tl.store(scales + row, scale)
     for start in range(0, depth, BLOCK):
         places = start + tl.arange(0, BLOCK)
         h = tl.load(hidden + row * hidden_stride + places, mask=places < depth, other=0.0).to(tl.float32)
-        # a row that is not finite and has no part in this must not come in by 0 * inf
+        # a row without gradient may be not finite, and 0 * inf would be NaN
         product = tl.where(scale == 0.0, 0.0, h * scale)
         tl.store(scaled + row * depth + places, product.to(scaled.dtype.element_ty), mask=places < depth)
 
@@ -424,10 +424,10 @@ def fold_target(
     PER_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make of each row of exponentials its gradient, up to a scale, by changing one element.
+    """Turn each row of exponentials into its gradient, up to a scale, by changing one element.
 
     With k = g_logsumexp - g_logprob:  dz_v = (k / S) (E_v + 1[v = target] g_logprob S / k).
-    The scale, times dz/d(dot product), goes into a copy of the hidden row. One program for each row.
+    The scale, times dz/d(dot product), is multiplied into a copy of the hidden row. One program per row.
     """
     row = tl.program_id(0).to(tl.int64)
     total = tl.load(totals + row)
@@ -440,7 +440,7 @@ def fold_target(
     if PER_ROW:
         temperature = tl.load(temperatures + row)
     slope = to_logsumexp - to_logprob
-    # Where the two cancel, the target's element is all there is: keep it finite, at a slope that does not count.
+    # If the two cancel, only the target's element is left: a negligible slope keeps it finite.
     least = tl.abs(to_logprob) * tl.maximum(total * 1e-36, 1e-10)
     slope = tl.where(tl.abs(slope) < least, least, slope)
     lost = tl.load(overflowed + row) != 0
@@ -507,13 +507,13 @@ def write_gradient(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Write over each row of exponentials its gradient, up to a scale: one pass, where one element is not enough.
+    """Overwrite each row of exponentials with its gradient, up to a scale, if one element is not enough: one pass.
 
         dz_v = p_v (g_logsumexp - g_logprob - g_entropy (z_v - mean z)) + 1[v = target] g_logprob + 2 g_squares z_v / V
         d(dot product)_v = dz_v (1 - (z_v temperature / soft_cap)^2) logit_scale / temperature
 
-    The scale is the sum of the incoming gradients' sizes: what is written is of order 1. Programs: rows x blocks of
-    columns, the first of which scales the hidden row; ``gradient`` is the same memory in the dtype of the operands.
+    The scale is the sum of the incoming gradients' magnitudes: written values are of order 1. Programs: rows x blocks
+    of columns, the first of which scales the hidden row; ``gradient`` is the same memory in the dtype of the operands.
     """
     blocks = tl.cdiv(columns, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -541,7 +541,7 @@ def write_gradient(
         temperature = tl.load(temperatures + row)
     size = tl.abs(to_logprob) + tl.abs(to_logsumexp) + tl.abs(to_entropy) + tl.abs(to_squares)
     lost = (tl.load(overflowed + row) != 0) | (size == 0.0)
-    # no branch before the load: a row that is lost is rare, and waiting to know costs every row
+    # no branch before the load: rows without a gradient are rare, and waiting for the flag would delay every row
     value = tl.load(exponentials + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     bits = _log2(value, FAST)
     if EXPONENTS:
@@ -569,7 +569,7 @@ def write_gradient(
 
 @triton.jit
 def scale_rows(gradient, scales, depth, stride, depth_stride, BLOCK: tl.constexpr):
-    """Each row times its scale, in place: one read and one write, where torch casts there and back. A program a row."""
+    """Multiply each row by its scale in place: one read and one write, without torch's casts. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales + row)
     for start in range(0, depth, BLOCK):
@@ -583,7 +583,7 @@ def scale_rows(gradient, scales, depth, stride, depth_stride, BLOCK: tl.constexp
 def add_columns(
     gradient, scales, out, rows, columns, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """[V] += sum over rows of scale * gradient: what a bias gets. One program for each block of columns."""
+    """[V] += sum over rows of scale * gradient: the gradient of a bias. One program per block of columns."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, ROWS):

@@ -1,4 +1,4 @@
-"""Kernels of `workbench.policy.logprobs.late_scaling`: the factor is read first, and 1 ends them there."""
+"""Kernels of `workbench.policy.logprobs.late_scaling`: the factor is read first; scaling by 1 returns at once."""
 
 from __future__ import annotations
 

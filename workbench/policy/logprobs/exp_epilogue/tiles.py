@@ -1,4 +1,4 @@
-"""Which tile a product with the head is cut into, by its depth and dtype and by the device.
+"""Tile sizes of a GEMM with the head, by its depth and dtype and by the device.
 
 Letters: D model dimension | C rows of a chunk | V vocabulary.
 """
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tile:
-    """How `kernels.exp_product` cuts its work. What a row says depends on it, through the order of sums.
+    """Tiling of `kernels.exp_product`. A row's bits depend on it, through the order of sums.
 
     Attributes:
         rows: of hidden states.
@@ -22,9 +22,9 @@ class Tile:
         warps: of a program.
         stages: of the pipeline that loads operands.
         group: tiles of rows that share a tile of the head before the next.
-        per_processor: programs that run at once on a multiprocessor.
-        precision: of products of float32. bf16x6: each operand in three bfloat16, and the six of their nine products
-            that float32 can hold; ieee: one float32 product after the other.
+        per_processor: concurrent programs on a multiprocessor.
+        precision: of float32 GEMMs. bf16x6: each operand split into three bfloat16, and the six of their nine
+            products that float32 can resolve; ieee: plain float32 multiplications.
     """
 
     rows: int
@@ -38,15 +38,15 @@ class Tile:
 
 
 def choose_tile(depth: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """The tile for operands of this depth and dtype on this device, whatever the number of rows.
+    """Choose the tile for operands of this depth and dtype on this device, independent of the number of rows.
 
-    Where a product is shallow, two programs on a multiprocessor take turns: one multiplies while the other takes
-    exponentials. Measured on an H200 with 151936 columns: 2 to 3 % of all three products at depth 1024, nothing at
+    For a shallow GEMM, two programs on a multiprocessor overlap: one multiplies while the other computes
+    exponentials. Gain measured on an H200 with 151936 columns: 2 to 3 % of all three GEMMs at depth 1024, none at
     2048, -1 to -2 % at 4096.
     """
     if device.type != "cuda":
         return Tile(32, 32, 32, warps=4, stages=1, group=2)
-    if dtype == torch.float32:
+    if dtype == torch.float32:  # bf16x6: otherwise at a quarter of cuBLAS's speed (DECISIONS.md, 55)
         return Tile(128, 128, 32, warps=8, stages=3, group=8, precision="bf16x6")
     if shared_memory(device) < 225 * 1024:
         return Tile(128, 128, 32, warps=8, stages=3, group=8)
@@ -57,11 +57,11 @@ def choose_tile(depth: int, dtype: torch.dtype, device: torch.device) -> Tile:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; a few where there is none."""
+    """Multiprocessors of a device; 3 without a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may ask for."""
+    """Bytes of shared memory that one program may request."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

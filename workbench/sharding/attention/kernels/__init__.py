@@ -1,7 +1,7 @@
-"""Kernels: what computes attention of a block on one rank, forward and backward.
+"""Attention kernels: forward and backward of a block on one rank.
 
-A kernel knows nothing of ranks. Its backward takes the *final* output and log-normaliser, those over all the keys that
-a query saw anywhere, so that a ring may call it block by block: with them the probabilities of a block are those of the
+A kernel does not know about ranks. Its backward takes the *final* output and log-normaliser, over all keys that a query
+sees on any rank, so that a ring can call it block by block: with them the probabilities of a block are those of the
 whole softmax, and the gradients of the blocks add up.
 
 Letters: q queries | k keys | d head dimension.
@@ -31,14 +31,14 @@ class Kernel(Protocol):
 
     name: str
     least_scores: int
-    """Scores, over all heads, from which "auto" takes it: fewer are done before it is compiled."""
+    """Number of scores, over all heads, from which "auto" selects it: fewer finish before it is compiled."""
 
     def refusal(self, query: Tensor, key: Tensor, block: Block) -> str | None:
-        """Why it cannot compute this, in words; None: it can. The same answer for every layer of a row."""
+        """Reason why it cannot compute this block; None if it can. The same for every layer of a row."""
         ...
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-        """Output and log-normaliser.
+        """Return output and log-normaliser.
 
         Formula:  s = scale * q k^T where seen, else -inf; lse = log sum exp s; out = exp(s - lse) v.
         Shapes:   out [1, Hq, q, d], of the query's dtype or a wider one; lse [1, Hq, q] nats, float32 or float64.
@@ -58,7 +58,7 @@ class Kernel(Protocol):
         scale: float,
         delta: Tensor | None = None,
     ) -> Gradients:
-        """What the block adds to the gradients of query, key and value.
+        """Return the block's contribution to the gradients of query, key and value.
 
         Formula:  p = exp(s - lse); delta = rowsum(d_out * out); ds = p * (d_out v^T - delta) * scale;
                   dq = ds k; dk = ds^T q; dv = p^T d_out, the last two summed over the query heads that share a head.
@@ -68,11 +68,11 @@ class Kernel(Protocol):
             query: as in forward.
             key: as in forward.
             value: as in forward.
-            out: over *all* keys that the query saw, in this block and others.
+            out: over *all* keys that the query sees, in this block and others.
             lse: likewise.
             block: as in forward.
             scale: as in forward.
-            delta: [1, Hq, q], if it is known already.
+            delta: [1, Hq, q], if already computed.
 
         Shapes:   as query, key and value; of their dtype or a wider one.
         Source:   the backward of FlashAttention-2, arXiv 2307.08691, algorithm 2.
@@ -85,15 +85,15 @@ KERNELS: tuple[Kernel, ...] = (FlashKernel(), FlexKernel(), PlainKernel())
 
 
 def choose(name: str, query: Tensor, key: Tensor, block: Block) -> Kernel:
-    """The kernel of a name, or for "auto" the fastest that can compute this.
+    """Return the kernel of a name, or for "auto" the fastest that can compute this block.
 
     Raises:
         ShardingError: no such kernel, or one that cannot.
     """
     scores = query.shape[1] * query.shape[2] * key.shape[2]
-    asked = [kernel for kernel in KERNELS if name == kernel.name or (name == "auto" and scores >= kernel.least_scores)]
+    candidates = [k for k in KERNELS if name == k.name or (name == "auto" and scores >= k.least_scores)]
     refusals = []
-    for kernel in asked:
+    for kernel in candidates:
         why = kernel.refusal(query, key, block)
         if why is None:
             return kernel
@@ -101,6 +101,6 @@ def choose(name: str, query: Tensor, key: Tensor, block: Block) -> Kernel:
     raise ShardingError(
         f"attention kernel {name!r}",
         found="; ".join(refusals) or "no kernel of this name",
-        rule=f"one of auto, {', '.join(kernel.name for kernel in KERNELS)}, which can compute this",
-        fix="use layout.kernel auto, which takes the fastest that can",
+        rule=f"one of auto, {', '.join(kernel.name for kernel in KERNELS)} that supports this block",
+        fix="use layout.kernel auto, which selects the fastest that does",
     )

@@ -1,8 +1,8 @@
 """FlashAttention of torch over a block: bfloat16 and float16 on a GPU, no scores in memory.
 
-A block becomes a few calls of the variable-length operator (`workbench.sharding.attention.segments`). What a call takes
-is a view wherever the block's keys lie as the call wants them: always where a rank holds whole stretches of the row in
-their order. Otherwise keys are gathered, some of them for several segments, and their gradients are summed in float32.
+A block becomes a few calls of the variable-length operator (`workbench.sharding.attention.segments`). The inputs of a
+call are views if the block's keys are already in the order of the call: always if a rank holds whole runs of the row in
+order. Otherwise keys are gathered, some for several segments, and their gradients are summed in float32.
 
 Letters: q queries | k keys | d head dimension.
 """
@@ -19,9 +19,9 @@ from workbench.sharding.attention.block import Block
 from workbench.sharding.attention.segments import Call, Rows, find_calls, segments_of
 
 MOST_CALLS = 8
-"""Calls that a block may take; a window over keys with gaps takes one for each width that it is cut to."""
+"""Maximum number of calls per block; a window over keys with gaps needs one per truncated width."""
 MOST_REPEATS = 8
-"""Keys that may be gathered, as a multiple of those that there are."""
+"""Maximum number of gathered keys, as a multiple of the block's keys."""
 
 _FORWARD = (
     "query",
@@ -56,25 +56,25 @@ _OPTIONS = ("scale", "window_size_left", "window_size_right")
 
 @dataclass(frozen=True)
 class Operators:
-    """The two operators of torch that this stands on, or stand-ins with their arguments."""
+    """The two torch operators used here, or stand-ins with the same arguments."""
 
     forward: Any
     backward: Any
 
     @classmethod
     def of_torch(cls) -> Operators | None:
-        """Those of this build of torch; None if it has none with arguments that are known here."""
-        found = [
+        """The operators of this build of torch; None if it has none with the expected arguments."""
+        packets = [
             getattr(torch.ops.aten, name, None) for name in ("_flash_attention_forward", "_flash_attention_backward")
         ]
-        if None in found:
+        if None in packets:
             return None
-        operators = cls(*(operator.default for operator in found))
-        known = zip((operators.forward, operators.backward), (_FORWARD, _BACKWARD), strict=True)
-        return operators if all(_takes(operator, names) for operator, names in known) else None
+        operators = cls(*(packet.default for packet in packets))
+        expected = zip((operators.forward, operators.backward), (_FORWARD, _BACKWARD), strict=True)
+        return operators if all(_has_arguments(operator, names) for operator, names in expected) else None
 
 
-def _takes(operator: Any, names: tuple[str, ...]) -> bool:
+def _has_arguments(operator: Any, names: tuple[str, ...]) -> bool:
     arguments = operator._schema.arguments
     positional = tuple(argument.name for argument in arguments if not argument.kwarg_only)
     options = {argument.name for argument in arguments if argument.kwarg_only}
@@ -82,7 +82,7 @@ def _takes(operator: Any, names: tuple[str, ...]) -> bool:
 
 
 class FlashKernel:
-    """FlashAttention-2 (or what torch has registered in its place), variable-length, grouped key heads as they are.
+    """FlashAttention-2 (or the implementation that torch has registered), variable-length, with native grouped heads.
 
     Source: arXiv 2307.08691; `aten::_flash_attention_forward` and `_backward`, torch 2.11 to 2.13. With several segment
             lengths a causal mask is aligned to the last query and the last key.
@@ -104,7 +104,7 @@ class FlashKernel:
         if query.dtype not in (torch.bfloat16, torch.float16) or key.dtype != query.dtype:
             return f"flash computes in bfloat16 or float16, and queries are {str(query.dtype).removeprefix('torch.')}"
         if self.operators is None or not torch.backends.cuda.is_flash_attention_available():
-            return f"torch {torch.__version__} has no flash attention operator with arguments that are known here"
+            return f"torch {torch.__version__} has no flash attention operator with the expected arguments"
         if torch.cuda.get_device_capability(query.device) < (8, 0):
             return "flash needs a GPU of compute capability 8.0"
         if query.shape[-1] % 8 or query.shape[-1] > 256:
@@ -115,13 +115,13 @@ class FlashKernel:
         """See `Kernel.forward`. Output of the query's dtype, log-normalisers in float32."""
         calls = _calls(block, query.device)
         query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
-        found = [(call, *self._forward(call, query_qHd, key_kHd, value_kHd, scale)) for call in calls]
+        outputs = [(call, *self._forward(call, query_qHd, key_kHd, value_kHd, scale)) for call in calls]
         if len(calls) == 1 and _is_all(calls[0].query_rows, query_qHd):
-            _, out_qHd, lse_Hq = found[0]
+            _, out_qHd, lse_Hq = outputs[0]
         else:
             out_qHd = torch.zeros_like(query_qHd)
             lse_Hq = query.new_full((query.shape[1], query.shape[2]), -torch.inf, dtype=torch.float32)
-            for call, call_out_qHd, call_lse_Hq in found:
+            for call, call_out_qHd, call_lse_Hq in outputs:
                 _put(out_qHd, call.query_rows, call_out_qHd)
                 _put(lse_Hq.T, call.query_rows, call_lse_Hq.T)
         return _heads(out_qHd), lse_Hq[None]
@@ -138,7 +138,7 @@ class FlashKernel:
         scale: float,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`. ``delta`` is not used: the operator computes its own.
+        """See `Kernel.backward`. ``delta`` is unused: the operator computes its own.
 
         Gradients have the query's dtype; those of keys and values that several calls or segments add to are float32.
         """
@@ -146,14 +146,14 @@ class FlashKernel:
         query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
         d_out_qHd, out_qHd = _rows(d_out.to(query.dtype)), _rows(out.to(query.dtype))
         lse_Hq = lse[0].float()
-        found = [
+        grads = [
             (call, *self._backward(call, d_out_qHd, query_qHd, key_kHd, value_kHd, out_qHd, lse_Hq, scale))
             for call in calls
         ]
-        d_query = _heads(_joined([(call.query_rows, d_qHd) for call, d_qHd, _, _ in found], query_qHd, add=False))
+        d_query = _heads(_merged([(call.query_rows, d_qHd) for call, d_qHd, _, _ in grads], query_qHd, add=False))
         add = len(calls) > 1 or any(call.repeats for call in calls)
         d_key, d_value = (
-            _heads(_joined([(one[0].key_rows, one[which]) for one in found], key_kHd, add=add)) for which in (2, 3)
+            _heads(_merged([(one[0].key_rows, one[which]) for one in grads], key_kHd, add=add)) for which in (2, 3)
         )
         return d_query, d_key, d_value
 
@@ -212,13 +212,13 @@ def _refused_block(block: Block) -> str | None:
         masks = len({(segment.causal, segment.window) for segment in segments if segment.causal is not None})
         if masks > MOST_CALLS:
             return (
-                f"flash takes a call for each mask that this order of tokens and this window need: {masks}, of at "
+                f"flash needs one call for each mask of this order of tokens and this window: {masks}, of at "
                 f"most {MOST_CALLS}"
             )
         if gathered > MOST_REPEATS * block.shape[1]:
             return (
-                f"flash would gather {gathered} keys of {block.shape[1]} for {len(segments)} stretches of queries, "
-                f"and takes at most {MOST_REPEATS} times as many as there are; ring attention needs fewer"
+                f"flash would gather {gathered} keys of {block.shape[1]} for {len(segments)} runs of queries, "
+                f"and takes at most {MOST_REPEATS} times the number of keys; ring attention needs fewer"
             )
         return None
 
@@ -226,17 +226,17 @@ def _refused_block(block: Block) -> str | None:
 
 
 def _lengths(call: Call) -> tuple[Tensor, Tensor, int, int]:
-    # The operator has a path of its own for one query in every segment, which none of ours without queries survives.
+    # With longest query 1 the operator takes a special path that assumes one query per segment; ours may have none.
     return call.query_starts, call.key_starts, max(call.longest_query, 2), call.longest_key
 
 
 def _mask(call: Call) -> tuple[float, bool]:
-    """No dropout, and whether the mask is causal and nothing else."""
+    """Dropout 0, and True if the mask is causal without a window."""
     return 0.0, call.causal and call.window is None
 
 
 def _window(call: Call) -> dict[str, int]:
-    """Keys before and after the diagonal that are seen; -1: all."""
+    """Number of visible keys before and after the diagonal; -1: all."""
     return {
         "window_size_left": -1 if call.window is None else call.window - 1,
         "window_size_right": 0 if call.causal else -1,
@@ -244,7 +244,7 @@ def _window(call: Call) -> dict[str, int]:
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """[1, H, n, d] -> [n, H, d], a view unless the operator could not read it."""
+    """[1, H, n, d] -> [n, H, d], a view unless the operator needs a copy."""
     rows_nHd = heads[0].transpose(0, 1)
     aligned = rows_nHd.stride(2) == 1 and not any(stride % 8 for stride in rows_nHd.stride()[:2])
     return rows_nHd if aligned else rows_nHd.contiguous()
@@ -269,8 +269,8 @@ def _is_all(rows: Rows, values_n: Tensor) -> bool:
     return rows == slice(0, len(values_n)) if isinstance(rows, slice) else False
 
 
-def _joined(pieces: list[tuple[Rows, Tensor]], like_n: Tensor, *, add: bool) -> Tensor:
-    """Gradients of rows put where they belong, or added there in float32; 0 where there is none."""
+def _merged(pieces: list[tuple[Rows, Tensor]], like_n: Tensor, *, add: bool) -> Tensor:
+    """Scatter gradients of rows into one tensor, or accumulate them in float32; 0 for rows without a gradient."""
     if len(pieces) == 1 and not add and _is_all(pieces[0][0], like_n):
         return pieces[0][1]
     whole = like_n.new_zeros(like_n.shape, dtype=torch.promote_types(like_n.dtype, torch.float32) if add else None)

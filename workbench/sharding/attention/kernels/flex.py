@@ -1,8 +1,8 @@
 """FlexAttention of torch over a block: any order of tokens, any window, compiled for a GPU, no scores in memory.
 
-The mask is computed inside the kernel from places and documents; tiles of which no query sees a key are skipped, and
-tiles that are seen whole take no mask. FlexAttention has its own backward, against the log-normaliser of the block
-alone, so backward here computes the block again and hands it gradients that make up for the difference.
+The mask is computed inside the kernel from positions and documents; fully masked tiles are skipped, and fully visible
+tiles take no mask. FlexAttention has its own backward, relative to the log-normaliser of the block alone, so backward
+here recomputes the block and passes gradients that correct for the difference.
 
 Letters: q queries | k keys | m tiles of queries | n tiles of keys.
 """
@@ -20,19 +20,19 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from workbench.sharding.attention.block import Block
 
 TILE = 128
-"""Queries, and keys, of a tile."""
+"""Queries, and keys, per tile."""
 MOST_GRAPHS = 64
-"""Times that torch may compile: with and without a window and a gradient, and for lengths that happen to be equal."""
+"""Recompile limit of torch: with and without a window and a gradient, and for lengths that happen to be equal."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Block, float], tuple[Tensor, Tensor]]
 """(query, key, value, block, scale) -> (out, lse), both with a gradient."""
 
 
 class FlexKernel:
-    """FlexAttention, compiled for the first lengths that come, and then once more for all others.
+    """FlexAttention, compiled for the lengths of the first call, and then once more for all others.
 
     Formula:  with lse_b and o_b of the block, lse and o of all keys, c = exp(lse_b - lse) and d_o' = c d_o, its own
-              backward gives gradients of the whole softmax when it is handed d_o' and
+              backward returns gradients of the whole softmax if it is passed d_o' and
               d_lse' = rowsum(d_o' o_b) - c rowsum(d_o o), for then
               ds = p_b (d_o' v^T - rowsum(d_o' o_b) + d_lse') = c p_b (d_o v^T - rowsum(d_o o)), and
               c p_b = exp(s - lse).
@@ -54,7 +54,7 @@ class FlexKernel:
         if torch.cuda.get_device_capability(query.device) < (8, 0):
             return "flex needs a GPU of compute capability 8.0"
         if query.shape[-1] < 16:
-            return f"flex takes head dimensions from 16 on, not {query.shape[-1]}"
+            return f"flex takes head dimensions of at least 16, not {query.shape[-1]}"
         return None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ class FlexKernel:
         scale: float,
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`. Costs a forward more; gradients of the query's dtype."""
+        """See `Kernel.backward`. Costs an additional forward; gradients of the query's dtype."""
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         with torch.enable_grad():
             out_b, lse_b = self.attend(*leaves, block, scale)
@@ -88,10 +88,10 @@ class FlexKernel:
 
 
 def tiles(block: Block) -> tuple[Tensor, Tensor]:
-    """[m, n] bool which tiles may hold a key that is seen, and which are seen whole. Host; makes no mask of tokens.
+    """[m, n] bool each: tiles that may be partly visible, and fully visible tiles. On the host; builds no token mask.
 
-    A tile may be said to hold something where it holds nothing: the kernel masks it. It is never said to be whole when
-    it is not, nor empty when it is not.
+    Conservative: a fully masked tile may be marked as partly visible (the kernel masks it). A tile is never marked
+    fully visible, or empty, if it is not.
     """
     places_q, documents_q = _extremes(block.query_positions_q), _extremes(block.query_documents_q)
     places_k, documents_k = _extremes(block.key_positions_k), _extremes(block.key_documents_k)
@@ -108,14 +108,14 @@ def tiles(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and largest of every tile; the last one is filled up with its own last value."""
+    """Minimum and maximum of every tile; the last one is padded with its own last value."""
     short = -len(values) % TILE
     tiled = torch.cat([values, values[-1:].expand(short)]).view(-1, TILE)
     return tiled.amin(1), tiled.amax(1)
 
 
 def block_mask(block: Block, device: torch.device) -> BlockMask:
-    """A block as FlexAttention takes it."""
+    """Return the `BlockMask` of a block."""
     some_mn, whole_mn = tiles(block)
     places_q, places_k, documents_q, documents_k = (
         tensor.to(device, torch.int32)
@@ -134,16 +134,16 @@ def block_mask(block: Block, device: torch.device) -> BlockMask:
 
 
 def _listed(tiles_mn: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[1, 1, m] how many tiles of keys each tile of queries has, [1, 1, m, n] which, these first."""
+    """[1, 1, m] number of key tiles per query tile, and [1, 1, m, n] their indices, padded with the other tiles."""
     counts_m = tiles_mn.sum(1, dtype=torch.int32)
-    which_mn = tiles_mn.int().argsort(dim=1, descending=True, stable=True).int()
-    return counts_m[None, None].to(device), which_mn[None, None].to(device)
+    indices_mn = tiles_mn.int().argsort(dim=1, descending=True, stable=True).int()
+    return counts_m[None, None].to(device), indices_mn[None, None].to(device)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     mask = block.once(("flex", query.device), lambda: block_mask(block, query.device))
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
-        out, more = _compiled()(
+        out, auxiliary = _compiled()(
             query,
             key,
             value,
@@ -153,12 +153,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: floa
             return_aux=AuxRequest(lse=True),
             kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
-    return out, more.lse
+    return out, auxiliary.lse
 
 
 @cache
 def _compiled() -> Any:
-    # A graph too many is then an error, and not in silence a call that has all scores in memory.
+    # fullgraph: exceeding the recompile limit is an error, not a silent eager call with all scores in memory.
     return torch.compile(flex_attention, fullgraph=True)
 
 

@@ -187,7 +187,7 @@ def test_an_order_that_needs_too_many_keys_is_refused_with_their_number(hopper):
     query = on_a_gpu(torch.empty(1, 2, 32, 64, dtype=torch.bfloat16, device="meta"))
     striped = block(range(1, 64, 2), [*range(0, 64, 2), *range(1, 64, 2)], [0] * 64)
     found = FlashKernel(STAND_IN).refusal(query, query, striped)
-    assert "1056 keys of 64 for 32 stretches of queries" in found
+    assert "1056 keys of 64 for 32 runs of queries" in found
     assert "at most 8 times" in found
 
 

@@ -163,7 +163,7 @@ def test_lengths_that_differ_are_not_each_compiled(in_torch):
     ("dtype", "d", "capability", "words"),
     [
         (torch.float64, 64, (9, 0), "at most 32 bits, and queries are float64"),
-        (torch.float32, 8, (9, 0), "head dimensions from 16 on, not 8"),
+        (torch.float32, 8, (9, 0), "head dimensions of at least 16, not 8"),
         (torch.bfloat16, 64, (7, 5), "capability 8.0"),
         (torch.float32, 64, (9, 0), None),
     ],
