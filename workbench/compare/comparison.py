@@ -261,7 +261,7 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Write the whole comparison as JSON, whole or not at all."""
-        write_whole(path, to_json(asdict(self), sort_keys=True))
+        write_whole(path, to_json(asdict(self)))  # as in memory: a page shows settings in this order
 
     @classmethod
     def load(cls, path: Path) -> Comparison:

@@ -92,6 +92,17 @@ def test_the_same_comparison_gives_the_same_bytes(text, comparison, tmp_path):
     assert page(Comparison.load(tmp_path / "comparison.json")) == text
 
 
+def test_settings_have_one_order_before_and_after_saving(comparison, tmp_path):
+    """Two settings that the alphabet puts the other way round than the spec: fused_loss, then chunk_tokens."""
+    one = comparison.configurations[2]
+    policy = one.settings["policy"] | {"fused_loss": True, "chunk_tokens": 64}
+    assert [key for key in policy if key in ("fused_loss", "chunk_tokens")] == ["fused_loss", "chunk_tokens"]
+    other = replace(one, settings=one.settings | {"policy": policy})
+    changed = replace(comparison, configurations=[other if c is one else c for c in comparison.configurations])
+    changed.save(tmp_path / "comparison.json")
+    assert page(Comparison.load(tmp_path / "comparison.json")) == page(changed)
+
+
 def test_verdicts_come_first_and_every_section_follows(text, read):
     headings = re.findall(r"<h[12]>(.*?)</h[12]>", text)
     assert headings == ["Does GRPO give every parameter the same gradient in every layout?", *SECTIONS]
