@@ -7,7 +7,7 @@ import pytest
 
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
-from workbench.report import bridge, fused_ab, gpu_layouts, ratio_at_step_zero, reproducible
+from workbench.report import bridge, figures, fused_ab, gpu_layouts, ratio_at_step_zero, reproducible, style
 from workbench.report.head import page
 from workbench.report.numbers import significant
 from workbench.report.online import online_answer
@@ -38,6 +38,13 @@ def test_experiments_stay_small():
 def test_the_saved_page_is_the_page_of_the_saved_comparison(folder, tmp_path):
     written = write_report(Comparison.load(folder / "comparison.json"), tmp_path / "report.html")
     assert written.read_bytes() == (folder / "report.html").read_bytes()
+
+
+def test_the_figure_of_the_readme_is_that_of_the_saved_comparison():
+    """`style.save_svg(figures.verdicts(Comparison.load(...)), ...)` draws it again."""
+    folder = EXPERIMENTS / "layout_parity"
+    figure = figures.verdicts(Comparison.load(folder / "comparison.json"))
+    assert style.svg_text(figure, outlines=True) == (folder / "verdicts.svg").read_text()
 
 
 @pytest.mark.parametrize("folder", [*SAVED, *MEASURED], ids=lambda folder: folder.name)
