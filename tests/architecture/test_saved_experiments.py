@@ -41,7 +41,7 @@ def test_the_saved_page_is_the_page_of_the_saved_comparison(folder, tmp_path):
 
 
 def test_the_figure_of_the_readme_is_that_of_the_saved_comparison():
-    """`style.save_svg(figures.verdicts(Comparison.load(...)), ...)` draws it again."""
+    """`make report` draws it again, as does `workbench report experiments/layout_parity`."""
     folder = EXPERIMENTS / "layout_parity"
     figure = figures.verdicts(Comparison.load(folder / "comparison.json"))
     assert style.svg_text(figure, outlines=True) == (folder / "verdicts.svg").read_text()

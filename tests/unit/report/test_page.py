@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, layout_parity, renamed
 from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison
+from workbench.report import figures, style
 from workbench.report.page import page, write_report
 from workbench.runs import whole_files
 
@@ -206,6 +207,12 @@ def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, 
     with pytest.raises(OSError, match="disk full"):
         write_report(small, path)
     assert path.read_text() == "before"
+
+
+def test_a_figure_that_stands_beside_the_page_is_drawn_again(comparison, tmp_path):
+    (tmp_path / "verdicts.svg").write_text("of another comparison")
+    write_report(comparison, tmp_path / "report.html")
+    assert (tmp_path / "verdicts.svg").read_text() == style.svg_text(figures.verdicts(comparison), outlines=True)
 
 
 def test_write_report_writes_the_page_and_nothing_else(comparison, tmp_path):
