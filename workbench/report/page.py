@@ -86,7 +86,7 @@ def write_report(comparison: Comparison, path: Path) -> Path:
     """
     figure = Path(path).with_name("verdicts.svg")
     if figure.exists():
-        style.save_svg(figures.verdicts(comparison), figure)
+        write_whole(figure, style.svg_text(figures.verdicts(comparison), outlines=True).encode())
     return write_whole(Path(path), page(comparison).encode())
 
 
