@@ -14,6 +14,7 @@ from experiments.reproducible import page as reproducible
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
 from workbench.records.directory import from_json
+from workbench.report import figures, style
 from workbench.report.numbers import significant
 from workbench.report.online import online_answer
 from workbench.report.page import write_report
@@ -53,6 +54,13 @@ def test_experiments_stay_small():
 def test_the_saved_page_is_the_page_of_the_saved_comparison(folder, tmp_path):
     written = write_report(Comparison.load(folder / "comparison.json"), tmp_path / "report.html")
     assert written.read_bytes() == (folder / "report.html").read_bytes()
+
+
+def test_the_figure_of_the_readme_is_that_of_the_saved_comparison():
+    """`make report` draws it again, as does `workbench report experiments/layout_parity`."""
+    folder = EXPERIMENTS / "layout_parity"
+    figure = figures.verdicts(Comparison.load(folder / "comparison.json"))
+    assert style.svg_text(figure, outlines=True) == (folder / "verdicts.svg").read_text()
 
 
 @pytest.mark.parametrize("folder", [*SAVED, *MEASURED], ids=lambda folder: folder.name)

@@ -288,7 +288,7 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Write the whole comparison as JSON, atomically."""
-        write_whole(path, to_json(asdict(self), sort_keys=True))
+        write_whole(path, to_json(asdict(self)))  # in the order in memory: a page shows settings in this order
 
     @classmethod
     def load(cls, path: Path) -> Comparison:

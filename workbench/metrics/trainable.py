@@ -38,6 +38,7 @@ class Trainable:
         mixed_groups: groups of which two trained documents have different rewards.
         single_groups: groups of one trained document, or none.
         group_documents: trained documents to which a group estimator gives an advantage that is not zero.
+        trained_groups: groups with a trained document.
         pairs: groups of two trained documents with different rewards, as a loss on preference pairs needs them.
 
     Example:
@@ -57,6 +58,7 @@ class Trainable:
     mixed_groups: int = 0
     single_groups: int = 0
     group_documents: int = 0
+    trained_groups: int = 0
     pairs: int = 0
 
     @classmethod
@@ -75,17 +77,18 @@ class Trainable:
         )
         if batch.group_ids_N is None or batch.rewards_N is None:
             return cls(*counts)
-        mixed, single, documents, pairs = 0, 0, 0, 0
+        mixed, single, documents, trained, pairs = 0, 0, 0, 0, 0
         ids = batch.group_ids_N.unique()
         for group in ids:
             rewards = batch.rewards_N[trained_N & (batch.group_ids_N == group)].double()
+            trained += bool(len(rewards))
             if len(rewards) < 2:
                 single += 1
                 continue
             off = (rewards - rewards.mean()).abs() > _EQUAL * rewards.abs().max()
             mixed, documents = mixed + bool(off.any()), documents + int(off.sum())
             pairs += len(rewards) == 2 and bool(rewards[0] != rewards[1])
-        return cls(*counts, len(ids), mixed, single, documents, pairs)
+        return cls(*counts, len(ids), mixed, single, documents, trained, pairs)
 
     @property
     def nothing(self) -> str:
@@ -110,13 +113,13 @@ class Trainable:
         """
         if not self.trained_tokens or loss.surrogate.reads_advantages:
             return self.nothing
-        if not loss.needs_pairs or (self.pairs and self.pairs == self.groups):
+        if not loss.needs_pairs or (self.pairs and self.pairs == self.trained_groups):
             return ""
         if self.groups is None:
             return "a loss on preference pairs needs groups with rewards, and there are none"
         return (
-            f"{self.groups - self.pairs} of {self.groups} groups are not two trained documents with different "
-            "rewards, which a loss on preference pairs refuses"
+            f"{self.trained_groups - self.pairs} of {self.trained_groups} groups are not two trained documents with "
+            "different rewards, which a loss on preference pairs refuses"
         )
 
     @property

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.compare.seeds import seed_groups
 from workbench.records.directory import write_whole
-from workbench.report import figures
+from workbench.report import figures, style
 from workbench.report.evidence import could_have_seen, declaration, divergence, relative_text, setting_text, warnings
 from workbench.report.markup import Markup, breakable, join, table, tag
 from workbench.report.numbers import NONE, moment, near_one, share, significant
@@ -68,6 +68,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def write_report(comparison: Comparison, path: Path) -> Path:
     """Write the report page, atomically.
 
+    A figure ``verdicts.svg`` that stands beside it, as a README shows it, is drawn again.
+
     Args:
         comparison: the comparison.
         path: the HTML file.
@@ -78,6 +80,9 @@ def write_report(comparison: Comparison, path: Path) -> Path:
     Example:
         >>> write_report(comparison, Path("experiments/layout_parity/report.html"))   # doctest: +SKIP
     """
+    figure = Path(path).with_name("verdicts.svg")
+    if figure.exists():
+        write_whole(figure, style.svg_text(figures.verdicts(comparison), outlines=True).encode())
     return write_whole(Path(path), page(comparison).encode())
 
 

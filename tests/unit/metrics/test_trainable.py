@@ -94,6 +94,14 @@ def test_a_share_below_half_is_a_warning(made, warnings):
     ("made", "reason"),
     [
         (grouped([1.0, 0.0], [0.0, 2.0]), ""),
+        (
+            batch(
+                {"reward": 1.0, "group_id": 0},
+                {"reward": 0.0, "group_id": 0},
+                {"reward": 0.0, "group_id": 1, "loss_mask": [0, 0, 0]},
+            ),
+            "",
+        ),  # a group without a trained document is not counted
         (grouped([1.0, 0.0], [1.0, 1.0], [1.0, 0.0, 0.5], [1.0]), "3 of 4 groups are not two trained documents"),
         (batch({"advantages": 1.0}), "needs groups with rewards"),
         (grouped([1.0, 0.0], loss_mask=[0, 0, 0]), "no token is trained"),

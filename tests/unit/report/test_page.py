@@ -12,6 +12,7 @@ from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, layout_parity
 from tests.helpers.stand_in import stand_in
 from workbench import atomic as whole_files
 from workbench.compare.comparison import Comparison
+from workbench.report import figures, style
 from workbench.report.page import page, write_report
 
 SECTIONS = [
@@ -98,6 +99,17 @@ def test_the_page_is_well_formed_and_every_id_is_there_once(read):
 def test_the_same_comparison_gives_the_same_bytes(text, comparison, tmp_path):
     comparison.save(tmp_path / "comparison.json")
     assert page(Comparison.load(tmp_path / "comparison.json")) == text
+
+
+def test_settings_have_one_order_before_and_after_saving(comparison, tmp_path):
+    """Two settings that the alphabet puts the other way round than the spec: fused_loss, then chunk_tokens."""
+    one = comparison.configurations[2]
+    policy = one.settings["policy"] | {"fused_loss": True, "chunk_tokens": 64}
+    assert [key for key in policy if key in ("fused_loss", "chunk_tokens")] == ["fused_loss", "chunk_tokens"]
+    other = replace(one, settings=one.settings | {"policy": policy})
+    changed = replace(comparison, configurations=[other if c is one else c for c in comparison.configurations])
+    changed.save(tmp_path / "comparison.json")
+    assert page(Comparison.load(tmp_path / "comparison.json")) == page(changed)
 
 
 def test_verdicts_come_first_and_every_section_follows(text, read):
@@ -212,6 +224,12 @@ def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, 
     with pytest.raises(OSError, match="disk full"):
         write_report(small, path)
     assert path.read_text() == "before"
+
+
+def test_a_figure_that_stands_beside_the_page_is_drawn_again(comparison, tmp_path):
+    (tmp_path / "verdicts.svg").write_text("of another comparison")
+    write_report(comparison, tmp_path / "report.html")
+    assert (tmp_path / "verdicts.svg").read_text() == style.svg_text(figures.verdicts(comparison), outlines=True)
 
 
 def test_write_report_writes_the_page_and_nothing_else(comparison, tmp_path):
