@@ -1,12 +1,13 @@
 # make report   from a fresh machine to a saved report      make test       the default suite
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
-# make bench    what is claimed of speed, measured here and written to experiments/benchmarks
+# make bench    the performance benchmarks, measured here; records and pages in experiments/
+# make lint     ruff check and ruff format --check
 # make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
 #
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
 # TORCH_INDEX=<address>   where torch comes from, such as an index of CPU builds (a fifth of the size)
 # PYTEST="-k sharding"    more arguments for pytest
-# WORKERS=0               make test in this process; 2 if nothing is said, which take whole files in turn
+# WORKERS=0               make test in this process; the default is 2 workers, which take whole files in turn
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -56,10 +57,10 @@ clean:
 # Debian keeps ensurepip in a package of its own
 .venv/bin/python:
 	@command -v "$(PYTHON)" >/dev/null || { \
-	  echo "There is no '$(PYTHON)' here. Install Python 3.11, 3.12 or 3.13, or say PYTHON=/path/to/python." >&2; exit 1; }
+	  echo "There is no '$(PYTHON)' here. Install Python 3.11, 3.12 or 3.13, or set PYTHON=/path/to/python." >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
 	  echo "$(PYTHON) is $$("$(PYTHON)" -V 2>&1). The workbench needs Python 3.11, 3.12 or 3.13:" >&2; \
-	  echo "say for example  make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	  echo "set it, for example  make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 	  package="python$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

@@ -31,7 +31,7 @@ def run_entries(
     folder: Path,
     *arguments: object,
     deadline: float,
-    told: Callable[[str], None],
+    report_progress: Callable[[str], None],
     needed: Callable[[], str],
 ) -> None:
     """Run entries in one job; if it dies, name the entry at which it did, and continue with the others in another job.
@@ -43,7 +43,7 @@ def run_entries(
         folder: for the results of the ranks, and the causes of failures (`saying_why`).
         arguments: further ones.
         deadline: no entry is started after it; seconds since 1970.
-        told: called with the entries being measured, and with failures.
+        report_progress: called with the entries being measured, and with failures.
         needed: called when a job has died; returns why the remaining entries need it, "" if they do not.
 
     Raises:
@@ -52,7 +52,7 @@ def run_entries(
     left = list(entries)
     environment = os.environ | {"OMP_NUM_THREADS": "4" if torch.cuda.is_available() else "1"}
     while left and time.time() < deadline:
-        told(f"{ranks} rank(s): {', '.join(left)}")
+        report_progress(f"{ranks} rank(s): {', '.join(left)}")
         command = [
             sys.executable,
             "-m",
@@ -80,7 +80,7 @@ def run_entries(
         failures = sorted(folder.glob("failed*"))
         message = failures[0].read_text() if failures else message
         failed = next((entry for entry in left if not entry_file(folder, entry).exists()), left[-1])
-        told(f"{failed}: {message}")
+        report_progress(f"{failed}: {message}")
         if why := needed():
             raise LaunchError(f"{module}, {failed}", found=message, rule=why, fix="read its last output above")
         for file in failures:
@@ -94,14 +94,14 @@ def entry_file(folder: Path, entry: str) -> Path:
     return folder / f"{entry.replace('/', '.')}.json"
 
 
-def found_of(folder: Path, entry: str) -> dict[str, Any]:
+def result_of(folder: Path, entry: str) -> dict[str, Any]:
     """Read the result of an entry, or why it was left out."""
     file = entry_file(folder, entry)
     return from_json(file.read_text()) if file.exists() else {"left_out": "not reached"}
 
 
 @contextlib.contextmanager
-def saying_why(folder: Path) -> Iterator[None]:
+def recording_failure(folder: Path) -> Iterator[None]:
     """On a rank: write the traceback of a failure into the folder, because the rank's output may be lost."""
     try:
         yield

@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "AblationSpec": "workbench.launch.ablation",
     "Comparison": "workbench.compare.comparison",
-    "KeptSets": "workbench.policy.logprobs.kept",
+    "TruncatedSupport": "workbench.policy.logprobs.truncated_support",
     "Recorder": "workbench.records.recorder",
     "Record": "workbench.diagnose.record",
     "RolloutBatch": "workbench.rollouts.batch",

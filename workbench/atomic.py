@@ -97,12 +97,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     return _flush_and_rename(temporary, path)
 
 
-def read_tensors(path: Path, *, asked: str, fix: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, *, requested: str, fix: str) -> dict[str, Tensor]:
     """Read a safetensors file.
 
     Args:
         path: of the file.
-        asked: request, for the error.
+        requested: request, for the error.
         fix: remedy, for the error.
 
     Raises:
@@ -115,16 +115,16 @@ def read_tensors(path: Path, *, asked: str, fix: str) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise RecordError(
-            asked, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
+            requested, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
         ) from None
 
 
-def tensor_names(path: Path, *, asked: str, fix: str) -> list[str]:
+def tensor_names(path: Path, *, requested: str, fix: str) -> list[str]:
     """Read the names in a safetensors file from its header alone; safetensors checks the file's length against it.
 
     Args:
         path: of the file.
-        asked: request, for the error.
+        requested: request, for the error.
         fix: remedy, for the error.
 
     Raises:
@@ -137,7 +137,7 @@ def tensor_names(path: Path, *, asked: str, fix: str) -> list[str]:
             return list(file.keys())
     except (OSError, SafetensorError) as error:
         raise RecordError(
-            asked, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
+            requested, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
         ) from None
 
 

@@ -25,15 +25,15 @@ class WorkbenchError(Exception):
     """Base of every error that the user can fix.
 
     Args:
-        asked: the request, with its values.
+        requested: the request, with its values.
         found: the actual state.
         rule: the requirement.
         fix: the remedy.
     """
 
-    def __init__(self, asked: str, *, found: str = "", rule: str = "", fix: str = "") -> None:
-        self.parts = {"asked": asked, "found": found, "rule": rule, "fix": fix}
-        lines = [asked]
+    def __init__(self, requested: str, *, found: str = "", rule: str = "", fix: str = "") -> None:
+        self.parts = {"requested": requested, "found": found, "rule": rule, "fix": fix}
+        lines = [requested]
         lines += [f"  {label}: {text}" for label, text in (("found", found), ("rule", rule), ("do", fix)) if text]
         super().__init__("\n".join(lines))
 
@@ -42,7 +42,7 @@ class WorkbenchError(Exception):
 
 
 def _rebuild(kind: type[WorkbenchError], parts: dict[str, str], notes: list[str]) -> WorkbenchError:
-    error = kind(parts["asked"], found=parts["found"], rule=parts["rule"], fix=parts["fix"])
+    error = kind(parts["requested"], found=parts["found"], rule=parts["rule"], fix=parts["fix"])
     for note in notes:
         error.add_note(note)
     return error

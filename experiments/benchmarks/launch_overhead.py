@@ -46,7 +46,7 @@ def measure(
     pairs: int = PAIRS,
     later: int | None = None,
     kernel: bool = True,
-    told: Callable[[str], None] = lambda line: None,
+    report_progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure everything and return a record.
 
@@ -54,18 +54,18 @@ def measure(
         pairs: torchx job and bare command, alternating; one more of each comes first and is not counted.
         later: starts with a warm server, for each number of ranks; None for as many as pairs.
         kernel: also measure inside a Jupyter kernel.
-        told: called with progress messages.
+        report_progress: called with progress messages.
 
     Raises:
         LaunchError: ranks that failed or did not end.
     """
     load_before = os.getloadavg()
-    torchx = _alternating(pairs, told)
-    told("ranks of the process pool, in this process")
+    torchx = _alternating(pairs, report_progress)
+    report_progress("ranks of the process pool, in this process")
     later = pairs if later is None else later
     ready = {"script": ranks_ready(later=later)}
     if kernel:
-        told("ranks of the process pool, in a Jupyter kernel")
+        report_progress("ranks of the process pool, in a Jupyter kernel")
         ready["kernel"] = _in_a_kernel(later)
     medians = {
         "torchx_overhead_s": torchx["overhead_median_s"],
@@ -104,7 +104,7 @@ def ranks_ready(*, ranks: tuple[int, ...] = (2, 4), later: int = PAIRS) -> dict[
     return measured
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text."""
     torchx = record["torchx_job"]
     lines = [

@@ -35,20 +35,22 @@ BAR = 0.01
 LOSS = {"name": "grpo", "correction": {"kind": "tis"}, "kl": {"coefficient": 0.01}}
 
 
-def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(
+    *, pairs: int = 15, later: int = 0, report_progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Measure everything and return a record.
 
     Args:
         pairs: steps at each level, interleaved; two more of each come first and are not counted.
         later: not used; every benchmark takes it.
-        told: called with progress messages.
+        report_progress: called with progress messages.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     large = device.type == "cuda"
     tokens = TOKENS if large else TOKENS_WITHOUT_GPU
     mesh = single_process_mesh(device)
     samples: dict[str, list[float]] = {level: [] for level in LEVELS}
-    told(f"a policy on {device.type}, {tokens} tokens a step")
+    report_progress(f"a policy on {device.type}, {tokens} tokens a step")
     with _checkpoint(large) as source:
         policy = load_policy(
             str(source), mesh=mesh, precision="bfloat16" if large else "float32", implementation="vocabulary_parallel"
@@ -57,7 +59,7 @@ def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = la
     rows, totals = flow.prepare_rows(_rollouts(tokens, policy.vocabulary_size), spec, mesh)
     loss = make_loss(spec.loss)
     for number in range(pairs + 2):
-        told(f"steps at each level, turn {number} of {pairs + 1}")
+        report_progress(f"steps at each level, turn {number} of {pairs + 1}")
         for level in LEVELS:
             with StepClock(device) as clock:
                 flow.run_step(policy, loss, rows, totals, level=level, loss_spec=spec.loss)
@@ -106,7 +108,7 @@ def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = la
     }
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text."""
     medians = ", ".join(f"{level} {value:.2f} ms" for level, value in record["median_ms"].items())
     shares = ", ".join(f"{level} {100 * value:+.2f} %" for level, value in record["share"].items())

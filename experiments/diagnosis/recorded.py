@@ -124,7 +124,7 @@ def drawn_pair(number: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
         "temperature": temperature,
         "kl": kl,
         "advantages": advantages,
-        "layouts": [words(layout) for layout in layouts],
+        "layouts": [layout_label(layout) for layout in layouts],
     }
     one, other = (
         merge(
@@ -139,7 +139,7 @@ def drawn_pair(number: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
     return one, other, summary
 
 
-def words(layout: Mapping[str, Any]) -> str:
+def layout_label(layout: Mapping[str, Any]) -> str:
     """Label of a layout, such as ``cp=2 zigzag``."""
     return (
         " ".join(

@@ -80,7 +80,7 @@ def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
                     continue
                 alike = sorted(key for key, other in by_fault.items() if key == name or agree(other, record))
                 right = sorted({cause for other in alike for cause in expected.get(other, ["no_difference"])})
-                causes = told(diagnose(by_fault[RIGHT], record))
+                causes = ranked_causes(diagnose(by_fault[RIGHT], record))
                 rows.append(
                     {
                         "fault": name,
@@ -123,7 +123,7 @@ def score_hidden() -> list[dict[str, Any]]:
                 "precision": precision,
                 "touched": acts(right, wrong),
                 "equal": diagnosis.equal,
-                "causes": told(diagnosis),
+                "causes": ranked_causes(diagnosis),
             }
         )
     print(f"hidden: {len(rows)}")
@@ -150,12 +150,12 @@ def score_pair(number: int) -> dict[str, Any]:
     """Score a right pair."""
     one, other, drawn = drawn_pair(number)
     diagnosis = diagnose(recorded_once(one), recorded_once(other))
-    return {"pair": number, **drawn, "equal": diagnosis.equal, "causes": told(diagnosis)}
+    return {"pair": number, **drawn, "equal": diagnosis.equal, "causes": ranked_causes(diagnosis)}
 
 
-def told(found: Diagnosis) -> list[list[Any]]:
+def ranked_causes(diagnosis: Diagnosis) -> list[list[Any]]:
     """All causes in ranked order, each with its score."""
-    return [[cause.name, round(cause.score, 3)] for cause in found.causes]
+    return [[cause.name, round(cause.score, 3)] for cause in diagnosis.causes]
 
 
 def rank(causes: list[list[Any]], right: list[str]) -> int | None:

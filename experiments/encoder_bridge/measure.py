@@ -35,7 +35,7 @@ from workbench.sharding.mesh import Axis
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import RunSpec
 from workbench.train.encoder_step import ENCODER, IMAGE_FEATURES, image_features, prepare_image_rows, run_image_step
-from workbench.train.step import StepResult, make_loss
+from workbench.train.step import StepResult, build_loss
 
 BAR = 1e-12
 ADAM = {"learning_rate": 1e-4, "tolerance": 1e-3}
@@ -77,17 +77,19 @@ SETTINGS = {
 """Settings that are compared with one rank, by name."""
 
 
-def measure(*, pairs: int = 0, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(
+    *, pairs: int = 0, later: int = 0, report_progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Run every pair of layouts and every fault once, and return a record.
 
     Args:
         pairs: not used; every benchmark takes it.
         later: not used.
-        told: called with progress messages.
+        report_progress: called with progress messages.
     """
     layouts, faults = {}, {}
     for name, setting in SETTINGS.items():
-        told(f"layouts: {name}")
+        report_progress(f"layouts: {name}")
         baseline = _step(Setting({}, {}, shared=setting.shared))[0]
         result, path = _step(setting)
         layouts[name] = {
@@ -97,7 +99,7 @@ def measure(*, pairs: int = 0, later: int = 0, told: Callable[[str], None] = lam
             "distance": max(_distances(result, baseline).values()),
         }
     for name in BRIDGE_FAULTS:
-        told(f"faults: {name}")
+        report_progress(f"faults: {name}")
         faults[name] = _fault(name)
     bars = {
         "layouts": {"bar": BAR, "holds": all(entry["distance"] <= BAR for entry in layouts.values())},
@@ -118,7 +120,7 @@ def measure(*, pairs: int = 0, later: int = 0, told: Callable[[str], None] = lam
     }
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text."""
     lines = [
         f"{name}: {entry['path']}, {entry['parameters']} parameters within {entry['distance']:.1e}"
@@ -236,7 +238,7 @@ def step_on(world: Axis, setting: Setting, device: torch.device | str = "cpu") -
     result = run_image_step(
         encoder,
         policy,
-        make_loss(spec.loss),
+        build_loss(spec.loss),
         rows,
         totals,
         num_source=batch.num_tokens,

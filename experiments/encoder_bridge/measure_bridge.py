@@ -60,20 +60,22 @@ def pairs_of(ranks: int) -> dict[str, GridPair]:
     return pairs | ({"fan-out": GridPair(Grid.of(tp=ranks), to)} if rest > 1 else {})
 
 
-def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(
+    *, pairs: int = SAMPLES, later: int = 0, report_progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Measure on all GPUs of this machine, or on four processes, and return a record.
 
     Args:
         pairs: samples of each way and direction, after two that are not counted.
         later: not used; every benchmark takes it.
-        told: called with progress messages.
+        report_progress: called with progress messages.
 
     Raises:
         LaunchError: ranks that failed.
     """
     gpus = torch.cuda.device_count()
     ranks = gpus if gpus > 1 else 4
-    told(f"bridges over {ranks} {'GPUs' if gpus > 1 else 'processes'}")
+    report_progress(f"bridges over {ranks} {'GPUs' if gpus > 1 else 'processes'}")
     results = _on(ranks, pairs)
     for bridge in results["bridges"].values():
         for entry in bridge["ways"].values():
@@ -92,7 +94,7 @@ def _exact(results: dict[str, Any]) -> bool:
     return all(way["wrong_numbers"] == 0 for bridge in results["bridges"].values() for way in bridge["ways"].values())
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text."""
     lines = [f"bridges over {record['ranks']} ranks on {record['device']}, {record['activation']}"]
     for name, bridge in record["bridges"].items():
@@ -148,7 +150,7 @@ def _crossing(
     bridge = connect(pair.source, pair.destination, groups, delivery=how.kind, order=how.order)
     if general:
         crossing = crossing_of(pair, how, samples, tokens)
-        return lambda values: crossing.cross(values.flatten(0, 1), bridge.everyone)
+        return lambda values: crossing.cross(values.flatten(0, 1), bridge.all_ranks)
     return lambda values: bridge.cross(values, samples)
 
 
@@ -192,7 +194,7 @@ def _sample(pair: GridPair, groups: GridGroups, device: torch.device, count: int
 def _wrong(cross: Callable[[Tensor], Tensor], sides: tuple[Side, Side], like: Tensor, groups: GridGroups) -> int:
     """Count the numbers of all ranks that differ from the value of their token, forward and backward."""
     before, after = (side.share_of[groups.rank] for side in sides)
-    answered_t = after.answered_t.to(like.device)
+    answered_t = after.gradient_rows_t.to(like.device)
 
     def rows(numbers_t: Tensor) -> Tensor:
         small = (numbers_t.to(like.device) * 37 % 101 - 50).to(like.dtype)  # exact in every precision

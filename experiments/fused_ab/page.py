@@ -30,7 +30,7 @@ from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, share, significant
 from workbench.report.page import differences, document, drawing, provenance
-from workbench.report.sampled import Answers, answers_of, digest, read_record, run_of, share_alike, succeeded
+from workbench.report.sampled import Completions, completions_of, digest, read_record, run_of, share_alike, succeeded
 
 ABLATIONS = ("step_one", "fifty_steps", "other_rounding")
 LOSS, NORM, DEVIATION = "loss/total/sum", "gradient/norm/global", "advantage/all/std"
@@ -120,7 +120,7 @@ def write_sampled(folder: Path, ablation: str) -> Path:
     Raises:
         RecordError: a comparison or run is missing.
     """
-    plain: dict[int, list[Answers]] = {}
+    plain: dict[int, list[Completions]] = {}
     if ablation != "step_one":
         steps = Comparison.load(folder / "fifty_steps" / "comparison.json")
         plain = {c.settings["seed"]: _drawn(folder / "fifty_steps", c) for c in steps.configurations if not _fused(c)}
@@ -560,9 +560,9 @@ def _fused(c: Configuration) -> bool:
     return c.settings["policy"]["fused_loss"]
 
 
-def _drawn(experiment: Path, c: Configuration) -> list[Answers]:
+def _drawn(experiment: Path, c: Configuration) -> list[Completions]:
     run = run_of(experiment, c)
-    return [answers_of(run, record["step"]) for record in c.steps]
+    return [completions_of(run, record["step"]) for record in c.steps]
 
 
 def _same_completions(records: Records) -> bool:

@@ -18,7 +18,7 @@ from task import WideArithmetic
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from workbench.records.directory import project_root, provenance, to_json, write_whole
-from workbench.train.sampling import RecordingSettings, warm_up
+from workbench.train.sampling import RolloutSettings, warm_up
 
 HERE = Path(__file__).parent
 SIZES = {
@@ -30,7 +30,7 @@ SIZES = {
     "head_dim": 64,
     "intermediate_size": 1536,
 }
-SETTINGS = RecordingSettings(
+SETTINGS = RolloutSettings(
     max_new_tokens=40,
     success_low=0.2,
     success_high=0.8,
@@ -49,7 +49,7 @@ TINY = {
     "head_dim": 16,
     "intermediate_size": 64,
 }
-TINY_SETTINGS = RecordingSettings(
+TINY_SETTINGS = RolloutSettings(
     max_new_tokens=8,
     success_low=0.0,
     success_high=1.0,
@@ -60,7 +60,7 @@ TINY_SETTINGS = RecordingSettings(
 )
 
 
-def make(folder: Path, sizes: dict[str, int], settings: RecordingSettings, device: str) -> None:
+def make(folder: Path, sizes: dict[str, int], settings: RolloutSettings, device: str) -> None:
     """Warm up a policy and save it."""
     task = WideArithmetic()
     torch.manual_seed(settings.seed)

@@ -32,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experiments.entries import GIVE_UP_S, entry_file, found_of, run_entries, saying_why
+from experiments.entries import GIVE_UP_S, entry_file, recording_failure, result_of, run_entries
 from experiments.gpu_layouts.page import write_layout_report
 from workbench.errors import WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
@@ -44,7 +44,7 @@ from workbench.sharding.collectives import all_max
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
 from workbench.specs.run import LayoutSpec, RunSpec, parse_spec, read_yaml
 from workbench.train import step as flow
-from workbench.train.worker import make_optimizer
+from workbench.train.worker import build_optimizer
 
 SAMPLES = 3
 MINUTES = 8.0
@@ -111,14 +111,14 @@ class Plan(_Model):
 
 
 def measure(
-    *, pairs: int = SAMPLES, minutes: float = MINUTES, told: Callable[[str], None] = lambda line: None
+    *, pairs: int = SAMPLES, minutes: float = MINUTES, report_progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Measure every layout that this machine has GPUs for and return a record.
 
     Args:
         pairs: timed steps of each layout, after two that are not timed.
         minutes: no further layout is started after this time.
-        told: called with progress messages.
+        report_progress: called with progress messages.
 
     Raises:
         LaunchError: the layout of one rank failed, which is the baseline of the others.
@@ -140,11 +140,11 @@ def measure(
                     folder,
                     pairs,
                     deadline=deadline,
-                    told=told,
+                    report_progress=report_progress,
                     needed=lambda ranks=ranks: "one rank ends with 0" if ranks == 1 else "",
                 )
         results = {
-            name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)} for name in plan.workloads
+            name: {layout: result_of(folder, f"{name}/{layout}") for layout in plan.of(name)} for name in plan.workloads
         }
         old = {name: from_json((folder / f"{name}.json").read_text()) for name in plan.workloads}
     for layouts in results.values():
@@ -162,7 +162,7 @@ def measure(
     }
 
 
-def in_words(record: Mapping[str, Any]) -> str:
+def format_record(record: Mapping[str, Any]) -> str:
     """Format a record as lines of text."""
     lines = [f"layouts on {record['device']}"]
     for workload, layouts in record["workloads"].items():
@@ -293,7 +293,7 @@ class Rank:
                 checkpointing=layout.checkpointing,
                 sequence_parallel=layout.sequence_parallel,
             )
-            self._policy = key, policy, make_optimizer(policy, spec.optimizer)
+            self._policy = key, policy, build_optimizer(policy, spec.optimizer)
         return self._policy[1:]
 
     def spec(self, workload: Workload, layout: LayoutSpec, *, truth: bool = False) -> RunSpec:
@@ -328,7 +328,7 @@ class Rank:
             rows, totals = flow.prepare_rows(batch, spec, mesh)
             result = flow.run_step(
                 policy,
-                flow.make_loss(spec.loss),
+                flow.build_loss(spec.loss),
                 rows,
                 totals,
                 num_source=batch.num_tokens,
@@ -374,7 +374,7 @@ class Rank:
     def _measured(self, name: str, workload: Workload, layout: LayoutSpec, mesh: Mesh) -> dict[str, Any]:
         spec = self.spec(workload, layout)
         policy, optimizer = self.policy(spec, mesh)
-        batch, loss = load(self.folder / name), flow.make_loss(spec.loss)
+        batch, loss = load(self.folder / name), flow.build_loss(spec.loss)
         with StepClock(self.device) as preparing:
             rows, totals = flow.prepare_rows(batch, spec, mesh)
         clipped_S = _tensor(self.folder / f"{name}.tokens.safetensors", "clipped")
@@ -507,7 +507,7 @@ def _logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Tensor:
         for local in rows:
             row = local.row
             hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-            logprobs_T = policy.token_logprobs(hidden_TD, row.targets_T, None, wanted=()).logprobs_T
+            logprobs_T = policy.token_logprobs(hidden_TD, row.targets_T, None, outputs=()).logprobs_T
             real_T = row.source_T != PADDING
             logprobs_S[row.source_T[real_T].cpu()] = logprobs_T[real_T].float().cpu()
     return logprobs_S
@@ -530,7 +530,7 @@ def _tensor(file: Path, name: str) -> Tensor:
 def main(arguments: Sequence[str]) -> None:
     """Run one rank; if it fails, write the traceback into the folder."""
     folder, samples, deadline, entries = Path(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3:]
-    with saying_why(folder):
+    with recording_failure(folder):
         device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
         rank = Rank(folder, device, samples)
         if not (folder / "model").exists():

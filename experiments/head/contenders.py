@@ -78,7 +78,7 @@ def part_of(work: Workload, loss: str) -> Part:
 # -- the floor -------------------------------------------------------------------------------------------------
 
 
-def three_products(work: Workload) -> Pass:
+def three_gemms(work: Workload) -> Pass:
     """Logits, gradient of the hidden states, gradient of the head: three cuBLAS GEMMs and nothing else."""
     hidden_TD, weight_VD = work.hidden_TD.detach(), work.weight_VD.detach()
     logits_TV = hidden_TD @ weight_VD.T
@@ -92,7 +92,7 @@ def three_products(work: Workload) -> Pass:
     return run
 
 
-def one_product(work: Workload) -> Pass:
+def one_gemm(work: Workload) -> Pass:
     """Logits alone."""
     hidden_TD, weight_VD = work.hidden_TD.detach(), work.weight_VD.detach()
     logits_TV = hidden_TD @ weight_VD.T
@@ -124,7 +124,7 @@ def ours_fused(loss: str, accumulate: str = "weight", implementation: str = "aut
                 implementation=implementation,
             )
             result.loss.backward()
-            return result.said.logprobs_T
+            return result.head_output.logprobs_T
 
         return run
 
@@ -142,7 +142,7 @@ def ours_logprobs(kept_bytes: int, implementation: str = "auto") -> Callable[[Wo
                 work.hidden_TD,
                 work.weight_VD,
                 work.targets_T,
-                wanted=(),
+                outputs=(),
                 keep_bytes=kept_bytes,
                 implementation=implementation,
             )
@@ -154,13 +154,13 @@ def ours_logprobs(kept_bytes: int, implementation: str = "auto") -> Callable[[Wo
     return make
 
 
-def ours_forward(*wanted: str) -> Callable[[Workload], Pass]:
+def ours_forward(*outputs: str) -> Callable[[Workload], Pass]:
     """`token_logprobs` without a gradient."""
 
     def make(work: Workload) -> Pass:
         def run() -> Tensor:
             with torch.no_grad():
-                return token_logprobs(work.hidden_TD, work.weight_VD, work.targets_T, wanted=wanted).logprobs_T
+                return token_logprobs(work.hidden_TD, work.weight_VD, work.targets_T, outputs=outputs).logprobs_T
 
         return run
 
@@ -340,7 +340,7 @@ ROOM = 1 << 60
 """Unlimited bytes that may be kept for backward."""
 
 BOTH = (
-    Contender("three products", "floor", three_products, "nothing but the GEMMs", "all tokens", loss=None),
+    Contender("three products", "floor", three_gemms, "nothing but the GEMMs", "all tokens", loss=None),
     Contender("fused_loss", "ours", ours_fused("token"), "weight gradient in the weight's precision", "chunk"),
     Contender("fused_loss float32", "ours", ours_fused("token", "float32"), "weight gradient in float32", "chunk"),
     Contender("fused_loss GSPO", "ours", ours_fused("gspo"), "documents of 1 024 tokens", "chunk", "gspo"),
@@ -395,7 +395,7 @@ BOTH = (
 """Forward and backward."""
 
 FORWARD = (
-    Contender("one product", "floor", one_product, "nothing but the GEMM", "all tokens", loss=None),
+    Contender("one product", "floor", one_gemm, "nothing but the GEMM", "all tokens", loss=None),
     Contender("token_logprobs", "ours", ours_forward(), "log-probability", "chunk", loss=None),
     Contender(
         "token_logprobs, entropy", "ours", ours_forward("entropy"), "log-probability and entropy", "chunk", loss=None

@@ -38,7 +38,7 @@ def measure(
     *,
     pairs: int = ROUNDS,
     later: int = 0,
-    told: Callable[[str], None] = lambda line: None,
+    report_progress: Callable[[str], None] = lambda line: None,
     sizes: Sequence[Size] | None = None,
 ) -> dict[str, Any]:
     """Measure everything and return a record.
@@ -46,16 +46,16 @@ def measure(
     Args:
         pairs: rounds.
         later: not used; every benchmark takes it.
-        told: called with progress messages.
+        report_progress: called with progress messages.
         sizes: of the workloads; None for those of the device.
     """
     large = torch.cuda.is_available()
     device = torch.device("cuda" if large else "cpu")
     workloads = {}
     for size in sizes or (SIZES if large else SIZES_WITHOUT_GPU):
-        told(str(size))
-        workloads[size.name] = _workload(size, device, pairs, told)
-    rows = longest_rows(told) if large else {}
+        report_progress(str(size))
+        workloads[size.name] = _workload(size, device, pairs, report_progress)
+    rows = longest_rows(report_progress) if large else {}
     record = {
         "benchmark": "head",
         "device": torch.cuda.get_device_name() if large else "cpu",
@@ -218,7 +218,7 @@ ROW_SECONDS = 8.0
 """No longer row is tried once one has taken this long."""
 
 
-def longest_rows(told: Callable[[str], None]) -> dict[str, Any]:
+def longest_rows(report_progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure peak memory of one row, doubled until it does not fit (or takes too long): ours and all logits."""
     contenders = {c.name: c for c in BOTH}
     results: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def longest_rows(told: Callable[[str], None]) -> dict[str, Any]:
         for name in ("fused_loss", "plain torch", "Liger triton_grpo_loss"):
             tokens, lines, end = 8192, [], "out of memory"
             while contenders[name].version is not None:
-                told(f"longest row: {head}, {name}, {tokens} tokens")
+                report_progress(f"longest row: {head}, {name}, {tokens} tokens")
                 start = time.perf_counter()
                 try:
                     peak = _peak_of_row(contenders[name], Size(head, tokens, dimension, vocabulary))
@@ -316,7 +316,7 @@ def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return results
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text."""
     lines = [f"output heads on {record['device']}, medians of {record['rounds']} rounds"]
     for letter, work in record["workloads"].items():

@@ -40,13 +40,15 @@ GIVE_UP_S = 300.0
 OUT = "WORKBENCH_BENCH_OUT"
 
 
-def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(
+    *, pairs: int = SAMPLES, later: int = 0, report_progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Measure on 1, 2, 4, ... GPUs of this machine and return a record.
 
     Args:
         pairs: samples on each number of ranks, after two that are not counted.
         later: not used; every benchmark takes it.
-        told: called with progress messages.
+        report_progress: called with progress messages.
 
     Raises:
         LaunchError: ranks that failed.
@@ -55,7 +57,7 @@ def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None]
     heads: dict[str, Any] = {}
     ranks = 1
     while ranks <= max(gpus, 2 if not gpus else 1):
-        told(f"vocabulary over {ranks} {'GPUs' if gpus else 'processes'}")
+        report_progress(f"vocabulary over {ranks} {'GPUs' if gpus else 'processes'}")
         for name, samples in _on(ranks, pairs).items():
             entry = heads.setdefault(name, {})
             median = statistics.median(samples)
@@ -73,7 +75,7 @@ def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None]
     }
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text."""
     return "\n".join(
         [f"vocabulary over ranks on {record['device']}"]

@@ -36,7 +36,7 @@ class Size:
         return f"{self.name}: {self.tokens} tokens, hidden {self.dimension}, vocabulary {self.vocabulary}"
 
     @property
-    def product_flops(self) -> float:
+    def gemm_flops(self) -> float:
         """Floating-point operations of one GEMM."""
         return 2.0 * self.tokens * self.dimension * self.vocabulary
 

@@ -22,7 +22,7 @@ from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import near_one, significant
 from workbench.report.page import differences, document, drawing, provenance
-from workbench.report.sampled import answers_of, digest, log_ratios, read_record, run_of, shares_beyond, succeeded
+from workbench.report.sampled import completions_of, digest, log_ratios, read_record, run_of, shares_beyond, succeeded
 from workbench.specs.losses import LossSpec
 
 ABLATIONS = {
@@ -97,7 +97,7 @@ def write_log_ratios(folder: Path, ablation: str) -> Path:
         run = run_of(folder / ablation, c)
         log_ratio_S = log_ratios(run)
         spreads[c.name] = {
-            "answers": digest(answers_of(run, 0)),
+            "answers": digest(completions_of(run, 0)),
             "tokens": len(log_ratio_S),
             "mean": float(log_ratio_S.mean()),
             "mean_distance": float(log_ratio_S.abs().mean()),

@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from experiments.entries import GIVE_UP_S, entry_file, found_of, run_entries, saying_why
+from experiments.entries import GIVE_UP_S, entry_file, recording_failure, result_of, run_entries
 from experiments.gpu_layouts.measure import draw_documents
 from experiments.reproducible.page import write_reproducible_report
 from workbench.errors import RecordError, SpecError, WorkbenchError
@@ -48,9 +48,9 @@ from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import LayoutSpec, ReproducibleSpec, RunSpec, parse_spec, read_yaml
 from workbench.train import step as flow
-from workbench.train.certify import certify, mark_gradients
-from workbench.train.exact import as_asked
-from workbench.train.worker import make_optimizer
+from workbench.train.certify import certify, fingerprint_gradients
+from workbench.train.exact import reproducible_mode
+from workbench.train.worker import build_optimizer
 
 PREPARED = "prepared"
 """Marker file, written once weights, rollouts and truths are complete."""
@@ -169,7 +169,7 @@ def measure(
     pairs: int = SAMPLES,
     minutes: float = MINUTES,
     only: Sequence[str] = (),
-    told: Callable[[str], None] = lambda line: None,
+    report_progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure everything that this machine has GPUs for and return a record.
 
@@ -177,7 +177,7 @@ def measure(
         pairs: timed steps of each mode.
         minutes: no further entry is started after this time.
         only: workloads, by name; none named: all. The others stay in the record as they were measured before.
-        told: called with progress messages.
+        report_progress: called with progress messages.
 
     Raises:
         LaunchError: weights, rollouts and truths cannot be created.
@@ -201,12 +201,12 @@ def measure(
                 folder,
                 pairs,
                 deadline=deadline,
-                told=told,
+                report_progress=report_progress,
                 needed=lambda: "" if (folder / PREPARED).exists() else "one rank creates weights and truths",
             )
         results = {
             name: {
-                layout: found_of(folder, f"{name}/{layout}")
+                layout: result_of(folder, f"{name}/{layout}")
                 for layout in plan.of(name)
                 if f"{name}/{layout}" in itertools.chain(*entries.values())
             }
@@ -230,7 +230,7 @@ def measure(
     }
 
 
-def in_words(record: Mapping[str, Any]) -> str:
+def format_record(record: Mapping[str, Any]) -> str:
     """Format a record as lines of text."""
     lines = []
     for machine in record["machines"]:
@@ -461,7 +461,7 @@ class Rank:
             rows, totals = flow.prepare_rows(batch, spec, mesh)
             result = flow.run_step(
                 policy,
-                flow.make_loss(spec.loss),
+                flow.build_loss(spec.loss),
                 rows,
                 totals,
                 num_source=batch.num_tokens,
@@ -531,7 +531,7 @@ class Rank:
         spec = self.spec(workload, layout, mode)
         policy = self.policy(spec, mesh)
         before = [parameter.detach().clone() for parameter in policy.model.parameters()] if workload.steps else []
-        with as_asked(policy, spec):
+        with reproducible_mode(policy, spec):
             yield policy, spec
         policy.model.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -545,7 +545,7 @@ class Rank:
             clipped_S = tokens.get_tensor("clipped")
         result = flow.run_step(
             policy,
-            flow.make_loss(spec.loss),
+            flow.build_loss(spec.loss),
             rows,
             totals,
             num_source=batch.num_tokens,
@@ -566,12 +566,12 @@ class Rank:
     ) -> list[dict[str, Any]]:
         """Run a few optimizer steps, and certify the bits of each."""
         rows, totals = flow.prepare_rows(batch, spec, mesh)
-        optimizer, steps = make_optimizer(policy, spec.optimizer), []
+        optimizer, steps = build_optimizer(policy, spec.optimizer), []
         for _ in range(self.plan.workloads[name].steps):
             result = flow.run_step(
-                policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss
+                policy, flow.build_loss(spec.loss), rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss
             )
-            marks = mark_gradients(policy)
+            marks = fingerprint_gradients(policy)
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
             certificate = certify(policy, result, marks)
@@ -589,8 +589,8 @@ class Rank:
 
     def _timed(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh) -> dict[str, Any]:
         """Time and peak memory of a step, and on a GPU the breakdown of its time."""
-        loss = flow.make_loss(spec.loss)
-        optimizer = make_optimizer(policy, spec.optimizer)
+        loss = flow.build_loss(spec.loss)
+        optimizer = build_optimizer(policy, spec.optimizer)
         with StepClock(self.device) as preparing:
             rows, totals = flow.prepare_rows(batch, spec, mesh)
 
@@ -680,7 +680,7 @@ def world_size() -> int:
 def main(arguments: Sequence[str]) -> None:
     """Run one rank; if it fails, write the traceback into the folder."""
     folder, samples, deadline, entries = Path(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3:]
-    with saying_why(folder):
+    with recording_failure(folder):
         device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
         rank = Rank(folder, device, samples)
         if not (folder / PREPARED).exists():

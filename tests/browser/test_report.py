@@ -42,10 +42,10 @@ def visit(browser, report):
         contexts.append(context)
         page = context.new_page()
         page.heard = []
-        page.asked = []
+        page.requested = []
         page.on("console", lambda message: page.heard.append(message.text))
         page.on("pageerror", lambda error: page.heard.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("request", lambda request: page.requested.append(request.url))
         page.goto(report.as_uri())
         return page
 
@@ -60,7 +60,7 @@ def test_the_report_reads_well(size, scheme, visit, report, tmp_path):
     width, height = SIZES[size]
     page = visit(viewport={"width": width, "height": height}, color_scheme=scheme)
     assert page.heard == []
-    assert page.asked == [report.as_uri()]
+    assert page.requested == [report.as_uri()]
     page.screenshot(path=tmp_path / f"{size}-{scheme}.png", full_page=True)
 
     assert page.evaluate("document.documentElement.scrollWidth") <= width

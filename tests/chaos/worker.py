@@ -16,16 +16,16 @@ import time
 import zlib
 from pathlib import Path
 
-from workbench.records.directory import RunDirectory, process_lives, to_json
+from workbench.records.directory import RunDirectory, is_process_alive, to_json
 from workbench.sharding import flight
-from workbench.train.watched import be_watched
+from workbench.train.watched import enable_diagnostics
 
 STEP_S = 0.04
 
 
 def main() -> None:
     run, rank = RunDirectory.open(Path(sys.argv[1])), int(os.environ["RANK"])
-    be_watched(run, rank)
+    enable_diagnostics(run, rank)
     if rank == 0:
         run.set_state("running")
     agent, started_by = os.getppid(), run.state["launcher"]
@@ -35,7 +35,7 @@ def main() -> None:
             record = {"step": step, "noise": "x" * lengths.randrange(20000)}
             run.append_step(record)
             acknowledge(run, record)
-        time.sleep(STEP_S if os.getppid() == agent and process_lives(started_by) else 600.0)
+        time.sleep(STEP_S if os.getppid() == agent and is_process_alive(started_by) else 600.0)
     run.write_exit(rank, {}, None)
     if rank == 0:
         run.set_state("succeeded")

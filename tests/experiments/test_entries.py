@@ -8,7 +8,7 @@ import time
 import pytest
 
 from experiments import entries
-from experiments.entries import found_of, run_entries, saying_why
+from experiments.entries import recording_failure, result_of, run_entries
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.records.directory import to_json
@@ -38,16 +38,23 @@ def asked(tmp_path, monkeypatch):
 
 def do(folder, *named, needed="", left_s=60.0):
     run_entries(
-        MODULE, 4, named, folder, 7, deadline=time.time() + left_s, told=lambda line: None, needed=lambda: needed
+        MODULE,
+        4,
+        named,
+        folder,
+        7,
+        deadline=time.time() + left_s,
+        report_progress=lambda line: None,
+        needed=lambda: needed,
     )
 
 
 def test_an_entry_that_dies_is_named_and_the_others_go_on(tmp_path, asked):
     do(tmp_path, "w/first", "w/second", "w/third")
     assert asked == [["w/first", "w/second", "w/third"], ["w/third"]]
-    assert found_of(tmp_path, "w/second") == {"left_out": "OutOfMemoryError: too much"}
-    assert found_of(tmp_path, "w/third") == {"fine": 1}
-    assert found_of(tmp_path, "w/fourth") == {"left_out": "not reached"}
+    assert result_of(tmp_path, "w/second") == {"left_out": "OutOfMemoryError: too much"}
+    assert result_of(tmp_path, "w/third") == {"fine": 1}
+    assert result_of(tmp_path, "w/fourth") == {"left_out": "not reached"}
 
 
 def test_what_the_others_need_ends_them_all(tmp_path, asked):
@@ -59,11 +66,11 @@ def test_what_the_others_need_ends_them_all(tmp_path, asked):
 def test_nothing_is_begun_after_the_deadline(tmp_path, asked):
     do(tmp_path, "w/first", left_s=-1.0)
     assert asked == []
-    assert found_of(tmp_path, "w/first") == {"left_out": "not reached"}
+    assert result_of(tmp_path, "w/first") == {"left_out": "not reached"}
 
 
 def test_a_rank_that_fails_says_why_in_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    with pytest.raises(ValueError, match="too few"), saying_why(tmp_path):
+    with pytest.raises(ValueError, match="too few"), recording_failure(tmp_path):
         raise ValueError("too few")
     assert (tmp_path / "failed3").read_text().endswith("ValueError: too few\n")

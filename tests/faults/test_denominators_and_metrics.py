@@ -169,8 +169,8 @@ def test_wrong_advantages_turn_the_policy_term_alone(name, most):
 def test_a_masked_answer_moves_only_answers_of_its_group():
     spec = RunSpec.model_validate(BASE | {"data": {"advantages": {"name": "grpo"}}})
     with planted(["masked_rows_in_baseline"]):
-        wrong = step.make_advantages(BATCH, spec).advantages_T
-    moved = BATCH.document_ids_T[wrong != step.make_advantages(BATCH, spec).advantages_T].unique()
+        wrong = step.compute_advantages(BATCH, spec).advantages_T
+    moved = BATCH.document_ids_T[wrong != step.compute_advantages(BATCH, spec).advantages_T].unique()
     masked = torch.tensor([not any(mask) for mask in TRAINED])
     assert 0 < len(moved) < sum(map(any, TRAINED))
     assert set(BATCH.group_ids_N[moved].tolist()) <= set(BATCH.group_ids_N[masked].tolist())

@@ -137,7 +137,7 @@ def test_summed_logs_make_a_weight_the_power_of_its_length():
 
 
 def test_an_ignored_kept_mass_is_the_factor_of_the_policy_term():
-    mass = sampling.KEPT_MASS
+    mass = sampling.TOP_P_MASS
     pair = shown("kept_mass_ignored")
     assert pair.ratio("loss/policy") == pytest.approx(mass, rel=1e-9)
     assert pair.ratio("loss/kl") == pytest.approx(1, rel=1e-12)

@@ -52,7 +52,7 @@ def policy() -> Policy:
 
 def gradient(policy: Policy, spec: RunSpec, rows: list, totals: object) -> torch.Tensor:
     """Of some rows of a step, all parameters as one vector."""
-    result = step.run_step(policy, step.make_loss(spec.loss), rows, totals, keep_gradients=True)
+    result = step.run_step(policy, step.build_loss(spec.loss), rows, totals, keep_gradients=True)
     return torch.cat([values.flatten() for values in result.gradients.values()])
 
 
@@ -187,8 +187,8 @@ def made(name: str, spec: RunSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages of trained tokens with a fault, and without."""
     row = batch()
     with planted([name]):
-        wrong_T = step.make_advantages(row, spec).advantages_T
-    right_T = step.make_advantages(row, spec).advantages_T
+        wrong_T = step.compute_advantages(row, spec).advantages_T
+    right_T = step.compute_advantages(row, spec).advantages_T
     return wrong_T[row.loss_mask_T], right_T[row.loss_mask_T]
 
 

@@ -47,7 +47,7 @@ def sums() -> list[torch.Tensor | None]:
     found = []
     for number, length in enumerate(lengths()):
         rows, totals = step.prepare_rows(batch().select([number]), spec, policy.mesh)
-        result = step.run_step(policy, step.make_loss(spec.loss), rows, totals, keep_gradients=True)
+        result = step.run_step(policy, step.build_loss(spec.loss), rows, totals, keep_gradients=True)
         gradients = torch.cat([gradient.flatten() for gradient in result.gradients.values()])
         found.append(gradients if length else None)
     return found
@@ -263,8 +263,8 @@ def test_a_deviation_of_zero_makes_advantages_of_millions():
     spec = RunSpec.model_validate(merge(BASE, {"data": {"advantages": {"name": "leave_one_out"}}}))
     row = batch()
     with planted(["leave_one_out_over_zero_deviation"]):
-        wrong_T = step.make_advantages(row, spec).advantages_T
-    right_T = step.make_advantages(row, spec).advantages_T
+        wrong_T = step.compute_advantages(row, spec).advantages_T
+    right_T = step.compute_advantages(row, spec).advantages_T
     changed_T = wrong_T != right_T
     assert 0 < int(changed_T.sum()) < int(row.loss_mask_T.sum())
     torch.testing.assert_close(wrong_T[changed_T], right_T[changed_T] * 1e6)
@@ -281,7 +281,7 @@ def test_baselines_of_micro_batches_turn_the_policy_term_alone():
         key.startswith(("loss/kl", "kl/", "ratio/", "logprob/", "entropy/", "tokens/")) for key in pair.wrong_numbers
     )
     spec, alone = RunSpec.model_validate(merge(BASE, load_fault("baseline_per_micro_batch").shows_in)), 0
-    whole_step = step.make_advantages(batch(), spec)
+    whole_step = step.compute_advantages(batch(), spec)
     with planted(["baseline_per_micro_batch"]):
         rows = step.pack_step(whole_step, spec)
     for row in rows:

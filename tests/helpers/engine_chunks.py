@@ -44,7 +44,7 @@ def chunk_and_back(
     """A chunk forward, and back into memory full of NaN."""
     engine = make(make_head(weight, bias_V=bias, **head))
     gradients = [None if x is None else x.to(hidden.device) for x in gradients]
-    chunk = engine.forward(hidden, targets, temperature, wanted=wanted, keep=keep)
+    chunk = engine.forward(hidden, targets, temperature, outputs=wanted, keep=keep)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     into = into or Accumulators(
         torch.full_like(hidden, torch.nan),

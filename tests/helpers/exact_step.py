@@ -65,7 +65,7 @@ def own_step(
         first_T = torch.searchsorted(shard.documents_T, shard.documents_T)
         targets_T = tokens_T.roll(-1).masked_fill(documents_T < 0, -100)
         hidden = policy.hidden_states(own(tokens_T), own(torch.arange(TOKENS) - first_T), shard)
-        said = policy.token_logprobs(hidden, own(targets_T), wanted=("entropy",))
+        said = policy.token_logprobs(hidden, own(targets_T), outputs=("entropy",))
         logprobs_T, entropy_T = (whole_row(part, plan, cp) for part in (said.logprobs_T, said.entropy_T))
         (logprobs_T * weights_T + 0.1 * entropy_T).sum().backward()
         found |= {f"logprobs {number}": logprobs_T.detach(), f"entropy {number}": entropy_T.detach()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.policy.logprobs import TokenLogprobs
-from workbench.policy.logprobs.kept import KeptSets
+from workbench.policy.logprobs.truncated_support import TruncatedSupport
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "temperature": ("one", "0.7", "each"),
@@ -58,7 +58,9 @@ def problem(
     temperature_T = 0.4 + torch.rand(tokens, generator=g, dtype=torch.float64)
     active_T = torch.rand(tokens, generator=g) < 0.6
     sizes = torch.randint(0, exists, (tokens,), generator=g).tolist()
-    kept = KeptSets.of([torch.randperm(exists, generator=g)[:size].tolist() for size in [0, 1, *sizes][:tokens]])
+    kept = TruncatedSupport.of(
+        [torch.randperm(exists, generator=g)[:size].tolist() for size in [0, 1, *sizes][:tokens]]
+    )
     if options["active"] != "all":
         targets_T[2::4] = -100
     call = {

@@ -218,7 +218,7 @@ def steps_of(case, world, given):
         sequence_parallel=sequence_parallel and case.delivery == "sharded",
     )
     encoder, policy = modules(case, *meshes)
-    loss = step.make_loss(case.spec.loss)
+    loss = step.build_loss(case.spec.loss)
     parameters = [*encoder.model.parameters(), *policy.model.parameters()]
     found = []
     for _ in range(case.steps):

@@ -128,7 +128,7 @@ def _step(settings: str, fault: str | None = None) -> Found:
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         result = flow.run_step(
             policy,
-            flow.make_loss(spec.loss),
+            flow.build_loss(spec.loss),
             rows,
             totals,
             num_source=batch.num_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.helpers.planted_faults import BASE, Found, documents, hidden, shown
-from workbench.diagnose.record import Record, RecordedStep, arranged, context_of
+from workbench.diagnose.record import Record, RecordedStep, context_of, placed
 from workbench.faults import load_fault
 from workbench.specs.run import RunSpec, merge
 
@@ -26,7 +26,7 @@ def hidden_records(name: str) -> tuple[Record, Record]:
 def record_of(found: Found, spec: RunSpec, name: str) -> Record:
     """A record of what a step found."""
     batch = documents(spec)
-    counts, places = arranged(spec, batch, range(batch.num_documents), found.tokens)
+    counts, places = placed(spec, batch, range(batch.num_documents), found.tokens)
     step = RecordedStep(
         0,
         found.numbers["loss/total"],

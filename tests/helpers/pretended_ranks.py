@@ -25,7 +25,7 @@ from pathlib import Path
 from workbench.records.directory import RunDirectory, project_root
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
-from workbench.train.watched import be_watched
+from workbench.train.watched import enable_diagnostics
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def pretended_ranks(
 def main() -> None:
     """Be one of them."""
     run, rank = RunDirectory.open(Path(sys.argv[1])), int(sys.argv[2])
-    be_watched(run, rank)
+    enable_diagnostics(run, rank)
     everybody = range(run.spec.layout.world_size)
     for word in sys.argv[3:]:
         if word == "end":

@@ -1,9 +1,9 @@
-"""Proofs that nobody found: one law held, one is broken, one is declared, one was not tried."""
+"""Proofs that nobody found: one invariant held, one is broken, one is declared, one was not tried."""
 
 from __future__ import annotations
 
 from workbench.prove.documents import Document
-from workbench.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.proof import Counterexample, InvariantResult, Proof
 
 DOCUMENT = Document(
     tokens=(3, 5, 7),
@@ -19,12 +19,12 @@ DOCUMENT = Document(
 )
 
 
-def counterexample(words="gradient 0.5 times that of one rank: 1 / cp"):
+def counterexample(description="gradient 0.5 times that of one rank: 1 / cp"):
     return Counterexample("one rank", "cp=2 contiguous", (str(DOCUMENT),), words, (DOCUMENT,))
 
 
 def make_proof(subject="cp_left_out (engine mean)", broken=True):
-    cp = LawResult(
+    cp = InvariantResult(
         "cp_degree",
         "a row may be cut for any number of ranks",
         "broken",
@@ -35,7 +35,7 @@ def make_proof(subject="cp_left_out (engine mean)", broken=True):
         "1 / cp",
         counterexample(),
     )
-    order = LawResult(
+    order = InvariantResult(
         "packing_order",
         "any document may share a row with any other",
         "declared",
@@ -49,10 +49,10 @@ def make_proof(subject="cp_left_out (engine mean)", broken=True):
     return Proof(
         subject,
         (
-            LawResult("dp_split", "documents may be dealt to any ranks", "holds", 12, 3e-15),
+            InvariantResult("dp_split", "documents may be dealt to any ranks", "holds", 12, 3e-15),
             *((cp,) if broken else ()),
             order,
-            LawResult("tp", "any number of ranks", "not tried", why="no time was left"),
+            InvariantResult("tp", "any number of ranks", "not tried", why="no time was left"),
         ),
         seed=3,
         seconds=1.25,

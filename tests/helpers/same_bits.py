@@ -13,9 +13,9 @@ from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh, make_mesh
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.certify import certify, mark_gradients
-from workbench.train.exact import as_asked
-from workbench.train.worker import make_optimizer
+from workbench.train.certify import certify, fingerprint_gradients
+from workbench.train.exact import reproducible_mode
+from workbench.train.worker import build_optimizer
 
 
 def train(
@@ -35,12 +35,12 @@ def train(
         shard_parameters=layout.shard_parameters,
         checkpointing=layout.checkpointing,
     )
-    with as_asked(policy, spec):
+    with reproducible_mode(policy, spec):
         return _steps(policy, spec, batch, mesh, dealt)
 
 
 def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt: list[list[int]] | None) -> dict:
-    loss, optimizer, found = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer), {}
+    loss, optimizer, found = flow.build_loss(spec.loss), build_optimizer(policy, spec.optimizer), {}
     for number in range(spec.steps):
         rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
         result = flow.run_step(
@@ -53,7 +53,7 @@ def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt
             level=spec.record.metrics,
             loss_spec=spec.loss,
         )
-        marks = mark_gradients(policy)
+        marks = fingerprint_gradients(policy)
         norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
         optimizer.step()
         certificate = bytearray.fromhex(certify(policy, result, marks).hash)

@@ -15,7 +15,7 @@ from workbench.sharding.collectives import all_gather, all_sum, gather_scatter, 
 
 @dataclass(frozen=True)
 class Right:
-    """A loss that keeps every law with its engine.
+    """A loss that keeps every invariant with its engine.
 
     Attributes:
         loss: what a trainer calls for each micro-batch.
@@ -35,26 +35,26 @@ class Mistake:
     Attributes:
         loss: what a trainer calls for each micro-batch.
         engine: sum or mean.
-        law: the law that the mistake is about.
-        also: other laws that it breaks, a word each (some orders of cp pad documents).
-        factor: what the gradient (or the loss, where the gradient is right) is multiplied with in that law's smallest
+        invariant: the invariant that the mistake is about.
+        also: other invariants that it breaks, a word each (some orders of cp pad documents).
+        factor: what the gradient (or the loss, where the gradient is right) is multiplied with in that invariant's smallest
             counterexample; None: no factor.
         origin: where it was made.
-        what: what differs there.
+        differing: what differs there.
     """
 
     loss: Callable
     engine: str
-    law: str
+    invariant: str
     also: str
     factor: str | None
     origin: str
-    what: tuple[str, ...] = ("gradient", "loss")
+    differing: tuple[str, ...] = ("gradient", "loss")
 
     @property
     def breaks(self) -> set[str]:
-        """Every law that it breaks."""
-        return {self.law, *self.also.split()}
+        """Every invariant that it breaks."""
+        return {self.invariant, *self.also.split()}
 
 
 # -- what they share -------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ MISTAKES = {
         also="cp_order",
         factor=None,
         origin="THUDM/slime#1383; deepspeedai/DeepSpeed#6841",
-        what=("gradient",),
+        differing=("gradient",),
     ),
     "gspo of the shard": Mistake(
         gspo_of_the_shard,
@@ -458,7 +458,7 @@ MISTAKES = {
         also="empty_ranks",
         factor="cp",
         origin="ServiceNow/Fast-LLM#502, #520",
-        what=("loss",),
+        differing=("loss",),
     ),
     "replicated, not divided": Mistake(
         replicated_and_not_divided,
@@ -500,7 +500,7 @@ MISTAKES = {
         also="",
         factor=None,
         origin="a count of 0, surogate#74",
-        what=("not a number",),
+        differing=("not a number",),
     ),
     "no backward": Mistake(
         no_backward_where_nothing_trains,
@@ -509,6 +509,6 @@ MISTAKES = {
         also="",
         factor=None,
         origin="THUDM/slime#2123, radixark/miles#683",
-        what=("error",),
+        differing=("error",),
     ),
 }

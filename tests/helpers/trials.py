@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from workbench.launch.ablation import Planned
+from workbench.launch.ablation import PlannedRun
 from workbench.launch.sweep import Sweep
 from workbench.records.directory import RunDirectory, this_process
 from workbench.specs.run import RunSpec
@@ -26,7 +26,7 @@ def make_sweep(root: Path, *names: str) -> Sweep:
     """A sweep of pending runs that nobody starts."""
     sweep = Sweep([], root)
     sweep.runs = [make_run(root, name) for name in names]
-    sweep.planned = [Planned(name, run.spec, "", "", name) for name, run in zip(names, sweep.runs, strict=True)]
+    sweep.planned = [PlannedRun(name, run.spec, "", "", name) for name, run in zip(names, sweep.runs, strict=True)]
     return sweep
 
 

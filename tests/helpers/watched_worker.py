@@ -20,7 +20,7 @@ from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
 from workbench.sharding.collectives import all_gather, all_sum
 from workbench.sharding.mesh import join, make_mesh
-from workbench.train.watched import be_watched
+from workbench.train.watched import enable_diagnostics
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        be_watched(run, rank)
+        enable_diagnostics(run, rank)
         train(run, rank)
     except Exception as error:
         run.write_exit(rank, {"cp": rank}, error, waited_in=flight.waiting_in())

@@ -47,7 +47,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         result = flow.run_step(
             policy,
-            flow.make_loss(spec.loss),
+            flow.build_loss(spec.loss),
             rows,
             totals,
             num_source=batch.num_tokens,

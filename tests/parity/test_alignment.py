@@ -16,7 +16,7 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.pretended_ring import RING
 from tests.helpers.ranks import run_ranks
 from tests.oracles import step as paper
-from workbench.parallel_loss.adjoints import local_to_whole
+from workbench.parallel_loss.adjoints import local_to_global
 from workbench.parallel_loss.align import align_loss
 from workbench.policy.precision import lift_to_float64
 from workbench.policy.tiny import tiny_qwen3
@@ -123,7 +123,7 @@ def gradient_of_pairs():
 
     align = align_loss(cp=dist.group.WORLD, engine="sum")
     completions = PAIRS | {
-        engine: lambda partial, axis, engine=engine: local_to_whole(
+        engine: lambda partial, axis, engine=engine: local_to_global(
             partial, (axis,), align_loss(cp=axis, engine=engine).factor
         )
         for engine in ("sum", "mean")

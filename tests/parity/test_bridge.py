@@ -103,7 +103,7 @@ def declared_on_gloo(seed):
     generator = torch.Generator().manual_seed(seed)
     values, gradients = (rows(side, generator) for side in sides)
     source, destination = (
-        declare(side.share_of[world.rank].tokens_t, world, alike=side.number_of[world.rank]) for side in sides
+        declare(side.share_of[world.rank].tokens_t, world, replica_id=side.number_of[world.rank]) for side in sides
     )
     own = values[world.rank].clone().requires_grad_()
     out = Crossing.make(source, destination).cross(own, world, checked=True)

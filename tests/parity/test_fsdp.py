@@ -22,7 +22,7 @@ from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import make_mesh
 from workbench.specs.run import OptimizerSpec, RunSpec
 from workbench.train import step as flow
-from workbench.train.worker import make_optimizer
+from workbench.train.worker import build_optimizer
 
 LAYOUTS = {
     "dp2": {"dp": 2},
@@ -58,12 +58,12 @@ def train(given, documents):
         sequence_parallel=layout.sequence_parallel,
         fused_loss=spec.policy.fused_loss,
     )
-    optimizer, steps = make_optimizer(policy, spec.optimizer), []
+    optimizer, steps = build_optimizer(policy, spec.optimizer), []
     for _ in range(2):
         rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)
         found = flow.run_step(
             policy,
-            flow.make_loss(spec.loss),
+            flow.build_loss(spec.loss),
             rows,
             totals,
             keep_gradients=True,

@@ -12,7 +12,7 @@ from tests.parity.cases import as_batch
 from tests.parity.sequence_cases import LOSSES, Oracle
 from workbench.losses import Term
 from workbench.losses.corrections import CORRECTION_WEIGHTS
-from workbench.policy.logprobs.engine import count_products
+from workbench.policy.logprobs.engine import count_gemms
 from workbench.policy.logprobs.fused_loss import fused_loss
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import Extension
@@ -35,7 +35,7 @@ def policy(rank, fused_loss):
     return load_policy("tiny-qwen3", precision="float64", seed=3, fused_loss=fused_loss)
 
 
-def step(loss, *, fused, layout=CP2, make=flow.make_loss, made_from_spec=True, chunk_tokens=CHUNK):
+def step(loss, *, fused, layout=CP2, make=flow.build_loss, made_from_spec=True, chunk_tokens=CHUNK):
     """One step on simulated ranks, and the products of each for every token that trains on it."""
     head = {"fused_loss": True, "chunk_tokens": chunk_tokens} if fused else {}
     spec = RunSpec.model_validate(
@@ -58,7 +58,7 @@ def step(loss, *, fused, layout=CP2, make=flow.make_loss, made_from_spec=True, c
     def rank(mesh):
         held = replace(policy(mesh["dp_cp"].rank, fused), mesh=mesh, chunk_tokens=spec.policy.chunk_tokens)
         rows, totals = flow.prepare_rows(batch, spec, mesh)
-        with count_products(this_thread=True) as count:
+        with count_gemms(this_thread=True) as count:
             found = flow.run_step(
                 held,
                 make(spec.loss),
@@ -201,6 +201,6 @@ def test_products_of_simulated_tp_ranks_are_their_own():
             implementation="chunked",
             **held.head_arguments(),
         )
-        return found.products, found.fallback
+        return found.gemms, found.fallback
 
     assert simulate(rank, tp=2) == [(3.0, None)] * 2

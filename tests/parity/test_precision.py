@@ -35,7 +35,7 @@ def watched_step(lift):
                 del module.forward
     rows, totals = flow.prepare_rows(RolloutBatch.from_documents(documents_near(11)), spec, policy.mesh)
     with LowPrecision() as watch:
-        flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+        flow.run_step(policy, flow.build_loss(spec.loss), rows, totals)
     return watch.seen
 
 

@@ -18,7 +18,7 @@ from workbench.sharding.mesh import single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.exact import as_asked
+from workbench.train.exact import reproducible_mode
 
 ROWS = 4
 LAYOUTS = {
@@ -197,5 +197,5 @@ def test_rows_of_the_ordinary_mode_are_refused():
     spec, ordinary = RunSpec.model_validate(settings({})), RunSpec.model_validate(settings({}, reproducible={}))
     policy = load_policy("tiny-qwen3", mesh=single_process_mesh())
     rows, totals = flow.prepare_rows(as_batch(oracle().documents), ordinary, policy.mesh)
-    with as_asked(policy, spec), pytest.raises(SpecError, match="rows that were prepared without it"):
-        flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+    with reproducible_mode(policy, spec), pytest.raises(SpecError, match="rows that were prepared without it"):
+        flow.run_step(policy, flow.build_loss(spec.loss), rows, totals)

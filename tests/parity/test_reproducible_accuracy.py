@@ -18,7 +18,7 @@ from workbench.reproducible.kernels import plain
 from workbench.sharding.mesh import single_process_mesh
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.exact import as_asked
+from workbench.train.exact import reproducible_mode
 
 BAR = 1.1
 SEEDS = range(5)
@@ -33,11 +33,11 @@ def step(documents, seed, frozen=None, **more):
         spec.model.source, mesh=single_process_mesh(), precision=spec.precision, tied=spec.model.tied, seed=seed
     )
     batch = as_batch(documents)
-    with as_asked(policy, spec):
+    with reproducible_mode(policy, spec):
         rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
         found = flow.run_step(
             policy,
-            flow.make_loss(spec.loss),
+            flow.build_loss(spec.loss),
             rows,
             totals,
             num_source=batch.num_tokens,
@@ -77,7 +77,7 @@ def test_it_is_no_further_from_the_truth(precision, least, truths):
 
 def test_the_bar_sees_an_error_of_some_units_in_the_last_place(truths, monkeypatch):
     ordinary, _ = error(truths, precision="float32")
-    back = plain.product_back
-    monkeypatch.setattr(plain, "product_back", lambda *given: back(*given) * (1 + 2**-20))
+    back = plain.matmul_backward
+    monkeypatch.setattr(plain, "matmul_backward", lambda *given: back(*given) * (1 + 2**-20))
     rough, _ = error(truths, precision="float32", **EXACT)
     assert rough > BAR * ordinary

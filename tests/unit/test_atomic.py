@@ -67,7 +67,7 @@ def test_a_line_without_content_or_with_the_name_of_the_check_is_refused(tmp_pat
 def test_tensors_that_share_memory_come_back_each_by_itself(tmp_path):
     whole = torch.arange(6.0)
     path = write_tensors(tmp_path / "tensors" / "a.safetensors", {"whole": whole, "part": whole[2:4]})
-    read = read_tensors(path, asked="", fix="")
+    read = read_tensors(path, requested="", fix="")
     assert read["part"].tolist() == [2.0, 3.0]
     assert read["whole"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -76,4 +76,4 @@ def test_damaged_tensors_are_refused_by_name(tmp_path):
     path = write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(3)})
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(RecordError, match="read mine/a"):
-        read_tensors(path, asked="read mine/a", fix="again")
+        read_tensors(path, requested="read mine/a", fix="again")

@@ -54,7 +54,7 @@ BENCHMARKS = {
 }
 """Name -> module below experiments/, and the question that it answers.
 
-A module has `measure() -> record` and `in_words(record)`, and a record's ``bars`` state what must hold. One with a page
+A module has `measure() -> record` and `format_record(record)`, and a record's ``bars`` state what must hold. One with a page
 has `write_page(record, folder)`. Records are written into the module's folder.
 """
 
@@ -103,11 +103,11 @@ def main(arguments: Sequence[str]) -> int:
         folder = options.folder or Path(benchmark.__file__).parent
         settings: dict[str, Any] = {} if options.pairs is None else {"pairs": options.pairs}
         settings |= {"only": options.only} if options.only else {}
-        record = benchmark.measure(told=lambda line: print(f"  {line}", flush=True), **settings)
+        record = benchmark.measure(report_progress=lambda line: print(f"  {line}", flush=True), **settings)
         record["command"] = " ".join(["workbench bench", *map(without_machine_paths, arguments)])
         folder.mkdir(parents=True, exist_ok=True)
         written = write_whole(folder / f"{name}.json", to_json(record))
-        print(f"{benchmark.in_words(record)}\nrecord: {written}")
+        print(f"{benchmark.format_record(record)}\nrecord: {written}")
         if hasattr(benchmark, "write_page") and (page := benchmark.write_page(record, folder)):
             print(f"page: {page}")
         passed = passed and all(bar["holds"] for bar in record["bars"].values())

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from workbench.cli.terminal import safe_lines, say
+from workbench.cli.terminal import print_lines, safe_lines
 
 _YAML = (".yaml", ".yml")
 
@@ -38,7 +38,7 @@ def _bisect(
     from workbench.records.directory import to_json
 
     names = (_short_name(a), _short_name(b))
-    bisection = bisect(meant(a), meant(b), names=names, block_tokens=block_tokens, steps=steps)
+    bisection = bisect(spec_or_target(a), spec_or_target(b), names=names, block_tokens=block_tokens, steps=steps)
     if json:
         print(
             to_json(
@@ -52,7 +52,7 @@ def _bisect(
             end="",
         )
     else:
-        say(safe_lines(str(bisection)))
+        print_lines(safe_lines(str(bisection)))
     return 0 if bisection.equal else 1
 
 
@@ -60,7 +60,7 @@ def _short_name(target: str) -> str:
     return Path(target.rpartition(":")[2]).name.removesuffix(".yaml")
 
 
-def meant(asked: str) -> Any:
+def spec_or_target(target: str) -> Any:
     """Return the spec of a run of an ablation if the argument names one; anything else unchanged.
 
     Raises:
@@ -70,15 +70,15 @@ def meant(asked: str) -> Any:
     from workbench.launch.ablation import load_ablation
     from workbench.specs.run import read_yaml
 
-    file, _, name = asked.rpartition(":")
-    if Path(asked).suffix in _YAML and "configurations" in (read_yaml(Path(asked)) or {}):
-        file, name = asked, ""
+    file, _, name = target.rpartition(":")
+    if Path(target).suffix in _YAML and "configurations" in (read_yaml(Path(target)) or {}):
+        file, name = target, ""
     elif Path(file).suffix not in _YAML:
-        return asked
+        return target
     planned = {run.name: run.spec for run in load_ablation(file).expand()}
     if name not in planned:
         raise SpecError(
-            f"bisect {asked}",
+            f"bisect {target}",
             found=f"no run {name!r} in {file}" if name else f"an ablation of {len(planned)} runs",
             rule=f"one of {', '.join(planned)}",
             fix=f"name one of its runs, as {file}:{next(iter(planned))}",

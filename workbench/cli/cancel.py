@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from workbench.cli.terminal import safe, say
+from workbench.cli.terminal import print_lines, safe
 from workbench.launch.cancel import cancel_run
 from workbench.records.directory import ENDED
 from workbench.records.lookup import look_up
@@ -17,7 +17,7 @@ BY = "the command line"
 
 
 def cancel(
-    asked: str | Path,
+    target: str | Path,
     *,
     by: str = BY,
     project: Path | None = None,
@@ -26,7 +26,7 @@ def cancel(
     """Cancel a run, or all runs of an experiment that have not ended, and wait until they have.
 
     Args:
-        asked: see `workbench.records.lookup.look_up`.
+        target: see `workbench.records.lookup.look_up`.
         by: the requester, for the record.
         project: the folder that holds ``experiments``; None takes `project_root`.
         on_end: called with the name of the folder, its state, and True if it had ended before.
@@ -37,7 +37,7 @@ def cancel(
     Raises:
         RecordError: nothing of that name, or runs that cannot be opened.
     """
-    runs = look_up(asked, project).opened()
+    runs = look_up(target, project).opened()
     # the recorded state, not `status`: a run that looks lost from here may still wait in a cluster's queue
     ended = {run.path.name for run in runs if run.state["state"] in ENDED}
     for run in runs:
@@ -68,7 +68,7 @@ def _cancel(run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.ar
     Args:
         run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
     """
-    states = cancel(run_or_experiment, on_end=lambda *ended: say([_message(*ended)]))
+    states = cancel(run_or_experiment, on_end=lambda *ended: print_lines([_message(*ended)]))
     return 0 if all(state in ENDED for state in states.values()) else 1
 
 

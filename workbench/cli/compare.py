@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from workbench.cli.run import exit_code, verdict_table
-from workbench.cli.terminal import safe_lines, say
+from workbench.cli.terminal import print_lines, safe_lines
 
 
 def saved_verdicts(experiment_dir: Path) -> tuple[str, int]:
@@ -72,7 +72,7 @@ def _compare(
     """
     if reference:
         text, equal = certified(experiment_dir, reference)
-        say(safe_lines(text))
+        print_lines(safe_lines(text))
         return 0 if equal else 1
     text, code = saved_verdicts(Path(experiment_dir))
     print(text)

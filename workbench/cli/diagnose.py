@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from workbench.cli.terminal import safe_lines, say
+from workbench.cli.terminal import print_lines, safe_lines
 
 
 def _diagnose(
@@ -34,13 +34,13 @@ def _diagnose(
 
     diagnosis = diagnose(trusted, suspect)
     if json:
-        print(to_json(in_plain(diagnosis)).decode(), end="")
+        print(to_json(as_json(diagnosis)).decode(), end="")
     else:
-        say(safe_lines(str(diagnosis)))
+        print_lines(safe_lines(str(diagnosis)))
     return 0 if diagnosis.equal else 1
 
 
-def in_plain(diagnosis: Any) -> dict[str, Any]:
+def as_json(diagnosis: Any) -> dict[str, Any]:
     """Return a diagnosis as JSON data."""
     following = diagnosis.next_experiment()
     causes = [asdict(cause) | {"needs": sorted(cause.needs)} for cause in diagnosis.causes]

@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 import tyro
 
-from workbench.cli.terminal import safe, say, size
+from workbench.cli.terminal import print_lines, safe, size
 from workbench.errors import WorkbenchError
-from workbench.launch.rendezvous import meet
+from workbench.launch.rendezvous import check_rendezvous
 from workbench.records.directory import project_root, to_json
 from workbench.records.lookup import experiments, runs_of
 from workbench.report.exporters import TRACKERS
@@ -142,7 +142,7 @@ def _torch_and_rendezvous() -> Iterator[Finding]:
         yield Finding("torch", PROBLEM, "missing", "install the project: pip install -e .")
         return
     try:
-        facts = meet()
+        facts = check_rendezvous()
     except WorkbenchError as error:
         yield Finding("torch", NOTE, f"{_version('torch')}; not checked further, as its ranks did not meet")
         yield Finding("rendezvous", PROBLEM, error.parts["found"], error.parts["fix"])
@@ -405,7 +405,7 @@ def _doctor(*, json: bool = False) -> int:
     for finding in _findings(project_root()):
         findings.append(finding)
         if not json:
-            say(lines_of(finding))
+            print_lines(lines_of(finding))
             sys.stdout.flush()
     if json:
         print(to_json([asdict(finding) for finding in findings]).decode(), end="")

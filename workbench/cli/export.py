@@ -9,14 +9,14 @@ from typing import Annotated
 
 import tyro
 
-from workbench.cli.terminal import safe, say
+from workbench.cli.terminal import print_lines, safe
 from workbench.records.lookup import look_up
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.export import Exported, TrackerName, default_folder, export_runs
 
 
 def export(
-    asked: str | Path,
+    target: str | Path,
     *,
     to: TrackerName,
     project: str = "workbench",
@@ -26,7 +26,7 @@ def export(
     """Export a run, or each run of an experiment, to a tracker; see `export_runs`.
 
     Args:
-        asked: see `workbench.records.lookup.look_up`.
+        target: see `workbench.records.lookup.look_up`.
         to: the tracker.
         project: the tracker's project, above the experiment.
         folder: gets the tracker's files; None takes ``runs/exports/<tracker>`` of the experiment.
@@ -37,7 +37,7 @@ def export(
         LaunchError: the tracker's package is not installed, or it failed.
         SpecError: a project name that cannot be used everywhere.
     """
-    return export_runs(look_up(asked, root).opened(), to=to, project=project, folder=folder)
+    return export_runs(look_up(target, root).opened(), to=to, project=project, folder=folder)
 
 
 def lines_of(exported: Sequence[Exported]) -> list[str]:
@@ -69,10 +69,10 @@ def _export(
     """
     runs = look_up(run_or_experiment).opened()
     exported = export_runs(runs, to=to, project=project, folder=folder)
-    say(lines_of(exported))
+    print_lines(lines_of(exported))
     where = folder or default_folder(runs[0], to)
     if any(run.outcome != "left out" for run in exported):
-        say([f"to look at it: {TRACKERS[to].look.format(folder=where, project=project)}"])
+        print_lines([f"to look at it: {TRACKERS[to].look.format(folder=where, project=project)}"])
     return 1 if any(run.outcome == "left out" for run in exported) else 0
 
 

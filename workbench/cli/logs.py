@@ -10,10 +10,10 @@ from typing import Annotated
 
 import tyro
 
-from workbench.cli.terminal import safe, say
+from workbench.cli.terminal import print_lines, safe
 from workbench.errors import RecordError
 from workbench.records.directory import ENDED, RunDirectory
-from workbench.records.lookup import look_up, spelled
+from workbench.records.lookup import look_up, shell_name
 
 _BLOCK = 64 * 1024
 _POLL_S = 0.2
@@ -105,7 +105,7 @@ class _Logs:
                 f"read the log of rank {missing[0]} of {self.run.path.name}",
                 found=f"ranks with a log: {there}; the run is {self.run.status}",
                 rule="a rank has a log once it has started",
-                fix=f"`workbench status {spelled(self.run.path)}` shows the state of each rank",
+                fix=f"`workbench status {shell_name(self.run.path)}` shows the state of each rank",
             )
 
 
@@ -183,16 +183,16 @@ def _logs(
     prefix, escape = ranks is None and world_size > 1, sys.stdout.isatty()
     if not follow:
         printed = tail_lines(directory, ranks=ranks, lines=lines)
-        say(_shown(number, line, prefix=prefix, escape=escape) for number, line in printed)
+        print_lines(_shown(number, line, prefix=prefix, escape=escape) for number, line in printed)
         if not printed and not _ranks_with_logs(directory):
             print(f"no rank of {directory.path.name} has started; it is {directory.status}", file=sys.stderr)
         return 0
     try:
         for number, line in follow_lines(directory, ranks=ranks, lines=lines):
-            say([_shown(number, line, prefix=prefix, escape=escape)])
+            print_lines([_shown(number, line, prefix=prefix, escape=escape)])
             sys.stdout.flush()
     except KeyboardInterrupt:
-        stop = f"workbench cancel {safe(spelled(directory.path))}"
+        stop = f"workbench cancel {safe(shell_name(directory.path))}"
         print(f"\ndetached; the run continues; `{stop}` stops it", file=sys.stderr)
         return 130
     print(f"{directory.path.name} has ended: {directory.status}", file=sys.stderr)

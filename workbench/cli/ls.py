@@ -11,10 +11,10 @@ from typing import Annotated
 
 import tyro
 
-from workbench.cli.terminal import say, table, when, width
+from workbench.cli.terminal import print_lines, table, when, width
 from workbench.errors import WorkbenchError
-from workbench.records.directory import ENDED, failure_in_short, to_json
-from workbench.records.lookup import Found, experiment_at, experiments, runs_of, steps_recorded
+from workbench.records.directory import ENDED, failure_summary, to_json
+from workbench.records.lookup import RunEntry, experiment_at, experiments, runs_of, steps_recorded
 from workbench.report.trial import duration
 
 
@@ -72,26 +72,26 @@ def list_runs(*experiment_dirs: Path | str, every: bool = False, project: Path |
     return sorted(listed, key=lambda run: (run.created_ns, run.experiment, run.folder))
 
 
-def listing(found: Found) -> Listed:
+def listing(entry: RunEntry) -> Listed:
     """Return a run as a list shows it; one that cannot be read has the state "unreadable"."""
-    run, state = found.run, found.state
+    run, state = entry.run, entry.state
     common = {
-        "experiment": found.experiment_dir.name,
-        "name": found.name,
-        "folder": found.path.name,
-        "created_ns": found.created_ns,
+        "experiment": entry.experiment_dir.name,
+        "name": entry.name,
+        "folder": entry.path.name,
+        "created_ns": entry.created_ns,
         "ranks": int(state.get("world_size", 0)),
         "device": str(state.get("device", "")),
         "backend": str(state.get("backend", "")),
     }
     if run is None:
-        return Listed(state="unreadable", steps_done=0, steps=0, seconds=None, why=found.problem, **common)
+        return Listed(state="unreadable", steps_done=0, steps=0, seconds=None, why=entry.problem, **common)
     status = run.status
     return Listed(
         state=status,
         steps_done=steps_recorded(run),
         steps=run.spec.steps,
-        why=_why(found, status),
+        why=_why(entry, status),
         seconds=seconds(state, status),
         **common | {"ranks": common["ranks"] or run.spec.layout.world_size},
     )
@@ -104,7 +104,7 @@ def seconds(state: dict[str, int], status: str) -> float | None:
     return round((state["ended_ns"] if status in ENDED else time.time_ns()) / 1e9 - state["started_ns"] / 1e9, 3)
 
 
-def _why(entry: Found, status: str) -> str:
+def _why(entry: RunEntry, status: str) -> str:
     if entry.run is None or status not in ("failed", "lost"):
         return ""
     try:
@@ -112,7 +112,7 @@ def _why(entry: Found, status: str) -> str:
     except WorkbenchError as error:
         return error.parts["found"]
     if failure:
-        return failure_in_short(failure)
+        return failure_summary(failure)
     return "no process is left that could end it" if status == "lost" else "no rank recorded a cause"
 
 
@@ -164,7 +164,7 @@ def _ls(
     if json:
         print(to_json([asdict(run) for run in listed]).decode(), end="")
     elif listed:
-        say(lines_of(listed, letters=width()))
+        print_lines(lines_of(listed, letters=width()))
     else:
         print("no runs yet; begin with: workbench run experiments/layout_parity/ablation.yaml")
     return 0

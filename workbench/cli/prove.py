@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from workbench.cli.terminal import safe_lines, say
+from workbench.cli.terminal import print_lines, safe_lines
 from workbench.errors import SpecError
 
 
@@ -60,7 +60,7 @@ def _prove(
     *,
     spec: Path | None = None,
     engine: Literal["sum", "mean"] | None = None,
-    laws: tuple[str, ...] = (),
+    invariants: tuple[str, ...] = (),
     seed: int = 0,
     rounds: int = 4,
     budget_s: float = 20.0,
@@ -75,7 +75,7 @@ def _prove(
             trainer's microbatch_loss(batch, outputs, totals).
         spec: YAML of a run's spec: for a preset its other settings, for a function the settings of its weights.
         engine: Reduction of gradients over dp x cp by your engine; marks the function as a trainer's.
-        laws: Invariants to check; all if none is named.
+        invariants: Invariants to check; all if none is named.
         seed: Seed of the batches and layouts.
         rounds: Cases of each invariant.
         budget_s: CPU seconds after which no further case is started; invariants that were not tried are named.
@@ -100,17 +100,28 @@ def _prove(
         subject = load_run_spec(Path(loss))
     elif settings is not None:
         subject, settings = settings.merged({"loss": {"name": loss}}), None
-    proof = prove(subject, spec=settings, engine=engine, laws=laws or None, seed=seed, rounds=rounds, budget_s=budget_s)
+    proof = prove(
+        subject,
+        spec=settings,
+        engine=engine,
+        invariants=invariants or None,
+        seed=seed,
+        rounds=rounds,
+        budget_s=budget_s,
+    )
     if json:
-        print(to_json(in_plain(proof)).decode(), end="")
+        print(to_json(as_json(proof)).decode(), end="")
     else:
-        say(safe_lines(str(proof)))
+        print_lines(safe_lines(str(proof)))
     return 0 if proof.ok else 1
 
 
-def in_plain(proof: Any) -> dict[str, Any]:
+def as_json(proof: Any) -> dict[str, Any]:
     """Return a proof as JSON data, with the documents of its counterexamples."""
-    laws = [_named(law) | {"counterexample": law.counterexample and _named(law.counterexample)} for law in proof.laws]
+    invariants = [
+        _named(invariant) | {"counterexample": invariant.counterexample and _named(invariant.counterexample)}
+        for invariant in proof.invariants
+    ]
     return {
         "subject": proof.subject,
         "ok": proof.ok,
@@ -119,7 +130,7 @@ def in_plain(proof: Any) -> dict[str, Any]:
         "declared": proof.declared,
         "seed": proof.seed,
         "seconds": proof.seconds,
-        "laws": laws,
+        "invariants": invariants,
     }
 
 

@@ -121,9 +121,9 @@ def record(
         seed: of the weights, the problems and the sampling.
         overwrite: replace an existing rollout dataset.
     """
-    from workbench.train.sampling import RecordingSettings, record_rollouts
+    from workbench.train.sampling import RolloutSettings, record_rollouts
 
-    settings = RecordingSettings(prompts=prompts, answers=answers, temperature=temperature, seed=seed)
+    settings = RolloutSettings(prompts=prompts, answers=answers, temperature=temperature, seed=seed)
     numbers = record_rollouts(folder, settings, overwrite=overwrite, on_event=lambda line: print(line, flush=True))
     for name, value in numbers.items():
         print(f"  {name}: {value:.4g}" if isinstance(value, float) else f"  {name}: {value}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from workbench.errors import SpecError
-from workbench.launch.ablation import AblationSpec, Planned, load_ablation, select
+from workbench.launch.ablation import AblationSpec, PlannedRun, load_ablation, select
 from workbench.launch.run import Where, launch, requests
 from workbench.launch.sweep import RunEvent, Sweep
 from workbench.records.directory import project_root, provenance
@@ -33,7 +33,7 @@ class _Plan:
 
     question: str
     experiment_dir: Path
-    chosen: list[Planned]
+    chosen: list[PlannedRun]
     trial: bool
     whole: bool
 

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 import tyro
 
 from workbench.cli.ls import lines_of, listing, seconds
-from workbench.cli.terminal import safe, safe_lines, say, size, table, when, width
+from workbench.cli.terminal import print_lines, safe, safe_lines, size, table, when, width
 from workbench.errors import RecordError, WorkbenchError
 from workbench.launch.ablation import load_ablation
 from workbench.launch.waits import find_waits
 from workbench.metrics.evidence import Evidence
-from workbench.records.directory import ENDED, STATES, RunDirectory, failure_in_short, from_json, to_json
-from workbench.records.lookup import Found, Target, look_up, runs_of, spelled, steps_recorded
+from workbench.records.directory import ENDED, STATES, RunDirectory, failure_summary, from_json, to_json
+from workbench.records.lookup import RunEntry, Target, look_up, runs_of, shell_name, steps_recorded
 from workbench.records.progress import CONTINUES, Pace
 from workbench.report.numbers import significant
 from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD, duration
@@ -57,12 +57,12 @@ class WaitStatus:
 
     Attributes:
         rank: the rank that is waited for.
-        words: the collective, the waiting ranks, the duration, and what the rank did instead.
+        message: the collective, the waiting ranks, the duration, and what the rank did instead.
         stack: its Python stack, if the watchdog of the run recorded it; "" otherwise.
     """
 
     rank: int
-    words: str
+    message: str
     stack: str
 
 
@@ -132,17 +132,17 @@ class RunStatus:
     problem: str
 
 
-def describe(asked: str | Path, *, project: Path | None = None) -> list[RunStatus]:
+def describe(query: str | Path, *, project: Path | None = None) -> list[RunStatus]:
     """Return the state of a run, or of every run of an experiment, oldest first.
 
     Args:
-        asked: see `workbench.records.lookup.look_up`.
+        query: see `workbench.records.lookup.look_up`.
         project: the folder that holds ``experiments``; None takes `project_root`.
 
     Raises:
         RecordError: nothing of that name, or runs that cannot be opened.
     """
-    target = look_up(asked, project)
+    target = look_up(query, project)
     return [_describe(run, entry.experiment_dir) for entry, run in zip(target.runs, target.opened(), strict=True)]
 
 
@@ -199,9 +199,9 @@ def _continues(state: dict[str, Any], steps: Sequence[dict[str, Any]]) -> str:
     return f"with {state['continues']}{since}" if "continues" in state else ""
 
 
-def settings_that_differ(usual: RunDirectory, run: RunDirectory) -> dict[str, list[Any]]:
+def settings_that_differ(baseline: RunDirectory, run: RunDirectory) -> dict[str, list[Any]]:
     """Return setting -> its values in the baseline run and in another, where they differ."""
-    before, after = (flatten(each.spec.model_dump(mode="json")) for each in (usual, run))
+    before, after = (flatten(each.spec.model_dump(mode="json")) for each in (baseline, run))
     return {
         key: [before.get(key), after.get(key)]
         for key in sorted(before.keys() | after.keys())
@@ -262,7 +262,7 @@ def _waiting(run: RunDirectory, world_size: int, exits: dict[int | None, dict[st
     waits = find_waits(views, range(world_size), [rank for rank in exits if rank is not None])
     stacks = _stacks(run)
     return [
-        WaitStatus(wait.rank, wait.in_words(now), stacks.get(wait.rank, ""))
+        WaitStatus(wait.rank, wait.message(now), stacks.get(wait.rank, ""))
         for wait in waits
         if now - wait.entry.entered_ns > _PATIENCE_S * 1e9
     ]
@@ -328,7 +328,7 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         changes = [f"{key}: {before} -> {after}" for key, (before, after) in status.settings.items()]
         yield "settings", f"as {status.compared_with}" + (", but" if changes else "")
         yield from (("", change) for change in changes)
-    yield from (("waiting", wait.words) for wait in status.waiting)
+    yield from (("waiting", wait.message) for wait in status.waiting)
     if status.problem:
         yield "damaged", status.problem
 
@@ -374,7 +374,7 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
         return []
     place = ", ".join(f"{axis}={number}" for axis, number in failure.get("coordinates", {}).items())
     also = ", ".join("the agent" if rank is None else str(rank) for rank in failure.get("also_failed", []))
-    lines = ["", f"failed: {safe(failure_in_short(failure))}"]
+    lines = ["", f"failed: {safe(failure_summary(failure))}"]
     lines += [
         line
         for line in (
@@ -401,13 +401,13 @@ def lines_of_experiment(target: Target, *, letters: int | None = None) -> list[s
         "",
         *lines_of(listed, letters=letters),
     ]
-    lines += [f"{safe(entry.name)}: {safe(wait.words)}" for entry in target.runs for wait in _waits_of(entry)]
+    lines += [f"{safe(entry.name)}: {safe(wait.message)}" for entry in target.runs for wait in _waits_of(entry)]
     if broken := next((entry for entry, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
-        lines += ["", f"`workbench status {safe(spelled(broken.path))}` shows a failure with its traceback"]
+        lines += ["", f"`workbench status {safe(shell_name(broken.path))}` shows a failure with its traceback"]
     return lines
 
 
-def _waits_of(entry: Found) -> list[WaitStatus]:
+def _waits_of(entry: RunEntry) -> list[WaitStatus]:
     if entry.run is None or entry.run.status in ENDED:
         return []
     world_size = int(entry.state.get("world_size", entry.run.spec.layout.world_size))
@@ -430,10 +430,10 @@ def _status(
         return 0
     target = look_up(run_or_experiment)
     if target.experiment is not None:
-        say(lines_of_experiment(target, letters=width()))
+        print_lines(lines_of_experiment(target, letters=width()))
     else:
         [run] = target.opened()
-        say(lines_of_run(_describe(run, target.runs[0].experiment_dir)))
+        print_lines(lines_of_run(_describe(run, target.runs[0].experiment_dir)))
     return 0
 
 

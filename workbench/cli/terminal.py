@@ -49,7 +49,7 @@ def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = (), *, width: in
     return [line if width is None or len(line) <= width else f"{line[: max(0, width - 1)]}…" for line in padded]
 
 
-def say(lines: Iterable[str]) -> None:
+def print_lines(lines: Iterable[str]) -> None:
     """Print lines; characters that this terminal's encoding lacks are escaped."""
     for line in lines:
         try:

@@ -38,12 +38,15 @@ def main(arguments: Sequence[str]) -> int:
     """Run `workbench verify`; 0 if the verdict is "equal", 1 for any other."""
     options = tyro.cli(VerifyOptions, args=list(arguments), prog="workbench verify", description=_DESCRIPTION)
     record = verify.measure(
-        gpus=options.gpus, model=options.model, steps=options.steps, told=lambda line: print(f"  {line}", flush=True)
+        gpus=options.gpus,
+        model=options.model,
+        steps=options.steps,
+        report_progress=lambda line: print(f"  {line}", flush=True),
     )
     record["command"] = " ".join(["workbench verify", *map(without_machine_paths, arguments)])
     name = "verify.json" if options.gpus else "verify_cpu.json"
     path = options.record or project_root() / "experiments" / "benchmarks" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     written = write_whole(path, to_json(record))
-    print(f"{verify.in_words(record)}\nrecord: {written}")
+    print(f"{verify.format_record(record)}\nrecord: {written}")
     return 0 if verify.verdict_of(record) == "equal" else 1

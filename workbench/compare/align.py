@@ -38,8 +38,8 @@ from workbench.compare.factors import SAME, name_factor
 from workbench.compare.reading import Gradients, RunReader, flipped_clips, ratio_histograms, same_tokens
 from workbench.compare.soundness import evidence_of, not_finite, too_far, too_small, why_vacuous
 from workbench.errors import RecordError
-from workbench.records.certificate import held_by_bits
-from workbench.records.directory import RunDirectory, failure_in_short
+from workbench.records.certificate import compared_bitwise
+from workbench.records.directory import RunDirectory, failure_summary
 
 FLOAT64_BAR = 1e-12
 FLOOR = 1e-3
@@ -97,7 +97,7 @@ def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configur
     base = _described(subject)
     if subject.run is None or base["state"] != "succeeded":
         failure = subject.failure or (subject.run.failure() if subject.run else None) or {"exception": base["state"]}
-        return Configuration(**base, verdict="failed", why=failure_in_short(failure), failure=dict(failure))
+        return Configuration(**base, verdict="failed", why=failure_summary(failure), failure=dict(failure))
     run = RunReader(subject.run)
     try:
         base |= {"steps": run.steps, "diverged_step": run.diverged_step}
@@ -105,7 +105,7 @@ def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configur
             return _stands_alone(base, run, subject, by_name)
         return _compared(base, run, subject, by_name)
     except RecordError as error:
-        why = f"{error.parts['asked']}: {error.parts['found']}"
+        why = f"{error.parts['requested']}: {error.parts['found']}"
         failure = {"exception": "RecordError", "message": str(error)}
         return Configuration(**base, verdict="failed", why=why, failure=failure)
 
@@ -192,7 +192,7 @@ def _certificates_decide(
 ) -> bool:
     """True if the mode demands equal certificates, or if they agree and nothing else can be measured."""
     measurable = _both_full(run, reference) and (run.spec.precision == "float64" or bool(subject.truth))
-    return held_by_bits(run.spec, reference.spec) or (certified.equal and not measurable)
+    return compared_bitwise(run.spec, reference.spec) or (certified.equal and not measurable)
 
 
 def _both_full(run: RunDirectory, reference: RunDirectory) -> bool:

@@ -39,7 +39,7 @@ _NOTHING = f"{0:016x}"
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first tensor in which two runs differ: everything computed before it is bitwise identical.
 
     Attributes:
@@ -65,7 +65,7 @@ class Parting:
     before: str = ""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """One-sentence description."""
         name = self.tensor.removesuffix(INPUT)
         module = {
@@ -96,7 +96,7 @@ class Bisection:
     Attributes:
         a: name of the first run.
         b: name of the second.
-        parting: first divergence; None if there is none.
+        divergence: first divergence; None if there is none.
         steps: number of steps compared.
         stations: tensors compared in the forward pass through the decoder.
         changes: settings changed in a run, by its name, so that both have the same rows.
@@ -107,7 +107,7 @@ class Bisection:
 
     a: str
     b: str
-    parting: Parting | None
+    divergence: Divergence | None
     steps: int
     stations: int
     changes: Mapping[str, Mapping[str, Any]]
@@ -118,7 +118,7 @@ class Bisection:
     @property
     def verdict(self) -> str:
         """One of "equal", "different", "vacuous" (nothing was trained) and "unsound baseline" (NaN in both)."""
-        if self.parting is not None:
+        if self.divergence is not None:
             return "different"
         if self.not_finite:
             return "unsound baseline"
@@ -134,8 +134,8 @@ class Bisection:
         steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         reason = "" if self.verdict == "equal" else f"{self.verdict}, {self.not_finite or self.vacuous}: "
         result = (
-            self.parting.words
-            if self.parting
+            self.divergence.description
+            if self.divergence
             else f"{reason}the same bits in {steps}: {self.stations} tensors on the way, the loss, every gradient and "
             "weight"
         )
@@ -232,7 +232,7 @@ def bisect(
                 _bring_frozen_clip(run, runs[-1])
                 run_here(runs[-1], project)
             bisection = _bisection(labels, runs, changed_settings)
-        if bisection.parting is not None:
+        if bisection.divergence is not None:
             break
     assert bisection is not None
     return bisection
@@ -311,10 +311,10 @@ def _bisection(
         traces = [_trace(run, step) for run in runs]
         ways = [_Way(traces[0].forward, traces[1].forward), _Way(traces[0].backward, traces[1].backward)]
         pairs, stations = _pairs(traces, names), len(ways[0].common)
-        parting = ways[0].parting(step, "forward", pairs, traces[0].block_tokens)
+        parting = ways[0].divergence(step, "forward", pairs, traces[0].block_tokens)
         if certified is not None and certified.step == step:
             parting = parting or _of_certificate(certified, "loss")
-            parting = parting or ways[1].parting(step, "backward", pairs, traces[0].block_tokens)
+            parting = parting or ways[1].divergence(step, "backward", pairs, traces[0].block_tokens)
             parting = parting or _of_certificate(certified, "gradient") or _of_certificate(certified, "weight")
         if parting is not None:
             return Bisection(names[0], names[1], parting, step + 1, stations, changes, *_evidence(runs, step + 1))
@@ -370,7 +370,7 @@ class _Way:
         self._first, self._second = first, second
         self.common = [station for station in first if station in second]
 
-    def parting(self, step: int, way: Way, pairs: Sequence[tuple[int, int]], block_tokens: int) -> Parting | None:
+    def parting(self, step: int, way: Way, pairs: Sequence[tuple[int, int]], block_tokens: int) -> Divergence | None:
         """The first tensor and block that differ; None if none does."""
         for number, station in enumerate(self.common):
             apart = [
@@ -383,7 +383,7 @@ class _Way:
             ]
             if apart:
                 (row, block), before = apart[0], self.common[number - 1] if number else ""
-                return Parting(
+                return Divergence(
                     step,
                     way,
                     station,
@@ -403,10 +403,10 @@ def _trimmed(blocks: Sequence[str]) -> list[str]:
     return list(blocks[:count])
 
 
-def _of_certificate(certified: CertificateComparison, kind: str) -> Parting | None:
+def _of_certificate(certified: CertificateComparison, kind: str) -> Divergence | None:
     """The first tensor of a kind that differs; no tokens can be named."""
     name = next((name for name in certified.differing if name.startswith(f"{kind}/")), None)
     if name is None or certified.step is None:
         return None
     ways: dict[str, Way] = {"loss": "loss", "gradient": "gradients", "weight": "weights"}
-    return Parting(certified.step, ways[kind], name.removeprefix(f"{kind}/").removesuffix("/sum"))
+    return Divergence(certified.step, ways[kind], name.removeprefix(f"{kind}/").removesuffix("/sum"))

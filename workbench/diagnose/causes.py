@@ -32,7 +32,7 @@ class Cause:
 
     Attributes:
         name: one to three words, joined by underscores.
-        words: description.
+        description: description.
         judge: score of the cause, from the facts.
         needs: sizes that must exceed 1 (or values that must differ from the default) for it to act at all: axes,
             "micro_batches", "temperature", ...
@@ -40,7 +40,7 @@ class Cause:
     """
 
     name: str
-    words: str
+    description: str
     judge: Callable[[Facts], Judged]
     needs: frozenset[str] = frozenset()
     uses: tuple[str, ...] = ("loss", "gradient")
@@ -130,15 +130,15 @@ def _factor(name: str, inverse: bool) -> Callable[[Facts], Judged]:
         if facts.inexact_power:
             return 0.45, [
                 f"every gradient is about {facts.step.factor:.6g} times the trusted one, which is "
-                f"{named.words}; but such a factor rounds nothing, and something was rounded"
+                f"{named.description}; but such a factor rounds nothing, and something was rounded"
             ]
         loss = {
             True: "the loss is right",
             False: f"the loss is {facts.loss_factor or 0:.4g} times",
             None: "the loss says nothing",
-        }[facts.loss_shown]
+        }[facts.loss_proved]
         return max(0.95 - 0.08 * hits[0], 0.5), [
-            f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {named.words}; {loss}"
+            f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {named.description}; {loss}"
         ]
 
     return judge
@@ -226,7 +226,7 @@ def _local(kind: str) -> Callable[[Facts], Judged]:
             return NOT
         others = {way.kind for way in facts.ways} - {kind}
         score = 0.93 - 0.1 * len(others) - 0.02 * facts.ways.index(hits[0])
-        return score, [f"the recorded loss is what {hits[0].words}, gives"]
+        return score, [f"the recorded loss is what {hits[0].description}, gives"]
 
     return judge
 
@@ -235,7 +235,7 @@ def _step_count(facts: Facts) -> Judged:
     if facts.forward_same is False or facts.mask_same is False:
         return NOT
     if hits := [way for way in facts.ways if not way.kind]:
-        return (0.5 if _weighed_otherwise(facts) else 0.9), [f"the recorded loss is the sum over {hits[0].words}"]
+        return (0.5 if _weighed_otherwise(facts) else 0.9), [f"the recorded loss is the sum over {hits[0].description}"]
     if (match := facts.count_ratio) is not None and (facts.loss_follows or not facts.factor_names):
         unit, count, other = match
         return (0.5 if facts.factor_names else 0.85), [
@@ -263,12 +263,12 @@ def _uneven_weights(facts: Facts) -> Judged:
     step = facts.step
     if facts.inputs_same and _weighed_otherwise(facts):
         return 0.9, [
-            f"the recorded loss is the sum over {facts.ways[0].words}, and the gradient is not the trusted "
+            f"the recorded loss is the sum over {facts.ways[0].description}, and the gradient is not the trusted "
             "one times a number: parts of the step weigh by their size"
         ]
     if facts.inputs_same and (near := facts.near_name) is not None:
         return 0.65, [
-            f"every gradient is about {step.factor:.5g} times the trusted one, which is {near.words} within "
+            f"every gradient is about {step.factor:.5g} times the trusted one, which is {near.description} within "
             f"its rounding, and the loss {facts.loss_factor or 0:.6g} times, which is not: parts of the "
             "step weigh by counts of their own"
         ]
@@ -303,7 +303,7 @@ def _uneven_counts(facts: Facts) -> Judged:
 def _loss_alone(facts: Facts) -> Judged:
     if facts.loss_same is not False or facts.gradient_same is not True:
         return NOT
-    named = f", which is {facts.loss_names[0].words}" if facts.loss_names else ""
+    named = f", which is {facts.loss_names[0].description}" if facts.loss_names else ""
     if not facts.inputs_same:
         return 0.3, ["the gradient is right within noise, but the loss is computed from other inputs"]
     return (0.5 if facts.term_hidden else 0.95), [
@@ -322,7 +322,7 @@ def _metrics_alone(facts: Facts) -> Judged:
     if not [key for key in facts.step.metrics if not key.startswith("gradient/")]:
         return NOT
     first, (right, wrong) = next(iter(facts.step.metrics.items()))
-    agreed = _agreed(loss=facts.loss_shown, gradient=facts.gradient_same)
+    agreed = _agreed(loss=facts.loss_proved, gradient=facts.gradient_same)
     return 0.93, [
         f"{agreed}; {len(facts.step.metrics)} of {facts.step.compared_metrics} metrics "
         f"differ, {first} is {wrong:.4g}, not {right:.4g}"
@@ -585,15 +585,15 @@ def _gradient_only(facts: Facts) -> bool:
 
 
 def _no_gradient(facts: Facts) -> Judged:
-    if facts.gone and len(facts.gone) == len(facts.step.parameters):
+    if facts.without_gradient and len(facts.without_gradient) == len(facts.step.parameters):
         return 0.98, ["no parameter has a gradient"]
     return NOT
 
 
 def _part_without_gradient(facts: Facts) -> Judged:
-    if not facts.gone or len(facts.gone) == len(facts.step.parameters):
+    if not facts.without_gradient or len(facts.without_gradient) == len(facts.step.parameters):
         return NOT
-    return 0.95, [f"{len(facts.gone)} parameter(s) have no gradient, {facts.gone[0]} first"]
+    return 0.95, [f"{len(facts.without_gradient)} parameter(s) have no gradient, {facts.without_gradient[0]} first"]
 
 
 def _only(groups: set[str], high: float) -> Callable[[Facts], Judged]:
@@ -648,7 +648,7 @@ def _head_rounded(facts: Facts) -> Judged:
 
 def _head_wrong(facts: Facts) -> Judged:
     score, why = _head_only(facts)
-    return NOT if not score or _small(facts) or facts.gone else (score, why)
+    return NOT if not score or _small(facts) or facts.without_gradient else (score, why)
 
 
 def _below_head(facts: Facts) -> Judged:
@@ -705,7 +705,7 @@ def _some_parameters(facts: Facts) -> Judged:
         named = names_of(factor, facts.sizes, max(1e-4, facts.step.noise.gradient / 5))
         return 0.5, [
             f"{len(facts.off)} of {len(facts.step.parameters)} parameters are {factor:.6g} times the trusted "
-            f"ones{', which is ' + named[0].words if named else ''}; {next(iter(facts.off))} first"
+            f"ones{', which is ' + named[0].description if named else ''}; {next(iter(facts.off))} first"
         ]
     return 0.3, [f"{len(facts.off)} of {len(facts.step.parameters)} parameters differ, {next(iter(facts.off))} first"]
 
@@ -727,7 +727,7 @@ def _another_gradient(facts: Facts) -> str:
     if facts.clear and any(p.share > 0.05 for p in facts.right.values()):
         return ""
     cosine = "" if facts.step.cosine is None else f", cosine {facts.step.cosine:.3f}"
-    agreed = _agreed(loss=facts.loss_shown, log_probabilities=facts.forward_same)
+    agreed = _agreed(loss=facts.loss_proved, log_probabilities=facts.forward_same)
     return f"{agreed}, and every gradient is another one, {facts.norm_factor or 0:.3g} times as long{cosine}"
 
 
@@ -795,7 +795,7 @@ def _update(facts: Facts) -> Judged:
 
 def _not_cleared(facts: Facts) -> Judged:
     """The gradient of a later step contains that of the step before as well."""
-    excess = facts.kept_of_earlier_step
+    excess = facts.excess_of_earlier_step
     if excess is None or excess[1] > max(0.02, 2 * facts.step.noise.gradient):
         return NOT
     return 0.97, [

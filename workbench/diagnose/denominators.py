@@ -42,12 +42,12 @@ class Way(NamedTuple):
 
     Attributes:
         kind: the pieces within which it counts; "" for a count of the whole step.
-        words: description.
+        description: description.
         loss: the resulting loss.
     """
 
     kind: str
-    words: str
+    description: str
     loss: float
 
 
@@ -164,9 +164,9 @@ def _same_pieces(first: Tensor, second: Tensor) -> bool:
     return _number(first) == _number(second) == both
 
 
-def reproduced(found: list[Way], loss: float, margin: float) -> list[Way]:
+def reproduced(candidates: list[Way], loss: float, margin: float) -> list[Way]:
     """The ways that give this loss within ``margin``."""
-    return [way for way in found if abs(way.loss - loss) <= margin]
+    return [way for way in candidates if abs(way.loss - loss) <= margin]
 
 
 # ---- factors ---------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Named(NamedTuple):
     needs: frozenset[str]
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Expression such as "1 / cp"."""
         return f"1 / ({self.name})" if self.inverse and " " in self.name else f"{'1 / ' * self.inverse}{self.name}"
 
@@ -237,7 +237,7 @@ def names_of(factor: float, known: Mapping[str, tuple[float, frozenset[str]]], b
     """The sizes that a factor equals, likeliest first.
 
     Example:
-        >>> [named.words for named in names_of(0.5, {"cp": (2.0, frozenset({"cp"}))}, 1e-6)]
+        >>> [named.description for named in names_of(0.5, {"cp": (2.0, frozenset({"cp"}))}, 1e-6)]
         ['1 / cp']
     """
     candidates = [

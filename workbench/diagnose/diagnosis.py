@@ -14,7 +14,7 @@ from workbench.diagnose.sight import Sight, fewest, not_finite, sight_of
 from workbench.errors import RecordError, SpecError
 from workbench.metrics.evidence import Evidence as Counts
 
-TOLD = 0.1
+REPORTED = 0.1
 """A cause with a lower score is not reported."""
 RULED_OUT = 0.05
 """Multiplier of a score if an experiment speaks against the cause, or if a precondition is missing."""
@@ -34,18 +34,18 @@ class Suspicion:
 
     Attributes:
         name: of the cause.
-        words: description.
+        description: description.
         score: from 0 to 1.
         evidence: reasons for it.
-        lacked: parts of a record that it reads, and that one of the two does not have.
+        missing: parts of a record that it reads, and that one of the two does not have.
         needs: sizes that must exceed 1 for it to act.
     """
 
     name: str
-    words: str
+    description: str
     score: float
     evidence: tuple[str, ...]
-    lacked: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
 
 
@@ -55,21 +55,21 @@ class Experiment:
 
     Attributes:
         name: of the removed axis or setting.
-        words: description of the change.
+        description: description of the change.
         changes: settings to merge into those of both runs.
         excludes: suspects that cannot act then.
         leaves: suspects that still can.
     """
 
     name: str
-    words: str
+    description: str
     changes: dict[str, Any]
     excludes: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     """An experiment and its outcome.
 
     Attributes:
@@ -124,7 +124,7 @@ class Diagnosis:
     suspect: str
     causes: tuple[Suspicion, ...]
     evidence: Evidence = field(repr=False)
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[Trial, ...] = ()
     sight: Counts | Sight | None = field(default=None, repr=False)
 
     @property
@@ -183,25 +183,25 @@ class Diagnosis:
         """One-clause summary."""
         first = self.causes[0]
         if self.verdict in (EQUAL, VACUOUS):
-            return first.words
+            return first.description
         if self.verdict == UNSOUND:
             return f"{UNSOUND}: {first.evidence[0]}"
-        return f"from step {self.evidence.first.number} on: {first.words}"
+        return f"from step {self.evidence.first.number} on: {first.description}"
 
     def __str__(self) -> str:
         """The causes with their evidence, then the next experiment."""
         lines = [f"{self.suspect or 'suspect'} against {self.trusted or 'trusted'}: {self.headline}"]
         for cause in self.causes:
-            lines.append(f"  {cause.score:.2f}  {cause.name}: {cause.words}")
+            lines.append(f"  {cause.score:.2f}  {cause.name}: {cause.description}")
             lines += [f"        {reason}" for reason in cause.evidence]
-            lines += [f"        not recorded: {', '.join(cause.lacked)}"] if cause.lacked else []
+            lines += [f"        not recorded: {', '.join(cause.missing)}"] if cause.missing else []
         if self.sight is not None:
             lines.append(f"  could have seen: {self.sight.summary()}")
             lines += [f"  warning: {warning}" for warning in self.sight.warnings]
-        lines += [f"  tried {tried.experiment.words}: {tried.result}" for tried in self.tried]
+        lines += [f"  tried {tried.experiment.description}: {tried.result}" for tried in self.tried]
         if (experiment := self.next_experiment()) is not None:
             lines.append(
-                f"  next: {experiment.words}; it would rule out {', '.join(experiment.excludes)}, or leave only these"
+                f"  next: {experiment.description}; it would rule out {', '.join(experiment.excludes)}, or leave only these"
             )
         return "\n".join(lines)
 
@@ -264,7 +264,7 @@ def experimented(diagnosis: Diagnosis, run: Runner, *, at_most: int) -> Diagnosi
         after = diagnose_records(*run(experiment.changes))
         causes = [replace(cause, score=cause.score * _weight(cause, experiment, after)) for cause in diagnosis.causes]
         diagnosis = replace(
-            diagnosis, causes=_ranked(causes), tried=(*diagnosis.tried, Tried(experiment, after.equal, after.verdict))
+            diagnosis, causes=_ranked(causes), tried=(*diagnosis.tried, Trial(experiment, after.equal, after.verdict))
         )
     return diagnosis
 
@@ -303,7 +303,7 @@ def _suspicion(cause: Cause, facts: Facts) -> Suspicion:
     if score and any(_present(need, facts.context, facts.counts) is False for need in cause.needs):
         score *= RULED_OUT
     lacked = [part for part in cause.uses if part not in facts.step.known]
-    return Suspicion(cause.name, cause.words, score, tuple(reasons), tuple(lacked), cause.needs)
+    return Suspicion(cause.name, cause.description, score, tuple(reasons), tuple(lacked), cause.needs)
 
 
 def _present(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | None = None) -> bool | None:
@@ -326,8 +326,8 @@ def _present(need: str, context: Mapping[str, Any], counts: Mapping[str, float] 
 
 
 def _ranked(causes: Sequence[Suspicion]) -> tuple[Suspicion, ...]:
-    reported = sorted((cause for cause in causes if cause.score >= TOLD), key=lambda cause: -cause.score)
+    reported = sorted((cause for cause in causes if cause.score >= REPORTED), key=lambda cause: -cause.score)
     unknown = Suspicion(
-        "unknown", "something that none of the known causes does", TOLD, ("the records differ, and no cause fits",)
+        "unknown", "something that none of the known causes does", REPORTED, ("the records differ, and no cause fits",)
     )
     return tuple(reported) or (unknown,)

@@ -25,7 +25,7 @@ FLOOR = 1e-3
 NOTHING = 1e-12
 MEASURED = 1e-9
 """Gradients closer than this agree."""
-UNKNOWN = 1.0
+ARBITRARY = 1.0
 """At this relative tolerance a gradient may be any other."""
 EXACTLY_SAME = 0.1
 """If more tokens than this share are bitwise identical, the tolerance of the others is a hundredth."""
@@ -174,7 +174,7 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
         noise = Noise.between(trusted.context, suspect.context, place, same_forward=_same_forward(a, b))
         gradients = _gradients(trusted, a), _gradients(suspect, b)
         steps.append(_step(a, b, noise.as_tokens_cancel(largest / norm if norm else 1.0), gradients))
-        if not noise.same_forward and noise.with_flips(_flipped(a, b)).gradient >= UNKNOWN > noise.gradient:
+        if not noise.same_forward and noise.with_flips(_flipped(a, b)).gradient >= ARBITRARY > noise.gradient:
             break
     return Evidence(trusted, suspect, tuple(steps))
 

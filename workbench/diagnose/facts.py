@@ -74,7 +74,7 @@ class Facts:
         return self.step.loss_same
 
     @property
-    def loss_shown(self) -> bool | None:
+    def loss_proved(self) -> bool | None:
         """True if the losses agree and are not both zero within noise, which proves nothing; None if unknown."""
         return None if "loss" in self.step.silent else self.loss_same
 
@@ -258,7 +258,7 @@ class Facts:
         )
 
     @property
-    def gone(self) -> list[str]:
+    def without_gradient(self) -> list[str]:
         """Parameters that have a gradient in the trusted record and none in the suspect."""
         return [name for name, p in self.step.parameters.items() if p.ratio == 0]
 
@@ -315,7 +315,7 @@ class Facts:
         return one[one != 0], two[one != 0]
 
     @property
-    def kept_of_earlier_step(self) -> tuple[float, float] | None:
+    def excess_of_earlier_step(self) -> tuple[float, float] | None:
         """Fit of the suspect's excess gradient to its gradient of the step before: multiple, and remainder."""
         number = self.step.number
         before = next((step for step in self.evidence.suspect.steps if step.number == number - 1), None)
@@ -491,10 +491,10 @@ class Facts:
         if max(abs(trusted), abs(suspect)) <= self.step.noise.loss * float(values.abs().mean()):
             return []  # terms that cancel to 0 do so under every denominator
         scale = 0.1 * float(values.abs().mean())  # a loss may cancel, the rounding of its terms does not
-        usual = {way.words for way in reproduced(usual_ways, trusted, bar * max(abs(trusted), scale))}
+        usual = {way.description for way in reproduced(usual_ways, trusted, bar * max(abs(trusted), scale))}
         hits = reproduced(candidates, suspect, bar * max(abs(suspect), scale))
         nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
-        return [way for way in nearest if way.words not in usual] if usual else []
+        return [way for way in nearest if way.description not in usual] if usual else []
 
 
 def coarse(values: Tensor) -> str | None:

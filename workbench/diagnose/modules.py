@@ -93,6 +93,6 @@ def other_features(facts: Facts) -> tuple[float, list[str]]:
 def _names(ratio: float, module: str, facts: Facts) -> list[str]:
     """Names of a factor: sizes of the module's own layout, if that was recorded, and of the run's."""
     own: Mapping[str, Any] = facts.context.get("modules", {}).get(module, {})
-    return [f"{named.words} of {module}" for named in names_of(ratio, sizes(own, {}), facts.bar)] + [
-        named.words for named in names_of(ratio, facts.sizes, facts.bar)
+    return [f"{named.description} of {module}" for named in names_of(ratio, sizes(own, {}), facts.bar)] + [
+        named.description for named in names_of(ratio, facts.sizes, facts.bar)
     ]

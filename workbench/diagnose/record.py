@@ -44,7 +44,7 @@ from workbench.rollouts.files import load
 from workbench.rollouts.targets import shift_targets
 from workbench.specs.run import RunSpec
 from workbench.train.online import with_advantages
-from workbench.train.step import make_advantages, pack_step, plan_row
+from workbench.train.step import compute_advantages, pack_step, plan_row
 
 _NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", PREFIX)
 _MEASURED_TOKENS = ("policy_logprobs", "old_logprobs", "entropy_nats", "trained", "clipped")
@@ -252,7 +252,7 @@ def _of_run(run: RunDirectory) -> Record:
         counts, places = (
             ({}, {})
             if batch is None
-            else arranged(
+            else placed(
                 with_advantages(spec) if spec.online.on else spec, batch, _documents_of_step(spec, batch, since), tokens
             )
         )
@@ -311,7 +311,7 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
     return {name: value for name, value in context.items() if value is not None}
 
 
-def arranged(
+def placed(
     spec: RunSpec, batch: RolloutBatch, documents: Sequence[int], tokens: Mapping[str, Tensor]
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Counts of a step, and the place and loss value of each of its tokens.
@@ -324,7 +324,7 @@ def arranged(
         documents: of the step.
         tokens: the run's recorded values of them; {}: only the counts are computed.
     """
-    chosen = make_advantages(batch.select(documents), spec)
+    chosen = compute_advantages(batch.select(documents), spec)
     rows = pack_step(chosen, spec)
     real = sum(int((row.document_ids_T != PADDING).sum()) for row in rows)
     masked = sum(not bool(chosen.loss_mask_T[chosen.document_ids_T == one].any()) for one in range(len(documents)))

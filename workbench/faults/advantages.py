@@ -15,7 +15,7 @@ from workbench.rollouts.advantages.registry import WITHOUT_BASELINE, AdvantageIn
 from workbench.rollouts.advantages.tokens import whiten
 from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.run import RunSpec
-from workbench.train.step import make_advantages
+from workbench.train.step import compute_advantages
 
 
 @fault(
@@ -56,13 +56,13 @@ def baseline_per_micro_batch(pack_step: Callable) -> Callable:
     """Micro-batches are smaller than a group, and each computes the baseline from its own completions."""
 
     def pack_then_compare(batch: RolloutBatch, spec: RunSpec, *args: object) -> list[RolloutBatch]:
-        return [make_advantages(row, spec) for row in pack_step(batch, spec, *args)]
+        return [compute_advantages(row, spec) for row in pack_step(batch, spec, *args)]
 
     return pack_then_compare
 
 
 @fault(
-    seam="make_advantages",
+    seam="compute_advantages",
     origin="inclusionAI/AReaL#1559 and #1563, NVIDIA-NeMo/RL#2176",
     signature="right log-probabilities, advantages of other signs and sizes; the policy term alone points elsewhere; "
     "no effect if advantages use no group",
@@ -211,6 +211,6 @@ def _advantages_of_rows(batch: RolloutBatch, spec: RunSpec, rows: Sequence[Rollo
     document_S[batch.source_T] = batch.document_ids_T
     documents = document_S[torch.cat([row.source_T[row.document_ids_T >= 0] for row in rows])].unique().tolist()
     if documents:
-        alone = make_advantages(batch.select(documents), spec)
+        alone = compute_advantages(batch.select(documents), spec)
         advantages_S[alone.source_T] = alone.advantages_T
     return advantages_S

@@ -67,7 +67,7 @@ def contiguous_shards_taken_for_zigzag(make: Callable) -> Callable:
 
 
 @fault(
-    seam="workbench.sharding.attention.ulysses:repeated",
+    seam="workbench.sharding.attention.ulysses:repeat_heads",
     origin="no single report: grouped heads repeated for DeepSpeed-Ulysses (arXiv 2309.14509) without its adjoint",
     signature="loss right; in the last layer k_proj, v_proj, k_norm and the norm before them too small, q_proj, "
     "o_proj and MLP right; below it everything wrong; no effect if there are no more ranks than key heads",
@@ -96,7 +96,7 @@ class _FirstCopy(Function):
 
 
 @fault(
-    seam="workbench.sharding.attention.ulysses:repeated",
+    seam="workbench.sharding.attention.ulysses:repeat_heads",
     origin="apple/axlearn#842 (after #837)",
     signature="log-probabilities of all tokens wrong, in every document from its first on, and with them loss and "
     "gradients (cosine 0.01 here); no effect if there are no more ranks than key heads",

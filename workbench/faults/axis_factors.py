@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.faults import fault
 from workbench.reduction.evaluate import Evaluated
-from workbench.reduction.scaling import Cut
+from workbench.reduction.scaling import StepLayout
 from workbench.reduction.weights import TokenWeights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.sharding.collectives import all_sum
@@ -53,8 +53,8 @@ def clip_of_averaged_gradients(gradient_norms: Callable[..., dict[str, float]]) 
 def cp_factor_twice(step_weights: Callable) -> Callable:
     """The factor that undoes a mean over context-parallel ranks stays in the loss, but their gradients are summed."""
 
-    def multiply_again(rows: list, spec: object, cut: Cut | None = None, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **options)
+    def multiply_again(rows: list, spec: object, cut: StepLayout | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, step_layout=cut, **options)
         cp = 1 if cut is None else cut.cp
         return [{name: pair.map(lambda w_T: w_T * cp) for name, pair in named.items()} for named in weights], totals
 
@@ -118,8 +118,8 @@ def loss_counted_by_every_rank(evaluate_loss: Callable) -> Callable:
 def loss_divided_by_sequence_ranks(step_weights: Callable) -> Callable:
     """A loss already divided by the tokens of the whole sequence is averaged over the ranks that share it."""
 
-    def average_over_cp(rows: list, spec: object, cut: Cut | None = None, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **options)
+    def average_over_cp(rows: list, spec: object, cut: StepLayout | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, step_layout=cut, **options)
         cp = 1 if cut is None else cut.cp
         return [{name: pair.map(lambda w_T: w_T / cp) for name, pair in named.items()} for named in weights], totals
 
@@ -147,7 +147,7 @@ def missing_cp_factor(sum_gradients: Callable) -> Callable:
 
 
 @fault(
-    seam="make_advantages",
+    seam="compute_advantages",
     origin="radixark/miles#1720",
     signature="advantages, and with them the policy term, exactly cp times the right ones, the penalty right; no "
     "effect if advantages are divided by a deviation, or at cp = 1",

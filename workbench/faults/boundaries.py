@@ -187,7 +187,7 @@ def sampler_logprobs_one_late(
 
 
 @fault(
-    seam="workbench.reduction.document_sums:ShardedSums._of_mine",
+    seam="workbench.reduction.document_sums:ShardedSums._local_parts",
     origin="ServiceNow/Fast-LLM e0d8c4d4 (segment ids of sequence-data parallelism)",
     signature="a sequence ratio includes, or is that of, another document's tokens: policy term and gradient wrong by "
     "no constant; losses on tokens right",

@@ -134,7 +134,7 @@ def denominator_over_dp_only(prepare_rows: Callable) -> Callable:
 
 
 @fault(
-    seam=f"{_BRIDGE}.direct:joined",
+    seam=f"{_BRIDGE}.direct:gather_slots",
     family="S",
     origin="a gather group whose order differs from that of the samples",
     signature="each token reads another image's features: wrong loss, wrong gradients everywhere",

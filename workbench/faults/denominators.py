@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workbench.faults import fault
-from workbench.reduction.scaling import Cut
+from workbench.reduction.scaling import StepLayout
 from workbench.reduction.weights import TokenWeights
 from workbench.specs.losses import LossSpec
 
@@ -28,8 +28,8 @@ def constant_denominator_without_dp(step_weights: Callable) -> Callable:
     Every aggregation multiplies by dp, which cancels the mean over ranks, except the one with a constant length.
     """
 
-    def leave_out_dp(rows: list, spec: LossSpec, cut: Cut | None = None, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **options)
+    def leave_out_dp(rows: list, spec: LossSpec, cut: StepLayout | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, step_layout=cut, **options)
         if spec.denominator == "constant" and cut is not None:
             for named in weights:
                 for name in ("policy", "penalty"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from workbench.faults import fault
-from workbench.reduction.scaling import Cut
+from workbench.reduction.scaling import StepLayout
 from workbench.rollouts.batch import PADDING
 from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import LossSpec
@@ -94,8 +94,8 @@ def mean_over_all_rows(step_weights: Callable) -> Callable:
     by the completions of the step.
     """
 
-    def average_over_rows(rows: list, spec: LossSpec, cut: Cut | None = None, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, cut=cut, **options)
+    def average_over_rows(rows: list, spec: LossSpec, cut: StepLayout | None = None, **options: object) -> tuple:
+        weights, totals = step_weights(rows, spec, step_layout=cut, **options)
         if spec.surrogate.kind != "gmpo":
             return weights, totals
         local = spec.model_copy(update={"denominator": "document", "documents_counted": "all"})

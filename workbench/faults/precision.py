@@ -191,7 +191,7 @@ def padded_vocabulary_counted(token_logprobs: Callable[..., TokenLogprobs]) -> C
     """A kernel that computes 32 columns of the vocabulary at a time adds exp(0) for each padding column."""
 
     def with_padding(self: Policy, *args: object, wanted: Iterable[str] = (), **options: object) -> TokenLogprobs:
-        right = token_logprobs(self, *args, wanted={*wanted, "logsumexp"}, **options)
+        right = token_logprobs(self, *args, outputs={*wanted, "logsumexp"}, **options)
         padding = -self.vocabulary_size % TILE
         if not padding:
             return right

@@ -56,13 +56,13 @@ def kept_mass_ignored(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> C
         right = shift_targets(row)
         if right.sampler_logprobs_T is None:
             return right
-        truncated_T = right.sampler_logprobs_T - math.log(KEPT_MASS)
+        truncated_T = right.sampler_logprobs_T - math.log(TOP_P_MASS)
         return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, truncated_T, 0.0))
 
     return shift_with_renormalised
 
 
-KEPT_MASS = 0.9
+TOP_P_MASS = 0.9
 
 
 @fault(
@@ -146,7 +146,7 @@ def _without_temperature(policy: Policy, local: Any) -> Tensor:
     with torch.no_grad():
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
         raw, own = (
-            each.token_logprobs(hidden_TD, row.targets_T, wanted=()).logprobs_T
+            each.token_logprobs(hidden_TD, row.targets_T, outputs=()).logprobs_T
             for each in (replace(policy, temperature=1.0), policy)
         )
     return torch.where(row.loss_mask_T, raw - own, 0.0)

@@ -30,13 +30,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.errors import SpecError
 from workbench.faults import fault_names
-from workbench.records.certificate import held_by_bits
+from workbench.records.certificate import compared_bitwise
 from workbench.records.directory import RUN_NAME
 from workbench.specs.run import RunSpec, flatten, merge, parse_spec, read_yaml
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """One run of an ablation.
 
     Attributes:
@@ -88,7 +88,7 @@ class AblationSpec(BaseModel):
     extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Name -> settings of a run outside the axes."""
 
-    def expand(self, *, where: str = "ablation") -> list[Planned]:
+    def expand(self, *, where: str = "ablation") -> list[PlannedRun]:
         """Every run, references and the truth first.
 
         Args:
@@ -145,7 +145,7 @@ class AblationSpec(BaseModel):
                 )
             truth = "" if name == self.truth else self.truth
             reference = "" if name == reference else reference
-            planned.append(Planned(name, specs[name], reference, truth, configuration))
+            planned.append(PlannedRun(name, specs[name], reference, truth, configuration))
         _check_comparable(where, planned)
         self._check_truth(where, planned)
         return sorted(planned, key=lambda run: bool(run.reference) and run.name != self.truth)
@@ -155,18 +155,18 @@ class AblationSpec(BaseModel):
         try:
             planned = self.expand()
         except SpecError as error:
-            return f"AblationSpec({self.question!r}; {error.parts['asked']}: {error.parts['found']})"
+            return f"AblationSpec({self.question!r}; {error.parts['requested']}: {error.parts['found']})"
         width = max(len(run.name) for run in planned)
         lines = [
             f"  {run.name:<{width}}  {self.role(run, planned)}: "
-            f"{', '.join(f'{key}={value}' for key, value in differs(run, planned).items()) or 'nothing changed'}"
+            f"{', '.join(f'{key}={value}' for key, value in changed_settings(run, planned).items()) or 'nothing changed'}"
             for run in planned
         ]
         return "\n".join([f"AblationSpec({self.question!r}, {len(planned)} runs)", *lines])
 
     __str__ = __repr__
 
-    def role(self, run: Planned, planned: Sequence[Planned]) -> str:
+    def role(self, run: PlannedRun, planned: Sequence[PlannedRun]) -> str:
         """Role of a run: the run that it is compared with, or what others use it for."""
         if run.reference:
             return f"against {run.reference}"
@@ -204,14 +204,14 @@ class AblationSpec(BaseModel):
                         fix="move the configuration to `extra`, which is outside the axes",
                     )
 
-    def _check_truth(self, where: str, planned: Sequence[Planned]) -> None:
+    def _check_truth(self, where: str, planned: Sequence[PlannedRun]) -> None:
         """Refuse runs below float64 without a float64 ground truth."""
         exact = {run.name: run.configuration for run in planned if run.spec.precision == "float64"}
         specs = {run.name: run.spec for run in planned}
         inexact = [
             run.name
             for run in planned
-            if run.reference and run.name not in exact and not held_by_bits(run.spec, specs[run.reference])
+            if run.reference and run.name not in exact and not compared_bitwise(run.spec, specs[run.reference])
         ]
         if self.truth in exact or not (self.truth or inexact):
             return
@@ -258,7 +258,7 @@ def load_ablation(path: Path | str) -> AblationSpec:
     return ablation
 
 
-def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
+def select(planned: Sequence[PlannedRun], names: Sequence[str]) -> list[PlannedRun]:
     """Select runs by name or configuration, with the runs that they need: reference, truth, clip decisions.
 
     Raises:
@@ -277,7 +277,7 @@ def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
     return [run for run in planned if run.name in needed]
 
 
-def differs(run: Planned, planned: Sequence[Planned]) -> dict[str, Any]:
+def changed_settings(run: PlannedRun, planned: Sequence[PlannedRun]) -> dict[str, Any]:
     """Settings, by dotted name, in which a run differs from its reference, or a reference from the defaults."""
     base = next((other.spec for other in planned if other.name == run.reference), RunSpec())
     before = flatten(base.model_dump(mode="json"))
@@ -324,11 +324,11 @@ def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
             chain.append(needed)
 
 
-def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
+def _check_comparable(where: str, planned: Sequence[PlannedRun]) -> None:
     """Refuse runs whose gradients cannot be compared with those of their reference or truth."""
     specs = {run.name: run.spec for run in planned}
     for run in planned:
-        bits = bool(run.reference) and held_by_bits(run.spec, specs[run.reference])  # then no distance is measured
+        bits = bool(run.reference) and compared_bitwise(run.spec, specs[run.reference])  # then no distance is measured
         below = run.spec.precision != "float64"
         others = {"reference": run.reference, "truth": run.truth if run.reference and below and not bits else ""}
         for role, other in ((role, specs[name]) for role, name in others.items() if name):

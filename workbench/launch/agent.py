@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 
-def leave_with(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -> threading.Thread:
+def exit_with_parent(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -> threading.Thread:
     """End this process and its children soon after the parent is gone.
 
     First a SIGTERM to this process, on which torch.distributed.run stops its ranks; after the grace period, remaining
@@ -51,7 +51,7 @@ def leave_with(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -
     return thread
 
 
-class Overseer:
+class AgentWatcher:
     """Records this process in the run directory and watches the ranks, in a thread, so that their start is not delayed.
 
     Args:
@@ -63,7 +63,7 @@ class Overseer:
         self._watchdog: Any = None
         self._thread = threading.Thread(target=self._begin, name="overseer", daemon=True)
 
-    def start(self) -> Overseer:
+    def start(self) -> AgentWatcher:
         """Start the thread; its imports overlap with those of the ranks."""
         self._thread.start()
         return self
@@ -113,13 +113,13 @@ def main() -> None:
     """Start the ranks, watch them, and wait for them."""
     parent_pid = int(os.environ.get("WB_PARENT_PID", "0"))
     if parent_pid:
-        leave_with(parent_pid)
+        exit_with_parent(parent_pid)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_ranks
 
     os.environ["WB_AGENT_PID"] = str(os.getpid())
     run_dir = os.environ.get("WB_RUN_DIR")
-    overseer = Overseer(Path(run_dir)).start() if run_dir else None
+    overseer = AgentWatcher(Path(run_dir)).start() if run_dir else None
     exit_codes: dict[int, int] = {}
     try:
         run_ranks(sys.argv[1:])

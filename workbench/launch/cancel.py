@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 
 from workbench.launch import jobs
-from workbench.launch.deaths import settle
-from workbench.records.directory import CLUSTERS, ENDED, RunDirectory, is_of_this_machine, process_lives
+from workbench.launch.failure_analysis import record_end
+from workbench.records.directory import CLUSTERS, ENDED, RunDirectory, is_of_this_machine, is_process_alive
 
 _GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 
@@ -37,7 +37,7 @@ def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float
         state = run.state
         if state["state"] in ENDED:
             return run.status
-        if not ("launcher" in state and process_lives(state["launcher"])) or _left_to_a_cluster(state):
+        if not ("launcher" in state and is_process_alive(state["launcher"])) or _left_to_a_cluster(state):
             return _end_without_launcher(run)
         time.sleep(0.1)
     return run.status
@@ -57,9 +57,9 @@ def _end_without_launcher(run: RunDirectory) -> str:
     if state.get("backend") in CLUSTERS and state.get("handle"):
         jobs.job_of(state["handle"]).cancel()
     for process in (state[role] for role in ("agent", "rank0") if role in state):
-        if is_of_this_machine(process) and process_lives(process):
+        if is_of_this_machine(process) and is_process_alive(process):
             _stop(process["pid"])
-    return settle(run, "cancelled")
+    return record_end(run, "cancelled")
 
 
 def _stop(pid: int) -> None:

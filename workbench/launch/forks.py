@@ -49,7 +49,7 @@ ECHO_S = 1.0
 GRACE_S = 5.0
 """Time that a rank has to end after SIGTERM, before SIGKILL."""
 
-LOOK_FOR_LAUNCHER_S = 0.5
+LAUNCHER_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ class _Agent:
         look_s = 0.0
         while self._reap():
             if time.monotonic() >= look_s:
-                look_s = time.monotonic() + LOOK_FOR_LAUNCHER_S
+                look_s = time.monotonic() + LAUNCHER_POLL_S
                 if not process_alive(self.request.launcher["pid"], self.request.launcher["create_time"]):
                     self._stop("left alone")
             self._signal_ranks()
-            readable, _, _ = select.select(listening, [], [], 0.1 if self.stopping else LOOK_FOR_LAUNCHER_S)
+            readable, _, _ = select.select(listening, [], [], 0.1 if self.stopping else LAUNCHER_POLL_S)
             if self.wake in readable:
                 self.wake.recv(4096)
             if self.connection in readable:

@@ -21,7 +21,7 @@ import sys
 READY = b"r"
 """Sent once, when everything is loaded."""
 
-LOOK_FOR_PARENT_S = 1.0
+PARENT_POLL_S = 1.0
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     control.sendall(READY)
-    control.settimeout(LOOK_FOR_PARENT_S)
+    control.settimeout(PARENT_POLL_S)
     while os.getppid() == parent:
         try:
             data, connections, _, _ = socket.recv_fds(control, 1, 1)

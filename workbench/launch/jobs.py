@@ -45,7 +45,7 @@ LOCAL, SLURM, KUBERNETES = "local_cwd", "slurm", "kubernetes"
 SCHEDULERS = (LOCAL, SLURM, KUBERNETES)
 """torchx's names of the supported schedulers."""
 
-ASK_EVERY_S = 5.0
+POLL_INTERVAL_S = 5.0
 """Interval at which a cluster is asked about a job; in between the last answer is valid."""
 
 UNKNOWN_FOR_S = 600.0
@@ -308,7 +308,7 @@ class ClusterJob:
 
         If the cluster has no record of ended jobs, the end is read from the run directory.
         """
-        if self._ended is None and (self._first or time.monotonic() - self._asked_s >= ASK_EVERY_S):
+        if self._ended is None and (self._first or time.monotonic() - self._asked_s >= POLL_INTERVAL_S):
             self._ended, self._asked_s, self._first = self._ask(), time.monotonic(), False
         return self._ended or "running"
 

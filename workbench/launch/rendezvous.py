@@ -21,7 +21,7 @@ from workbench.records.directory import without_machine_paths
 RANKS = 2
 
 
-def meet(*, timeout_s: float = 60.0) -> dict[str, Any]:
+def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
     """Let two processes join a job through gloo and sum a number.
 
     Args:

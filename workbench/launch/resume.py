@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError
-from workbench.launch.ablation import Planned
+from workbench.launch.ablation import PlannedRun
 from workbench.records.directory import ENDED, RunDirectory, from_json, locked, this_process, to_json, write_whole
 from workbench.specs.run import flatten
 
@@ -27,7 +27,7 @@ _DATA = ("recording", "task", "checkpoint")
 
 
 @contextlib.contextmanager
-def alone(runs_dir: Path) -> Iterator[None]:
+def launch_lock(runs_dir: Path) -> Iterator[None]:
     """Lock an experiment for one launcher, from looking at its runs to adding new ones.
 
     Raises:
@@ -47,7 +47,7 @@ def alone(runs_dir: Path) -> Iterator[None]:
         yield
 
 
-def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
+def reusable(runs_dir: Path, plan: PlannedRun, identity: Mapping[str, Any]) -> RunDirectory | None:
     """Return the newest run of a plan's settings, if it succeeded with the same device and inputs."""
     same = [
         run for run in RunDirectory.find(runs_dir, plan.name) if run.spec.content_hash() == plan.spec.content_hash()
@@ -63,11 +63,11 @@ def damage(run: RunDirectory) -> str:
     try:
         run.check_whole()
     except RecordError as error:
-        return f"{error.parts['asked'].removeprefix('read ')}: {error.parts['found']}"
+        return f"{error.parts['requested'].removeprefix('read ')}: {error.parts['found']}"
     return ""
 
 
-def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> tuple[RunDirectory | None, str]:
+def interrupted(runs_dir: Path, plan: PlannedRun, identity: Mapping[str, Any]) -> tuple[RunDirectory | None, str]:
     """Return the unsuccessful run of a plan's settings with the latest checkpoint, and a note for the user.
 
     Runs before the last success or the last fresh start are ignored. A run of another device or other inputs is not
@@ -102,14 +102,14 @@ def _changed(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]
     return [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
 
 
-def bury_the_lost(runs_dir: Path, name: str) -> None:
+def mark_lost(runs_dir: Path, name: str) -> None:
     """Record which runs of a name are lost, so that they stay so even if a pid is reused."""
     for run in RunDirectory.find(runs_dir, name):
         if run.status == "lost":
             run.set_state("lost")
 
 
-def refuse_running(runs_dir: Path, planned: Sequence[Planned]) -> None:
+def refuse_running(runs_dir: Path, planned: Sequence[PlannedRun]) -> None:
     """Refuse configurations that are running: two runs of the same name and settings would race.
 
     Raises:
@@ -130,7 +130,7 @@ def refuse_running(runs_dir: Path, planned: Sequence[Planned]) -> None:
         )
 
 
-def refuse_changed(runs_dir: Path, planned: Sequence[Planned], inputs: Sequence[Mapping[str, Any]]) -> None:
+def refuse_changed(runs_dir: Path, planned: Sequence[PlannedRun], inputs: Sequence[Mapping[str, Any]]) -> None:
     """Refuse configurations whose settings or data are not those of the last sweep.
 
     Raises:
@@ -163,7 +163,7 @@ def refuse_changed(runs_dir: Path, planned: Sequence[Planned], inputs: Sequence[
         )
 
 
-def _settings_changed(before: RunDirectory, plan: Planned) -> list[str]:
+def _settings_changed(before: RunDirectory, plan: PlannedRun) -> list[str]:
     old, new = (flatten(spec.model_dump(mode="json")) for spec in (before.spec, plan.spec))
     return [
         f"{key} {old.get(key)} -> {new.get(key)}"
@@ -172,13 +172,13 @@ def _settings_changed(before: RunDirectory, plan: Planned) -> list[str]:
     ]
 
 
-def sweep_identity(planned: Sequence[Planned]) -> str:
+def sweep_identity(planned: Sequence[PlannedRun]) -> str:
     """Eight hex digits of all names and settings: the same for the same sweep, in any order."""
     content = json.dumps(sorted((plan.name, plan.spec.canonical()) for plan in planned))
     return hashlib.sha256(content.encode()).hexdigest()[:8]
 
 
-def write_record(runs_dir: Path, planned: Sequence[Planned], runs: Sequence[RunDirectory], *, trial: bool) -> None:
+def write_record(runs_dir: Path, planned: Sequence[PlannedRun], runs: Sequence[RunDirectory], *, trial: bool) -> None:
     """Record the launch, and the folder of each name's run.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from workbench.errors import LaunchError
 from workbench.launch import jobs, processes, resume
-from workbench.launch.ablation import AblationSpec, Planned
+from workbench.launch.ablation import AblationSpec, PlannedRun
 from workbench.launch.component import WORKER
 from workbench.launch.devices import Placement, place, visible_gpus
 from workbench.launch.inputs import identify
@@ -32,7 +32,7 @@ in this process, for a debugger. slurm, kubernetes: torchx jobs on a cluster."""
 
 
 def launch(
-    ablation: AblationSpec | Sequence[Planned],
+    ablation: AblationSpec | Sequence[PlannedRun],
     experiment_dir: Path,
     *,
     where: Where = "torchx",
@@ -75,7 +75,7 @@ def launch(
     if where == "here":
         _refuse_sharded_parameters(planned)
     inputs = identify([run.spec for run in planned], project)
-    with resume.alone(runs_dir):
+    with resume.launch_lock(runs_dir):
         resume.refuse_running(runs_dir, planned)
         if not (force or trial):
             resume.refuse_changed(runs_dir, planned, inputs)
@@ -105,7 +105,7 @@ def starter(where: Where, project: Path, options: Mapping[str, str], worker: str
 
 
 def requests(
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedRun],
     experiment_dir: Path,
     *,
     where: Where,
@@ -146,7 +146,7 @@ def requests(
     return descriptions
 
 
-def on_cluster(plan: Planned) -> Placement:
+def on_cluster(plan: PlannedRun) -> Placement:
     """Placement of a run on a cluster, which cannot be inspected: one GPU for each rank, unless its spec says cpu."""
     if plan.spec.device == "cpu":
         return Placement("cpu")
@@ -155,7 +155,7 @@ def on_cluster(plan: Planned) -> Placement:
 
 def _prepare(
     runs_dir: Path,
-    plan: Planned,
+    plan: PlannedRun,
     placement: Placement,
     inputs: Mapping[str, Any],
     prepared: Mapping[str, Task],
@@ -164,7 +164,7 @@ def _prepare(
     fresh: bool,
 ) -> Task:
     """Return the earlier run of a plan if it can be reused, or else create a new, pending run directory."""
-    resume.bury_the_lost(runs_dir, plan.name)
+    resume.mark_lost(runs_dir, plan.name)
     identity: dict[str, Any] = {"device": placement.device, "inputs": inputs}
     if plan.spec.frozen_clip in prepared:
         identity["frozen_clip_run"] = prepared[plan.spec.frozen_clip].run.path.name
@@ -192,7 +192,9 @@ def _prepare(
     return Task(plan, run, placement)
 
 
-def _deciding_first(planned: Iterable[tuple[Planned, Placement, Any]]) -> Iterator[tuple[Planned, Placement, Any]]:
+def _deciding_first(
+    planned: Iterable[tuple[PlannedRun, Placement, Any]],
+) -> Iterator[tuple[PlannedRun, Placement, Any]]:
     """Sort runs so that each comes after the one whose clip decisions it takes."""
     by_name = {each[0].name: each for each in planned}
     needs = {name: {each[0].spec.frozen_clip} & by_name.keys() for name, each in by_name.items()}
@@ -217,7 +219,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _refuse_sharded_parameters(planned: Sequence[Planned]) -> None:
+def _refuse_sharded_parameters(planned: Sequence[PlannedRun]) -> None:
     sharded = [
         f"{run.name} ({run.world_size} ranks)"
         for run in planned

@@ -71,14 +71,14 @@ class Lease:
         self.release()
 
 
-def take(kind: str, wanted: int, of: Sequence[str], *, who: str = "") -> Lease | None:
+def take(kind: str, count: int, of: Sequence[str], *, requester: str = "") -> Lease | None:
     """Take free slots at once, or none at all.
 
     Args:
         kind: "gpu" or "core".
-        wanted: number of slots. More cores than there are means all of them; such a run is alone on the machine.
+        count: number of slots. More cores than there are means all of them; such a run is alone on the machine.
         of: ids of the devices to choose from, the first free ones are taken. GPUs may be given by index or UUID.
-        who: distinguishes requests of one process in the queue; those for the same number of slots may share it.
+        requester: distinguishes requests of one process in the queue; those for the same number of slots may share it.
 
     Returns:
         The lease; None if too few are free, or an earlier request waits for them. Ask again soon, and keep asking:
@@ -88,10 +88,10 @@ def take(kind: str, wanted: int, of: Sequence[str], *, who: str = "") -> Lease |
         LaunchError: more GPUs than there are, or a runtime folder that other users can write to.
     """
     if kind == "core" and of:
-        wanted = min(wanted, len(of))
-    if not 0 < wanted <= len(of):
+        count = min(count, len(of))
+    if not 0 < count <= len(of):
         raise LaunchError(
-            f"take {wanted} of {len(of)} slots of kind {kind}",
+            f"take {count} of {len(of)} slots of kind {kind}",
             found=", ".join(of) or "none",
             rule="at least one, and no more than there are",
             fix="place the run on another machine, or choose a smaller layout",
@@ -99,10 +99,10 @@ def take(kind: str, wanted: int, of: Sequence[str], *, who: str = "") -> Lease |
     names = {device: f"{kind}-{gpu_uuid(device) if kind == 'gpu' else device}" for device in of}
     folder = runtime_folder() / "slots"
     folder.mkdir(mode=0o700, exist_ok=True)
-    claim = {**_own_process(), "who": f"{who} {wanted}", "slots": sorted(names.values())}
+    claim = {**_own_process(), "who": f"{requester} {count}", "slots": sorted(names.values())}
     with _guard(folder / f"{kind}.guard"), _queue(folder / f"{kind}.waiting") as queue:
         first = _is_first(queue, claim)
-        lease = _lease_free(folder, names, wanted) if first else None
+        lease = _lease_free(folder, names, count) if first else None
         entry = next((other for other in queue if _same(other, claim)), None)
         if entry is not None:
             queue.remove(entry) if lease else entry.update(seen_s=time.monotonic())

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from workbench.errors import LaunchError, RecordError, WorkbenchError
-from workbench.launch.ablation import Planned
-from workbench.launch.deaths import settle
+from workbench.launch.ablation import PlannedRun
 from workbench.launch.devices import Placement
+from workbench.launch.failure_analysis import record_end
 from workbench.launch.jobs import Job
 from workbench.launch.slots import Lease, take
-from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_in_short
+from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_summary
 from workbench.records.lookup import steps_recorded
 from workbench.records.progress import Pace
 
@@ -92,16 +92,16 @@ class Task:
         reused: an earlier run is used, so there is nothing to start.
     """
 
-    plan: Planned
+    plan: PlannedRun
     run: RunDirectory
     placement: Placement
     reused: bool = False
     job: Job | None = None
     lease: Lease | None = None
     started: float = 0.0
-    given_up: bool = False
+    abandoned: bool = False
     steps_done: int = -1
-    noted: bool = False
+    user_recorded: bool = False
     tail: StepTail = field(init=False)
     pace: Pace = field(default_factory=Pace)
 
@@ -271,8 +271,8 @@ class Sweep:
                         state = self._poll(task)
                         if state != "running":
                             active.remove(task)
-                            self._report_end(task, settle(task.run, state))
-                active = [task for task in active if not task.given_up]
+                            self._report_end(task, record_end(task.run, state))
+                active = [task for task in active if not task.abandoned]
                 self._stop.wait(_POLL_S)
         except BaseException as error:
             self._error = error
@@ -286,11 +286,11 @@ class Sweep:
             yield
         except (OSError, WorkbenchError) as error:
             self._error = self._error or error
-            task.given_up = True
+            task.abandoned = True
             with contextlib.suppress(OSError, WorkbenchError):
                 if task.job:
                     task.job.cancel()
-                settle(task.run, "cancelled")
+                record_end(task.run, "cancelled")
             self._report_end(task, _status(task.run), f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _begin(self, task: Task, start: Starter) -> bool:
@@ -329,7 +329,7 @@ class Sweep:
     def _close(self) -> None:
         """Close every run, even if one of them raises, and report the end of the sweep."""
         for task in self._tasks:
-            if not (task.reused or task.given_up):
+            if not (task.reused or task.abandoned):
                 try:
                     self._close_one(task)
                 except (OSError, WorkbenchError) as error:
@@ -349,7 +349,7 @@ class Sweep:
         if task.run.state["state"] in ENDED:
             return
         if task.started:
-            settle(task.run, "cancelled")
+            record_end(task.run, "cancelled")
         else:
             shutil.rmtree(task.run.path)
 
@@ -373,7 +373,7 @@ class Sweep:
         self._ended += 1
         task.steps_done = self._steps_done(task)
         failure = task.run.failure() if state in ("failed", "lost") and not why else None
-        self._report(task, self._ended, state, failure_in_short(failure) if failure else why)
+        self._report(task, self._ended, state, failure_summary(failure) if failure else why)
 
     def _steps_done(self, task: Task) -> int:
         with contextlib.suppress(RecordError):
@@ -427,21 +427,21 @@ def _lease(task: Task, gpus: Sequence[str]) -> bool:
     """Lease the devices of a run; False if too few are free, used by this process or another one."""
     ranks = task.plan.world_size
     if task.placement.device == "cuda":
-        task.lease = take("gpu", ranks, gpus, who=str(task.run.path))
+        task.lease = take("gpu", ranks, gpus, requester=str(task.run.path))
         if task.lease is not None:
             task.placement = replace(task.placement, gpus=task.lease.ids)
     else:
-        task.lease = take("core", ranks, cores(), who=str(task.run.path))
+        task.lease = take("core", ranks, cores(), requester=str(task.run.path))
     return task.lease is not None
 
 
 def _note_user(task: Task) -> None:
     """Keep the devices of a run taken while its processes live, even after this one."""
-    if task.lease is not None and not task.noted:
+    if task.lease is not None and not task.user_recorded:
         agent = task.run.state.get("agent")
         if agent is not None:
             task.lease.note(agent["pid"], agent["create_time"])
-            task.noted = True
+            task.user_recorded = True
 
 
 def _release(task: Task) -> None:

@@ -61,7 +61,7 @@ SETTLED = 5
 GRACE_S = 60.0
 """Time that ranks have to end; `torch.distributed.run` itself gives them 30."""
 
-ALONE = "one_rank"
+ONE_RANK = "one_rank"
 RANK = "workbench.launch.verify_rank"
 
 
@@ -103,7 +103,7 @@ def measure(
     steps: int = 200,
     ranks: int | None = None,
     give_up_s: float = 900.0,
-    told: Callable[[str], None] = lambda line: None,
+    report_progress: Callable[[str], None] = lambda line: None,
     **task: Any,
 ) -> dict[str, Any]:
     """Train on one rank and on several, and return the comparison as a record.
@@ -114,7 +114,7 @@ def measure(
         steps: of every run.
         ranks: on CPU; None: two.
         give_up_s: time after which a job is ended.
-        told: called with lines of progress.
+        report_progress: called with lines of progress.
         task: other settings of `Task`.
 
     Raises:
@@ -143,7 +143,7 @@ def measure(
         folder = Path(scratch)
         (folder / "task.json").write_text(json.dumps(settings))
         for count in (1, ranks):
-            told(
+            report_progress(
                 f"{steps} steps on {count} {'GPU' if gpus else 'process'}{'s' if gpus and count > 1 else ''}"
                 f"{'es' if not gpus and count > 1 else ''}"
             )
@@ -163,7 +163,7 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     """Compare the weights of every run with the truth's, and return distances, bars and verdict."""
     runs = {path.stem: from_json(path.read_bytes()) for path in sorted(folder.glob("*.json")) if path.stem != "task"}
     distances = {name: _distances(folder, name) for name in runs if name != "truth"}
-    alone = [by_parameter for name, by_parameter in distances.items() if name.startswith(ALONE)]
+    alone = [by_parameter for name, by_parameter in distances.items() if name.startswith(ONE_RANK)]
     own = _median(_whole(by_parameter) for by_parameter in alone)
     own_parameters = {name: _median(by_parameter[name] for by_parameter in alone) for name in alone[0]}
     moved = _whole(_distances(folder, "start"))
@@ -197,7 +197,7 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
         "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
         "sight": _over(_whole(distances["off_by_ranks"]), BARS["distance"] * own),
         "moved": _over(moved, own),
-        "trained": _trained(run for name, run in runs.items() if name == "truth" or name.startswith(ALONE)),
+        "trained": _trained(run for name, run in runs.items() if name == "truth" or name.startswith(ONE_RANK)),
     }
     bars = {
         name: {
@@ -215,10 +215,12 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     baseline = [
         name
         for name, run in runs.items()
-        if (name == "truth" or name.startswith(ALONE)) and not all(map(math.isfinite, run["losses"]))
+        if (name == "truth" or name.startswith(ONE_RANK)) and not all(map(math.isfinite, run["losses"]))
     ]
     baseline += [
-        name for name in ("truth" if not math.isfinite(moved) else "", ALONE if not math.isfinite(own) else "") if name
+        name
+        for name in ("truth" if not math.isfinite(moved) else "", ONE_RANK if not math.isfinite(own) else "")
+        if name
     ]
     verdict, why = _judged(bars, moved, list(dict.fromkeys(baseline)))
     return {
@@ -257,7 +259,7 @@ def verdict_of(record: dict[str, Any]) -> str:
     )
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     """Format a record as lines of text, the verdict last."""
     task = record["task"]
     lines = [

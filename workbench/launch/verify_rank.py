@@ -87,7 +87,7 @@ def _own_logprobs(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """[B, T] log-probability of each token itself, 0 for a row's first."""
     rows = shifted(batch["tokens"], torch.ones_like(batch["mask"]))
     logits = model(input_ids=batch["tokens"], use_cache=False).logits
-    own_T = token_logprobs_from_logits(logits.flatten(0, 1), rows["targets"].flatten(), wanted=()).logprobs_T
+    own_T = token_logprobs_from_logits(logits.flatten(0, 1), rows["targets"].flatten(), outputs=()).logprobs_T
     return own_T.view(rows["targets"].shape).roll(1, dims=1).index_fill(1, torch.tensor([0], device=own_T.device), 0.0)
 
 
@@ -151,7 +151,7 @@ def under_ours(align: Alignment, task: Task) -> Backward:
         logits = model(
             input_ids=local["tokens"][None], position_ids=local["positions"][None], use_cache=False, shard=shard
         ).logits[0]
-        logprobs = token_logprobs_from_logits(logits, local["targets"], wanted=()).logprobs_T
+        logprobs = token_logprobs_from_logits(logits, local["targets"], outputs=()).logprobs_T
         loss = align.policy_loss(
             LOSS,
             policy_logprobs=logprobs,

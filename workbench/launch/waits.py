@@ -59,7 +59,7 @@ class Wait:
         """Identity of the wait, the same at any time."""
         return self.rank, self.kind, self.entry.group, self.entry.seq
 
-    def in_words(self, now_ns: int) -> str:
+    def message(self, now_ns: int) -> str:
         """The wait as a sentence.
 
         Args:
@@ -68,12 +68,12 @@ class Wait:
         seconds = max(0, now_ns - self.entry.entered_ns) / 1e9
         tail = f"; {self.why}" if self.why else ""
         return (
-            f"rank {self.rank} has not come to {self.entry}, in which {ranks_in_words(self.waiting)} "
+            f"rank {self.rank} has not come to {self.entry}, in which {format_ranks(self.waiting)} "
             f"{'has' if len(self.waiting) == 1 else 'have'} waited for {seconds:.0f} s{tail}"
         )
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Format a list of ranks.
 
     Example:
@@ -184,7 +184,7 @@ def _blame(by_rank: Mapping[int, Entry], views: Mapping[int, FlightView]) -> Wai
     habit = habits[wrong]
     if not decided:
         why = (
-            f"it came to {_describe(own)} as #{own.seq} and {ranks_in_words(waiting)} to {_describe(missed)}, "
+            f"it came to {_describe(own)} as #{own.seq} and {format_ranks(waiting)} to {_describe(missed)}, "
             "and nothing before shows which of them is wrong"
         )
     elif habit and _call(habit[0]) == _call(missed) and _call(own) in (later := [_call(entry) for entry in habit[1:]]):

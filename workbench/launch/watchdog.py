@@ -7,12 +7,12 @@ A look costs a read of 128 bytes a rank; only when a rank has been still for a s
                  the ranks that waited; the other ranks are stopped. Within two seconds of the last sign of life.
     not certain  after ``hang_s`` it is named in ranks/waiting.json, with its stack, for readers of the run.
                  No rank is stopped before the ``timeout_s`` of the spec is over: then the backend ends the job, and
-                 `workbench.launch.deaths` names the rank that is named there. NCCL takes a minute more for that
+                 `workbench.launch.failure_analysis` names the rank that is named there. NCCL takes a minute more for that
                  (measured: 72 s after a time-out of 8 s), so a wait that exceeds it by ten seconds is ended here.
 
-waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "words", "collective", "waiting", "since_ns", "at",
+waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "message", "collective", "waiting", "since_ns", "at",
 "stack"}], "was": [...]}; ``waiting`` is an empty list once no rank is waited for, and ``was`` its last content.
-``words`` is a message with the time waited until ``looked_ns``.
+``message`` is a message with the time waited until ``looked_ns``.
 
 stopped.json: {rank: ns} of the ranks whose process is in state T (SIGSTOP, Ctrl-Z, a debugger), and the time at which
 they were first seen so. Such a rank writes no stack, and ends on SIGKILL alone: when the agent has ended the job it
@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 from workbench.errors import RecordError
-from workbench.launch.deaths import (
+from workbench.launch.failure_analysis import (
     OOM,
     STOPPED,
     WAITING,
@@ -219,13 +219,13 @@ class Watchdog:
     def _description(self, wait: Wait, now_ns: int) -> dict[str, Any]:
         stack = self.stack_of(wait.rank)
         at = place_of(stack) if stack else ""
-        message = wait.in_words(now_ns) + (f"; it is at {at}" if at else "")
+        message = wait.message(now_ns) + (f"; it is at {at}" if at else "")
         if wait.rank in self._stopped:
             message += "; its process is stopped (state T in /proc: SIGSTOP, Ctrl-Z or a debugger)"
         return {
             "rank": wait.rank,
             "kind": wait.kind,
-            "words": message,
+            "message": message,
             "collective": str(wait.entry),
             "waiting": list(wait.waiting),
             "since_ns": wait.entry.entered_ns,
@@ -258,7 +258,7 @@ class Watchdog:
         """End a hopeless job and record its root cause; False if that rank is about to record its own failure.
 
         A backend may abort the collective that a rank went on to. The rank then ends, its stack is that of writing its
-        exit record, and that record has the place: `workbench.launch.deaths` starts from it.
+        exit record, and that record has the place: `workbench.launch.failure_analysis` starts from it.
         """
         now_ns, stack = time.time_ns(), self.stack_of(wait.rank)
         if self._is_leaving(wait.rank, stack):
@@ -277,7 +277,7 @@ class Watchdog:
             write_hang(
                 self.run,
                 wait.rank,
-                wait.in_words(now_ns),
+                wait.message(now_ns),
                 certain=wait.certain,
                 waited_in=waited_in,
                 stack=stack,

@@ -22,7 +22,7 @@ from workbench.errors import SpecError
 from workbench.losses.corrections import apply_correction, correct, log_document_weight
 from workbench.losses.entropy import entropy_bonus, mean_squared_logit, squared_logit
 from workbench.losses.kl import kl_term
-from workbench.losses.selection import confined, highest_entropy
+from workbench.losses.selection import highest_entropy, restricted_to
 from workbench.losses.sequence import log_sequence_ratio
 from workbench.losses.supervised import positive_nll
 from workbench.losses.surrogates import SURROGATES
@@ -42,14 +42,16 @@ def make_loss(spec: LossSpec) -> Loss:
     surrogate = functools.partial(SURROGATES[spec.surrogate.kind], **spec.surrogate.parameters)
 
     def loss(inputs: LossInputs) -> dict[str, Term]:
-        inputs = seen(inputs, spec)
+        inputs = prepare_inputs(inputs, spec)
         sequence_inputs = {}
         if spec.correction.enters == "sequence_weight":
             sequence_inputs["log_correction_T"] = log_document_weight(inputs, spec.correction)
-        policy = replace(surrogate(driven(inputs, spec), **sequence_inputs), coefficient=spec.surrogate.coefficient)
+        policy = replace(
+            surrogate(surrogate_inputs(inputs, spec), **sequence_inputs), coefficient=spec.surrogate.coefficient
+        )
         policy = apply_correction(policy, inputs, spec.correction)
         chosen_T = None if spec.top_entropy_share == 1 else highest_entropy(inputs, spec.top_entropy_share)
-        terms = {"policy": policy if chosen_T is None else confined(policy, inputs, chosen_T)}
+        terms = {"policy": policy if chosen_T is None else restricted_to(policy, inputs, chosen_T)}
         if spec.kl.coefficient and spec.kl.placement == "loss":
             terms["kl"] = kl_term(inputs, spec.kl)
         if spec.entropy_coefficient:
@@ -67,7 +69,7 @@ def make_loss(spec: LossSpec) -> Loss:
     return loss
 
 
-def seen(inputs: LossInputs, spec: LossSpec) -> LossInputs:
+def prepare_inputs(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     """Prepare the inputs of every term of a spec; the metrics of a step must use the same ones.
 
     Formula:  old_policy "current": ``old = sg[policy]``; scaling.mean_epsilon: added to lengths under document means.
@@ -80,7 +82,7 @@ def seen(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     return inputs
 
 
-def driven(inputs: LossInputs, spec: LossSpec) -> LossInputs:
+def surrogate_inputs(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     """Prepare the inputs of the surrogate alone: the signal that multiplies its ratio, and the tokens of each document.
 
     Formula:  signal "rewards": ``A = reward of the document``; signal_floor: ``A = max(A, signal_floor)``;
@@ -117,7 +119,7 @@ def surrogate_ratio(inputs: LossInputs, spec: LossSpec) -> Tensor:
     Backward: none.
     """
     with torch.no_grad():
-        inputs = driven(seen(inputs, spec), spec)
+        inputs = surrogate_inputs(prepare_inputs(inputs, spec), spec)
         surrogate = spec.surrogate
         level, anchor = surrogate.ratio_level, surrogate.ratio_anchor
         log_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)

@@ -36,7 +36,7 @@ def clipped_surrogate(
     Differs:  token weights are in `workbench.reduction`.
     """
     log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
-    clamped_T = held(log_ratio_T, log_clamp)
+    clamped_T = clamp_log_ratio(log_ratio_T, log_clamp)
     term = clip_ratio(
         clamped_T,
         advantages_T,
@@ -49,7 +49,7 @@ def clipped_surrogate(
     return term if log_clamp is None else replace(term, silent_T=(clamped_T != log_ratio_T) | (advantages_T == 0))
 
 
-def held(log_ratio_T: Tensor, log_clamp: float | None) -> Tensor:
+def clamp_log_ratio(log_ratio_T: Tensor, log_clamp: float | None) -> Tensor:
     """[T] log ratio clamped to +-log_clamp, without gradient beyond; unchanged if log_clamp is None."""
     return log_ratio_T if log_clamp is None else log_ratio_T.clamp(-log_clamp, log_clamp)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from workbench.losses.clipped import held
+from workbench.losses.clipped import clamp_log_ratio
 from workbench.losses.sequence import log_sequence_ratio
 from workbench.losses.terms import LossInputs, Term
 
@@ -88,7 +88,7 @@ def cispo(
     low = 0.0 if clip_low is None else 1 - clip_low if relative else clip_low
     with torch.no_grad():
         log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
-        ratio_T = held(log_ratio_T, log_clamp).exp()
+        ratio_T = clamp_log_ratio(log_ratio_T, log_clamp).exp()
         weight_T = ratio_T.clamp(low, high)
     values_T = -inputs.counted_advantages_T * weight_T * inputs.counted_logprobs_T
     return Term(values_T, extras={"ratio_truncated": weight_T != ratio_T})

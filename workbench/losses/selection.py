@@ -42,7 +42,7 @@ def highest_entropy(inputs: LossInputs, share: float) -> Tensor:
         return inputs.counts_T & (inputs.entropy_T >= torch.quantile(entropies.float(), 1 - share))
 
 
-def confined(term: Term, inputs: LossInputs, chosen_T: Tensor) -> Term:
+def restricted_to(term: Term, inputs: LossInputs, chosen_T: Tensor) -> Term:
     """Restrict a term to the chosen tokens; the others count in its denominator, with a value of 0.
 
     Backward: that of the term; 0 on all other tokens.

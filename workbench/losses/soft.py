@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from workbench.losses.clipped import held
+from workbench.losses.clipped import clamp_log_ratio
 from workbench.losses.sequence import advantages_at, log_sequence_ratio
 from workbench.losses.terms import LossInputs, Term
 
@@ -38,7 +38,7 @@ def sapo(
     log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
     positive, negative = log_ratio_T.new_full((), tau_positive), log_ratio_T.new_full((), tau_negative)
     tau_T = torch.where(advantages_T > 0, positive, negative)
-    clamped_T = held(log_ratio_T, log_clamp)
+    clamped_T = clamp_log_ratio(log_ratio_T, log_clamp)
     with torch.no_grad():
         saturated_T = clamped_T > torch.log1p(SATURATED / tau_T)
         silent_T = saturated_T | (advantages_T == 0)

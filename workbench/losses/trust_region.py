@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.losses.clipped import held
+from workbench.losses.clipped import clamp_log_ratio
 from workbench.losses.terms import LossInputs, Term
 
 
@@ -121,7 +121,7 @@ def _masked_ratio(
     advantages_T = inputs.counted_advantages_T if advantages_T is None else advantages_T
     dropped_T = dropped_T & inputs.counts_T if inputs.frozen_clip_T is None else inputs.frozen_clip_T
     silent_T = dropped_T | (advantages_T == 0)
-    log_ratio_T = held(torch.where(silent_T, 0.0, inputs.log_ratio(anchor)), log_clamp)
+    log_ratio_T = clamp_log_ratio(torch.where(silent_T, 0.0, inputs.log_ratio(anchor)), log_clamp)
     if ratio_cap is None:
         ratio_T = log_ratio_T.exp()
     else:

@@ -93,12 +93,12 @@ class Metric:
         return _population(self.column.needs)
 
     @property
-    def weight_in_words(self) -> str:
+    def weight_description(self) -> str:
         """Description of the weight."""
         return WEIGHTS[self.weight]
 
     @property
-    def reducer_in_words(self) -> str:
+    def reducer_description(self) -> str:
         """Description of the reducer."""
         return str(self.reducer)
 
@@ -114,7 +114,7 @@ class DocumentMetric:
         columns: per-token quantities, summed over each document's trained tokens.
         read: returns the number from tokens_N, one sum_N per column and one maximum_N per extreme, of documents with
             trained tokens.
-        weighs: description of a document's weight.
+        weight: description of a document's weight.
         level: see `Metric`.
         extremes: per-token quantities whose maximum is taken over each document's trained tokens.
     """
@@ -124,7 +124,7 @@ class DocumentMetric:
     unit: str
     columns: tuple[Column, ...]
     read: Callable[..., float]
-    weighs: str = "1 a document"
+    weight: str = "1 a document"
     level: Level = "full"
     extremes: tuple[Column, ...] = ()
 
@@ -139,12 +139,12 @@ class DocumentMetric:
         return f"documents with {_population(self.needs)}"
 
     @property
-    def weight_in_words(self) -> str:
+    def weight_description(self) -> str:
         """Description of the weight."""
-        return self.weighs
+        return self.weight
 
     @property
-    def reducer_in_words(self) -> str:
+    def reducer_description(self) -> str:
         """Description of the reducer."""
         return "from a table of documents"
 
@@ -173,8 +173,8 @@ def metric_table(metrics: Sequence[AnyMetric] | None = None) -> pd.DataFrame:
                 "meaning": metric.meaning,
                 "unit": metric.unit,
                 "population": metric.population,
-                "weight": metric.weight_in_words,
-                "reducer": metric.reducer_in_words,
+                "weight": metric.weight_description,
+                "reducer": metric.reducer_description,
                 "level": metric.level,
             }
             for metric in metrics
@@ -246,7 +246,7 @@ def document_clip(region: str, key: str, meaning: str, clip: ClipRule, level: Le
         "1",
         (LogRatio("policy", clip.anchor), Advantage()),
         functools.partial(_clipped_share, region, clip),
-        weighs="its trained tokens",
+        weight="its trained tokens",
         level=level,
     )
 

@@ -24,9 +24,9 @@ from workbench.losses.document_sums import LocalSums
 from workbench.losses.terms import LossInputs, Term
 from workbench.specs.losses import LossSpec
 
-Who = Literal["policy", "old", "sampler", "ref"]
+PolicyName = Literal["policy", "old", "sampler", "ref"]
 """A policy with log-probabilities."""
-WHO: tuple[Who, ...] = ("policy", "old", "sampler", "ref")
+POLICY_NAMES: tuple[PolicyName, ...] = ("policy", "old", "sampler", "ref")
 
 
 class ClipRule(NamedTuple):
@@ -44,7 +44,7 @@ class ClipRule(NamedTuple):
     upper: float
     dual: float | None = None
     of_documents: bool = False
-    anchor: Who = "old"
+    anchor: PolicyName = "old"
 
 
 def clip_rule(spec: LossSpec | None) -> ClipRule | None:
@@ -123,7 +123,7 @@ class NonFinite(Column):
 
     def of(self, q: Quantities) -> Tensor:
         """See `Column.of`."""
-        known = tuple(name for name in WHO if q.logprob(name) is not None)
+        known = tuple(name for name in POLICY_NAMES if q.logprob(name) is not None)
         return (~q.finite(known)).double()
 
 
@@ -131,24 +131,24 @@ class NonFinite(Column):
 class LogProb(Column):
     """A log-probability, where it is finite."""
 
-    who: Who
+    policy: PolicyName
 
     @property
     def needs(self) -> tuple[str, ...]:
         """See `Column.needs`."""
-        return (self.who,)
+        return (self.policy,)
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
-        return q.logprob(self.who)
+        return q.logprob(self.policy)
 
 
 @dataclass(frozen=True)
 class LogRatio(Column):
     """log(above / below); its absolute value if ``absolute``; clamped to +-limit if given."""
 
-    above: Who
-    below: Who
+    above: PolicyName
+    below: PolicyName
     absolute: bool = False
     limit: float | None = None
 
@@ -171,8 +171,8 @@ class LogRatio(Column):
 class Ratio(Column):
     """above / below; the larger over the smaller if ``symmetric``; within the bounds of the clip if ``clamped``."""
 
-    above: Who
-    below: Who
+    above: PolicyName
+    below: PolicyName
     symmetric: bool = False
     clamped: bool = False
 
@@ -205,8 +205,8 @@ class KL(Column):
     """
 
     estimator: Estimator
-    first: Who
-    second: Who
+    first: PolicyName
+    second: PolicyName
     input_limit: float | None = None
     output_limit: float | None = None
 
@@ -240,8 +240,8 @@ class JensenShannon(Column):
     Formula: m = log((p + q) / 2);  (k3(log p - m) + k3(log q - m)) / 2,  k3(d) = exp(d) - d - 1.
     """
 
-    first: Who
-    second: Who
+    first: PolicyName
+    second: PolicyName
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -306,7 +306,7 @@ class Clip(Column):
     """
 
     region: Region
-    anchor: Who = "old"
+    anchor: PolicyName = "old"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -479,10 +479,10 @@ class Quantities:
         """[T] float64."""
         return self.inputs.advantages_T.double()
 
-    def logprob(self, who: str) -> Tensor | None:
+    def logprob(self, policy: str) -> Tensor | None:
         """[T] float64 log-probabilities of one policy, or None."""
-        values_T = getattr(self.inputs, f"{who}_logprobs_T")
-        return None if values_T is None else self._once(who, lambda: values_T.detach().double())
+        values_T = getattr(self.inputs, f"{policy}_logprobs_T")
+        return None if values_T is None else self._once(policy, lambda: values_T.detach().double())
 
     def log_ratio(self, above: str, below: str) -> Tensor | None:
         """[T] log(above / below), arbitrary where one of them is not finite; or None."""
@@ -496,17 +496,17 @@ class Quantities:
         log_T = self.log_ratio(above, below)
         return None if log_T is None else self._once(("ratio", above, below), log_T.exp)
 
-    def finite(self, who: tuple[str, ...]) -> Tensor:
+    def finite(self, policies: tuple[str, ...]) -> Tensor:
         """[T] bool: these policies' log-probabilities are all finite."""
-        first, *others = who
+        first, *others = policies
         if not others:
             return self._finite[first]
-        return self._once(("finite", *sorted(who)), lambda: self.finite(tuple(others)) & self._finite[first])
+        return self._once(("finite", *sorted(policies)), lambda: self.finite(tuple(others)) & self._finite[first])
 
     @cached_property
     def _finite(self) -> dict[str, Tensor]:
         """[T] bool of each policy; all in one test, because each small operation costs a launch."""
-        known = [name for name in WHO if self.logprob(name) is not None]
+        known = [name for name in POLICY_NAMES if self.logprob(name) is not None]
         return dict(zip(known, torch.stack([self.logprob(name) for name in known]).isfinite().unbind(), strict=True))
 
     def population(self, column: Column) -> Tensor:

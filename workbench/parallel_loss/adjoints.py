@@ -32,7 +32,7 @@ from workbench.sharding.collectives import identity_sum, sum_identity
 from workbench.sharding.mesh import Axis
 
 
-def local_to_whole(local: Tensor, axes: Sequence[Axis], factor: float) -> Tensor:
+def local_to_global(local: Tensor, axes: Sequence[Axis], factor: float) -> Tensor:
     """Sum local parts over ranks into a global value.
 
     Args:
@@ -48,7 +48,7 @@ def local_to_whole(local: Tensor, axes: Sequence[Axis], factor: float) -> Tensor
     return whole if factor == 1 else _GradientTimes.apply(whole, factor, 1)
 
 
-def whole_to_local(whole: Tensor, axes: Sequence[Axis], factor: float) -> Tensor:
+def global_to_local(whole: Tensor, axes: Sequence[Axis], factor: float) -> Tensor:
     """Use a global value in computations on this rank's tokens, which differ from those of other ranks.
 
     Backward: all-reduce sum of the gradients from all ranks' tokens, divided by c.

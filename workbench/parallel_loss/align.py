@@ -24,10 +24,10 @@ from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
 from workbench.losses.kl import kl_estimate
-from workbench.parallel_loss.adjoints import local_to_whole, whole_to_local
+from workbench.parallel_loss.adjoints import global_to_local, local_to_global
 from workbench.parallel_loss.averaging import EngineFactor, engine_factor
 from workbench.parallel_loss.documents import Documents
-from workbench.parallel_loss.policy_loss import StepCounts, check_spec, local_policy_loss, refuse_unused
+from workbench.parallel_loss.policy_loss import StepCounts, check_inputs_used, check_spec, local_policy_loss
 from workbench.parallel_loss.rows import ContextParallelRows, context_parallel_rows
 from workbench.parallel_loss.statistics import (
     AdvantageStatistics,
@@ -154,7 +154,7 @@ class Alignment:
 
         Backward: the sum of the gradients from the tokens of all ranks.
         """
-        return whole_to_local(whole, (self.cp, *self.dp), self.factor)
+        return global_to_local(whole, (self.cp, *self.dp), self.factor)
 
     # -- documents ---------------------------------------------------------------------------------------------
 
@@ -342,7 +342,9 @@ class Alignment:
             "rewards": rewards,
         }
         check_values(policy_logprobs, mask, *(value for value in given.values() if value is not None))
-        refuse_unused(spec, {name: given[name] for name in ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")})
+        check_inputs_used(
+            spec, {name: given[name] for name in ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")}
+        )
         of_mask, lengths_N = self._documents_of(mask, documents, num_documents)
         if counts is None:
             counts = self._counted([lengths_N])
@@ -361,7 +363,7 @@ class Alignment:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _whole(self, local: Tensor) -> Tensor:
-        return local_to_whole(local, (self.cp, *self.dp), self.factor)
+        return local_to_global(local, (self.cp, *self.dp), self.factor)
 
     def _documents_of(self, mask: Tensor, ids: Tensor | None, count: int | None) -> tuple[Documents, Tensor]:
         """Documents, and [N] the number of counted tokens of each, on all cp ranks."""

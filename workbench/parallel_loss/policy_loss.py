@@ -65,7 +65,7 @@ def check_spec(spec: LossSpec) -> None:
         )
 
 
-def refuse_unused(spec: LossSpec, given: Mapping[str, Tensor | None]) -> None:
+def check_inputs_used(spec: LossSpec, given: Mapping[str, Tensor | None]) -> None:
     """Raise if a tensor is given that the loss does not use: the caller probably meant another loss.
 
     Args:
@@ -75,7 +75,7 @@ def refuse_unused(spec: LossSpec, given: Mapping[str, Tensor | None]) -> None:
     Raises:
         SpecError: names each unused tensor and the settings that would use it.
     """
-    unused = [name for name, value in given.items() if value is not None and not looks_at(spec, name)]
+    unused = [name for name, value in given.items() if value is not None and not uses_input(spec, name)]
     if unused:
         raise SpecError(
             f"loss {spec.name!r} with {', '.join(unused)}",
@@ -94,7 +94,7 @@ _USED_BY = {
 """Optional input -> the settings that use it."""
 
 
-def looks_at(spec: LossSpec, name: str) -> bool:
+def uses_input(spec: LossSpec, name: str) -> bool:
     """True if a loss requires an input, or its values on a few synthetic tokens depend on it."""
     place = torch.arange(8, dtype=torch.float64)
     inputs = LossInputs(

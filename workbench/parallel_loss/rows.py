@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, ShardingError
-from workbench.parallel_loss.policy_loss import StepCounts, looks_at
+from workbench.parallel_loss.policy_loss import StepCounts, uses_input
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
 from workbench.sharding.mesh import Axis
 from workbench.sharding.torch_context_parallel import TorchRing, torch_context_parallel
@@ -58,7 +58,7 @@ class ContextParallelRows:
 
     Attributes:
         align: computes the loss.
-        held: by name, [B, t]: ``tokens``, ``positions``, ``targets``, ``mask`` (the target counts) and the given
+        tensors: by name, [B, t]: ``tokens``, ``positions``, ``targets``, ``mask`` (the target counts) and the given
             values of targets: ``old_logprobs``, ``advantages``, ...
         is_open: True until the context manager is left.
     """
@@ -78,7 +78,9 @@ class ContextParallelRows:
         Shapes: [B, t, V] -> [B, t].
         """
         targets = torch.where(self.held["mask"], self.held["targets"], -1)
-        output = token_logprobs_from_logits(logits.flatten(0, 1), targets.flatten(), temperature=temperature, wanted=())
+        output = token_logprobs_from_logits(
+            logits.flatten(0, 1), targets.flatten(), temperature=temperature, outputs=()
+        )
         return output.logprobs_T.view(targets.shape)
 
     def policy_loss(
@@ -124,7 +126,7 @@ class ContextParallelRows:
             )
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
         for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once; a loss may use fewer inputs
-            given[name] = given[name] if looks_at(spec, name) else None
+            given[name] = given[name] if uses_input(spec, name) else None
         policy = self.logprobs(logits, temperature=temperature) if logprobs is None else logprobs
         whole = self.align.policy_loss(loss, policy_logprobs=policy, mask=self.held["mask"], counts=counts, **given)
         if whole.requires_grad and self.align.cp.size > 1:

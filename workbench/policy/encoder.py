@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from workbench.errors import SpecError
 from workbench.policy.model import DTYPES
 from workbench.policy.tensor_plan import plan_by_names
-from workbench.sharding.bridge.partition import owned
+from workbench.sharding.bridge.partition import owned_positions
 from workbench.sharding.collectives import gather_scatter
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard, apply_tensor_parallel, check_heads
@@ -49,7 +49,7 @@ class Encoder:
     @property
     def places_Rs(self) -> Tensor:
         """[R, s / R] indices of the features of each image that each cp rank holds."""
-        return owned(self.order, self.tokens, self.mesh["cp"].size)
+        return owned_positions(self.order, self.tokens, self.mesh["cp"].size)
 
     def features(self, pixels_bchw: Tensor) -> Tensor:
         """Compute this rank's features of its images.

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import ShardingError, SpecError
-from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_refusal
+from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
 from workbench.policy.logprobs.head import make_head
-from workbench.policy.logprobs.kept import KeptSets
+from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.precision import cast, lift_to_float64
-from workbench.policy.tensor_plan import cut
+from workbench.policy.tensor_plan import shard_decoder
 from workbench.policy.tiny import TINY
 from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard, sharded_attention
@@ -46,7 +46,7 @@ class Exact(Protocol):
         ...
 
     def token_logprobs(
-        self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *, wanted: Iterable[str] = ...
+        self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *, outputs: Iterable[str] = ...
     ) -> TokenLogprobs:
         """See `Policy.token_logprobs`."""
         ...
@@ -99,7 +99,7 @@ class Policy:
         Raises:   SpecError: embeddings in reproducible mode.
         """
         if self.exact is None:
-            return self.through_modules(tokens_T, positions_T, shard, embeddings_TD)
+            return self.module_hidden_states(tokens_T, positions_T, shard, embeddings_TD)
         if embeddings_TD is not None:
             raise SpecError(
                 "embeddings in the reproducible mode",
@@ -109,7 +109,7 @@ class Policy:
             )
         return self.exact.hidden_states(tokens_T, positions_T, shard)
 
-    def through_modules(
+    def module_hidden_states(
         self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, embeddings_TD: Tensor | None = None
     ) -> Tensor:
         """`hidden_states` of the current modules, with the attention that the shard names."""
@@ -118,10 +118,10 @@ class Policy:
         out = forward(**inputs, position_ids=positions_T[None], use_cache=False, shard=shard)
         return out.last_hidden_state[0]
 
-    def give_back(self) -> None:
+    def reshard(self) -> None:
         """Reshard the weights that `hidden_states` without a backward left gathered."""
         if self.trunk is not None:
-            data_parallel.give_back(self.trunk)
+            data_parallel.reshard_parameters(self.trunk)
 
     def embeddings(self, tokens_T: Tensor) -> Tensor:
         """Token embeddings of this rank, which the caller may modify before `hidden_states` reads them.
@@ -147,8 +147,8 @@ class Policy:
         temperature_T: Tensor | None = None,
         *,
         active_T: Tensor | None = None,
-        kept: KeptSets | None = None,
-        wanted: Iterable[str] = ("entropy", "logsumexp"),
+        support: TruncatedSupport | None = None,
+        outputs: Iterable[str] = ("entropy", "logsumexp"),
     ) -> TokenLogprobs:
         """Log-probability of each target, entropy and log-normaliser of each distribution, in nats.
 
@@ -158,28 +158,28 @@ class Policy:
             temperature_T: [t] divides each token's logits (1 under the mask), for rollouts sampled at several
                 temperatures; None: the policy's temperature for all.
             active_T: [t] the tokens that are computed; None: all.
-            kept: each token's truncated support in the sampler; None: not truncated.
-            wanted: see `logprobs.token_logprobs`.
+            support: each token's truncated support in the sampler; None: not truncated.
+            outputs: see `logprobs.token_logprobs`.
 
         Shapes: [t] each.
         Raises: SpecError: truncated supports, or a subset of tokens, in reproducible mode.
         """
         if self.exact is not None:
-            if kept is not None or active_T is not None:
+            if support is not None or active_T is not None:
                 raise SpecError(
                     "exact log-probabilities of a subset of tokens, or of truncated supports",
                     rule="all tokens are computed, each against the whole vocabulary",
                     fix="leave active_T and kept out, or compute without workbench.reproducible",
                 )
-            return self.exact.token_logprobs(hidden_TD, targets_T, temperature_T, wanted=wanted)
+            return self.exact.token_logprobs(hidden_TD, targets_T, temperature_T, outputs=outputs)
         return token_logprobs(
             hidden_TD,
             targets_T=targets_T,
             implementation=self.implementation,
             temperature=self.temperature if temperature_T is None else temperature_T,
             active_T=active_T,
-            kept=kept,
-            wanted=wanted,
+            support=support,
+            outputs=outputs,
             **self.head_arguments(),
         )
 
@@ -260,7 +260,7 @@ def load_policy(
     else:
         model = cast(model, DTYPES[precision])
     config = model.config.get_text_config()
-    shards = cut(model, mesh, sequence_parallel=sequence_parallel)
+    shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
     if checkpointing:
         _checkpoint_layers(model)
     trunk = None
@@ -347,7 +347,7 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
             rule=f"one of auto, {', '.join(CHUNKED)}: a fused loss processes a row in chunks",
             fix="use auto",
         )
-    if requested == "triton" and (why := triton_refusal(dtype, mesh.device)):
+    if requested == "triton" and (why := triton_unsupported_reason(dtype, mesh.device)):
         raise SpecError(
             "policy.logprobs = 'triton'",
             found=why,

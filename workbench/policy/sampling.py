@@ -24,7 +24,7 @@ Choose = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """One sampled completion.
 
     Attributes:
@@ -66,7 +66,7 @@ class Sampler:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @torch.no_grad()
-    def take(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load the weights of a policy by parameter name, rounded to the sampler's own precision.
 
         Raises:
@@ -91,7 +91,7 @@ class Sampler:
         temperature: float,
         max_new_tokens: int,
         end_ids: Sequence[int],
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         """Sample one completion per prompt; see `generate`."""
         return generate(
             self.model,
@@ -114,7 +114,7 @@ def generate(
     max_new_tokens: int,
     end_ids: Sequence[int],
     **forward: Any,
-) -> list[Answer]:
+) -> list[Completion]:
     """Sample one completion per prompt, in one batch; shorter prompts are left-padded and masked.
 
     Args:
@@ -176,6 +176,6 @@ def by_uniforms(uniforms_NM: Tensor) -> Choose:
     return choose
 
 
-def _truncated_at_end(tokens: Sequence[int], logprobs: Sequence[float], end_ids: Sequence[int]) -> Answer:
+def _truncated_at_end(tokens: Sequence[int], logprobs: Sequence[float], end_ids: Sequence[int]) -> Completion:
     first = next((place for place, token in enumerate(tokens) if token in end_ids), len(tokens) - 1)
-    return Answer(list(tokens[: first + 1]), list(logprobs[: first + 1]))
+    return Completion(list(tokens[: first + 1]), list(logprobs[: first + 1]))

@@ -92,7 +92,7 @@ def plan_by_names(model: nn.Module, prefix: str, model_type: str) -> dict[str, s
     return {name: NAMES[name.rpartition(".")[2]] for name in inside}
 
 
-def cut(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> dict[str, ParameterShard]:
+def shard_decoder(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> dict[str, ParameterShard]:
     """Shard a decoder for this rank, in place, and move it to the mesh's device. Collective over tp.
 
     Args:
@@ -151,7 +151,7 @@ def _divide_sizes(model: nn.Module, plan: Mapping[str, str], axis: Axis) -> None
 
 def _gathering(stream: Stream) -> Any:
     def hook(_: nn.Module, __: Any, out: Any) -> Any:
-        out.last_hidden_state = stream.all_of(out.last_hidden_state)
+        out.last_hidden_state = stream.all_tokens(out.last_hidden_state)
         return out
 
     return hook

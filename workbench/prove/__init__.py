@@ -11,14 +11,14 @@ from workbench.errors import SpecError
 from workbench.losses.build import make_loss
 from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.prove.exact import InFloat64
-from workbench.prove.laws import LAWS, Law
-from workbench.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.invariants import INVARIANTS, Invariant
+from workbench.prove.proof import Counterexample, InvariantResult, Proof
 from workbench.prove.searching import search
 from workbench.prove.subject import Subject, WorkbenchSubject
 from workbench.prove.trainer import Engine, TrainerSubject
 from workbench.specs.run import LossSpec, RunSpec, parse_spec
 
-__all__ = ["LAWS", "Counterexample", "LawResult", "Proof", "prove"]
+__all__ = ["INVARIANTS", "Counterexample", "InvariantResult", "Proof", "prove"]
 
 ROUNDS = 4
 CONSTANT = 16.0
@@ -30,14 +30,14 @@ def prove(
     *,
     spec: LossSpec | RunSpec | Mapping[str, Any] | None = None,
     engine: Engine | None = None,
-    laws: Sequence[str] | None = None,
+    invariants: Sequence[str] | None = None,
     seed: int = 0,
     rounds: int = ROUNDS,
     budget_s: float = 20.0,
 ) -> Proof:
     """Check the invariants of parallel training for a loss: loss, gradient of every parameter, and every metric.
 
-    Each invariant changes one thing that must not matter (`workbench.prove.laws`): the step of all documents in one
+    Each invariant changes one thing that must not matter (`workbench.prove.invariants`): the step of all documents in one
     row on one rank, in float64, is compared with the same step under the change, on all ranks of a mesh simulated in
     this process. Documents and layouts are generated adversarially. A failure is shrunk to the smallest case that
     fails in the same way, and its factor is measured and named.
@@ -51,7 +51,7 @@ def prove(
             `workbench.prove.trainer`).
         spec: of a function: its denominator, its declared breaks, and its advantages.
         engine: reduction of gradients over dp x cp in the trainer's engine: "sum" or "mean".
-        laws: names of invariants; None: all.
+        invariants: names of invariants; None: all.
         seed: of the generated cases.
         rounds: cases per invariant.
         budget_s: no case is started after this many seconds of processor time. An invariant without a case counts as
@@ -65,10 +65,10 @@ def prove(
             a function with other arguments.
 
     Example:
-        >>> prove("grpo", laws=["cp_degree"], rounds=1).ok
+        >>> prove("grpo", invariants=["cp_degree"], rounds=1).ok
         True
     """
-    chosen = _selected(laws)
+    chosen = _selected(invariants)
     return search(as_subject(loss, spec=spec, engine=engine), chosen, seed=seed, rounds=rounds, budget_s=budget_s)
 
 
@@ -101,7 +101,7 @@ def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> 
             fix="a trainer's microbatch_loss(batch, outputs, totals) goes with engine = "
             "'sum' or 'mean', what its engine does to gradients over dp x cp",
         )
-        return WorkbenchSubject(getattr(loss, "__name__", "loss"), base, _checked(loss), made_from_spec=False)
+        return WorkbenchSubject(getattr(loss, "__name__", "loss"), base, _checked(loss), from_spec=False)
     given = _run_spec({"name": loss} if isinstance(loss, str) else loss, "loss")
     if spec is not None:
         raise SpecError(
@@ -129,21 +129,23 @@ def _check_arguments(loss: Callable[..., Any], *names: str, fix: str) -> None:
         ) from None
 
 
-def _selected(names: Sequence[str] | None) -> list[Law]:
+def _selected(names: Sequence[str] | None) -> list[Invariant]:
     if names is None:
-        return list(LAWS.values())
+        return list(INVARIANTS.values())
     if not names:
-        raise SpecError("prove with laws = ()", rule="at least one invariant; None: all", fix="name one or omit laws")
+        raise SpecError(
+            "prove with invariants = ()", rule="at least one invariant; None: all", fix="name one or omit invariants"
+        )
     for name in names:
-        if name not in LAWS:
-            near = difflib.get_close_matches(name, LAWS, n=1)
+        if name not in INVARIANTS:
+            near = difflib.get_close_matches(name, INVARIANTS, n=1)
             raise SpecError(
                 f"invariant {name!r}",
                 found=f"did you mean {near[0]!r}?" if near else "",
-                rule=f"one of {', '.join(LAWS)}",
+                rule=f"one of {', '.join(INVARIANTS)}",
                 fix="correct the name",
             )
-    return [law for law in LAWS.values() if law.name in names]
+    return [invariant for invariant in INVARIANTS.values() if invariant.name in names]
 
 
 def _run_spec(given: Any, argument: str) -> RunSpec:

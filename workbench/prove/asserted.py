@@ -14,7 +14,7 @@ def assert_proved(loss: Any, **settings: Any) -> Proof:
 
     Args:
         loss: any loss that `workbench.prove` accepts.
-        **settings: of `workbench.prove`: engine, spec, seed, laws, budget_s.
+        **settings: of `workbench.prove`: engine, spec, seed, invariants, budget_s.
 
     Returns:
         The proof. An invariant that the loss's spec declares to break is no failure.

@@ -36,22 +36,22 @@ class Difference:
 
     Attributes:
         worst: greatest relative difference of any number.
-        what: "gradient", "loss", "metric KEY", "not a number" or "error"; () if all are within tolerance.
-        words: description, one sentence.
+        differing: "gradient", "loss", "metric KEY", "not a number" or "error"; () if all are within tolerance.
+        description: description, one sentence.
         factor: multiplier of the gradient, or of the loss if the gradient is right; None if it is no multiple.
         factor_name: expression that equals it; "" if nothing simple.
     """
 
     worst: float
-    what: tuple[str, ...] = ()
-    words: str = ""
+    differing: tuple[str, ...] = ()
+    description: str = ""
     factor: float | None = None
     factor_name: str = ""
 
     @property
     def signature(self) -> tuple[str, bool, str]:
         """The properties that stay the same while a counterexample is shrunk."""
-        return "".join(self.what[:1]), self.factor is None, self.factor_name
+        return "".join(self.differing[:1]), self.factor is None, self.factor_name
 
 
 def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement, Arrangement]) -> Difference:
@@ -77,7 +77,7 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
         for key, value in plain.metrics.items()
     }
     worst = max([gradient, loss, *metrics.values()])
-    what: list[str] = []
+    differing: list[str] = []
     messages: list[str] = []
     factor: float | None = None
     sizes = _sizes(*arrangements)

@@ -12,7 +12,7 @@ from workbench.rollouts.batch import RolloutBatch
 
 Verdict = Literal["holds", "broken", "declared", "declared, but holds", "not tried", "skipped"]
 """declared: broken, as the spec declares. not tried: requested, but no case was tried. skipped: left out because it
-follows from others; `LawResult.why` has the reason."""
+follows from others; `InvariantResult.why` has the reason."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Counterexample:
         plain: description of the arrangement that is taken for right.
         changed: the other one.
         documents: a line of text for each document: its length, trained tokens (#), group and reward.
-        words: the difference, one sentence.
+        description: the difference, one sentence.
         source: the documents as plain data.
     """
 
     plain: str
     changed: str
     documents: tuple[str, ...]
-    words: str
+    description: str
     source: tuple[Document, ...]
 
     @property
@@ -39,12 +39,12 @@ class Counterexample:
         return to_batch(self.source)
 
     def __str__(self) -> str:
-        lines = [self.words, f"plain:    {self.plain}", f"changed:  {self.changed}"]
+        lines = [self.description, f"plain:    {self.plain}", f"changed:  {self.changed}"]
         return "\n".join([*lines, *(f"document {number}: {line}" for number, line in enumerate(self.documents))])
 
 
 @dataclass(frozen=True)
-class LawResult:
+class InvariantResult:
     """Result for one invariant.
 
     Attributes:
@@ -53,7 +53,7 @@ class LawResult:
         verdict: see `Verdict`.
         cases: number of cases tried.
         worst: greatest relative difference of any number from the plain arrangement's; NaN if there was no case.
-        what: differing parts of the counterexample: "gradient", "loss", "metric KEY"; or "not a number"; or "error".
+        differing: differing parts of the counterexample: "gradient", "loss", "metric KEY"; or "not a number"; or "error".
         factor: multiplier of the gradient (or of the loss, where the gradient is right) in the counterexample; None
             where it is no multiple.
         factor_name: expression that equals the factor, such as "1 / cp"; "" if nothing simple.
@@ -66,7 +66,7 @@ class LawResult:
     verdict: Verdict
     cases: int = 0
     worst: float = float("nan")
-    what: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
     factor: float | None = None
     factor_name: str = ""
     counterexample: Counterexample | None = None
@@ -82,13 +82,13 @@ class Proof:
 
     Attributes:
         subject: the loss.
-        laws: results in the order of `workbench.prove.laws.LAWS`.
+        invariants: results in the order of `workbench.prove.invariants.INVARIANTS`.
         seed: of the generated cases.
         seconds: duration.
     """
 
     subject: str
-    laws: tuple[LawResult, ...]
+    invariants: tuple[InvariantResult, ...]
     seed: int = 0
     seconds: float = 0.0
 
@@ -115,55 +115,65 @@ class Proof:
     @property
     def kept(self) -> tuple[str, ...]:
         """Invariants that hold."""
-        return tuple(law.name for law in self.laws if law.verdict in ("holds", "declared, but holds"))
+        return tuple(
+            invariant.name for invariant in self.invariants if invariant.verdict in ("holds", "declared, but holds")
+        )
 
     @property
     def verdict(self) -> str:
         """One-line summary."""
         parts = [f"breaks {', '.join(self.broken)}"] if self.broken else []
         parts += [f"breaks {', '.join(self.declared)}, as declared"] if self.declared else []
-        everything = len(self.kept) == len([law for law in self.laws if law.verdict != "skipped"])
+        everything = len(self.kept) == len(
+            [invariant for invariant in self.invariants if invariant.verdict != "skipped"]
+        )
         parts += [f"keeps {'all ' if everything else ''}{len(self.kept)} invariant{'s' * (len(self.kept) != 1)}"]
         parts += [f"{len(self.untried)} not tried"] if self.untried else []
         return "; ".join(parts)
 
-    def __getitem__(self, name: str) -> LawResult:
+    def __getitem__(self, name: str) -> InvariantResult:
         """The result for an invariant, by its name.
 
         Raises:
             SpecError: it is not in this proof.
         """
-        for law in self.laws:
-            if law.name == name:
-                return law
+        for invariant in self.invariants:
+            if invariant.name == name:
+                return invariant
         raise SpecError(
             f"invariant {name!r} of a proof",
-            rule=f"one of {', '.join(law.name for law in self.laws)}",
+            rule=f"one of {', '.join(invariant.name for invariant in self.invariants)}",
             fix="correct the name, or prove with that invariant",
         )
 
     def __str__(self) -> str:
         """A table of invariants, then each counterexample."""
         lines = [
-            (law.name, law.verdict, f"{law.cases}", f"{law.worst:.1e}" if law.cases else "", _explanation(law))
-            for law in self.laws
+            (
+                invariant.name,
+                invariant.verdict,
+                f"{invariant.cases}",
+                f"{invariant.worst:.1e}" if invariant.cases else "",
+                _explanation(invariant),
+            )
+            for invariant in self.invariants
         ]
         table = _columns([("invariant", "verdict", "cases", "worst", ""), *lines])
         shown = [
-            f"{law.name}: {law.counterexample}"
-            for law in self.laws
-            if law.counterexample is not None and law.verdict == "broken"
+            f"{invariant.name}: {invariant.counterexample}"
+            for invariant in self.invariants
+            if invariant.counterexample is not None and invariant.verdict == "broken"
         ]
         return "\n\n".join([f"{self.subject}: {self.verdict} ({self.seconds:.1f} s, seed {self.seed})", table, *shown])
 
     __repr__ = __str__
 
     def _of(self, verdict: Verdict) -> tuple[str, ...]:
-        return tuple(law.name for law in self.laws if law.verdict == verdict)
+        return tuple(invariant.name for invariant in self.invariants if invariant.verdict == verdict)
 
 
-def _explanation(law: LawResult) -> str:
-    return law.why or (law.counterexample.words if law.counterexample else "")
+def _explanation(invariant: InvariantResult) -> str:
+    return invariant.why or (invariant.counterexample.description if invariant.counterexample else "")
 
 
 def _columns(lines: Sequence[tuple[str, ...]]) -> str:

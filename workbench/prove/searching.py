@@ -14,8 +14,8 @@ from workbench.errors import SpecError
 from workbench.prove.arrangement import Arrangement, Outcome, one_rank_policy, one_row, perform
 from workbench.prove.differences import NOTHING, Difference, difference
 from workbench.prove.documents import Document, draw_documents
-from workbench.prove.laws import DECLARED, EMPTY, Case, Law
-from workbench.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.invariants import DECLARED, EMPTY, Case, Invariant
+from workbench.prove.proof import Counterexample, InvariantResult, Proof
 from workbench.prove.shrinking import shrink
 from workbench.prove.subject import Subject
 
@@ -23,9 +23,9 @@ DRAWS = 6
 """Number of times documents are drawn for an invariant that does not fit those of a round."""
 TRIES = 80
 """Maximum number of cases for shrinking one failure, within the time budget."""
-KEPT = 32
+CACHED = 32
 """Outcomes that are cached at a time, each with a gradient of every parameter."""
-KEPT_BACK = 0.4
+RESERVED = 0.4
 """Part of the budget reserved for shrinking, once something has failed and every invariant was tried."""
 
 REPEATED = 1e-9
@@ -37,7 +37,7 @@ NEVER_DECLARED = ("error", "not a number")
 class _Record:
     """State of one invariant: the first failure, or the first that no declaration excuses."""
 
-    law: Law
+    invariant: Invariant
     cases: int = 0
     worst: float = 0.0
     failed: tuple[Case, Difference] | None = None
@@ -63,14 +63,14 @@ class _Search:
 
     def outcome(self, arrangement: Arrangement) -> Outcome:
         if arrangement not in self.known:
-            if len(self.known) == KEPT:
+            if len(self.known) == CACHED:
                 self.known.clear()
             self.known[arrangement] = perform(self.subject, arrangement)
         return self.known[arrangement]
 
-    def try_case(self, law: Law, case: Case) -> Difference | None:
+    def try_case(self, invariant: Invariant, case: Case) -> Difference | None:
         """The difference; None if these documents do not fit the invariant, or if nothing trains."""
-        pair = law.arrange(case)
+        pair = invariant.arrange(case)
         if pair is None:
             return None
         plain = self.outcome(pair[0])
@@ -85,7 +85,7 @@ class _Search:
                 fix="look at the loss on one rank first",
             )
         changed = self.outcome(pair[1])
-        if (not law.idle and changed.idle) or plain.norm < NOTHING:
+        if (not invariant.idle and changed.idle) or plain.norm < NOTHING:
             return None
         return difference(plain, changed, pair)
 
@@ -112,40 +112,40 @@ class _Search:
         """One more case of an invariant."""
         for draw in range(DRAWS):
             seed = f"{self.seed} {number}" + (f" {draw}" if draw else "")
-            case = record.law.draw(self.documents(seed), number, seed, together=self.together)
-            result = self.try_case(record.law, case)
+            case = record.invariant.draw(self.documents(seed), number, seed, together=self.together)
+            result = self.try_case(record.invariant, case)
             if result is not None:
                 break
         else:
             return
         record.cases += 1
         record.worst = max(record.worst, result.worst)
-        if result.what:
-            excused = excuses(self.subject.declared, record.law, case, result)
+        if result.differing:
+            excused = excuses(self.subject.declared, record.invariant, case, result)
             if record.failed is None or not excused:
                 record.failed, record.excused = (case, result), excused
 
-    def cut_down(self, law: Law, case: Case, failure: Difference) -> tuple[Case, Difference]:
+    def cut_down(self, invariant: Invariant, case: Case, failure: Difference) -> tuple[Case, Difference]:
         """The smallest case that fails in the same way, and its difference."""
         differences, tries = {case: failure}, itertools.count()
 
         def fails(smaller: Case) -> bool:
             try:
-                again = self.try_case(law, smaller)
+                again = self.try_case(invariant, smaller)
             except Exception:
                 return False  # a case that fails on one rank too is no counterexample
             if again is None or again.signature != failure.signature:
                 return False
-            if excuses(self.subject.declared, law, smaller, again):
+            if excuses(self.subject.declared, invariant, smaller, again):
                 return False
             differences[smaller] = again
             return True
 
-        smallest = shrink(case, law, fails, lambda: next(tries) < TRIES and time.process_time() < self.deadline)
+        smallest = shrink(case, invariant, fails, lambda: next(tries) < TRIES and time.process_time() < self.deadline)
         return smallest, differences[smallest]
 
 
-def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, budget_s: float) -> Proof:
+def search(subject: Subject, invariants: Sequence[Invariant], *, seed: int, rounds: int, budget_s: float) -> Proof:
     """Try invariants on a subject, one case of each in turn, then shrink the failures that are not declared.
 
     An invariant that is broken and not excused is not tried again. "together" is tried only while all others hold: it
@@ -153,7 +153,7 @@ def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, bud
 
     Args:
         subject: takes the step.
-        laws: in the order of the table.
+        invariants: in the order of the table.
         seed: of the generated cases.
         rounds: cases per invariant.
         budget_s: no case is started after this many seconds of processor time; a started one is finished.
@@ -163,7 +163,7 @@ def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, bud
     """
     started = time.monotonic()
     engine = _Search(subject, seed, time.process_time() + budget_s, _needs_groups(subject))
-    records = [_Record(law) for law in laws]
+    records = [_Record(invariant) for invariant in invariants]
     if rounds and budget_s > 0:
         engine.check_repeatable()
     for number in range(rounds):
@@ -171,15 +171,15 @@ def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, bud
             broken = [other for other in records if other.failed is not None and not other.excused]
             if record in broken:
                 continue
-            if record.law.name == "together" and (broken or subject.declared):
+            if record.invariant.name == "together" and (broken or subject.declared):
                 record.why = "it combines invariants of which some do not hold"
                 continue
             early = bool(broken) and number
-            if time.process_time() < engine.deadline - early * KEPT_BACK * budget_s:
+            if time.process_time() < engine.deadline - early * RESERVED * budget_s:
                 engine.round(record, number)
     for record in records:
         if record.failed is not None and not record.excused:
-            record.failed = engine.cut_down(record.law, *record.failed)
+            record.failed = engine.cut_down(record.invariant, *record.failed)
     results = tuple(_result(record) for record in records)
     return Proof(subject.title, _idle_declarations(results, subject.declared), seed, time.monotonic() - started)
 
@@ -188,17 +188,18 @@ def _needs_groups(subject: Subject) -> bool:
     return subject.run_spec.loss.needs_pairs or subject.run_spec.data.keep_groups
 
 
-def excuses(declared: Sequence[str], law: Law, case: Case, found: Difference) -> bool:
+def excuses(declared: Sequence[str], invariant: Invariant, case: Case, difference: Difference) -> bool:
     """True if the spec declares this failure: other numbers, under a change that it names; never for errors."""
-    return found.what[0] not in NEVER_DECLARED and any(
-        law.name in DECLARED.get(entry, ()) and (law.name != "empty_ranks" or case["kind"] == EMPTY.index(entry))
+    return difference.differing[0] not in NEVER_DECLARED and any(
+        invariant.name in DECLARED.get(entry, ())
+        and (invariant.name != "empty_ranks" or case["kind"] == EMPTY.index(entry))
         for entry in declared
     )
 
 
-def _result(record: _Record) -> LawResult:
-    law = record.law
-    base = LawResult(law.name, law.says, "holds", record.cases, record.worst)
+def _result(record: _Record) -> InvariantResult:
+    invariant = record.invariant
+    base = InvariantResult(invariant.name, invariant.says, "holds", record.cases, record.worst)
     if record.why:
         return replace(base, verdict="skipped", why=record.why)
     if not record.cases:
@@ -208,22 +209,22 @@ def _result(record: _Record) -> LawResult:
     if record.failed is None:
         return base
     case, failure = record.failed
-    pair = law.arrange(case)
+    pair = invariant.arrange(case)
     assert pair is not None, "it has failed"
     plain, changed = pair
     documents = changed.documents
-    example = Counterexample(str(plain), str(changed), tuple(map(str, documents)), failure.words, documents)
+    example = Counterexample(str(plain), str(changed), tuple(map(str, documents)), failure.description, documents)
     return replace(
         base,
         verdict="declared" if record.excused else "broken",
-        what=failure.what,
+        differing=failure.differing,
         factor=failure.factor,
         factor_name=failure.factor_name,
         counterexample=example,
     )
 
 
-def _idle_declarations(results: tuple[LawResult, ...], declared: Sequence[str]) -> tuple[LawResult, ...]:
+def _idle_declarations(results: tuple[InvariantResult, ...], declared: Sequence[str]) -> tuple[InvariantResult, ...]:
     """Mark invariants that hold although declared, if none of those that the declaration covers was broken."""
     broken = {result.name for result in results if result.verdict == "declared"}
     idle = {name: entry for entry in declared for name in DECLARED.get(entry, ()) if not broken & set(DECLARED[entry])}

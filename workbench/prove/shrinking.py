@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from workbench.prove.laws import Case, Law
+from workbench.prove.invariants import Case, Invariant
 
 
-def shrink(case: Case, law: Law, fails: Callable[[Case], bool], goes_on: Callable[[], bool]) -> Case:
+def shrink(case: Case, invariant: Invariant, fails: Callable[[Case], bool], has_time: Callable[[], bool]) -> Case:
     """The smallest case that greedy steps find.
 
     Args:
         case: one that fails.
-        law: the invariant it breaks.
+        invariant: the invariant it breaks.
         fails: True for a case that fails in the same way.
-        goes_on: True while there is time for another try.
+        has_time: True while there is time for another try.
     """
     improved = True
     while improved:
         improved = False
-        for smaller in smaller_cases(case, law):
-            if not goes_on():
+        for smaller in smaller_cases(case, invariant):
+            if not has_time():
                 return case
             if fails(smaller):
                 case, improved = smaller, True
@@ -29,12 +29,12 @@ def shrink(case: Case, law: Law, fails: Callable[[Case], bool], goes_on: Callabl
     return case
 
 
-def smaller_cases(case: Case, law: Law) -> Iterator[Case]:
+def smaller_cases(case: Case, invariant: Invariant) -> Iterator[Case]:
     """Cases one step smaller, largest steps first: a number, half of the documents, one of them, tokens."""
-    for name, choices in law.numbers.items():
+    for name, choices in invariant.numbers.items():
         at = list(choices).index(case[name])
         for smaller in list(choices)[:at]:
-            yield case.but(name, smaller)
+            yield case.with_number(name, smaller)
     count = len(case.documents)
     for size in dict.fromkeys((count // 2, count // 4, 1) if count > 3 else (1,) if count > 1 else ()):
         for begin in range(0, count, size):

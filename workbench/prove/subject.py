@@ -45,14 +45,14 @@ class WorkbenchSubject:
         title: display name.
         run_spec: its ``loss`` gives the weights and the declared breaks.
         loss: pure per-token loss.
-        made_from_spec: True if ``loss`` is the one that the spec describes; a user function need not have the spec's
+        from_spec: True if ``loss`` is the one that the spec describes; a user function need not have the spec's
             clip, and has no clip metrics.
     """
 
     title: str
     run_spec: RunSpec
     loss: Loss
-    made_from_spec: bool = True
+    from_spec: bool = True
 
     @property
     def declared(self) -> tuple[str, ...]:
@@ -68,6 +68,6 @@ class WorkbenchSubject:
             totals,
             keep_gradients=True,
             level="full",
-            loss_spec=self.run_spec.loss if self.made_from_spec else None,
+            loss_spec=self.run_spec.loss if self.from_spec else None,
             fused=self.run_spec.policy.fused_loss,
         )

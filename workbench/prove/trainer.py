@@ -123,7 +123,9 @@ def trainer_step(
     for local in rows:
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        head = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=("entropy",))
+        head = policy.token_logprobs(
+            hidden_TD, row.targets_T, row.extensions.get("temperature_T"), outputs=("entropy",)
+        )
         assert head.entropy_T is not None, "it was requested"
         with InFloat64():
             loss = _checked(microbatch_loss(row, Outputs(head.logprobs_T, head.entropy_T), known), mesh)

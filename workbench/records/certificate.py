@@ -30,7 +30,7 @@ class Certificate:
 
     Attributes:
         fingerprints: dtype and sixteen hexadecimal digits, by the name of the tensor, in the order of computation.
-        unlike: tensors that differ between ranks that should have the same; their fingerprints mean nothing.
+        differing_replicas: tensors that differ between ranks that should have the same; their fingerprints mean nothing.
 
     Example:
         >>> one, two = (Certificate({"logprobs": "float32 00", "loss/total/sum": fingerprint})
@@ -40,25 +40,28 @@ class Certificate:
     """
 
     fingerprints: Mapping[str, str]
-    unlike: tuple[str, ...] = ()
+    differing_replicas: tuple[str, ...] = ()
 
     @property
     def hash(self) -> str:
         """SHA-256 of all fingerprints, in hexadecimal."""
         lines = [f"{name} {fingerprint}" for name, fingerprint in self.fingerprints.items()]
-        return hashlib.sha256("\n".join([*lines, *(f"unlike {name}" for name in self.unlike)]).encode()).hexdigest()
+        return hashlib.sha256(
+            "\n".join([*lines, *(f"unlike {name}" for name in self.differing_replicas)]).encode()
+        ).hexdigest()
 
     def differing(self, other: Certificate) -> list[str]:
         """Tensors that differ between the two, in the order of computation; those that only the other has come last."""
         differing = [
             name
             for name, fingerprint in self.fingerprints.items()
-            if other.fingerprints.get(name) != fingerprint or name in (*self.unlike, *other.unlike)
+            if other.fingerprints.get(name) != fingerprint
+            or name in (*self.differing_replicas, *other.differing_replicas)
         ]
         return differing + [name for name in other.fingerprints if name not in self.fingerprints]
 
 
-def held_by_bits(spec: RunSpec, reference: RunSpec) -> bool:
+def compared_bitwise(spec: RunSpec, reference: RunSpec) -> bool:
     """True if two runs are compared bit for bit: both reproducible, with certificates."""
     return all(each.reproducible.on and each.certified for each in (spec, reference))
 
@@ -70,7 +73,7 @@ def write_certificate(run: RunDirectory, number: int, certificate: Certificate) 
         {
             "certificate": certificate.hash,
             "fingerprints": dict(certificate.fingerprints),
-            "unlike": list(certificate.unlike),
+            "unlike": list(certificate.differing_replicas),
         },
     )
 

@@ -80,7 +80,7 @@ CAUSES = ("exception", "out of memory", "killed", "hang", "early exit", "start",
 """Causes of a rank's failure; `early exit` is exit code 0 while others waited, `peer` the echo of another rank's end,
 `start` a job that never came up."""
 
-NAMED_LAST = ("hang", "early exit")
+RECORDED_LAST = ("hang", "early exit")
 """Causes by which a job's other ranks die first: the record of the rank itself is written after theirs."""
 
 EXIT_CODES = "exit_codes.json"
@@ -241,7 +241,7 @@ class RunDirectory:
         if state["state"] == "pending" and "handle" in state and state.get("backend") in CLUSTERS:
             return "pending"
         processes = [state[role] for role in ("rank0", "agent", "launcher") if role in state]
-        return str(state["state"]) if not processes or any(map(process_lives, processes)) else "lost"
+        return str(state["state"]) if not processes or any(map(is_process_alive, processes)) else "lost"
 
     def set_state(self, state: str, **fields: Any) -> str:
         """Move to a state and store further fields with it; existing fields stay.
@@ -378,7 +378,7 @@ class RunDirectory:
 
     def _check_tensors(self, name: str, keys: Collection[str]) -> None:
         path = self._tensor_path(name)
-        stored = whole_files.tensor_names(path, asked=f"read {self.path.name}/tensors/{path.name}", fix=_FIX)
+        stored = whole_files.tensor_names(path, requested=f"read {self.path.name}/tensors/{path.name}", fix=_FIX)
         self._refuse_missing(name, stored, keys)
 
     def _refuse_missing(self, name: str, stored: Collection[str], keys: Collection[str]) -> None:
@@ -406,7 +406,7 @@ class RunDirectory:
         path = self._tensor_path(name)
         return whole_files.read_tensors(
             path,
-            asked=f"read {self.path.name}/tensors/{path.name}",
+            requested=f"read {self.path.name}/tensors/{path.name}",
             fix="run again, with record settings that keep these tensors",
         )
 
@@ -519,7 +519,8 @@ class RunDirectory:
         if not failed:
             return None
         first = min(
-            failed, key=lambda record: (record["cause"] == "peer", record["cause"] not in NAMED_LAST, record["time_ns"])
+            failed,
+            key=lambda record: (record["cause"] == "peer", record["cause"] not in RECORDED_LAST, record["time_ns"]),
         )
         others = [record for record in failed if record is not first]
         return first | {
@@ -570,7 +571,7 @@ class StepTail:
         return records
 
 
-def failure_in_short(failure: Mapping[str, Any]) -> str:
+def failure_summary(failure: Mapping[str, Any]) -> str:
     r"""One-line summary of a failure: rank, exception, and the requested and found parts of its message.
 
     Example:
@@ -580,7 +581,7 @@ def failure_in_short(failure: Mapping[str, Any]) -> str:
     lines = str(failure.get("message", "")).splitlines()
     parts = [*lines[:1], *(line.strip() for line in lines[1:] if line.startswith("  found: "))][:2]
     rank = "" if failure.get("rank") is None else f"rank {failure['rank']} "
-    named = ("out of memory", "killed", *NAMED_LAST)
+    named = ("out of memory", "killed", *RECORDED_LAST)
     cause = f" ({failure['cause']})" if failure.get("cause") in named else ""
     return f"{rank}{failure.get('exception', 'failed')}{cause}" + (f": {'; '.join(parts)}" if parts else "")
 
@@ -717,7 +718,7 @@ def process_alive(pid: int, create_time: float) -> bool:
         return False
 
 
-def process_lives(process: Mapping[str, Any]) -> bool:
+def is_process_alive(process: Mapping[str, Any]) -> bool:
     """True if a process described by `this_process` is alive, or on another machine, where it cannot be checked."""
     if not is_of_this_machine(process):
         return True

@@ -19,7 +19,7 @@ _MOST_NAMED = 12  # runs that a message lists
 
 
 @dataclass(frozen=True)
-class Found:
+class RunEntry:
     """A run directory, or a folder that should be one.
 
     Attributes:
@@ -59,7 +59,7 @@ class Target:
         experiment: the folder of the experiment if that was requested, or None if it was one run.
     """
 
-    runs: tuple[Found, ...]
+    runs: tuple[RunEntry, ...]
     experiment: Path | None = None
 
     def opened(self) -> list[RunDirectory]:
@@ -91,7 +91,7 @@ def experiments(project: Path | None = None) -> list[Path]:
     return sorted({path.parent.parent.parent for path in root.glob("*/runs/*/config.json")})
 
 
-def runs_of(experiment_dir: Path, *, every: bool = False) -> list[Found]:
+def runs_of(experiment_dir: Path, *, every: bool = False) -> list[RunEntry]:
     """The runs of an experiment, oldest first.
 
     Args:
@@ -110,11 +110,11 @@ def runs_of(experiment_dir: Path, *, every: bool = False) -> list[Found]:
     return [entry for entry in entries if entry.path.name in shown]
 
 
-def look_up(asked: str | Path, project: Path | None = None, *, every: bool = False) -> Target:
+def look_up(query: str | Path, project: Path | None = None, *, every: bool = False) -> Target:
     """Return the run or the experiment that a path or name refers to.
 
     Args:
-        asked: the folder of a run or of an experiment, its ablation file, the name of an experiment, or the beginning
+        query: the folder of a run or of an experiment, its ablation file, the name of an experiment, or the beginning
             of a run's name or folder, alone or as ``experiment/run``.
         project: the parent of ``experiments``; None takes `project_root`.
         every: of an experiment, older attempts too.
@@ -123,23 +123,23 @@ def look_up(asked: str | Path, project: Path | None = None, *, every: bool = Fal
         RecordError: nothing of that name, nothing run yet, or several runs that match.
     """
     project = project or project_root()
-    for place in (Path(asked), project / "experiments" / asked, project / asked):
+    for place in (Path(query), project / "experiments" / query, project / query):
         target = _at(place, every)
         if target is not None:
             return target
-    return Target((_by_name(str(asked), project),))
+    return Target((_by_name(str(query), project),))
 
 
-def experiment_at(asked: str | Path, project: Path | None = None) -> Path:
+def experiment_at(query: str | Path, project: Path | None = None) -> Path:
     """Return the folder of an experiment, by path or by name.
 
     Raises:
         RecordError: it has no runs.
     """
-    target = look_up(asked, project)
+    target = look_up(query, project)
     if target.experiment is None:
         raise RecordError(
-            f"look for the experiment {asked}",
+            f"look for the experiment {query}",
             found="a run",
             rule="the folder of an experiment",
             fix=f"give {_shown(target.runs[0].experiment_dir.name)}, or use `workbench status`",
@@ -147,7 +147,7 @@ def experiment_at(asked: str | Path, project: Path | None = None) -> Path:
     return target.experiment
 
 
-def spelled(run: Path, project: Path | None = None) -> str:
+def shell_name(run: Path, project: Path | None = None) -> str:
     """Spell a run for a shell: ``experiment/folder`` where `look_up` finds that, and its path elsewhere.
 
     Args:
@@ -172,17 +172,17 @@ def steps_recorded(run: RunDirectory) -> int:
     return count
 
 
-def _entry(path: Path) -> Found:
+def _entry(path: Path) -> RunEntry:
     state: dict[str, Any] = {}
     try:
         run = RunDirectory.open(path)
         state = run.state
         _ = str(state["name"]), str(state["state"]), int(state["created_ns"])
-        return Found(path, run, "", state)
+        return RunEntry(path, run, "", state)
     except WorkbenchError as error:
-        return Found(path, None, f"{error.parts['found']}", _state_alone(path))
+        return RunEntry(path, None, f"{error.parts['found']}", _state_alone(path))
     except (KeyError, TypeError, ValueError) as error:
-        return Found(path, None, f"state.json: {type(error).__name__}: {error}", _state_alone(path))
+        return RunEntry(path, None, f"state.json: {type(error).__name__}: {error}", _state_alone(path))
 
 
 def _state_alone(path: Path) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _at(place: Path, every: bool) -> Target | None:
     return Target(tuple(runs), place)
 
 
-def _by_name(query: str, project: Path) -> Found:
+def _by_name(query: str, project: Path) -> RunEntry:
     """The newest attempt of the only run whose name begins with the query."""
     every = [entry for folder in experiments(project) for entry in runs_of(folder, every=True)]
     exact = [entry for entry in every if query in _spellings(entry, entry.path.name)]
@@ -256,11 +256,11 @@ def _by_name(query: str, project: Path) -> Found:
     )
 
 
-def _spellings(entry: Found, *names: str) -> list[str]:
+def _spellings(entry: RunEntry, *names: str) -> list[str]:
     return [*names, *(f"{entry.experiment_dir.name}/{name}" for name in names)]
 
 
-def _listed(entries: Iterable[Found]) -> str:
+def _listed(entries: Iterable[RunEntry]) -> str:
     names = [_shown(f"{entry.experiment_dir.name}/{entry.path.name}") for entry in entries]
     more = [f"and {len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
     return ", ".join([*names[:_MOST_NAMED], *more])

@@ -34,8 +34,8 @@ from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.given_gradients import (
     given_gradient,
     given_norms,
-    held_gradient,
     in_buffers,
+    local_gradient,
     trained_parameters,
     whole_value,
 )
@@ -132,7 +132,7 @@ class Recorder:
         Raises:
             RecordError: no parameter has a gradient on any rank.
         """
-        here = [name for name, parameter in self._parameters.items() if held_gradient(parameter) is None]
+        here = [name for name, parameter in self._parameters.items() if local_gradient(parameter) is None]
         by_rank = self._gather_json({"none": here, "buffers": in_buffers(self._parameters)}, self._job)
         without = [name for name in here if all(name in rank["none"] for rank in by_rank)]
         if len(without) == len(self._parameters):
@@ -220,7 +220,7 @@ class Recorder:
             try:
                 action(*arguments)
             except (RecordError, OSError) as error:
-                problem = error.parts if isinstance(error, RecordError) else {"asked": str(error)}
+                problem = error.parts if isinstance(error, RecordError) else {"requested": str(error)}
         [writer_problem, *_] = self._gather_json(problem, self._job)
         if writer_problem:
             raise RecordError(**writer_problem)

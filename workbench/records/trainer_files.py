@@ -119,7 +119,7 @@ def read_tensors(folder: Path, number: int, kind: Kind) -> dict[str, Tensor] | N
     path = _tensor_path(folder, number, kind)
     if not path.exists():
         return None
-    return whole_files.read_tensors(path, asked=f"read {folder.name}/tensors/{path.name}", fix=_FIX)
+    return whole_files.read_tensors(path, requested=f"read {folder.name}/tensors/{path.name}", fix=_FIX)
 
 
 def _tensor_path(folder: Path, number: int, kind: Kind) -> Path:

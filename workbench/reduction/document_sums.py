@@ -89,21 +89,21 @@ class ShardedSums:
 
     @cached_property
     def _documents(self) -> _Parts:
-        return self._of_mine(self._numbers.documents)
+        return self._local_parts(self._numbers.documents)
 
     @cached_property
     def _segments(self) -> _Parts:
-        return self._of_mine(self._numbers.segments)
+        return self._local_parts(self._numbers.segments)
 
     @cached_property
     def _pairs(self) -> _Parts:
-        return self._of_mine(self._numbers.pairs)
+        return self._local_parts(self._numbers.pairs)
 
     @cached_property
     def _pair_signs_T(self) -> Tensor:
         return self._local(self._numbers.pair_signs_T)
 
-    def _of_mine(self, parts: _Parts) -> _Parts:
+    def _local_parts(self, parts: _Parts) -> _Parts:
         return _Parts(self._local(parts.ids_T), parts.count)
 
     def _local(self, values_T: Tensor) -> Tensor:

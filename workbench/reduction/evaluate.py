@@ -40,7 +40,7 @@ class Evaluated(NamedTuple):
 
 def loss_inputs(
     row: TrainingRow,
-    said: TokenLogprobs,
+    head_output: TokenLogprobs,
     totals: StepTotals,
     sums: DocumentSums | None = None,
     frozen_clip_T: Tensor | None = None,
@@ -51,20 +51,20 @@ def loss_inputs(
 
     Args:
         row: this rank's tokens.
-        said: output of the head: log-probabilities, and, if the loss needs them, entropy and log normaliser.
+        head_output: output of the head: log-probabilities, and, if the loss needs them, entropy and log normaliser.
         totals: of the whole step.
         sums: over documents that may straddle ranks; None: the row is whole.
         frozen_clip_T: [T] bool, clip decisions taken elsewhere.
     """
     return LossInputs(
-        policy_logprobs_T=torch.where(row.loss_mask_T, said.logprobs_T, row.old_logprobs_T),
+        policy_logprobs_T=torch.where(row.loss_mask_T, head_output.logprobs_T, row.old_logprobs_T),
         old_logprobs_T=row.old_logprobs_T,
         advantages_T=row.advantages_T,
         sampler_logprobs_T=row.sampler_logprobs_T,
         ref_logprobs_T=row.ref_logprobs_T,
-        entropy_T=said.entropy_T,
-        logsumexp_T=said.logsumexp_T,
-        mean_squared_logit_T=said.mean_squared_logit_T,
+        entropy_T=head_output.entropy_T,
+        logsumexp_T=head_output.logsumexp_T,
+        mean_squared_logit_T=head_output.mean_squared_logit_T,
         frozen_clip_T=frozen_clip_T,
         loss_mask_T=row.loss_mask_T,
         document_ids_T=row.document_ids_T,

@@ -17,7 +17,7 @@ from workbench.specs.losses import ScalingSpec
 
 
 @dataclass(frozen=True)
-class Cut:
+class StepLayout:
     """Split of a step into ranks.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.corrections import step_statistics, survivors, whole_row
 from workbench.reduction.denominators import ALWAYS, DENOMINATORS, GivenCounts, StepDocuments, positive_token
-from workbench.reduction.scaling import Cut, scaling_factor
+from workbench.reduction.scaling import StepLayout, scaling_factor
 from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import LossSpec
 
@@ -64,7 +64,7 @@ class StepTotals:
 
 
 def step_weights(
-    rows: Sequence[TrainingRow], spec: LossSpec, given: GivenCounts | None = None, cut: Cut | None = None
+    rows: Sequence[TrainingRow], spec: LossSpec, given: GivenCounts | None = None, step_layout: StepLayout | None = None
 ) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
     """Compute the weights of every target of the step, by name.
 
@@ -87,7 +87,7 @@ def step_weights(
         spec: of the loss; has the denominator and its settings.
         given: counts of the step if these rows are only a part of it; the weights then leave out the engine's factor.
             None: they are the step.
-        cut: the layout, for a spec with a scaling contract: the first rows are those of the first dp rank, and so on.
+        step_layout: the layout, for a spec with a scaling contract: the first rows are those of the first dp rank, and so on.
             None: one rank.
 
     Returns:
@@ -106,13 +106,15 @@ def step_weights(
         survivors(whole_row(row, statistics), correction) if correction.denominator != "original" else row.loss_mask_T
         for row in rows
     ]
-    cut = cut or Cut()
-    layout = given or GivenCounts(dp=cut.dp, cp=cut.cp, micro_batches=cut.micro_batches(len(rows)))
+    step_layout = step_layout or StepLayout()
+    layout = given or GivenCounts(
+        dp=step_layout.dp, cp=step_layout.cp, micro_batches=step_layout.micro_batches(len(rows))
+    )
     factor = scaling_factor(
         spec.scaling, dp=layout.dp, cp=layout.cp, micro_batches=layout.micro_batches, engine=given is None
     )
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
-    for together in cut.counted_together(len(rows), spec.scaling.counts):
+    for together in step_layout.counted_together(len(rows), spec.scaling.counts):
         selected = [rows[index] for index in together], [counted[index] for index in together]
         for index, by_name in zip(together, _counted_weights(*selected, spec, given, factor), strict=True):
             weights[index] = by_name

@@ -80,7 +80,7 @@ def credit_map(
     largest = max(float(credit.credit_T.abs().max()) for credit in credits.values()) or 1.0
     panels = style.panels(figure, len(credits), sharey=True)
     for axes, (name, credit) in zip(panels, credits.items(), strict=True):
-        style.tidy(axes, title=f"{name}\n{said_shares(credit)}", grid="")
+        style.tidy(axes, title=f"{name}\n{shares_text(credit)}", grid="")
         axes.title.set_fontsize(7.5)
         cells = _cells(axes, batch, credit, chosen, largest)
         cells.set_label(name)
@@ -115,7 +115,7 @@ def hue(value: float, largest: float) -> str:
     return to_hex(HUES(0.5 + 0.5 * math.copysign(math.sqrt(abs(value) / largest), value)))
 
 
-def said_shares(credit: Credit) -> str:
+def shares_text(credit: Credit) -> str:
     """Return the shares of the trained tokens of the whole step by fate, as text.
 
     Example:
@@ -204,4 +204,4 @@ def _legend(figure: Figure, credits: Mapping[str, Credit], largest: float) -> No
     )
 
 
-__all__ = ["credit_map", "hue", "said_shares"]
+__all__ = ["credit_map", "hue", "shares_text"]

@@ -160,7 +160,7 @@ class Panel:
             self._place, before = place, [None] * len(trials)
         for shown, cancel, trial, old in zip(self._rows, self._cancels, trials, before, strict=True):
             if trial != old:
-                shown.value = row(trial, said_once=place)
+                shown.value = row(trial, heading_place=place)
             cancel.settle(possible=not trial.ended)
         self._trials = trials
         self._cancel_all.settle(possible=not all(trial.ended for trial in trials))

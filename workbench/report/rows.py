@@ -59,15 +59,17 @@ def column_heads() -> Markup:
     return tag("div", [tag("span", head) for head in heads], class_="trial heads")
 
 
-def row(trial: Trial, *, said_once: str = "") -> Markup:
+def row(trial: Trial, *, heading_place: str = "") -> Markup:
     """Return one trial: name, state, progress, loss and gradient norm, time, and notes below them.
 
     Args:
         trial: trial to draw.
-        said_once: the place that the heading names already.
+        heading_place: the place that the heading names already.
     """
     reward = f"reward {sparkline_text(trial.reward)} {last(trial.reward)}" if trial.reward else ""
-    note = "; ".join(filter(None, [reward, left(trial), trial.note, trial.place if trial.place != said_once else ""]))
+    note = "; ".join(
+        filter(None, [reward, left(trial), trial.note, trial.place if trial.place != heading_place else ""])
+    )
     ranks = f"{trial.ranks} rank{'s' if trial.ranks > 1 else ''}"
     bar = tag(
         "span",
@@ -105,7 +107,7 @@ def table_of(
         tag("style", live_style()),
         heading(what, shown, elapsed_s),
         column_heads(),
-        [row(trial, said_once=said_once) for trial in shown],
+        [row(trial, heading_place=said_once) for trial in shown],
         more,
         class_="workbench-live",
     )

@@ -18,7 +18,7 @@ from workbench.errors import RecordError
 from workbench.records.directory import RunDirectory, from_json
 from workbench.rollouts.files import load
 
-Answers = list[tuple[int, ...]]
+Completions = list[tuple[int, ...]]
 """Vocabulary ids of each document, prompt and completion."""
 
 
@@ -71,7 +71,7 @@ def run_of(experiment: Path, configuration: Configuration) -> RunDirectory:
     return RunDirectory.open(experiment / configuration.run)
 
 
-def answers_of(run: RunDirectory, step: int) -> Answers:
+def completions_of(run: RunDirectory, step: int) -> Completions:
     """Read what a run sampled for a step.
 
     Raises:
@@ -81,24 +81,24 @@ def answers_of(run: RunDirectory, step: int) -> Answers:
     return [tuple(tokens.tolist()) for tokens in torch.split(batch.tokens_T, batch.lengths_N.tolist())]
 
 
-def share_alike(answers: Answers, others: Answers) -> float:
+def share_alike(completions: Completions, others: Completions) -> float:
     """Return the share of documents that are the same token for token.
 
     Example:
         >>> share_alike([(1, 2), (3,)], [(1, 2), (4,)])
         0.5
     """
-    return sum(one == other for one, other in zip(answers, others, strict=True)) / len(answers)
+    return sum(one == other for one, other in zip(completions, others, strict=True)) / len(completions)
 
 
-def digest(answers: Answers) -> str:
+def digest(completions: Completions) -> str:
     """Return sixteen hex digits that identify what was sampled.
 
     Example:
         >>> digest([(1, 2), (3,)]) == digest([(1,), (2, 3)])
         False
     """
-    return hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(completions).encode()).hexdigest()[:16]
 
 
 def log_ratios(run: RunDirectory, step: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ from workbench.report.figures import GRADIENT_NORM, LOSS, mark_not_finite, worst
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, share, significant
 
-SAID = (
+CAPTION = (
     "Configurations that differ in nothing but a seed, taken together: mean ± standard deviation (n − 1) of their "
     "last steps, and the range in the brackets."
 )
@@ -89,7 +89,7 @@ def seeds_table(comparison: Comparison) -> Markup:
     """Tabulate configurations of several seeds, a row each."""
     return join(
         [
-            tag("p", SAID),
+            tag("p", CAPTION),
             [tag("p", tag("b", note, ".")) for note in identical_notes(comparison)],
             table(
                 ["configuration", "seeds", "verdicts", "loss", "gradient norm", "worst distance ÷ budget"],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.errors import WorkbenchError
-from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_in_short
+from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_summary
 from workbench.records.progress import Pace
 from workbench.report.numbers import NONE, significant
 from workbench.report.sparkline import sparkline_text
@@ -137,7 +137,7 @@ class TrialReader:
     def _note(self, status: str, state: dict[str, Any]) -> str:
         if status == "failed":
             failure = self.run.failure()
-            return failure_in_short(failure) if failure else "no rank recorded a cause"
+            return failure_summary(failure) if failure else "no rank recorded a cause"
         if status == "lost":
             return "no process is left that could end it; launch again to finish what is missing"
         if status in ENDED:
@@ -250,4 +250,4 @@ def _longer(values: tuple[float | None, ...], new: list[dict[str, Any]], key: st
 
 
 def _one_line(error: WorkbenchError) -> str:
-    return f"{error.parts['asked']}: {error.parts['found']}"
+    return f"{error.parts['requested']}: {error.parts['found']}"

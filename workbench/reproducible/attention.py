@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.reproducible.blocks import RowBlocks
-from workbench.sharding.attention.key_values import joined
+from workbench.sharding.attention.key_values import pack_key_value
 from workbench.sharding.collectives import all_max
 
 PARTIALS = 20
@@ -65,7 +65,7 @@ class _Attention(Function):
     ) -> Tensor:
         ctx.blocks, ctx.pieces, ctx.kernels, ctx.scale = blocks, pieces, kernels, scale
         ctx.spans = blocks.spans(window)
-        query_tHd, both_tHd = _tokens_first(query), joined(key, value)
+        query_tHd, both_tHd = _tokens_first(query), pack_key_value(key, value)
         outs, lses = [], []
         for heads, (keys, values) in zip(query_tHd.chunk(pieces, 1), _gathered(both_tHd, blocks, pieces), strict=True):
             out, lse = kernels.attend(heads.contiguous(), keys, values, ctx.spans, scale)

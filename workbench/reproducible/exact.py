@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs.head import WANTED, TokenLogprobs, check_targets, logit_divisor
+from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs, check_targets, logit_divisor
 from workbench.policy.model import Policy
 from workbench.reproducible import attention
 from workbench.reproducible.blocks import RowBlocks
@@ -21,7 +21,7 @@ from workbench.reproducible.exact_sums import Accumulator, Leaves, check_range, 
 from workbench.reproducible.logprobs import ExactHead, from_hidden
 from workbench.reproducible.modules import Pieces
 from workbench.reproducible.resolution import Resolution
-from workbench.reproducible.shards import held_parameters, sum_over_ranks
+from workbench.reproducible.shards import local_parameters, sum_over_ranks
 from workbench.shapes import check_shapes
 from workbench.sharding.attention import AttentionShard
 
@@ -110,7 +110,7 @@ class Exact:
         ) -> Tensor:
             return attention.attend(query, key, value, blocks, self.pieces.here, self.pieces.kernels, window, scale)
 
-        return self.policy.through_modules(tokens_T, positions_T, replace(shard, attend=attend))
+        return self.policy.module_hidden_states(tokens_T, positions_T, replace(shard, attend=attend))
 
     def token_logprobs(
         self,
@@ -118,7 +118,7 @@ class Exact:
         targets_T: Tensor,
         temperature_T: Tensor | None = None,
         *,
-        wanted: Iterable[str] = ("entropy", "logsumexp"),
+        outputs: Iterable[str] = ("entropy", "logsumexp"),
     ) -> TokenLogprobs:
         """Log-probability of each target, and the requested outputs; see `Policy.token_logprobs`.
 
@@ -135,18 +135,18 @@ class Exact:
                 rule=f"0 <= id < {self.policy.vocabulary_size}; a negative id is ignored",
                 fix="replace ids that are not trained by -100",
             )
-        wanted = frozenset(wanted)
-        if unknown := sorted(wanted - set(WANTED)):
+        outputs = frozenset(outputs)
+        if unknown := sorted(outputs - set(OUTPUTS)):
             raise SpecError(
                 f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
-                rule=f"any of {', '.join(WANTED)}",
+                rule=f"any of {', '.join(OUTPUTS)}",
                 fix="request only those, in a tuple",
             )
         if temperature_T is None:
             temperature_T = torch.full(targets_T.shape, self.policy.temperature, device=hidden_TD.device)
         divisor_T = logit_divisor(temperature_T, targets_T, torch.float32)[:, 0]
         logprobs_T, *others = from_hidden(hidden_TD, targets_T, divisor_T, self.head())
-        named = {f"{name}_T": output_T for name, output_T in zip(WANTED, others, strict=True) if name in wanted}
+        named = {f"{name}_T": output_T for name, output_T in zip(OUTPUTS, others, strict=True) if name in outputs}
         return TokenLogprobs(logprobs_T, **named)
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class Exact:
         names, sums = list(self.accumulators), list(self.accumulators.values())
         used = check_range(sums, names, self.leaves, self.bits, [mesh["dp_cp"], mesh["tp"]])
         self.used_bits = dict(zip(names, used, strict=True))
-        parameters = held_parameters(self.policy)
+        parameters = local_parameters(self.policy)
 
         def finish(total: Tensor, dtype: torch.dtype) -> Tensor:
             return self.pieces.kernels.to_gradient(total, 2.0**-self.bits / self.scale, dtype)
@@ -194,7 +194,7 @@ class Exact:
             SpecError: before `reduce`.
         """
         mesh, squares = self.policy.mesh, {}
-        parameters = held_parameters(self.policy)
+        parameters = local_parameters(self.policy)
         if missing := [name for name, one in parameters.items() if one.parameter.grad is None]:
             raise SpecError(
                 "exact.norms()",
@@ -204,7 +204,7 @@ class Exact:
             )
         groups: dict[tuple[str, ...], list[str]] = {}
         for name, one in parameters.items():
-            groups.setdefault(one.dealt_over, []).append(name)
+            groups.setdefault(one.sharded_over, []).append(name)
         for over, names in groups.items():
             sums = exact_square_sums(
                 [parameters[name].gradient for name in names], self.pieces.kernels, *(mesh[axis] for axis in over)

@@ -21,11 +21,11 @@ from workbench.reproducible.resolution import OutOfRange
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
 
-ROOM = 62
+USABLE_BITS = 62
 """Bits of an integer that are used."""
-LEAST = 16
+MINIMUM_BITS = 16
 """Minimum bits of the largest partial gradient of a parameter; a sum of many partials has more."""
-COMFORT = 4
+MARGIN = 4
 """Margin of bits, beyond `LEAST` or below the most that fit, when a step is recomputed."""
 
 
@@ -146,22 +146,22 @@ def check_range(
         exponent = math.frexp(peak)[1]
         added = one.per.tokens * tokens + one.per.blocks * blocks
         if peak:
-            fits[name], used[name] = ROOM - exponent - max(added, 1).bit_length(), exponent + bits
+            fits[name], used[name] = USABLE_BITS - exponent - max(added, 1).bit_length(), exponent + bits
     most = min(fits.values(), default=bits)
     if most < bits:
         tight = [name for name, fit in fits.items() if fit < bits]
         raise OutOfRange.because(
             f"partial gradients of {_some(tight)} up to {max(peaks):.3g}: more than fit with "
             f"{bits} bits after the point",
-            most - COMFORT,
+            most - MARGIN,
         )
-    lowest = min(used.values(), default=LEAST)
-    enough = min(bits + LEAST + COMFORT - lowest, most)
-    if lowest < LEAST and enough > bits:
-        coarse = [name for name, count in used.items() if count < LEAST]
+    lowest = min(used.values(), default=MINIMUM_BITS)
+    enough = min(bits + MINIMUM_BITS + MARGIN - lowest, most)
+    if lowest < MINIMUM_BITS and enough > bits:
+        coarse = [name for name, count in used.items() if count < MINIMUM_BITS]
         raise OutOfRange.because(
             f"partial gradients of {_some(coarse)} that use {lowest} bits of {bits} after the "
-            f"point: fewer than {LEAST}",
+            f"point: fewer than {MINIMUM_BITS}",
             enough,
         )
     return [used.get(name, 0) for name in names]
@@ -206,7 +206,7 @@ def _in_integers(
         peaks_P, counts_P = all_max(peaks_P, axis), all_sum(counts_P, axis)
     peaks = peaks_P.tolist()
     bits = [  # at most 1000: float64 ends at 2^1023
-        min(ROOM - math.frexp(peak)[1] - count.bit_length(), 1000) if 0 < peak < math.inf else 0
+        min(USABLE_BITS - math.frexp(peak)[1] - count.bit_length(), 1000) if 0 < peak < math.inf else 0
         for peak, count in zip(peaks, counts_P.tolist(), strict=True)
     ]
     scales_P = torch.tensor([2.0**shift for shift in bits], dtype=torch.float64).to(device)

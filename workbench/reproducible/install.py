@@ -21,7 +21,7 @@ from workbench.reproducible.logprobs import ExactHead
 from workbench.reproducible.modules import Pieces
 from workbench.reproducible.resolution import Resolution
 from workbench.reproducible.shards import flush_layers
-from workbench.sharding.tensor_parallel import leave_sums, shard_range
+from workbench.sharding.tensor_parallel import defer_input_sums, shard_range
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """Decoders of `transformers` that are known to do only elementwise sums and products, and moves, between the swapped
@@ -74,7 +74,7 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
     )
     swap = _Swap(policy, pieces)
     before = torch.get_num_threads()
-    leave_sums(model, to_others=True)
+    defer_input_sums(model, deferred=True)
     for name, module in model.named_modules():
         swap.module(name, module)
     end_flushes = flush_layers(policy, swap.accumulators)
@@ -83,7 +83,7 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
     def undo() -> None:
         torch.set_num_threads(before)
         end_flushes()
-        leave_sums(model, to_others=False)
+        defer_input_sums(model, deferred=False)
         swap.back()
         policy.exact = None
 

@@ -22,7 +22,7 @@ BUCKET = 2**23
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """This rank's part of a parameter.
 
     Attributes:
@@ -34,7 +34,7 @@ class Held:
     shard: ParameterShard
 
     @property
-    def dealt_over(self) -> tuple[str, ...]:
+    def sharded_over(self) -> tuple[str, ...]:
         """Axes whose ranks hold different elements."""
         return ("tp",) * (self.shard.dim is not None) + ("dp_cp",) * self.shard.over_dp_cp
 
@@ -61,14 +61,14 @@ class Held:
         parameter.grad = values
 
 
-def held_parameters(policy: Policy) -> dict[str, Held]:
+def local_parameters(policy: Policy) -> dict[str, LocalParameter]:
     """This rank's part of every parameter of a policy, by name."""
-    return {name: Held(parameter, policy.shards[name]) for name, parameter in policy.model.named_parameters()}
+    return {name: LocalParameter(parameter, policy.shards[name]) for name, parameter in policy.model.named_parameters()}
 
 
 def sum_over_ranks(
     accumulators: Mapping[str, Accumulator],
-    held: Mapping[str, Held],
+    parameters: Mapping[str, LocalParameter],
     mesh: Mesh,
     finish: Callable[[Tensor, torch.dtype], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
@@ -81,22 +81,24 @@ def sum_over_ranks(
 
     Args:
         accumulators: by name.
-        held: the parameters, by name.
+        parameters: the parameters, by name.
         mesh: the axes.
         finish: converts integers to a gradient of a dtype, element by element.
 
     Returns:
         Name and gradient of each parameter, in an order that is the same on every rank.
     """
-    sharded = {name: accumulators[name].flush(own_rows(mesh)) for name, one in held.items() if one.shard.over_dp_cp}
+    sharded = {
+        name: accumulators[name].flush(own_rows(mesh)) for name, one in parameters.items() if one.shard.over_dp_cp
+    }
     partial = [
         sharded[name] if name in sharded else accumulators[name].total
-        for name, one in held.items()
+        for name, one in parameters.items()
         if one.shard.gradient_is_partial
     ]
     all_sum_(partial, mesh["tp"])
-    yield from ((name, finish(rows, held[name].parameter.dtype)) for name, rows in sharded.items())
-    for dtype, names in _buckets(held):
+    yield from ((name, finish(rows, parameters[name].parameter.dtype)) for name, rows in sharded.items())
+    for dtype, names in _buckets(parameters):
         integers = (
             torch.cat([accumulators[name].total.view(-1) for name in names])
             if len(names) > 1
@@ -110,12 +112,12 @@ def sum_over_ranks(
         finished = finish(scatter_sum(integers.view(parts, -1), mesh["dp_cp"]), dtype)
         del integers
         whole = gather_equal(finished, mesh["dp_cp"]).view(-1)[:elements]
-        pieces = whole.split([held[name].parameter.numel() for name in names])
+        pieces = whole.split([parameters[name].parameter.numel() for name in names])
         for name, piece in zip(names, pieces, strict=True):
-            yield name, (piece if len(names) == 1 else piece.clone()).view(held[name].parameter.shape)
+            yield name, (piece if len(names) == 1 else piece.clone()).view(parameters[name].parameter.shape)
 
 
-def _buckets(parameters: Mapping[str, Held]) -> Iterator[tuple[torch.dtype, list[str]]]:
+def _buckets(parameters: Mapping[str, LocalParameter]) -> Iterator[tuple[torch.dtype, list[str]]]:
     """Group consecutive replicated parameters of one dtype, up to `BUCKET` elements together; at least one."""
     names, dtype, elements = [], torch.float32, 0
     for name, one in parameters.items():

@@ -117,7 +117,7 @@ def _from_trl(where: str, arrays: Mapping[str, Any], temperature: float, ignore:
         )
     except ShapeError as error:
         parts = {part: _OUR_NAMES.sub(lambda name: _TRL_NAMES[name[1]], text) for part, text in error.parts.items()}
-        request = re.sub(r"^RolloutBatch(\.from_padded)?", lambda _: where, parts.pop("asked"))
+        request = re.sub(r"^RolloutBatch(\.from_padded)?", lambda _: where, parts.pop("requested"))
         raise ShapeError(request, **parts) from None
 
 

@@ -22,7 +22,7 @@ def pack(
     rows: int = 1,
     multiple_of: int = 1,
     document_multiple_of: int = 1,
-    together_N: Tensor | None = None,
+    group_labels_N: Tensor | None = None,
 ) -> list[RolloutBatch]:
     """Deal the documents of a batch into rows of nearly equal length, and pad each document and each row.
 
@@ -34,7 +34,7 @@ def pack(
         rows: dp * micro_batches.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
         document_multiple_of: so is each document, by padding right after it that belongs to no document.
-        together_N: [N] labels; documents with one label go into one row, as a loss on pairs requires.
+        group_labels_N: [N] labels; documents with one label go into one row, as a loss on pairs requires.
 
     Raises:
         SpecError: fewer than one row, or a multiple below one.
@@ -48,7 +48,7 @@ def pack(
             rule="all are at least 1",
             fix="rows is dp * micro_batches; the multiples come from the shard plan (sharding.orders.padding_rule)",
         )
-    bundles = _bundles(batch, together_N)
+    bundles = _bundles(batch, group_labels_N)
     lengths = _lengths(batch, bundles, document_multiple_of)
     members: list[list[int]] = [[] for _ in range(rows)]
     shortest = [(0, row) for row in range(rows)]
@@ -91,7 +91,7 @@ def fill(
     ranks: int = 1,
     multiple_of: int = 1,
     document_multiple_of: int = 1,
-    together_N: Tensor | None = None,
+    group_labels_N: Tensor | None = None,
 ) -> list[RolloutBatch]:
     """Fill micro-batches of at most ``tokens`` tokens, one after another on all ranks, until no document is left.
 
@@ -105,7 +105,7 @@ def fill(
         ranks: dp.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
         document_multiple_of: so is each document, by padding right after it that belongs to no document.
-        together_N: [N] labels; documents with one label go into one row.
+        group_labels_N: [N] labels; documents with one label go into one row.
 
     Returns:
         The rows of the first rank in training order, then those of the second, ...
@@ -117,7 +117,7 @@ def fill(
     padded = f" with their padding to multiples of {document_multiple_of}" if document_multiple_of > 1 else ""
     rows: list[list[int]] = [[]]
     left = capacity
-    bundles = _bundles(batch, together_N)
+    bundles = _bundles(batch, group_labels_N)
     for bundle, length in zip(bundles, _lengths(batch, bundles, document_multiple_of), strict=True):
         if length > capacity:
             raise SpecError(

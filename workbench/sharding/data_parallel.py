@@ -94,7 +94,7 @@ def shard_parameters(
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 
-def give_back(root: nn.Module) -> None:
+def reshard_parameters(root: nn.Module) -> None:
     """Reshard parameters that a forward without a backward left gathered.
 
     Gathered parameters are not the ones that an optimizer holds: zeroing their gradients does not zero the shards'.

@@ -96,7 +96,7 @@ class Entry:
     left_ns: int | None
 
     @property
-    def what(self) -> tuple[str, str, str]:
+    def signature(self) -> tuple[str, str, str]:
         """Name, shape and dtype: all ranks of the group must agree on them."""
         return self.name, self.shape, self.dtype
 

@@ -52,7 +52,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return named
 
 
-def held_gradient(parameter: nn.Parameter) -> Tensor | None:
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The local gradient of a parameter; None if there is none.
 
     ``grad`` takes precedence: if both exist, the buffer is unused, or this gradient is not in it yet.
@@ -65,7 +65,7 @@ def held_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def in_buffers(parameters: Mapping[str, nn.Parameter]) -> bool:
     """True if no parameter has a ``grad``, and some have a ``main_grad``."""
-    with_gradient = [parameter for parameter in parameters.values() if held_gradient(parameter) is not None]
+    with_gradient = [parameter for parameter in parameters.values() if local_gradient(parameter) is not None]
     return bool(with_gradient) and all(parameter.grad is None for parameter in with_gradient)
 
 
@@ -111,7 +111,7 @@ def whole_value(value: Any) -> Tensor:
 
 def _completed(parameter: nn.Parameter) -> Any:
     """The gradient of a parameter with partial sums completed; zeros for none."""
-    local: Any = held_gradient(parameter)
+    local: Any = local_gradient(parameter)
     gradient = torch.zeros_like(parameter) if local is None else local
     if is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate

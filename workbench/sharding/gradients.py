@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from workbench.sharding.collectives import all_gather, all_sum, all_sum_
 from workbench.sharding.mesh import Mesh
-from workbench.sharding.tensor_parallel import ParameterShard, full_gradient, own_part
+from workbench.sharding.tensor_parallel import ParameterShard, full_gradient, local_part
 
 
 @torch.no_grad()
@@ -68,12 +68,12 @@ def scale_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], fact
 
 def full_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter's gradient on every rank. Collective over tp, and dp x cp if parameters are sharded."""
-    return {name: whole_tensor(parameter.grad, shards[name], mesh) for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter.grad, shards[name], mesh) for name, parameter in model.named_parameters()}
 
 
 def full_weights(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter on every rank. Collective over tp, and dp x cp if parameters are sharded."""
-    return {name: whole_tensor(parameter, shards[name], mesh) for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter, shards[name], mesh) for name, parameter in model.named_parameters()}
 
 
 def _local(value: Any, shard: ParameterShard) -> Tensor:
@@ -86,16 +86,16 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
     return torch.stack([piece.double().square().sum() for piece in gradient.reshape(-1).split(2**24)]).sum()
 
 
-def whole_tensor(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
+def full_tensor(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
     """Gather a parameter, its gradient or its optimizer state on every rank; collective as `full_weights`."""
     local = _local(value, shard)
     return full_gradient(torch.cat(all_gather(local, mesh["dp_cp"])) if shard.over_dp_cp else local, shard, mesh["tp"])
 
 
 @torch.no_grad()
-def keep_own_part(value: Tensor, whole: Tensor, shard: ParameterShard, mesh: Mesh) -> None:
+def copy_local_part(value: Tensor, whole: Tensor, shard: ParameterShard, mesh: Mesh) -> None:
     """Copy this rank's shard of a whole tensor, in place: the inverse of `whole_tensor`. Not collective."""
-    part = own_part(whole, shard, mesh["tp"])
+    part = local_part(whole, shard, mesh["tp"])
     local = _local(value, shard)
     if shard.over_dp_cp:
         pieces = part.chunk(mesh["dp_cp"].size)

@@ -46,14 +46,14 @@ class Balance:
     pairs_RR: Tensor
 
     @property
-    def of_ranks(self) -> tuple[int, ...]:
+    def pairs_by_rank(self) -> tuple[int, ...]:
         """Pairs of each rank's own queries."""
         return tuple(self.pairs_RR.sum(1).tolist())
 
     @property
     def max_over_mean(self) -> float:
         """Work of the slowest rank over the mean; 1 is perfectly balanced."""
-        return max(self.of_ranks) * len(self.of_ranks) / sum(self.of_ranks)
+        return max(self.pairs_by_rank) * len(self.pairs_by_rank) / sum(self.pairs_by_rank)
 
     @property
     def in_lock_step(self) -> float:
@@ -61,13 +61,13 @@ class Balance:
         size = len(self.pairs_RR)
         ranks = torch.arange(size)
         slowest = sum(int(self.pairs_RR[ranks, (ranks - step) % size].max()) for step in range(size))
-        return slowest * size / sum(self.of_ranks)
+        return slowest * size / sum(self.pairs_by_rank)
 
     def __repr__(self) -> str:
         """Both ratios and the pairs of each rank."""
         return (
             f"Balance(max/mean {self.max_over_mean:.3f}, {self.in_lock_step:.3f} in a ring; pairs of ranks "
-            f"{', '.join(f'{pairs:,}' for pairs in self.of_ranks)})"
+            f"{', '.join(f'{pairs:,}' for pairs in self.pairs_by_rank)})"
         )
 
 

@@ -57,7 +57,7 @@ class Stream:
         self._check(partial)
         return scatter_gather(partial, self.axis, dim=TOKENS)
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local_tokens(self, whole: Tensor) -> Tensor:
         """Return this rank's tokens of a tensor that every rank computed for all tokens.
 
         Shapes:   [..., t, D] -> [..., t or t / tp, D].
@@ -69,7 +69,7 @@ class Stream:
         self._check(whole)
         return whole.chunk(self.axis.size, dim=TOKENS)[self.axis.rank]
 
-    def all_of(self, hidden: Tensor) -> Tensor:
+    def all_tokens(self, hidden: Tensor) -> Tensor:
         """Gather all tokens for a computation that is the same on every rank, such as the loss.
 
         Shapes:   [..., t or t / tp, D] -> [..., t, D].

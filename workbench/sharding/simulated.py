@@ -127,12 +127,12 @@ class _Group:
 class _Arrival:
     """A rank's arrival at a collective: name, shape and dtype, caller, tensor."""
 
-    what: tuple[str, str, str]
+    signature: tuple[str, str, str]
     caller: str
     tensor: Tensor
 
     def describe(self, axis: str) -> str:
-        name, shape, dtype = self.what
+        name, shape, dtype = self.signature
         return f"{name} over {axis} of {shape} {dtype} ({self.caller})"
 
 
@@ -215,7 +215,7 @@ class _World:
         arrival = _Arrival(*_which(tensor), tensor)
         arrivals = self.open.setdefault((group.axis, group.ranks), {})
         for other, remote in arrivals.items():
-            if remote.what != arrival.what:
+            if remote.signature != arrival.signature:
                 raise LaunchError(
                     "simulated ranks entered different collectives",
                     found=f"{me}: {arrival.describe(group.axis)}; {self.ranks[other]}: {remote.describe(group.axis)}",

@@ -121,14 +121,14 @@ def apply_tensor_parallel(
     return shards
 
 
-def leave_sums(model: nn.Module, *, to_others: bool) -> None:
+def defer_input_sums(model: nn.Module, *, deferred: bool) -> None:
     """Leave the tp sum of the gradient at the input of each block to the caller, or do it here (the default).
 
     Raises:
         ShardingError: sequence parallelism, which gathers and scatters tokens at the same point.
     """
     hooks = [h for module in model.modules() for h in module._forward_pre_hooks.values() if isinstance(h, _InputHook)]
-    if to_others and any(hook.stream.sharded for hook in hooks):
+    if deferred and any(hook.stream.sharded for hook in hooks):
         raise ShardingError(
             "sums over tp that are left to the caller",
             found="sequence parallelism",
@@ -136,7 +136,7 @@ def leave_sums(model: nn.Module, *, to_others: bool) -> None:
             fix="leave layout.sequence_parallel out",
         )
     for hook in hooks:
-        hook.idle = to_others
+        hook.idle = deferred
 
 
 def full_gradient(local: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
@@ -150,7 +150,7 @@ def full_gradient(local: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
     return torch.cat(pieces).transpose(0, shard.dim).contiguous()
 
 
-def own_part(whole: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
+def local_part(whole: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
     """This tp rank's shard of a whole tensor, the inverse of `full_gradient`; a view."""
     if shard.dim is None or axis.size == 1:
         return whole
@@ -337,7 +337,7 @@ def _embedding(module: Any, name: str, stream: Stream) -> dict[str, ParameterSha
 
 def _positions(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
     """Keep an embedding whole whose output is added to hidden states."""
-    module.register_forward_hook(lambda _, __, out: stream.own(out))
+    module.register_forward_hook(lambda _, __, out: stream.local_tokens(out))
     return {"weight": ParameterShard(gradient_is_partial=stream.sharded)}
 
 

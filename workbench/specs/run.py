@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from workbench.atomic import standard
 from workbench.errors import SpecError
-from workbench.specs.losses import SURROGATES, check_carried
+from workbench.specs.losses import SURROGATES, check_inherited
 from workbench.specs.losses import LossSpec as LossSpec
 
 
@@ -421,7 +421,7 @@ class RunSpec(_Model):
     def canonical(self) -> str:
         """Return sorted JSON of every setting, including defaults except those of `LATER`."""
         settings, defaults = self.model_dump(mode="json"), RunSpec().model_dump(mode="json")
-        for name in LATER:
+        for name in ADDED_SETTINGS:
             *path, last = name.split(".")
             group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
             if group[last] == default[last]:
@@ -441,7 +441,7 @@ class RunSpec(_Model):
         return parse_spec(RunSpec, merge(settings, changes), where="settings")
 
 
-LATER = ("reproducible", "online", "record.certificate", "record.checkpoint_every", "record.trace_tokens")
+ADDED_SETTINGS = ("reproducible", "online", "record.certificate", "record.checkpoint_every", "record.trace_tokens")
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
 
 
@@ -561,7 +561,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     for key, value in changes.items():
         nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         if nested and key == "loss":
-            check_carried(merged[key], value)
+            check_inherited(merged[key], value)
         merged[key] = merge(merged[key], value) if nested else value
     return merged
 

@@ -74,6 +74,6 @@ def _in_reward(spec: LossSpec) -> KLSpec | None:
     return spec.kl if spec.kl.coefficient and spec.kl.placement == "reward" else None
 
 
-def refuse(title: str, what: str, rule: str) -> SpecError:
+def unsupported(title: str, subject: str, rule: str) -> SpecError:
     """Return the error for a loss that a system does not have."""
-    return SpecError(f"options of {title} for {what}", rule=rule, fix="change the spec, or choose another system")
+    return SpecError(f"options of {title} for {subject}", rule=rule, fix="change the spec, or choose another system")

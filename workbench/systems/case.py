@@ -210,7 +210,7 @@ def flags_of_logits(case: Case) -> list[str]:
     return [name for name, values in case.inputs.items() if name != "logits" and values.shape == shape]
 
 
-def silent(logprobs_T: Tensor, entropy_T: Tensor | None = None) -> TokenLogprobs:
+def logprobs_only(logprobs_T: Tensor, entropy_T: Tensor | None = None) -> TokenLogprobs:
     """Return the output of a head that gives log-probabilities, and entropies if the case has them."""
     return TokenLogprobs(logprobs_T, entropy_T, None)  # type: ignore[arg-type]
 

@@ -47,7 +47,7 @@ class Outcome:
         return float(self.gradient_S.norm())
 
 
-def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
+def adversarial_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
     """Return a batch and the head output of a policy on it, in float64.
 
     Every third seed has one advantage per document, the others one per token; of every eight seeds, 4 and 6 move the
@@ -117,7 +117,7 @@ def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outc
         temperature: None: the head output is that of `nasty_row`. Otherwise the policy starts from logits that give the
             same log-probabilities at temperature 1, and divides them; the gradient is then by logits.
     """
-    row, constants = nasty_row(seed)
+    row, constants = adversarial_row(seed)
     if temperature is None:
         head_output = constants._replace(
             **{
@@ -128,7 +128,7 @@ def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outc
         )
         leaves = [leaf for leaf in head_output if leaf is not None]
     else:
-        leaves = [nasty_logits(constants.logprobs_T).requires_grad_()]
+        leaves = [adversarial_logits(constants.logprobs_T).requires_grad_()]
         head_output = token_logprobs_from_logits(leaves[0], torch.zeros_like(row.targets_T), temperature=temperature)
     (weights,), totals = step_weights([row], spec)
     evaluated = evaluate_loss(make_loss(spec), loss_inputs(row, head_output, totals), weights, row.loss_mask_T)
@@ -137,14 +137,14 @@ def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outc
     return Outcome(float(total.detach()), torch.cat([gradient.flatten() for gradient in gradients]))
 
 
-def nasty_logits(logprobs_T: Tensor) -> Tensor:
+def adversarial_logits(logprobs_T: Tensor) -> Tensor:
     """Return [T, V] logits whose softmax gives token 0 these log-probabilities and splits the rest unevenly, V = 4."""
     others_V = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
     rest_T = torch.log(-torch.expm1(logprobs_T))
     return torch.cat([logprobs_T[:, None], rest_T[:, None] + others_V], dim=1)
 
 
-def apart(one: Outcome, other: Outcome) -> tuple[float, float]:
+def relative_distance(one: Outcome, other: Outcome) -> tuple[float, float]:
     """Return the relative distance of two losses, and of their gradients' worst element; 0 if equal, 1 if unrelated.
 
     Formula:  |a - b| / max(|a|, |b|), for elements of a gradient with a millionth of its largest one added below

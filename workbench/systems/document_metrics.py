@@ -32,8 +32,8 @@ def token_share(key: str, region: str, clip: ClipRule, meaning: str) -> Document
         f"{meaning}, by the document's ratio",
         "1",
         (LogRatio("policy", "old"), Advantage()),
-        functools.partial(token_mean, functools.partial(beyond_of, region, clip), epsilon=0.0),
-        weighs="its trained tokens",
+        functools.partial(token_mean, functools.partial(outside_clip_of, region, clip), epsilon=0.0),
+        weight="its trained tokens",
     )
 
 
@@ -69,6 +69,6 @@ def k3_of(tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor) -> Tensor:
     return torch.expm1(mean_N) - mean_N
 
 
-def beyond_of(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+def outside_clip_of(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
     """Return 1 where the document's ratio lies in a region of the clip, by the sign of its mean advantage."""
     return beyond(region, ratio_of(tokens_N, log_ratio_N), advantage_N / tokens_N, clip).double()

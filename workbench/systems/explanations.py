@@ -13,15 +13,15 @@ from workbench.errors import WorkbenchError
 from workbench.losses.canonical import canonical, canonical_gradient
 from workbench.specs.losses import SURROGATES, LossSpec
 from workbench.systems.back import FACTORS
-from workbench.systems.counterexample import Outcome, apart, outcome
+from workbench.systems.counterexample import Outcome, outcome, relative_distance
 from workbench.systems.registry import (
     Settings,
     System,
     Translation,
     load_system,
     parse_settings,
-    translated,
-    undivided,
+    translate_settings,
+    unit_temperature,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Verdict = Literal["same", "different", "cannot say"]
 
 SEEDS = range(24)
 """Batches that are searched for one that tells two losses apart."""
-APART = 1e-7
+TOLERANCE = 1e-7
 """Relative difference above which a batch tells two losses apart: far above rounding, and above the effect of an
 epsilon in a count."""
 PROBES = (0.25, 1.5, 4.0, 0, 2)
@@ -90,11 +90,11 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Witness:
+class Counterexample:
     """A batch on which two losses differ.
 
     Attributes:
-        seed: seed of `workbench.systems.counterexample.nasty_row`.
+        seed: seed of `workbench.systems.counterexample.adversarial_row`.
         losses: both losses.
         gradient_norms: norms of the derivatives by the head output.
         relative: relative distance of the losses, and of the gradients' worst element.
@@ -120,7 +120,7 @@ class Explanation:
             the same loss to begin with.
         differences: setting by setting, those that act first.
         notes: what each system does implicitly.
-        witness: a batch that tells them apart, or None.
+        counterexample: a batch that tells them apart, or None.
     """
 
     systems: tuple[str, str]
@@ -131,7 +131,7 @@ class Explanation:
     same_scaling: bool | None
     differences: tuple[Difference, ...]
     notes: tuple[tuple[str, ...], tuple[str, ...]]
-    witness: Witness | None
+    counterexample: Counterexample | None
 
     def table(self) -> pd.DataFrame:
         """Tabulate the differences, one row per setting: both values, each system's options, whether it acts."""
@@ -145,8 +145,8 @@ class Explanation:
     def __str__(self) -> str:
         first, second = self.systems
         lines = [f"{first} | {second}: {self.verdict}" + self._restriction()]
-        if self.witness is not None:
-            w = self.witness
+        if self.counterexample is not None:
+            w = self.counterexample
             lines.append(
                 f"  batch {w.seed}: loss {w.losses[0]:.10g} | {w.losses[1]:.10g}, "
                 f"gradient norm {w.gradient_norms[0]:.10g} | {w.gradient_norms[1]:.10g}"
@@ -198,10 +198,12 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
         parse_settings(system.settings, given, where=system.name)
         for system, given in zip(systems, (settings_a, settings_b), strict=True)
     )
-    translations = tuple(translated(system, each) for system, each in zip(systems, settings, strict=True))
+    translations = tuple(translate_settings(system, each) for system, each in zip(systems, settings, strict=True))
     specs = translations[0].spec, translations[1].spec
     temperatures = tuple(system.temperature(each) for system, each in zip(systems, settings, strict=True))
-    heated = all(system.temperature is not undivided for system in systems) and temperatures[0] != temperatures[1]
+    heated = (
+        all(system.temperature is not unit_temperature for system in systems) and temperatures[0] != temperatures[1]
+    )
     verdict, same_loss, same_gradient, witness = compare(*specs, temperatures if heated else None)
     titles = systems[0].title, systems[1].title
     differences = _differences(systems, settings, translations, verdict, temperatures if heated else None)
@@ -211,7 +213,7 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
         verdict,
         same_loss,
         same_gradient,
-        scale_alike(*specs) if verdict == "same" else None,
+        same_scaling(*specs) if verdict == "same" else None,
         differences,
         (translations[0].notes, translations[1].notes),
         witness,
@@ -220,7 +222,7 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
 
 def compare(
     one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | None = None
-) -> tuple[Verdict, bool | None, bool | None, Witness | None]:
+) -> tuple[Verdict, bool | None, bool | None, Counterexample | None]:
     """Return the verdict on two specs, on loss and gradient each, and the batch that tells them apart.
 
     Args:
@@ -235,11 +237,14 @@ def compare(
     first, losses_apart, gradients_apart = None, False, False
     for seed in SEEDS:
         pair = _outcome(one.model_dump_json(), seed, heats[0]), _outcome(other.model_dump_json(), seed, heats[1])
-        relative = apart(*pair)
-        losses_apart, gradients_apart = losses_apart or relative[0] > APART, gradients_apart or relative[1] > APART
-        if first is None and max(relative) > APART:
+        relative = relative_distance(*pair)
+        losses_apart, gradients_apart = (
+            losses_apart or relative[0] > TOLERANCE,
+            gradients_apart or relative[1] > TOLERANCE,
+        )
+        if first is None and max(relative) > TOLERANCE:
             norms = pair[0].gradient_norm, pair[1].gradient_norm
-            first = Witness(seed, (pair[0].loss, pair[1].loss), norms, relative)
+            first = Counterexample(seed, (pair[0].loss, pair[1].loss), norms, relative)
         if losses_apart and (gradients_apart or same_gradient):
             break
     if first is None:
@@ -247,7 +252,7 @@ def compare(
     return "different", False if losses_apart else None, False if gradients_apart else same_gradient, first
 
 
-def scale_alike(one: LossSpec, other: LossSpec) -> bool:
+def same_scaling(one: LossSpec, other: LossSpec) -> bool:
     """True if two specs that are the same loss on one micro-batch stay equal when a step is split into several."""
     return (
         one.scaling.counts == other.scaling.counts
@@ -325,7 +330,7 @@ def decides(system: System, settings: Settings) -> Mapping[str, tuple[str, ...]]
 
 
 def _flat_settings(system: System, settings: Settings) -> dict[str, Any]:
-    return {**_flat(translated(system, settings).spec), TEMPERATURE: system.temperature(settings)}
+    return {**_flat(translate_settings(system, settings).spec), TEMPERATURE: system.temperature(settings)}
 
 
 def _options(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -50,7 +50,7 @@ def inputs_of(system: str, kind: str) -> tuple[str, ...]:
     return (*policy[kind], *tokens)
 
 
-def refuse_unused(case: Case) -> None:
+def check_arrays(case: Case) -> None:
     """Raise an error for arrays that the function of a case does not take.
 
     Raises:
@@ -69,7 +69,7 @@ def refuse_unused(case: Case) -> None:
         for name in unused
         for match in difflib.get_close_matches(name, [each for each in accepted if each not in case.inputs], n=1)
     ]
-    instead = load_system(case.system).instead
+    instead = load_system(case.system).unsupported_arrays
     reasons = [instead[name] for name in unused if name in instead]
     raise SpecError(
         f"replay of {case.kind} of {case.system} with {', '.join(map(repr, unused))}",

@@ -78,7 +78,7 @@ def _no_counts(_: Any) -> None:
     return None
 
 
-def undivided(_: Any) -> float:
+def unit_temperature(_: Any) -> float:
     """Return the temperature of a system whose loss starts from log-probabilities: it has none."""
     return 1.0
 
@@ -113,7 +113,7 @@ class System:
         outputs: token-aligned [T] outputs beyond loss and gradients, by name, and others in their own shape.
         arrays: arrays that its policy loss takes in addition to the policy itself, advantages and a mask.
         arrays_of: kind that is no policy loss -> arrays that its function takes.
-        instead: array -> the reason why its policy loss does not take it, and the fix.
+        unsupported_arrays: array -> the reason why its policy loss does not take it, and the fix.
         aliases: its metrics by its own definitions, from the settings that they depend on.
         left_out: metric -> what the system reports there in some case, and what is reported here instead.
     """
@@ -128,18 +128,18 @@ class System:
     scaling: Mapping[str, ScalingSpec] = field(default_factory=dict)
     replays: Mapping[str, Callable[[Case], dict[str, Any]]] = field(default_factory=dict)
     case_settings: Callable[[Case], Mapping[str, Any]] = _config_of
-    temperature: Callable[[Any], float] = undivided
+    temperature: Callable[[Any], float] = unit_temperature
     peer_settings: Callable[[Replayed], PeerSettings] | None = None
     metrics: Callable[[Replayed], Mapping[str, float]] = _empty
     outputs: Callable[[Replayed], Mapping[str, Tensor]] = _empty
     arrays: tuple[str, ...] = ()
     arrays_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    instead: Mapping[str, str] = field(default_factory=dict)
+    unsupported_arrays: Mapping[str, str] = field(default_factory=dict)
     aliases: Callable[[PeerSettings], Iterable[Alias]] = _no_aliases
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def translated(system: System, settings: Settings) -> Translation:
+def translate_settings(system: System, settings: Settings) -> Translation:
     """Return the translation of settings.
 
     Raises:

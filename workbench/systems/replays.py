@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.build import make_loss, seen
+from workbench.losses.build import make_loss, prepare_inputs
 from workbench.losses.kl import kl_term
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.quantities import DocumentSlots
@@ -29,9 +29,9 @@ from workbench.reduction.weights import TokenWeights, step_weights
 from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import LossSpec
 from workbench.systems import metrics as aliases
-from workbench.systems.case import Case, Options, silent
-from workbench.systems.inputs import refuse_unused
-from workbench.systems.registry import Settings, System, Translation, load_system, parse_settings, translated
+from workbench.systems.case import Case, Options, logprobs_only
+from workbench.systems.inputs import check_arrays
+from workbench.systems.registry import Settings, System, Translation, load_system, parse_settings, translate_settings
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Replayed:
         settings: its options.
         translation: of the options.
         row: its tokens.
-        said: head output.
+        head_output: head output.
         inputs: inputs of the loss.
         weights: weights of the step, by name.
         evaluated: terms and scalars.
@@ -53,7 +53,7 @@ class Replayed:
     settings: Any
     translation: Translation
     row: TrainingRow
-    said: TokenLogprobs
+    head_output: TokenLogprobs
     inputs: LossInputs
     weights: Mapping[str, TokenWeights]
     evaluated: Evaluated
@@ -97,7 +97,7 @@ def replay(
             rule=f"one of {', '.join([*COMMON, *system.replays])}",
             fix="choose one of them",
         )
-    refuse_unused(case)
+    check_arrays(case)
     outputs = {"metrics": {}, **compute(case)}
     if unused := [name for name in options if name not in options.read]:
         raise SpecError(
@@ -111,17 +111,19 @@ def replay(
     return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in outputs.items()}
 
 
-def evaluate_case(case: Case, said: TokenLogprobs, **row: Any) -> Replayed:
+def evaluate_case(case: Case, head_output: TokenLogprobs, **row: Any) -> Replayed:
     """Translate the options of a policy loss and evaluate it on the case's tokens.
 
     Args:
         case: source of options and tokens.
-        said: head output for its tokens.
+        head_output: head output for its tokens.
         row: fields of the row that differ from the case's.
     """
     system = load_system(case.system)
     settings = policy_settings(case)
-    return evaluate_as(case, said, settings, translated(system, settings), system.counts(settings), **row)
+    return evaluate_as(
+        case, head_output, settings, translate_settings(system, settings), system.counts(settings), **row
+    )
 
 
 def case_settings(
@@ -149,7 +151,7 @@ def policy_settings(case: Case) -> Any:
 
 def evaluate_as(
     case: Case,
-    said: TokenLogprobs,
+    head_output: TokenLogprobs,
     settings: Any,
     translation: Translation,
     given: GivenCounts | None = None,
@@ -159,7 +161,7 @@ def evaluate_as(
 
     Args:
         case: source of the tokens.
-        said: head output for them.
+        head_output: head output for them.
         settings: the case's options.
         translation: of the options.
         given: counts that the case was given.
@@ -167,12 +169,14 @@ def evaluate_as(
     """
     tokens = case.row(**row)
     if case.get("old_logprobs") is None:
-        live_T = said.logprobs_T.detach()
+        live_T = head_output.logprobs_T.detach()
         tokens = replace(tokens, old_logprobs_T=torch.where(tokens.loss_mask_T, live_T, torch.zeros_like(live_T)))
     (weights,), totals = step_weights([tokens], translation.spec, given=given)
-    inputs = loss_inputs(tokens, said, totals)
+    inputs = loss_inputs(tokens, head_output, totals)
     evaluated = evaluate_loss(make_loss(translation.spec), inputs, weights, tokens.loss_mask_T)
-    return Replayed(case, settings, translation, tokens, said, seen(inputs, translation.spec), weights, evaluated)
+    return Replayed(
+        case, settings, translation, tokens, head_output, prepare_inputs(inputs, translation.spec), weights, evaluated
+    )
 
 
 def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -220,7 +224,9 @@ def _detached(inputs: LossInputs) -> LossInputs:
 def policy_loss(case: Case) -> dict[str, Any]:
     """Replay a policy loss from log-probabilities, rectangular or packed."""
     leaf = case["logprobs"].clone().requires_grad_()
-    return finish(evaluate_case(case, silent(leaf.reshape(-1), case.tokens("entropies"))), {"grad_logprobs": leaf})
+    return finish(
+        evaluate_case(case, logprobs_only(leaf.reshape(-1), case.tokens("entropies"))), {"grad_logprobs": leaf}
+    )
 
 
 def policy_loss_logits(case: Case) -> dict[str, Any]:
@@ -321,7 +327,7 @@ def kl_estimator(spec_of: Callable[[Case], LossSpec]) -> Callable[[Case], dict[s
         old_T, ref_T = leaf.detach().reshape(-1), case["ref_logprobs"].reshape(-1)
         (weights,), totals = step_weights([case.row()], spec)
         row = case.row(loss_mask_T=everywhere_T, old_logprobs_T=old_T, ref_logprobs_T=ref_T)
-        term = kl_term(loss_inputs(row, silent(leaf.reshape(-1)), totals), spec.kl)
+        term = kl_term(loss_inputs(row, logprobs_only(leaf.reshape(-1)), totals), spec.kl)
         outputs = {"kl": case.shaped(term.values_T)}
         if case.get("cotangent") is not None:
             term.values_T.backward(case["cotangent"].reshape(-1))
@@ -347,7 +353,7 @@ def is_correction(
 
     def corrected(case: Case) -> dict[str, Any]:
         settings = parse_settings(model, case.config, where=case.system)
-        replayed = evaluate_as(case, silent(case["old_logprobs"].reshape(-1)), settings, translate(settings))
+        replayed = evaluate_as(case, logprobs_only(case["old_logprobs"].reshape(-1)), settings, translate(settings))
         return {**outputs(replayed), "metrics": metrics(replayed, load_system(case.system))}
 
     return corrected

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
-from workbench.systems.registry import Translation, load_system, parse_settings, translated
+from workbench.systems.registry import Translation, load_system, parse_settings, translate_settings
 
 
 def loss_spec(system: str, settings: Mapping[str, Any]) -> LossSpec:
@@ -33,7 +33,7 @@ def loss_spec(system: str, settings: Mapping[str, Any]) -> LossSpec:
 def translation(system: str, settings: Mapping[str, Any]) -> Translation:
     """Return the spec with notes on what the system does implicitly."""
     declared = load_system(system)
-    return translated(declared, parse_settings(declared.settings, settings, where=system))
+    return translate_settings(declared, parse_settings(declared.settings, settings, where=system))
 
 
 def settings_for(system: str, spec: LossSpec) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from workbench.train.step import StepResult
 class Marks(NamedTuple):
     """Fingerprints of this job's gradients, or weights, by parameter name; and the parameters whose replicas differ."""
 
-    said: dict[str, int]
-    unlike: tuple[str, ...]
+    fingerprints: dict[str, int]
+    differing_replicas: tuple[str, ...]
 
 
-def mark_gradients(policy: Policy) -> Marks:
+def fingerprint_gradients(policy: Policy) -> Marks:
     """Fingerprint the current gradients. Collective."""
     return _mark(policy, {name: parameter.grad for name, parameter in policy.model.named_parameters()})
 
@@ -40,9 +40,11 @@ def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate
     for name, scalar in result.loss.items():
         labels[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
     for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
-        labels |= {f"{kind}/{name}": label(parameters[name].dtype, marks.said[name]) for name in order}
+        labels |= {f"{kind}/{name}": label(parameters[name].dtype, marks.fingerprints[name]) for name in order}
     unlike = [
-        f"{kind}/{name}" for kind, marks in (("gradient", gradients), ("weight", weights)) for name in marks.unlike
+        f"{kind}/{name}"
+        for kind, marks in (("gradient", gradients), ("weight", weights))
+        for name in marks.differing_replicas
     ]
     return Certificate(labels, tuple(unlike))
 

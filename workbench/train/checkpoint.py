@@ -22,11 +22,11 @@ from workbench.errors import RecordError
 from workbench.policy.model import DTYPES, Policy, load_decoder
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.records.directory import RunDirectory, project_root
-from workbench.sharding.gradients import keep_own_part, whole_tensor
+from workbench.sharding.gradients import copy_local_part, full_tensor
 from workbench.sharding.mesh import Mesh
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-KEPT_OF_STEPS = ("tensors", "certificates", "traces", "rollouts")
+STEP_FOLDERS = ("tensors", "certificates", "traces", "rollouts")
 """Folders of a run directory with one entry per step, whose name begins with the step."""
 
 
@@ -37,9 +37,9 @@ def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: to
     """
     mesh, weights, state = policy.mesh, {}, {}
     for name, parameter in policy.model.named_parameters():
-        weights[name] = _on_first(whole_tensor(parameter, policy.shards[name], mesh), mesh)
+        weights[name] = _on_first(full_tensor(parameter, policy.shards[name], mesh), mesh)
     for name, key, value, shard in _state(policy, optimizer):
-        state[f"{name}/{key}"] = _on_first(value if shard is None else whole_tensor(value, shard, mesh), mesh)
+        state[f"{name}/{key}"] = _on_first(value if shard is None else full_tensor(value, shard, mesh), mesh)
     if not mesh.is_first:
         return
     folder = run.path / "checkpoints" / f"step{steps:04d}"
@@ -70,7 +70,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
             fix="start a new run, with fresh=True or --fresh",
         )
     for name, parameter in parameters.items():
-        keep_own_part(parameter, weights[name], policy.shards[name], policy.mesh)
+        copy_local_part(parameter, weights[name], policy.shards[name], policy.mesh)
         entries = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
         optimizer.state[parameter] |= {key: _shard(value, parameter, policy, name) for key, value in entries.items()}
 
@@ -99,7 +99,7 @@ def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optim
     done, folder = list(checkpoints.items())[-1]
     load_checkpoint(folder, policy, optimizer)
     if policy.mesh.is_first and not run.steps():
-        for kind in KEPT_OF_STEPS:
+        for kind in STEP_FOLDERS:
             for path in sorted((earlier.path / kind).glob("step[0-9]*")):
                 if int(path.name[4:].partition(".")[0]) < done:
                     (run.path / kind).mkdir(exist_ok=True)
@@ -156,11 +156,11 @@ def _shard(value: Tensor, parameter: Tensor, policy: Policy, name: str) -> Tenso
     if value.dim() == 0:
         return value
     local = torch.zeros_like(parameter, dtype=value.dtype)
-    keep_own_part(local, value, policy.shards[name], policy.mesh)
+    copy_local_part(local, value, policy.shards[name], policy.mesh)
     return local
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
     return whole_files.read_tensors(
-        path, asked=f"read {path.parent.name}/{path.name}", fix="start a new run, with fresh=True or --fresh"
+        path, requested=f"read {path.parent.name}/{path.name}", fix="start a new run, with fresh=True or --fresh"
     )

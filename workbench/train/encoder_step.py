@@ -96,7 +96,7 @@ def prepare_image_rows(
     mesh: Mesh,
     encoder: Encoder,
     bridge: Bridge,
-    dealt: Sequence[Sequence[int]] | None = None,
+    document_rows: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[ImageRow], StepTotals]:
     """Split the documents and the images of one optimizer step into this rank's micro-batches.
 
@@ -112,7 +112,7 @@ def prepare_image_rows(
         bridge: from the encoder's grid to the policy's. "sharded": each rank gets the features that its own tokens
             read, for any rows. "whole": each rank gets all features of its dp rank's rows, which must read images of
             their own, as many on each dp rank as `blocks` assigns.
-        dealt: the documents of each row, see `pack_step`.
+        document_rows: the documents of each row, see `pack_step`.
 
     Raises:
         SpecError: see `workbench.train.step.prepare_rows`; a batch without the field, a feature of a missing image;
@@ -121,8 +121,8 @@ def prepare_image_rows(
             the modules, or one that has an order for whole images, which packed rows do not keep.
     """
     _check(batch, pixels_Nchw, spec, mesh, encoder, bridge)
-    rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
-    whole = flow.pack_step(batch, spec, dealt)
+    rows, totals = flow.prepare_rows(batch, spec, mesh, document_rows)
+    whole = flow.pack_step(batch, spec, document_rows)
     prepared = []
     for number, local in enumerate(rows):
         row_of_dp = whole[number :: len(rows)]
@@ -271,7 +271,7 @@ def _sharded_row(
         pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
 
         def deliver(features: Tensor) -> Tensor:
-            return crossing.cross(features.flatten(0, 1), bridge.everyone)
+            return crossing.cross(features.flatten(0, 1), bridge.all_ranks)
 
     return ImageRow(
         **vars(local), encoder=encoder, pixels_bchw=_cast(pixels_bchw, encoder), is_image_t=own_t >= 0, deliver=deliver

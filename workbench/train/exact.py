@@ -70,7 +70,7 @@ class WholeRow:
 
 
 @contextmanager
-def as_asked(policy: Policy, spec: RunSpec) -> Iterator[None]:
+def reproducible_mode(policy: Policy, spec: RunSpec) -> Iterator[None]:
     """Replace the modules of a policy by those of the reproducible mode if the spec sets it; restore them on exit.
 
     Raises:
@@ -121,17 +121,17 @@ def power_of_two(rows: Sequence[TrainingRow], weights: Sequence[Mapping[str, Tok
     return 2.0 ** -math.frexp(mean)[1] if 0 < mean < math.inf else 1.0
 
 
-def unsplit(local: LocalRow, said: TokenLogprobs) -> tuple[LocalRow, TokenLogprobs]:
+def unsplit(local: LocalRow, head_output: TokenLogprobs) -> tuple[LocalRow, TokenLogprobs]:
     """Return the whole row and the head outputs of all its tokens in the reproducible mode; else both unchanged.
 
     Backward: each rank takes its own tokens of the gradient; see `whole_row`.
     """
     whole = local.whole
     if whole is None:
-        return local, said
+        return local, head_output
     tokens = len(whole.row.tokens_T)
     head_output = TokenLogprobs(
-        *(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens] for part in said)
+        *(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens] for part in head_output)
     )
     sums = ShardedSums(whole.row, torch.arange(tokens), Axis("cp"))
     return replace(local, row=whole.row, weights=whole.weights, sums=sums, documents=whole.documents), head_output

@@ -33,7 +33,7 @@ from workbench.errors import SpecError
 from workbench.losses.document_sums import DocumentSums
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.fused_loss import FusedLoss, fused_loss
-from workbench.policy.logprobs.fused_pass import Couples, LossOfRows
+from workbench.policy.logprobs.fused_pass import Couples, RowLoss
 from workbench.policy.model import CHUNKED, Policy
 from workbench.reduction.evaluate import Evaluated
 from workbench.sharding.collectives import all_sum
@@ -57,20 +57,20 @@ class HeadPlan:
             of other cp ranks, so it is evaluated on all ranks between forward and backward of the row.
         labels_T: [T] a label that the tokens of one unit share.
         sums: the sums of the whole row, for the tokens of a chunk, if they are data; None: sums of the chunk itself.
-        asked: the kinds of sums that the loss requests.
+        requested: the kinds of sums that the loss requests.
     """
 
     couples: Couples | None
     labels_T: Tensor | None = None
     sums: RowSums | None = None
-    asked: frozenset[str] = frozenset()
+    requested: frozenset[str] = frozenset()
 
 
 def plan_head(
     local: LocalRow,
     frozen_clip_T: Tensor | None,
     evaluate: Evaluate,
-    wanted: Sequence[str],
+    outputs: Sequence[str],
     loss_spec: LossSpec | None = None,
 ) -> HeadPlan:
     """Choose the chunking of a row. Collective over cp if the loss requests sums; the same on every rank.
@@ -82,20 +82,20 @@ def plan_head(
         local: the row.
         frozen_clip_T: [T] bool, clip decisions of another run.
         evaluate: the loss on some tokens.
-        wanted: head outputs besides log-probabilities.
+        outputs: head outputs besides log-probabilities.
         loss_spec: the settings of the loss; None: its coupling is derived from the trial evaluation alone.
     """
-    row, requested = local.row, frozenset(sums_asked_for(local, frozen_clip_T, evaluate, wanted))
+    row, requested = local.row, frozenset(requested_sums(local, frozen_clip_T, evaluate, outputs))
     sums = None
     if requested and local.sums.axis.size > 1:
-        sums = sums_of_data(local, frozen_clip_T, evaluate, wanted)
+        sums = sums_of_data(local, frozen_clip_T, evaluate, outputs)
         if sums is None:
-            return HeadPlan(None, asked=requested)
+            return HeadPlan(None, requested=requested)
     if couples_a_row(loss_spec):
-        return HeadPlan("row", sums=sums, asked=requested)
+        return HeadPlan("row", sums=sums, requested=requested)
     if sums is not None or not requested:
-        return HeadPlan("token", sums=sums, asked=requested)
-    return HeadPlan("document", row.group_ids_T if "pair" in requested else row.document_ids_T, asked=requested)
+        return HeadPlan("token", sums=sums, requested=requested)
+    return HeadPlan("document", row.group_ids_T if "pair" in requested else row.document_ids_T, requested=requested)
 
 
 def fused_row(
@@ -104,7 +104,7 @@ def fused_row(
     local: LocalRow,
     frozen_clip_T: Tensor | None,
     evaluate: Evaluate,
-    wanted: Sequence[str],
+    outputs: Sequence[str],
     loss_spec: LossSpec | None = None,
 ) -> tuple[Evaluated, str | None]:
     """Return the loss of a row with its gradient computed already, and the reason for more than three GEMMs, or None.
@@ -118,13 +118,13 @@ def fused_row(
         local: the row.
         frozen_clip_T: [T] bool, clip decisions of another run.
         evaluate: the loss on some tokens.
-        wanted: head outputs besides log-probabilities.
+        outputs: head outputs besides log-probabilities.
         loss_spec: the settings of the loss; None: its coupling is derived from the trial evaluation alone.
 
     Raises:
         SpecError: a policy whose log-probabilities are not computed in chunks.
     """
-    plan = plan_head(local, frozen_clip_T, evaluate, wanted, loss_spec)
+    plan = plan_head(local, frozen_clip_T, evaluate, outputs, loss_spec)
 
     def chunk_loss(head_output: TokenLogprobs, places_C: Tensor) -> Tensor:
         if not len(places_C):
@@ -133,16 +133,16 @@ def fused_row(
         return evaluate(some_tokens(local, places_C, plan.sums), head_output, frozen_C).scalars["total"].value
 
     if plan.couples is not None:
-        fused = _chunked_head(policy, hidden_TD, local, plan, chunk_loss, wanted)
+        fused = _chunked_head(policy, hidden_TD, local, plan, chunk_loss, outputs)
         if plan.sums is None or not plan.sums.differ():
             with torch.no_grad():
-                whole = evaluate(local, fused.said, frozen_clip_T)
+                whole = evaluate(local, fused.head_output, frozen_clip_T)
             total = replace(whole.scalars["total"], value=fused.loss)
             return whole._replace(scalars={**whole.scalars, "total": total}), fused.fallback
-    head_output = _whole_row_head(policy, hidden_TD, local, wanted)
+    head_output = _whole_row_head(policy, hidden_TD, local, outputs)
     return evaluate(local, head_output, frozen_clip_T), (
-        f"the loss sums over whole {' and '.join(sorted(plan.asked))}s, whose tokens lie on {local.sums.axis.size} cp "
-        "ranks: it is evaluated between forward and backward, 4 GEMMs less those saved by keep_bytes"
+        f"the loss sums over whole {' and '.join(sorted(plan.requested))}s, whose tokens lie on {local.sums.axis.size} "
+        "cp ranks: it is evaluated between forward and backward, 4 GEMMs less those saved by keep_bytes"
     )
 
 
@@ -152,7 +152,7 @@ def fused_logprobs(
     hidden_TD: Tensor,
     local: LocalRow,
     evaluate: Evaluate,
-    wanted: Sequence[str],
+    outputs: Sequence[str],
     loss_spec: LossSpec | None = None,
 ) -> Tensor:
     """[T] log-probabilities of the trained tokens of a row, bitwise equal to `fused_row`; 0 elsewhere.
@@ -160,18 +160,18 @@ def fused_logprobs(
     Backward: none.
     Raises:   SpecError: a policy whose log-probabilities are not computed in chunks.
     """
-    plan = plan_head(local, None, evaluate, wanted, loss_spec)
+    plan = plan_head(local, None, evaluate, outputs, loss_spec)
     if plan.couples is None:
-        return _whole_row_head(policy, hidden_TD, local, wanted).logprobs_T
+        return _whole_row_head(policy, hidden_TD, local, outputs).logprobs_T
 
     def no_loss(head_output: TokenLogprobs, places_C: Tensor) -> Tensor:
         return head_output.logprobs_T.sum()
 
-    return _chunked_head(policy, hidden_TD, local, plan, no_loss, wanted).said.logprobs_T
+    return _chunked_head(policy, hidden_TD, local, plan, no_loss, outputs).head_output.logprobs_T
 
 
 def _chunked_head(
-    policy: Policy, hidden_TD: Tensor, local: LocalRow, plan: HeadPlan, chunk_loss: LossOfRows, outputs: Sequence[str]
+    policy: Policy, hidden_TD: Tensor, local: LocalRow, plan: HeadPlan, chunk_loss: RowLoss, outputs: Sequence[str]
 ) -> FusedLoss:
     row = local.row
     _require_chunked_head(policy)
@@ -185,7 +185,7 @@ def _chunked_head(
         implementation=policy.implementation,
         temperature=row.extensions.get("temperature_T", policy.temperature),
         active_T=row.loss_mask_T,
-        wanted=outputs,
+        outputs=outputs,
         **policy.head_arguments(),
     )
 
@@ -194,7 +194,7 @@ def _whole_row_head(policy: Policy, hidden_TD: Tensor, local: LocalRow, outputs:
     row = local.row
     _require_chunked_head(policy)
     return policy.token_logprobs(
-        hidden_TD, row.targets_T, row.extensions.get("temperature_T"), active_T=row.loss_mask_T, wanted=outputs
+        hidden_TD, row.targets_T, row.extensions.get("temperature_T"), active_T=row.loss_mask_T, outputs=outputs
     )
 
 
@@ -215,18 +215,18 @@ def couples_a_row(spec: LossSpec | None) -> bool:
     return spec is not None and bool(spec.surrogate.breaks or spec.correction.breaks)
 
 
-def sums_asked_for(
-    local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, wanted: Sequence[str] = ("entropy", "logsumexp")
+def requested_sums(
+    local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, outputs: Sequence[str] = ("entropy", "logsumexp")
 ) -> set[str]:
     """Return the kinds of sums that a loss requests: document, segment, pair. No collective; equal on every rank."""
     probe = _KindsOfSums()
     with torch.no_grad():
-        evaluate(_with_reference(replace(local, sums=probe)), _stand_in(local, wanted), frozen_clip_T)
+        evaluate(_with_reference(replace(local, sums=probe)), _stand_in(local, outputs), frozen_clip_T)
     return probe.requested
 
 
 def sums_of_data(
-    local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, wanted: Sequence[str] = ("entropy", "logsumexp")
+    local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, outputs: Sequence[str] = ("entropy", "logsumexp")
 ) -> RowSums | None:
     """Return the sums that a loss requests if none depends on the current policy; None: one does.
 
@@ -237,7 +237,7 @@ def sums_of_data(
     for moved in (False, True):
         probe = _SumRecorder(local.sums)
         with torch.enable_grad():
-            evaluate(_with_reference(replace(local, sums=probe)), _stand_in(local, wanted, moved=moved), frozen_clip_T)
+            evaluate(_with_reference(replace(local, sums=probe)), _stand_in(local, outputs, moved=moved), frozen_clip_T)
         trials.append(probe)
     first, second = trials
     mask_T = local.row.loss_mask_T

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.policy.model import Policy
-from workbench.policy.sampling import Answer, Sampler, by_uniforms
+from workbench.policy.sampling import Completion, Sampler, by_uniforms
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.task import Task, named_task
 from workbench.sharding.collectives import all_max, all_sum
@@ -36,7 +36,7 @@ from workbench.sharding.mesh import Mesh
 from workbench.specs.losses import LossSpec
 from workbench.specs.run import AdvantageSpec, RunSpec
 from workbench.train import step as flow
-from workbench.train.policies import make_policy
+from workbench.train.policies import build_policy
 
 MIXED_PROMPTS = "reward/mixed_prompts/fraction"
 """Step record: share of the prompts whose completions earned different rewards, and so have an advantage."""
@@ -102,7 +102,7 @@ class Online:
             seed=model.seed,
         )
         self.reference = (
-            make_policy(spec, self.mesh, project, temperature=spec.online.temperature)
+            build_policy(spec, self.mesh, project, temperature=spec.online.temperature)
             if needs_reference(spec.loss)
             else None
         )
@@ -128,7 +128,7 @@ class Online:
             SpecError: invalid prompts or an invalid reward.
         """
         start, online = time.perf_counter(), self.spec.online
-        self.sampler.take(full_weights(self.policy.model, self.policy.shards, self.mesh))
+        self.sampler.load_weights(full_weights(self.policy.model, self.policy.shards, self.mesh))
         prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
         if len(prompts) != online.prompts:
             raise SpecError(
@@ -220,7 +220,7 @@ class Online:
 
     def _sample_own(
         self, number: int, prompts: Sequence[str], encoded: Sequence[Sequence[int]]
-    ) -> dict[int, tuple[Answer, float]]:
+    ) -> dict[int, tuple[Completion, float]]:
         """Completions and rewards of this rank's share, by document."""
         online, results = self.spec.online, {}
         rank = self.mesh["dp_cp"].rank * self.mesh["tp"].size + self.mesh["tp"].rank
@@ -251,7 +251,7 @@ class Online:
             self.spec.online.answers, self.spec.online.max_new_tokens, generator=generator, dtype=torch.float64
         )
 
-    def _reward(self, prompt: str, completion: Answer) -> float:
+    def _reward(self, prompt: str, completion: Completion) -> float:
         text = self._decoded(completion.tokens)
         value = self.task.reward(prompt, text)
         try:
@@ -285,7 +285,7 @@ class Online:
                 fix="take a task with the tokenizer of this model, or decode other ids as padding",
             ) from error
 
-    def _gather(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
+    def _gather(self, own: Mapping[int, tuple[Completion, float]]) -> tuple[list[Completion], Tensor]:
         """Gather completions and rewards on every rank: an exact sum, as each is 0 on all ranks but one."""
         online, device = self.spec.online, self.mesh.device
         tokens_NM = torch.zeros(online.documents, online.max_new_tokens, dtype=torch.int64)
@@ -300,13 +300,15 @@ class Online:
         )
         lengths = numbers_NM[:, -2].long().tolist()
         return [
-            Answer(tokens[:n], numbers[:n])
+            Completion(tokens[:n], numbers[:n])
             for tokens, numbers, n in zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
         ], numbers_NM[:, -1]
 
     # ---- building a batch ----------------------------------------------------------------------------
 
-    def _batch(self, encoded: Sequence[Sequence[int]], sampled: Sequence[Answer], rewards_N: Tensor) -> RolloutBatch:
+    def _batch(
+        self, encoded: Sequence[Sequence[int]], sampled: Sequence[Completion], rewards_N: Tensor
+    ) -> RolloutBatch:
         """Prompts and completions as documents. Old log-probabilities are the sampler's, advantages 0, for now."""
         online, documents = self.spec.online, []
         for number, completion in enumerate(sampled):
@@ -337,7 +339,7 @@ class Online:
         if self.reference is not None:
             batch = replace(batch, ref_logprobs_T=document_logprobs(self.reference, batch, self.spec, self.mesh))
         # Once, of all that was sampled: baselines must not see a mini-batch (DECISIONS.md, row 103).
-        return flow.make_advantages(batch, self.spec)
+        return flow.compute_advantages(batch, self.spec)
 
 
 def needs_reference(loss: LossSpec) -> bool:
@@ -368,7 +370,7 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
 
     Shapes: [S], in the order of the batch. Units: nats, at the temperature of each token, or of the policy.
     """
-    spec, loss, per_step = with_advantages(spec), flow.make_loss(spec.loss), spec.data.documents_per_step
+    spec, loss, per_step = with_advantages(spec), flow.build_loss(spec.loss), spec.data.documents_per_step
     steps = 1 if per_step is None else -(-batch.num_documents // per_step)
     logprobs_S, missing_S = None, batch.loss_mask_T.clone()
     for documents in itertools.islice(in_order(batch.as_source(), per_step), steps):

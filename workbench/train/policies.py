@@ -9,7 +9,7 @@ from workbench.sharding.mesh import Mesh
 from workbench.specs.run import RunSpec
 
 
-def make_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float) -> Policy:
+def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float) -> Policy:
     """Load the decoder of a run and shard it for this rank.
 
     Args:

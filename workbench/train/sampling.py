@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from workbench.errors import SpecError
 from workbench.policy.precision import lift_to_float64
-from workbench.policy.sampling import Answer, generate
+from workbench.policy.sampling import Completion, generate
 from workbench.policy.tiny import tiny_qwen3
 from workbench.rollouts import files
 from workbench.rollouts.advantages import group_advantages
@@ -38,7 +38,7 @@ EVALUATION_SEED, PROMPT_SEED = 1, 2
 
 
 @dataclass(frozen=True)
-class RecordingSettings:
+class RolloutSettings:
     """Settings of a rollout dataset.
 
     Attributes:
@@ -91,7 +91,7 @@ class RecordingSettings:
             wrong.append(f"success from {self.success_low} to {self.success_high}")
         if wrong:
             raise SpecError(
-                "RecordingSettings",
+                "RolloutSettings",
                 found=", ".join(wrong),
                 rule="counts and rates are positive, and 0 <= success_low <= success_high <= 1",
                 fix="see the attributes of RecordingSettings",
@@ -119,7 +119,7 @@ class WarmUp:
 
 def warm_up(
     task: ArithmeticTask,
-    settings: RecordingSettings,
+    settings: RolloutSettings,
     on_event: Callable[[str], None] = lambda line: None,
     *,
     policy: Any = None,
@@ -213,7 +213,7 @@ def _supervised_step(
 
 
 def _success_rate(
-    policy: nn.Module, task: ArithmeticTask, settings: RecordingSettings, generator: torch.Generator, padded: bool
+    policy: nn.Module, task: ArithmeticTask, settings: RolloutSettings, generator: torch.Generator, padded: bool
 ) -> float:
     problems = task.problems(settings.seed + EVALUATION_SEED, settings.evaluation_problems)
     prompts = [problem.prompt for problem in problems]
@@ -239,13 +239,13 @@ def sample(
     max_new_tokens: int,
     generator: torch.Generator,
     padded: bool = False,
-) -> list[Answer]:
+) -> list[Completion]:
     """Sample one completion per prompt: in batches of equal prompt length, or with ``padded`` all at once."""
 
     def choose(logprobs_NV: Tensor, place: int) -> Tensor:
         return torch.multinomial(logprobs_NV.exp(), 1, generator=generator)[:, 0]
 
-    completions: dict[int, Answer] = {}
+    completions: dict[int, Completion] = {}
     encoded = [task.encode(prompt) for prompt in prompts]
     for lengths in [set(map(len, encoded))] if padded else [{length} for length in sorted(set(map(len, encoded)))]:
         members = [index for index, tokens in enumerate(encoded) if len(tokens) in lengths]
@@ -276,7 +276,7 @@ def document_logprobs(
 
 
 def sample_batch(
-    warmed: WarmUp, task: ArithmeticTask, settings: RecordingSettings
+    warmed: WarmUp, task: ArithmeticTask, settings: RolloutSettings
 ) -> tuple[RolloutBatch, dict[str, Any]]:
     """Sample completions, score them and build one batch; return it with its summary statistics."""
     problems = task.problems(settings.seed + PROMPT_SEED, settings.prompts)
@@ -302,7 +302,7 @@ def sample_batch(
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         tokens = task.encode(prompt)
 
-        def logprobs(model: nn.Module, tokens: list[int] = tokens, completion: Answer = completion) -> Tensor:
+        def logprobs(model: nn.Module, tokens: list[int] = tokens, completion: Completion = completion) -> Tensor:
             return document_logprobs(model, tokens, completion.tokens, temperature=settings.temperature)
 
         old, ref = logprobs(policy64), logprobs(reference64)
@@ -338,7 +338,7 @@ def sample_batch(
 
 def record_rollouts(
     folder: Path,
-    settings: RecordingSettings | None = None,
+    settings: RolloutSettings | None = None,
     *,
     overwrite: bool = False,
     on_event: Callable[[str], None] = lambda line: None,
@@ -358,7 +358,7 @@ def record_rollouts(
         SpecError: the warm-up did not reach a success rate in its window.
         RecordError: a dataset exists and ``overwrite`` is False.
     """
-    settings = settings or RecordingSettings()
+    settings = settings or RolloutSettings()
     if not overwrite:
         files.refuse_existing(folder / "rollouts")
     task = ArithmeticTask()

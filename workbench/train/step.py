@@ -24,7 +24,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss as make_loss
-from workbench.losses.build import seen
+from workbench.losses.build import prepare_inputs
 from workbench.losses.document_sums import segment_ids
 from workbench.losses.kl import kl_in_reward
 from workbench.losses.terms import Loss, LossInputs, Term
@@ -39,7 +39,7 @@ from workbench.policy.model import DTYPES, Policy
 from workbench.reduction.document_sums import ShardedSums, signs_of_pairs
 from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
 from workbench.reduction.partial import Scalar
-from workbench.reduction.scaling import Cut
+from workbench.reduction.scaling import StepLayout
 from workbench.reduction.weights import StepTotals, TokenWeights, step_weights
 from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_advantages
 from workbench.rollouts.batch import PADDING, RolloutBatch
@@ -120,7 +120,7 @@ class StepResult:
 
 
 def prepare_rows(
-    batch: RolloutBatch, spec: RunSpec, mesh: Mesh, dealt: Sequence[Sequence[int]] | None = None
+    batch: RolloutBatch, spec: RunSpec, mesh: Mesh, document_rows: Sequence[Sequence[int]] | None = None
 ) -> tuple[list[LocalRow], StepTotals]:
     """Split the documents of one optimizer step into this rank's micro-batches.
 
@@ -131,21 +131,21 @@ def prepare_rows(
         batch: the documents of the whole step.
         spec: of the run.
         mesh: the axes.
-        dealt: the documents of each row, see `pack_step`.
+        document_rows: the documents of each row, see `pack_step`.
 
     Raises:
         SpecError: a loss on preference pairs with a group that is not a pair; advantages that the batch does not allow.
     """
-    batch = make_advantages(batch, spec)
+    batch = compute_advantages(batch, spec)
     layout, dtype = spec.layout, DTYPES["float64" if spec.precision == "float64" else "float32"]
-    padded = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec, dealt)]
+    padded = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec, document_rows)]
     whole = [up_to_last_document(row) for row in padded] if spec.reproducible.on else padded
     if spec.loss.needs_pairs:
         for row in whole:
             signs_of_pairs(row)  # raises here, on every rank: an error on one rank alone would hang the others
     # On all rows, before the split: no denominator is local (DECISIONS.md, row 2).
-    weights, totals = step_weights(whole, spec.loss, cut=Cut(layout.dp, layout.cp))
-    documents, numbers, per_rank = name_documents(whole), row_numbers(whole), len(whole) // layout.dp
+    weights, totals = step_weights(whole, spec.loss, step_layout=StepLayout(layout.dp, layout.cp))
+    documents, numbers, per_rank = number_documents(whole), row_numbers(whole), len(whole) // layout.dp
     rows = []
     for at in range(mesh["dp"].rank * per_rank, (mesh["dp"].rank + 1) * per_rank):
         row, plan = padded[at].to(mesh.device, dtype), plan_row(padded[at].document_ids_T, layout)
@@ -160,7 +160,7 @@ def prepare_rows(
     return rows, replace(totals, scale=power_of_two(whole, weights)) if spec.reproducible.on else totals
 
 
-def make_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
+def compute_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
     """Return the documents of a step with the advantages that the spec requests.
 
     Every document of the step is here, so baselines see their groups, as far as the step holds them.
@@ -186,13 +186,15 @@ def make_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
     return replace(batch, advantages_T=estimate_advantages(estimator.name, inputs, **estimator.settings).advantages_T)
 
 
-def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]] | None = None) -> list[RolloutBatch]:
+def pack_step(
+    batch: RolloutBatch, spec: RunSpec, document_rows: Sequence[Sequence[int]] | None = None
+) -> list[RolloutBatch]:
     """Pack the rows of one optimizer step: those of the first dp rank, then those of the second, ...
 
     Args:
         batch: the documents of the whole step.
         spec: of the run.
-        dealt: numbers of the documents of each row, a multiple of dp rows; None: assigned by `pack` or `fill`.
+        document_rows: numbers of the documents of each row, a multiple of dp rows; None: assigned by `pack` or `fill`.
 
     Raises:
         SpecError: ``data.keep_groups`` without group ids; a multiple that the layout cannot split.
@@ -227,8 +229,8 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
             "tokens; with another multiple the capacity of a row, and so its documents, depend on the layout",
             fix=f"take a multiple of {rules['multiple_of']}, the same in every run that is to agree",
         )
-    if dealt is not None:
-        return deal(batch, dealt, multiple_of=rules["multiple_of"], document_multiple_of=needed.document)
+    if document_rows is not None:
+        return deal(batch, document_rows, multiple_of=rules["multiple_of"], document_multiple_of=needed.document)
     if data.micro_batch_tokens is None:
         return pack(batch, rows=layout.dp * data.micro_batches, **rules)
     return fill(batch, tokens=data.micro_batch_tokens, ranks=layout.dp, **rules)
@@ -256,7 +258,7 @@ def plan_row(document_ids_T: Tensor, layout: LayoutSpec) -> ShardPlan:
     )
 
 
-def name_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
+def number_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
     """Return, for each row, the numbers of its documents in the step and the length of each run of trained tokens.
 
     Rows are counted in an order that is independent of the layout; see `row_numbers`.
@@ -334,7 +336,7 @@ def run_step(
     tracked: list[GradientTokens] = []
     outputs, evaluate = (loss_spec or LossSpec()).head_outputs, _loss_evaluator(loss, totals, tracked)
 
-    policy.give_back()
+    policy.reshard()
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
         row = local.row
@@ -351,7 +353,7 @@ def run_step(
         inputs, terms, scalars = evaluated
         (totals.scale * scalars["total"].value).backward()
         parts.append(scalars)
-        measured = inputs if loss_spec is None else seen(inputs, loss_spec)
+        measured = inputs if loss_spec is None else prepare_inputs(inputs, loss_spec)
         metrics.append(
             policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
             | count_evidence(inputs, terms, local.row, local.documents, tracked[-1] if tracked else None)
@@ -421,7 +423,7 @@ def row_logprobs(
             logprobs_T = head_output.logprobs_T
         row = local.row
         per_token.append({"source": row.source_T, "logprobs": torch.where(row.loss_mask_T, logprobs_T, 0.0)})
-    policy.give_back()
+    policy.reshard()
     return in_source_order(per_token, policy.mesh, num_source)["logprobs"]
 
 
@@ -442,7 +444,7 @@ def _loss_evaluator(loss: Loss, totals: StepTotals, tracked: list[GradientTokens
 
 def _head_output(policy: Policy, hidden_TD: Tensor, row: TrainingRow, outputs: Sequence[str]) -> TokenLogprobs:
     """Head outputs of every token of a row, without fusion."""
-    return policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=outputs)
+    return policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), outputs=outputs)
 
 
 def clip_gradients(policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:

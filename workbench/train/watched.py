@@ -28,7 +28,7 @@ AGENT_PID = "WB_AGENT_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def be_watched(run: RunDirectory, rank: int) -> None:
+def enable_diagnostics(run: RunDirectory, rank: int) -> None:
     """Start the flight recorder and the stack dumps of this rank, and exit with the agent."""
     faulthandler.register(signal.SIGUSR1, file=_empty(stack_path(run, rank)))
     last = _empty(last_stack_path(run, rank))

@@ -35,13 +35,13 @@ from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import OptimizerSpec, RunSpec
 from workbench.train import step as flow
-from workbench.train.certify import certify, mark_gradients
+from workbench.train.certify import certify, fingerprint_gradients
 from workbench.train.checkpoint import continue_run, save_checkpoint
-from workbench.train.exact import as_asked, kernels_of
+from workbench.train.exact import kernels_of, reproducible_mode
 from workbench.train.online import MIXED_PROMPTS, Online, StepData, in_order, with_advantages
-from workbench.train.policies import make_policy
+from workbench.train.policies import build_policy
 from workbench.train.trace import Tracer, write_trace
-from workbench.train.watched import be_watched
+from workbench.train.watched import enable_diagnostics
 
 
 def run_here(run: RunDirectory, project: Path) -> None:
@@ -116,17 +116,17 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
     torch.manual_seed(spec.seed)
     batch = None if spec.online.on else load(project / spec.data.path)
     sampled_at = spec.online.temperature if batch is None else batch.temperature
-    policy = make_policy(spec, mesh, project, temperature=sampled_at)
+    policy = build_policy(spec, mesh, project, temperature=sampled_at)
     with contextlib.ExitStack() as swapped:
         if batch is None:
             online = Online(spec, policy, project)
             steps, spec = online.steps, with_advantages(spec)
             if online.reference is not None:
-                swapped.enter_context(as_asked(online.reference, spec))
+                swapped.enter_context(reproducible_mode(online.reference, spec))
         else:
             _check_batch(batch, spec, policy.vocabulary_size)
             steps = functools.partial(_recorded, batch, spec)
-        swapped.enter_context(as_asked(policy, spec))
+        swapped.enter_context(reproducible_mode(policy, spec))
         if mesh.is_first:
             run.write_json("provenance.json", provenance(project, seed=spec.seed) | kernels_of(policy))
         _take_steps(run, spec, mesh, policy, steps)
@@ -139,7 +139,7 @@ def _recorded(batch: RolloutBatch, spec: RunSpec, first: int) -> Iterator[StepDa
 def _take_steps(
     run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy, steps: Callable[[int], Iterator[StepData]]
 ) -> None:
-    loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
+    loss, optimizer = flow.build_loss(spec.loss), build_optimizer(policy, spec.optimizer)
     first = continue_run(run, policy, optimizer)
     if first == spec.steps:  # interrupted after the last step
         save_checkpoint(run, first, policy, optimizer)
@@ -161,7 +161,7 @@ def _take_steps(
                     loss_spec=spec.loss,
                     fused=spec.policy.fused_loss,
                 )
-            marks = mark_gradients(policy) if spec.certified else None
+            marks = fingerprint_gradients(policy) if spec.certified else None
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
             certificate = None if marks is None else certify(policy, result, marks)
@@ -180,7 +180,7 @@ def _take_steps(
             save_checkpoint(run, number + 1, policy, optimizer)
 
 
-def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
+def build_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parameter shards; it is elementwise, so shards need no special case."""
     parameters = policy.model.parameters()
     if spec.name == "sgd":
@@ -294,7 +294,7 @@ def main() -> None:
     os.dup2(log, 2)
     code, rank = 0, int(os.environ.get("RANK", "0"))
     try:
-        be_watched(run, rank)
+        enable_diagnostics(run, rank)
         _rank(run, arguments.project, rank=rank, join_job=True)
     except BaseException:
         import traceback

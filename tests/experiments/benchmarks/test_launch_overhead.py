@@ -7,7 +7,7 @@ import json
 import pytest
 
 from experiments.benchmarks import launch_overhead
-from experiments.benchmarks.launch_overhead import BARS, in_words, measure, ranks_ready
+from experiments.benchmarks.launch_overhead import BARS, format_record, measure, ranks_ready
 from workbench.errors import LaunchError
 from workbench.launch import processes
 from workbench.records.directory import from_json, process_alive, to_json
@@ -55,7 +55,7 @@ def fake_times(monkeypatch, *, torchx, bare, ready):
 def test_the_overhead_is_taken_pair_by_pair_without_the_first(monkeypatch):
     fake_times(monkeypatch, torchx=[100.0, 3.0, 9.5, 4.25], bare=[1.0, 2.75, 9.0, 3.25], ready=0.125)
     told = []
-    record = measure(pairs=3, told=told.append)
+    record = measure(pairs=3, report_progress=told.append)
     assert record["torchx_job"]["torchx_s"] == [3.0, 9.5, 4.25]
     assert record["torchx_job"]["overhead_s"] == [0.25, 0.5, 1.0]
     assert record["torchx_job"]["overhead_median_s"] == 0.5
@@ -72,7 +72,7 @@ def test_a_missed_bar_is_said(monkeypatch, torchx, ready, missed):
     fake_times(monkeypatch, torchx=[2.0, torchx], bare=[2.0, 2.0], ready=ready)
     record = measure(pairs=1)
     assert {name: bar["holds"] for name, bar in record["bars"].items()} == {name: name != missed for name in BARS}
-    said = in_words(record)
+    said = format_record(record)
     [line] = [line for line in said.splitlines() if "MISSED" in line]
     assert line.startswith(missed)
     assert "ranks ready in a kernel: 2 ranks" in said

@@ -22,12 +22,12 @@ def test_a_record_holds_every_sample_and_what_is_said_follows_from_them(record):
     assert record["share"]["basic"] == pytest.approx(sum(over) / 2 / (sum(step["none"]) / 2))
     assert record["alone"]["metrics"] > 20
     assert record["bars"] == {}  # a share of a tiny model's step says nothing
-    assert "basic metrics alone" in metrics_cost.in_words(record)
+    assert "basic metrics alone" in metrics_cost.format_record(record)
 
 
 def test_a_missed_bar_is_said(record):
     record["bars"] = {"basic_share": {"bar": 0.01, "median": 0.02, "holds": False}}
-    assert metrics_cost.in_words(record).endswith("basic_share: 0.0200, bar 0.01: MISSED")
+    assert metrics_cost.format_record(record).endswith("basic_share: 0.0200, bar 0.01: MISSED")
 
 
 def test_rollouts_fill_the_step_with_documents_of_many_lengths():

@@ -18,7 +18,7 @@ def test_layouts_and_faults_become_a_record(monkeypatch):
     assert fault["distance"] == pytest.approx(0.75)
     assert (fault["scales_encoder"], fault["passes_adam"], fault["diagnosis"]) == (True, True, "module_scaled")
     assert all(bar["holds"] for bar in record["bars"].values())
-    said = encoder_bridge.in_words(record)
+    said = encoder_bridge.format_record(record)
     assert "small: general, 78 parameters within" in said
     assert "after one step of Adam passes" in said
 

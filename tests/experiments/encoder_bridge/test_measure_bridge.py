@@ -33,7 +33,7 @@ def test_a_record_has_medians_and_is_said_in_words(monkeypatch):
     record = bridge.measure(pairs=3)
     assert record["bridges"]["equal"]["ways"]["a way"]["forward_ms"] == 3.0
     assert record["bars"] == {"exact": {"holds": True}}
-    assert bridge.in_words(record).splitlines() == [
+    assert bridge.format_record(record).splitlines() == [
         "bridges over 4 ranks on cpu, tiny",
         "equal, a way: forward 3.00 ms (1.0 MiB), backward 2.00 ms (0.0 MiB)",
     ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.entries import found_of
+from experiments.entries import result_of
 from experiments.gpu_layouts import measure as layouts
 from experiments.gpu_layouts.measure import OldPolicy, Plan, draw_rollouts, perturb
 from workbench.policy.tiny import tiny_qwen3
@@ -111,7 +111,7 @@ def test_one_rank_prepares_measures_and_agrees_with_itself(tmp_path):
     assert 0.02 < said["clipped"] < 0.5
     assert 0.05 < said["old_policy_apart_nats"] < 0.5
     rank.measure("float32_tiny", "one_rank")
-    found = found_of(tmp_path, "float32_tiny/one_rank")
+    found = result_of(tmp_path, "float32_tiny/one_rank")
     assert found["ranks"] == 1
     assert len(found["samples_ms"]) == 1
     assert found["attention_max_over_mean"] == 1
@@ -132,13 +132,13 @@ def test_a_layout_that_is_refused_says_why(tmp_path):
         {"clipped": torch.zeros(batch.num_tokens, dtype=torch.bool)}, tmp_path / "float32_tiny.tokens.safetensors"
     )
     rank.measure("float32_tiny", "one_rank")
-    assert "flash" in found_of(tmp_path, "float32_tiny/one_rank")["left_out"]
+    assert "flash" in result_of(tmp_path, "float32_tiny/one_rank")["left_out"]
 
 
 @pytest.mark.slow
 def test_it_runs_without_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     record = layouts.measure(pairs=1)
-    assert record["bars"]["layouts left out"]["holds"], layouts.in_words(record)
-    assert record["bars"]["parity: worst layout in its budget"]["holds"], layouts.in_words(record)
+    assert record["bars"]["layouts left out"]["holds"], layouts.format_record(record)
+    assert record["bars"]["parity: worst layout in its budget"]["holds"], layouts.format_record(record)
     assert layouts.write_page(record, Path(tmp_path)).stat().st_size > 10_000

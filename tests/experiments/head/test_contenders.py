@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.head.contenders import BOTH, FORWARD, one_product, part_of
+from experiments.head.contenders import BOTH, FORWARD, one_gemm, part_of
 from experiments.head.workloads import DOCUMENT, Size, Truth, Workload, relative_error
 
 
@@ -33,7 +33,7 @@ def test_a_pass_forward_leaves_no_gradient(work):
     for contender in FORWARD:
         if contender.kind == "ours":
             assert not contender.make(work)().requires_grad
-    assert one_product(work)() is None
+    assert one_gemm(work)() is None
     assert work.hidden_TD.grad is None
 
 

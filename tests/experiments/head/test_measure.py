@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.head import measure as head
-from experiments.head.contenders import BOTH, Contender, three_products
+from experiments.head.contenders import BOTH, Contender, three_gemms
 from experiments.head.workloads import DOCUMENT, Size, Workload
 
 SMALL = Size("small", 2 * DOCUMENT, 16, 50)
@@ -22,9 +22,9 @@ def test_contenders_are_interleaved_and_the_broken_one_is_listed(work):
         raise RuntimeError("no such kernel\nsecond line")
 
     contenders = (
-        Contender("three products", "floor", three_products, "", "all tokens", loss=None),
-        Contender("missing", "peer", three_products, "", "chunk", package="no-such-distribution"),
-        Contender("elsewhere", "peer", three_products, "", "chunk", only=("A",)),
+        Contender("three products", "floor", three_gemms, "", "all tokens", loss=None),
+        Contender("missing", "peer", three_gemms, "", "chunk", package="no-such-distribution"),
+        Contender("elsewhere", "peer", three_gemms, "", "chunk", only=("A",)),
         Contender("broken", "peer", breaks, "", "chunk"),
     )
     found = head._interleaved(work, contenders, 2, lambda line: None)
@@ -93,7 +93,7 @@ def test_a_bar_without_numbers_does_not_hold():
     bar = head.bars(found)["A: best peer with memory of one chunk, times ours"]
     assert bar["median"] is None
     assert not bar["holds"]
-    assert "none, at least 1.3: MISSED" in head.in_words(found | {"bars": head.bars(found)})
+    assert "none, at least 1.3: MISSED" in head.format_record(found | {"bars": head.bars(found)})
 
 
 @pytest.mark.slow

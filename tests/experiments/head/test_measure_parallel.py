@@ -20,7 +20,7 @@ def test_efficiency_is_against_one_rank(monkeypatch):
     record = head_parallel.measure(pairs=3)
     assert list(record["heads"]["A"]) == ["1", "2", "4"]
     assert record["heads"]["A"]["2"] == {"samples_ms": [5.0] * 3, "median_ms": 5.0, "efficiency": 0.9}
-    assert "A, 4: 3.00 ms, efficiency 0.750" in head_parallel.in_words(record)
+    assert "A, 4: 3.00 ms, efficiency 0.750" in head_parallel.format_record(record)
 
 
 def test_without_the_record_of_one_gpu_there_is_no_page(tmp_path):

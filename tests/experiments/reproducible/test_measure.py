@@ -184,7 +184,7 @@ def test_one_rank_measures_both_modes_on_the_same_weights(tmp_path):
 def test_it_runs_without_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     record = bench.measure(pairs=1)
-    assert all(bar["holds"] for bar in record["bars"].values()), bench.in_words(record)
+    assert all(bar["holds"] for bar in record["bars"].values()), bench.format_record(record)
     same = record["machines"][0]["workloads"]["float32"]["cp2_tp2"]["same"]
     assert same["fast"]["equal"] < same["fast"]["tensors"]
     assert bench.write_page(record, Path(tmp_path)).stat().st_size > 10_000

@@ -19,11 +19,11 @@ def record(monkeypatch):
     record = {"bars": {"ready": {"bar": 1.0, "median": 0.5, "holds": True}}}
 
     def measure(**wanted):
-        wanted.pop("told")("half way")
+        wanted.pop("report_progress")("half way")
         return record | {"wanted": wanted}
 
     monkeypatch.setattr(launch_overhead, "measure", measure)
-    monkeypatch.setattr(launch_overhead, "in_words", lambda record: "in words")
+    monkeypatch.setattr(launch_overhead, "format_record", lambda record: "in words")
     return record
 
 

@@ -27,7 +27,7 @@ Usage = namedtuple("Usage", "total used free")
 def met(monkeypatch):
     """What the ranks say when they meet; no process is started."""
     facts = dict(FACTS)
-    monkeypatch.setattr(doctor, "meet", lambda: facts)
+    monkeypatch.setattr(doctor, "check_rendezvous", lambda: facts)
     return facts
 
 
@@ -140,7 +140,7 @@ class TestTorch:
         def fail():
             raise LaunchError("let 2 ranks meet", found="no end after 60 s", rule="they meet", fix="mend /etc/hosts")
 
-        monkeypatch.setattr(doctor, "meet", fail)
+        monkeypatch.setattr(doctor, "check_rendezvous", fail)
         found = examine(project)
         assert about("rendezvous", found) == Finding("rendezvous", "problem", "no end after 60 s", "mend /etc/hosts")
         assert about("torch", found).verdict == "note"

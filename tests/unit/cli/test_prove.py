@@ -37,7 +37,17 @@ def losses(tmp_path):
     ("name", "code", "said"), [("right", 0, "keeps all 1 invariant"), ("wrong", 1, "breaks cp_degree")]
 )
 def test_a_trainers_function_from_a_file(losses, capsys, name, code, said):
-    arguments = [f"{losses}:{name}", "--engine", "sum", "--laws", "cp_degree", "--rounds", "1", "--budget-s", "60"]
+    arguments = [
+        f"{losses}:{name}",
+        "--engine",
+        "sum",
+        "--invariants",
+        "cp_degree",
+        "--rounds",
+        "1",
+        "--budget-s",
+        "60",
+    ]
     assert verb.main(arguments) == code
     assert f"{name} (engine sum): {said}" in capsys.readouterr().out
 
@@ -63,9 +73,9 @@ def test_a_preset_and_its_settings(asked, tmp_path, capsys):
     assert verb.main(["gspo", "--spec", str(file), "--seed", "4", "--budget-s", "3"]) == 1, "tp was not tried"
     assert asked["loss"].loss.name == "gspo"
     assert asked["loss"].policy.temperature == 0.7
-    assert (asked["spec"], asked["laws"], asked["seed"], asked["budget_s"]) == (None, None, 4, 3.0)
-    assert verb.main(["bnpo", "--laws", "dp_split", "tp"]) == 1
-    assert (asked["loss"], asked["laws"]) == ("bnpo", ("dp_split", "tp"))
+    assert (asked["spec"], asked["invariants"], asked["seed"], asked["budget_s"]) == (None, None, 4, 3.0)
+    assert verb.main(["bnpo", "--invariants", "dp_split", "tp"]) == 1
+    assert (asked["loss"], asked["invariants"]) == ("bnpo", ("dp_split", "tp"))
     assert verb.main([str(file)]) == 1
     assert asked["loss"].policy.temperature == 0.7
 
@@ -84,7 +94,7 @@ def test_json_is_the_whole_proof(asked, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "breaks packing_order, as declared; keeps 1 invariant; 1 not tried"
     assert (found["ok"], found["broken"], found["declared"], found["seed"]) == (False, [], ["packing_order"], 3)
-    held, order, tp = found["laws"]
+    held, order, tp = found["invariants"]
     assert (held["name"], held["cases"], held["worst"], held["counterexample"]) == ("dp_split", 12, 3e-15, None)
     assert order["counterexample"]["changed"] == "cp=2 contiguous"
     assert order["counterexample"]["source"][0]["tokens"] == [3, 5, 7]

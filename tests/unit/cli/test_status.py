@@ -242,7 +242,7 @@ class TestRanks:
         assert found.ranks[1].inside == ""
         [wait] = found.waiting
         assert (wait.rank, wait.stack) == (1, "")
-        assert wait.words.startswith("rank 1 has not come to all_reduce over cp [#2")
+        assert wait.message.startswith("rank 1 has not come to all_reduce over cp [#2")
 
     def test_a_short_wait_is_none(self, parity):
         run = make_run(parity, "cp2", state="running", layout={"cp": 2})

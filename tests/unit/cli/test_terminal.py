@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from workbench.cli.terminal import safe, safe_lines, say, size, table, when, width
+from workbench.cli.terminal import print_lines, safe, safe_lines, size, table, when, width
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_narrow_terminal_cuts_and_says_so():
 def test_a_terminal_without_the_letters_gets_their_numbers():
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with contextlib.redirect_stdout(output):
-        say(["grün", "plain"])
+        print_lines(["grün", "plain"])
     output.flush()
     assert output.buffer.getvalue() == b"gr\\xfcn\nplain\n"
 

@@ -17,12 +17,12 @@ def asked(monkeypatch):
     found = {"record": {"bars": {"distance": {"bar": 2.0, "found": 1.1, "holds": True}}}}
 
     def measure(**wanted):
-        wanted.pop("told")("half way")
+        wanted.pop("report_progress")("half way")
         found["wanted"] = wanted
         return dict(found["record"])
 
     monkeypatch.setattr(verify, "measure", measure)
-    monkeypatch.setattr(verify, "in_words", lambda record: "in words")
+    monkeypatch.setattr(verify, "format_record", lambda record: "in words")
     return found
 
 

@@ -30,7 +30,7 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 def parted(a, b, **given):
-    found = bisect(a, b, block_tokens=8, project=PROJECT, **given).parting
+    found = bisect(a, b, block_tokens=8, project=PROJECT, **given).divergence
     assert found is not None
     return found
 
@@ -41,13 +41,15 @@ class TestPlanted:
         found = parted(BASE, BASE)
         assert (found.step, found.way, found.tensor, found.row, found.block) == (0, "forward", UP, 0, 2)
         assert (found.tokens, found.before, found.blocks) == ((16, 24), "model.layers.1.mlp.act_fn", 2)
-        assert f"step 0, forward: the output of {UP}, row 0, tokens 16 to 23 (block 2); 2 of its " in found.words
+        assert f"step 0, forward: the output of {UP}, row 0, tokens 16 to 23 (block 2); 2 of its " in found.description
 
     def test_one_bit_backward(self, monkeypatch):
         plant(monkeypatch, UP, place=17, loads=[1], backward=True)
         found = parted(BASE, BASE)
         assert (found.way, found.tensor, found.block) == ("backward", UP, 2)
-        assert found.words.startswith(f"step 0, backward: the gradient of the output of {UP}, row 0, tokens 16 to 23")
+        assert found.description.startswith(
+            f"step 0, backward: the gradient of the output of {UP}, row 0, tokens 16 to 23"
+        )
 
     def test_in_the_reproducible_mode_in_another_layout(self, monkeypatch):
         plant(monkeypatch, UP, place=3, loads=[1])  # the first of two ranks; its fourth token is the row's
@@ -89,7 +91,7 @@ class TestSettings:
         tp2 = EXACT.merged({"layout": {"tp": 2}})
         found = parted(tp2, tp2.merged({"reproducible": {"bits": 12}}))
         assert (found.way, found.tensor, found.block) == ("gradients", "model.norm.weight", None)
-        assert found.words == "step 0, gradients: the gradient of model.norm.weight, whose pieces were the same"
+        assert found.description == "step 0, gradients: the gradient of model.norm.weight, whose pieces were the same"
 
     def test_ordinary_blocks_of_another_size(self):
         found = parted(EXACT, EXACT.merged({"reproducible": {"block_tokens": 16}}))
@@ -117,7 +119,7 @@ class TestEqual:
     def test_the_same_bits_of_nothing_are_vacuous(self, case, tmp_path):
         spec = ran(tmp_path, case, "one").spec
         found = bisect(spec, spec.merged({"optimizer": {"weight_decay": 0.0}}), project=PROJECT)
-        assert (found.verdict, found.equal, found.parting) == ("vacuous", False, None)
+        assert (found.verdict, found.equal, found.divergence) == ("vacuous", False, None)
         assert str(found).startswith("a and b: vacuous, no ")
 
     def test_the_same_bits_that_are_not_finite_are_an_unsound_baseline(self):
@@ -141,7 +143,7 @@ class TestRuns:
         one, two = ran("one", traced), ran("two", traced.merged({"policy": {"temperature": 0.9}}))
         monkeypatch.setattr(module, "run_here", None)
         found = bisect(one, two)
-        assert (found.a, found.b, found.parting.tensor) == ("one", "two", "logprobs")
+        assert (found.a, found.b, found.divergence.tensor) == ("one", "two", "logprobs")
         assert bisect(one.path, str(one.path)).equal
 
     def test_others_are_run_again_to_the_step_that_is_known_to_differ(self, ran, monkeypatch):
@@ -154,7 +156,7 @@ class TestRuns:
             again(run, project)
 
         monkeypatch.setattr(module, "run_here", counted)
-        assert bisect(one, two, project=PROJECT).parting.way == "weights"
+        assert bisect(one, two, project=PROJECT).divergence.way == "weights"
         assert steps == [1, 1]
 
     def test_clip_decisions_of_another_run_are_found_again(self, ran):
@@ -181,7 +183,7 @@ class TestRows:
         assert bisect(EXACT, EXACT.merged({"data": {"multiple_of": 160}}), project=PROJECT).equal
 
     def test_inputs_are_said_as_such(self):
-        words = module.Parting(0, "forward", f"x{INPUT}", 1, 0, (0, 8), 1, 2, "y").words
+        words = module.Divergence(0, "forward", f"x{INPUT}", 1, 0, (0, 8), 1, 2, "y").description
         assert words == (
             "step 0, forward: the input of x (from attention, a sum or a product before it), row 1, "
             "tokens 0 to 7 (block 0); 1 of its 2 blocks differ; the same until y"

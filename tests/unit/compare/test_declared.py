@@ -3,7 +3,7 @@
 import pytest
 
 from workbench.compare.declared import MEANINGS, declared_breaks, declared_note
-from workbench.prove.laws import DECLARED
+from workbench.prove.invariants import DECLARED
 from workbench.specs.losses import PRESETS, LossSpec
 
 

@@ -166,7 +166,7 @@ def test_rounding_is_told_from_a_mistake():
 def test_causes_are_data_of_distinct_names(trusted):
     names = [cause.name for cause in CAUSES]
     assert len(set(names)) == len(names)
-    assert all(cause.words and name.replace("_", "").isalnum() for cause, name in zip(CAUSES, names, strict=True))
+    assert all(cause.description and name.replace("_", "").isalnum() for cause, name in zip(CAUSES, names, strict=True))
     same = Facts(compare_records(trusted, trusted))
     assert [cause.name for cause in CAUSES if cause.judge(same)[0]] == ["no_difference"]
 

@@ -17,7 +17,7 @@ def by_hand(labels):
 
 def test_every_way_is_what_its_words_say():
     found = {
-        (way.kind, way.words.rpartition(", ")[2]): way.loss
+        (way.kind, way.description.rpartition(", ")[2]): way.loss
         for way in ways(make_record().steps[0], CONTEXT | {"micro_batches": 1})
     }
     values = tokens()["losses"][TRAINED]
@@ -62,19 +62,19 @@ def test_without_values_nothing_is_reproduced():
     ],
 )
 def test_a_factor_is_named(factor, said):
-    assert names_of(factor, sizes(CONTEXT, COUNTS), 1e-9)[0].words == said
+    assert names_of(factor, sizes(CONTEXT, COUNTS), 1e-9)[0].description == said
 
 
 def test_sizes_of_one_and_unknown_sizes_explain_nothing():
     assert sizes({"cp": 1}, {}) == {}
-    assert names_of(1.5, sizes(CONTEXT, COUNTS), 1e-9)[0].words == "dp / cp"
+    assert names_of(1.5, sizes(CONTEXT, COUNTS), 1e-9)[0].description == "dp / cp"
     assert names_of(0.123456, sizes(CONTEXT, COUNTS), 1e-6) == []
 
 
 def test_a_loss_that_is_known_well_tells_more_ways():
     step, context = make_record().steps[0], CONTEXT | {"micro_batches": 1}
-    found = {(way.kind, way.words): way.loss for way in ways(step, context, exact=True)}
-    usual = {(way.kind, way.words): way.loss for way in ways(step, context)}
+    found = {(way.kind, way.description): way.loss for way in ways(step, context, exact=True)}
+    usual = {(way.kind, way.description): way.loss for way in ways(step, context)}
     assert usual.items() <= found.items()
     assert len(usual) < len(found) == len(ways(step, context, exact=True)), "no way twice"
     values, labels = tokens()["losses"], tokens()["documents"]

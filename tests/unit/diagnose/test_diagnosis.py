@@ -74,7 +74,7 @@ def test_no_more_experiments_than_asked():
 
 def test_a_cause_says_what_it_lacked():
     found = diagnose_records(norms_alone(make_record(loss=0.3)), norms_alone(make_record(loss=0.4, scale=130 / 149)))
-    assert found["other_count"].lacked == ("tokens",)
+    assert found["other_count"].missing == ("tokens",)
     assert "not recorded: tokens" in str(found)
     with pytest.raises(SpecError, match="cause 'times_cp'"):
         found["times_cp"]

@@ -39,7 +39,7 @@ def test_a_whole_count_explains_a_factor():
 
 def test_norms_of_a_part(right):
     found = facts(make_record(changes={"lm_head.weight": torch.zeros(40, dtype=torch.float64)}))
-    assert found.gone == ["lm_head.weight"]
+    assert found.without_gradient == ["lm_head.weight"]
     assert 0.9 < found.norm_factor < 1
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import watched_worker
 from workbench.launch.agent import own_ranks
-from workbench.launch.deaths import settle
+from workbench.launch.failure_analysis import record_end
 from workbench.records.directory import RunDirectory, process_alive, project_root
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
@@ -100,7 +100,7 @@ def job(folder, *faults, hang_s=2.0, **settings):
 def ended(run, agent):
     """Wait for the end of a job, and say how many seconds after its first collective it came."""
     code = agent.wait(timeout=120)
-    assert settle(run, "failed" if code else "succeeded") == "failed"
+    assert record_end(run, "failed" if code else "succeeded") == "failed"
     return time.time() - flight.read(flight_path(run, 0)).entries[0].entered_ns / 1e9
 
 
@@ -179,7 +179,7 @@ def test_ranks_leave_with_an_agent_that_was_killed(tmp_path):
         agent.wait()
         _, alive = psutil.wait_procs(ranks, timeout=60)
         assert alive == []
-    assert settle(run, "failed") == "failed"
+    assert record_end(run, "failed") == "failed"
     assert run.failure()["cause"] == "killed"
 
 

@@ -354,7 +354,7 @@ def slurm(tmp_path, monkeypatch):
     for name, source in SLURM.items():
         write_program(tools / name, textwrap.dedent(source).format(home=str(home)), "-S")
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(jobs, "ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(jobs, "POLL_INTERVAL_S", 0.05)
     yield home
     for file in home.glob("*.pid"):
         with contextlib.suppress(ProcessLookupError):
@@ -439,7 +439,7 @@ class TestSlurm:
         assert (slurm / "1000.cancelled").exists()
 
     def test_the_cluster_is_not_asked_all_the_time(self, slurm, run, monkeypatch):
-        monkeypatch.setattr(jobs, "ASK_EVERY_S", 60.0)
+        monkeypatch.setattr(jobs, "POLL_INTERVAL_S", 60.0)
         job = submit(run, WAITING)
         ask, asked = job._ask, []
         monkeypatch.setattr(job, "_ask", lambda: asked.append(ask()))

@@ -10,13 +10,13 @@ import pytest
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import rendezvous
-from workbench.launch.rendezvous import meet
+from workbench.launch.rendezvous import check_rendezvous
 
 
 def test_two_ranks_meet_and_say_what_torch_is():
     import torch
 
-    facts = meet(timeout_s=120)
+    facts = check_rendezvous(timeout_s=120)
     assert facts["torch"] == str(torch.__version__)
     assert facts["gloo"] is True
     assert len(facts["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
@@ -44,12 +44,12 @@ class TestWithoutLuck:
     def test_the_last_line_of_each_rank_is_said(self, rank):
         started = rank("import os, sys; print('much')\nsys.exit('/home/me/lib.py: no interface ' + os.environ['RANK'])")
         with pytest.raises(LaunchError, match=r"rank 0: \.\.\./lib\.py: no interface 0; rank 1: ") as caught:
-            meet(timeout_s=120)
+            check_rendezvous(timeout_s=120)
         assert "GLOO_SOCKET_IFNAME" in caught.value.parts["fix"]
         assert [process.returncode for process in started] == [1, 1]
 
     def test_ranks_that_wait_for_ever_are_ended(self, rank):
         started = rank("import time; time.sleep(60)")
         with pytest.raises(LaunchError, match="no end after 1 s"):
-            meet(timeout_s=1)
+            check_rendezvous(timeout_s=1)
         assert [process.returncode for process in started] == [-9, -9]

@@ -7,11 +7,11 @@ import fcntl
 import pytest
 
 from workbench.errors import LaunchError, RecordError, SpecError
-from workbench.launch.ablation import Planned
+from workbench.launch.ablation import PlannedRun
 from workbench.launch.resume import (
-    alone,
-    bury_the_lost,
     interrupted,
+    launch_lock,
+    mark_lost,
     read_record,
     refuse_changed,
     refuse_running,
@@ -26,7 +26,7 @@ INPUTS = {"recording": "r", "checkpoint": "c", "code": "k"}
 
 
 def plan(name, **settings):
-    return Planned(name, RunSpec(**settings), "", "", name)
+    return PlannedRun(name, RunSpec(**settings), "", "", name)
 
 
 def made(folder, planned, state="succeeded", **noted):
@@ -41,7 +41,7 @@ IDENTITY = {"inputs": INPUTS, "device": "cpu"}
 
 def test_a_place_where_nothing_can_be_written_is_refused_in_words(tmp_path):
     (tmp_path / "runs").touch()
-    with pytest.raises(LaunchError, match="FileExistsError"), alone(tmp_path / "runs"):
+    with pytest.raises(LaunchError, match="FileExistsError"), launch_lock(tmp_path / "runs"):
         pass
 
 
@@ -56,7 +56,7 @@ def test_one_launcher_at_a_time_looks_at_an_experiment(tmp_path):
                 return False
             return True
 
-    with alone(runs):
+    with launch_lock(runs):
         assert not is_free()
     assert is_free()
 
@@ -154,7 +154,7 @@ class TestRunning:
         run.note(launcher=this_process() | {"create_time": 0.0})
         refuse_running(tmp_path, [plan("a")])
         assert run.state["state"] == "pending"
-        bury_the_lost(tmp_path, "a")
+        mark_lost(tmp_path, "a")
         assert run.state["state"] == "lost"
 
 

@@ -58,7 +58,7 @@ class TestALease:
             assert (first.ids, second.ids) == (("0", "1"), ("2",))
             assert take("core", 2, CORES) is None
             second.release()
-            with take("core", 2, CORES, who="") as third:
+            with take("core", 2, CORES, requester="") as third:
                 assert third.ids == ("2", "3")
 
     def test_release_twice_is_once(self):
@@ -204,25 +204,25 @@ class TestTheWaitingList:
 
     def test_it_is_served_in_the_order_of_coming(self):
         held = take("core", 4, CORES)
-        assert take("core", 3, CORES, who="first") is None
-        assert take("core", 1, CORES, who="second") is None
+        assert take("core", 3, CORES, requester="first") is None
+        assert take("core", 1, CORES, requester="second") is None
         held.release()
-        assert take("core", 1, CORES, who="second") is None
-        with take("core", 3, CORES, who="first"), take("core", 1, CORES, who="second") as second:
+        assert take("core", 1, CORES, requester="second") is None
+        with take("core", 3, CORES, requester="first"), take("core", 1, CORES, requester="second") as second:
             assert second.ids == ("3",)
 
     def test_who_waits_for_other_devices_is_not_in_the_way(self):
         with take("gpu", 1, ["0"]):
-            assert take("gpu", 1, ["0"], who="of the first") is None
-            with take("gpu", 1, ["1"], who="of the second") as lease:
+            assert take("gpu", 1, ["0"], requester="of the first") is None
+            with take("gpu", 1, ["1"], requester="of the second") as lease:
                 assert lease.ids == ("1",)
 
     def test_who_does_not_ask_again_is_forgotten(self, monkeypatch):
         held = take("core", 1, CORES)
-        assert take("core", 4, CORES, who="gives up") is None
-        assert take("core", 1, CORES, who="later") is None
+        assert take("core", 4, CORES, requester="gives up") is None
+        assert take("core", 1, CORES, requester="later") is None
         monkeypatch.setattr(slots, "FORGET_AFTER_S", 0.0)
-        with take("core", 1, CORES, who="later") as lease:
+        with take("core", 1, CORES, requester="later") as lease:
             assert lease.ids == ("1",)
         held.release()
 

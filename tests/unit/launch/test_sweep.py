@@ -9,7 +9,7 @@ import pytest
 
 from workbench.errors import LaunchError, RecordError
 from workbench.launch import sweep as sweeping
-from workbench.launch.ablation import Planned
+from workbench.launch.ablation import PlannedRun
 from workbench.launch.devices import Placement
 from workbench.launch.sweep import Sweep, Task
 from workbench.records.directory import RunDirectory
@@ -85,7 +85,7 @@ def leases(monkeypatch):
 def task(folder, name, ranks=1, *, device="cpu", frozen_clip=None, steps=2):
     spec = RunSpec(layout={"cp": ranks}, frozen_clip=frozen_clip, steps=steps)
     run = RunDirectory.create(folder / "runs", name, spec)
-    return Task(Planned(name, spec, "", "", name), run, Placement(device))
+    return Task(PlannedRun(name, spec, "", "", name), run, Placement(device))
 
 
 def until(condition, *, within_s=120.0):

@@ -85,7 +85,7 @@ def alone(folder, **changes):
 
 
 def in_words(record):
-    return verify.in_words(
+    return verify.format_record(
         {"task": {"model": "m", "steps": 7, "rows": 2, "tokens": 64}, "device": "thing", "seconds": 3.0} | record
     ).splitlines()[-1]
 
@@ -135,7 +135,7 @@ class TestVerdicts:
         record = json.loads((verify.project_root() / "experiments" / "benchmarks" / "verify.json").read_text())
         assert "verdict" not in record
         assert verify.verdict_of(record) == "equal"
-        assert verify.in_words(record).endswith("2 ranks and one rank train the same weights")
+        assert verify.format_record(record).endswith("2 ranks and one rank train the same weights")
 
 
 @pytest.mark.parametrize("name", ["ours_mean", "torch_sum"])
@@ -155,13 +155,13 @@ def test_memory_is_flat_if_it_is_after_the_fifth_step(runs):
 def test_it_is_said_in_words(runs):
     record = {"task": {"model": "m", "steps": 7, "rows": 2, "tokens": 64}, "device": "thing", "seconds": 3.0}
     record |= verify.compared(runs, 2)
-    said = verify.in_words(record)
+    said = verify.format_record(record)
     assert "torch_sum: 1.36 times that" in said
     assert said.endswith("2 ranks and one rank train the same weights")
     record["bars"]["same"]["holds"] = False
     record["verdict"] = "different"
-    assert "do NOT agree" in verify.in_words(record)
-    assert "same: True, bar True: MISSED" in verify.in_words(record)
+    assert "do NOT agree" in verify.format_record(record)
+    assert "same: True, bar True: MISSED" in verify.format_record(record)
 
 
 def test_what_cannot_be_asked_is_refused(monkeypatch):
@@ -198,4 +198,4 @@ def test_it_runs_without_gpus():
     assert {name for name in record["runs"] if name.startswith("ours")} == {"ours_sum", "ours_mean"}
     assert record["bars"]["trained"]["found"] == 1.0
     assert record["verdict"] == "equal"
-    assert all(bar["holds"] for bar in record["bars"].values()), verify.in_words(record)
+    assert all(bar["holds"] for bar in record["bars"].values()), verify.format_record(record)

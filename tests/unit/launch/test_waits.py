@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.launch.waits import find_waits, ranks_in_words
+from workbench.launch.waits import find_waits, format_ranks
 from workbench.sharding.flight import CAPACITY, Entry, FlightView
 
 SECOND = 10**9
@@ -50,7 +50,7 @@ def test_nobody_is_waited_for_while_all_are_equally_far():
 def test_a_rank_that_has_not_come_is_named_but_nothing_is_certain():
     [wait] = found(record(0, "a", "b", waits=True), record(1, "a"))
     assert (wait.rank, wait.kind, wait.certain, wait.waiting) == (1, "behind", False, (0,))
-    assert wait.in_words(22 * SECOND) == (
+    assert wait.message(22 * SECOND) == (
         "rank 1 has not come to b over cp [#2, step.py:1], in which rank 0 has waited for 21 s; "
         "its last was a over cp [#1, step.py:1]"
     )
@@ -58,9 +58,9 @@ def test_a_rank_that_has_not_come_is_named_but_nothing_is_certain():
 
 def test_a_rank_that_has_not_begun_is_named():
     [wait] = found(record(0, "join", waits=True), ranks=(0, 1))
-    assert wait.in_words(0).endswith("; it has not begun")
+    assert wait.message(0).endswith("; it has not begun")
     [wait] = found(record(0, "join", waits=True), record(1))
-    assert wait.in_words(0).endswith("; it has not come to any collective")
+    assert wait.message(0).endswith("; it has not come to any collective")
 
 
 def test_where_the_host_runs_ahead_the_counts_decide():
@@ -84,7 +84,7 @@ def test_several_wait_for_one():
         record(2, "a", members=four),
     )
     assert (wait.rank, wait.waiting, wait.entry.entered_ns) == (2, (0, 1, 3), SECOND)
-    assert "ranks 0, 1 and 3 have waited" in wait.in_words(0)
+    assert "ranks 0, 1 and 3 have waited" in wait.message(0)
 
 
 def test_a_rank_that_ended_will_never_come():
@@ -207,6 +207,6 @@ def test_certain_ones_come_first():
 
 
 def test_ranks_in_words():
-    assert ranks_in_words([3]) == "rank 3"
-    assert ranks_in_words(range(5)) == "ranks 0, 1, 2, 3 and 4"
-    assert ranks_in_words(range(6)) == "ranks 0, 1, 2 and 3 more"
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks(range(5)) == "ranks 0, 1, 2, 3 and 4"
+    assert format_ranks(range(6)) == "ranks 0, 1, 2 and 3 more"

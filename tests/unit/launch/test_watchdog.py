@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.pretended_ranks import pretended_ranks
 from workbench.launch import watchdog as watching
-from workbench.launch.deaths import settle
+from workbench.launch.failure_analysis import record_end
 from workbench.launch.watchdog import Watchdog
 
 STEPS = "a b c " * 3
@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_named_as_such_and_the_agents_kill_is_not_blamed(tmp_p
     with pretended_ranks(tmp_path, "a (b", "a |60") as (run, ranks):
         ranks[1].send_signal(signal.SIGSTOP)
         dog = Watchdog(run, pids_of(ranks), hang_s=0.5, poll_s=0.1).start()
-        wait_until(lambda: waiting(run) and "state T" in waiting(run)[0]["words"])
+        wait_until(lambda: waiting(run) and "state T" in waiting(run)[0]["message"])
         assert [*stopped(run)] == ["1"]
         ranks[0].kill()
         run.write_exit(0, {}, RuntimeError("Timed out waiting 8000ms for send operation to complete"))
@@ -102,7 +102,7 @@ def test_a_stopped_rank_is_named_as_such_and_the_agents_kill_is_not_blamed(tmp_p
         dog.stop()
     assert [*stopped(run)] == ["1"], "it was never seen to go on"
     run.write_json("ranks/exit_codes.json", {"0": 1, "1": -signal.SIGKILL})
-    assert settle(run, "failed") == "failed"
+    assert record_end(run, "failed") == "failed"
     failure = run.failure()
     assert (failure["rank"], failure["cause"]) == (1, "hang")
     assert failure["message"].startswith("rank 1 was stopped: its process was in state T of /proc")
@@ -138,8 +138,8 @@ def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):
         wait_until(lambda: waiting(run))
         [named] = waiting(run)
         assert (named["rank"], named["kind"], named["waiting"]) == (1, "behind", [0])
-        assert named["words"].startswith("rank 1 has not come to b over cp [#2, helpers/pretended_ranks.py:")
-        assert "; it is at tests/helpers/pretended_ranks.py:" in named["words"]
+        assert named["message"].startswith("rank 1 has not come to b over cp [#2, helpers/pretended_ranks.py:")
+        assert "; it is at tests/helpers/pretended_ranks.py:" in named["message"]
         assert named["at"].endswith(" in main")
         assert " in main\n" in named["stack"]
         (run.path / "go").touch()
@@ -181,7 +181,7 @@ def test_a_rank_that_never_began_gets_no_signal(tmp_path):
         dog.stop()
         [named] = waiting(run)
         assert (named["rank"], named["stack"]) == (1, "")
-        assert named["words"].endswith("it has not begun")
+        assert named["message"].endswith("it has not begun")
         assert ranks[1].poll() is None
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from workbench.losses.canonical import canonical, canonical_gradient
 from workbench.specs.losses import PRESETS, LossSpec
-from workbench.systems.counterexample import apart, outcome
+from workbench.systems.counterexample import outcome, relative_distance
 
 SEEDS = range(6)
 PPO = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28}
@@ -175,7 +175,7 @@ DIFFERENT = {
 
 
 def distance(one, other):
-    return max(max(apart(outcome(one, seed), outcome(other, seed))) for seed in SEEDS)
+    return max(max(relative_distance(outcome(one, seed), outcome(other, seed))) for seed in SEEDS)
 
 
 @pytest.mark.parametrize("name", SAME | FAR)
@@ -204,7 +204,7 @@ def test_on_policy_and_reinforce_share_the_gradient_only():
     one, other = LossSpec(name="on_policy"), LossSpec(name="reinforce")
     assert canonical(one) != canonical(other)
     assert canonical_gradient(one) == canonical_gradient(other)
-    found = [apart(outcome(one, seed), outcome(other, seed)) for seed in SEEDS]
+    found = [relative_distance(outcome(one, seed), outcome(other, seed)) for seed in SEEDS]
     assert max(gradient for _, gradient in found) < 1e-12
     assert max(number for number, _ in found) > 0.1
 

@@ -103,7 +103,7 @@ def test_a_bonus_for_no_token_is_0():
 def test_the_size_of_logits_is_the_mean_of_their_squares_and_its_slope_pulls_them_in():
     logits = LOGITS.clone().requires_grad_()
     said = token_logprobs_from_logits(
-        logits, torch.zeros(3, dtype=torch.int64), temperature=0.5, wanted=("mean_squared_logit",)
+        logits, torch.zeros(3, dtype=torch.int64), temperature=0.5, outputs=("mean_squared_logit",)
     )
     zero = torch.zeros(3, dtype=torch.float64)
     term = mean_squared_logit(

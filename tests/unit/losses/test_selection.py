@@ -7,7 +7,7 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
-from workbench.losses.selection import confined, highest_entropy
+from workbench.losses.selection import highest_entropy, restricted_to
 from workbench.losses.terms import LossInputs, Term
 from workbench.specs.losses import LossSpec
 
@@ -56,7 +56,7 @@ def test_a_confined_term_is_silent_elsewhere_and_keeps_what_it_was():
     chosen_T = torch.tensor([True, False, True])
     zero = torch.zeros(3)
     term = Term(torch.tensor([1.0, math.nan, 3.0]), 0.5, weight="token", extras={"mine": zero})
-    found = confined(term, LossInputs(zero, zero, torch.tensor([1.0, 1.0, 0.0])), chosen_T)
+    found = restricted_to(term, LossInputs(zero, zero, torch.tensor([1.0, 1.0, 0.0])), chosen_T)
     assert found.values_T.tolist() == [1.0, 0.0, 3.0]
     assert found.silent_T.tolist() == [False, True, True]  # the last has no advantage
     assert (found.coefficient, found.weight, set(found.extras)) == (0.5, "token", {"mine", "high_entropy"})

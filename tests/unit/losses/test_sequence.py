@@ -49,14 +49,14 @@ class Recording(LocalSums):
 
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)
-        self.asked = []
+        self.requested = []
 
     def document(self, values_T):
-        self.asked.append("document")
+        self.requested.append("document")
         return super().document(values_T)
 
     def segment(self, values_T):
-        self.asked.append("segment")
+        self.requested.append("segment")
         return super().segment(values_T)
 
 
@@ -78,7 +78,7 @@ def test_what_crosses_ranks_goes_through_the_sums_that_are_handed_in(kind, param
     lengths_T = plain.document_lengths_T
     _, inputs = packed(documents, sums=sums, lengths_T=lengths_T)
     values_T = SURROGATES[kind](inputs, **parameters).values_T
-    assert sums.asked == asked  # every rank must make the same calls, so their number is part of the contract
+    assert sums.requested == asked  # every rank must make the same calls, so their number is part of the contract
     torch.testing.assert_close(values_T, SURROGATES[kind](plain, **parameters).values_T, equal_nan=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.aligned_ranks import on_ranks, reduced
-from workbench.parallel_loss.adjoints import local_to_whole, whole_to_local
+from workbench.parallel_loss.adjoints import global_to_local, local_to_global
 from workbench.sharding.collectives import identity_sum, sum_identity, sum_sum
 
 VALUES = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.25, 7.0], [0.0, 0.0, 0.0], [1.5, -1.0, 2.0]], dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_a_pair_that_does_not_belong_together_is_off_by_the_ranks(backward, engi
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_border_to_whole_numbers_is_right_for_both_engines(engine, ranks):
     def ours(partial, align):
-        return local_to_whole(partial, (align.cp, *align.dp), align.factor)
+        return local_to_global(partial, (align.cp, *align.dp), align.factor)
 
     assert gradient(ours, engine, ranks) == pytest.approx(float(truth()), rel=1e-14)
 
@@ -70,9 +70,9 @@ def across_and_back(back, engine):
         weight = torch.tensor(WEIGHT, dtype=torch.float64, requires_grad=True)
         mine = VALUES[2 * c : 2 * c + 2] * KEPT[2 * c : 2 * c + 2]
         axes = (align.cp, *align.dp)
-        whole = local_to_whole((mine * weight).sum(), axes, align.factor)
+        whole = local_to_global((mine * weight).sum(), axes, align.factor)
         again = (mine.square() * weight * back(whole, axes, align)).sum()
-        local_to_whole(again, axes, align.factor).backward()
+        local_to_global(again, axes, align.factor).backward()
         return weight.grad
 
     return reduced(on_ranks(rank, cp=2, engine=engine), engine)
@@ -87,7 +87,7 @@ def whole_across_and_back():
 
 @pytest.mark.parametrize("engine", ["sum", "mean"])
 def test_a_whole_number_comes_back_to_the_tokens(engine):
-    found = across_and_back(lambda whole, axes, align: whole_to_local(whole, axes, align.factor), engine)
+    found = across_and_back(lambda whole, axes, align: global_to_local(whole, axes, align.factor), engine)
     assert found == pytest.approx(whole_across_and_back(), rel=1e-14)
 
 

@@ -11,9 +11,9 @@ from workbench.parallel_loss.documents import Documents
 from workbench.parallel_loss.policy_loss import (
     DENOMINATORS,
     StepCounts,
+    check_inputs_used,
     check_spec,
     local_policy_loss,
-    refuse_unused,
 )
 from workbench.sharding.mesh import Axis
 from workbench.specs.losses import LossSpec
@@ -131,12 +131,12 @@ def test_what_no_term_looks_at_is_refused_by_name(settings, used):
     spec = LossSpec(name="grpo", **settings)
     values = torch.full((3,), -1.0)
     for name in OPTIONAL:
-        assert refuse_unused(spec, {name: None}) is None
+        assert check_inputs_used(spec, {name: None}) is None
         if name in used:
-            assert refuse_unused(spec, {name: values}) is None
+            assert check_inputs_used(spec, {name: values}) is None
             continue
         with pytest.raises(SpecError, match=f"loss 'grpo' with {name}") as caught:
-            refuse_unused(spec, {name: values})
+            check_inputs_used(spec, {name: values})
         assert caught.value.parts["rule"].startswith(f"{name}: ")
 
 

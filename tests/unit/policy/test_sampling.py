@@ -162,7 +162,7 @@ def test_answers_are_of_the_weights_that_were_taken_last():
     found, uniforms_NM = sampler(), uniforms(8, len(PROMPTS), 5)
     before = written(found, uniforms_NM)
     other = lift_to_float64(load_decoder("tiny-qwen3", seed=1))
-    found.take({name: parameter.detach() for name, parameter in other.named_parameters()})
+    found.load_weights({name: parameter.detach() for name, parameter in other.named_parameters()})
     after = written(found, uniforms_NM)
     assert after != before
     expected = Sampler("tiny-qwen3", precision="float64", seed=1)
@@ -172,7 +172,7 @@ def test_answers_are_of_the_weights_that_were_taken_last():
 def test_weights_are_rounded_to_the_samplers_own_precision():
     found = sampler(precision="bfloat16")
     weights = {name: torch.rand_like(p, dtype=torch.float32) for name, p in found.model.named_parameters()}
-    found.take(weights)
+    found.load_weights(weights)
     for name, parameter in found.model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, weights[name].bfloat16())
@@ -184,4 +184,4 @@ def test_weights_of_another_model_are_refused(change):
     weights = {name: p.detach() for name, p in found.model.named_parameters()} | change
     weights = {name: value for name, value in weights.items() if value is not None}
     with pytest.raises(SpecError, match=f"only one of the two has {next(iter(change))}"):
-        found.take(weights)
+        found.load_weights(weights)

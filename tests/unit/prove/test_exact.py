@@ -54,5 +54,5 @@ def casting_tokens(inputs):
 
 @pytest.mark.parametrize(("loss", "engine"), [(casting, "sum"), (casting_tokens, None)])
 def test_a_loss_that_casts_is_not_refuted(loss, engine):
-    proof = prove(loss, engine=engine, laws=["dp_split", "cp_degree", "padding"], rounds=1, budget_s=60)
+    proof = prove(loss, engine=engine, invariants=["dp_split", "cp_degree", "padding"], rounds=1, budget_s=60)
     assert proof.ok, proof

@@ -1,9 +1,9 @@
-"""Mistakes that were made are refuted by the law that they are about; losses that are right never."""
+"""Mistakes that were made are refuted by the invariant that they are about; losses that are right never."""
 
 import pytest
 
 from tests.helpers.trainer_losses import MISTAKES, RIGHT, clipped
-from workbench.prove import LAWS, prove
+from workbench.prove import INVARIANTS, prove
 
 SAMPLE = (
     "mean of micro-batch means",
@@ -12,26 +12,26 @@ SAMPLE = (
     "one token at least",
     "no backward",
 )
-PLAIN_LAWS = [name for name in LAWS if name != "together"]
+PLAIN_LAWS = [name for name in INVARIANTS if name != "together"]
 
 
-def refuted(name, laws, **settings):
+def refuted(name, invariants, **settings):
     mistake = MISTAKES[name]
-    proof = prove(mistake.loss, engine=mistake.engine, laws=laws, **settings)
-    law = proof[mistake.law]
+    proof = prove(mistake.loss, engine=mistake.engine, invariants=invariants, **settings)
+    invariant = proof[mistake.invariant]
     assert not proof.ok
-    assert law.verdict == "broken", proof
-    assert law.what == mistake.what, proof
-    assert (law.factor_name or None) == mistake.factor, proof
+    assert invariant.verdict == "broken", proof
+    assert invariant.differing == mistake.differing, proof
+    assert (invariant.factor_name or None) == mistake.factor, proof
     if mistake.factor is None:
-        assert law.factor is None, proof
+        assert invariant.factor is None, proof
     return proof
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_mistake_is_refuted_with_its_factor(name):
-    proof = refuted(name, [MISTAKES[name].law], rounds=2, budget_s=60)
-    example = proof[MISTAKES[name].law].counterexample
+    proof = refuted(name, [MISTAKES[name].invariant], rounds=2, budget_s=60)
+    example = proof[MISTAKES[name].invariant].counterexample
     assert len(example.documents) <= 3
     assert example.plain != example.changed
 
@@ -47,7 +47,7 @@ def test_a_right_loss_is_not_refuted(name):
     right = RIGHT[name]
     proof = prove(right.loss, engine=right.engine, rounds=1, budget_s=60)
     assert proof.ok, proof
-    assert set(proof.kept) == set(LAWS)
+    assert set(proof.kept) == set(INVARIANTS)
 
 
 def dp_plus_cp(batch, outputs, totals):
@@ -57,7 +57,7 @@ def dp_plus_cp(batch, outputs, totals):
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_what_is_wrong_only_with_two_axes_at_once_is_refuted_in_any_number_of_rounds(rounds):
-    proof = prove(dp_plus_cp, engine="mean", laws=["dp_split", "together"], rounds=rounds, budget_s=60)
+    proof = prove(dp_plus_cp, engine="mean", invariants=["dp_split", "together"], rounds=rounds, budget_s=60)
     assert proof.broken == ("together",), proof
     assert proof["together"].factor == pytest.approx(3 / 4, rel=1e-9)
 

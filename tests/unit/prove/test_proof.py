@@ -4,11 +4,11 @@ import pytest
 
 from tests.helpers.proofs import DOCUMENT, counterexample, make_proof
 from workbench.errors import SpecError
-from workbench.prove.proof import LawResult, Proof
+from workbench.prove.proof import InvariantResult, Proof
 
 
 def proof(*verdicts):
-    return Proof("mine", tuple(LawResult(f"law{at}", "", verdict) for at, verdict in enumerate(verdicts)))
+    return Proof("mine", tuple(InvariantResult(f"invariant{at}", "", verdict) for at, verdict in enumerate(verdicts)))
 
 
 def test_it_is_ok_if_every_law_was_tried_and_no_undeclared_one_is_broken():

@@ -49,7 +49,7 @@ def test_a_preset_keeps_every_law(name):
 def test_every_preset_keeps_every_law_or_breaks_what_it_declares(name, seed):
     proof = prove(name, seed=seed, rounds=6, budget_s=600)
     assert proof.ok, proof
-    assert "declared, but holds" not in {law.verdict for law in proof.laws}, proof
+    assert "declared, but holds" not in {invariant.verdict for invariant in proof.invariants}, proof
     assert bool(proof.declared) == bool(LossSpec(name=name).breaks)
 
 
@@ -57,7 +57,7 @@ def test_a_loss_that_was_just_written_is_proved():
     proof = prove(
         sapo_by_hand,
         spec=LossSpec(denominator="document"),
-        laws=["cp_degree", "cp_order", "masked_rows"],
+        invariants=["cp_degree", "cp_order", "masked_rows"],
         rounds=1,
         budget_s=60,
     )
@@ -66,7 +66,7 @@ def test_a_loss_that_was_just_written_is_proved():
 
 
 def test_one_that_looks_at_its_own_tokens_is_refuted():
-    proof = prove(centred_here, laws=["dp_split", "tp", "padding"], rounds=1, budget_s=60)
+    proof = prove(centred_here, invariants=["dp_split", "tp", "padding"], rounds=1, budget_s=60)
     assert proof.broken == ("dp_split",), proof
     assert len(proof["dp_split"].counterexample.documents) == 2
 
@@ -107,7 +107,7 @@ def test_arguments_that_do_not_go_together_are_refused():
     with pytest.raises(SpecError, match="a spec goes with a function"):
         prove("grpo", spec=LossSpec())
     with pytest.raises(SpecError, match="did you mean 'cp_degree'"):
-        prove("grpo", laws=["cp_degre"])
+        prove("grpo", invariants=["cp_degre"])
 
 
 def test_a_function_of_other_arguments_is_refused_with_the_form_that_it_has():
@@ -120,7 +120,7 @@ def test_a_function_of_other_arguments_is_refused_with_the_form_that_it_has():
 
 def test_no_laws_are_no_proof():
     with pytest.raises(SpecError, match="at least one invariant"):
-        prove("grpo", laws=[])
+        prove("grpo", invariants=[])
 
 
 def test_a_function_that_gives_no_terms_is_refused():
@@ -128,4 +128,4 @@ def test_a_function_that_gives_no_terms_is_refused():
         return inputs.policy_logprobs_T.sum()
 
     with pytest.raises(SpecError, match=r"one_number\(inputs\)\n  found: a Tensor"):
-        prove(one_number, laws=["padding"], rounds=1)
+        prove(one_number, invariants=["padding"], rounds=1)

@@ -8,7 +8,7 @@ import pytest
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
 from workbench.losses.terms import Term
-from workbench.prove.laws import LAWS
+from workbench.prove.invariants import INVARIANTS
 from workbench.prove.searching import search
 from workbench.prove.subject import WorkbenchSubject
 from workbench.specs.run import RunSpec
@@ -19,13 +19,13 @@ def subject(name, **settings):
     return WorkbenchSubject(name, spec, make_loss(spec.loss))
 
 
-def run(who, *laws, rounds=1, budget_s=60.0, seed=0):
-    return search(who, [LAWS[name] for name in laws], seed=seed, rounds=rounds, budget_s=budget_s)
+def run(who, *invariants, rounds=1, budget_s=60.0, seed=0):
+    return search(who, [INVARIANTS[name] for name in invariants], seed=seed, rounds=rounds, budget_s=budget_s)
 
 
 def test_a_law_that_is_declared_and_broken_is_no_failure():
     proof = run(subject("bnpo"), "micro_batch_split", "micro_batch_order", "cp_degree")
-    assert [law.verdict for law in proof.laws] == ["declared", "holds", "holds"]
+    assert [invariant.verdict for invariant in proof.invariants] == ["declared", "holds", "holds"]
     assert proof.ok
     assert proof["micro_batch_split"].counterexample.changed.startswith("one rank, 3 micro-batches")
     assert 0 < proof["cp_degree"].worst < 1e-12
@@ -34,7 +34,7 @@ def test_a_law_that_is_declared_and_broken_is_no_failure():
 def test_a_law_that_is_declared_and_holds_is_said_so():
     spec = RunSpec(loss={"name": "grpo", "scaling": {"counts": "pass"}})  # each pass of all dp ranks has its count
     proof = run(WorkbenchSubject("grpo", spec, make_loss(spec.loss)), "dp_split", "packing_order")
-    assert [law.verdict for law in proof.laws] == ["declared, but holds", "declared"]
+    assert [invariant.verdict for invariant in proof.invariants] == ["declared, but holds", "declared"]
     assert proof["dp_split"].why == "the spec declares 'dp'"
     assert proof.kept == ("dp_split",)
 
@@ -42,11 +42,11 @@ def test_a_law_that_is_declared_and_holds_is_said_so():
 def test_a_known_bug_is_found_and_cut_down_with_its_factor():
     proof = run(subject("grpo", faults=["missing_cp_factor"]), "cp_degree", "cp_order", "together", rounds=2)
     assert proof.broken == ("cp_degree",)
-    law = proof["cp_degree"]
-    assert (law.what[0], law.factor_name, law.cases) == ("gradient", "1 / cp", 1)
-    assert law.factor == pytest.approx(0.5, rel=1e-9)
-    assert len(law.counterexample.documents) == 1
-    assert law.counterexample.batch.num_documents == 1
+    invariant = proof["cp_degree"]
+    assert (invariant.differing[0], invariant.factor_name, invariant.cases) == ("gradient", "1 / cp", 1)
+    assert invariant.factor == pytest.approx(0.5, rel=1e-9)
+    assert len(invariant.counterexample.documents) == 1
+    assert invariant.counterexample.batch.num_documents == 1
     assert proof["cp_order"].verdict == "holds", "both orders lack the same factor"
     assert proof["together"].verdict == "skipped"
 
@@ -55,8 +55,8 @@ def test_a_bug_that_turns_the_gradient_has_no_factor():
     proof = run(subject("gspo", faults=["document_sum_without_adjoint"]), "cp_degree", "tp")
     assert proof.broken == ("cp_degree",)
     assert proof["cp_degree"].factor is None
-    assert "the gradient is another one" in proof["cp_degree"].counterexample.words
-    assert "loss" not in proof["cp_degree"].what, "the value is right, only its gradient is not"
+    assert "the gradient is another one" in proof["cp_degree"].counterexample.description
+    assert "loss" not in proof["cp_degree"].differing, "the value is right, only its gradient is not"
 
 
 def test_without_time_nothing_is_kept():
@@ -74,7 +74,7 @@ def test_the_same_seed_tries_the_same_cases():
 
 @dataclass(frozen=True)
 class Spoiled:
-    """A step whose loss is no number anywhere, or whose ranks of a law raise."""
+    """A step whose loss is no number anywhere, or whose ranks of a invariant raise."""
 
     run_spec: RunSpec
     right: WorkbenchSubject
@@ -121,7 +121,7 @@ class Declares(NeedsWork):
 def test_no_declaration_excuses_an_error():
     proof = run(Declares(RunSpec(), subject("bnpo")), "empty_ranks", rounds=3)
     assert proof.broken == ("empty_ranks",), proof
-    assert proof["empty_ranks"].what == ("error",)
+    assert proof["empty_ranks"].differing == ("error",)
 
 
 def padding_of_the_shard(inputs):
@@ -133,7 +133,7 @@ def padding_of_the_shard(inputs):
 def test_what_is_declared_of_micro_batches_excuses_no_empty_rank():
     spec = RunSpec(loss={"name": "bnpo"})
     assert "cp" not in spec.loss.breaks
-    who = WorkbenchSubject("shard", spec, padding_of_the_shard, made_from_spec=False)
+    who = WorkbenchSubject("shard", spec, padding_of_the_shard, from_spec=False)
     proof = run(who, "empty_ranks", rounds=3)
     assert proof.broken == ("empty_ranks",), proof
     assert "cp=2" in proof["empty_ranks"].counterexample.changed
@@ -172,20 +172,23 @@ def test_a_loss_that_remembers_is_refused():
         return {"policy": Term(-len(calls) * inputs.log_ratio().exp())}
 
     with pytest.raises(SpecError, match="the same numbers each time"):
-        run(WorkbenchSubject("remembers", RunSpec(), remembers, made_from_spec=False), "padding")
+        run(WorkbenchSubject("remembers", RunSpec(), remembers, from_spec=False), "padding")
 
 
 def test_an_error_that_one_rank_does_not_have_breaks_a_law():
     proof = run(Spoiled(RunSpec(), subject("grpo"), everywhere=False), "dp_split", "padding")
     assert proof.broken == ("dp_split",)
-    assert (proof["dp_split"].what, proof["dp_split"].counterexample.words) == (("error",), "KeyError: 'rank'")
+    assert (proof["dp_split"].differing, proof["dp_split"].counterexample.description) == (
+        ("error",),
+        "KeyError: 'rank'",
+    )
 
 
 def test_what_never_has_a_gradient_is_not_proved():
     def silent(inputs):
         return {"policy": Term(0.0 * inputs.counted_logprobs_T)}
 
-    proof = run(WorkbenchSubject("silent", RunSpec(), silent, made_from_spec=False), "padding")
+    proof = run(WorkbenchSubject("silent", RunSpec(), silent, from_spec=False), "padding")
     assert proof.untried == ("padding",)
     assert "had a gradient" in proof["padding"].why
 
@@ -195,4 +198,4 @@ def test_an_error_on_one_rank_is_raised_to_the_user():
         raise ZeroDivisionError("mine")
 
     with pytest.raises(ZeroDivisionError, match="mine"):
-        run(WorkbenchSubject("wrong", RunSpec(), wrong, made_from_spec=False), "padding")
+        run(WorkbenchSubject("wrong", RunSpec(), wrong, from_spec=False), "padding")

@@ -1,8 +1,8 @@
 from workbench.prove.documents import Document
-from workbench.prove.laws import Case, Law
+from workbench.prove.invariants import Case, Invariant
 from workbench.prove.shrinking import shrink, smaller_cases
 
-LAW = Law("made up", "nothing", {"ranks": (2, 3, 4), "kind": (0, 1)}, lambda case: None)
+LAW = Invariant("made up", "nothing", {"ranks": (2, 3, 4), "kind": (0, 1)}, lambda case: None)
 
 
 def document(length, group=0):

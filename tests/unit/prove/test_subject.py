@@ -17,7 +17,7 @@ def test_a_step_measures_every_metric_that_its_spec_allows():
     documents = draw_documents("2", one_rank_policy())
     bounded = RunSpec(loss={"name": "ppo"})
     whole = perform(WorkbenchSubject("ppo", bounded, make_loss(bounded.loss)), one_row(documents))
-    own = perform(WorkbenchSubject("plain", RunSpec(), plain, made_from_spec=False), one_row(documents))
+    own = perform(WorkbenchSubject("plain", RunSpec(), plain, from_spec=False), one_row(documents))
     assert len(whole.metrics) > len(own.metrics) > 40
     assert "clip/policy/fraction" in whole.metrics.keys() - own.metrics.keys(), "no clip, and no metric of one"
     same = RunSpec(loss={"name": "importance_sampling"})

@@ -38,7 +38,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_a_right_loss_is_that_of_a_spec(name, micro_batches, policy):
     spec, rows, totals = prepared(policy, loss=SPECS[name], data={"micro_batches": micro_batches})
-    expected = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True)
+    expected = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals, keep_gradients=True)
     right = trainer_losses.RIGHT[name]
     found = trainer_step(policy, right.loss, rows, totals, engine=right.engine)
     assert float(found.loss["total"]) == pytest.approx(float(expected.loss["total"]), rel=1e-12)

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.planted_ulp import plant
 from workbench.errors import RecordError
-from workbench.records.certificate import Certificate, held_by_bits, read_certificate
+from workbench.records.certificate import Certificate, compared_bitwise, read_certificate
 from workbench.records.directory import RunDirectory
 from workbench.reproducible.fingerprints import fingerprint
 from workbench.specs.run import RunSpec
@@ -98,9 +98,9 @@ class TestInTheReproducibleMode:
 
     def test_both_must_be_in_it_to_be_held_by_bits(self):
         exact, fast = RunSpec.model_validate(BASE).merged(EXACT), RunSpec.model_validate(BASE)
-        assert held_by_bits(exact, exact)
-        assert not held_by_bits(exact, fast)
-        assert not held_by_bits(exact, exact.merged({"record": {"certificate": False}}))
+        assert compared_bitwise(exact, exact)
+        assert not compared_bitwise(exact, fast)
+        assert not compared_bitwise(exact, exact.merged({"record": {"certificate": False}}))
 
 
 class TestOneAlone:

@@ -261,7 +261,7 @@ class TestSteps:
         for read in (run.steps, run.check_whole, lambda: run.read_gradients(0)):
             with pytest.raises(RecordError) as caught:
                 read()
-            assert caught.value.parts["asked"] == f"read {run.path.name}/metrics.jsonl"
+            assert caught.value.parts["requested"] == f"read {run.path.name}/metrics.jsonl"
             assert caught.value.parts["found"] == found
             assert "3 step record(s)" in caught.value.parts["rule"]
 
@@ -310,7 +310,7 @@ class TestSteps:
         for read in (run.check_whole, lambda: run.read_gradients(1)):
             with pytest.raises(RecordError) as caught:
                 read()
-            assert caught.value.parts["asked"] == f"read {run.path.name}/tensors/step0001.gradients.safetensors"
+            assert caught.value.parts["requested"] == f"read {run.path.name}/tensors/step0001.gradients.safetensors"
             assert caught.value.parts["found"] == "no b"
         with pytest.raises(RecordError, match="step 3"):
             run.read_gradients(3)
@@ -460,16 +460,16 @@ class TestFailure:
 class TestFailureInShort:
     def test_says_why_where_the_exception_does_not(self, run):
         run.write_exit(1, {}, RuntimeError("rank 1 was killed"), cause="killed")
-        assert store.failure_in_short(run.failure()) == "rank 1 RuntimeError (killed): rank 1 was killed"
+        assert store.failure_summary(run.failure()) == "rank 1 RuntimeError (killed): rank 1 was killed"
 
     def test_says_what_was_asked_and_what_was_found(self, run):
         run.write_exit(1, {}, ShapeError("split 7 tokens", found="an odd\nrow", rule="even", fix="pad"))
-        assert store.failure_in_short(run.failure()) == "rank 1 ShapeError: split 7 tokens; found: an odd"
+        assert store.failure_summary(run.failure()) == "rank 1 ShapeError: split 7 tokens; found: an odd"
 
     def test_of_any_other_error_the_first_line(self, run):
         run.write_exit(None, {}, ValueError("no\nmore"))
-        assert store.failure_in_short(run.failure()) == "ValueError: no"
-        assert store.failure_in_short({"exception": "cancelled"}) == "cancelled"
+        assert store.failure_summary(run.failure()) == "ValueError: no"
+        assert store.failure_summary({"exception": "cancelled"}) == "cancelled"
 
 
 class TestConnectionErrors:

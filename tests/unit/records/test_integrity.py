@@ -50,7 +50,7 @@ class TestNorms:
         with pytest.raises(RecordError) as caught:
             check_gradients(damaged, norms, where=WHERE)
         found = caught.value.parts
-        assert found["asked"] == f"read {WHERE}"
+        assert found["requested"] == f"read {WHERE}"
         assert found["found"].startswith("parameter b.weight has norm ")
         assert found["found"].endswith(f"recorded {norms['b.weight']!r}")
         assert "damaged" in found["fix"]

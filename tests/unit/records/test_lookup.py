@@ -15,7 +15,7 @@ from workbench.records.lookup import (
     experiments,
     look_up,
     runs_of,
-    spelled,
+    shell_name,
     steps_recorded,
 )
 
@@ -169,16 +169,16 @@ class TestExperiments:
 class TestSpelled:
     def test_what_it_says_means_that_run(self, project, parity):
         for found in (found for folder in experiments(project) for found in runs_of(folder, every=True)):
-            said = spelled(found.path, project)
+            said = shell_name(found.path, project)
             assert said == f"{found.experiment_dir.name}/{found.path.name}"
             assert [same.path for same in look_up(said, project).runs] == [found.path]
 
     def test_elsewhere_it_is_a_path_for_the_shell(self, project, monkeypatch):
         run = make_run(project / "my own", "a")
         monkeypatch.chdir(project)
-        assert spelled(run.path, project) == f"'my own/runs/{run.path.name}'"
+        assert shell_name(run.path, project) == f"'my own/runs/{run.path.name}'"
         monkeypatch.chdir(project / "experiments")
-        assert spelled(run.path, project) == f"'{run.path}'"
+        assert shell_name(run.path, project) == f"'{run.path}'"
 
 
 @pytest.mark.parametrize(("content", "count"), [(b"", 0), (b"{}\n{}\n", 2), (b'{}\n{"torn', 1)])

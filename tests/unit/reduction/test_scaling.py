@@ -5,7 +5,7 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
-from workbench.reduction.scaling import Cut, scaling_factor
+from workbench.reduction.scaling import StepLayout, scaling_factor
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
@@ -65,7 +65,7 @@ def test_what_does_not_cancel_is_a_law_that_breaks():
 
 
 def test_counts_are_those_of_the_step_of_a_pass_or_of_a_micro_batch():
-    lengths, cut = [(3, 1), (2,), (5,), (4, 1)], Cut(dp=2)
+    lengths, cut = [(3, 1), (2,), (5,), (4, 1)], StepLayout(dp=2)
     assert first_weights(lengths, ScalingSpec(), cut=cut) == pytest.approx([1 / 16] * 4)
     assert first_weights(lengths, ScalingSpec(counts="pass"), cut=cut) == pytest.approx([1 / 9, 1 / 7, 1 / 9, 1 / 7])
     assert first_weights(lengths, ScalingSpec(counts="micro_batch"), cut=cut) == pytest.approx(
@@ -77,7 +77,7 @@ def test_a_mean_of_means_is_the_local_denominator():
     scaling = ScalingSpec(counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",))
     lengths = [(3, 1), (2,), (5,), (4, 1)]
     local = first_weights(lengths, ScalingSpec(), denominator="local_token")
-    assert first_weights(lengths, scaling, cut=Cut(dp=2)) == pytest.approx(local)
+    assert first_weights(lengths, scaling, cut=StepLayout(dp=2)) == pytest.approx(local)
 
 
 @pytest.mark.parametrize(("counts", "elsewhere"), [("step", 12), ("pass", 4), ("micro_batch", 1)])
@@ -108,11 +108,13 @@ def test_an_empty_document_may_count_as_a_token():
 
 
 def test_the_reported_loss_has_the_same_factor():
-    weights, _ = step_weights(rows((2,)), LossSpec(scaling={"engine_divides": ["dp_cp"]}), cut=Cut(dp=1, cp=4))
+    weights, _ = step_weights(
+        rows((2,)), LossSpec(scaling={"engine_divides": ["dp_cp"]}), step_layout=StepLayout(dp=1, cp=4)
+    )
     assert float(weights[0]["policy"].loss_T.max()) == pytest.approx(1 / 8)
     assert torch.equal(weights[0]["policy"].loss_T, weights[0]["policy"].gradient_T)
 
 
 def test_rows_are_shared_evenly():
     with pytest.raises(SpecError, match="3 rows on 2 data-parallel ranks"):
-        Cut(dp=2).micro_batches(3)
+        StepLayout(dp=2).micro_batches(3)

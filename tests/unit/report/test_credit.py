@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from workbench.attribution.credit import token_credit
 from workbench.errors import SpecError
 from workbench.report import style
-from workbench.report.credit import LIKELIER, NOTHING, RARER, SILENT, credit_map, hue, said_shares
+from workbench.report.credit import LIKELIER, NOTHING, RARER, SILENT, credit_map, hue, shares_text
 from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.losses import LossSpec
 
@@ -112,7 +112,7 @@ def test_shares_are_never_rounded_to_nothing_or_to_all():
         "old_logprobs": [-1.0] * 2000,
     }
     assert (
-        said_shares(token_credit(RolloutBatch.from_documents([many]), LossSpec()))
+        shares_text(token_credit(RolloutBatch.from_documents([many]), LossSpec()))
         == "99.9 % of tokens act · 0.050 % zero advantage"
     )
 

@@ -8,7 +8,7 @@ from workbench.errors import RecordError
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.report.sampled import (
-    answers_of,
+    completions_of,
     digest,
     log_ratios,
     read_record,
@@ -54,17 +54,17 @@ def experiment(tmp_path_factory):
 def test_answers_are_prompt_and_completion_of_each_document(experiment):
     folder, [one, _] = experiment
     run, task = run_of(folder, one), ArithmeticTask()
-    answers = answers_of(run, 1)
+    answers = completions_of(run, 1)
     assert len(answers) == 4
     said = [task.decode(answer) for answer in answers]
     assert [text[: text.index("=") + 1] for text in said[::2]] == [text[: text.index("=") + 1] for text in said[1::2]]
     assert sum(map(len, answers)) - sum(text.index("=") + 1 for text in said) == one.steps[1]["tokens/trained/sum"]
-    assert answers_of(run, 0) != answers
+    assert completions_of(run, 0) != answers
 
 
 def test_both_runs_drew_the_same_in_the_first_step(experiment):
     folder, runs = experiment
-    first, second = (answers_of(run_of(folder, c), 0) for c in runs)
+    first, second = (completions_of(run_of(folder, c), 0) for c in runs)
     assert digest(first) == digest(second)
     assert share_alike(first, second) == 1.0
     assert share_alike(first, [*second[:3], second[3][:-1]]) == 0.75

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.audited import files_opened
 from tests.helpers.trials import make_run, write_steps
-from workbench.records.directory import process_lives
+from workbench.records.directory import is_process_alive
 from workbench.report.trial import GONE, Trial, TrialReader, as_line, duration, elapsed_s
 
 
@@ -82,7 +82,7 @@ def test_it_says_whose_clip_decisions_it_waits_for(run, tmp_path):
 
 def test_a_lost_run_says_what_to_do(run):
     nobody = {"pid": 2**22 + 1, "create_time": 0.0}
-    assert not process_lives(nobody)
+    assert not is_process_alive(nobody)
     run.set_state("running")
     run.note(rank0=nobody, launcher=nobody)
     trial = TrialReader(run).read()

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from workbench.reproducible.exact_sums import COMFORT, LEAST, ROOM, Accumulator, Leaves, check_range, exact_sum
+from workbench.reproducible.exact_sums import (
+    MARGIN,
+    MINIMUM_BITS,
+    USABLE_BITS,
+    Accumulator,
+    Leaves,
+    check_range,
+    exact_sum,
+)
 from workbench.reproducible.kernels import plain
 from workbench.reproducible.resolution import OutOfRange
 from workbench.sharding.mesh import Axis
@@ -57,30 +65,30 @@ def test_partials_that_fit_say_how_many_bits_they_use():
 
 @pytest.mark.parametrize("leaves", [Leaves(10, 1), Leaves(10, 5), Leaves(10, 2**20)])
 def test_the_bound_is_that_of_the_whole_sum(leaves):
-    room = ROOM - leaves.blocks.bit_length() - 32
+    room = USABLE_BITS - leaves.blocks.bit_length() - 32
     largest = math.ldexp(1.0, room) * (1 - 2.0**-24)
-    assert largest * 2.0**32 * leaves.blocks < 2.0**ROOM
+    assert largest * 2.0**32 * leaves.blocks < 2.0**USABLE_BITS
     check_range([filled(largest)], ["a"], leaves, 32, ALONE)
     with pytest.raises(OutOfRange, match=r"a up to(.|\n)*more than fit with 32") as raised:
         check_range([filled(math.ldexp(1.0, room))], ["a"], leaves, 32, ALONE)
-    assert raised.value.bits == 31 - COMFORT
+    assert raised.value.bits == 31 - MARGIN
 
 
 def test_partials_of_every_token_are_counted():
     per_token = Leaves(tokens=2)
-    peak = math.ldexp(1.0, ROOM - 32 - 4)
+    peak = math.ldexp(1.0, USABLE_BITS - 32 - 4)
     check_range([filled(peak / 2, per_token)], ["a"], Leaves(7, 1), 32, ALONE)
     with pytest.raises(OutOfRange):
         check_range([filled(peak, per_token)], ["a"], Leaves(7, 1), 32, ALONE)
 
 
 def test_too_few_bits_ask_for_more_where_there_are_any():
-    small = math.ldexp(1.0, LEAST - 34)
+    small = math.ldexp(1.0, MINIMUM_BITS - 34)
     with pytest.raises(OutOfRange, match="fewer than 16") as raised:
         check_range([filled(small), filled(1.0)], ["a", "b"], Leaves(10, 1), 32, ALONE)
-    assert raised.value.bits == 32 + COMFORT + 1
-    large = math.ldexp(0.9, ROOM - 33)
-    assert check_range([filled(small), filled(large)], ["a", "b"], Leaves(10, 1), 32, ALONE)[0] == LEAST - 1
+    assert raised.value.bits == 32 + MARGIN + 1
+    large = math.ldexp(0.9, USABLE_BITS - 33)
+    assert check_range([filled(small), filled(large)], ["a", "b"], Leaves(10, 1), 32, ALONE)[0] == MINIMUM_BITS - 1
 
 
 def test_every_rank_says_the_same_of_what_one_of_them_saw():
@@ -94,7 +102,7 @@ def test_every_rank_says_the_same_of_what_one_of_them_saw():
 
     found = simulate(check, dp=2, tp=2)
     assert len(set(found)) == 1
-    assert found[0][0] == ROOM - 40 - 2 - COMFORT
+    assert found[0][0] == USABLE_BITS - 40 - 2 - MARGIN
 
 
 def test_flushed_rows_are_those_of_everything():

@@ -140,7 +140,7 @@ def test_what_the_exact_head_does_not_know_is_refused():
         with pytest.raises(SpecError, match="leave active_T and kept out"):
             policy.token_logprobs(hidden, TOKENS, active_T=TOKENS > 3)
         with pytest.raises(SpecError, match="'variance'"):
-            policy.token_logprobs(hidden, TOKENS, wanted=("variance",))
+            policy.token_logprobs(hidden, TOKENS, outputs=("variance",))
 
 
 def test_targets_and_temperatures_that_mean_nothing_are_refused():

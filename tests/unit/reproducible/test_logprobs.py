@@ -49,7 +49,7 @@ def test_it_says_what_the_reference_says_in_one_piece_of_the_vocabulary_and_in_s
         targets,
         implementation="reference",
         temperature=temperature,
-        wanted=("entropy", "logsumexp", "mean_squared_logit"),
+        outputs=("entropy", "logsumexp", "mean_squared_logit"),
     )[:4]
     sum((one * gradient).sum() for one, gradient in zip(expected, gradients, strict=True)).backward()
     (found,) = simulate(lambda mesh: said(mesh, chunks, dtype))

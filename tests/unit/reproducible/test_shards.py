@@ -9,7 +9,7 @@ from workbench.policy.model import load_policy
 from workbench.reproducible import Resolution, install, shards
 from workbench.reproducible.exact_sums import Accumulator, Leaves
 from workbench.reproducible.kernels import plain
-from workbench.reproducible.shards import Held, held_parameters, own_rows, sum_over_ranks
+from workbench.reproducible.shards import LocalParameter, local_parameters, own_rows, sum_over_ranks
 from workbench.sharding.mesh import single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import ParameterShard
@@ -38,7 +38,7 @@ def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, mon
             drawn = torch.randint(-(2**40), 2**40, accumulator.shape, generator=torch.Generator().manual_seed(number))
             accumulator.total.copy_(drawn + mesh["dp"].rank)
             given[name] = ranks * drawn + ranks * (ranks - 1) // 2
-        held = held_parameters(policy)
+        held = local_parameters(policy)
         return dict(sum_over_ranks(exact.accumulators, held, mesh, plain_half))
 
     for found in simulate(summed, dp=ranks):
@@ -50,7 +50,7 @@ def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, mon
 def held_of(sizes):
     """Whole parameters of these sizes and dtypes, and their accumulators full of their own numbers."""
     held = {
-        f"{number} of {size}": Held(torch.nn.Parameter(torch.zeros(size, dtype=dtype)), ParameterShard())
+        f"{number} of {size}": LocalParameter(torch.nn.Parameter(torch.zeros(size, dtype=dtype)), ParameterShard())
         for number, (size, dtype) in enumerate(sizes)
     }
     accumulators = {name: Accumulator(one.parameter.shape, torch.device("cpu"), Leaves()) for name, one in held.items()}
@@ -117,7 +117,7 @@ def test_whole_parameters_are_summed_over_the_ranks_whose_tokens_or_heads_differ
         exact = install(policy, Resolution(4, 2))
         for accumulator in exact.accumulators.values():
             accumulator.total.fill_(10 ** (mesh["dp"].rank + 2 * mesh["tp"].rank))
-        totals = sum_over_ranks(exact.accumulators, held_parameters(policy), mesh, as_they_are)
+        totals = sum_over_ranks(exact.accumulators, local_parameters(policy), mesh, as_they_are)
         return {name.removeprefix("model.layers.0."): one_number(total) for name, total in totals}
 
     first, second = simulate(summed, dp=2, tp=2)[::3]
@@ -138,7 +138,7 @@ def test_a_layer_keeps_no_whole_integers_after_its_backward():
     assert all(accumulator.rows is not None for name, accumulator in exact.accumulators.items() if not held[name])
     flushed = {
         name: total.clone()
-        for name, total in sum_over_ranks(exact.accumulators, held_parameters(policy), policy.mesh, as_they_are)
+        for name, total in sum_over_ranks(exact.accumulators, local_parameters(policy), policy.mesh, as_they_are)
     }
     exact.remove()
     other = load_policy("tiny-qwen3")
@@ -151,9 +151,9 @@ def test_a_layer_keeps_no_whole_integers_after_its_backward():
 
 def test_a_gradient_lies_where_the_optimizer_looks():
     parameter = torch.nn.Parameter(torch.zeros(2))
-    one = Held(parameter, ParameterShard(0))
+    one = LocalParameter(parameter, ParameterShard(0))
     one.leave(torch.ones(2))
     assert torch.equal(parameter.grad, torch.ones(2))
     assert one.gradient is parameter.grad
-    assert one.dealt_over == ("tp",)
-    assert Held(parameter, ParameterShard(None, over_dp_cp=True)).dealt_over == ("dp_cp",)
+    assert one.sharded_over == ("tp",)
+    assert LocalParameter(parameter, ParameterShard(None, over_dp_cp=True)).sharded_over == ("dp_cp",)

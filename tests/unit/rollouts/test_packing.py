@@ -74,9 +74,9 @@ def documents_of(rows):
 def test_documents_that_belong_together_go_into_one_row():
     batch, pairs = make_batch([9, 2, 8, 2, 7, 2]), torch.tensor([5, 5, 3, 3, 4, 4])
     assert documents_of(pack(batch, rows=3)) != [[0, 1], [2, 3], [4, 5]]
-    assert documents_of(pack(batch, rows=3, together_N=pairs)) == [[0, 1], [2, 3], [4, 5]]
+    assert documents_of(pack(batch, rows=3, group_labels_N=pairs)) == [[0, 1], [2, 3], [4, 5]]
     apart = torch.tensor([1, 2, 2, 3, 3, 1])
-    assert documents_of(pack(batch, rows=3, together_N=apart)) == [[0, 5], [1, 2], [3, 4]]
+    assert documents_of(pack(batch, rows=3, group_labels_N=apart)) == [[0, 5], [1, 2], [3, 4]]
 
 
 def test_micro_batches_are_taken_in_order_until_no_document_is_left():
@@ -101,14 +101,14 @@ def test_padding_never_takes_a_row_over_its_size():
 def test_what_belongs_together_is_taken_together():
     batch, pairs = make_batch([5, 3, 4, 2]), torch.tensor([0, 1, 0, 1])
     assert documents_of(fill(batch, tokens=9)) == [[0, 1], [2, 3]]
-    assert documents_of(fill(batch, tokens=9, together_N=pairs)) == [[0, 2], [1, 3]]
+    assert documents_of(fill(batch, tokens=9, group_labels_N=pairs)) == [[0, 2], [1, 3]]
 
 
 def test_a_document_that_no_row_can_hold_is_refused():
     with pytest.raises(SpecError, match=r"document\(s\) \[1\] of 9 tokens(.|\n)*allow at least 12 tokens"):
         fill(make_batch([2, 9]), tokens=11, multiple_of=4)
     with pytest.raises(SpecError, match=r"document\(s\) \[0, 1\] of 11 tokens"):
-        fill(make_batch([2, 9]), tokens=10, together_N=torch.tensor([0, 0]))
+        fill(make_batch([2, 9]), tokens=10, group_labels_N=torch.tensor([0, 0]))
 
 
 def test_documents_are_dealt_as_told_in_the_order_told():

@@ -55,7 +55,7 @@ def test_an_entry_says_which_collective_where_and_when(path):
     [entry] = view.entries
     assert (view.rank, view.pid, view.count, view.inside, view.ended) == (0, os.getpid(), 1, None, False)
     assert (entry.number, entry.seq, entry.axis, entry.ranks) == (1, 1, "tp", (0, 1))
-    assert entry.what == ("all_sum", "4x8", "float32")
+    assert entry.signature == ("all_sum", "4x8", "float32")
     assert before <= entry.entered_ns <= entry.left_ns <= view.beat_ns <= after
     assert inside.left_ns is None
     assert str(entry).startswith("all_sum over tp [#1, sharding/test_flight.py:")

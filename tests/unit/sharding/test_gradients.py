@@ -6,12 +6,12 @@ from tests.helpers.ranks import run_ranks
 from workbench.policy.model import load_policy
 from workbench.sharding import collectives
 from workbench.sharding.gradients import (
+    copy_local_part,
     full_gradients,
+    full_tensor,
     full_weights,
     gradient_norms,
-    keep_own_part,
     sum_gradients,
-    whole_tensor,
 )
 from workbench.sharding.mesh import make_mesh
 from workbench.sharding.simulated import simulate
@@ -81,9 +81,9 @@ def test_a_rank_keeps_its_own_part_of_a_whole_tensor(source, sequence_parallel):
     def check(mesh):
         policy = load_policy(source, mesh=mesh, sequence_parallel=sequence_parallel)
         for name, parameter in policy.model.named_parameters():
-            assert not torch.equal(whole_tensor(parameter, policy.shards[name], mesh), others[name])
-            keep_own_part(parameter, others[name], policy.shards[name], mesh)
-            assert torch.equal(whole_tensor(parameter, policy.shards[name], mesh), others[name]), name
+            assert not torch.equal(full_tensor(parameter, policy.shards[name], mesh), others[name])
+            copy_local_part(parameter, others[name], policy.shards[name], mesh)
+            assert torch.equal(full_tensor(parameter, policy.shards[name], mesh), others[name]), name
             assert parameter.requires_grad
             assert parameter.grad_fn is None
         return policy.model.get_input_embeddings().weight.shape[0]
@@ -95,7 +95,7 @@ def test_a_whole_tensor_is_a_copy():
     """What is kept of it does not change with the weights."""
     model = nn.Linear(2, 2)
     mesh = make_mesh()
-    whole = whole_tensor(model.weight, ParameterShard(), mesh)
+    whole = full_tensor(model.weight, ParameterShard(), mesh)
     with torch.no_grad():
         model.weight.zero_()
     assert whole.abs().min() > 0

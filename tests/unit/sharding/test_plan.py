@@ -63,7 +63,7 @@ def test_balance_counts_what_each_query_sees(order):
 def test_the_figures_of_a_balance():
     level, skewed = Balance(torch.tensor([[6, 4], [4, 6]])), Balance(torch.tensor([[10, 0], [16, 10]]))
     assert (level.max_over_mean, level.in_lock_step) == (1, 1)
-    assert (skewed.of_ranks, skewed.max_over_mean, skewed.in_lock_step) == ((10, 26), 26 / 18, 26 / 18)
+    assert (skewed.pairs_by_rank, skewed.max_over_mean, skewed.in_lock_step) == ((10, 26), 26 / 18, 26 / 18)
     waits = Balance(torch.tensor([[0, 8], [2, 6]]))  # equal sums; step 0 waits for rank 1, step 1 for rank 0
     assert (waits.max_over_mean, waits.in_lock_step) == (1, 14 / 8)
     assert repr(waits) == "Balance(max/mean 1.000, 1.750 in a ring; pairs of ranks 8, 8)"

@@ -16,8 +16,8 @@ def data():
 def network(x, up, down, scale, stream, places):
     """x * scale, a block of two layers around a residual sum, something of each place, and a loss on all tokens."""
     x = x * scale
-    x = x + stream.out_of(torch.tanh(stream.into(x) @ up) @ down) + stream.own(places[None])
-    return stream.all_of(x)
+    x = x + stream.out_of(torch.tanh(stream.into(x) @ up) @ down) + stream.local_tokens(places[None])
+    return stream.all_tokens(x)
 
 
 def one_rank():
@@ -81,4 +81,9 @@ def test_tokens_that_tp_does_not_divide_are_refused_in_words():
 def test_tokens_that_are_not_sharded_need_divide_by_nothing():
     hidden = torch.zeros(1, 7, 4)
     stream = Stream(Axis("tp", 2))
-    assert stream.out_of(hidden).shape == stream.own(hidden).shape == stream.all_of(hidden).shape == hidden.shape
+    assert (
+        stream.out_of(hidden).shape
+        == stream.local_tokens(hidden).shape
+        == stream.all_tokens(hidden).shape
+        == hidden.shape
+    )

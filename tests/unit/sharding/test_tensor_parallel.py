@@ -13,9 +13,9 @@ from workbench.sharding.tensor_parallel import (
     ParameterShard,
     apply_tensor_parallel,
     check_heads,
+    defer_input_sums,
     full_gradient,
-    leave_sums,
-    own_part,
+    local_part,
     shard_range,
 )
 
@@ -119,7 +119,7 @@ def test_an_output_head_has_whole_rows_of_its_slice_of_the_vocabulary(bias):
         start, stop = ((0, 3), (3, 5))[mesh["tp"].rank]
         for name, value in model.named_parameters():
             assert torch.equal(value, whole[name][start:stop]), name
-            assert torch.equal(own_part(whole[name], shards[name], mesh["tp"]), value), name
+            assert torch.equal(local_part(whole[name], shards[name], mesh["tp"]), value), name
         return len(whole)
 
     assert simulate(sliced, tp=2) == [1 + bias] * 2
@@ -250,7 +250,7 @@ def cut_decoder(sharded):
     mesh = make_mesh(tp=2)
     model = decoder()
     shards = apply_tensor_parallel(model, EVERYTHING, mesh["tp"], sequence_parallel=sharded)
-    found = drive(model, Stream(mesh["tp"], sharded).all_of)
+    found = drive(model, Stream(mesh["tp"], sharded).all_tokens)
     sum_gradients(model, shards, mesh)
     return found, full_gradients(model, shards, mesh), shards
 
@@ -326,7 +326,7 @@ def test_a_part_is_the_way_back_from_the_whole(shard, shape, tp):
     whole = torch.randn(shape)
 
     def there_and_back(mesh):
-        part = own_part(whole, shard, mesh["tp"])
+        part = local_part(whole, shard, mesh["tp"])
         return part, full_gradient(part, shard, mesh["tp"])
 
     for part, again in simulate(there_and_back, tp=tp):
@@ -346,7 +346,7 @@ def test_a_part_of_the_whole_is_what_a_cut_model_holds(sharded):
         return [
             name
             for name, held in model.named_parameters()
-            if not torch.equal(own_part(whole[name], shards[name], mesh["tp"]), held)
+            if not torch.equal(local_part(whole[name], shards[name], mesh["tp"]), held)
         ]
 
     assert simulate(check, tp=2) == [[], []]
@@ -360,7 +360,7 @@ def test_sums_at_the_input_of_a_block_can_be_left_to_others():
         apply_tensor_parallel(model, {"mlp.up": "colwise", "mlp.down": "rowwise"}, mesh["tp"])
         found = []
         for to_others in (False, True, False):
-            leave_sums(model, to_others=to_others)
+            defer_input_sums(model, deferred=to_others)
             hidden = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
             model["mlp"](hidden).sum().backward()
             found.append(hidden.grad)
@@ -377,5 +377,5 @@ def test_sums_of_sequence_parallelism_cannot_be_left_to_others():
     model = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})})
     apply_tensor_parallel(model, {"mlp.up": "colwise", "mlp.down": "rowwise"}, TWO, sequence_parallel=True)
     with pytest.raises(ShardingError, match="sequence parallelism"):
-        leave_sums(model, to_others=True)
-    leave_sums(model, to_others=False)
+        defer_input_sums(model, deferred=True)
+    defer_input_sums(model, deferred=False)

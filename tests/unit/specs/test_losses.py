@@ -162,7 +162,7 @@ def test_another_correction_brings_its_own_settings():
 def test_almost_every_loss_breaks_no_law_and_those_that_do_declare_it():
     broken = {name: LossSpec(name=name).breaks for name in PRESETS if LossSpec(name=name).breaks}
     assert set(broken) == {"bnpo", "clip_cov", "kl_cov"}
-    assert all("micro_batch" in laws and "dp" in laws for laws in broken.values())
+    assert all("micro_batch" in invariants and "dp" in invariants for invariants in broken.values())
     assert "cp" in broken["clip_cov"]
 
 

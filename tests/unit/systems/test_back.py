@@ -3,7 +3,7 @@ from pydantic import Field
 
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
-from workbench.systems.back import checked_back, differences, refuse
+from workbench.systems.back import checked_back, differences, unsupported
 from workbench.systems.registry import Settings, Translation
 
 
@@ -57,7 +57,7 @@ def test_differences_are_listed_by_path_and_names_of_presets_are_none():
 
 
 def test_a_loss_that_a_system_has_not_is_refused_with_the_rule():
-    error = refuse("Nobody", "the surrogate 'sapo'", "it clips")
+    error = unsupported("Nobody", "the surrogate 'sapo'", "it clips")
     assert isinstance(error, SpecError)
     assert "options of Nobody for the surrogate 'sapo'" in str(error)
     assert "it clips" in str(error)

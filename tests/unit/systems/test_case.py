@@ -6,7 +6,7 @@ import torch
 
 from workbench.errors import ShapeError, SpecError
 from workbench.reduction.evaluate import CORRECTION_WEIGHTS
-from workbench.systems.case import Case, silent
+from workbench.systems.case import Case, logprobs_only
 
 
 def case(**inputs):
@@ -88,6 +88,6 @@ def test_what_is_missing_or_does_not_fit_is_said():
 
 
 def test_a_silent_head_says_log_probabilities_only():
-    said = silent(torch.zeros(2))
+    said = logprobs_only(torch.zeros(2))
     assert (said.entropy_T, said.logsumexp_T) == (None, None)
-    assert silent(torch.zeros(2), torch.ones(2)).entropy_T.tolist() == [1, 1]
+    assert logprobs_only(torch.zeros(2), torch.ones(2)).entropy_T.tolist() == [1, 1]

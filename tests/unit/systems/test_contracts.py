@@ -6,7 +6,7 @@ from tests.oracles.scaling import token_weights
 from tests.unit.reduction.test_scaling import rows
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec
-from workbench.reduction.scaling import Cut
+from workbench.reduction.scaling import StepLayout
 from workbench.reduction.weights import step_weights
 from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.contracts import contract_table, scaling_contract
@@ -21,7 +21,9 @@ EXACT = [(system, mode) for system, mode in MODES if not CONTRACTS[system][mode]
 def weights(scaling, denominator, cp):
     flat = [row for rank in LENGTHS for row in rank]
     split = rows(*flat)
-    named, _ = step_weights(split, LossSpec(scaling=scaling, denominator=denominator), cut=Cut(dp=2, cp=cp))
+    named, _ = step_weights(
+        split, LossSpec(scaling=scaling, denominator=denominator), step_layout=StepLayout(dp=2, cp=cp)
+    )
     found = {}
     for place, (row, weight) in enumerate(zip(split, named, strict=True)):
         for document in range(len(flat[place])):

@@ -20,8 +20,8 @@ def test_functions_of_a_document():
     assert documents.ratio_of(TOKENS, LOGS, epsilon=1.0).tolist() == pytest.approx([math.exp(0.2), math.exp(-0.4)])
     assert documents.clamped_of(CLIP, TOKENS, LOGS).tolist() == pytest.approx([1.2, 0.8])
     assert documents.k3_of(TOKENS, LOGS).tolist() == pytest.approx([RATIOS[0] - 1 - 0.3, RATIOS[1] - 1 + 0.5])
-    assert documents.beyond_of("cut_high", CLIP, TOKENS, LOGS, ADVANTAGES).tolist() == [1, 0]
-    assert documents.beyond_of("cut_low", CLIP, TOKENS, LOGS, ADVANTAGES).tolist() == [0, 1]
+    assert documents.outside_clip_of("cut_high", CLIP, TOKENS, LOGS, ADVANTAGES).tolist() == [1, 0]
+    assert documents.outside_clip_of("cut_low", CLIP, TOKENS, LOGS, ADVANTAGES).tolist() == [0, 1]
 
 
 def test_statistics_over_documents_and_tokens():
@@ -43,4 +43,4 @@ def test_declarations_say_what_they_read():
     assert metric.read(TOKENS, LOGS, ADVANTAGES) == pytest.approx(RATIOS[0])
     share = documents.token_share("clipped", "cut", CLIP, "share")
     assert share.read(TOKENS, LOGS, ADVANTAGES) == pytest.approx(1.0)
-    assert share.weighs == "its trained tokens"
+    assert share.weight == "its trained tokens"

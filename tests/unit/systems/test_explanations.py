@@ -17,8 +17,8 @@ from workbench.reduction.weights import step_weights
 from workbench.specs.losses import LossSpec
 from workbench.systems import case_settings, explain, loss_spec
 from workbench.systems.back import FACTORS
-from workbench.systems.counterexample import Outcome, apart, outcome
-from workbench.systems.explanations import APART, compare, decides, scale_alike
+from workbench.systems.counterexample import Outcome, outcome, relative_distance
+from workbench.systems.explanations import TOLERANCE, compare, decides, same_scaling
 from workbench.systems.registry import load_system
 
 POLICY = {"policy_loss", "policy_loss_packed", "policy_loss_logits", "fused_linear_policy_loss"}
@@ -63,7 +63,9 @@ def test_over_all_pairs_the_verdict_is_what_five_other_batches_say(every):
     for one, other in pairs:
         verdict, same_loss, same_gradient, witness = compare(spec_of(*one), spec_of(*other))
         verdicts.append(verdict)
-        differ = any(max(apart(on_batch(*one, seed), on_batch(*other, seed))) > APART for seed in range(5))
+        differ = any(
+            max(relative_distance(on_batch(*one, seed), on_batch(*other, seed))) > TOLERANCE for seed in range(5)
+        )
         if verdict != "cannot say" and (verdict == "different") != differ:
             wrong.append((one, other, verdict))
         assert (verdict == "different") == (witness is not None), (one, other)
@@ -116,10 +118,10 @@ def test_a_threshold_that_only_a_far_document_passes_is_a_difference():
 
 def test_a_witness_can_be_looked_at_again():
     found = explain("fast_llm", {"type": "gspo"}, "fast_llm", {"type": "grpo"})
-    again = [outcome(spec, found.witness.seed) for spec in found.specs]
-    assert found.witness.losses == (again[0].loss, again[1].loss)
-    assert found.witness.relative == apart(*again)
-    assert max(found.witness.relative) > APART
+    again = [outcome(spec, found.counterexample.seed) for spec in found.specs]
+    assert found.counterexample.losses == (again[0].loss, again[1].loss)
+    assert found.counterexample.relative == relative_distance(*again)
+    assert max(found.counterexample.relative) > TOLERANCE
 
 
 def test_differences_have_topics_and_say_who_was_silent():
@@ -169,8 +171,8 @@ def test_a_penalty_in_the_reward_is_no_part_of_the_loss_and_is_said():
     ],
 )
 def test_what_counts_elsewhere_or_leaves_a_factor_scales_otherwise(settings, alike):
-    assert scale_alike(LossSpec(), LossSpec(**settings)) == alike
-    assert not scale_alike(LossSpec(scaling={"counts": "micro_batch"}), LossSpec(**settings))
+    assert same_scaling(LossSpec(), LossSpec(**settings)) == alike
+    assert not same_scaling(LossSpec(scaling={"counts": "micro_batch"}), LossSpec(**settings))
 
 
 def test_the_gradient_may_be_the_same_when_the_loss_is_not():

@@ -17,7 +17,7 @@ def test_an_array_that_nothing_uses_is_refused_by_name(system, kind, name):
     case, inputs = arguments(system, name)
     with pytest.raises(SpecError) as caught:
         replay(system, kind, case["function"], case["config"], inputs | {"lunch_break": np.ones(3)})
-    assert caught.value.parts["asked"] == f"replay of {kind} of {system} with 'lunch_break'"
+    assert caught.value.parts["requested"] == f"replay of {kind} of {system} with 'lunch_break'"
     assert "uses lunch_break" in caught.value.parts["found"]
     for taken in inputs:
         assert taken in caught.value.parts["rule"]

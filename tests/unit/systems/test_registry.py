@@ -10,7 +10,7 @@ from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
 from workbench.systems import metrics as aliases
 from workbench.systems.inputs import inputs_of
-from workbench.systems.registry import SYSTEMS, Settings, System, load_system, parse_settings, translated
+from workbench.systems.registry import SYSTEMS, Settings, System, load_system, parse_settings, translate_settings
 from workbench.systems.replays import COMMON
 from workbench.systems.translate import translation
 
@@ -95,7 +95,7 @@ def test_what_our_spec_refuses_is_said_in_words():
 
     system = dataclasses.replace(load_system("verl"), title="Somebody", translate=clashing)
     with pytest.raises(SpecError, match="Somebody: translation of these options to a LossSpec") as caught:
-        translated(system, Two())
+        translate_settings(system, Two())
     assert "denominator_constant is not used" in str(caught.value)
 
 

@@ -20,14 +20,14 @@ from workbench.policy.sampling import Sampler, by_uniforms
 from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
-from workbench.sharding.gradients import full_weights, keep_own_part, whole_tensor
+from workbench.sharding.gradients import copy_local_part, full_tensor, full_weights
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.train import checkpoint
 from workbench.train import step as flow
 from workbench.train.checkpoint import continue_run, load_checkpoint, save_checkpoint, trained_policy
-from workbench.train.policies import make_policy
-from workbench.train.worker import make_optimizer, run_here
+from workbench.train.policies import build_policy
+from workbench.train.worker import build_optimizer, run_here
 
 LAYOUTS = {"one": {}, "tp2": {"tp": 2}, "dp2": {"dp": 2}}
 
@@ -37,8 +37,8 @@ def new_run(folder, **changes):
 
 
 def held(spec, mesh=None):
-    policy = make_policy(spec, mesh or single_process_mesh(), Path(), temperature=1.0)
-    return policy, make_optimizer(policy, spec.optimizer)
+    policy = build_policy(spec, mesh or single_process_mesh(), Path(), temperature=1.0)
+    return policy, build_optimizer(policy, spec.optimizer)
 
 
 def train(policy, optimizer, steps=2):
@@ -48,7 +48,7 @@ def train(policy, optimizer, steps=2):
         for name, parameter in policy.model.named_parameters():
             shape = full_weights(policy.model, policy.shards, policy.mesh)[name].shape
             parameter.grad = torch.zeros_like(parameter)
-            keep_own_part(
+            copy_local_part(
                 parameter.grad, torch.randn(shape, generator=draw).to(parameter.dtype), policy.shards[name], policy.mesh
             )
         optimizer.step()
@@ -145,7 +145,7 @@ def sharded_copy(source, sizes, folder):
     said = {f"weights/{name}": value for name, value in full_weights(policy.model, policy.shards, mesh).items()}
     for name, parameter in policy.model.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            said[f"optimizer/{name}/{key}"] = value if key == "step" else whole_tensor(value, policy.shards[name], mesh)
+            said[f"optimizer/{name}/{key}"] = value if key == "step" else full_tensor(value, policy.shards[name], mesh)
     return said, sum(parameter.to_local().numel() for parameter in policy.model.parameters())
 
 
@@ -381,7 +381,7 @@ def test_the_trained_policy_is_a_stock_model_with_the_last_weights(precision, tm
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in weights.items())
     as_it_samples = Sampler("tiny-qwen3", precision=precision, tied=False, seed=4)
-    as_it_samples.take(weights)
+    as_it_samples.load_weights(weights)
     tokens = torch.tensor([[16, 3, 12, 4, 15, 7, 7, 1]])
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits, as_it_samples.model(input_ids=tokens).logits)

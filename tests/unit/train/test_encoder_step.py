@@ -110,7 +110,7 @@ def test_a_step_that_reads_no_image_is_a_step_of_the_policy_alone():
 
     def both(mesh):
         encoder, policy, (rows, totals) = prepared(mesh, change=blind)
-        loss = step.make_loss(ONE.spec.loss)
+        loss = step.build_loss(ONE.spec.loss)
         with_images = encoder_step.run_image_step(encoder, policy, loss, rows, totals, keep_gradients=True)
         documents, reads, _ = problem(ONE)
         alone = step.run_step(
@@ -129,7 +129,7 @@ def test_a_step_that_reads_no_image_is_a_step_of_the_policy_alone():
 def test_norms_of_both_modules_are_reported_and_clipped_together():
     def clipped(mesh):
         encoder, policy, (rows, totals) = prepared(mesh)
-        loss = step.make_loss(ONE.spec.loss)
+        loss = step.build_loss(ONE.spec.loss)
         result = encoder_step.run_image_step(encoder, policy, loss, rows, totals)
         norm = encoder_step.clip_both(encoder, policy, result.norms, 0.5)
         after = [parameter.grad for module in (encoder, policy) for parameter in module.model.parameters()]
@@ -149,7 +149,7 @@ def test_norms_of_both_modules_are_reported_and_clipped_together():
 def test_without_metrics_there_are_none_of_the_encoder():
     def silent(mesh):
         encoder, policy, (rows, totals) = prepared(mesh)
-        return encoder_step.run_image_step(encoder, policy, step.make_loss(ONE.spec.loss), rows, totals, level="none")
+        return encoder_step.run_image_step(encoder, policy, step.build_loss(ONE.spec.loss), rows, totals, level="none")
 
     assert not [key for key in on_one_rank(silent).metrics if key.startswith("gradient/")]
 
@@ -179,7 +179,7 @@ def test_features_that_nobody_reads_have_no_gradient_and_are_no_error():
         spec = case.spec.model_copy(update={"layout": case.spec.layout.model_copy(update=layout)})
         rows, totals = encoder_step.prepare_image_rows(batch, pixels, spec, policy.mesh, encoder, bridge)
         return encoder_step.run_image_step(
-            encoder, policy, step.make_loss(spec.loss), rows, totals, keep_gradients=True
+            encoder, policy, step.build_loss(spec.loss), rows, totals, keep_gradients=True
         ).gradients
 
     [alone] = simulate(lambda mesh: on(mesh, Grid.of(), Grid.of(), {"cp": 1}))

@@ -12,7 +12,7 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.batches import nasty_documents
 from workbench.errors import SpecError
 from workbench.losses import Term
-from workbench.policy.logprobs.engine import count_products
+from workbench.policy.logprobs.engine import count_gemms
 from workbench.policy.model import load_policy
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import RolloutBatch
@@ -41,7 +41,7 @@ def documents(spread, advantages="documents"):
     spec = RunSpec.model_validate({"model": TINY, "precision": "float64"})
     rows, totals = flow.prepare_rows(RolloutBatch.from_documents(found), spec, policy().mesh)
     number = sum(len(d["tokens"]) for d in found)
-    own = flow.run_step(policy(), flow.make_loss(spec.loss), rows, totals, num_source=number).tokens
+    own = flow.run_step(policy(), flow.build_loss(spec.loss), rows, totals, num_source=number).tokens
     own, rng, taken = own["policy_logprobs"].tolist(), random.Random(5), 0
     for place, document in enumerate(found):
         size, away = len(document["tokens"]), (place % 4 - 1.5) * spread
@@ -54,7 +54,7 @@ def documents(spread, advantages="documents"):
     return found[: 2 * (len(found) // 2)]
 
 
-def step(loss, batch, *, make=flow.make_loss, loss_spec=True, frozen_clip=None, **settings):
+def step(loss, batch, *, make=flow.build_loss, loss_spec=True, frozen_clip=None, **settings):
     """One step under a spec; its result, and products with the head for each trained token."""
     spec = RunSpec.model_validate({"model": TINY, "precision": "float64", "loss": loss} | settings)
     held = replace(
@@ -62,7 +62,7 @@ def step(loss, batch, *, make=flow.make_loss, loss_spec=True, frozen_clip=None, 
     )
     batch = RolloutBatch.from_documents(batch)
     rows, totals = flow.prepare_rows(batch, spec, held.mesh)
-    with count_products() as count:
+    with count_gemms() as count:
         found = flow.run_step(
             held,
             make(spec.loss),

@@ -44,8 +44,8 @@ from workbench.train.online import (
     with_advantages,
     without_ties,
 )
-from workbench.train.policies import make_policy
-from workbench.train.worker import make_optimizer, run_here
+from workbench.train.policies import build_policy
+from workbench.train.worker import build_optimizer, run_here
 
 TASK = Digits()
 LAYOUTS = {
@@ -58,7 +58,7 @@ LAYOUTS = {
 
 def online_of(spec, mesh=None, task=None):
     """A policy at its first weights, and what samples from it."""
-    policy = make_policy(spec, mesh or single_process_mesh(), Path(), temperature=spec.online.temperature)
+    policy = build_policy(spec, mesh or single_process_mesh(), Path(), temperature=spec.online.temperature)
     return Online(spec, policy, Path(), task=task or TASK)
 
 
@@ -216,7 +216,7 @@ def test_a_reference_is_kept_as_the_run_began():
     move(online.policy)
     later, _ = online.sample(1)
     assert (later.ref_logprobs_T - later.old_logprobs_T).abs().max() > 0.01
-    untouched = make_policy(spec, single_process_mesh(), Path(), temperature=1.0)
+    untouched = build_policy(spec, single_process_mesh(), Path(), temperature=1.0)
     assert torch.equal(document_logprobs(untouched, later, spec, untouched.mesh), later.ref_logprobs_T)
 
 
@@ -229,7 +229,7 @@ def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
     mask_T, zeros_T = torch.tensor([True, True]), torch.zeros(2)
     inputs = flow.LossInputs(zeros_T - 1, zeros_T - 1, zeros_T + 1, zeros_T - 1, None, loss_mask_T=mask_T)
     try:
-        flow.make_loss(spec)(inputs)
+        flow.build_loss(spec)(inputs)
         asked = False
     except SpecError as error:
         asked = "uses the ref policy" in str(error)
@@ -270,7 +270,7 @@ def test_each_update_takes_its_share_with_advantages_of_the_whole_sampling():
         rows, _ = flow.prepare_rows(step.documents, with_advantages(spec), single_process_mesh())
         mask_T, source_T = rows[0].row.loss_mask_T, rows[0].row.source_T
         assert torch.equal(rows[0].row.advantages_T[mask_T], step.source.advantages_T[source_T[mask_T]])
-    alone = flow.make_advantages(steps[0].documents, spec)
+    alone = flow.compute_advantages(steps[0].documents, spec)
     assert not torch.allclose(alone.advantages_T, steps[0].documents.advantages_T)
 
 
@@ -332,10 +332,10 @@ def one_step(spec, mesh=None):
     online = online_of(spec, mesh)
     batch, _ = online.sample(0)
     spec, policy = with_advantages(spec), online.policy
-    optimizer = make_optimizer(policy, spec.optimizer)
+    optimizer = build_optimizer(policy, spec.optimizer)
     for _ in range(2):
         rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True)
+        result = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals, keep_gradients=True)
         optimizer.step()
     return fields(batch), result.gradients, online.sample(1)[0].tokens_T
 
@@ -396,7 +396,7 @@ def test_losses_with_all_kinds_of_needs_train(name):
     rows, totals = flow.prepare_rows(data.documents, with_advantages(spec), online.mesh)
     result = flow.run_step(
         online.policy,
-        flow.make_loss(spec.loss),
+        flow.build_loss(spec.loss),
         rows,
         totals,
         level="full",
@@ -440,7 +440,7 @@ def test_pairs_of_which_neither_is_better_train_nothing():
     assert batch.rewards_N.unique().numel() == 1
     assert numbers["length/answer/mean"] > 1
     rows, totals = flow.prepare_rows(batch, with_advantages(spec), online.mesh)
-    assert float(flow.run_step(online.policy, flow.make_loss(spec.loss), rows, totals).loss["total"]) == 0.0
+    assert float(flow.run_step(online.policy, flow.build_loss(spec.loss), rows, totals).loss["total"]) == 0.0
 
 
 # ---- tasks that go wrong -----------------------------------------------------------------------------------------
@@ -547,7 +547,7 @@ def test_ids_that_the_task_does_not_know_are_named_with_the_model(task, words, w
     with pytest.raises(SpecError, match=words) as caught:
         online_of(spec_of(**wider), task=task).sample(0)
     asked = f"online.task = '{spec_of().online.task}' with model.source = '{wider['model']['source']}'"
-    assert caught.value.parts["asked"] == asked
+    assert caught.value.parts["requested"] == asked
     unknown = re.match(r"a completion with the ids \[([\d, ]+)\]", caught.value.parts["found"])[1].split(", ")
     assert max(map(int, unknown)) >= 19
     assert "take a task with the tokenizer of this model" in caught.value.parts["fix"]
@@ -734,7 +734,7 @@ def scored_and_stepped():
         rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
         with torch.no_grad():
             rows[0].hidden_states(policy)
-        norms.append(flow.run_step(policy, flow.make_loss(spec.loss), rows, totals).norms)
+        norms.append(flow.run_step(policy, flow.build_loss(spec.loss), rows, totals).norms)
     return shards, norms
 
 

@@ -8,7 +8,7 @@ from workbench.policy.model import load_policy
 from workbench.sharding.mesh import single_process_mesh
 from workbench.specs.run import RunSpec
 from workbench.train import policies
-from workbench.train.policies import make_policy
+from workbench.train.policies import build_policy
 
 MODEL = {"source": "tiny-qwen3", "tied": False, "seed": 7}
 
@@ -32,7 +32,7 @@ def test_every_setting_is_handed_on(monkeypatch):
         }
     )
     mesh, project = single_process_mesh(), Path("somewhere")
-    make_policy(spec, mesh, project, temperature=0.7)
+    build_policy(spec, mesh, project, temperature=0.7)
     assert asked == MODEL | {
         "mesh": mesh,
         "project": project,
@@ -54,6 +54,6 @@ def test_every_setting_is_handed_on(monkeypatch):
 @pytest.mark.parametrize(("given", "expected"), [(None, 0.7), (1.3, 1.3)])
 def test_the_temperature_is_that_of_the_rollouts_unless_given(given, expected):
     spec = RunSpec.model_validate({"model": MODEL, "policy": {"temperature": given}})
-    policy = make_policy(spec, single_process_mesh(), Path(), temperature=0.7)
+    policy = build_policy(spec, single_process_mesh(), Path(), temperature=0.7)
     assert policy.temperature == expected
     assert policy.model.config.tie_word_embeddings is False

@@ -19,7 +19,7 @@ from tests.helpers.online_runs import Digits, done, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.oracles import step as paper
 from workbench.errors import SpecError
-from workbench.policy.logprobs import IMPLEMENTATIONS, triton_refusal
+from workbench.policy.logprobs import IMPLEMENTATIONS, triton_unsupported_reason
 from workbench.policy.model import CHUNKED, DTYPES, choose_implementation, load_policy
 from workbench.policy.tiny import tiny_qwen3
 from workbench.records.directory import RunDirectory
@@ -30,7 +30,7 @@ from workbench.sharding.simulated import simulate
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.online import Online, document_logprobs, with_advantages
-from workbench.train.policies import make_policy
+from workbench.train.policies import build_policy
 from workbench.train.worker import run_here
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -67,7 +67,7 @@ def cases(layout, precision):
     """(policy settings, loss, micro-batches): every head of a layout and a precision, the fused one in all its cuts."""
     for name in IMPLEMENTATIONS:
         if name == "triton":
-            if layout in ({}, {"tp": 2}) and not triton_refusal(DTYPES[precision], torch.device("cpu")):
+            if layout in ({}, {"tp": 2}) and not triton_unsupported_reason(DTYPES[precision], torch.device("cpu")):
                 yield {"logprobs": name, "chunk_tokens": 3 * CHUNK, "fused_loss": True}, "document", 1  # interpreted
             continue
         if name == "reference" and layout.get("tp", 1) > 1:
@@ -112,7 +112,7 @@ def not_alike(policy, spec, batch):
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
     found = flow.run_step(
         policy,
-        flow.make_loss(spec.loss),
+        flow.build_loss(spec.loss),
         rows,
         totals,
         num_source=batch.num_tokens,
@@ -186,14 +186,14 @@ ONLINE = {
 
 def first_steps(mesh, spec, number):
     """Per-token values of the first optimizer steps of an online run whose weights stay."""
-    policy = make_policy(spec, mesh, Path(), temperature=spec.online.temperature)
+    policy = build_policy(spec, mesh, Path(), temperature=spec.online.temperature)
     steps, found = Online(spec, policy, Path(), task=Digits()).steps(0), []
     for _ in range(number):
         data = next(steps)
         rows, totals = flow.prepare_rows(data.documents, with_advantages(spec), mesh)
         result = flow.run_step(
             policy,
-            flow.make_loss(spec.loss),
+            flow.build_loss(spec.loss),
             rows,
             totals,
             num_source=data.source.num_tokens,
@@ -302,7 +302,7 @@ def test_the_implementation_of_a_run_is_chosen_once(requested, tp, fused_loss, e
 
     assert on_ranks(rank, {"tp": tp}) == expected
     head = {"logprobs": requested} | ({"fused_loss": True} if fused_loss else {})
-    policy = make_policy(
+    policy = build_policy(
         RunSpec.model_validate({"model": {"source": "tiny-qwen3"}, "policy": head}),
         single_process_mesh(),
         Path(),
@@ -334,7 +334,7 @@ def test_an_old_pass_divides_each_token_by_its_own_temperature():
             "policy": {"temperature": 3.0},
         }
     )
-    policy, batch = make_policy(spec, single_process_mesh(), Path(), temperature=1.0), recorded()
+    policy, batch = build_policy(spec, single_process_mesh(), Path(), temperature=1.0), recorded()
     model, expected = paper.exact(tiny_qwen3(19)), []
     for number in range(batch.num_documents):
         tokens = batch.tokens_T[batch.document_ids_T == number].tolist()

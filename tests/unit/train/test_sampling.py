@@ -15,11 +15,11 @@ from workbench.rollouts import files
 from workbench.rollouts.advantages import group_advantages
 from workbench.rollouts.task import ArithmeticTask
 from workbench.train import sampling as recording
-from workbench.train.sampling import RecordingSettings, document_logprobs, record_rollouts, sample
+from workbench.train.sampling import RolloutSettings, document_logprobs, record_rollouts, sample
 
 DATA = Path(__file__).parents[3] / "data"
 TASK = ArithmeticTask()
-SMALL = RecordingSettings(
+SMALL = RolloutSettings(
     prompts=2,
     answers=3,
     temperature=0.7,
@@ -184,7 +184,7 @@ def test_an_existing_recording_is_refused_before_the_warm_up(tmp_path, monkeypat
 
 
 def test_a_warm_up_that_never_succeeds_says_so():
-    settings = RecordingSettings(
+    settings = RolloutSettings(
         max_warm_up_steps=1,
         evaluate_every=1,
         evaluation_problems=1,
@@ -198,7 +198,7 @@ def test_a_warm_up_that_never_succeeds_says_so():
 
 def test_a_warm_up_that_succeeds_too_well_says_so(monkeypatch):
     monkeypatch.setattr(recording, "_success_rate", lambda *_: 0.9)
-    settings = RecordingSettings(evaluate_every=1, cool_down_steps=1, documents_per_step=1)
+    settings = RolloutSettings(evaluate_every=1, cool_down_steps=1, documents_per_step=1)
     with pytest.raises(SpecError, match=r"at most 0\.6\n  found: 0\.9"):
         recording.warm_up(TASK, settings)
 
@@ -233,4 +233,4 @@ def test_prompts_of_all_lengths_together_draw_from_the_same_distribution():
 @pytest.mark.parametrize("settings", [{"answers": 0}, {"temperature": 0.0}, {"success_low": 0.7}])
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(SpecError, match=f"{next(iter(settings))[:7]}"):
-        RecordingSettings(**settings)
+        RolloutSettings(**settings)

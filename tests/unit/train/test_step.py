@@ -24,7 +24,7 @@ def test_a_step_without_trained_tokens_gives_zeros_and_not_nothing():
     spec, _, policy = fixture()
     untrained = RolloutBatch.from_documents([d | {"loss_mask": [0] * len(d["tokens"])} for d in nasty_documents(4)])
     rows, totals = flow.prepare_rows(untrained, spec, policy.mesh)
-    result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+    result = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals)
     assert float(result.loss["total"]) == 0.0
     assert totals.tokens == 0
     assert all(p.grad is not None and not p.grad.any() for p in policy.model.parameters())
@@ -48,7 +48,7 @@ def test_metrics_see_the_old_policy_that_the_loss_sees():
     for old_policy in ("recorded", "current"):
         spec, batch, policy = fixture(loss={"old_policy": old_policy})
         rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, loss_spec=spec.loss)
+        result = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals, loss_spec=spec.loss)
         found[old_policy] = result.metrics["ratio/policy_old/max"]
     assert found["current"] == 1.0
     assert found["recorded"] > 1.1
@@ -142,14 +142,14 @@ def test_what_the_policy_says_where_nothing_counts_reaches_no_gradient():
     policy = load_policy("tiny-qwen3", temperature=0.001)  # log-probabilities of -1000s: exp overflows float32
     nothing = RolloutBatch.from_documents([d | {"loss_mask": [0] * len(d["tokens"])} for d in nasty_documents(4)])
     rows, totals = flow.prepare_rows(nothing, spec, policy.mesh)
-    flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+    flow.run_step(policy, flow.build_loss(spec.loss), rows, totals)
     assert all(not p.grad.any() and torch.isfinite(p.grad).all() for p in policy.model.parameters())
 
 
 def test_clipping_scales_every_gradient_by_the_whole_norm():
     spec, batch, policy = fixture()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-    result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+    result = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals)
     before = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
     norm = flow.clip_gradients(policy, result.norms, float(before.norm()) / 4)
     after = torch.cat([p.grad.flatten() for p in policy.model.parameters()])
@@ -169,7 +169,7 @@ def test_the_clip_coefficient_is_what_gradients_are_multiplied_with(norm, most, 
 def test_clipping_never_scales_up():
     spec, batch, policy = fixture()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-    result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+    result = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals)
     before = [p.grad.clone() for p in policy.model.parameters()]
     norm = flow.clip_gradients(policy, result.norms, 1e6)
     assert norm < 1e6
@@ -180,7 +180,7 @@ def test_a_step_forgets_the_gradients_of_the_one_before():
     spec, batch, policy = fixture()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
     first, second = (
-        flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True).gradients for _ in range(2)
+        flow.run_step(policy, flow.build_loss(spec.loss), rows, totals, keep_gradients=True).gradients for _ in range(2)
     )
     for name, gradient in first.items():
         torch.testing.assert_close(second[name], gradient, rtol=0, atol=1e-13)
@@ -189,7 +189,7 @@ def test_a_step_forgets_the_gradients_of_the_one_before():
 def test_what_a_run_would_decide_is_recorded_beside_the_decision_that_acted():
     spec, batch, policy = fixture()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-    loss = flow.make_loss(spec.loss)
+    loss = flow.build_loss(spec.loss)
     free = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens).tokens
     opposite = ~free["clipped"] & free["trained"]
     frozen = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens, frozen_clip_S=opposite).tokens
@@ -278,7 +278,7 @@ def test_the_gradient_may_be_divided_by_the_documents_once_more():
     results = []
     for chosen in (spec, twice):
         rows, totals = flow.prepare_rows(batch, chosen, policy.mesh)
-        results.append(flow.run_step(policy, flow.make_loss(chosen.loss), rows, totals, keep_gradients=True))
+        results.append(flow.run_step(policy, flow.build_loss(chosen.loss), rows, totals, keep_gradients=True))
     plain, divided = results
     assert float(divided.loss["total"]) == float(plain.loss["total"])
     for name, gradient in plain.gradients.items():
@@ -315,31 +315,31 @@ def test_a_penalty_in_the_reward_moves_advantages_where_an_estimator_makes_them(
             data={"advantages": {"name": "reinforce_plus_plus"}},
             loss={"kl": {"coefficient": coefficient, "placement": "reward", "estimator": "k1"}},
         )
-        made[coefficient] = flow.make_advantages(batch, spec).advantages_T
+        made[coefficient] = flow.compute_advantages(batch, spec).advantages_T
     assert not torch.equal(made[0.0], made[0.1])
     spec, _, _ = fixture(
         data={"advantages": {"name": "grpo"}}, loss={"kl": {"coefficient": 0.1, "placement": "reward"}}
     )
     with pytest.raises(SpecError, match="no ref_logprobs"):
-        flow.make_advantages(replace(grouped(), ref_logprobs_T=None), spec)
+        flow.compute_advantages(replace(grouped(), ref_logprobs_T=None), spec)
 
 
 def test_settings_of_the_estimator_are_handed_on_and_strange_ones_are_refused():
     batch = grouped()
     one, other = (
-        flow.make_advantages(batch, fixture(data={"advantages": {"name": "grpo", "settings": settings}})[0])
+        flow.compute_advantages(batch, fixture(data={"advantages": {"name": "grpo", "settings": settings}})[0])
         for settings in ({"ddof": 1.0}, {"scale": "none"})
     )
     assert not torch.equal(one.advantages_T, other.advantages_T)
     with pytest.raises(SpecError, match="slope"):
-        flow.make_advantages(batch, fixture(data={"advantages": {"name": "rloo", "settings": {"slope": 1}}})[0])
+        flow.compute_advantages(batch, fixture(data={"advantages": {"name": "rloo", "settings": {"slope": 1}}})[0])
 
 
 def test_a_term_with_weights_of_its_own_is_summed_with_them():
     spec, _, policy = fixture(loss={"positive_nll_coefficient": 0.5})
     batch = grouped()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-    result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens)
+    result = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals, num_source=batch.num_tokens)
     good = batch.loss_mask_T & (batch.rewards_N[batch.document_ids_T] > 0)
     assert 0 < good.sum() < batch.num_trained_tokens
     expected = -0.5 * result.tokens["policy_logprobs"][good].mean()

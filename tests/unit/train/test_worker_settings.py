@@ -117,7 +117,7 @@ def test_each_optimizer_moves_as_its_name_says(name, moved):
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.zero_()
     model.weight.grad = torch.full_like(model.weight, 3.0)
-    worker.make_optimizer(SimpleNamespace(model=model), OptimizerSpec(name=name, learning_rate=0.1)).step()
+    worker.build_optimizer(SimpleNamespace(model=model), OptimizerSpec(name=name, learning_rate=0.1)).step()
     assert model.weight.item() == pytest.approx(moved, rel=1e-6)  # the first step of AdamW knows the sign only
 
 

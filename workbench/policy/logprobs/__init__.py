@@ -20,7 +20,7 @@ from workbench.errors import SpecError
 from workbench.policy.logprobs.head import TokenLogprobs
 
 if TYPE_CHECKING:
-    from workbench.policy.logprobs.kept import KeptSets
+    from workbench.policy.logprobs.truncated_support import TruncatedSupport
     from workbench.sharding.mesh import Axis
 
 IMPLEMENTATIONS = ("reference", "vocabulary_parallel", "chunked", "triton")
@@ -38,8 +38,8 @@ def token_logprobs(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: KeptSets | None = None,
-    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    support: TruncatedSupport | None = None,
+    outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
     axis: Axis | None = None,
     first_token: int = 0,
@@ -62,8 +62,8 @@ def token_logprobs(
         soft_cap: bounds logits, before the temperature; None: no bound.
         valid: number of local rows that exist; the others are padding with probability 0. None: all.
         active_T: [T] bool: the tokens that are computed; None: all. The others return 0 without gradient, at no cost.
-        kept: each token's truncated support in the sampler; None: not truncated.
-        wanted: any of entropy, logsumexp, mean_squared_logit. With ``kept``, entropy is also that of the support.
+        support: each token's truncated support in the sampler; None: not truncated.
+        outputs: any of entropy, logsumexp, mean_squared_logit. With ``support``, entropy is also that of the support.
         fp32_head: cast hidden states and head to float32 first. Gradients have the dtypes of the originals.
         axis: the tensor-parallel axis, where ranks hold different rows of the head, any number each.
         first_token: vocabulary id of the first local row.
@@ -85,8 +85,8 @@ def token_logprobs(
         "soft_cap": soft_cap,
         "valid": valid,
         "active_T": active_T,
-        "kept": kept,
-        "wanted": tuple(wanted),
+        "kept": support,
+        "wanted": tuple(outputs),
         "fp32_head": fp32_head,
     }
     if implementation == "auto":
@@ -137,15 +137,15 @@ def token_logprobs(
 
 
 @functools.cache
-def triton_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+def triton_unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     """Reason why the Triton engine cannot take operands of this dtype on this device; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    from workbench.policy.logprobs.exp_epilogue.engine import refusal
+    from workbench.policy.logprobs.exp_epilogue.engine import unsupported_reason
 
-    return refusal(dtype, device)
+    return unsupported_reason(dtype, device)
 
 
 def fastest(dtype: torch.dtype, device: torch.device) -> str:
     """Return the fastest implementation without full logits for operands of this dtype on this device."""
-    return "triton" if device.type == "cuda" and triton_refusal(dtype, device) is None else "chunked"
+    return "triton" if device.type == "cuda" and triton_unsupported_reason(dtype, device) is None else "chunked"

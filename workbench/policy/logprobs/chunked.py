@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, note_product, rows_moved
+from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, count_gemm, rows_with_gradient
+from workbench.policy.logprobs.gemms import add_gemm_, exact_float32
 from workbench.policy.logprobs.head import Head, TokenLogprobs
-from workbench.policy.logprobs.products import add_product_, exact_float32
 from workbench.sharding.collectives import all_max, all_sum
 
 BLOCK_BYTES = 2**28
@@ -35,12 +35,12 @@ class ChunkedEngine:
         self.head = head
         self._scratch = head.weight_VD.new_empty(0, dtype=head.wide)
 
-    def bytes_kept(self, rows: int) -> int:
+    def saved_bytes(self, rows: int) -> int:
         """Bytes of the logits of this many rows."""
         return rows * self.head.valid * self.head.wide.itemsize
 
     def forward(
-        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str], keep: Keep
+        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, outputs: frozenset[str], keep: Keep
     ) -> Chunk:
         """See `engine.Engine.forward`."""
         head, rows = self.head, len(hidden_CD)
@@ -48,18 +48,18 @@ class ChunkedEngine:
         weight_VD = head.weight_VD[: head.valid]
         with exact_float32(hidden_CD.dtype):
             _product_(logits_CV, hidden_CD, weight_VD)
-        note_product(rows)
+        count_gemm(rows)
         divisor_C1 = self._divisor(temperature)
         bias_V = None if head.bias_V is None else head.bias_V[: head.valid].to(head.wide)
         head.logits_(logits_CV, bias_V, divisor_C1)
-        head_output = self._outputs(logits_CV, targets_C, wanted)
+        head_output = self._outputs(logits_CV, targets_C, outputs)
         return Chunk(hidden_CD, targets_C, temperature, head_output, None if keep == "no" else logits_CV)
 
     def backward(self, chunk: Chunk, gradients: RowGradients, into: Accumulators, rows: slice, *, first: bool) -> None:
         """See `engine.Engine.backward`."""
         head, logits_CV = self.head, chunk.saved
         chunk.saved = None
-        nonzero_C1 = rows_moved(gradients, len(logits_CV), logits_CV.device)[:, None]
+        nonzero_C1 = rows_with_gradient(gradients, len(logits_CV), logits_CV.device)[:, None]
         for block in self._blocks(len(logits_CV)):
             self._to_gradient_(chunk, gradients, logits_CV, block, nonzero_C1)
         weight_VD = head.weight_VD[: head.valid]
@@ -71,13 +71,13 @@ class ChunkedEngine:
         if into.hidden_TD is not None:
             with exact_float32(gradient_CV.dtype):
                 torch.mm(gradient_CV, weight_VD, out=into.hidden_TD[rows])
-            note_product(len(logits_CV))
+            count_gemm(len(logits_CV))
         if into.weight_VD is not None:
             with exact_float32(gradient_CV.dtype):
-                add_product_(into.weight_VD[: head.valid], gradient_CV, hidden_CD, first=first)
+                add_gemm_(into.weight_VD[: head.valid], gradient_CV, hidden_CD, first=first)
             if first:
                 into.weight_VD[head.valid :].zero_()
-            note_product(len(logits_CV))
+            count_gemm(len(logits_CV))
 
     def _buffer(self, rows: int, keep: Keep) -> Tensor:
         shape = rows, self.head.valid
@@ -88,7 +88,7 @@ class ChunkedEngine:
         return self._scratch[: rows * self.head.valid].view(shape)
 
     def _blocks(self, rows: int) -> list[slice]:
-        size = max(1, BLOCK_BYTES // max(1, self.bytes_kept(1)))
+        size = max(1, BLOCK_BYTES // max(1, self.saved_bytes(1)))
         return [slice(start, start + size) for start in range(0, rows, size)]
 
     def _divisor(self, temperature: float | Tensor) -> float | Tensor:
@@ -133,7 +133,7 @@ class ChunkedEngine:
         self, chunk: Chunk, gradients: RowGradients, logits_CV: Tensor, block: slice, nonzero_C1: Tensor
     ) -> None:
         """Overwrite a block of logits with the gradient of its dot products."""
-        head, head_output, logits_BV = self.head, chunk.said, logits_CV[block]
+        head, head_output, logits_BV = self.head, chunk.head_output, logits_CV[block]
         divisor = self._divisor(chunk.temperature)
         divisor_B1 = divisor[block] if isinstance(divisor, Tensor) else divisor
         log_p_BV = logits_BV - head_output.logsumexp_T[block, None]

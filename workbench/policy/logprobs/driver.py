@@ -28,11 +28,19 @@ from torch.autograd.function import once_differentiable
 
 from workbench.errors import SpecError
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Engine, Keep, RowGradients, plan_chunks, rows_moved
+from workbench.policy.logprobs.engine import (
+    Accumulators,
+    Chunk,
+    Engine,
+    Keep,
+    RowGradients,
+    plan_chunks,
+    rows_with_gradient,
+)
 from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
-from workbench.policy.logprobs.kept import KeptChunk, KeptSets, check_kept, whole_where_empty
-from workbench.policy.logprobs.kept import backward as kept_backward
-from workbench.policy.logprobs.kept import forward as kept_forward
+from workbench.policy.logprobs.truncated_support import SupportChunk, TruncatedSupport, check_support, full_where_empty
+from workbench.policy.logprobs.truncated_support import backward as kept_backward
+from workbench.policy.logprobs.truncated_support import forward as kept_forward
 from workbench.sharding.collectives import all_max, identity_sum
 from workbench.sharding.mesh import Axis
 
@@ -52,8 +60,8 @@ def token_logprobs(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: KeptSets | None = None,
-    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    kept: TruncatedSupport | None = None,
+    outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
     axis: Axis | None = None,
     first_token: int = 0,
@@ -77,7 +85,7 @@ def token_logprobs(
             fix="leave them at 4096 and 0, or raise keep_bytes for fewer GEMMs in backward",
         )
     if fp32_head:
-        hidden_TD, weight_VD = lifted(hidden_TD), lifted(weight_VD)
+        hidden_TD, weight_VD = upcast(hidden_TD), upcast(weight_VD)
     head = make_head(
         weight_VD,
         bias_V=bias_V,
@@ -87,10 +95,10 @@ def token_logprobs(
         axis=axis,
         first_token=first_token,
     )
-    wanted = frozenset(wanted)
-    count = check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
+    outputs = frozenset(outputs)
+    count = check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
     if kept is not None:
-        check_kept(kept, targets_T, head)
+        check_support(kept, targets_T, head)
     if axis is not None:
         hidden_TD = identity_sum(hidden_TD, axis)
     index_A = active_rows(targets_T, active_T, count)
@@ -100,10 +108,10 @@ def token_logprobs(
     with_gradient = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias_V)
     )
-    call = _Call(head, engine, rows, wanted, chunk_tokens, keep_bytes if with_gradient else 0)
+    call = _Call(head, engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
     head_output = TokenLogprobs(*_DriverFunction.apply(hidden_TD.contiguous(), weight_VD, bias_V, call))
     if rows.kept is not None:
-        head_output = whole_where_empty(head_output, rows.kept.are_whole(hidden_TD.device))
+        head_output = full_where_empty(head_output, rows.kept.untruncated(hidden_TD.device))
     if index_A is None:
         return head_output
     return TokenLogprobs(
@@ -111,7 +119,7 @@ def token_logprobs(
     )
 
 
-def lifted(tensor: Tensor) -> Tensor:
+def upcast(tensor: Tensor) -> Tensor:
     """Cast to float32 at least; the gradient has the original dtype."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
@@ -128,7 +136,7 @@ class Rows:
 
     targets_A: Tensor
     temperature: float | Tensor
-    kept: KeptSets | None = None
+    kept: TruncatedSupport | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -170,13 +178,13 @@ class _Call:
 
     def forward(
         self, engine: Engine, hidden_AD: Tensor, place: slice | Tensor, keep: Keep
-    ) -> tuple[Chunk, KeptChunk | None]:
+    ) -> tuple[Chunk, SupportChunk | None]:
         """Outputs of some rows, over the vocabulary and over their truncated supports."""
         rows, hidden_CD = self.rows.at(place), hidden_AD[place]
-        chunk = engine.forward(hidden_CD, rows.targets_A, rows.temperature, wanted=self.requested, keep=keep)
+        chunk = engine.forward(hidden_CD, rows.targets_A, rows.temperature, outputs=self.requested, keep=keep)
         return chunk, self.kept_forward(hidden_CD, place)
 
-    def kept_forward(self, hidden_CD: Tensor, place: slice | Tensor) -> KeptChunk | None:
+    def kept_forward(self, hidden_CD: Tensor, place: slice | Tensor) -> SupportChunk | None:
         """Outputs of some rows over their truncated supports."""
         rows = self.rows.at(place)
         if rows.kept is None:
@@ -216,7 +224,7 @@ def _chunks_to_save(engine: Engine, rows: int, chunk_tokens: int, keep_bytes: in
         return 0
     count, left = 0, keep_bytes
     for piece in plan_chunks(rows, chunk_tokens):
-        left -= engine.bytes_kept(piece.stop - piece.start)
+        left -= engine.saved_bytes(piece.stop - piece.start)
         if left < 0:
             break
         count += 1
@@ -245,7 +253,7 @@ class _DriverFunction(Function):
             if is_saved:
                 call.saved_chunks.append((piece, chunk))
             overflowed.append(chunk.overflowed_C)
-            all_exact &= chunk.said_exactly
+            all_exact &= chunk.outputs_are_exact
             _write(outputs, piece, chunk, kept_chunk)
         if any(overflowed_C is not None for overflowed_C in overflowed):
             call.overflowed_A = torch.cat(overflowed)
@@ -270,10 +278,10 @@ class _DriverFunction(Function):
         return *adjoint.result(hidden_AD, weight_VD, bias_V), None
 
 
-def _write(outputs: list[Tensor | None], place: slice | Tensor, chunk: Chunk, kept_chunk: KeptChunk | None) -> None:
+def _write(outputs: list[Tensor | None], place: slice | Tensor, chunk: Chunk, kept_chunk: SupportChunk | None) -> None:
     """Write a chunk's outputs to its rows."""
     kept = (None, None) if kept_chunk is None else (kept_chunk.logprobs_C, kept_chunk.entropy_C)
-    for output_A, values_C in zip(outputs, (*chunk.said[:4], *kept), strict=True):
+    for output_A, values_C in zip(outputs, (*chunk.head_output[:4], *kept), strict=True):
         if output_A is not None:
             output_A[place] = values_C
 
@@ -285,7 +293,7 @@ def _nonzero_and_overflowed(
 
     The same on every tp rank. Synchronizes with the device once.
     """
-    nonzero_A = rows_moved(gradients_A, len(call.rows), device)
+    nonzero_A = rows_with_gradient(gradients_A, len(call.rows), device)
     if call.head.axis is not None:
         nonzero_A = all_max(nonzero_A.to(torch.int32), call.head.axis).bool()
     overflowed_A = torch.zeros_like(nonzero_A) if call.overflowed_A is None else call.overflowed_A
@@ -333,7 +341,7 @@ class _Adjoint:
         self,
         engine: Engine,
         chunk: Chunk,
-        kept_chunk: KeptChunk | None,
+        kept_chunk: SupportChunk | None,
         place: slice | Tensor,
         *,
         was_saved: bool = False,

@@ -36,7 +36,7 @@ class RowGradients(NamedTuple):
         return RowGradients(*(None if gradient_T is None else gradient_T[rows] for gradient_T in self))
 
 
-def rows_moved(gradients: Iterable[Tensor | None], rows: int, device: torch.device) -> Tensor:
+def rows_with_gradient(gradients: Iterable[Tensor | None], rows: int, device: torch.device) -> Tensor:
     """[rows] bool: True where any gradient is nonzero; NaN counts as nonzero."""
     nonzero = [gradient_C != 0 for gradient_C in gradients if gradient_C is not None]
     return functools.reduce(torch.logical_or, nonzero, torch.zeros(rows, dtype=torch.bool, device=device))
@@ -65,20 +65,20 @@ class Chunk:
         hidden_CD: its rows.
         targets_C: ids in the whole vocabulary.
         temperature: one number, or [C].
-        said: head outputs, [C] each, float32 (float64 for float64 operands), without a graph; the same on all tp ranks.
+        head_output: head outputs, [C] each, float32 (float64 for float64 operands), without a graph; the same on all tp ranks.
         saved: tensors for the engine's backward; None if nothing was saved.
-        overflowed_C: [C] bool: rows that this engine cannot represent, the same on every tp rank. Their ``said`` is
+        overflowed_C: [C] bool: rows that this engine cannot represent, the same on every tp rank. Their ``head_output`` is
             invalid and their gradients are zero; the driver computes them by an exact engine. None: there are none.
-        said_exactly: True if ``said`` is valid on overflowed rows too, so that only gradients are missing.
+        outputs_are_exact: True if ``head_output`` is valid on overflowed rows too, so that only gradients are missing.
     """
 
     hidden_CD: Tensor
     targets_C: Tensor
     temperature: float | Tensor
-    said: TokenLogprobs
+    head_output: TokenLogprobs
     saved: Any = None
     overflowed_C: Tensor | None = None
-    said_exactly: bool = False
+    outputs_are_exact: bool = False
 
 
 class Engine(Protocol):
@@ -87,7 +87,7 @@ class Engine(Protocol):
     head: Head
 
     def forward(
-        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str], keep: Keep
+        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, outputs: frozenset[str], keep: Keep
     ) -> Chunk:
         """Compute the head's outputs of each row in one GEMM.
 
@@ -95,7 +95,7 @@ class Engine(Protocol):
             hidden_CD: rows, contiguous, in the dtype of the weight.
             targets_C: ids in the whole vocabulary; each exists.
             temperature: one positive number, or [C].
-            wanted: fields besides the log-probability: entropy, logsumexp, mean_squared_logit.
+            outputs: fields besides the log-probability: entropy, logsumexp, mean_squared_logit.
             keep: what is saved for backward. "no": nothing. "scratch": the engine's one reused buffer, valid until its
                 next forward. "own": a buffer for this chunk alone. Outputs are bitwise the same.
         """
@@ -113,7 +113,7 @@ class Engine(Protocol):
         """
         ...
 
-    def bytes_kept(self, rows: int) -> int:
+    def saved_bytes(self, rows: int) -> int:
         """Bytes that `forward` with ``keep="own"`` saves for backward, for this many rows."""
         ...
 
@@ -129,7 +129,7 @@ def plan_chunks(rows: int, chunk_tokens: int) -> list[slice]:
 
 
 @dataclass(eq=False)
-class ProductCount:
+class GemmCount:
     """GEMMs with the head, in rows: one GEMM of n rows counts n.
 
     Attributes:
@@ -141,10 +141,10 @@ class ProductCount:
     thread: int | None = None
 
 
-_counts: list[ProductCount] = []
+_counts: list[GemmCount] = []
 
 
-def note_product(rows: int) -> None:
+def count_gemm(rows: int) -> None:
     """Count a GEMM of this many rows with the head, with its transpose, or into its gradient."""
     for count in _counts:
         if count.thread in (None, threading.get_ident()):
@@ -152,14 +152,14 @@ def note_product(rows: int) -> None:
 
 
 @contextmanager
-def count_products(*, this_thread: bool = False) -> Iterator[ProductCount]:
+def count_gemms(*, this_thread: bool = False) -> Iterator[GemmCount]:
     """Count the GEMMs of every engine within this context.
 
     Args:
         this_thread: count only those of the calling thread. Simulated ranks are threads of one process, and take
             turns inside each other's passes. A backward on a GPU runs in its own thread.
     """
-    count = ProductCount(thread=threading.get_ident() if this_thread else None)
+    count = GemmCount(thread=threading.get_ident() if this_thread else None)
     _counts.append(count)
     try:
         yield count

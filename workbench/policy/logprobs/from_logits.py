@@ -22,8 +22,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs import fastest, triton_refusal
-from workbench.policy.logprobs.head import WANTED, TokenLogprobs, check_dtype, check_targets, logit_divisor, tiled
+from workbench.policy.logprobs import fastest, triton_unsupported_reason
+from workbench.policy.logprobs.head import (
+    OUTPUTS,
+    TokenLogprobs,
+    check_dtype,
+    check_targets,
+    logit_divisor,
+    tiled_vocabulary_size,
+)
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
@@ -39,7 +46,7 @@ def token_logprobs_from_logits(
     *,
     implementation: str = "auto",
     temperature: float | Tensor = 1.0,
-    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    outputs: Iterable[str] = ("entropy", "logsumexp"),
     axis: Axis | None = None,
     first_token: int = 0,
     inplace_backward: bool = False,
@@ -51,7 +58,7 @@ def token_logprobs_from_logits(
         targets_T: ids in the whole vocabulary. A token whose id is negative is ignored: it returns 0 without gradient.
         implementation: one of `IMPLEMENTATIONS`, or auto: triton where it can run, torch elsewhere.
         temperature: divides logits; one number, or [T], one for each token.
-        wanted: any of entropy, logsumexp, mean_squared_logit.
+        outputs: any of entropy, logsumexp, mean_squared_logit.
         axis: the tensor-parallel axis, where ranks hold different columns, any number each.
         first_token: vocabulary id of the first local column.
         inplace_backward: write the gradient over the logits, which must not be read afterwards: half the memory.
@@ -65,11 +72,11 @@ def token_logprobs_from_logits(
               SpecError: an implementation that is unknown or cannot run here, or an in-place gradient over a leaf.
     """
     check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
-    wanted = frozenset(wanted)
-    if unknown := sorted(wanted - set(WANTED)):
+    outputs = frozenset(outputs)
+    if unknown := sorted(outputs - set(OUTPUTS)):
         raise SpecError(
             f"token_logprobs_from_logits: wanted = {', '.join(map(repr, unknown))}",
-            rule=f"any of {', '.join(WANTED)}",
+            rule=f"any of {', '.join(OUTPUTS)}",
             fix="request only those",
         )
     check_dtype("token_logprobs_from_logits: logits", logits_TV)
@@ -78,7 +85,7 @@ def token_logprobs_from_logits(
         _refuse_what_must_stay(logits_TV)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     divisor = logit_divisor(temperature, targets_T, wide)
-    vocabulary = tiled(first_token, logits_TV.shape[1], axis, logits_TV.device)
+    vocabulary = tiled_vocabulary_size(first_token, logits_TV.shape[1], axis, logits_TV.device)
     if targets_T.numel() and int(targets_T.max()) >= vocabulary:
         raise ShapeError(
             "token_logprobs_from_logits: targets",
@@ -87,7 +94,7 @@ def token_logprobs_from_logits(
             fix="replace ids that are not trained by -100",
         )
     passes = _passes(implementation, logits_TV)
-    call = _Call(passes, targets_T, divisor, wanted, vocabulary, axis, first_token, inplace_backward)
+    call = _Call(passes, targets_T, divisor, outputs, vocabulary, axis, first_token, inplace_backward)
     return TokenLogprobs(*_FromLogits.apply(logits_TV, call))
 
 
@@ -116,7 +123,7 @@ def _passes(implementation: str, logits_TV: Tensor) -> Any:
             rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}",
             fix="use auto",
         )
-    if why := triton_refusal(logits_TV.dtype, logits_TV.device):
+    if why := triton_unsupported_reason(logits_TV.dtype, logits_TV.device):
         raise SpecError(
             "token_logprobs_from_logits: implementation = 'triton'",
             found=why,
@@ -198,7 +205,7 @@ class _FromLogits(Function):
 class _TorchPasses:
     """Both passes in torch, a block of rows at a time."""
 
-    def forward(self, logits_TV: Tensor, local_T: Tensor, divisor: float | Tensor, wanted: frozenset[str]) -> Tensor:
+    def forward(self, logits_TV: Tensor, local_T: Tensor, divisor: float | Tensor, outputs: frozenset[str]) -> Tensor:
         """[5, T]: a (0 if another rank has the target), m, s, u and q, of the local columns."""
         rows, columns = logits_TV.shape
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
@@ -215,7 +222,7 @@ class _TorchPasses:
             sums_5T[1, block] = highest_B
             sums_5T[2, block] = exp_BV.sum(-1)
             sums_5T[3, block] = exp_BV.mul_(shifted_BV.masked_fill_(exp_BV == 0, 0)).sum(-1)
-            if "mean_squared_logit" in wanted:
+            if "mean_squared_logit" in outputs:
                 sums_5T[4, block] = z_BV.masked_fill_(z_BV == -torch.inf, 0).square_().sum(-1)
         return sums_5T
 

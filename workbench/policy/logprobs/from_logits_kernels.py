@@ -116,7 +116,7 @@ def write_rows(
 class TritonPasses:
     """Both passes as Triton kernels."""
 
-    def forward(self, logits_TV: Tensor, local_T: Tensor, divisor: float | Tensor, wanted: frozenset[str]) -> Tensor:
+    def forward(self, logits_TV: Tensor, local_T: Tensor, divisor: float | Tensor, outputs: frozenset[str]) -> Tensor:
         """[5, T]: a (0 if another rank has the target), m, s, u and q, of the local columns."""
         rows, columns = logits_TV.shape
         sums_5T = torch.empty(5, rows, dtype=torch.float32, device=logits_TV.device)
@@ -133,7 +133,7 @@ class TritonPasses:
                     columns,
                     logits_TV.stride(0),
                     one,
-                    SQUARES="mean_squared_logit" in wanted,
+                    SQUARES="mean_squared_logit" in outputs,
                     PER_ROW=temperatures_T is not None,
                     BLOCK=_block(columns),
                     num_warps=8,

@@ -38,12 +38,12 @@ from torch.autograd.function import once_differentiable
 from workbench.errors import SpecError
 from workbench.policy.logprobs import fastest
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.driver import Rows, lifted
-from workbench.policy.logprobs.engine import Accumulators, Engine, count_products
-from workbench.policy.logprobs.fused_pass import Couples, GradientPass, LossOfRows, plan_rows
+from workbench.policy.logprobs.driver import Rows, upcast
+from workbench.policy.logprobs.engine import Accumulators, Engine, count_gemms
+from workbench.policy.logprobs.fused_pass import Couples, GradientPass, RowLoss, plan_rows
 from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
-from workbench.policy.logprobs.kept import KeptSets, check_kept, whole_where_empty
 from workbench.policy.logprobs.late_scaling import scale_
+from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support, full_where_empty
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis
@@ -55,14 +55,14 @@ class FusedLoss:
 
     Attributes:
         loss: of the whole row, 0-dimensional; its backward returns the gradients of hidden states, weight and bias.
-        said: [T] head outputs, without a graph; 0 on tokens that were not computed.
-        products: GEMMs with the head per computed row: 1 is one forward, 3 is forward and gradients.
+        head_output: [T] head outputs, without a graph; 0 on tokens that were not computed.
+        gemms: GEMMs with the head per computed row: 1 is one forward, 3 is forward and gradients.
         fallback: reason for more than 3, or None.
     """
 
     loss: Tensor
-    said: TokenLogprobs
-    products: float
+    head_output: TokenLogprobs
+    gemms: float
     fallback: str | None
 
 
@@ -70,7 +70,7 @@ def fused_loss(
     hidden_TD: Tensor,
     weight_VD: Tensor,
     targets_T: Tensor,
-    loss_fn: LossOfRows,
+    loss_fn: RowLoss,
     *,
     document_ids_T: Tensor | None = None,
     expected_logprobs_T: Tensor | None = None,
@@ -83,8 +83,8 @@ def fused_loss(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: KeptSets | None = None,
-    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    support: TruncatedSupport | None = None,
+    outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
     axis: Axis | None = None,
     first_token: int = 0,
@@ -116,8 +116,8 @@ def fused_loss(
         soft_cap: bounds logits.
         valid: local rows of the head that exist.
         active_T: bool, the tokens that are computed.
-        kept: each token's truncated support in the sampler.
-        wanted: any of entropy, logsumexp, mean_squared_logit.
+        support: each token's truncated support in the sampler.
+        outputs: any of entropy, logsumexp, mean_squared_logit.
         fp32_head: cast hidden states and head to float32 first.
         axis: the tensor-parallel axis.
         first_token: vocabulary id of the first local row.
@@ -137,7 +137,7 @@ def fused_loss(
     )
     hidden, weight, bias = (None if value is None else value.detach() for value in (hidden_TD, weight_VD, bias_V))
     if fp32_head:
-        hidden, weight = lifted(hidden), lifted(weight)
+        hidden, weight = upcast(hidden), upcast(weight)
     head = make_head(
         weight, bias_V=bias, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid, axis=axis, first_token=first_token
     )
@@ -145,10 +145,10 @@ def fused_loss(
         couples = "token" if document_ids_T is None else "document"
     by_document = couples == "document" and document_ids_T is not None
     ids_T, computed_T = _queued_for_host(document_ids_T if by_document else None, targets_T, active_T)
-    count = check_rows(head, hidden, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
-    rows = Rows(targets_T, temperature, kept)
-    if kept is not None:
-        check_kept(kept, targets_T, head)
+    count = check_rows(head, hidden, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
+    rows = Rows(targets_T, temperature, support)
+    if support is not None:
+        check_support(support, targets_T, head)
     plan = plan_rows(count, chunk_tokens, couples, None if ids_T is None else ids_T[computed_T])
     places_A, all_in_order = active_rows(targets_T, active_T, count), plan.order_A is None
     all_in_order &= places_A is None
@@ -183,17 +183,17 @@ def fused_loss(
         couples,
         chunk_tokens,
         keep_bytes,
-        _fields(wanted, kept),
+        _fields(outputs, support),
         into,
     )
-    with torch.no_grad(), count_products(this_thread=True) as count:
+    with torch.no_grad(), count_gemms(this_thread=True) as count:
         loss = gradient_pass.run(plan.groups)
         if into is not None and into.hidden_TD is not None and axis is not None:
             into.hidden_TD = all_sum(into.hidden_TD, axis)
         head_output = _scattered(gradient_pass, len(targets_T))
     if into is not None:
         loss = _Stored.apply(hidden_TD, weight_VD, bias_V, loss, _Gradients(into, None if all_in_order else places_A))
-    return FusedLoss(loss, head_output, count.rows / max(1, len(places_A)), "; ".join(gradient_pass.words) or None)
+    return FusedLoss(loss, head_output, count.rows / max(1, len(places_A)), "; ".join(gradient_pass.fallbacks) or None)
 
 
 def _check(couples: str, accumulate: str, chunk_tokens: int, keep_bytes: int) -> None:
@@ -221,7 +221,7 @@ def _queued_for_host(ids_T: Tensor | None, targets_T: Tensor, active_T: Tensor |
     return tuple(torch.empty_like(x_T, device="cpu", pin_memory=True).copy_(x_T, non_blocking=True) for x_T in both_T)
 
 
-def _fields(requested: Iterable[str], kept: KeptSets | None) -> tuple[str, ...]:
+def _fields(requested: Iterable[str], kept: TruncatedSupport | None) -> tuple[str, ...]:
     """Requested fields of `TokenLogprobs`."""
     names = ["logprobs", *dict.fromkeys(requested)]
     if kept is not None:
@@ -232,9 +232,9 @@ def _fields(requested: Iterable[str], kept: KeptSets | None) -> tuple[str, ...]:
 def _scattered(done: GradientPass, tokens: int) -> TokenLogprobs:
     """Head outputs of all tokens, 0 where not computed."""
     kept = done.rows.kept
-    head_output = whole_where_empty(
-        TokenLogprobs(**dict(zip(done.fields, done.said_FA, strict=True))),
-        None if kept is None else kept.are_whole(done.places_A.device),
+    head_output = full_where_empty(
+        TokenLogprobs(**dict(zip(done.fields, done.outputs_FA, strict=True))),
+        None if kept is None else kept.untruncated(done.places_A.device),
     )
     return TokenLogprobs(
         *(

@@ -27,21 +27,21 @@ from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.driver import Rows
 from workbench.policy.logprobs.engine import Accumulators, Chunk, Engine, Keep, RowGradients, plan_chunks
-from workbench.policy.logprobs.head import WANTED, TokenLogprobs
-from workbench.policy.logprobs.kept import KeptChunk, whole_where_empty
-from workbench.policy.logprobs.kept import backward as kept_backward
-from workbench.policy.logprobs.kept import forward as kept_forward
+from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs
 from workbench.policy.logprobs.late_scaling import add_scaled_, scale_
+from workbench.policy.logprobs.truncated_support import SupportChunk, full_where_empty
+from workbench.policy.logprobs.truncated_support import backward as kept_backward
+from workbench.policy.logprobs.truncated_support import forward as kept_forward
 from workbench.sharding.collectives import all_max, all_sum
 
 Couples = Literal["token", "document", "row"]
 Rest = Literal["nothing", "data", "factor", "more"]
 """Effect of the rest of a document on the coefficients of a chunk: none; by its presence but not its log-probabilities
 (its data count); one common factor; more than that."""
-LossOfRows = Callable[[TokenLogprobs, Tensor], Tensor]
+RowLoss = Callable[[TokenLogprobs, Tensor], Tensor]
 """Head outputs of some rows, and their indices in the row of T -> their part of the loss, 0-dimensional."""
 
-OF_SETS = ("kept_logprobs_T", "kept_entropy_T")
+SUPPORT_FIELDS = ("kept_logprobs_T", "kept_entropy_T")
 """Fields of truncated supports, which an engine does not compute."""
 
 ROUNDING = 512
@@ -118,13 +118,13 @@ class GradientPass:
         keep_bytes: how much may be saved of a group of several chunks.
         fields: requested fields of `TokenLogprobs`; the first is the log-probability.
         into: gradient accumulators, uninitialized; None: not required.
-        said_FA: head outputs.
+        outputs_FA: head outputs.
         used_FA: coefficients used in backward.
-        words: reasons for more than three GEMMs.
+        fallbacks: reasons for more than three GEMMs.
     """
 
     engine: Engine
-    loss_fn: LossOfRows
+    loss_fn: RowLoss
     hidden_AD: Tensor
     rows: Rows
     places_A: Tensor
@@ -135,14 +135,14 @@ class GradientPass:
     keep_bytes: int
     fields: tuple[str, ...]
     into: Accumulators | None
-    words: list[str] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.said_FA = self.hidden_AD.new_zeros(len(self.fields), len(self.rows), dtype=self.engine.head.wide)
-        self.used_FA = torch.zeros_like(self.said_FA)
+        self.outputs_FA = self.hidden_AD.new_zeros(len(self.fields), len(self.rows), dtype=self.engine.head.wide)
+        self.used_FA = torch.zeros_like(self.outputs_FA)
         self._everything = slice(0, len(self.rows))
         kept = self.rows.kept
-        self._empty_A = None if kept is None else kept.are_whole(self.places_A.device)
+        self._empty_A = None if kept is None else kept.untruncated(self.places_A.device)
         self._used_fields: set[str] = set()
         self._overflowed_A: Tensor | None = None
         self._late: list[slice] = []
@@ -181,7 +181,7 @@ class GradientPass:
         if self.couples == "row":
             for part in group:
                 self._forward(part, "no")
-            self.words.append(
+            self.fallbacks.append(
                 f"all {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went forward "
                 "twice: the loss couples the whole row"
             )
@@ -191,7 +191,7 @@ class GradientPass:
         if rest == "more":
             for part in group[1:]:
                 self._forward(part, "no")
-            self.words.append(
+            self.fallbacks.append(
                 f"a document of {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went "
                 "forward twice: its coefficients are not one factor times known values per token"
             )
@@ -207,7 +207,7 @@ class GradientPass:
         """True if this many rows fit the budget on every tp rank."""
         if not self.keep_bytes:
             return False
-        head, needed = self.engine.head, self.engine.bytes_kept(rows)
+        head, needed = self.engine.head, self.engine.saved_bytes(rows)
         if head.axis is not None and head.is_split:
             needed = int(all_max(torch.tensor(needed, device=head.weight_VD.device), head.axis))
         return needed <= self.keep_bytes
@@ -289,7 +289,7 @@ class GradientPass:
             return _finite(_slice(self._loss(rows, self._assumed(rows, part))[1], rows, part))
         if self.expected_A is None:
             own_FC = self._loss(part)[1]
-            pivot, even_FC = own_FC.take(own_FC.abs().argmax()), torch.zeros_like(own_FC)
+            pivot, even_FC = own_FC.load_weights(own_FC.abs().argmax()), torch.zeros_like(own_FC)
             even_FC[0] = 1
             return _finite(torch.where(pivot == 0, even_FC, own_FC / pivot))
         if self._free_FA is None:
@@ -299,12 +299,12 @@ class GradientPass:
 
     def _assumed(self, rows: slice, known: slice | None = None, by: int = 0) -> Tensor:
         """[F, C] assumed head outputs of a document of which one chunk, or none, is known; unevenly shifted."""
-        assumed_FC = torch.zeros_like(self.said_FA[:, rows])
+        assumed_FC = torch.zeros_like(self.outputs_FA[:, rows])
         if self.expected_A is not None:
             assumed_FC[0] = self.expected_A[rows]
         assumed_FC[0] += by * (1 + torch.arange(assumed_FC.shape[1], device=assumed_FC.device) % 3) / 8
         if known is not None:
-            _slice(assumed_FC, rows, known).copy_(self.said_FA[:, known])
+            _slice(assumed_FC, rows, known).copy_(self.outputs_FA[:, known])
         return assumed_FC
 
     # ---- the whole row -------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class GradientPass:
         if self._overflowed_A is not None:
             beyond_A = self._overflowed_A
             for used_A, name in zip(self.used_FA, self.fields, strict=True):
-                if name not in OF_SETS:
+                if name not in SUPPORT_FIELDS:
                     used_A.masked_fill_(beyond_A, 0)  # the engine gave these no gradient
         wrong_A, far_A = torch.stack([self._differs(truth_FA), beyond_A]).cpu()
         if beyond := int(far_A.sum()):
@@ -327,18 +327,18 @@ class GradientPass:
             return loss
         late = sum(int(wrong_A[rows].sum()) for rows in self._late)
         if beyond:
-            self.words.append(
+            self.fallbacks.append(
                 f"{wrong} tokens were recomputed: {beyond} beyond the exponents of the engine, and "
                 "those that the loss couples to them"
             )
         elif late:
-            self.words.append(
+            self.fallbacks.append(
                 f"{late} tokens of documents longer than {self.chunk_tokens} were recomputed: "
                 "their coefficients are not one factor times the trial's"
             )
         if wrong > late and not beyond:
             across = "documents" if self.couples == "document" else "tokens"
-            self.words.append(
+            self.fallbacks.append(
                 f"{wrong - late} tokens were recomputed: the loss looks across {across}, and their "
                 "coefficients in the whole row differ from those in their chunk"
             )
@@ -387,17 +387,19 @@ class GradientPass:
 
     def _run_engine(self, engine: Engine, some: slice | Tensor, keep: Keep) -> _Forward:
         these, hidden_CD = self.rows.at(some), self.hidden_AD[some]
-        requested = frozenset(name for name in WANTED if f"{name}_T" in self.fields)
-        chunk = engine.forward(hidden_CD, these.targets_A, these.temperature, wanted=requested, keep=keep)
+        requested = frozenset(name for name in OUTPUTS if f"{name}_T" in self.fields)
+        chunk = engine.forward(hidden_CD, these.targets_A, these.temperature, outputs=requested, keep=keep)
         if these.kept is None:
             return _Forward(chunk, None)
         return _Forward(chunk, kept_forward(engine.head, hidden_CD, these.targets_A, these.temperature, these.kept))
 
     def _record(self, forward: _Forward, some: slice | Tensor) -> None:
-        output = forward.chunk.said
+        output = forward.chunk.head_output
         if forward.kept is not None:
-            output = output._replace(kept_logprobs_T=forward.kept.logprobs_C, kept_entropy_T=forward.kept.entropy_C)
-        for output_A, name in zip(self.said_FA, self.fields, strict=True):
+            output = output._replace(
+                support_logprobs_T=forward.kept.logprobs_C, support_entropy_T=forward.kept.entropy_C
+            )
+        for output_A, name in zip(self.outputs_FA, self.fields, strict=True):
             output_A[some] = getattr(output, name)
 
     def _back_chunk(
@@ -412,7 +414,7 @@ class GradientPass:
     ) -> None:
         """Run a chunk backward through the head with its coefficients, for the fields that the loss has used."""
         by_field = {name: g_C for name, g_C in zip(self.fields, gradient_FC, strict=True) if name in self._used_fields}
-        kept_gradients = [by_field.pop(name, None) for name in OF_SETS]
+        kept_gradients = [by_field.pop(name, None) for name in SUPPORT_FIELDS]
         engine = engine or self.engine
         engine.backward(forward.chunk, RowGradients(**by_field), into, part, first=first)
         if forward.kept is not None:
@@ -420,7 +422,7 @@ class GradientPass:
 
     def _loss(self, rows: slice, outputs_FC: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Evaluate the loss of some rows and its coefficients [F, C]; the whole row is passed in its own order."""
-        outputs_FC = self.said_FA[:, rows] if outputs_FC is None else outputs_FC
+        outputs_FC = self.outputs_FA[:, rows] if outputs_FC is None else outputs_FC
         leaves = [output_C.detach().requires_grad_() for output_C in outputs_FC]
         shown, places, empty = leaves, self.places_A[rows], None if self._empty_A is None else self._empty_A[rows]
         with torch.enable_grad():
@@ -429,7 +431,7 @@ class GradientPass:
                 shown, places = [leaf.index_select(0, order) for leaf in leaves], places[order]
                 empty = None if empty is None else empty[order]
             head_output = TokenLogprobs(**dict(zip(self.fields, shown, strict=True)))
-            loss = self.loss_fn(whole_where_empty(head_output, empty), places)
+            loss = self.loss_fn(full_where_empty(head_output, empty), places)
         if not isinstance(loss, Tensor) or loss.dim():
             found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ShapeError(
@@ -466,7 +468,7 @@ class _Forward(NamedTuple):
     """A chunk after its forward pass, and its truncated supports."""
 
     chunk: Chunk
-    kept: KeptChunk | None
+    kept: SupportChunk | None
 
 
 def _slice(values_FC: Tensor, rows: slice, part: slice) -> Tensor:

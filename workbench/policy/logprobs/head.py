@@ -25,7 +25,7 @@ from workbench.sharding.mesh import Axis
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Of the operands of the head's GEMM, or of logits."""
 
-WANTED = ("entropy", "logsumexp", "mean_squared_logit")
+OUTPUTS = ("entropy", "logsumexp", "mean_squared_logit")
 """Optional outputs besides the log-probability; each is a field of `TokenLogprobs`."""
 
 _TEMPERATURE_RULE = "a temperature divides logits: it is positive and finite, also on padding and masked tokens"
@@ -44,16 +44,16 @@ class TokenLogprobs(NamedTuple):
         entropy_T: [T] entropy of the distribution.
         logsumexp_T: [T] log of the normaliser, log sum exp z.
         mean_squared_logit_T: [T] mean of z^2 over the vocabulary, for a squared-logit penalty; -inf counts as 0.
-        kept_logprobs_T: [T] log-probability of the target within the truncated support.
-        kept_entropy_T: [T] entropy of the distribution over the truncated support.
+        support_logprobs_T: [T] log-probability of the target within the truncated support.
+        support_entropy_T: [T] entropy of the distribution over the truncated support.
     """
 
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
     logsumexp_T: Tensor | None = None
     mean_squared_logit_T: Tensor | None = None
-    kept_logprobs_T: Tensor | None = None
-    kept_entropy_T: Tensor | None = None
+    support_logprobs_T: Tensor | None = None
+    support_entropy_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def make_head(
         )
     return Head(
         weight_VD,
-        tiled(first_token, local_valid, axis, weight_VD.device),
+        tiled_vocabulary_size(first_token, local_valid, axis, weight_VD.device),
         local_valid,
         bias_V,
         logit_scale,
@@ -243,7 +243,7 @@ def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.d
     return temperature.to(dtype)[:, None]
 
 
-def tiled(first_token: int, here: int, axis: Axis | None, device: torch.device) -> int:
+def tiled_vocabulary_size(first_token: int, here: int, axis: Axis | None, device: torch.device) -> int:
     """Return the size of the vocabulary; check that the ranks' columns tile it exactly once. Collective over tp.
 
     Raises:   ShapeError: they do not.
@@ -276,7 +276,7 @@ def check_rows(
     *,
     temperature: float | Tensor,
     active_T: Tensor | None,
-    wanted: Iterable[str],
+    outputs: Iterable[str],
 ) -> int:
     """Check rows and requested outputs against the head; synchronizes with the device once.
 
@@ -291,10 +291,10 @@ def check_rows(
     check_shapes(
         "token_logprobs", hidden_TD=hidden_TD, weight_VD=head.weight_VD, targets_T=targets_T, active_T=active_T
     )
-    if unknown := sorted(set(wanted) - set(WANTED)):
+    if unknown := sorted(set(outputs) - set(OUTPUTS)):
         raise SpecError(
             f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
-            rule=f"any of {', '.join(WANTED)}",
+            rule=f"any of {', '.join(OUTPUTS)}",
             fix="request only those, in a tuple; kept=... adds its own outputs",
         )
     if hidden_TD.dtype != head.weight_VD.dtype:

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs import triton_refusal
+from workbench.policy.logprobs import triton_unsupported_reason
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -48,4 +48,4 @@ def _kernels(value: Tensor) -> bool:
 
 @functools.cache
 def _triton_runs() -> bool:
-    return triton_refusal(torch.float32, torch.device("cuda")) is None
+    return triton_unsupported_reason(torch.float32, torch.device("cuda")) is None

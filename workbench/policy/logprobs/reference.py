@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.policy.logprobs.head import TokenLogprobs, check_rows, logit_divisor, make_head
-from workbench.policy.logprobs.kept import KeptSets, check_kept
+from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support
 from workbench.shapes import check_shapes
 
 
@@ -27,8 +27,8 @@ def token_logprobs(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: KeptSets | None = None,
-    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    kept: TruncatedSupport | None = None,
+    outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
 ) -> TokenLogprobs:
     """Compute the head's outputs per token from all logits; arguments as in `logprobs.token_logprobs`.
@@ -38,11 +38,11 @@ def token_logprobs(
     Backward: ordinary autograd, through all results.
     Raises:   ShapeError, SpecError: see `head` and `kept`.
     """
-    wanted = frozenset(wanted)
+    outputs = frozenset(outputs)
     if fp32_head:
         hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
     head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid)
-    check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
+    check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
     active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
     logits_TV = hidden_TD.where(active_T[:, None], 0.0) @ weight_VD.T
     if bias_V is not None:
@@ -53,13 +53,15 @@ def token_logprobs(
         logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
     logits_TV = logits_TV[:, : head.valid]
     targets_T = targets_T.where(active_T, 0)
-    head_output = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
+    head_output = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, outputs)
     if kept is not None:
-        check_kept(kept, targets_T, head)
+        check_support(kept, targets_T, head)
         # Outside its support a token has no logit.
         logits_TV = logits_TV.masked_fill(active_T[:, None] & ~_is_kept(kept, targets_T, head.valid), -torch.inf)
-        truncated = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
-        head_output = head_output._replace(kept_logprobs_T=truncated.logprobs_T, kept_entropy_T=truncated.entropy_T)
+        truncated = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, outputs)
+        head_output = head_output._replace(
+            support_logprobs_T=truncated.logprobs_T, support_entropy_T=truncated.entropy_T
+        )
     return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in head_output))
 
 
@@ -68,7 +70,7 @@ def token_logprobs_from_logits(
     targets_T: Tensor,
     *,
     temperature: float | Tensor = 1.0,
-    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    outputs: Iterable[str] = ("entropy", "logsumexp"),
 ) -> TokenLogprobs:
     """Compute the same outputs from given logits, for models that return them.
 
@@ -81,18 +83,18 @@ def token_logprobs_from_logits(
     # Half precision is widened; float64 stays.
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
-    return _outputs(scaled_TV, targets_T, frozenset(wanted))
+    return _outputs(scaled_TV, targets_T, frozenset(outputs))
 
 
-def kept_logits(logits_TV: Tensor, kept_TV: Tensor, targets_T: Tensor) -> Tensor:
+def support_logits(logits_TV: Tensor, support_TV: Tensor, targets_T: Tensor) -> Tensor:
     """Logits of a sampler with truncated support: -inf outside of it, the target always inside.
 
     Shapes:   logits_TV [T, V], kept_TV [T, V] bool, targets_T [T] -> [T, V].
     Backward: 1 on the support, 0 elsewhere.
     Source:   top-p and top-k replay, THUDM/slime 624b824a (log_prob_keep_mask).
     """
-    check_shapes("kept_logits", logits_TV=logits_TV, kept_TV=kept_TV, targets_T=targets_T)
-    return logits_TV.masked_fill(~kept_TV.scatter(1, targets_T[:, None], True), -torch.inf)
+    check_shapes("kept_logits", logits_TV=logits_TV, kept_TV=support_TV, targets_T=targets_T)
+    return logits_TV.masked_fill(~support_TV.scatter(1, targets_T[:, None], True), -torch.inf)
 
 
 def _outputs(scaled_TV: Tensor, targets_T: Tensor, requested: frozenset[str]) -> TokenLogprobs:
@@ -108,7 +110,7 @@ def _outputs(scaled_TV: Tensor, targets_T: Tensor, requested: frozenset[str]) ->
     )
 
 
-def _is_kept(kept: KeptSets, targets_T: Tensor, vocabulary: int) -> Tensor:
+def _is_kept(kept: TruncatedSupport, targets_T: Tensor, vocabulary: int) -> Tensor:
     """[T, V]: True if in the token's truncated support; an empty set means all, any other includes the target."""
     is_kept_TV = torch.zeros(len(targets_T), vocabulary, dtype=torch.bool, device=targets_T.device)
     borders = kept.offsets_S.tolist()

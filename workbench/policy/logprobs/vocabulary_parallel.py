@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from workbench.errors import SpecError
 from workbench.policy.logprobs.head import TokenLogprobs, check_rows, logit_divisor, make_head
-from workbench.policy.logprobs.kept import KeptSets, check_kept
+from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support
 from workbench.sharding.collectives import all_max, all_sum, identity_sum, sum_identity
 from workbench.sharding.mesh import Axis
 
@@ -39,8 +39,8 @@ def token_logprobs(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: KeptSets | None = None,
-    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    kept: TruncatedSupport | None = None,
+    outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
 ) -> TokenLogprobs:
     """Compute the head's outputs per token, from a slice of the head on each tp rank; see `logprobs.token_logprobs`.
@@ -52,7 +52,7 @@ def token_logprobs(
     Raises:   ShapeError, SpecError: see `head` and `kept`.
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (vocabulary-parallel cross entropy).
     """
-    wanted = frozenset(wanted)
+    outputs = frozenset(outputs)
     if fp32_head:
         hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
     head = make_head(
@@ -64,7 +64,7 @@ def token_logprobs(
         axis=axis,
         first_token=first_token,
     )
-    check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
+    check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
     active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
     logits_TV = identity_sum(hidden_TD.where(active_T[:, None], 0.0), axis) @ weight_VD.T
     if bias_V is not None:
@@ -77,21 +77,23 @@ def token_logprobs(
     local_T = targets_T.where(active_T, 0) - first_token
     logprobs_T, entropy_T, logsumexp_T = _FromLocalLogits.apply(scaled_TV, local_T, axis)
     output = TokenLogprobs(
-        logprobs_T, entropy_T if "entropy" in wanted else None, logsumexp_T if "logsumexp" in wanted else None
+        logprobs_T, entropy_T if "entropy" in outputs else None, logsumexp_T if "logsumexp" in outputs else None
     )
-    if "mean_squared_logit" in wanted:
+    if "mean_squared_logit" in outputs:
         squares_T = scaled_TV.where(scaled_TV != -torch.inf, 0.0).square().sum(-1)
         output = output._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
     if kept is not None:
-        check_kept(kept, targets_T, head)
+        check_support(kept, targets_T, head)
         cut_TV = active_T[:, None] & ~_is_kept(kept, local_T, columns_V, first_token)
         kept_TV = scaled_TV.masked_fill(cut_TV, -torch.inf)
         logprobs_T, entropy_T, _ = _FromLocalLogits.apply(kept_TV, local_T, axis)
-        output = output._replace(kept_logprobs_T=logprobs_T, kept_entropy_T=entropy_T if "entropy" in wanted else None)
+        output = output._replace(
+            support_logprobs_T=logprobs_T, support_entropy_T=entropy_T if "entropy" in outputs else None
+        )
     return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in output))
 
 
-def _is_kept(kept: KeptSets, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:
+def _is_kept(kept: TruncatedSupport, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:
     """[T, v]: True if in the token's truncated support; an empty set means all, any other includes the target."""
     is_kept_TV = columns_V == local_T[:, None]
     for token, ids in enumerate(kept.ids_P.split(kept.offsets_S.diff().tolist())):

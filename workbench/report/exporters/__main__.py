@@ -11,12 +11,12 @@ from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.tracked import from_plain
 
 
-def main(answers: Path) -> None:
+def main(outcomes: Path) -> None:
     """Write every run that is not there yet, and record its outcome as soon as it is known."""
     request = from_json(sys.stdin.buffer.read())
     module, _, name = TRACKERS[request["tracker"]].writer.partition(":")
     writer = getattr(importlib.import_module(module), name)(Path(request["folder"]), request["project"])
-    with answers.open("ab") as file:
+    with outcomes.open("ab") as file:
         try:
             for run in map(from_plain, request["runs"]):
                 there = writer.has(run)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors import RecordError
-from workbench.records.directory import RunDirectory, failure_in_short, from_json
+from workbench.records.directory import RunDirectory, failure_summary, from_json
 from workbench.specs.run import flatten
 
 TIME = "time/ended_ns"
@@ -167,7 +167,7 @@ def _facts(run: RunDirectory, state: Mapping[str, Any], began_s: float, ended_s:
     }
     facts |= {f"run.{key}": str(state[key]) for key in ("device", "device_note", "backend") if state.get(key)}
     if failure := run.failure():
-        facts["run.failure"] = failure_in_short(failure)[:FAILURE_LETTERS]
+        facts["run.failure"] = failure_summary(failure)[:FAILURE_LETTERS]
         facts |= {"run.failure_cause": str(failure["cause"])} if failure.get("cause") else {}
     return facts | {f"run.{key}": value for key, value in _provenance(run).items()}
 

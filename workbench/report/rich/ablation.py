@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from workbench.errors import SpecError
-from workbench.launch.ablation import AblationSpec, differs
+from workbench.launch.ablation import AblationSpec, changed_settings
 from workbench.report.markup import Markup, breakable, table, tag
-from workbench.report.rich.spec import said
+from workbench.report.rich.spec import setting_text
 from workbench.report.rich.strips import framed
 
 
@@ -21,7 +21,8 @@ def as_html(ablation: AblationSpec) -> Markup:
             tag("strong", breakable(run.name)),
             ablation.role(run, planned),
             str(run.world_size),
-            ", ".join(f"{key}: {said(value)}" for key, value in differs(run, planned).items()) or "nothing changed",
+            ", ".join(f"{key}: {setting_text(value)}" for key, value in changed_settings(run, planned).items())
+            or "nothing changed",
         ]
         for run in planned
     ]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.compare.bisect import Bisection, Parting
+from workbench.compare.bisect import Bisection, Divergence
 from workbench.report.markup import Markup, table, tag
 from workbench.report.rich.strips import framed
 
 
-def as_html(found: Bisection) -> Markup:
+def as_html(bisection: Bisection) -> Markup:
     """Return the verdict, and below it the place in a table."""
-    verdict, *changes = str(found).splitlines()
-    head = tag("p", tag("span", verdict, class_=None if found.equal else "trouble"))
-    place = [] if found.parting is None else table(["", "they part at"], _rows(found.parting), class_="table")
+    verdict, *changes = str(bisection).splitlines()
+    head = tag("p", tag("span", verdict, class_=None if bisection.equal else "trouble"))
+    place = (
+        [] if bisection.divergence is None else table(["", "they part at"], _rows(bisection.divergence), class_="table")
+    )
     return framed(head, place, [tag("p", change.strip(), class_="quiet") for change in changes])
 
 
-def _rows(parting: Parting) -> list[list[Any]]:
+def _rows(parting: Divergence) -> list[list[Any]]:
     rows: list[list[Any]] = [["step", parting.step], ["way", parting.way], ["tensor", tag("code", parting.tensor)]]
     if parting.tokens is not None:
         rows += [

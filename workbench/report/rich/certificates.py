@@ -9,24 +9,28 @@ from workbench.report.rich.strips import framed
 _MOST = 12
 
 
-def as_html(found: CertificateComparison) -> Markup:
+def as_html(comparison: CertificateComparison) -> Markup:
     """Return the verdict, and below it the tensors that differ, in the order in which the step computes them."""
     head = tag(
         "p",
-        tag("strong", found.run),
+        tag("strong", comparison.run),
         " against ",
-        found.reference,
+        comparison.reference,
         ": ",
-        tag("span", found.why, class_=None if found.verdict == "equal" else "trouble"),
+        tag("span", comparison.why, class_=None if comparison.verdict == "equal" else "trouble"),
     )
-    seen = [] if found.evidence is None else [tag("p", f"could have seen: {found.evidence.summary()}", class_="quiet")]
-    if found.equal:
+    seen = (
+        []
+        if comparison.evidence is None
+        else [tag("p", f"could have seen: {comparison.evidence.summary()}", class_="quiet")]
+    )
+    if comparison.equal:
         return framed(head, seen)
     rows = [
-        [tag("code", name, class_="whole"), str(found.element or "not recorded") if not number else ""]
-        for number, name in enumerate(found.differing[:_MOST])
+        [tag("code", name, class_="whole"), str(comparison.element or "not recorded") if not number else ""]
+        for number, name in enumerate(comparison.differing[:_MOST])
     ]
-    left = len(found.differing) - _MOST
+    left = len(comparison.differing) - _MOST
     return framed(
         head,
         seen,

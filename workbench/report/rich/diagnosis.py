@@ -25,7 +25,7 @@ def as_html(diagnosis: Diagnosis) -> Markup:
         numbers=(1,),
         class_="table",
     )
-    tried = [tag("p", f"tried {each.experiment.words}: {each.result}") for each in diagnosis.tried]
+    tried = [tag("p", f"tried {each.experiment.description}: {each.result}") for each in diagnosis.tried]
     return framed(head, causes, _seen(diagnosis), tried, _next(diagnosis))
 
 
@@ -40,9 +40,9 @@ def _row(cause: Suspicion) -> list[Any]:
     return [
         tag("code", cause.name, class_="whole"),
         f"{cause.score:.2f}",
-        cause.words,
+        cause.description,
         "; ".join(cause.evidence),
-        ", ".join(cause.lacked),
+        ", ".join(cause.missing),
     ]
 
 
@@ -54,7 +54,7 @@ def _next(diagnosis: Diagnosis) -> list[Markup]:
         tag(
             "p",
             "next: ",
-            tag("strong", experiment.words),
+            tag("strong", experiment.description),
             f"; it would rule out {', '.join(experiment.excludes)}, or leave only these",
         )
     ]

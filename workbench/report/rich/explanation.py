@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workbench.report.markup import Markup, breakable, table, tag
 from workbench.report.numbers import significant
-from workbench.report.rich.spec import said
+from workbench.report.rich.spec import setting_text
 from workbench.report.rich.strips import framed
 from workbench.systems.explanations import Difference, Explanation
 
@@ -14,10 +14,10 @@ def as_html(explanation: Explanation) -> Markup:
     first, second = explanation.systems
     verdict = str(explanation).splitlines()[0].partition(": ")[2]
     head = [tag("p", tag("strong", f"{first} | {second}"), " ", verdict)]
-    if explanation.witness is not None:
-        losses = " | ".join(significant(loss, 10) for loss in explanation.witness.losses)
-        norms = " | ".join(significant(norm, 10) for norm in explanation.witness.gradient_norms)
-        head.append(tag("p", f"batch {explanation.witness.seed}: loss {losses}, gradient norm {norms}"))
+    if explanation.counterexample is not None:
+        losses = " | ".join(significant(loss, 10) for loss in explanation.counterexample.losses)
+        norms = " | ".join(significant(norm, 10) for norm in explanation.counterexample.gradient_norms)
+        head.append(tag("p", f"batch {explanation.counterexample.seed}: loss {losses}, gradient norm {norms}"))
     rows = [
         [tag("strong", breakable(d.setting)), d.topic, _cell(d, 0), _cell(d, 1), "yes" if d.acts else "no"]
         for d in explanation.differences
@@ -33,4 +33,4 @@ def as_html(explanation: Explanation) -> Markup:
 
 def _cell(difference: Difference, side: int) -> str:
     option = difference.options[side]
-    return f"{said(difference.values[side])}{f' ({option})' if option else ''}"
+    return f"{setting_text(difference.values[side])}{f' ({option})' if option else ''}"

@@ -21,7 +21,7 @@ _WIDE = 0.08
 def as_html(plan: ShardPlan) -> Markup:
     """Return the documents, the owners of all tokens, a strip per rank with its share of the work, and the balance."""
     total, balance = plan.num_tokens, plan.balance()
-    work = sum(balance.of_ranks)
+    work = sum(balance.pairs_by_rank)
     rows = [*_documents(plan), _owners(plan)]
     for rank in range(min(plan.cp, AT_ALL)):
         local = spans(sorted(plan.positions(rank).tolist()))
@@ -33,7 +33,7 @@ def as_html(plan: ShardPlan) -> Markup:
             [
                 tag("span", f"rank {rank}"),
                 strip(pieces, total, label=f"rank {rank} holds tokens {text}"),
-                tag("span", f"{text} · {balance.of_ranks[rank] / work:.0%} of causal attention", class_="quiet"),
+                tag("span", f"{text} · {balance.pairs_by_rank[rank] / work:.0%} of causal attention", class_="quiet"),
             ]
         )
     more = tag("p", f"{plan.cp - AT_ALL} more ranks are not drawn.", class_="quiet") if plan.cp > AT_ALL else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.proof import Counterexample, InvariantResult, Proof
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import NONE, near_one, significant
 from workbench.report.rich.batch import as_html as batch_html
@@ -20,46 +20,50 @@ def as_html(proof: Proof) -> Markup:
         tag("span", proof.verdict, class_=None if proof.ok else "trouble"),
         tag("span", f"; seed {proof.seed}, {significant(proof.seconds)} s", class_="quiet"),
     )
-    laws = table(
+    invariants = table(
         ["invariant", "what may change", "verdict", "cases", "worst", "what differs"],
-        [_row(law) for law in proof.laws],
+        [_row(invariant) for invariant in proof.invariants],
         numbers=(3, 4),
         class_="table",
     )
-    return framed(head, laws, [_refuted(law, law.counterexample) for law in proof.laws if law.counterexample])
+    return framed(
+        head,
+        invariants,
+        [_refuted(invariant, invariant.counterexample) for invariant in proof.invariants if invariant.counterexample],
+    )
 
 
-def _row(law: LawResult) -> list[Any]:
-    verdict = tag("strong", law.verdict, class_="trouble") if law.verdict == "broken" else law.verdict
-    worst = significant(law.worst, 2) if law.cases else NONE
+def _row(invariant: InvariantResult) -> list[Any]:
+    verdict = tag("strong", invariant.verdict, class_="trouble") if invariant.verdict == "broken" else invariant.verdict
+    worst = significant(invariant.worst, 2) if invariant.cases else NONE
     return [
-        tag("code", law.name, class_="whole"),
-        law.says,
+        tag("code", invariant.name, class_="whole"),
+        invariant.says,
         tag("span", verdict, class_="whole"),
-        law.cases,
+        invariant.cases,
         tag("span", worst, class_="whole"),
-        _factor(law),
+        _factor(invariant),
     ]
 
 
-def _factor(law: LawResult) -> str:
+def _factor(invariant: InvariantResult) -> str:
     """Return the factor in short, or why there is none."""
-    if law.why or law.counterexample is None:
-        return law.why
-    what = ", ".join(law.what)
-    if law.factor is None:
+    if invariant.why or invariant.counterexample is None:
+        return invariant.why
+    what = ", ".join(invariant.differing)
+    if invariant.factor is None:
         return what
-    return f"{what}: × {near_one(law.factor)}{f' = {law.factor_name}' if law.factor_name else ''}"
+    return f"{what}: × {near_one(invariant.factor)}{f' = {invariant.factor_name}' if invariant.factor_name else ''}"
 
 
-def _refuted(law: LawResult, counterexample: Counterexample) -> Markup:
+def _refuted(invariant: InvariantResult, counterexample: Counterexample) -> Markup:
     """Return a counterexample; open if the loss does not declare the break, else on request."""
     steps = [["plain", counterexample.plain], ["changed", counterexample.changed]]
     return tag(
         "details",
-        tag("summary", f"{law.name}: the smallest step that breaks it"),
-        tag("p", counterexample.words),
+        tag("summary", f"{invariant.name}: the smallest step that breaks it"),
+        tag("p", counterexample.description),
         table(["", "the step"], steps, class_="table"),
         batch_html(counterexample.batch),
-        open=law.verdict == "broken",
+        open=invariant.verdict == "broken",
     )

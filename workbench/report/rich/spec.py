@@ -24,7 +24,7 @@ def as_html(spec: RunSpec) -> Markup:
     return framed(head, _changes(spec), tag("details", tag("summary", "every setting"), tag("pre", everything)))
 
 
-def said(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Format a setting as in YAML; infinity as its sign."""
     if isinstance(value, float) and not math.isfinite(value):
         return significant(value)
@@ -34,7 +34,7 @@ def said(value: Any) -> str:
 def _changes(spec: RunSpec) -> Markup:
     default = flatten(RunSpec().model_dump(mode="json"))
     rows = [
-        [tag("code", key), said(value), said(default[key])]
+        [tag("code", key), setting_text(value), setting_text(default[key])]
         for key, value in flatten(spec.model_dump(mode="json")).items()
         if value != default[key]
     ]

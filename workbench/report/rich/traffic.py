@@ -7,7 +7,7 @@ from workbench.report.rich.strips import Piece, framed, runs, strip
 from workbench.rollouts.batch import PADDING
 from workbench.sharding.bridge.grid import Grid
 from workbench.sharding.bridge.sides import Side
-from workbench.sharding.bridge.traffic import Step, Traffic, place_words
+from workbench.sharding.bridge.traffic import Step, Traffic, coordinates_label
 
 AT_ALL = 32
 """Ranks that are drawn; the rest is counted."""
@@ -22,14 +22,14 @@ def as_html(traffic: Traffic) -> Markup:
     head = tag(
         "p",
         tag("strong", "Traffic"),
-        f" {pair.source.words} → {pair.destination.words}: {route.path}{why}; "
+        f" {pair.source.label} → {pair.destination.label}: {route.path}{why}; "
         f"{sum(route.samples)} samples of {traffic.tokens} tokens",
     )
     before, after = traffic.sides
     sides = [
-        tag("p", f"At the source, {pair.source.words}. A hue is a dp rank.", class_="quiet"),
+        tag("p", f"At the source, {pair.source.label}. A hue is a dp rank.", class_="quiet"),
         _side(traffic, before, pair.source),
-        tag("p", f"At the destination, {pair.destination.words}.", class_="quiet"),
+        tag("p", f"At the destination, {pair.destination.label}.", class_="quiet"),
         _side(traffic, after, pair.destination),
     ]
     quiet = [
@@ -54,7 +54,7 @@ def _side(traffic: Traffic, side: Side, grid: Grid) -> Markup:
         place = grid.place(rank)
         tokens_t = side.share_of[number].tokens_t
         tokens_t = tokens_t[tokens_t != PADDING].sort().values
-        text = traffic.held_words(side, number)
+        text = traffic.tokens_label(side, number)
         rows.append(
             [
                 tag("span", f"rank {rank}"),
@@ -63,7 +63,7 @@ def _side(traffic: Traffic, side: Side, grid: Grid) -> Markup:
                     total,
                     label=f"rank {rank} holds samples {text}",
                 ),
-                tag("span", f"{place_words(place)} · {text}", class_="quiet"),
+                tag("span", f"{coordinates_label(place)} · {text}", class_="quiet"),
             ]
         )
     return tag("div", rows, class_="strips")

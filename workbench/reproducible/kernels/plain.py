@@ -30,13 +30,13 @@ def canonical(values: Tensor) -> Tensor:
     return values if values.data_ptr() % ALIGNMENT == 0 else values.clone()
 
 
-def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
     """Multiply x @ weight.T, a block of rows and some columns at a time. -> [T, N], by default in the dtype of x."""
     pieces = [canonical(piece).T for piece in weight_NK.split(width)]
     return _products(x_TK, pieces, block, out_dtype)
 
 
-def product_back(
+def matmul_backward(
     dy_TN: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Multiply dy @ weight, a block of rows and some columns at a time. -> [T, K], by default in the dtype of dy."""
@@ -295,7 +295,7 @@ def _tokens_first(heads_Hnd: Tensor) -> Tensor:
     return heads_Hnd[0].transpose(0, 1).contiguous()
 
 
-def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
+def piece_statistics(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
     """Statistics of each row over a piece of the vocabulary, from which those of the whole vocabulary are merged.
 
     Args:
@@ -315,7 +315,7 @@ def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
     return torch.stack([highest_b, exp_bv.sum(1), (exp_bv * shifted_bv).sum(1), logits_bv.square().sum(1), target_b])
 
 
-def unsay(
+def piece_gradient(
     logits_bv: Tensor,
     local_b: Tensor,
     divisor_b: Tensor,

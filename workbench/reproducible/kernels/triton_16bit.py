@@ -53,7 +53,7 @@ def refusal(dtype: torch.dtype, device: torch.device, block: int) -> str | None:
     return None
 
 
-def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
     """[T, N] x @ weight.T, summed in float32 and rounded once.
 
     An element's bits depend on its row, its column and their depth, so that ``block`` and ``width`` are not needed.
@@ -61,7 +61,7 @@ def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: 
     return _product(x_TK, weight_NK, len(weight_NK), out_dtype, back=False)
 
 
-def product_back(
+def matmul_backward(
     dy_TN: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """[T, K] dy @ weight, summed in float32 and rounded once; see `product`."""
@@ -278,7 +278,7 @@ def _over_all(kernel: Any, values: Tensor, *arguments: Tensor) -> None:
             kernel[(programs,)](values, *arguments, values.numel(), SIZE=4096, num_warps=8)
 
 
-def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
+def piece_statistics(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
     """Statistics of each row over a piece of the vocabulary, in one pass; see `plain.say`."""
     _, highest_b, sum_b, weighted_b, squares_b = TritonPasses().forward(
         logits_bv, local_b, divisor_b, frozenset({"mean_squared_logit"})
@@ -288,7 +288,7 @@ def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
     return torch.stack([highest_b, sum_b, weighted_b, squares_b, target_b.where(here_b, -torch.inf)])
 
 
-def unsay(
+def piece_gradient(
     logits_bv: Tensor,
     local_b: Tensor,
     divisor_b: Tensor,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workbench.reproducible.kernels.triton_products import fixed, raise_peak, size
+from workbench.reproducible.kernels.triton_gemms import fixed, raise_peak, size
 
 _WHOLE = tl.constexpr(4503599627370496.0)  # 2^52: float64 of this magnitude and above are integers
 

@@ -77,7 +77,7 @@ class Block:
         return not bool(self.sees_q.any())
 
     @cached_property
-    def all_see(self) -> bool:
+    def every_query_sees(self) -> bool:
         """True if every query sees a key."""
         return bool(self.sees_q.all())
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from workbench.sharding import flight
 from workbench.sharding.attention.kernels import choose
-from workbench.sharding.attention.key_values import joined, parted
+from workbench.sharding.attention.key_values import pack_key_value, unpack_key_value
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.collectives import gather_equal, scatter_sum
 from workbench.sharding.mesh import Axis
@@ -57,8 +57,8 @@ class _Gathered(Function):
             d_out, query, all_keys, all_values, out, lse, ctx.block, ctx.scale
         )
         if axis.group is not None:
-            both = joined(d_key, d_value, torch.promote_types(key.dtype, torch.float32))
-            d_key, d_value = parted(scatter_sum(both.unflatten(0, (axis.size, -1)), axis, caller=ctx.caller))
+            both = pack_key_value(d_key, d_value, torch.promote_types(key.dtype, torch.float32))
+            d_key, d_value = unpack_key_value(scatter_sum(both.unflatten(0, (axis.size, -1)), axis, caller=ctx.caller))
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
@@ -66,4 +66,4 @@ def _all_keys_values(key: Tensor, value: Tensor, axis: Axis, caller: str | None)
     """Gather keys and values of all ranks in rank order, [1, Hk, T, d] each."""
     if axis.group is None:
         return key, value
-    return parted(gather_equal(joined(key, value), axis, caller=caller).flatten(0, 1))
+    return unpack_key_value(gather_equal(pack_key_value(key, value), axis, caller=caller).flatten(0, 1))

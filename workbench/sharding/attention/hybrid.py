@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.sharding.attention import ring
 from workbench.sharding.attention.shard import AttentionShard
-from workbench.sharding.attention.ulysses import trade_back, trade_tokens_for_heads
+from workbench.sharding.attention.ulysses import exchange_back, exchange_tokens_for_heads
 
 
 def attend(
@@ -23,5 +23,5 @@ def attend(
     Raises:   ShardingError: heads that cannot be dealt to the inner ranks.
     Source:   USP, arXiv 2405.07719; LoongTrain's 2D attention, arXiv 2406.18485.
     """
-    query, key, value = trade_tokens_for_heads(query, key, value, shard)
-    return trade_back(ring.attend(query, key, value, shard, window, scale), shard)
+    query, key, value = exchange_tokens_for_heads(query, key, value, shard)
+    return exchange_back(ring.attend(query, key, value, shard, window, scale), shard)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def joined(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def pack_key_value(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Pack keys and values, or their gradients, into one tensor. [1, h, t, d] each -> [t, 2 h, d]."""
     _, heads, tokens, features = key.shape
     packed = key.new_empty(tokens, 2 * heads, features, dtype=dtype or key.dtype)
@@ -21,7 +21,7 @@ def joined(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tens
     return packed
 
 
-def parted(both: Tensor) -> tuple[Tensor, Tensor]:
+def unpack_key_value(both: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack into views of keys and values. [t, 2 h, d] -> [1, h, t, d] each."""
     key, value = both.transpose(0, 1)[None].chunk(2, dim=1)
     return key, value

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from workbench.sharding import flight
 from workbench.sharding.attention.block import Block
 from workbench.sharding.attention.kernels import choose
-from workbench.sharding.attention.key_values import joined, parted
+from workbench.sharding.attention.key_values import pack_key_value, unpack_key_value
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.collectives import start_rotation
 from workbench.sharding.mesh import Axis
@@ -86,14 +86,14 @@ class _Ring(Function):
                     d_out, query, block_key, block_value, out, lse, block, ctx.scale, delta
                 )
                 d_query += d_block_query
-                d_kv = joined(d_key, d_value, wide)
+                d_kv = pack_key_value(d_key, d_value, wide)
             if arrive is not None:  # gradients of the same keys and values, accumulated by the previous ranks
                 accumulated = arrive()
                 d_kv = accumulated if d_kv is None else d_kv.add_(accumulated)
             assert d_kv is not None, "each rank begins with its own keys, and sees them"
             arrive = start_rotation(d_kv, axis, caller=ctx.caller) if axis.group is not None else lambda own=d_kv: own
         assert arrive is not None, "a rotation has at least one step"
-        d_key, d_value = parted(arrive())
+        d_key, d_value = unpack_key_value(arrive())
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
@@ -102,9 +102,9 @@ def _rotation(
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Keys and values of each rank in turn, this rank's first; the next ones are in flight while these are used."""
     axis = shard.outer
-    both = joined(key, value)
+    both = pack_key_value(key, value)
     for step in range(axis.size):
         arrive = start_rotation(both, axis, caller=caller) if step + 1 < axis.size else None
-        yield shard.block((axis.rank - step) % axis.size, window=window), *parted(both)
+        yield shard.block((axis.rank - step) % axis.size, window=window), *unpack_key_value(both)
         if arrive is not None:
             both = arrive()

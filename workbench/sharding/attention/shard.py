@@ -103,7 +103,7 @@ class AttentionShard:
         return cls(positions_GUt, runs_T, algorithm, kernel, inner, outer, document_ids_T.cpu() != PADDING)
 
     @cached_property
-    def held_Gs(self) -> Tensor:
+    def outer_positions_Gs(self) -> Tensor:
         """[G, s] positions of each outer rank after heads were exchanged, in their order then.
 
         With inner ranks the positions are in the order of the row, so that a document is in as few pieces as possible.
@@ -131,8 +131,8 @@ class AttentionShard:
         """This rank's queries against the keys of one outer rank, or of all in rank order."""
         cached = self._blocks.get((source, window))
         if cached is None:
-            query_s = self.held_Gs[self.outer.rank]
-            key_k = self.held_Gs.flatten() if source is None else self.held_Gs[source]
+            query_s = self.outer_positions_Gs[self.outer.rank]
+            key_k = self.outer_positions_Gs.flatten() if source is None else self.outer_positions_Gs[source]
             cached = Block(query_s, key_k, self.documents_T[query_s], self.documents_T[key_k], window)
             self._blocks[source, window] = cached
         return cached

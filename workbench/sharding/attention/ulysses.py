@@ -34,11 +34,11 @@ def attend(
     Raises:   ShardingError: heads that cannot be dealt to the ranks.
     Source:   DeepSpeed-Ulysses, arXiv 2309.14509.
     """
-    query, key, value = trade_tokens_for_heads(query, key, value, shard)
-    return trade_back(gathered.attend(query, key, value, shard, window, scale), shard)
+    query, key, value = exchange_tokens_for_heads(query, key, value, shard)
+    return exchange_back(gathered.attend(query, key, value, shard, window, scale), shard)
 
 
-def trade_tokens_for_heads(
+def exchange_tokens_for_heads(
     query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchange queries, keys and values of all heads for those of all tokens, in one collective over the inner axis.
@@ -52,16 +52,16 @@ def trade_tokens_for_heads(
         return query, key, value
     copies = check_heads(query.shape[1], key.shape[1], axis)
     if copies > 1:
-        key, value = repeated(key, copies), repeated(value, copies)
+        key, value = repeat_heads(key, copies), repeat_heads(value, copies)
     return _Trade.apply(shard, query, key, value)
 
 
-def repeated(heads: Tensor, copies: int) -> Tensor:
+def repeat_heads(heads: Tensor, copies: int) -> Tensor:
     """Repeat each head ``copies`` times, copies adjacent. Backward: the sum over the copies."""
     return heads.repeat_interleave(copies, dim=1)
 
 
-def trade_back(out: Tensor, shard: AttentionShard) -> Tensor:
+def exchange_back(out: Tensor, shard: AttentionShard) -> Tensor:
     """Exchange back to all heads of this rank's tokens. [1, Hq / R, s, d] -> [1, Hq, t, d]."""
     return out if shard.inner.size == 1 else _TradeBack.apply(shard, out)
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from workbench.errors import ShapeError, ShardingError
 from workbench.sharding.bridge.delivery import Delivery, Route, check_delivery, crossing_of, route_of
-from workbench.sharding.bridge.direct import Direct, hand_over
+from workbench.sharding.bridge.direct import Direct, cross_directly
 from workbench.sharding.bridge.grid import Grid
 from workbench.sharding.bridge.groups import GridGroups
 from workbench.sharding.bridge.pair import GridPair
-from workbench.sharding.bridge.partition import owned
-from workbench.sharding.bridge.replicas import hold_replicas
+from workbench.sharding.bridge.partition import owned_positions
+from workbench.sharding.bridge.replicas import check_replicas
 from workbench.sharding.bridge.sides import blocks
 from workbench.sharding.collectives import gather_equal
 from workbench.sharding.given_groups import GivenGroup, axis_of
@@ -88,7 +88,7 @@ class Bridge:
         delivery: what the destination receives.
         layout: of activations.
         rank: of the job.
-        everyone: all ranks of the grids.
+        all_ranks: all ranks of the grids.
         gather: the ranks that gather along the batch on the fast path.
         cp: the cp ranks of the destination.
     """
@@ -97,7 +97,7 @@ class Bridge:
     delivery: Delivery
     layout: str
     rank: int
-    everyone: Axis
+    all_ranks: Axis
     gather: Axis
     cp: Axis
 
@@ -106,7 +106,7 @@ class Bridge:
         route = self.route([self.pair.ratio or 1] * self.pair.source["dp"])
         why = f" ({route.why})" if route.why else ""
         return (
-            f"Bridge({self.pair.source.words} -> {self.pair.destination.words}: {route.path}{why}, "
+            f"Bridge({self.pair.source.label} -> {self.pair.destination.label}: {route.path}{why}, "
             f"{self.delivery.kind} sequences)"
         )
 
@@ -158,18 +158,18 @@ class Bridge:
             return self._cross_generally(local, route, tokens, checked=checked)
         owned_Rt = None
         if self.delivery.order is not None:
-            owned_Rt = owned(self.delivery.order, tokens, self.pair.destination["cp"])
+            owned_Rt = owned_positions(self.delivery.order, tokens, self.pair.destination["cp"])
         slot = self.pair.slot(self.rank)
         direct = Direct(route.path, slot, self.pair.ratio, batch_dim, sequence_dim, self.gather, self.cp, owned_Rt)
         if not checked:
-            return hand_over(local, direct)
+            return cross_directly(local, direct)
         crossing = crossing_of(self.pair, self.delivery, route.samples, tokens)
-        hold_replicas(self._rows(local), crossing.source, self.everyone, what="values at the source")
-        out = hand_over(local, direct)
+        check_replicas(self._rows(local), crossing.source, self.all_ranks, what="values at the source")
+        out = cross_directly(local, direct)
         if out.requires_grad:
             out.register_hook(
-                lambda gradient: hold_replicas(
-                    self._rows(gradient), crossing.destination, self.everyone, what="gradients at the destination"
+                lambda gradient: check_replicas(
+                    self._rows(gradient), crossing.destination, self.all_ranks, what="gradients at the destination"
                 )
             )
         return out
@@ -177,7 +177,7 @@ class Bridge:
     def _cross_generally(self, local: Tensor, route: Route, tokens: int, *, checked: bool) -> Tensor:
         destination, how = self.pair.destination, self.delivery
         crossing = crossing_of(self.pair, how, route.samples, tokens)
-        rows = crossing.cross(self._rows(local), self.everyone, checked=checked)
+        rows = crossing.cross(self._rows(local), self.all_ranks, checked=checked)
         begin, end = blocks(sum(route.samples), destination["dp"])[destination.place(self.rank)[0]]
         over = destination["cp"] if how.kind == "sharded" else 1
         over *= destination["tp"] if how.sequence_parallel else 1
@@ -191,7 +191,7 @@ class Bridge:
     def _gathered_samples(self, count: int, tokens: int, device: torch.device) -> tuple[int, ...]:
         """The samples of each dp rank of the source, gathered from all ranks."""
         source = self.pair.source
-        gathered = gather_equal(torch.tensor([count, tokens], device=device), self.everyone).tolist()
+        gathered = gather_equal(torch.tensor([count, tokens], device=device), self.all_ranks).tolist()
         by_dp: dict[int, tuple[int, int]] = {}
         for rank, (samples, length) in zip(source.ranks, gathered, strict=True):
             first = by_dp.setdefault(source.place(rank)[0], (samples, length))

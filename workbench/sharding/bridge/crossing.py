@@ -25,7 +25,7 @@ from torch.autograd import Function
 from workbench.errors import ShapeError, ShardingError
 from workbench.rollouts.batch import PADDING
 from workbench.sharding import flight
-from workbench.sharding.bridge.replicas import hold_replicas
+from workbench.sharding.bridge.replicas import check_replicas
 from workbench.sharding.bridge.sides import Share, Side
 from workbench.sharding.collectives import exchange_rows
 from workbench.sharding.mesh import Axis
@@ -41,7 +41,7 @@ class Crossing:
         share_of_token: [N] index of the source share that holds each token; -1 for none.
         row_of_token: [N] its row in that share.
         providers_aR: [a, R] the rank of each source share that sends rows to each destination rank.
-        answerers_cR: [c, R] the rank of each destination share that sends gradients to each source rank.
+        gradient_providers_cR: [c, R] the rank of each destination share that sends gradients to each source rank.
     """
 
     source: Side
@@ -49,7 +49,7 @@ class Crossing:
     share_of_token: Tensor
     row_of_token: Tensor
     providers_aR: Tensor
-    answerers_cR: Tensor
+    gradient_providers_cR: Tensor
     _tables: dict[tuple[int, torch.device], _Table] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -133,7 +133,7 @@ class Crossing:
                 fix="pass the rows that the source side assigns to this rank; [0, ...] if there are none",
             )
         if checked:
-            hold_replicas(values_tD.detach(), self.source, axis, what="values at the source")
+            check_replicas(values_tD.detach(), self.source, axis, what="values at the source")
         # Backward is collective: a rank whose values need no gradient must enter it too.
         anchor = values_tD.new_zeros((), requires_grad=torch.is_grad_enabled())
         return _Cross.apply(values_tD, anchor, self, axis, checked)
@@ -151,7 +151,9 @@ class Crossing:
         answered = [_answered_tokens(share) for share in self.destination.shares]
         for rank, number in enumerate(self.source.number_of):
             tokens = [of_share[self.share_of_token[of_share] == number] for of_share in answered]
-            ranks = torch.repeat_interleave(self.answerers_cR[:, rank], torch.tensor([len(one) for one in tokens]))
+            ranks = torch.repeat_interleave(
+                self.gradient_providers_cR[:, rank], torch.tensor([len(one) for one in tokens])
+            )
             order = ranks.argsort(stable=True)
             routes.append((torch.cat(tokens)[order], ranks[order]))
         return routes
@@ -213,7 +215,7 @@ class _Table:
         received = arrival[torch.searchsorted(tokens, consumer.tokens_t[filled])]
 
         unique = _answered_tokens(consumer)
-        answered = torch.nonzero(consumer.answered_t).squeeze(1)
+        answered = torch.nonzero(consumer.gradient_rows_t).squeeze(1)
         distinct = torch.searchsorted(unique, consumer.tokens_t[answered])
         returned = [torch.searchsorted(unique, routed[source == rank]) for routed, source in crossing._answered]
         return cls(
@@ -243,7 +245,7 @@ class _Cross(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         crossing, axis = ctx.crossing, ctx.axis
         if ctx.checked:
-            hold_replicas(gradient, crossing.destination, axis, what="gradients at the destination")
+            check_replicas(gradient, crossing.destination, axis, what="gradients at the destination")
         table = crossing._table(axis.rank, gradient.device)
         own = table.distinct.of(gradient.index_select(0, table.answered))
         rows = exchange_rows(own.index_select(0, table.returned), table.backward_RR, axis, caller=ctx.caller)
@@ -257,7 +259,7 @@ def _received_tokens(share: Share) -> Tensor:
 
 def _answered_tokens(share: Share) -> Tensor:
     """Distinct tokens whose gradients a share sends back, ascending."""
-    return torch.unique(share.tokens_t[share.answered_t])
+    return torch.unique(share.tokens_t[share.gradient_rows_t])
 
 
 def _counted(numbers: Tensor, size: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from workbench.errors import ShardingError
 from workbench.sharding.bridge.crossing import Crossing
 from workbench.sharding.bridge.pair import GridPair
-from workbench.sharding.bridge.partition import check_stretches, owned
+from workbench.sharding.bridge.partition import check_tp_divides, owned_positions
 from workbench.sharding.bridge.sides import Side, blocks, numbers, sharded, stacked, whole
 
 
@@ -123,16 +123,16 @@ def crossing_of(pair: GridPair, how: Delivery, samples: tuple[int, ...], tokens:
 def sides_of(pair: GridPair, how: Delivery, samples: Sequence[int], tokens: int) -> tuple[Side, Side]:
     """Tokens of each rank before and after; token s of sample b has number b * tokens + s."""
     source, destination = pair.source, pair.destination
-    at_source = owned(how.source_order or "contiguous", tokens, source["cp"])
+    at_source = owned_positions(how.source_order or "contiguous", tokens, source["cp"])
     every = torch.arange(tokens)
     before, after = stacked(samples), blocks(sum(samples), destination["dp"])
     given = sharded(source, lambda dp, cp, _: numbers(before[dp], tokens, at_source[cp]))
     if how.kind == "whole" and how.order is None:
         return given, whole(destination, lambda dp: numbers(after[dp], tokens, every))
-    at_destination = owned(how.order or "contiguous", tokens, destination["cp"])
+    at_destination = owned_positions(how.order or "contiguous", tokens, destination["cp"])
     if how.kind == "sharded":
         if how.sequence_parallel:
-            check_stretches(tokens, destination["cp"], destination["tp"])
+            check_tp_divides(tokens, destination["cp"], destination["tp"])
         runs = destination["tp"] if how.sequence_parallel else 1
         places = at_destination.view(destination["cp"], runs, -1)
         return given, sharded(

@@ -46,7 +46,7 @@ class Direct:
     owned_Rt: Tensor | None = None
 
 
-def hand_over(values: Tensor, direct: Direct) -> Tensor:
+def cross_directly(values: Tensor, direct: Direct) -> Tensor:
     """Return this rank's samples at the destination, whole sequences.
 
     Shapes:   [b, s, h] (or [s, b, h]) -> [b k, s, h], [b / k, s, h] or [b, s, h].
@@ -63,7 +63,7 @@ class _HandOver(Function):
     def forward(ctx: Any, values: Tensor, anchor: Tensor, direct: Direct) -> Tensor:
         ctx.direct, ctx.caller = direct, flight.caller()
         if direct.kind == "fan-in":
-            return joined(values, direct, ctx.caller)
+            return gather_slots(values, direct, ctx.caller)
         if direct.kind == "fan-out":
             return own_slot(values, direct)
         return values.view_as(values)
@@ -75,11 +75,11 @@ class _HandOver(Function):
         if direct.kind == "fan-in":
             return own_slot(complete, direct), None, None
         if direct.kind == "fan-out":
-            return joined(complete, direct, ctx.caller), None, None
+            return gather_slots(complete, direct, ctx.caller), None, None
         return complete, None, None
 
 
-def joined(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
+def gather_slots(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
     """Gather the batches of all slots, in the order of the slots."""
     gathered = gather_equal(values, direct.gather, caller=caller)
     return gathered.movedim(0, direct.batch_dim).flatten(direct.batch_dim, direct.batch_dim + 1)

@@ -89,7 +89,7 @@ class Grid:
         return f"Grid({' x '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes, strict=True))}{begin})"
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """The dimensions of more than one rank; "1 rank" if there is none."""
         long = [f"{name}{size}" for name, size in zip(self.names, self.sizes, strict=True) if size > 1]
         return " x ".join(long) or "1 rank"

@@ -57,7 +57,7 @@ class GridPair:
 
     def __repr__(self) -> str:
         """The layouts and the path."""
-        return f"GridPair({self.source.words} -> {self.destination.words}: {self.path})"
+        return f"GridPair({self.source.label} -> {self.destination.label}: {self.path})"
 
     @property
     def ratio(self) -> int:

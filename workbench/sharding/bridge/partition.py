@@ -46,13 +46,13 @@ class SequencePartition:
         Raises:   ShardingError: a length that does not divide (I13).
         """
         tokens = whole.shape[dim]
-        positions_t = owned(self.order, tokens, self.cp.size)[self.cp.rank].to(whole.device)
+        positions_t = owned_positions(self.order, tokens, self.cp.size)[self.cp.rank].to(whole.device)
         local = whole.index_select(dim, positions_t) if self.cp.size > 1 else whole
-        check_stretches(tokens, self.cp.size, self.tp.size)
+        check_tp_divides(tokens, self.cp.size, self.tp.size)
         return slice_gather(local, self.tp, dim=dim)
 
 
-def check_stretches(tokens: int, cp: int, tp: int) -> None:
+def check_tp_divides(tokens: int, cp: int, tp: int) -> None:
     """Raise if tp does not divide the tokens of a cp rank.
 
     Raises:
@@ -68,7 +68,7 @@ def check_stretches(tokens: int, cp: int, tp: int) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def owned(order: str, tokens: int, cp: int) -> Tensor:
+def owned_positions(order: str, tokens: int, cp: int) -> Tensor:
     """[R, t] positions of a sequence on each cp rank, in its local order; on the host, cached, read-only.
 
     Raises:

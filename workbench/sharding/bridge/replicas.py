@@ -17,11 +17,11 @@ from workbench.sharding.bridge.sides import Side
 from workbench.sharding.collectives import gather_equal
 from workbench.sharding.mesh import Axis
 
-BAR = 1e-3
+MAX_RELATIVE_DIFFERENCE = 1e-3
 """Relative to the norm. Nondeterministic kernels differ by rounding; a partial sum differs by about 1."""
 
 
-def hold_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> None:
+def check_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> None:
     """Raise if replicas differ, or rows whose gradient must be zero here are nonzero. Collective.
 
     Raises:
@@ -31,7 +31,7 @@ def hold_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> No
     width = values_tD.shape[1:].numel()
     flat = values_tD.detach().reshape(len(values_tD), width).double()
     weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device).view_as(flat)
-    stray = flat[((share.tokens_t != PADDING) & ~share.answered_t).to(flat.device)]
+    stray = flat[((share.tokens_t != PADDING) & ~share.gradient_rows_t).to(flat.device)]
     kind = flat.new_tensor([width, torch.finfo(values_tD.dtype).eps])
     local = torch.cat([torch.stack([(flat * weights).sum(), flat.norm(), stray.norm()]), kind])
     gathered = gather_equal(local, axis).tolist()
@@ -53,10 +53,13 @@ def hold_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> No
         )
     for one in side.shares:
         first, largest = gathered[one.ranks[0]][0], max(gathered[rank][1] for rank in one.ranks)
-        if differ := [rank for rank in one.ranks if not abs(gathered[rank][0] - first) <= BAR * largest]:
+        if differ := [
+            rank for rank in one.ranks if not abs(gathered[rank][0] - first) <= MAX_RELATIVE_DIFFERENCE * largest
+        ]:
             raise ShardingError(
                 f"bridge: {what}",
-                found=f"rank(s) {differ} differ from rank {one.ranks[0]} by more than {BAR:g} of the norm",
+                found=f"rank(s) {differ} differ from rank {one.ranks[0]} by more than "
+                f"{MAX_RELATIVE_DIFFERENCE:g} of the norm",
                 rule=f"ranks {', '.join(map(str, one.ranks))} hold equal values",
                 fix="complete sums over tp before the bridge: the gradient at the "
                 "input of the destination, the output of the source",

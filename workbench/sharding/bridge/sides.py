@@ -31,18 +31,18 @@ class Share:
     Attributes:
         ranks: indices within the axis of the bridge, ascending.
         tokens_t: [t] long, on the host.
-        answers_t: [t] bool; at a destination, rows whose gradient may be nonzero here. None: all.
+        returns_gradient_t: [t] bool; at a destination, rows whose gradient may be nonzero here. None: all.
     """
 
     ranks: tuple[int, ...]
     tokens_t: Tensor
-    answers_t: Tensor | None = None
+    returns_gradient_t: Tensor | None = None
 
     @property
-    def answered_t(self) -> Tensor:
+    def gradient_rows_t(self) -> Tensor:
         """[t] bool: rows with a token whose gradient this share returns."""
         real_t = self.tokens_t != PADDING
-        return real_t if self.answers_t is None else real_t & self.answers_t
+        return real_t if self.returns_gradient_t is None else real_t & self.returns_gradient_t
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,37 +106,37 @@ def sharded(grid: Grid, tokens_of: Callable[[int, int, int], Tensor], *, over_tp
 
 
 def whole(
-    grid: Grid, tokens_of: Callable[[int], Tensor], answers_of: Callable[[int, int], Tensor] | None = None
+    grid: Grid, tokens_of: Callable[[int], Tensor], gradient_rows_of: Callable[[int, int], Tensor] | None = None
 ) -> Side:
     """Build a side with tokens sharded over dp; every cp rank holds all of its dp rank's and uses them differently.
 
     Args:
         grid: the layout of a destination.
         tokens_of: dp to the tokens of that coordinate.
-        answers_of: (dp, cp) to the rows whose gradient may be nonzero on that cp rank; None: all.
+        gradient_rows_of: (dp, cp) to the rows whose gradient may be nonzero on that cp rank; None: all.
     """
     return Side(
         tuple(
-            Share(_ranks(grid, dp, cp), tokens_of(dp), answers_of(dp, cp) if answers_of else None)
+            Share(_ranks(grid, dp, cp), tokens_of(dp), gradient_rows_of(dp, cp) if gradient_rows_of else None)
             for dp, cp in itertools.product(range(grid["dp"]), range(grid["cp"]))
         )
     )
 
 
-def declare(tokens_t: Tensor, axis: Axis, *, alike: int) -> Side:
+def declare(tokens_t: Tensor, axis: Axis, *, replica_id: int) -> Side:
     """Build a side from each rank's own rows. Collective over the axis; a rank may hold none.
 
     Args:
         tokens_t: [t] numbers of this rank's tokens.
         axis: all ranks of the bridge.
-        alike: the same number on replicas, and on no other rank.
+        replica_id: the same number on replicas, and on no other rank.
 
     Raises:
         ShardingError: declared replicas that hold different tokens.
     """
     local_t = tokens_t.detach().long()
     tokens_of = [one.cpu() for one in all_gather(local_t, axis)]
-    labels = torch.cat(all_gather(local_t.new_tensor([alike]), axis)).tolist()
+    labels = torch.cat(all_gather(local_t.new_tensor([replica_id]), axis)).tolist()
     shares: dict[int, list[int]] = {}
     for rank, label in enumerate(labels):
         first = shares.setdefault(label, [])

@@ -116,7 +116,7 @@ class Traffic:
         """The layouts, the path and its reason, and the size."""
         why = f" ({self.route.why})" if self.route.why else ""
         return (
-            f"Traffic({self.pair.source.words} -> {self.pair.destination.words}: {self.route.path}{why}; "
+            f"Traffic({self.pair.source.label} -> {self.pair.destination.label}: {self.route.path}{why}; "
             f"{sum(self.route.samples)} samples of {self.tokens} tokens)"
         )
 
@@ -138,9 +138,9 @@ class Traffic:
         lines = ["".join(f"{name:<{width}}" for name, width in columns).rstrip()]
         for rank in range(self.pair.source.size):
             before, after = (
-                place_words(grid.place(rank + grid.offset)) for grid in (self.pair.source, self.pair.destination)
+                coordinates_label(grid.place(rank + grid.offset)) for grid in (self.pair.source, self.pair.destination)
             )
-            holds, gets = (self.held_words(side, rank) for side in self.sides)
+            holds, gets = (self.tokens_label(side, rank) for side in self.sides)
             lines.append(f"{rank + self.pair.source.offset:>4}  {before:<17}{holds:<14}{after:<17}{gets}")
         for step in self.steps:
             if not step.between.any():
@@ -155,7 +155,7 @@ class Traffic:
             ]
         return "\n".join(lines)
 
-    def held_words(self, side: Side, rank: int) -> str:
+    def tokens_label(self, side: Side, rank: int) -> str:
         """The samples of a rank, with token positions if it holds only some of them."""
         share = side.share_of[rank]
         tokens_t = share.tokens_t[share.tokens_t != PADDING]
@@ -167,7 +167,7 @@ class Traffic:
         return f"{text}: {', '.join(map(str, places[:8]))}" + (" ..." if len(places) > 8 else "")
 
 
-def place_words(place: tuple[int, int, int]) -> str:
+def coordinates_label(place: tuple[int, int, int]) -> str:
     """Format (dp, cp, tp) coordinates."""
     return " ".join(f"{name}{at}" for name, at in zip(("dp", "cp", "tp"), place, strict=True))
 

@@ -9,7 +9,7 @@ from workbench.specs.losses.correction import GateSpec as GateSpec
 from workbench.specs.losses.kl import KLSpec as KLSpec
 from workbench.specs.losses.loss import GROUPS as GROUPS
 from workbench.specs.losses.loss import LossSpec as LossSpec
-from workbench.specs.losses.loss import check_carried as check_carried
+from workbench.specs.losses.loss import check_inherited as check_inherited
 from workbench.specs.losses.presets import PRESETS as PRESETS
 from workbench.specs.losses.scaling import ScalingSpec as ScalingSpec
 from workbench.specs.losses.surrogate import PARAMETERS as PARAMETERS

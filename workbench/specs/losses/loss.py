@@ -189,7 +189,7 @@ class LossSpec(Settings):
         return changed
 
 
-def check_carried(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+def check_inherited(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """Raise an error if a loss of another kind would inherit settings that were meant for the first one's.
 
     A clip length of 0.28 for a token's ratio, inherited by a loss that clips a document's at 0.0004, would be no

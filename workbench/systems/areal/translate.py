@@ -8,7 +8,7 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.areal.settings import ArealSettings, RejectionSettings
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
@@ -123,7 +123,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     """Return the options of the actor's loss for a spec."""
     surrogate = spec.surrogate
     if surrogate.kind not in ("ppo", "gspo", "sapo", "cispo"):
-        raise refuse("AReaL", f"the surrogate {surrogate.kind!r}", "its losses are PPO, GSPO, SAPO and CISPO")
+        raise unsupported("AReaL", f"the surrogate {surrogate.kind!r}", "its losses are PPO, GSPO, SAPO and CISPO")
     settings: dict[str, Any] = {
         "importance_sampling_level": "sequence" if surrogate.get("level") == "document" else "token",
         "use_sapo_loss": surrogate.kind == "sapo",

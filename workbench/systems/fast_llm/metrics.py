@@ -31,8 +31,8 @@ from workbench.metrics.values import (
 )
 from workbench.systems.alias import Alias, PeerSettings
 from workbench.systems.document_metrics import (
-    beyond_of,
     k3_of,
+    outside_clip_of,
     per_document,
     ratio_of,
 )
@@ -85,7 +85,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     for name, meaning, make in (
         ("ratio_new_old", "ratio", ratio_of),
         ("kl_new_old", "r - 1 - log r", k3_of),
-        ("clipped_ratio_fraction", "share outside the clip", functools.partial(beyond_of, "outside", s.clip)),
+        ("clipped_ratio_fraction", "share outside the clip", functools.partial(outside_clip_of, "outside", s.clip)),
     ):
         yield Alias(
             per_document(

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.fast_llm.settings import FastLLMSettings
 from workbench.systems.registry import Translation
 
@@ -51,7 +51,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     """Return the options of its policy losses for a spec."""
     kind = spec.surrogate.kind
     if kind not in ("ppo", "gspo"):
-        raise refuse("Fast-LLM", f"the surrogate {kind!r}", "its policy losses are grpo and gspo")
+        raise unsupported("Fast-LLM", f"the surrogate {kind!r}", "its policy losses are grpo and gspo")
     return checked_back(
         "Fast-LLM",
         spec,

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.liger.settings import LigerSettings
 from workbench.systems.registry import Translation
 from workbench.systems.trl.settings import COUNTED
@@ -143,7 +143,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     if correction.ratio in ("given", "given_document_mean"):
         settings["vllm_is"] = "token" if correction.ratio == "given" else "sequence"
     elif correction.acts:
-        raise refuse("Liger", "a correction that it makes itself", "it takes ready-made weights (vllm_is_ratio)")
+        raise unsupported("Liger", "a correction that it makes itself", "it takes ready-made weights (vllm_is_ratio)")
     if spec.scaling.counts == "step":
         settings["num_items_in_batch"] = 1.0  # any number: that it is given selects the contract
     return checked_back("Liger", spec, LigerSettings, translate, settings)
@@ -155,7 +155,7 @@ def _loss_type(spec: LossSpec) -> str:
         return kind
     types = {"document": "grpo", "constant": "dr_grpo", "document_sum": "luspo", "token": "dapo"}
     if kind not in ("ppo", "gspo") or spec.denominator not in types:
-        raise refuse(
+        raise unsupported(
             "Liger",
             f"the surrogate {kind!r} with the denominator {spec.denominator!r}",
             "its loss types are PPO's clip on tokens or rows, sapo, cispo and vespo",

@@ -149,7 +149,7 @@ def _document_ratios(s: PeerSettings, tokens: str) -> Iterable[Alias]:
                 "1",
                 (LogRatio("policy", "old"),),
                 functools.partial(token_mean, make, epsilon=EPSILON, of=s.given.tokens),
-                weighs="its trained tokens",
+                weight="its trained tokens",
             )
         )
         for reduce, which in (("min", "smallest"), ("max", "largest")):

@@ -25,7 +25,7 @@ from workbench.rollouts.rewards import overlong, stop_properly
 from workbench.specs.losses import KLSpec, LossSpec
 from workbench.systems import replays
 from workbench.systems.alias import PeerSettings, settings_of
-from workbench.systems.case import Case, silent
+from workbench.systems.case import Case, logprobs_only
 from workbench.systems.nemo_rl import metrics as named
 from workbench.systems.nemo_rl.settings import (
     EPSILON,
@@ -80,7 +80,7 @@ def policy_loss(case: Case) -> dict[str, Any]:
     if unfiltered is None:
         return replays.policy_loss(case)
     leaf, raw_leaf = case["logprobs"].clone().requires_grad_(), unfiltered.clone().requires_grad_()
-    replayed = evaluate_case(case, silent(leaf.reshape(-1)))
+    replayed = evaluate_case(case, logprobs_only(leaf.reshape(-1)))
     if "kl" not in replayed.evaluated.terms:  # without a penalty in the loss NeMo-RL does not read them, either
         return finish(replayed, {"grad_logprobs": leaf})
     row = replayed.row
@@ -96,7 +96,7 @@ def nll(case: Case) -> dict[str, Any]:
     settings = parse_settings(NLLSettings, case.config, where=case.system)
     leaf = case["logprobs"].clone().requires_grad_()
     translation = Translation(LossSpec(name="sft", scaling=SCALING))
-    replayed = evaluate_as(case, silent(leaf.reshape(-1)), settings, translation, counts(settings))
+    replayed = evaluate_as(case, logprobs_only(leaf.reshape(-1)), settings, translation, counts(settings))
     total = replayed.evaluated.scalars["total"].value
     total.backward()
     return {

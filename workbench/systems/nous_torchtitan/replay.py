@@ -32,11 +32,11 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
     leaf = case["logits"].clone().requires_grad_()
     logits_TV = leaf.reshape(-1, leaf.shape[-1])
     head_output = token_logprobs_from_logits(
-        logits_TV, case["targets"].reshape(-1).clamp_min(0), wanted=("entropy", "logsumexp", "mean_squared_logit")
+        logits_TV, case["targets"].reshape(-1).clamp_min(0), outputs=("entropy", "logsumexp", "mean_squared_logit")
     )
     replayed = evaluate_case(case, head_output)
     outputs = finish(replayed, {"grad_logits": leaf})
-    step = everywhere(replayed, head_output, mean_logit(logits_TV))
+    step = evaluate_all_positions(replayed, head_output, mean_logit(logits_TV))
     return {
         **outputs,
         "per_token_loss": case.shaped(token_values(step.terms)),
@@ -45,14 +45,14 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
     }
 
 
-def everywhere(replayed: Replayed, said: TokenLogprobs, mean_logit_T: torch.Tensor) -> Step:
+def evaluate_all_positions(replayed: Replayed, head_output: TokenLogprobs, mean_logit_T: torch.Tensor) -> Step:
     """Evaluate the loss on every position, with sums of rows over those that train."""
     case, row, spec = replayed.case, replayed.row, replayed.translation.spec
     raw = {
         name: None if case.get(name) is None else case.spread(name).reshape(-1)
         for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages")
     }
-    live_T, sampler_T = said.logprobs_T.detach(), raw["rollout_logprobs"]
+    live_T, sampler_T = head_output.logprobs_T.detach(), raw["rollout_logprobs"]
     drawn_T = (
         None if sampler_T is None else torch.where(row.loss_mask_T, sampler_T, torch.full_like(sampler_T, UNSAMPLED))
     )
@@ -62,12 +62,12 @@ def everywhere(replayed: Replayed, said: TokenLogprobs, mean_logit_T: torch.Tens
         raw["advantages"],
         drawn_T,
         raw["ref_logprobs"] if replayed.settings.use_ref_model else None,
-        said.entropy_T.detach(),
+        head_output.entropy_T.detach(),
         loss_mask_T=torch.ones_like(row.loss_mask_T),
         document_ids_T=row.document_ids_T,
         lengths_T=row.lengths_T,
-        logsumexp_T=said.logsumexp_T.detach(),
-        mean_squared_logit_T=said.mean_squared_logit_T.detach(),
+        logsumexp_T=head_output.logsumexp_T.detach(),
+        mean_squared_logit_T=head_output.mean_squared_logit_T.detach(),
         sums=LocalSums(row.document_ids_T, row.loss_mask_T),
     )
     settings = replayed.settings

@@ -8,7 +8,7 @@ from typing import Any
 
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.nous_torchtitan.settings import ESTIMATORS, ROWS, NousSettings, RolloutISSettings
 from workbench.systems.registry import Translation
 
@@ -88,7 +88,9 @@ def back(spec: LossSpec) -> dict[str, Any]:
     """Return the options of the step for a spec."""
     surrogate, weights = spec.surrogate, spec.correction
     if surrogate.kind not in ("ppo", "gspo"):
-        raise refuse("the torchtitan fork", f"the surrogate {surrogate.kind!r}", "it clips ratios of tokens or of rows")
+        raise unsupported(
+            "the torchtitan fork", f"the surrogate {surrogate.kind!r}", "it clips ratios of tokens or of rows"
+        )
     settings: dict[str, Any] = {
         "reduction": TOKENS if spec.denominator == "token" else ROWS,
         "policy_ratio_type": "token" if surrogate.kind == "ppo" else "sequence",

@@ -40,7 +40,7 @@ SYSTEM = System(
         "kl_estimator": ESTIMATOR,
         "reward_shaping": ("rewards", "kl", "mask"),
     },
-    instead={
+    unsupported_arrays={
         "ref_logprobs": "OpenRLHF's PolicyLoss has no KL term; replay the KL as the kind kl_estimator",
         "entropies": "OpenRLHF's PolicyLoss has no entropy bonus",
     },

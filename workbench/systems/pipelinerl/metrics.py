@@ -32,7 +32,7 @@ from workbench.metrics.quantities import (
 )
 from workbench.metrics.values import Maximum, Minimum, Share, SquaredSum, Sum
 from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import beyond_of, per_document
+from workbench.systems.document_metrics import outside_clip_of, per_document
 
 LEFT_OUT = {
     "*": "without a trained token PipelineRL reports input_size only; here sums are 0, and extremes infinite",
@@ -112,7 +112,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
             per_document(
                 "clamp_log_ratio_new_old_indicator",
                 "documents whose ratio lies outside the clip",
-                functools.partial(beyond_of, "outside", s.clip),
+                functools.partial(outside_clip_of, "outside", s.clip),
                 "sum",
             ),
             note="documents of weight 0 are left out there (`clipped_documents`)",

@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.pipelinerl.settings import PipelineRLSettings
 from workbench.systems.registry import Translation
 
@@ -67,7 +67,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     kind, surrogate = spec.surrogate.kind, spec.surrogate
     losses = {"ppo": "ppo", "cispo": "reinforce", "gspo": "gspo"}
     if kind not in losses:
-        raise refuse("PipelineRL", f"the surrogate {kind!r}", "its losses are ppo, reinforce (truncated) and gspo")
+        raise unsupported("PipelineRL", f"the surrogate {kind!r}", "its losses are ppo, reinforce (truncated) and gspo")
     settings: dict[str, Any] = {
         "policy_loss": losses[kind],
         "epsilon_high": surrogate.get("clip_high"),

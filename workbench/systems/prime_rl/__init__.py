@@ -25,6 +25,6 @@ SYSTEM = System(
     scaling=CONTRACTS,
     replays={"policy_loss_packed": policy_loss},
     arrays=("rollout_logprobs", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"),
-    instead={"old_logprobs": "prime-rl takes its ratio against the sampler; give rollout_logprobs"},
+    unsupported_arrays={"old_logprobs": "prime-rl takes its ratio against the sampler; give rollout_logprobs"},
     aliases=named.names,
 )

@@ -17,7 +17,7 @@ from workbench.reduction.denominators import GivenCounts
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import LOSS_WEIGHTS
 from workbench.specs.losses import LossSpec
-from workbench.systems.case import Case, silent
+from workbench.systems.case import Case, logprobs_only
 from workbench.systems.prime_rl import metrics as named
 from workbench.systems.prime_rl.settings import PrimeSettings
 from workbench.systems.prime_rl.translate import CONTRACTS, translate
@@ -50,7 +50,9 @@ def policy_loss(case: Case) -> dict[str, Any]:
     size, totals, documents = int(case.document_ids_T.max()) + 1, [], {}
     for spec, given, masked_case, weights_T in components(case, settings):
         extensions = {} if weights_T is None else {LOSS_WEIGHTS: weights_T}
-        replayed = evaluate_as(masked_case, silent(leaf), settings, Translation(spec), given, extensions=extensions)
+        replayed = evaluate_as(
+            masked_case, logprobs_only(leaf), settings, Translation(spec), given, extensions=extensions
+        )
         totals.append(replayed.evaluated.scalars["total"])
         documents |= _documents(replayed, size, empty=weights_T is None)
     total = functools.reduce(Scalar.__add__, totals).value

@@ -12,14 +12,14 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.losses.kl import kl_term
-from workbench.policy.logprobs.reference import kept_logits, token_logprobs_from_logits
+from workbench.policy.logprobs.reference import support_logits, token_logprobs_from_logits
 from workbench.reduction.denominators import length_shares
 from workbench.reduction.weights import LOSS_WEIGHTS
 from workbench.rollouts.advantages.tokens import gae
 from workbench.systems import metrics as aliases
 from workbench.systems import replays
 from workbench.systems.alias import PeerSettings, settings_of
-from workbench.systems.case import Case, flags_of_logits, silent
+from workbench.systems.case import Case, flags_of_logits, logprobs_only
 from workbench.systems.registry import parse_settings
 from workbench.systems.replays import Replayed, evaluate_case, finish, policy_settings
 from workbench.systems.slime.metrics import opsm_clipfrac
@@ -58,7 +58,7 @@ def policy_loss(case: Case) -> dict[str, Any]:
     given_T = case.of_documents("sample_denominators")
     leaf = case["logprobs"].clone().requires_grad_()
     shares_T = length_shares(case.row().lengths_T, given_T)
-    head_output = silent(leaf.reshape(-1), case.tokens("entropies"))
+    head_output = logprobs_only(leaf.reshape(-1), case.tokens("entropies"))
     replayed = evaluate_case(case, head_output, extensions={LOSS_WEIGHTS: shares_T})
     return finish(replace(replayed, inputs=replace(replayed.inputs, lengths_T=given_T)), {"grad_logprobs": leaf})
 
@@ -104,7 +104,7 @@ def logprobs(case: Case) -> dict[str, Any]:
     output = raw = token_logprobs_from_logits(logits_TV, targets_T)
     if settings.keep_mask:
         support_TV = _support(case).reshape(logits_TV.shape).bool()
-        output = token_logprobs_from_logits(kept_logits(logits_TV, support_TV, targets_T), targets_T)
+        output = token_logprobs_from_logits(support_logits(logits_TV, support_TV, targets_T), targets_T)
     through, cotangents = [output.logprobs_T], [case["cotangent_logprobs"].reshape(-1)]
     if settings.entropy_grad and case.get("cotangent_entropy") is not None:
         through, cotangents = [*through, raw.entropy_T], [*cotangents, case["cotangent_entropy"].reshape(-1)]

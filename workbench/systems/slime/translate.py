@@ -8,7 +8,7 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
 from workbench.systems.slime.settings import SlimeSettings
 
@@ -77,7 +77,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     surrogate, correction, kl = spec.surrogate, spec.correction, spec.kl
     estimators = {"ppo": "grpo", "gspo": "gspo", "cispo": "cispo"}
     if surrogate.kind not in estimators:
-        raise refuse("slime", f"the surrogate {surrogate.kind!r}", "its losses are ppo, gspo and cispo")
+        raise unsupported("slime", f"the surrogate {surrogate.kind!r}", "its losses are ppo, gspo and cispo")
     low_var = kl.estimator == "k3" and kl.output_clamp is not None
     settings = {
         "advantage_estimator": estimators[surrogate.kind],

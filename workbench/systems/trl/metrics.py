@@ -37,7 +37,7 @@ from workbench.metrics.values import (
     Minimum,
 )
 from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import beyond_of, per_document
+from workbench.systems.document_metrics import outside_clip_of, per_document
 
 SHARES: tuple[tuple[str, Region, str, str], ...] = (
     ("low_mean", "cut_low", "below the clip with a negative advantage", "sign_aware_low"),
@@ -124,7 +124,7 @@ def _share(key: str, region: Region, where: str, s: PeerSettings, clip: ClipRule
             per_document(
                 key,
                 f"share of rows whose ratio is {where}",
-                functools.partial(beyond_of, region, clip),
+                functools.partial(outside_clip_of, region, clip),
                 "mean",
                 s.num_documents,
             )
@@ -156,7 +156,7 @@ def _row_extreme(key: str, region: Region, s: PeerSettings, clip: ClipRule, redu
 def _extreme_flag(
     reduce: str, region: Region, clip: ClipRule, number: int | None, tokens_N: Tensor, *sums_N: Tensor
 ) -> float:
-    flags_N = beyond_of(region, clip, tokens_N, *sums_N)
+    flags_N = outside_clip_of(region, clip, tokens_N, *sums_N)
     missing = 0 if number is None else number - len(tokens_N)
     return statistic(reduce, torch.cat([flags_N, flags_N.new_zeros(missing)]))
 

@@ -8,7 +8,7 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
 from workbench.systems.trl.settings import COUNTED, TRLSettings
 
@@ -254,14 +254,14 @@ def _loss_type(spec: LossSpec) -> str:
     if kind in ("sapo", "cispo", "vespo"):
         return kind
     if kind not in ("ppo", "gspo"):
-        raise refuse(
+        raise unsupported(
             "TRL", f"the surrogate {kind!r}", "its loss types are PPO's clip on tokens or rows, sapo, cispo and vespo"
         )
     if spec.denominator == "token":
         return "bnpo" if spec.scaling.counts == "micro_batch" else "dapo"
     types = {"document": "grpo", "constant": "dr_grpo", "document_sum": "luspo", "local_token": "bnpo"}
     if spec.denominator not in types:
-        raise refuse("TRL", f"the denominator {spec.denominator!r}", f"it has {', '.join(types)} and token")
+        raise unsupported("TRL", f"the denominator {spec.denominator!r}", f"it has {', '.join(types)} and token")
     return types[spec.denominator]
 
 
@@ -279,7 +279,7 @@ def _correction_back(ratio: str, spec: LossSpec) -> dict[str, Any]:
     if ratio == "none":
         return settings
     if ratio not in ("token", "document_sum"):
-        raise refuse(
+        raise unsupported(
             "TRL", f"a correction by the ratio {ratio!r}", "it weights by token ratios or their product over the row"
         )
     level, ending = "token" if ratio == "token" else "sequence", "mask" if correction.outside == "zero" else "truncate"

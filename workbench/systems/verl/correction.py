@@ -16,7 +16,7 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.corrections import correct
 from workbench.specs.losses import CorrectionSpec, GateSpec, LossSpec
-from workbench.systems.back import refuse
+from workbench.systems.back import unsupported
 from workbench.systems.registry import Settings, Translation
 from workbench.systems.replays import Replayed
 
@@ -154,7 +154,7 @@ def correction_back(spec: CorrectionSpec) -> dict[str, Any]:
     options, limits = [], []
     for gate in spec.gates:
         if gate.level not in names or gate.high is None:
-            raise refuse(
+            raise unsupported(
                 TITLE,
                 f"a gate on {gate.level} with an upper bound {gate.high}",
                 f"its gates are on {', '.join(names)}, with an upper bound",

@@ -86,7 +86,7 @@ def mismatch(s: PeerSettings) -> Iterable[Alias]:
             "1",
             (_SquaredRatio(),),
             _mean_less_one,
-            weighs="its trained tokens",
+            weight="its trained tokens",
         )
     )
 
@@ -144,7 +144,7 @@ def weights(s: PeerSettings) -> Iterable[Alias]:
             "1",
             (clamped, _Squared(clamped)),
             _effective_share,
-            weighs="its trained tokens",
+            weight="its trained tokens",
         ),
         None,
         "a share between 0 and 1",
@@ -221,7 +221,7 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
                 "1",
                 columns,
                 functools.partial(_token_mean, functools.partial(_through, value, make)),
-                weighs="its trained tokens",
+                weight="its trained tokens",
                 extremes=extremes,
             )
         )
@@ -251,7 +251,7 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
                 "1",
                 columns,
                 functools.partial(_row_spread, value, low, high),
-                weighs="its trained tokens",
+                weight="its trained tokens",
                 extremes=extremes,
             )
         )
@@ -491,7 +491,7 @@ def _deviation(tokens: Tensor, total: Tensor, squares: Tensor) -> float:
 def _spread(key: str, meaning: str, column: Column, low: float | None, high: float | None) -> DocumentMetric:
     clamped = _Within(column, low, high)
     return DocumentMetric(
-        f"{PREFIX}/{key}", meaning, "1", (clamped, _Squared(clamped)), _token_spread, weighs="its trained tokens"
+        f"{PREFIX}/{key}", meaning, "1", (clamped, _Squared(clamped)), _token_spread, weight="its trained tokens"
     )
 
 

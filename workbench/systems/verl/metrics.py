@@ -24,8 +24,8 @@ from workbench.metrics.quantities import (
     Entropy,
     Extra,
     LogRatio,
+    PolicyName,
     Quantities,
-    Who,
 )
 from workbench.metrics.values import Mean
 from workbench.systems.alias import Alias, PeerSettings
@@ -123,7 +123,7 @@ def _clip(s: PeerSettings) -> Iterable[Alias]:
                 "1",
                 (LogRatio("policy", clip.anchor), _Sign(1), _Sign(-1)),
                 functools.partial(_share_cut, clip),
-                weighs="its trained tokens",
+                weight="its trained tokens",
             )
         )
         yield Alias(_mean(lower, "0", _Zero()), None, "this loss has no second bound there")
@@ -161,7 +161,7 @@ def _clip(s: PeerSettings) -> Iterable[Alias]:
         yield Alias(_mean(upper, "share of tokens selected by their covariance", Extra("selected")))
 
 
-def _anchor(s: PeerSettings) -> Who:
+def _anchor(s: PeerSettings) -> PolicyName:
     """Return the policy in the denominator of the ratio; without a ratio, the sampler."""
     if s.spec is None:
         return "old"
@@ -187,7 +187,7 @@ def _among_passed(metric: AnyMetric) -> AnyMetric:
         metric.unit,
         (_Product(metric.column, passed), passed),
         _mean_of_passed,
-        weighs="its tokens that pass",
+        weight="its tokens that pass",
     )
 
 
@@ -250,7 +250,7 @@ class _Kept(Column):
 class _Above(Column):
     """1 where policy / anchor is above a number."""
 
-    anchor: Who
+    anchor: PolicyName
     limit: float
 
     @property

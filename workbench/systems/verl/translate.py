@@ -8,7 +8,7 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, refuse
+from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
 from workbench.systems.verl.correction import (
     EPSILON,
@@ -272,11 +272,13 @@ def back(spec: LossSpec) -> dict[str, Any]:
     }
     bypass = surrogate.kind == "reinforce" or (surrogate.kind == "ppo" and surrogate.get("anchor") == "sampler")
     if surrogate.kind not in modes and not bypass:
-        raise refuse(TITLE, f"the surrogate {surrogate.kind!r}", f"its policy losses are {', '.join(modes.values())}")
+        raise unsupported(
+            TITLE, f"the surrogate {surrogate.kind!r}", f"its policy losses are {', '.join(modes.values())}"
+        )
     mode = "bypass_mode" if bypass else modes[surrogate.kind]
     by_name = {name: agg for agg, name in DENOMINATORS.items()}
     if spec.denominator not in by_name:
-        raise refuse(
+        raise unsupported(
             TITLE, f"the denominator {spec.denominator!r}", f"its loss_agg_modes are {', '.join(DENOMINATORS)}"
         )
     own: dict[str, Any] = {"loss_mode": mode}
@@ -308,7 +310,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     if spec.kl.coefficient:
         names = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "abs": "abs"}
         if spec.kl.estimator not in names:
-            raise refuse(TITLE, f"the KL estimator {spec.kl.estimator!r}", f"it has {', '.join(names)}")
+            raise unsupported(TITLE, f"the KL estimator {spec.kl.estimator!r}", f"it has {', '.join(names)}")
         plus = "+" if spec.kl.gradient == "straight_through" else ""
         settings |= {
             "use_kl_loss": True,

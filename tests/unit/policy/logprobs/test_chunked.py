@@ -7,7 +7,7 @@ import torch
 
 from workbench.policy.logprobs import chunked
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.engine import Accumulators, RowGradients, count_products
+from workbench.policy.logprobs.engine import Accumulators, RowGradients, count_gemms
 from workbench.policy.logprobs.head import make_head
 from workbench.policy.logprobs.reference import token_logprobs
 from workbench.sharding.simulated import simulate
@@ -30,7 +30,8 @@ def ones(rows, fields=4):
 def test_the_same_bits_whatever_is_kept(dtype):
     engine, hidden, targets = engine_and_rows(dtype=dtype)
     said = [
-        engine.forward(hidden, targets, 0.7, wanted=EVERYTHING, keep=keep).said for keep in ("no", "scratch", "own")
+        engine.forward(hidden, targets, 0.7, outputs=EVERYTHING, keep=keep).head_output
+        for keep in ("no", "scratch", "own")
     ]
     for fields in zip(*said, strict=True):
         if fields[0] is not None:
@@ -42,12 +43,12 @@ def test_a_kept_chunk_outlives_the_next_forward_and_a_scratched_one_does_not():
     engine, hidden, targets = engine_and_rows()
     gradients = {}
     for keep in ("own", "scratch"):
-        chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep=keep)
-        engine.forward(-2 * hidden, targets, 1.0, wanted=EVERYTHING, keep="scratch")
+        chunk = engine.forward(hidden, targets, 1.0, outputs=EVERYTHING, keep=keep)
+        engine.forward(-2 * hidden, targets, 1.0, outputs=EVERYTHING, keep="scratch")
         into = Accumulators(torch.empty_like(hidden), None)
         engine.backward(chunk, ones(5), into, slice(0, 5), first=True)
         gradients[keep] = into.hidden_TD
-    chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep="scratch")
+    chunk = engine.forward(hidden, targets, 1.0, outputs=EVERYTHING, keep="scratch")
     into = Accumulators(torch.empty_like(hidden), None)
     engine.backward(chunk, ones(5), into, slice(0, 5), first=True)
     assert torch.equal(gradients["own"], into.hidden_TD)
@@ -66,10 +67,10 @@ def test_a_target_is_read_by_the_rank_whose_slice_has_it():
 
     def said_and_moved(head):
         engine = ChunkedEngine(head)
-        chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep="own")
+        chunk = engine.forward(hidden, targets, 1.0, outputs=EVERYTHING, keep="own")
         into = Accumulators(torch.empty_like(hidden), None)
         engine.backward(chunk, ones(7), into, slice(0, 7), first=True)
-        return chunk.said.logprobs_T, into.hidden_TD
+        return chunk.head_output.logprobs_T, into.hidden_TD
 
     expected, slope = said_and_moved(whole.head)
     parts = simulate(sliced, tp=2)
@@ -86,7 +87,7 @@ def test_the_first_chunk_overwrites_and_the_next_add():
         torch.full((7,), math.nan).double(),
     )
     for number in range(2):
-        chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep="scratch")
+        chunk = engine.forward(hidden, targets, 1.0, outputs=EVERYTHING, keep="scratch")
         engine.backward(chunk, ones(5), into, slice(5 * number, 5 * number + 5), first=number == 0)
         if number == 0:
             once = into.weight_VD.clone(), into.bias_V.clone()
@@ -104,12 +105,12 @@ def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing():
     spoiled[1], spoiled[3, 0] = math.nan, math.inf
     found = []
     for rows in (hidden, spoiled):
-        chunk = engine.forward(rows, targets, 1.0, wanted=EVERYTHING, keep="own")
+        chunk = engine.forward(rows, targets, 1.0, outputs=EVERYTHING, keep="own")
         into = Accumulators(torch.empty_like(hidden), torch.empty(7, 3).double(), torch.empty(7).double())
         wants = torch.tensor([1.0, 0.0, 2.0, 0.0, -1.0], dtype=torch.float64)
         engine.backward(chunk, RowGradients(*[wants] * 4), into, slice(0, 5), first=True)
         found.append(into)
-    assert chunk.said.logprobs_T.isnan().tolist() == [False, True, False, True, False]
+    assert chunk.head_output.logprobs_T.isnan().tolist() == [False, True, False, True, False]
     assert torch.equal(found[0].hidden_TD, found[1].hidden_TD)
     assert torch.equal(found[0].weight_VD, found[1].weight_VD)
     assert torch.equal(found[0].bias_V, found[1].bias_V)
@@ -122,18 +123,18 @@ def test_blocks_of_a_chunk_are_what_one_block_is(monkeypatch):
         engine, hidden, targets = engine_and_rows(soft_cap=2.0)
         assert len(engine._blocks(5)) == (1 if block_bytes > 1000 else 3)
         temperature = 0.5 + torch.arange(5) / 4
-        chunk = engine.forward(hidden, targets, temperature, wanted=EVERYTHING, keep="own")
+        chunk = engine.forward(hidden, targets, temperature, outputs=EVERYTHING, keep="own")
         into = Accumulators(torch.empty_like(hidden), torch.empty(7, 3).double())
         engine.backward(chunk, ones(5), into, slice(0, 5), first=True)
-        found.append([*chunk.said[:4], into.hidden_TD, into.weight_VD])
+        found.append([*chunk.head_output[:4], into.hidden_TD, into.weight_VD])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 def test_products_are_those_that_are_wanted():
     engine, hidden, targets = engine_and_rows()
-    with count_products() as count:
-        chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep="own")
+    with count_gemms() as count:
+        chunk = engine.forward(hidden, targets, 1.0, outputs=EVERYTHING, keep="own")
         assert count.rows == 5
         engine.backward(
             chunk, ones(5), Accumulators(None, torch.empty(7, 3, dtype=torch.float64)), slice(0, 5), first=True
@@ -143,14 +144,14 @@ def test_products_are_those_that_are_wanted():
 
 def test_bytes_kept_are_those_of_the_buffer():
     engine, hidden, targets = engine_and_rows(valid=5, dtype=torch.bfloat16)
-    saved = engine.forward(hidden, targets, 1.0, wanted=frozenset(), keep="own").saved
-    assert engine.bytes_kept(5) == saved.untyped_storage().nbytes() == 5 * 5 * 4
+    saved = engine.forward(hidden, targets, 1.0, outputs=frozenset(), keep="own").saved
+    assert engine.saved_bytes(5) == saved.untyped_storage().nbytes() == 5 * 5 * 4
 
 
 def test_logits_of_half_precision_are_not_rounded_to_it():
     engine, hidden, targets = engine_and_rows(width=64, dtype=torch.bfloat16)
     exact = torch.log_softmax(hidden.double() @ engine.head.weight_VD.double().T, -1)
-    said = engine.forward(hidden, targets, 1.0, wanted=frozenset(), keep="no").said
+    said = engine.forward(hidden, targets, 1.0, outputs=frozenset(), keep="no").head_output
     torch.testing.assert_close(said.logprobs_T.double(), exact[torch.arange(5), targets], rtol=0, atol=1e-5)
 
 
@@ -159,12 +160,12 @@ def planted(logits, targets, dtype):
     logits_CV, targets_C = torch.tensor(logits, dtype=dtype), torch.tensor(targets)
     engine = ChunkedEngine(make_head(torch.eye(logits_CV.shape[1], dtype=dtype)))
     # No product of numbers makes a logit of -inf, so those are planted.
-    chunk = engine.forward(logits_CV.nan_to_num(neginf=0.0), targets_C, 1.0, wanted=EVERYTHING, keep="own")
+    chunk = engine.forward(logits_CV.nan_to_num(neginf=0.0), targets_C, 1.0, outputs=EVERYTHING, keep="own")
     chunk.saved.copy_(logits_CV)
-    chunk.said = engine._outputs(chunk.saved, targets_C, EVERYTHING)
+    chunk.head_output = engine._outputs(chunk.saved, targets_C, EVERYTHING)
     into = Accumulators(torch.empty_like(logits_CV), None)
     engine.backward(chunk, ones(len(targets)), into, slice(0, len(targets)), first=True)
-    return chunk.said, into.hidden_TD
+    return chunk.head_output, into.hidden_TD
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -203,10 +204,10 @@ def test_a_bias_of_minus_infinity_is_a_token_that_does_not_exist():
     alone = ChunkedEngine(make_head(engine.head.weight_VD[exists]))
     targets = torch.tensor([0, 1, 3, 4, 5])
     found, expected = (
-        e.forward(hidden, t, 0.7, wanted=frozenset({"entropy", "logsumexp"}), keep="own")
+        e.forward(hidden, t, 0.7, outputs=frozenset({"entropy", "logsumexp"}), keep="own")
         for e, t in ((engine, targets), (alone, torch.arange(5)))
     )
-    for one, other in zip(found.said[:3], expected.said[:3], strict=True):
+    for one, other in zip(found.head_output[:3], expected.head_output[:3], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
     gradients = []
     for e, chunk in ((engine, found), (alone, expected)):
@@ -223,14 +224,14 @@ def test_on_a_gpu_products_of_any_width_are_summed_in_float32(dtype):
     hidden, weight = (torch.randn(rows, 256, generator=g).to(dtype).cuda() / 4 for rows in (100, 1001))
     targets = torch.arange(100, device="cuda")
     engine = ChunkedEngine(make_head(weight))
-    chunk = engine.forward(hidden, targets, 0.7, wanted=EVERYTHING, keep="own")
+    chunk = engine.forward(hidden, targets, 0.7, outputs=EVERYTHING, keep="own")
     into = Accumulators(torch.full_like(hidden, math.nan), torch.full_like(weight, math.nan, dtype=torch.float32))
     gradients = RowGradients(*torch.randn(4, 100, generator=g).cuda())
     engine.backward(chunk, gradients, into, slice(0, 100), first=True)
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
-    said = token_logprobs(*exact, targets, temperature=0.7, wanted=EVERYTHING)
+    said = token_logprobs(*exact, targets, temperature=0.7, outputs=EVERYTHING)
     sum((x_T * g_T).sum() for x_T, g_T in zip(said, gradients, strict=False)).backward()
-    for one, other in zip(chunk.said[:4], said[:4], strict=True):
+    for one, other in zip(chunk.head_output[:4], said[:4], strict=True):
         torch.testing.assert_close(one.double(), other.detach(), rtol=1e-5, atol=1e-5)
     bar = max(1e-6, torch.finfo(dtype).eps)  # measured on an H200: 2.3e-7 in float32, 2.8e-3 in bfloat16
     for one, other in zip((into.hidden_TD, into.weight_VD), exact, strict=True):

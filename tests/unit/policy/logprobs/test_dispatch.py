@@ -6,7 +6,7 @@ import torch
 from tests.helpers.head_problem import PLAIN, answers, assert_same, crossed, named, problem
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs
-from workbench.policy.logprobs.kept import KeptSets
+from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.sharding.mesh import Axis
 
 ON_CPU = ("reference", "vocabulary_parallel", "chunked", "auto")
@@ -78,13 +78,13 @@ def test_a_token_that_is_ignored_spoils_nothing(implementation):
     bias[0] = -torch.inf
     call["targets_T"] = call["targets_T"].clamp(min=1)
     call["targets_T"][[3, 4]] = -100
-    call["kept"] = KeptSets.of([[0] if row == 4 else [1, 2] for row in range(11)])
+    call["kept"] = TruncatedSupport.of([[0] if row == 4 else [1, 2] for row in range(11)])
     hidden = leaves[0].clone()
     hidden[3] = torch.nan
     expected = answers(
         token_logprobs,
         [leaves[0], leaves[1], bias],
-        call | {"kept": KeptSets.of([[1, 2]] * 11)},
+        call | {"kept": TruncatedSupport.of([[1, 2]] * 11)},
         implementation="chunked",
     )
     assert_same(answers(token_logprobs, [hidden, leaves[1], bias], call, implementation=implementation), expected)

@@ -13,8 +13,8 @@ from tests.helpers.ranks import run_ranks
 from workbench.errors import SpecError
 from workbench.policy.logprobs import driver, reference, vocabulary_parallel
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.engine import count_products
-from workbench.policy.logprobs.kept import KeptSets
+from workbench.policy.logprobs.engine import count_gemms
+from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.sharding.mesh import make_mesh
 
 CUTS = ((1, 0), (4, 0), (4, 4 * 23 * 8 * 2), (100, 2**20))
@@ -82,7 +82,7 @@ def products(keep_bytes=0, active_T=None, wants=None, needs=(True, True), **more
     """Products with the head, forward and backward, per row that there is."""
     hidden = torch.randn(12, 4, requires_grad=needs[0])
     weight = torch.randn(9, 4, requires_grad=needs[1])
-    with count_products() as count:
+    with count_gemms() as count:
         said = chunked(
             hidden,
             weight,
@@ -170,7 +170,7 @@ def test_backward_can_be_asked_twice():
 @pytest.mark.parametrize("changed", ["weight", "targets", "temperature", "sets"])
 def test_what_was_changed_after_forward_is_noticed(changed):
     hidden, weight = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
-    targets, temperature, sets = torch.zeros(5, dtype=torch.int64), torch.ones(5), KeptSets.of([[1, 2]] * 5)
+    targets, temperature, sets = torch.zeros(5, dtype=torch.int64), torch.ones(5), TruncatedSupport.of([[1, 2]] * 5)
     said = chunked(hidden, weight, targets, temperature=temperature, kept=sets)
     with torch.no_grad():
         {"weight": weight, "targets": targets, "temperature": temperature, "sets": sets.ids_P}[changed].add_(1)
@@ -220,8 +220,10 @@ class HalfBlind(ChunkedEngine):
         chunk = super().forward(hidden_CD, targets_C, temperature, **more)
         chunk.overflowed_C = (hidden_CD[:, 0] * 1e6).long() % 3 == 0
         if not self.says_exactly:
-            chunk.said = chunk.said._replace(logprobs_T=chunk.said.logprobs_T.masked_fill(chunk.overflowed_C, 1e30))
-        chunk.said_exactly = self.says_exactly
+            chunk.head_output = chunk.head_output._replace(
+                logprobs_T=chunk.head_output.logprobs_T.masked_fill(chunk.overflowed_C, 1e30)
+            )
+        chunk.outputs_are_exact = self.says_exactly
         return chunk
 
     def backward(self, chunk, gradients, into, rows, *, first):
@@ -267,7 +269,7 @@ def test_rows_for_an_exact_engine_go_a_few_at_a_time(monkeypatch):
     [
         (ChunkedEngine, {}, torch.bfloat16),
         (ChunkedEngine, {"chunk_tokens": 8}, torch.float32),
-        (ChunkedEngine, {"kept": KeptSets.of([[1, 2]] * 12)}, torch.float32),
+        (ChunkedEngine, {"kept": TruncatedSupport.of([[1, 2]] * 12)}, torch.float32),
         (HalfBlind, {}, torch.float32),
     ],
 )
@@ -283,7 +285,7 @@ def test_what_adds_up_in_a_bfloat16_head_does_so_in_float32(engine, more, expect
     g = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(rows, 4, generator=g).bfloat16().requires_grad_() for rows in (12, 9))
     said = chunked(hidden, weight, torch.zeros(12, dtype=torch.int64), engine=Watched, **more)
-    (said.logprobs_T if said.kept_logprobs_T is None else said.kept_logprobs_T + said.logprobs_T).sum().backward()
+    (said.logprobs_T if said.support_logprobs_T is None else said.support_logprobs_T + said.logprobs_T).sum().backward()
     assert dtypes == {expected}
     assert weight.grad.dtype == torch.bfloat16
 
@@ -292,7 +294,7 @@ def test_what_is_said_exactly_is_not_computed_again():
     hidden, weight = torch.randn(12, 4), torch.randn(9, 4)
     rows = []
     for engine in (HalfMended, HalfBlind):
-        with count_products() as count:
+        with count_gemms() as count:
             chunked(hidden, weight, torch.zeros(12, dtype=torch.int64), engine=engine, chunk_tokens=4)
         rows.append(count.rows)
     assert rows == [12, 12 + int(((hidden[:, 0] * 1e6).long() % 3 == 0).sum())]
@@ -311,7 +313,7 @@ def test_a_policy_and_its_own_old_self_give_a_ratio_of_exactly_one(dtype, temper
         leaves = [x.requires_grad_() for x in leaves[:2]]
         new = chunked(*leaves, **call, keep_bytes=keep_bytes)
         assert torch.equal((new.logprobs_T - old.logprobs_T).exp(), torch.ones(57, dtype=new.logprobs_T.dtype))
-        assert torch.equal(new.kept_logprobs_T, old.kept_logprobs_T)
+        assert torch.equal(new.support_logprobs_T, old.support_logprobs_T)
 
 
 class Largest(TorchDispatchMode):

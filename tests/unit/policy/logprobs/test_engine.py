@@ -1,6 +1,6 @@
 import torch
 
-from workbench.policy.logprobs.engine import RowGradients, count_products, note_product, plan_chunks
+from workbench.policy.logprobs.engine import RowGradients, count_gemm, count_gemms, plan_chunks
 
 
 def test_chunks_cover_every_row_once_in_order():
@@ -12,11 +12,11 @@ def test_chunks_cover_every_row_once_in_order():
 
 
 def test_counts_are_nested_and_end():
-    with count_products() as outer:
-        note_product(3)
-        with count_products() as inner:
-            note_product(4)
-    note_product(5)
+    with count_gemms() as outer:
+        count_gemm(3)
+        with count_gemms() as inner:
+            count_gemm(4)
+    count_gemm(5)
     assert (outer.rows, inner.rows) == (7, 4)
 
 

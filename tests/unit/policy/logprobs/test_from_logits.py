@@ -186,7 +186,7 @@ def test_logits_may_lie_in_memory_as_they_like(implementation, inplace):
         leaf = torch.zeros(T, V).copy_(logits).to(DEVICE).requires_grad_()
         view = laid.to(DEVICE).copy_(leaf)
         said = token_logprobs_from_logits(
-            view, targets.to(DEVICE), implementation=implementation, wanted=("entropy",), inplace_backward=inplace
+            view, targets.to(DEVICE), implementation=implementation, outputs=("entropy",), inplace_backward=inplace
         )
         torch.testing.assert_close(
             weighted([said.logprobs_T, said.entropy_T], leaf).double().cpu(), expected, rtol=1e-4, atol=1e-5

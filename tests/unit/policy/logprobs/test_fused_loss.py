@@ -8,7 +8,7 @@ from tests.helpers.head_problem import crossed, named, problem, wants
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import fused_loss as module
 from workbench.policy.logprobs import reference
-from workbench.policy.logprobs.engine import count_products
+from workbench.policy.logprobs.engine import count_gemms
 from workbench.policy.logprobs.fused_loss import fused_loss
 
 VARIANTS = (
@@ -103,8 +103,8 @@ def held_to_the_reference(options, **call):
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
     found = fused_loss(hidden, weight, loss_fn=linear, document_ids_T=torch.arange(len(hidden)) // 5, **given, **call)
     torch.testing.assert_close(found.loss.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
-    assert found.fallback is None or (call["couples"] == "row" and found.products <= 4)
-    for one, other in zip(found.said, said, strict=True):
+    assert found.fallback is None or (call["couples"] == "row" and found.gemms <= 4)
+    for one, other in zip(found.head_output, said, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
@@ -117,19 +117,19 @@ def test_frozen_parts_cost_no_product():
     rows = int(case.active.sum())
     for hidden, weight, products in ((True, False, 2), (False, True, 2), (False, False, 1)):
         case.hidden.requires_grad_(hidden), case.weight.requires_grad_(weight)
-        with count_products() as count:
+        with count_gemms() as count:
             found = case.fused(case.gspo, chunk_tokens=4, expected_logprobs_T=case.old)
-        assert (found.products, count.rows) == (products, products * rows)
+        assert (found.gemms, count.rows) == (products, products * rows)
         assert found.loss.requires_grad == (hidden or weight)
     with torch.no_grad():
-        assert case.fused(case.gspo, chunk_tokens=4).products == 1.0
+        assert case.fused(case.gspo, chunk_tokens=4).gemms == 1.0
 
 
 def test_no_row_at_all_gives_zeros_and_not_nothing():
     case = Case()
     found = case.fused(case.ppo, active_T=torch.zeros(T, dtype=torch.bool))
     hidden, weight = torch.autograd.grad(found.loss, (case.hidden, case.weight))
-    assert (found.loss.item(), found.products) == (0.0, 0.0)
+    assert (found.loss.item(), found.gemms) == (0.0, 0.0)
     assert not hidden.any()
     assert not weight.any()
 

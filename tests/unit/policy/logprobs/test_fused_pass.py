@@ -12,7 +12,7 @@ from workbench.policy.logprobs import fused_loss as module
 from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.fused_pass import plan_rows
-from workbench.policy.logprobs.kept import KeptSets
+from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.sharding.mesh import make_mesh
 
 
@@ -57,13 +57,13 @@ def test_three_products_also_where_documents_do_not_fit(name):
     case = Case()
     for chunk_tokens in (4, 7, 100):
         found = case.assert_right(getattr(case, name), chunk_tokens=chunk_tokens, expected_logprobs_T=case.old)
-        assert (found.products, found.fallback) == (3.0, None), chunk_tokens
+        assert (found.gemms, found.fallback) == (3.0, None), chunk_tokens
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "clipped_gspo", "vespo"])
 def test_three_products_without_expectations(name):
     case = Case()
-    assert case.assert_right(getattr(case, name), chunk_tokens=4).products == 3.0
+    assert case.assert_right(getattr(case, name), chunk_tokens=4).gemms == 3.0
 
 
 def long_rows(case, chunk_tokens):
@@ -77,26 +77,26 @@ def test_a_document_that_wants_more_than_a_number_goes_forward_twice():
     found = case.assert_right(case.gspo_with_kl, chunk_tokens=5, expected_logprobs_T=case.old)
     long, rows = long_rows(case, 5)
     assert len(long) == 3
-    assert found.products == pytest.approx(3 + sum(long) / rows, rel=1e-12)
+    assert found.gemms == pytest.approx(3 + sum(long) / rows, rel=1e-12)
     assert "a document of 13 tokens, more than 5, went forward twice" in found.fallback
-    assert case.assert_right(case.gspo_with_kl, chunk_tokens=5, keep_bytes=2**20).products == 3.0
+    assert case.assert_right(case.gspo_with_kl, chunk_tokens=5, keep_bytes=2**20).gemms == 3.0
 
 
 def test_a_loss_that_couples_a_row_takes_four_if_it_says_so_and_comes_out_right_if_not():
     case = Case()
     rows = int(case.active.sum())
     said = case.assert_right(case.across, chunk_tokens=14, couples="row")
-    assert said.products == 4.0
+    assert said.gemms == 4.0
     assert said.fallback == f"all {rows} tokens, more than 14, went forward twice: the loss couples the whole row"
     unsaid = case.assert_right(case.across, chunk_tokens=14, couples="token")
-    assert unsaid.products == 6.0
+    assert unsaid.gemms == 6.0
     assert unsaid.fallback == (
         f"{rows} tokens were recomputed: the loss looks across tokens, and their "
         "coefficients in the whole row differ from those in their chunk"
     )
     assert "across documents" in case.assert_right(case.across, chunk_tokens=14).fallback
-    assert case.assert_right(case.across, chunk_tokens=100, couples="token").products == 3.0
-    assert case.assert_right(case.across, chunk_tokens=14, couples="row", keep_bytes=2**20).products == 3.0
+    assert case.assert_right(case.across, chunk_tokens=100, couples="token").gemms == 3.0
+    assert case.assert_right(case.across, chunk_tokens=14, couples="row", keep_bytes=2**20).gemms == 3.0
 
 
 def test_only_rows_that_the_loss_ties_to_others_go_through_again():
@@ -109,7 +109,7 @@ def test_only_rows_that_the_loss_ties_to_others_go_through_again():
 
     found = case.assert_right(two, chunk_tokens=14)
     assert found.fallback.startswith("2 tokens were recomputed")
-    assert found.products == pytest.approx(3 + 6 / int(case.active.sum()), rel=1e-12)
+    assert found.gemms == pytest.approx(3 + 6 / int(case.active.sum()), rel=1e-12)
 
 
 def test_an_engine_hears_nothing_of_fields_that_the_loss_does_not_look_at(monkeypatch):
@@ -137,13 +137,13 @@ class NearSighted(ChunkedEngine):
 
     def forward(self, *rows, **how):
         chunk = super().forward(*rows, **how)
-        chunk.overflowed_C = chunk.said.logprobs_T < FAR
-        chunk.said.logprobs_T[chunk.overflowed_C] = torch.nan
+        chunk.overflowed_C = chunk.head_output.logprobs_T < FAR
+        chunk.head_output.logprobs_T[chunk.overflowed_C] = torch.nan
         return chunk
 
     def backward(self, chunk, gradients, into, rows, *, first):
         gradients = type(gradients)(*(g if g is None else g.masked_fill(chunk.overflowed_C, 0) for g in gradients))
-        chunk.said.logprobs_T[chunk.overflowed_C] = 0.0
+        chunk.head_output.logprobs_T[chunk.overflowed_C] = 0.0
         super().backward(chunk, gradients, into, rows, first=first)
 
 
@@ -156,7 +156,7 @@ def test_rows_beyond_an_engine_go_through_an_exact_one(name, monkeypatch):
     for call in ({"chunk_tokens": 5}, {"chunk_tokens": 100}, {"chunk_tokens": 14, "couples": "row"}):
         found = case.assert_right(getattr(case, name), expected_logprobs_T=case.old, **call)
         assert f"{far} beyond the exponents of the engine" in found.fallback
-        assert found.said.logprobs_T.isfinite().all()
+        assert found.head_output.logprobs_T.isfinite().all()
     with torch.no_grad():
         found = case.fused(getattr(case, name), chunk_tokens=5)
     torch.testing.assert_close(found.loss, case.truth(getattr(case, name))[0], rtol=1e-13, atol=1e-13)
@@ -167,10 +167,10 @@ def test_of_a_row_beyond_an_engine_its_kept_set_was_within(chunk_tokens, monkeyp
     """Its pairs are no matter of the engine: they went back the first time, and must not go again."""
     monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
     case = Case()
-    kept = KeptSets.of([[row % V, (row + 3) % V, (row + 4) % V] for row in range(len(IDS))])
+    kept = TruncatedSupport.of([[row % V, (row + 3) % V, (row + 4) % V] for row in range(len(IDS))])
 
     def loss(said, places):
-        return (case.advantages[places] * (said.kept_logprobs_T + said.logprobs_T)).sum()
+        return (case.advantages[places] * (said.support_logprobs_T + said.logprobs_T)).sum()
 
     found = case.fused(loss, kept=kept, chunk_tokens=chunk_tokens)
     assert "beyond the exponents" in found.fallback
@@ -231,7 +231,7 @@ def test_on_a_device_gradients_are_right_for_three_products(implementation, loss
     run, truth = on_device(1000, loss, accumulate=accumulate)
     for chunk_tokens in (100, 1000):
         found, gradients = run(implementation, chunk_tokens)
-        assert (found.products, found.fallback) == (3.0, None)
+        assert (found.gemms, found.fallback) == (3.0, None)
         for one, other in zip(gradients, truth, strict=True):
             assert float((one.double() - other).norm() / other.norm()) < (6e-3 if accumulate == "float32" else 2e-2)
 
@@ -281,7 +281,7 @@ def sharded_of_two_minds():
         axis=mesh["tp"],
         first_token=5 * rank,
     )
-    return found.products, found.fallback
+    return found.gemms, found.fallback
 
 
 def test_what_one_rank_finds_wrong_both_mend(tmp_path):

@@ -17,7 +17,7 @@ def checked(hidden=None, targets=T3, temperature=1.0, active=None, wanted=(), **
         targets,
         temperature=temperature,
         active_T=active,
-        wanted=wanted,
+        outputs=wanted,
     )
 
 

@@ -9,7 +9,7 @@ from tests.helpers.head_problem import PLAIN, crossed, named, problem, wants
 from tests.oracles.head import row
 from workbench.errors import ShapeError
 from workbench.policy.logprobs import TokenLogprobs
-from workbench.policy.logprobs.reference import kept_logits, token_logprobs, token_logprobs_from_logits
+from workbench.policy.logprobs.reference import support_logits, token_logprobs, token_logprobs_from_logits
 
 
 def oracle(leaves, call, coefficients):
@@ -151,14 +151,14 @@ def test_sizes_that_disagree_are_named():
 def test_the_mean_squared_logit_is_of_logits_over_temperature_and_only_there_if_it_is_wanted():
     logits, targets = torch.tensor([[1.0, -3.0], [0.5, 0.0]], dtype=torch.float64), torch.tensor([0, 1])
     assert token_logprobs_from_logits(logits, targets).mean_squared_logit_T is None
-    found = token_logprobs_from_logits(logits, targets, temperature=2.0, wanted=("mean_squared_logit",))
+    found = token_logprobs_from_logits(logits, targets, temperature=2.0, outputs=("mean_squared_logit",))
     assert found.mean_squared_logit_T.tolist() == [(0.25 + 2.25) / 2, 0.0625 / 2]
 
 
 def test_what_a_sampler_cut_off_has_no_probability_and_the_target_always_has():
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], dtype=torch.float64, requires_grad=True)
     kept = torch.tensor([[False, True, True], [False, False, True]])
-    among = kept_logits(logits, kept, torch.tensor([1, 0]))
+    among = support_logits(logits, kept, torch.tensor([1, 0]))
     assert among.tolist() == [[-math.inf, 1.0, 2.0], [0.0, -math.inf, 2.0]]
     token_logprobs_from_logits(among, torch.tensor([1, 0])).logprobs_T.sum().backward()
     assert (logits.grad == 0).tolist() == [[True, False, False], [False, True, False]]

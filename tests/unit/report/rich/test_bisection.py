@@ -3,11 +3,11 @@
 import re
 
 from tests.helpers.trials import HOSTILE
-from workbench.compare.bisect import Bisection, Parting
+from workbench.compare.bisect import Bisection, Divergence
 from workbench.report.rich import as_html as drawn
 from workbench.report.rich.bisection import as_html
 
-PLACE = Parting(0, "forward", "model.norm", 1, 2, (16, 24), 3, 9, "model.layers.2")
+PLACE = Divergence(0, "forward", "model.norm", 1, 2, (16, 24), 3, 9, "model.layers.2")
 
 
 def cells(html):
@@ -32,7 +32,7 @@ def test_the_place_stands_in_a_table():
 
 
 def test_where_no_tokens_can_be_named_none_are():
-    html = as_html(Bisection("one", "two", Parting(3, "weights", "head"), 4, 59, {}))
+    html = as_html(Bisection("one", "two", Divergence(3, "weights", "head"), 4, 59, {}))
     assert list(cells(html)) == ["step", "way", "tensor"]
 
 
@@ -43,4 +43,4 @@ def test_equal_ones_are_no_trouble():
 
 
 def test_names_are_quoted():
-    assert "<script" not in as_html(Bisection(HOSTILE, HOSTILE, Parting(0, "loss", HOSTILE), 1, 1, {HOSTILE: {}}))
+    assert "<script" not in as_html(Bisection(HOSTILE, HOSTILE, Divergence(0, "loss", HOSTILE), 1, 1, {HOSTILE: {}}))

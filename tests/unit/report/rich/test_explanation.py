@@ -18,7 +18,7 @@ def test_the_verdict_with_its_batch_and_a_row_for_each_difference():
     found = explain("verl", {}, "trl", {"loss_type": "dapo", "epsilon_high": 0.2})
     html = as_html(found)
     assert "<strong>verl | TRL</strong> different" in html
-    assert f"batch {found.witness.seed}: loss " in html
+    assert f"batch {found.counterexample.seed}: loss " in html
     assert [row[0] for row in rows(html)] == [d.setting for d in found.differences]
     setting, about, verl, trl, acts = rows(html)[0]
     assert (setting, about, acts) == ("surrogate.dual_clip", "clip", "yes")

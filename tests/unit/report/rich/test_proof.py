@@ -1,4 +1,4 @@
-"""A proof: verdict, a row for each law, the counterexample of each broken one."""
+"""A proof: verdict, a row for each invariant, the counterexample of each broken one."""
 
 import dataclasses
 import re
@@ -20,12 +20,12 @@ def rows(html):
 
 
 def test_a_row_for_each_law():
-    laws = rows(as_html(make_proof()))
-    assert list(laws) == ["dp_split", "cp_degree", "packing_order", "tp"]
-    assert laws["dp_split"][1:] == ["holds", "12", "3.0 × 10⁻¹⁵", ""]
-    assert laws["cp_degree"][1:] == ["broken", "4", "0.50", "gradient, loss: × 0.500 = 1 / cp"]
-    assert laws["packing_order"][1:] == ["declared", "3", "0.12", "gradient"]
-    assert laws["tp"][1:] == ["not tried", "0", "–", "no time was left"]
+    invariants = rows(as_html(make_proof()))
+    assert list(invariants) == ["dp_split", "cp_degree", "packing_order", "tp"]
+    assert invariants["dp_split"][1:] == ["holds", "12", "3.0 × 10⁻¹⁵", ""]
+    assert invariants["cp_degree"][1:] == ["broken", "4", "0.50", "gradient, loss: × 0.500 = 1 / cp"]
+    assert invariants["packing_order"][1:] == ["declared", "3", "0.12", "gradient"]
+    assert invariants["tp"][1:] == ["not tried", "0", "–", "no time was left"]
 
 
 def test_the_counterexample_is_drawn_and_open_only_where_nobody_declared_it():
@@ -41,4 +41,4 @@ def test_the_counterexample_is_drawn_and_open_only_where_nobody_declared_it():
 def test_words_of_a_function_are_quoted():
     proof = make_proof(HOSTILE)
     broken = dataclasses.replace(proof["cp_degree"], why=HOSTILE, counterexample=counterexample(HOSTILE))
-    assert "<script" not in as_html(dataclasses.replace(proof, laws=(broken,)))
+    assert "<script" not in as_html(dataclasses.replace(proof, invariants=(broken,)))

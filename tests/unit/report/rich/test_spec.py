@@ -3,7 +3,7 @@
 import re
 
 from tests.helpers.trials import HOSTILE
-from workbench.report.rich.spec import as_html, said
+from workbench.report.rich.spec import as_html, setting_text
 from workbench.specs.run import LayoutSpec, RunSpec
 
 
@@ -37,7 +37,13 @@ def test_settings_are_quoted():
 
 
 def test_values_are_said_as_yaml_has_them():
-    assert [said(value) for value in ("cuda", None, True, 0.5, ["a"])] == ["cuda", "null", "true", "0.5", '["a"]']
+    assert [setting_text(value) for value in ("cuda", None, True, 0.5, ["a"])] == [
+        "cuda",
+        "null",
+        "true",
+        "0.5",
+        '["a"]',
+    ]
 
 
 def test_the_text_twin_says_only_what_differs_and_can_be_read_back():

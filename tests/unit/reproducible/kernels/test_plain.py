@@ -29,13 +29,13 @@ def test_what_is_canonical_begins_where_all_begin():
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 def test_products_of_a_block_know_no_other_block_and_no_other_piece(dtype, out_dtype):
     x, weight = torch.randn(12, 33).to(dtype), torch.randn(10, 33).to(dtype)
-    y = plain.product(x, weight, 4, 5, out_dtype)
+    y = plain.matmul(x, weight, 4, 5, out_dtype)
     assert y.dtype == (out_dtype or dtype)
     torch.testing.assert_close(y.double(), x.double() @ weight.double().T, rtol=2e-2, atol=5e-2)
-    assert torch.equal(plain.product(moved(x[8:]), moved(weight[5:]), 4, 5, out_dtype), y[8:, 5:])
-    dx = plain.product_back(y.to(dtype), weight, 4, 11, out_dtype)
+    assert torch.equal(plain.matmul(moved(x[8:]), moved(weight[5:]), 4, 5, out_dtype), y[8:, 5:])
+    dx = plain.matmul_backward(y.to(dtype), weight, 4, 11, out_dtype)
     torch.testing.assert_close(dx.double(), y.to(dtype).double() @ weight.double(), rtol=2e-2, atol=0.2)
-    assert torch.equal(plain.product_back(y[4:8].to(dtype), weight[:, 11:], 4, 11, out_dtype), dx[4:8, 11:])
+    assert torch.equal(plain.matmul_backward(y[4:8].to(dtype), weight[:, 11:], 4, 11, out_dtype), dx[4:8, 11:])
 
 
 def test_every_product_has_the_shape_of_a_piece(monkeypatch):
@@ -46,10 +46,10 @@ def test_every_product_has_the_shape_of_a_piece(monkeypatch):
         return multiply(left, right, dtype)
 
     monkeypatch.setattr(plain, "_multiplied", noted)
-    plain.product(torch.randn(12, 6), torch.randn(10, 6), 4, 5)
+    plain.matmul(torch.randn(12, 6), torch.randn(10, 6), 4, 5)
     assert shapes == {(4, 6, 5)}
     shapes.clear()
-    plain.product_back(torch.randn(12, 10), torch.randn(10, 6), 4, 3)
+    plain.matmul_backward(torch.randn(12, 10), torch.randn(10, 6), 4, 3)
     assert shapes == {(4, 10, 3)}
     shapes.clear()
     total = torch.zeros(10, 6, dtype=torch.int64)

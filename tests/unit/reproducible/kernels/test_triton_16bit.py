@@ -12,7 +12,10 @@ def test_rows_of_logits():
     logits = (3 * draw(6, 56).float())[:, :50]
     local = torch.tensor([3, -1, 49, 50, 7, 0], device=DEVICE)
     divisor = torch.tensor([1.0, 0.7, 1.3, 1.0, 1.0, 2.0], device=DEVICE)
-    said, expected = triton_16bit.say(logits, local, divisor), plain.say(logits.clone(), local, divisor)
+    said, expected = (
+        triton_16bit.piece_statistics(logits, local, divisor),
+        plain.piece_statistics(logits.clone(), local, divisor),
+    )
     torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
     assert said[4].isfinite().tolist() == [True, False, True, False, True, True]
     logsumexp = expected[0] + expected[1].log()

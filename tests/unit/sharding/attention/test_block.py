@@ -31,7 +31,7 @@ def test_everything_it_says_is_the_rule_written_out(order, window):
             assert made.allowed_qk.tolist() == expected
             assert made.sees_q.tolist() == [any(row) for row in expected]
             assert made.is_empty == (not any(map(any, expected)))
-            assert made.all_see == all(map(any, expected))
+            assert made.every_query_sees == all(map(any, expected))
 
 
 def test_a_row_against_itself_sees_itself_whatever_the_window():

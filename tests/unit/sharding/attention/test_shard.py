@@ -50,10 +50,10 @@ def test_all_ranks_together_hold_the_row_once_and_neighbours_hold_it_in_order(or
     lay = plan(order, 4)
     for rank in range(4):
         made = shard(order, algorithm, rank, inner=inner)
-        assert made.held_Gs.shape == (4 // inner, len(STRETCHES) * inner // 4)
-        assert made.held_Gs.flatten().sort().values.tolist() == list(range(len(STRETCHES)))
+        assert made.outer_positions_Gs.shape == (4 // inner, len(STRETCHES) * inner // 4)
+        assert made.outer_positions_Gs.flatten().sort().values.tolist() == list(range(len(STRETCHES)))
         own = torch.cat([lay.positions(r) for r in range(rank // inner * inner, (rank // inner + 1) * inner)])
-        held, device = made.held_Gs[rank // inner], torch.device("cpu")
+        held, device = made.outer_positions_Gs[rank // inner], torch.device("cpu")
         there, back = made.row_order_on(device), made.row_order_on(device, back=True)
         if inner == 1:
             assert torch.equal(held, own)

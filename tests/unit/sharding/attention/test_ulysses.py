@@ -33,7 +33,7 @@ def test_the_oracle_sees_copies_of_a_key_head_whose_gradients_are_not_summed(mon
         def backward(ctx, d_heads):
             return d_heads[:, :: ctx.copies], None
 
-    monkeypatch.setattr(ulysses, "repeated", FirstCopyOnly.apply)
+    monkeypatch.setattr(ulysses, "repeat_heads", FirstCopyOnly.apply)
     with pytest.raises(AssertionError, match="key: "):
         assert_right(by_ranks("zigzag", 4, "ulysses", (4, 2)), (4, 2))
 

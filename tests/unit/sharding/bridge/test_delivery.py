@@ -57,9 +57,9 @@ def test_who_holds_what():
     _, whole = sides_of(pair, Delivery("whole", "zigzag", source_order="contiguous"), [1, 1], 8)
     assert whole.number_of == (0, 0, 1, 1)
     assert [share.tokens_t.tolist() for share in whole.shares] == [list(range(16))] * 2
-    assert whole.shares[1].answered_t.nonzero().squeeze(1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+    assert whole.shares[1].gradient_rows_t.nonzero().squeeze(1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
     _, unknown = sides_of(pair, Delivery("whole", source_order="contiguous"), [1, 1], 8)
-    assert all(share.answered_t.all() for share in unknown.shares)
+    assert all(share.gradient_rows_t.all() for share in unknown.shares)
 
 
 def test_a_crossing_is_found_again():

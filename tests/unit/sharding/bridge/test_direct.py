@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.bridges import even_samples, grid, pairs
 from workbench.sharding.bridge.connect import connect
-from workbench.sharding.bridge.direct import Direct, hand_over
+from workbench.sharding.bridge.direct import Direct, cross_directly
 from workbench.sharding.bridge.groups import GridGroups
 from workbench.sharding.bridge.pair import GridPair
 from workbench.sharding.mesh import Axis
@@ -47,7 +47,7 @@ def test_it_is_what_the_general_path_says_where_every_cp_rank_uses_every_token(l
 
 def test_one_rank_hands_over_what_it_has():
     values = torch.randn(2, 3, 1, requires_grad=True)
-    out = hand_over(values, Direct("equal", 0, 1, 0, 1, Axis("gather"), Axis("cp")))
+    out = cross_directly(values, Direct("equal", 0, 1, 0, 1, Axis("gather"), Axis("cp")))
     out.backward(2 * values.detach())
     assert torch.equal(out, values)
     assert torch.equal(values.grad, 2 * values.detach())

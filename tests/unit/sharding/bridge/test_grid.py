@@ -58,5 +58,5 @@ def test_what_is_no_grid_is_refused_in_words(make, words):
 
 def test_a_grid_says_its_sizes():
     assert repr(Grid.of(tp=2, dp=4, offset=3)) == "Grid(tp=2 x cp=1 x dp=4 from rank 3)"
-    assert (Grid.of(tp=2, dp=4).words, Grid.of().words) == ("tp2 x dp4", "1 rank")
+    assert (Grid.of(tp=2, dp=4).label, Grid.of().label) == ("tp2 x dp4", "1 rank")
     assert Grid.of(tp=2)["pp"] == 1

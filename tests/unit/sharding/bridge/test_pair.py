@@ -23,7 +23,7 @@ from workbench.sharding.bridge.pair import GridPair, least_samples
 def test_the_path_is_named(source, destination, path, why):
     pair = GridPair(source, destination)
     assert (pair.path, pair.why_general) == (path, why)
-    assert repr(pair) == f"GridPair({source.words} -> {destination.words}: {path})"
+    assert repr(pair) == f"GridPair({source.label} -> {destination.label}: {path})"
 
 
 def test_gather_lines_are_those_of_the_field():

@@ -5,7 +5,7 @@ import torch
 
 from tests.oracles import bridge as oracle
 from workbench.errors import ShardingError
-from workbench.sharding.bridge.partition import SequencePartition, owned
+from workbench.sharding.bridge.partition import SequencePartition, owned_positions
 from workbench.sharding.mesh import Axis
 from workbench.sharding.simulated import simulate
 
@@ -60,5 +60,5 @@ def test_lengths_that_do_not_divide_are_refused(tokens, sizes, words):
 
 def test_a_sequence_of_one_rank_is_as_it_was():
     assert torch.equal(SequencePartition(Axis("cp")).split(WHOLE, dim=1), WHOLE)
-    assert owned("zigzag", 3, 1).tolist() == [[0, 1, 2]], "any length, where nothing is cut"
-    assert owned("document_zigzag", 8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert owned_positions("zigzag", 3, 1).tolist() == [[0, 1, 2]], "any length, where nothing is cut"
+    assert owned_positions("document_zigzag", 8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]

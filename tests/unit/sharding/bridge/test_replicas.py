@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workbench.errors import ShardingError
-from workbench.sharding.bridge.replicas import hold_replicas
+from workbench.sharding.bridge.replicas import check_replicas
 from workbench.sharding.bridge.sides import Share, Side
 from workbench.sharding.simulated import simulate
 
@@ -19,7 +19,7 @@ HELD = [
 def held(changed=None, to=None):
     def of_rank(mesh):
         rank = mesh["dp"].rank
-        hold_replicas(to if rank == changed else HELD[rank], SIDE, mesh["dp"], what="values")
+        check_replicas(to if rank == changed else HELD[rank], SIDE, mesh["dp"], what="values")
         return True
 
     return simulate(of_rank, dp=3)
@@ -48,4 +48,4 @@ def test_what_differs_is_named(changed, to, words):
 def test_a_gradient_where_none_should_be_is_named():
     side = Side((Share((0,), torch.tensor([0, 1]), torch.tensor([True, False])),))
     with pytest.raises(ShardingError, match=r"something other than zero on rank\(s\) \[0\]"):
-        simulate(lambda mesh: hold_replicas(HELD[0], side, mesh["dp"], what="gradients"))
+        simulate(lambda mesh: check_replicas(HELD[0], side, mesh["dp"], what="gradients"))

@@ -35,7 +35,7 @@ def test_what_grids_deal():
     ]
     both = whole(grid, lambda dp: tokens(3, -1, 4), lambda dp, cp: torch.tensor([cp == 0, True, cp == 1]))
     assert held(both) == [((0, 1), [3, -1, 4]), ((2, 3), [3, -1, 4])]
-    assert [share.answered_t.tolist() for share in both.shares] == [[True, False, False], [False, False, True]]
+    assert [share.gradient_rows_t.tolist() for share in both.shares] == [[True, False, False], [False, False, True]]
     assert [side.number_of for side in (replicas, both)] == [(0, 0, 1, 1)] * 2
     assert replicas.share_of[3] is replicas.shares[1]
 
@@ -43,14 +43,14 @@ def test_what_grids_deal():
 def test_ranks_declare_what_they_hold_some_nothing():
     def of_rank(mesh):
         rank = mesh["dp"].rank
-        return held(declare(tokens(*range(rank // 2, 3)), mesh["dp"], alike=7 - rank // 2))
+        return held(declare(tokens(*range(rank // 2, 3)), mesh["dp"], replica_id=7 - rank // 2))
 
     assert simulate(of_rank, dp=8) == [[((0, 1), [0, 1, 2]), ((2, 3), [1, 2]), ((4, 5), [2]), ((6, 7), [])]] * 8
 
 
 def test_replicas_that_hold_different_tokens_are_refused():
     with pytest.raises(ShardingError, match=r"ranks 0 and 2 as replicas \(alike = 0\)\n  found: 1 and 1 rows"):
-        simulate(lambda mesh: declare(tokens(mesh["dp"].rank // 2), mesh["dp"], alike=0), dp=4)
+        simulate(lambda mesh: declare(tokens(mesh["dp"].rank // 2), mesh["dp"], replica_id=0), dp=4)
 
 
 def test_things_are_dealt_in_order_as_evenly_as_they_go():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workbench.losses.build import make_loss, seen
+from workbench.losses.build import make_loss, prepare_inputs
 from workbench.losses.preference import pair_losses
 from workbench.losses.terms import LossInputs, Term
 from workbench.losses.value import value_loss
@@ -36,7 +36,7 @@ def numbers(spec, given=None, mismatch=0.1):
     )
     slots = DocumentSlots(0, len(ROWS))
     settings = settings_of(spec, slots)._replace(given=given or GivenCounts())
-    inputs = seen(inputs, spec)
+    inputs = prepare_inputs(inputs, spec)
     found = as_named_by(
         "nemo_rl",
         inputs,

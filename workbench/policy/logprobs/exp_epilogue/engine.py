@@ -33,24 +33,24 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, note_product
+from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, count_gemm
 from workbench.policy.logprobs.exp_epilogue import kernels
 from workbench.policy.logprobs.exp_epilogue.tiles import Tile, choose_tile, processors
+from workbench.policy.logprobs.gemms import add_gemm_, exact_float32
 from workbench.policy.logprobs.head import Head, TokenLogprobs
-from workbench.policy.logprobs.products import add_product_, exact_float32
 from workbench.sharding.collectives import all_sum
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
     """Reason why this engine cannot compute with such operands; None if it can."""
     if dtype not in DTYPES:
         return f"operands are {dtype}; the kernels sum in float32"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return None if major >= 8 else f"compute capability {major}.{minor}; the kernels need 8.0"
-    if not isinstance(kernels.exp_product, InterpretedFunction):
+    if not isinstance(kernels.exp_gemm, InterpretedFunction):
         return f"operands are on {device.type}; Triton needs CUDA, or its interpreter (TRITON_INTERPRET=1)"
     return None
 
@@ -85,7 +85,7 @@ class ExpEpilogueEngine:
 
     def __init__(self, head: Head, *, tile: Tile | None = None) -> None:
         weight_VD = head.weight_VD
-        if why := refusal(weight_VD.dtype, weight_VD.device):
+        if why := unsupported_reason(weight_VD.dtype, weight_VD.device):
             raise SpecError(
                 "token_logprobs: implementation 'triton'",
                 found=why,
@@ -98,24 +98,26 @@ class ExpEpilogueEngine:
         self._bias_V = None if head.bias_V is None else head.bias_V[: head.valid].to(torch.float32).contiguous()
         self._scratch = torch.empty(0, dtype=self._kept_dtype, device=weight_VD.device)
 
-    def bytes_kept(self, rows: int) -> int:
+    def saved_bytes(self, rows: int) -> int:
         """Bytes of the exponentials of this many rows, and their sums."""
         return rows * (self._stride * self._kept_dtype.itemsize + 16)  # 16: shift and up to three sums in float32
 
     def forward(
-        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str], keep: Keep
+        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, outputs: frozenset[str], keep: Keep
     ) -> Chunk:
         """See `engine.Engine.forward`."""
         with self._on_device():
             hidden_CD = _aligned(hidden_CD)
             shifts_C = self._target_logits(hidden_CD, targets_C, temperature)
-            exponents = keep != "no" and "mean_squared_logit" in wanted
+            exponents = keep != "no" and "mean_squared_logit" in outputs
             exponentials_CV = None if keep == "no" else self._buffer(len(hidden_CD), keep)
-            totals_FC = self._exponentials(hidden_CD, shifts_C, temperature, exponentials_CV, wanted, exponents)
-            out, overflowed_C = self._outputs(hidden_CD, temperature, totals_FC, shifts_C, wanted)
-        note_product(len(hidden_CD))
+            totals_FC = self._exponentials(hidden_CD, shifts_C, temperature, exponentials_CV, outputs, exponents)
+            out, overflowed_C = self._outputs(hidden_CD, temperature, totals_FC, shifts_C, outputs)
+        count_gemm(len(hidden_CD))
         saved = None if exponentials_CV is None else Saved(exponentials_CV, totals_FC, shifts_C, exponents)
-        return Chunk(hidden_CD, targets_C, temperature, out, saved, overflowed_C, said_exactly=not self.head.is_split)
+        return Chunk(
+            hidden_CD, targets_C, temperature, out, saved, overflowed_C, outputs_are_exact=not self.head.is_split
+        )
 
     def backward(self, chunk: Chunk, gradients: RowGradients, into: Accumulators, rows: slice, *, first: bool) -> None:
         """See `engine.Engine.backward`."""
@@ -130,12 +132,12 @@ class ExpEpilogueEngine:
                 kernels.scale_rows[(len(hidden_CD),)](
                     hidden_gradient_CD, scales_C, depth, *hidden_gradient_CD.stride(), BLOCK=_block(depth)
                 )
-                note_product(len(hidden_CD))
+                count_gemm(len(hidden_CD))
             if into.weight_VD is not None:
-                add_product_(into.weight_VD[: head.valid], gradient_CV, scaled_CD, first=first)
+                add_gemm_(into.weight_VD[: head.valid], gradient_CV, scaled_CD, first=first)
                 if first:
                     into.weight_VD[head.valid :].zero_()
-                note_product(len(hidden_CD))
+                count_gemm(len(hidden_CD))
             if into.bias_V is not None:
                 self._add_bias(gradient_CV, scales_C, into.bias_V, first=first)
 
@@ -225,7 +227,7 @@ class ExpEpilogueEngine:
                 else TensorDescriptor.from_tensor(exponentials_CV, [tile.rows, tile.columns // 2])
             )
             at_once = tile.per_processor * processors(hidden_CD.device)
-            kernels.exp_product[(min(at_once, triton.cdiv(rows, tile.rows) * tiles),)](
+            kernels.exp_gemm[(min(at_once, triton.cdiv(rows, tile.rows) * tiles),)](
                 hidden_tiles,
                 weight_tiles,
                 out_tiles,
@@ -273,7 +275,7 @@ class ExpEpilogueEngine:
             4, rows, dtype=torch.float32, device=shifts_C.device
         )
         overflowed_C = torch.empty(rows, dtype=torch.int8, device=shifts_C.device)
-        kernels.say[(triton.cdiv(rows, 128),)](
+        kernels.write_outputs[(triton.cdiv(rows, 128),)](
             totals_FC,
             shifts_C,
             logprobs_C,
@@ -289,7 +291,7 @@ class ExpEpilogueEngine:
         )
         if not head.is_split:
             temperatures_C, one = self._temperatures(temperature)
-            kernels.say_exactly[(triton.cdiv(rows, 8),)](
+            kernels.write_overflowed_outputs[(triton.cdiv(rows, 8),)](
                 hidden_CD,
                 self._weight_VD,
                 self._bias_V,

@@ -140,7 +140,7 @@ def _emit(
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures"])
-def exp_product(
+def exp_gemm(
     hidden,
     weight,
     out,
@@ -263,7 +263,7 @@ def add_tiles(sums, totals, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows"])
-def say(
+def write_outputs(
     totals,
     shifts,
     logprobs,
@@ -301,7 +301,7 @@ def say(
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures"])
-def say_exactly(
+def write_overflowed_outputs(
     hidden,
     weight,
     bias,

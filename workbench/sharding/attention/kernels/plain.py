@@ -38,7 +38,7 @@ class PlainKernel:
             scores_hnk = torch.baddbmm(mask_nk, _rows(query_hgqd, queries), key_hkd.mT, alpha=scale)
             p_hnk = torch.softmax(scores_hnk, -1)
             lse_hn = scores_hnk.amax(-1).double() - p_hnk.amax(-1).double().log()
-            if not block.all_see:
+            if not block.every_query_sees:
                 fully_masked_n = _fully_masked(block, queries, query_hgqd)
                 p_hnk.masked_fill_(fully_masked_n[:, None], 0)
                 lse_hn.masked_fill_(fully_masked_n, -torch.inf)
@@ -67,7 +67,7 @@ class PlainKernel:
         for queries, mask_nk in _pieces(query_hgqd, block):
             rows_hnd, d_rows_hnd = _rows(query_hgqd, queries), _rows(d_out_hgqd, queries)
             lse_hn1 = _rows(lse_hgq1, queries)
-            if not block.all_see:
+            if not block.every_query_sees:
                 lse_hn1 = lse_hn1.masked_fill(_fully_masked(block, queries, query_hgqd)[:, None], 0)
             p_hnk = torch.baddbmm(mask_nk, rows_hnd, key_hkd.mT, alpha=scale).sub_(lse_hn1).exp_()
             d_values.append(p_hnk.mT @ d_rows_hnd)

@@ -15,9 +15,9 @@ from tests.helpers.stand_in import stand_in
 from workbench.errors import SpecError
 from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.engine import Accumulators, count_products
+from workbench.policy.logprobs.engine import Accumulators, count_gemms
 from workbench.policy.logprobs.exp_epilogue import engine as module
-from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine, refusal
+from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine, unsupported_reason
 from workbench.policy.logprobs.exp_epilogue.tiles import Tile
 from workbench.policy.logprobs.head import make_head
 from workbench.sharding.mesh import Axis, make_mesh
@@ -103,7 +103,7 @@ def test_a_chunk_equals_an_exact_one(case):
         )
     )
     assert not found[0].overflowed_C.any()
-    for one, other in zip(found[0].said[:4], expected[0].said[:4], strict=True):
+    for one, other in zip(found[0].head_output[:4], expected[0].head_output[:4], strict=True):
         torch.testing.assert_close(one.double().cpu(), other, rtol=1e-5, atol=2e-5)
     for name in ("hidden_TD", "weight_VD", "bias_V"):
         one, other = getattr(found[1], name), getattr(expected[1], name)
@@ -115,7 +115,7 @@ def test_a_chunk_equals_an_exact_one(case):
 def test_a_row_says_the_same_bits_whatever_is_kept_or_wanted_and_wherever_it_lies(dtype):
     hidden, weight, _, targets, temperature, _ = plain(dtype)
     engine = ExpEpilogueEngine(make_head(weight))
-    alone = engine.forward(hidden, targets, temperature, wanted=frozenset(), keep="no").said
+    alone = engine.forward(hidden, targets, temperature, outputs=frozenset(), keep="no").head_output
     order = torch.randperm(21, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for keep, wanted, places in (
         ("scratch", EVERYTHING, slice(None)),
@@ -125,7 +125,9 @@ def test_a_row_says_the_same_bits_whatever_is_kept_or_wanted_and_wherever_it_lie
     ):
         each = torch.full((len(targets[places]),), temperature, device=DEVICE)
         for given in (temperature, each):
-            said = engine.forward(hidden[places].contiguous(), targets[places], given, wanted=wanted, keep=keep).said
+            said = engine.forward(
+                hidden[places].contiguous(), targets[places], given, outputs=wanted, keep=keep
+            ).head_output
             assert torch.equal(said.logprobs_T, alone.logprobs_T[places])
             assert torch.equal(said.logsumexp_T, alone.logsumexp_T[places])
 
@@ -175,7 +177,7 @@ def test_a_gradient_may_be_summed_in_the_width_of_the_weight():
 def test_products_that_nobody_wants_are_not_made(wants, expected):
     hidden, weight, *rest = plain()
     into = Accumulators(torch.empty_like(hidden) if wants[0] else None, torch.empty_like(weight) if wants[1] else None)
-    with count_products() as count:
+    with count_gemms() as count:
         chunk_and_back(ExpEpilogueEngine, hidden, weight, *rest, into=into)
     assert count.rows == 21 * (1 + expected)
 
@@ -190,7 +192,7 @@ def test_no_number_is_read_from_memory_that_nobody_wrote():
             for uses in ((1, 0), (1, 1)):
                 gradients = [made[5][0], made[5][0] if uses[1] else None, None, None]
                 chunk, into = chunk_and_back(ExpEpilogueEngine, *made[:5], gradients)
-                for x in (*chunk.said[:4], into.hidden_TD, into.weight_VD):
+                for x in (*chunk.head_output[:4], into.hidden_TD, into.weight_VD):
                     assert x.isfinite().all()
     finally:
         torch.use_deterministic_algorithms(before[0])
@@ -210,7 +212,7 @@ def test_operands_may_lie_in_memory_as_they_like(layout):
     for empty, value in zip(laid, (hidden, weight), strict=True):
         empty.copy_(value)
     found = chunk_and_back(ExpEpilogueEngine, *laid, *rest)
-    assert torch.equal(found[0].said.logprobs_T, expected[0].said.logprobs_T)
+    assert torch.equal(found[0].head_output.logprobs_T, expected[0].head_output.logprobs_T)
     assert torch.equal(found[1].hidden_TD, expected[1].hidden_TD)
     assert torch.equal(found[1].weight_VD, expected[1].weight_VD)
 
@@ -273,8 +275,8 @@ def test_a_row_beyond_the_range_of_exponentials_says_what_its_logits_say(options
         for engine, dtype in ((ExpEpilogueEngine, torch.float32), (ChunkedEngine, torch.float64))
     )
     assert found.overflowed_C[::4].all()
-    assert found.said_exactly
-    for one, other in zip(found.said[:4], expected.said[:4], strict=True):
+    assert found.outputs_are_exact
+    for one, other in zip(found.head_output[:4], expected.head_output[:4], strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4, equal_nan=True)
         assert one[-1].isnan()
 
@@ -327,7 +329,7 @@ def split(uses, temperature):
             soft_cap=6.0 if temperature == 0.7 else None,
         )
     return (
-        chunk.said[:4],
+        chunk.head_output[:4],
         chunk.overflowed_C,
         into.hidden_TD,
         into.weight_VD[:exist],
@@ -360,7 +362,7 @@ def test_ranks_with_uneven_and_with_empty_slices_of_the_vocabulary(uses, tempera
     )
     for said, overflowed, *_, beyond in ranks:
         assert torch.equal(overflowed, lost)
-        for one, other in zip(said, chunk.said[:4], strict=True):
+        for one, other in zip(said, chunk.head_output[:4], strict=True):
             torch.testing.assert_close(one[~lost].double(), other[~lost], rtol=1e-5, atol=1e-5)
         assert (beyond == 0).all()
     assert error(sum(rank[2] for rank in ranks), into.hidden_TD) < 2e-5
@@ -372,23 +374,23 @@ def test_an_axis_of_one_rank_is_none():
     made = plain()
     alone = chunk_and_back(ExpEpilogueEngine, *made)
     found = chunk_and_back(ExpEpilogueEngine, *made, axis=Axis("tp"))
-    assert torch.equal(found[0].said.logprobs_T, alone[0].said.logprobs_T)
+    assert torch.equal(found[0].head_output.logprobs_T, alone[0].head_output.logprobs_T)
     assert torch.equal(found[1].hidden_TD, alone[1].hidden_TD)
 
 
 def test_what_is_kept_is_as_large_as_is_said():
     hidden, weight, _, targets, temperature, _ = plain(torch.bfloat16)
     engine = ExpEpilogueEngine(make_head(weight))
-    saved = engine.forward(hidden, targets, temperature, wanted=EVERYTHING, keep="own").saved
+    saved = engine.forward(hidden, targets, temperature, outputs=EVERYTHING, keep="own").saved
     held = sum(x.untyped_storage().nbytes() for x in (saved.exponentials_CV, saved.totals_FC, saved.shifts_C))
-    assert held <= engine.bytes_kept(21) <= held + 21 * 16
+    assert held <= engine.saved_bytes(21) <= held + 21 * 16
 
 
 def test_one_scratch_serves_every_chunk():
     hidden, weight, _, targets, temperature, _ = plain()
     engine = ExpEpilogueEngine(make_head(weight))
     places = {
-        engine.forward(hidden[rows], targets[rows], temperature, wanted=frozenset(), keep="scratch")
+        engine.forward(hidden[rows], targets[rows], temperature, outputs=frozenset(), keep="scratch")
         .saved.exponentials_CV.untyped_storage()
         .data_ptr()
         for rows in (slice(0, 12), slice(12, 21))
@@ -402,8 +404,8 @@ def test_operands_that_the_kernels_cannot_take_are_refused_in_words():
 
 
 def test_without_a_gpu_and_without_an_interpreter_it_says_so(monkeypatch):
-    monkeypatch.setattr(module.kernels, "exp_product", object())
-    assert "Triton needs CUDA" in refusal(torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(module.kernels, "exp_gemm", object())
+    assert "Triton needs CUDA" in unsupported_reason(torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
@@ -411,4 +413,4 @@ def test_a_gpu_must_multiply_bfloat16(capability, refused, monkeypatch):
     monkeypatch.setattr(
         module, "torch", stand_in(torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability))
     )
-    assert (refusal(torch.bfloat16, torch.device("cuda", 0)) is not None) == refused
+    assert (unsupported_reason(torch.bfloat16, torch.device("cuda", 0)) is not None) == refused

@@ -51,8 +51,8 @@ def test_errors_at_the_size_of_a_model_are_those_of_one_rounding():
         if len(logprobs) == 1:
             d_hidden = d @ wide
         d_weight = d_weight + d[:, columns].T @ piece.double()
-    assert (chunk.said.logprobs_T - torch.cat(logprobs)).abs().mean() < 1e-4
-    assert (chunk.said.entropy_T - torch.cat(entropy)).abs().mean() < 1e-3
+    assert (chunk.head_output.logprobs_T - torch.cat(logprobs)).abs().mean() < 1e-4
+    assert (chunk.head_output.entropy_T - torch.cat(entropy)).abs().mean() < 1e-3
     assert error(into.hidden_TD[rows], d_hidden) < 3.5e-3
     assert error(into.weight_VD[columns], d_weight) < 3.5e-3
 
@@ -63,7 +63,7 @@ def test_a_row_of_a_million_tokens():
     found = {}
     for name, engine in (("triton", ExpEpilogueEngine), ("chunked", ChunkedEngine)):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        said = driver.token_logprobs(*leaves, targets, engine=engine, temperature=0.7, wanted=("entropy",))
+        said = driver.token_logprobs(*leaves, targets, engine=engine, temperature=0.7, outputs=("entropy",))
         (said.logprobs_T * wants).sum().backward()
         found[name] = said.logprobs_T.detach(), said.entropy_T.detach(), *(x.grad for x in leaves)
     for one, other in zip(found["triton"][:2], found["chunked"][:2], strict=True):
@@ -87,7 +87,7 @@ def test_two_runs_give_the_same_bits():
         chunk, into = chunk_and_back(
             ExpEpilogueEngine, hidden, weight, None, targets, 1.0, [torch.ones(3000), torch.ones(3000), None, None]
         )
-        runs.append((*chunk.said[:4], into.hidden_TD, into.weight_VD))
+        runs.append((*chunk.head_output[:4], into.hidden_TD, into.weight_VD))
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
@@ -104,7 +104,7 @@ def test_backward_takes_one_chunk_of_exponentials():
 
     def there_and_back():
         engine = ExpEpilogueEngine(make_head(weight))
-        chunk = engine.forward(hidden, targets, 1.0, wanted=frozenset(), keep="scratch")
+        chunk = engine.forward(hidden, targets, 1.0, outputs=frozenset(), keep="scratch")
         engine.backward(chunk, RowGradients(gradient), into, slice(0, 4096), first=True)
 
     assert grown(there_and_back) < 1.3 * 1024 * MIB
@@ -129,7 +129,7 @@ def test_a_float32_head_is_exact_whatever_the_process_has_set():
         )
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert (found[0].said.logprobs_T - expected[0].said.logprobs_T).abs().max() < 3e-5
+    assert (found[0].head_output.logprobs_T - expected[0].head_output.logprobs_T).abs().max() < 3e-5
     assert error(found[1].hidden_TD, expected[1].hidden_TD) < 2e-5
     assert error(found[1].weight_VD, expected[1].weight_VD) < 2e-5
 
@@ -141,7 +141,7 @@ def test_logits_that_are_there_already(wanted):
     found = []
     for implementation, dtype in (("triton", torch.bfloat16), ("torch", torch.float64)):
         leaf = logits.detach().to(dtype, copy=True).requires_grad_()
-        said = token_logprobs_from_logits(leaf, targets, implementation=implementation, temperature=0.8, wanted=wanted)
+        said = token_logprobs_from_logits(leaf, targets, implementation=implementation, temperature=0.8, outputs=wanted)
         sum((x * torch.arange(701, device="cuda")).sum() for x in said if x is not None).backward()
         found.append((*(x.detach() for x in said if x is not None), leaf.grad))
     for one, other in zip(found[0][:-1], found[1][:-1], strict=True):
@@ -154,7 +154,7 @@ def test_a_gradient_over_the_logits_takes_no_memory_of_its_own():
 
     def there_and_back():
         logits = hidden.detach().requires_grad_() @ weight.T
-        said = token_logprobs_from_logits(logits, targets, wanted=("entropy",), inplace_backward=True)
+        said = token_logprobs_from_logits(logits, targets, outputs=("entropy",), inplace_backward=True)
         said.logprobs_T.sum().backward()
 
     assert grown(there_and_back) < 4096 * 50257 * 2 + 16 * MIB

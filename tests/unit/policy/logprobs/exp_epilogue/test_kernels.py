@@ -24,7 +24,7 @@ def operands(dtype=torch.float32):
 def test_the_product_stores_exponentials_of_logits_less_the_targets():
     hidden, weight, targets = operands()
     engine = ExpEpilogueEngine(make_head(weight))
-    saved = engine.forward(hidden, targets, 0.7, wanted=frozenset(), keep="own").saved
+    saved = engine.forward(hidden, targets, 0.7, outputs=frozenset(), keep="own").saved
     logits = hidden.double() @ weight.double().T / 0.7
     own = logits.gather(1, targets[:, None])
     torch.testing.assert_close(saved.shifts_C.double(), own[:, 0], rtol=0, atol=1e-5)
@@ -37,7 +37,7 @@ def test_an_exponent_that_is_too_small_is_stored_as_it_is_where_squares_are_want
     weight = torch.tensor([[0.0], [-50.0], [-200.0]], device=DEVICE)
     engine = ExpEpilogueEngine(make_head(weight))
     target = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    stored = engine.forward(hidden, target, 1.0, wanted=frozenset({"mean_squared_logit"}), keep="own").saved
+    stored = engine.forward(hidden, target, 1.0, outputs=frozenset({"mean_squared_logit"}), keep="own").saved
     expected = [1.0, math.exp(-50), -200 / math.log(2)]
     torch.testing.assert_close(stored.exponentials_CV[0].cpu(), torch.tensor(expected), rtol=1e-5, atol=0)
 
@@ -49,12 +49,12 @@ def test_a_target_whose_probability_is_below_the_limit_has_overflowed(below, los
         torch.ones(2, 1, device=DEVICE),
         torch.tensor([0, 1], device=DEVICE),
         1.0,
-        wanted=frozenset({"entropy"}),
+        outputs=frozenset({"entropy"}),
         keep="no",
     )
     assert chunk.overflowed_C.tolist() == [lost, False]
-    assert chunk.said.logprobs_T[0].item() == pytest.approx(-below, rel=1e-6)
-    assert torch.isfinite(torch.stack([x for x in chunk.said if x is not None])).all()
+    assert chunk.head_output.logprobs_T[0].item() == pytest.approx(-below, rel=1e-6)
+    assert torch.isfinite(torch.stack([x for x in chunk.head_output if x is not None])).all()
 
 
 def test_a_row_whose_every_logit_is_minus_infinity_has_no_distribution():
@@ -62,7 +62,7 @@ def test_a_row_whose_every_logit_is_minus_infinity_has_no_distribution():
     said = {}
     for engine in (ExpEpilogueEngine, ChunkedEngine):
         head = make_head(weight, bias_V=torch.full((V,), -torch.inf, device=DEVICE))
-        said[engine] = engine(head).forward(hidden, targets, 1.0, wanted=frozenset({"entropy"}), keep="no").said
+        said[engine] = engine(head).forward(hidden, targets, 1.0, outputs=frozenset({"entropy"}), keep="no").head_output
     for one, other in zip(said[ExpEpilogueEngine][:3], said[ChunkedEngine][:3], strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         assert one.isnan().all()
@@ -76,7 +76,7 @@ def test_a_row_just_within_the_limit_keeps_a_gradient_that_is_small():
         torch.ones(1, 1, device=DEVICE).bfloat16(),
         torch.zeros(1, dtype=torch.int64, device=DEVICE),
         1.0,
-        wanted=frozenset(),
+        outputs=frozenset(),
         keep="scratch",
     )
     into = Accumulators(torch.empty(1, 1, device=DEVICE).bfloat16(), torch.empty(2, 1, device=DEVICE))
@@ -92,7 +92,7 @@ def test_one_element_or_one_pass_make_the_same_gradient(dtype):
     to_logprob, to_logsumexp = torch.randn(2, T, generator=g).to(DEVICE)
     found = []
     for to_entropy in (None, torch.zeros(T, device=DEVICE)):  # a zero that is not None takes the pass
-        chunk = engine.forward(hidden, targets, 0.7, wanted=frozenset({"entropy"}), keep="scratch")
+        chunk = engine.forward(hidden, targets, 0.7, outputs=frozenset({"entropy"}), keep="scratch")
         into = Accumulators(torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32))
         engine.backward(chunk, RowGradients(to_logprob, to_entropy, to_logsumexp), into, slice(0, T), first=True)
         found.append(into)
@@ -107,7 +107,7 @@ def test_the_target_alone_is_left_where_two_gradients_cancel():
     hidden, weight, targets = operands()
     engine = ExpEpilogueEngine(make_head(weight))
     ones = torch.ones(T, device=DEVICE)
-    chunk = engine.forward(hidden, targets, 1.0, wanted=frozenset({"logsumexp"}), keep="scratch")
+    chunk = engine.forward(hidden, targets, 1.0, outputs=frozenset({"logsumexp"}), keep="scratch")
     into = Accumulators(torch.empty_like(hidden), None)
     engine.backward(chunk, RowGradients(ones, None, ones), into, slice(0, T), first=True)
     torch.testing.assert_close(into.hidden_TD, weight[targets], rtol=1e-5, atol=1e-6)

@@ -17,8 +17,8 @@ def test_products(rows, columns, depth, dtype):
     x, weight, dy = draw(rows, depth), draw(columns, depth, seed=1), draw(rows, columns, seed=2)
     bar = 1e-6 if dtype else 4e-3
     y, dx = (
-        triton_16bit.product(x, weight, BLOCK, columns, dtype),
-        triton_16bit.product_back(dy, weight, BLOCK, depth, dtype),
+        triton_16bit.matmul(x, weight, BLOCK, columns, dtype),
+        triton_16bit.matmul_backward(dy, weight, BLOCK, depth, dtype),
     )
     assert far(y, x.double() @ weight.double().T) < bar
     assert far(dx, dy.double() @ weight.double()) < bar
@@ -27,11 +27,11 @@ def test_products(rows, columns, depth, dtype):
 
 def test_an_element_of_a_product_knows_its_row_and_column_alone():
     x, weight = draw(64, 40), draw(48, 40, seed=1)
-    whole = triton_16bit.product(x, weight, BLOCK, 48, torch.float32)
-    assert torch.equal(triton_16bit.product(x[32:48], weight, BLOCK, 48, torch.float32), whole[32:48])
-    assert torch.equal(triton_16bit.product(x, weight[8:], BLOCK, 40, torch.float32), whole[:, 8:])
-    back = triton_16bit.product_back(draw(64, 48, seed=2), weight, BLOCK, 40)
-    assert torch.equal(triton_16bit.product_back(draw(64, 48, seed=2)[16:32], weight, BLOCK, 40), back[16:32])
+    whole = triton_16bit.matmul(x, weight, BLOCK, 48, torch.float32)
+    assert torch.equal(triton_16bit.matmul(x[32:48], weight, BLOCK, 48, torch.float32), whole[32:48])
+    assert torch.equal(triton_16bit.matmul(x, weight[8:], BLOCK, 40, torch.float32), whole[:, 8:])
+    back = triton_16bit.matmul_backward(draw(64, 48, seed=2), weight, BLOCK, 40)
+    assert torch.equal(triton_16bit.matmul_backward(draw(64, 48, seed=2)[16:32], weight, BLOCK, 40), back[16:32])
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (200, 136)], ids=["blocks apart", "a tile has all blocks"])

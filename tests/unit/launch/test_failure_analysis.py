@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError
-from workbench.launch.deaths import coordinates_of, oom_kills, own_threads, place_of, settle
+from workbench.launch.failure_analysis import coordinates_of, oom_kills, own_threads, place_of, record_end
 from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
@@ -81,13 +81,13 @@ def agent_said(run, text):
 class TestNothingToSay:
     def test_a_run_that_ended_well(self, run):
         run.set_state("succeeded")
-        assert settle(run, "succeeded") == "succeeded"
+        assert record_end(run, "succeeded") == "succeeded"
         assert run.exits() == {}
 
     def test_a_run_that_was_cancelled(self, run):
-        assert settle(run, "cancelled") == "cancelled"
+        assert record_end(run, "cancelled") == "cancelled"
         assert run.exits() == {}
-        assert settle(run, "failed") == "cancelled", "an end is final"
+        assert record_end(run, "failed") == "cancelled", "an end is final"
 
 
 class TestException:
@@ -96,7 +96,7 @@ class TestException:
         flew(run, 0, "a", stays=True)
         last_stack_path(run, 0).write_text(STACK)
         codes(run, r1=1, r0=-15)
-        assert settle(run, "failed") == "failed"
+        assert record_end(run, "failed") == "failed"
         failure = run.failure()
         assert (failure["rank"], failure["cause"], failure["exception"]) == (1, "exception", "ShapeError")
         assert failure["also"] == {0: "a over dp_cp [#1, train/step.py:9]"}
@@ -121,12 +121,12 @@ class TestException:
     def test_memory_that_a_rank_asked_for_in_vain(self, run, error):
         run.write_exit(2, {}, error)
         codes(run, r2=1)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (2, "out of memory")
 
     def test_a_rank_that_left_without_a_record(self, run):
         codes(run, r3=3)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["cause"], run.failure()["message"].splitlines()[0]) == (
             "exception",
             "rank 3 ended with exit code 3",
@@ -139,7 +139,7 @@ class TestKilled:
         flew(run, 2, "a", "b", stays=True)
         run.log_path(2).write_text(f"step 3\n\nreading {run.path}/x.bin\n")
         codes(run, r1=-15, r2=-9, r0=1, r3=-15)
-        settle(run, "failed")
+        record_end(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"], failure["waited_in"]) == (
             2,
@@ -155,26 +155,26 @@ class TestKilled:
     def test_sigkill_while_the_machine_killed_for_memory(self, run):
         run.write_json("ranks/oom.json", {"oom_kills": 1})
         codes(run, r2=-9, r0=-15)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.failure()["cause"] == "out of memory"
         assert "rank 2 was killed by SIGKILL: out of memory" in run.failure()["message"]
 
     def test_another_signal_has_nothing_to_do_with_memory(self, run):
         run.write_json("ranks/oom.json", {"oom_kills": 1})
         codes(run, r2=-11)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.failure()["cause"] == "killed"
         assert "SIGSEGV" in run.failure()["message"]
 
     def test_sigterm_from_outside_came_first(self, run):
         codes(run, r1=-15, r0=-15)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "killed")
 
     def test_without_exit_codes_the_summary_of_the_agent_is_read(self, run):
         run.write_exit(0, {}, PEER)
         agent_said(run, SUMMARY)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.failure()["rank"] == 3
         assert "SIGSEGV" in run.failure()["message"]
         assert run.exits()[2]["cause"] == "peer"
@@ -182,7 +182,7 @@ class TestKilled:
     def test_a_rank_that_spoke_for_itself_is_not_overwritten(self, run):
         run.write_exit(3, {}, ConnectionError("its own words"))
         agent_said(run, SUMMARY)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.exits()[3]["message"] == "its own words"
 
 
@@ -194,7 +194,7 @@ class TestHang:
         flew(run, 1, "a")
         run.write_json("ranks/waiting.json", {"looked_ns": 0, "waiting": [{"rank": 1, "stack": own_threads(STACK)}]})
         codes(run, r0=1, r2=1, r3=1, r1=-15)
-        settle(run, "failed")
+        record_end(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"], failure["waited_in"]) == (1, "hang", "")
         assert failure["message"].startswith(
@@ -216,7 +216,7 @@ class TestHang:
         self.skipped(run)
         codes(run, r0=-6, r1=-15)
         last_stack_path(run, 1).write_text(STACK)
-        settle(run, "failed")
+        record_end(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"]) == (1, "hang")
         assert "it skipped that b of 8 float32 and went on to c of 8 float32" in failure["message"]
@@ -230,7 +230,7 @@ class TestHang:
             raise RuntimeError("Received data size doesn't match expected size")
         except RuntimeError as error:
             run.write_exit(1, {}, error, waited_in="c over dp_cp [#8, train/step.py:9]")
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
         assert "Traceback (most recent call last)" in run.failure()["stack"]
         assert "it was at tests/unit/launch/test_deaths.py:" in run.failure()["message"]
@@ -238,7 +238,7 @@ class TestHang:
     def test_what_the_guilty_raised_elsewhere_is_its_own(self, run):
         self.skipped(run)
         run.write_exit(1, {}, ValueError("bad luck"))
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["cause"], run.failure()["message"]) == ("exception", "bad luck")
 
     def test_a_rank_that_died_while_others_waited_did_not_hang(self, run):
@@ -246,14 +246,14 @@ class TestHang:
         flew(run, 1, "a")
         run.write_exit(0, {}, PEER)
         codes(run, r1=-9, r0=1)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "killed")
 
     def test_lost_connections_among_ranks_that_were_equally_far_blame_nobody(self, run):
         for rank in range(4):
             flew(run, rank, "a", "b", stays=True)
             run.write_exit(rank, {}, PEER)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.failure()["cause"] == "peer"
 
     def late(self, run, key="was"):
@@ -262,7 +262,7 @@ class TestHang:
             {
                 "looked_ns": 0,
                 "waiting": [],
-                key: [{"rank": 1, "words": "rank 1 has not come to b", "stack": own_threads(STACK)}],
+                key: [{"rank": 1, "message": "rank 1 has not come to b", "stack": own_threads(STACK)}],
             },
         )
         for rank in range(4):
@@ -272,7 +272,7 @@ class TestHang:
         """It came when the others had given up, so that in the end all were equally far."""
         self.late(run)
         run.write_exit(0, {}, RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
         assert run.failure()["message"].startswith("rank 1 has not come to b; it came, but too late\n")
         assert "rule: no rank is waited for longer than timeout_s = 120" in run.failure()["message"]
@@ -281,7 +281,7 @@ class TestHang:
     def test_who_was_late_once_is_not_to_blame_for_a_lost_connection(self, run):
         self.late(run)
         run.write_exit(0, {}, PEER)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (0, "peer")
 
     def test_the_abort_of_a_rank_that_gave_up_waiting_is_an_echo(self, run):
@@ -291,7 +291,7 @@ class TestHang:
             "WorkNCCL(SeqNum=67, OpType=ALLREDUCE)\nframe #0: c10::Error"
         )
         codes(run, r0=-6, r1=-15)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
         assert run.exits()[0]["cause"] == "peer"
         assert (
@@ -305,14 +305,14 @@ class TestHang:
         flew(run, 1, "a")
         run.write_exit(1, {}, ValueError("bad luck"))
         codes(run, r1=1, r0=-15)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.failure()["also"] == dict.fromkeys((0, 2, 3), "b over dp_cp [#2, train/step.py:9]")
 
     def test_what_the_watchdog_wrote_stands(self, run):
         self.skipped(run)
         run.write_exit(0, {}, RuntimeError("said by the watchdog"), cause="hang")
         codes(run, r1=-15, r2=-9, r3=-6, r0=-9)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.failure()["message"] == "said by the watchdog"
         assert {rank: record["cause"] for rank, record in run.exits().items()} == {
             0: "hang",
@@ -325,7 +325,7 @@ class TestHang:
         self.skipped(run)
         run.write_exit(0, {}, RuntimeError("said by the watchdog"), cause="hang")
         codes(run, r1=-15, r2=-15, r3=-9)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert {rank: record["cause"] for rank, record in run.exits().items()} == {
             0: "hang",
             1: "peer",
@@ -347,7 +347,7 @@ class TestStopped:
 
     def test_the_rank_that_stopped_is_named_and_not_whoever_killed_it(self, run):
         self.stopped(run, 1, 2, 3)
-        settle(run, "failed")
+        record_end(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"]) == (0, "hang")
         assert failure["message"].startswith("rank 0 was stopped: its process was in state T of /proc")
@@ -362,7 +362,7 @@ class TestStopped:
     def test_without_the_file_of_the_watchdog_it_was_killed(self, run):
         self.stopped(run, 1, 2, 3)
         (run.path / "ranks/stopped.json").unlink()
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (0, "killed")
 
     def test_a_rank_that_stopped_inside_a_collective_is_named_too(self, run):
@@ -373,7 +373,7 @@ class TestStopped:
             run.write_exit(rank, {}, PEER)
         run.write_json("ranks/stopped.json", {"2": 7})
         codes(run, r0=1, r1=1, r3=1, r2=-9)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (2, "hang")
         assert run.failure()["waited_in"] == "a over dp_cp [#1, train/step.py:9]"
 
@@ -386,14 +386,14 @@ class TestStopped:
             last_stack_path(run, rank).write_text(STACK)
         run.write_json("ranks/stopped.json", {"1": 7})
         codes(run, r2=1, r3=1, r0=-15, r1=-9)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert run.failure()["rank"] == 1
         assert "state T" in run.failure()["message"]
 
     def test_an_error_of_another_rank_comes_before_it(self, run):
         self.stopped(run)
         run.write_exit(1, {}, ShapeError("split 7 tokens"))
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "exception")
         assert run.exits()[0]["cause"] == "peer"
 
@@ -409,7 +409,7 @@ class TestEarlyExit:
         flew(run, 1, "a")
         run.log_path(1).write_text("no more data\n")
         codes(run, **{"r1": 0} if noted else {}, r0=1)
-        settle(run, "failed")
+        record_end(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"]) == (1, "early exit")
         assert failure["message"].startswith(
@@ -430,7 +430,7 @@ class TestEarlyExit:
         flew(run, 1, "a", ended=True)
         run.write_exit(1, {}, None)
         codes(run, r1=0, r0=1, r2=1, r3=1)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "early exit")
         assert "it reported that its part was done" in run.failure()["message"]
 
@@ -442,7 +442,7 @@ class TestEarlyExit:
             flew(run, rank, "a")
             last_stack_path(run, rank).write_text(STACK)
         codes(run, r0=1)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
 
     def test_an_error_of_another_rank_comes_before_it(self, run):
@@ -450,7 +450,7 @@ class TestEarlyExit:
         flew(run, 1, "a")
         run.write_exit(0, {}, ValueError("bad luck"))
         codes(run, r1=0, r0=1)
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (0, "exception")
 
 
@@ -458,13 +458,13 @@ class TestNobodySpoke:
     def test_an_agent_that_never_started_ranks_is_quoted(self, run, tmp_path):
         run = RunDirectory.create(tmp_path, "y", RunSpec())
         agent_said(run, "Traceback\nImportError: no torch\n")
-        settle(run, "failed")
+        record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (None, "start")
         assert "ImportError: no torch" in run.failure()["message"]
 
     def test_an_agent_that_is_gone_while_ranks_ran_was_killed(self, run):
         flew(run, 0, "a", stays=True)
-        settle(run, "failed")
+        record_end(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"]) == (None, "killed")
         assert "the process that started the ranks was gone" in failure["message"]
@@ -472,7 +472,7 @@ class TestNobodySpoke:
         assert run.exits()[0]["message"].splitlines()[1] == "  found: the agent had failed"
 
     def test_a_job_that_ended_well_without_saying_so_failed(self, run):
-        assert settle(run, "succeeded") == "failed"
+        assert record_end(run, "succeeded") == "failed"
         assert "none recorded that the run succeeded" in run.failure()["message"]
         assert run.status == "failed"
 
@@ -526,7 +526,7 @@ def test_kills_for_memory_are_counted_where_the_system_counts_them(tmp_path, cgr
 
 def test_codes_are_read_in_the_order_in_which_ranks_ended(run):
     (run.path / "ranks/exit_codes.json").write_text(json.dumps({"3": -signal.SIGABRT, "0": -signal.SIGKILL}))
-    settle(run, "failed")
+    record_end(run, "failed")
     assert run.failure()["rank"] == 3
 
 
@@ -536,5 +536,5 @@ def test_codes_are_read_in_the_order_in_which_ranks_ended(run):
 )
 def test_who_never_spoke_is_looked_for_where_this_backend_writes(tmp_path, backend, log):
     run = RunDirectory.create(tmp_path, "cp2", RunSpec(), backend=backend)
-    assert settle(run, "failed") == "failed"
+    assert record_end(run, "failed") == "failed"
     assert f"read {log} in" in run.failure()["message"]

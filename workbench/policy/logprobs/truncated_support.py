@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError
-from workbench.policy.logprobs.engine import Accumulators, rows_moved
+from workbench.policy.logprobs.engine import Accumulators, rows_with_gradient
 from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.sharding.collectives import all_max, all_sum
 
@@ -31,7 +31,7 @@ BLOCK_BYTES = 2**26
 
 
 @dataclass(frozen=True, eq=False)
-class KeptSets:
+class TruncatedSupport:
     """Truncated support of each token, of any size, stored one after another.
 
     Attributes:
@@ -78,7 +78,7 @@ class KeptSets:
             )
 
     @classmethod
-    def of(cls, sets: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> KeptSets:
+    def of(cls, sets: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> TruncatedSupport:
         """Build supports from one list of ids per token."""
         ids = [token for ids in sets for token in ids]
         offsets = torch.tensor([0, *(len(ids) for ids in sets)]).cumsum(0)
@@ -88,7 +88,7 @@ class KeptSets:
         """Number of tokens."""
         return len(self.offsets_S) - 1
 
-    def rows(self, rows: slice | Tensor) -> KeptSets:
+    def rows(self, rows: slice | Tensor) -> TruncatedSupport:
         """Select the supports of some tokens, by a slice of step 1 or by indices in any order."""
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(len(self))
@@ -100,26 +100,26 @@ class KeptSets:
         within_P = torch.arange(int(offsets_S[-1])) + (starts - offsets_S[:-1]).repeat_interleave(sizes)
         return _unchecked(self.ids_P[within_P.to(self.ids_P.device)], offsets_S)
 
-    def are_whole(self, device: torch.device | str) -> Tensor | None:
+    def untruncated(self, device: torch.device | str) -> Tensor | None:
         """[T] bool: True if the token's set is empty and stands for the whole vocabulary; None: no set is empty."""
         whole_T = self.offsets_S.diff() == 0
         return whole_T.to(device) if bool(whole_T.any()) else None
 
 
-def _unchecked(ids_P: Tensor, offsets_S: Tensor) -> KeptSets:
-    sets = object.__new__(KeptSets)
+def _unchecked(ids_P: Tensor, offsets_S: Tensor) -> TruncatedSupport:
+    sets = object.__new__(TruncatedSupport)
     object.__setattr__(sets, "ids_P", ids_P)
     object.__setattr__(sets, "offsets_S", offsets_S)
     return sets
 
 
-def check_kept(kept: KeptSets, targets_T: Tensor, head: Head) -> None:
+def check_support(kept: TruncatedSupport, targets_T: Tensor, head: Head) -> None:
     """Check truncated supports against the rows and the head.
 
     Raises:
         ShapeError: no `KeptSets`, not one set per token, or an id outside the vocabulary.
     """
-    if not isinstance(kept, KeptSets):
+    if not isinstance(kept, TruncatedSupport):
         raise ShapeError(
             "token_logprobs: kept",
             found=type(kept).__name__,
@@ -142,18 +142,22 @@ def check_kept(kept: KeptSets, targets_T: Tensor, head: Head) -> None:
         )
 
 
-def whole_where_empty(said: TokenLogprobs, whole_T: Tensor | None) -> TokenLogprobs:
+def full_where_empty(head_output: TokenLogprobs, whole_T: Tensor | None) -> TokenLogprobs:
     """Use the outputs over the whole vocabulary for tokens with an empty set; differentiable."""
-    if whole_T is None or said.kept_logprobs_T is None:
-        return said
-    said = said._replace(kept_logprobs_T=torch.where(whole_T, said.logprobs_T, said.kept_logprobs_T))
-    if said.kept_entropy_T is None or said.entropy_T is None:
-        return said
-    return said._replace(kept_entropy_T=torch.where(whole_T, said.entropy_T, said.kept_entropy_T))
+    if whole_T is None or head_output.support_logprobs_T is None:
+        return head_output
+    head_output = head_output._replace(
+        support_logprobs_T=torch.where(whole_T, head_output.logprobs_T, head_output.support_logprobs_T)
+    )
+    if head_output.support_entropy_T is None or head_output.entropy_T is None:
+        return head_output
+    return head_output._replace(
+        support_entropy_T=torch.where(whole_T, head_output.entropy_T, head_output.support_entropy_T)
+    )
 
 
 @dataclass(frozen=True)
-class KeptChunk:
+class SupportChunk:
     """Outputs over the truncated supports of a chunk, and tensors saved for their backward.
 
     Attributes:
@@ -179,7 +183,9 @@ class KeptChunk:
     logsumexp_C: Tensor
 
 
-def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, kept: KeptSets) -> KeptChunk:
+def forward(
+    head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, kept: TruncatedSupport
+) -> SupportChunk:
     """Compute the outputs over the truncated supports of a chunk; over tp every rank computes its local pairs.
 
     Shapes:   hidden_CD [C, D], targets_C [C], C sets.
@@ -223,7 +229,7 @@ def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float
     empty_C = sizes_C == 0
     sum_C, weighted_C, target_C = sums_C
     sum_C = sum_C.masked_fill(empty_C, 1)
-    return KeptChunk(
+    return SupportChunk(
         target_C - sum_C.log(),
         sum_C.log() - weighted_C / sum_C,
         hidden_CD,
@@ -238,7 +244,7 @@ def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float
 
 def backward(
     head: Head,
-    chunk: KeptChunk,
+    chunk: SupportChunk,
     logprobs_gradient_C: Tensor | None,
     entropy_gradient_C: Tensor | None,
     into: Accumulators,
@@ -248,7 +254,9 @@ def backward(
 
     A row whose gradients are all zero adds nothing, even if its hidden state is not finite.
     """
-    nonzero_C = rows_moved((logprobs_gradient_C, entropy_gradient_C), len(chunk.hidden_CD), chunk.hidden_CD.device)
+    nonzero_C = rows_with_gradient(
+        (logprobs_gradient_C, entropy_gradient_C), len(chunk.hidden_CD), chunk.hidden_CD.device
+    )
     hidden_CD = chunk.hidden_CD.masked_fill(~nonzero_C[:, None], 0)
     log_q_P = chunk.logits_P - chunk.logsumexp_C[chunk.row_P]
     q_P = log_q_P.exp()

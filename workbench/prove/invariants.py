@@ -48,7 +48,7 @@ class Case:
     def __getitem__(self, name: str) -> int:
         return dict(self.numbers)[name]
 
-    def but(self, name: str, number: int) -> Case:
+    def with_number(self, name: str, number: int) -> Case:
         """The same case with one number changed."""
         return replace(self, numbers=tuple((dict(self.numbers) | {name: number}).items()))
 
@@ -58,7 +58,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Law:
+class Invariant:
     """One invariant.
 
     Attributes:
@@ -207,57 +207,59 @@ def _silent(case: Case, number: int) -> tuple[Document, ...]:
     return silent_documents(f"{case['seed']} silent", number, group_id=free)
 
 
-LAWS: dict[str, Law] = {
-    law.name: law
-    for law in (
-        Law("dp_split", "documents may be dealt to any number of data-parallel ranks", {"dp": (2, 3)}, _dp_split),
-        Law(
+INVARIANTS: dict[str, Invariant] = {
+    invariant.name: invariant
+    for invariant in (
+        Invariant("dp_split", "documents may be dealt to any number of data-parallel ranks", {"dp": (2, 3)}, _dp_split),
+        Invariant(
             "micro_batch_split",
             "a rank may take its documents in any number of micro-batches",
             {"micro_batches": (2, 3)},
             _micro_batch_split,
         ),
-        Law("micro_batch_order", "micro-batches may come in any order", {"micro_batches": (2, 3)}, _micro_batch_order),
-        Law(
+        Invariant(
+            "micro_batch_order", "micro-batches may come in any order", {"micro_batches": (2, 3)}, _micro_batch_order
+        ),
+        Invariant(
             "packing_order",
             "any document may share a row with any other, in any order",
             {"micro_batches": (1, 2)},
             _packing_order,
         ),
-        Law(
+        Invariant(
             "cp_degree",
             "a row may be cut for any number of context-parallel ranks",
             {"cp": (2, 3, 4), "attention": range(len(ATTENTION))},
             _cp_degree,
         ),
-        Law(
+        Invariant(
             "cp_order",
             "context-parallel ranks may hold a row's tokens in any order",
             {"cp": (2, 3), "order": range(1, len(ORDER_NAMES))},
             _cp_order,
         ),
-        Law(
+        Invariant(
             "tp",
             "any number of tensor-parallel ranks may compute the same tokens",
             {"tp": (2,), "sequence_parallel": (0, 1)},
             _tp,
         ),
-        Law(
+        Invariant(
             "head_chunking",
             "the head may take the tokens of a row a few at a time",
             {"chunk_tokens": (1, 2, 3, 7, 16), "fused": (0, 1)},
             _head_chunking,
         ),
-        Law("padding", "a row may have any padding", {"extra": (1, 2, 5, 30)}, _padding),
-        Law("masked_rows", "documents in which nothing trains may be added", {"documents": (2, 4)}, _masked_rows),
-        Law(
+        Invariant("padding", "a row may have any padding", {"extra": (1, 2, 5, 30)}, _padding),
+        Invariant("masked_rows", "documents in which nothing trains may be added", {"documents": (2, 4)}, _masked_rows),
+        Invariant(
             "empty_ranks",
             "a rank or a micro-batch may have nothing to train",
             {"kind": (0, 1, 2), "documents": (0, 1), "first": (0, 1)},
             _empty_ranks,
             idle=True,
         ),
-        Law(
+        Invariant(
             "together", "all of this at once", {"order": range(1, len(ORDER_NAMES)), "tp": (1, 2)}, _together, idle=True
         ),
     )

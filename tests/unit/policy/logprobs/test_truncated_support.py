@@ -10,7 +10,7 @@ from workbench.errors import ShapeError
 from workbench.policy.logprobs import TokenLogprobs, chunked, driver, kept, reference
 from workbench.policy.logprobs.engine import Accumulators
 from workbench.policy.logprobs.head import make_head
-from workbench.policy.logprobs.kept import KeptSets
+from workbench.policy.logprobs.truncated_support import TruncatedSupport
 
 
 def among(sets, targets, wanted=("entropy",), **more):
@@ -23,52 +23,52 @@ def among(sets, targets, wanted=("entropy",), **more):
         weight,
         torch.tensor(targets),
         engine=chunked.ChunkedEngine,
-        kept=KeptSets.of(sets),
-        wanted=wanted,
+        support=TruncatedSupport.of(sets),
+        outputs=wanted,
         **more,
     )
-    said.kept_logprobs_T.sum().backward()
+    said.support_logprobs_T.sum().backward()
     return said, hidden.grad, hidden.detach() @ weight.T
 
 
 def test_the_sets_of_some_tokens():
-    sets = KeptSets.of([[3, 1], [], [2], [5, 6, 7]])
+    sets = TruncatedSupport.of([[3, 1], [], [2], [5, 6, 7]])
     assert len(sets) == 4
     for rows in (slice(1, 4), torch.tensor([3, 0, 1]), torch.tensor([], dtype=torch.int64), slice(0, 0)):
         some = sets.rows(rows)
         expected = [[[3, 1], [], [2], [5, 6, 7]][row] for row in torch.arange(4)[rows].tolist()]
         assert [ids.tolist() for ids in some.ids_P.split(some.offsets_S.diff().tolist())][: len(expected)] == expected
         assert len(some) == len(expected)
-    assert sets.are_whole("cpu").tolist() == [False, True, False, False]
-    assert sets.rows(slice(2, 4)).are_whole("cpu") is None
+    assert sets.untruncated("cpu").tolist() == [False, True, False, False]
+    assert sets.rows(slice(2, 4)).untruncated("cpu") is None
 
 
 def test_a_set_renormalises():
     said, _, logits = among([[1, 4, 7], [2, 0]], [4, 2])
     expected = torch.stack([logits[0, [1, 4, 7]].log_softmax(0)[1], logits[1, [2, 0]].log_softmax(0)[0]])
-    torch.testing.assert_close(said.kept_logprobs_T.detach(), expected, rtol=0, atol=1e-14)
-    assert (said.kept_logprobs_T > said.logprobs_T).all()
+    torch.testing.assert_close(said.support_logprobs_T.detach(), expected, rtol=0, atol=1e-14)
+    assert (said.support_logprobs_T > said.logprobs_T).all()
 
 
 def test_the_target_is_always_kept_and_a_repeated_id_counts_once():
     told, gradient, _ = among([[1, 4, 7, 8]], [8])
     for sets in ([[1, 4, 7]], [[7, 8, 1, 4, 4, 1]]):
         found, other, _ = among(sets, [8])
-        assert torch.equal(found.kept_logprobs_T, told.kept_logprobs_T)
+        assert torch.equal(found.support_logprobs_T, told.support_logprobs_T)
         assert torch.equal(other, gradient)
 
 
 def test_a_set_of_one_says_exactly_zero_and_moves_exactly_nothing():
     said, gradient, _ = among([[5], [3]], [5, 3], temperature=0.7, soft_cap=2.0)
-    assert torch.equal(said.kept_logprobs_T, torch.zeros(2, dtype=torch.float64))
-    assert torch.equal(said.kept_entropy_T, torch.zeros(2, dtype=torch.float64))
+    assert torch.equal(said.support_logprobs_T, torch.zeros(2, dtype=torch.float64))
+    assert torch.equal(said.support_entropy_T, torch.zeros(2, dtype=torch.float64))
     assert torch.equal(gradient, torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_an_empty_set_stands_for_the_whole_vocabulary():
     said, gradient, _ = among([[], [1, 2]], [4, 1])
-    assert said.kept_logprobs_T[0] == said.logprobs_T[0]
-    assert said.kept_entropy_T[0] == said.entropy_T[0]
+    assert said.support_logprobs_T[0] == said.logprobs_T[0]
+    assert said.support_entropy_T[0] == said.entropy_T[0]
     _, whole, _ = among([list(range(9)), [1, 2]], [4, 1])
     torch.testing.assert_close(gradient, whole, rtol=0, atol=1e-14)
 
@@ -76,7 +76,7 @@ def test_an_empty_set_stands_for_the_whole_vocabulary():
 def test_an_empty_set_says_nothing_of_its_own():
     """What a chunk says of it is 0 and no NaN, so that nothing a loss multiplies with 0 becomes one."""
     chunk = kept.forward(
-        make_head(torch.randn(9, 3)), torch.randn(2, 3), torch.tensor([4, 1]), 1.0, KeptSets.of([[], [1, 2]])
+        make_head(torch.randn(9, 3)), torch.randn(2, 3), torch.tensor([4, 1]), 1.0, TruncatedSupport.of([[], [1, 2]])
     )
     assert (chunk.logprobs_C[0], chunk.entropy_C[0]) == (0, 0)
     assert (chunk.logprobs_C[1] < 0, chunk.entropy_C[1] > 0) == (True, True)
@@ -117,10 +117,15 @@ def test_a_kept_token_that_cannot_happen_adds_nothing():
     for ids in ([1, 2, 4, 5, 7], [1, 4, 7]):
         leaf = hidden.clone().requires_grad_()
         said = driver.token_logprobs(
-            leaf, weight, torch.tensor([4]), engine=chunked.ChunkedEngine, bias_V=bias, kept=KeptSets.of([ids])
+            leaf,
+            weight,
+            torch.tensor([4]),
+            engine=chunked.ChunkedEngine,
+            bias_V=bias,
+            support=TruncatedSupport.of([ids]),
         )
-        (said.kept_logprobs_T + said.kept_entropy_T).sum().backward()
-        found.append((said.kept_logprobs_T.detach(), said.kept_entropy_T.detach(), leaf.grad))
+        (said.support_logprobs_T + said.support_entropy_T).sum().backward()
+        found.append((said.support_logprobs_T.detach(), said.support_entropy_T.detach(), leaf.grad))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
@@ -142,7 +147,7 @@ class Sizes(TorchDispatchMode):
 def test_nothing_of_the_size_of_the_vocabulary_is_made_for_sets_of_any_size():
     head = make_head(torch.randn(5000, 4))
     hidden, targets = torch.randn(3, 4), torch.tensor([1, 2, 4999])
-    sets = KeptSets.of([range(10), range(700), [3]])
+    sets = TruncatedSupport.of([range(10), range(700), [3]])
     into = Accumulators(torch.zeros(3, 4), torch.zeros(5000, 4))
     with Sizes() as sizes:
         chunk = kept.forward(head, hidden, targets, 1.0, sets)
@@ -160,15 +165,18 @@ def test_the_same_call_adds_the_same_bits():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 1])), "to the number of ids"),
-        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])), "never decreasing"),
-        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([1, 2])), "from 0"),
-        (lambda: KeptSets(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)), "T \\+ 1 offsets"),
-        (lambda: KeptSets.of([[1, -1]]), "id -1"),
-        (lambda: KeptSets(torch.ones(2), torch.tensor([0, 2])), "torch.float32"),
-        (lambda: KeptSets(torch.ones(2, 2, dtype=torch.int64), torch.tensor([0, 1, 2])), r"\(2, 2\)"),
-        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0.0, 2.0])), "torch.float32"),
-        (lambda: KeptSets([1, 2], [0, 2]), "list"),
+        (lambda: TruncatedSupport(torch.tensor([1, 2]), torch.tensor([0, 1])), "to the number of ids"),
+        (lambda: TruncatedSupport(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])), "never decreasing"),
+        (lambda: TruncatedSupport(torch.tensor([1, 2]), torch.tensor([1, 2])), "from 0"),
+        (
+            lambda: TruncatedSupport(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)),
+            "T \\+ 1 offsets",
+        ),
+        (lambda: TruncatedSupport.of([[1, -1]]), "id -1"),
+        (lambda: TruncatedSupport(torch.ones(2), torch.tensor([0, 2])), "torch.float32"),
+        (lambda: TruncatedSupport(torch.ones(2, 2, dtype=torch.int64), torch.tensor([0, 1, 2])), r"\(2, 2\)"),
+        (lambda: TruncatedSupport(torch.tensor([1, 2]), torch.tensor([0.0, 2.0])), "torch.float32"),
+        (lambda: TruncatedSupport([1, 2], [0, 2]), "list"),
         (lambda: among([[1]], [0, 1]), "1 sets for 2 tokens"),
         (lambda: among([[9], [1]], [0, 1]), "0 <= id < 9"),
     ],
@@ -180,11 +188,11 @@ def test_sets_that_mean_nothing_are_refused_in_words(make, message):
 
 def test_without_sets_nothing_is_put_in_their_place():
     said = TokenLogprobs(torch.zeros(2))
-    assert kept.whole_where_empty(said, torch.tensor([True, False])) is said
+    assert kept.full_where_empty(said, torch.tensor([True, False])) is said
 
 
 def test_sets_are_told_apart_without_comparing_tensors():
-    one, other = KeptSets.of([[1, 2]]), KeptSets.of([[1, 2]])
+    one, other = TruncatedSupport.of([[1, 2]]), TruncatedSupport.of([[1, 2]])
     assert one != other
     assert len({one, other}) == 2
 
@@ -193,7 +201,7 @@ def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing():
     hidden = torch.randn(2, 3, dtype=torch.float64)
     hidden[1] = torch.nan
     head = make_head(torch.randn(9, 3, dtype=torch.float64))
-    chunk = kept.forward(head, hidden, torch.tensor([4, 1]), 1.0, KeptSets.of([[1, 2], [1, 2]]))
+    chunk = kept.forward(head, hidden, torch.tensor([4, 1]), 1.0, TruncatedSupport.of([[1, 2], [1, 2]]))
     into = Accumulators(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(9, 3, dtype=torch.float64))
     kept.backward(head, chunk, torch.tensor([1.0, 0.0]).double(), torch.tensor([1.0, 0.0]).double(), into, slice(0, 2))
     assert chunk.logprobs_C.isnan().tolist() == [False, True]

@@ -26,8 +26,8 @@ from typing import Any
 
 from workbench.errors import LaunchError
 from workbench.launch.jobs import agent_output
-from workbench.launch.waits import Wait, find_waits, ranks_in_words
-from workbench.records.directory import EXIT_CODES, NAMED_LAST, RunDirectory, from_json, without_machine_paths
+from workbench.launch.waits import Wait, find_waits, format_ranks
+from workbench.records.directory import EXIT_CODES, RECORDED_LAST, RunDirectory, from_json, without_machine_paths
 from workbench.sharding.flight import FlightView, read_all
 from workbench.train.watched import last_stack_path
 
@@ -47,7 +47,7 @@ _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
 _WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in (poll|look)\b')
 
 
-def settle(run: RunDirectory, job_state: str) -> str:
+def record_end(run: RunDirectory, job_state: str) -> str:
     """Record in the run directory of an ended job how it ended.
 
     Args:
@@ -156,7 +156,7 @@ def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool
     after = f"after {last}" if last else "before its first collective"
     report = "it reported that its part was done" if finished else "it wrote no exit record, so it left before its end"
     error = LaunchError(
-        f"rank {rank} left with exit code 0 {after}, while {ranks_in_words(wait.waiting)} waited for it in "
+        f"rank {rank} left with exit code 0 {after}, while {format_ranks(wait.waiting)} waited for it in "
         f"{wait.entry}; {wait.why}",
         found=f"{report}; {_last_lines(run.log_path(rank))}",
         rule="all ranks of an axis come to the same collectives, and a rank ends when all have done their part",
@@ -233,7 +233,7 @@ class _FailureAnalysis:
         # The agent stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
         first = next(iter(self.codes), None)
         silent = [rank for rank in silent if self.codes[rank] != -signal.SIGTERM or rank == first]
-        if any(record["cause"] in NAMED_LAST for record in exits.values()):  # the watchdog stopped all of them
+        if any(record["cause"] in RECORDED_LAST for record in exits.values()):  # the watchdog stopped all of them
             silent = [rank for rank in silent if self.codes[rank] not in (-signal.SIGTERM, -signal.SIGKILL)]
         if not silent:
             return
@@ -297,7 +297,7 @@ class _FailureAnalysis:
     def _record_hang(self) -> None:
         """Record the rank that the others waited for, if they only report that they waited in vain."""
         exits, first = self.run.exits(), self.run.failure()
-        if any(record["cause"] in NAMED_LAST for record in exits.values()):
+        if any(record["cause"] in RECORDED_LAST for record in exits.values()):
             return
         only_echoes = first is not None and first["cause"] == "peer"
         now_ns = max([view.beat_ns for view in self.views.values()] + [r["time_ns"] for r in exits.values()], default=0)
@@ -307,7 +307,7 @@ class _FailureAnalysis:
                 write_hang(
                     self.run,
                     wait.rank,
-                    wait.in_words(now_ns),
+                    wait.message(now_ns),
                     certain=wait.certain,
                     waited_in=self._waited_in(wait.rank),
                     stack=self._stack(wait.rank) or record["traceback"],
@@ -330,7 +330,7 @@ class _FailureAnalysis:
                 write_hang(
                     self.run,
                     late["rank"],
-                    f"{late['words']}; it came, but too late",
+                    f"{late['message']}; it came, but too late",
                     certain=False,
                     waited_in=self._waited_in(late["rank"]),
                     stack=late["stack"],

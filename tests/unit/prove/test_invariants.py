@@ -1,10 +1,10 @@
-"""What each law changes, and what it leaves alone."""
+"""What each invariant changes, and what it leaves alone."""
 
 import pytest
 
 from workbench.prove.arrangement import one_rank_policy, one_row
 from workbench.prove.documents import draw_documents
-from workbench.prove.laws import DECLARED, LAWS, dealt, straddled
+from workbench.prove.invariants import DECLARED, INVARIANTS, dealt, straddled
 from workbench.sharding.orders import ORDERS
 from workbench.specs.losses import LossSpec
 
@@ -29,38 +29,42 @@ def documents():
     return draw_documents("5", one_rank_policy())
 
 
-def pairs(law, documents, **settings):
+def pairs(invariant, documents, **settings):
     """The cases of twelve numbers."""
-    made = [law.arrange(law.draw(documents, number, f"{number}", **settings)) for number in range(12)]
+    made = [invariant.arrange(invariant.draw(documents, number, f"{number}", **settings)) for number in range(12)]
     return [pair for pair in made if pair is not None]
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_a_law_changes_what_it_is_about_and_nothing_else(law, documents):
+@pytest.mark.parametrize("invariant", INVARIANTS.values(), ids=INVARIANTS)
+def test_a_law_changes_what_it_is_about_and_nothing_else(invariant, documents):
     changes = set()
-    for plain, changed in pairs(law, documents):
+    for plain, changed in pairs(invariant, documents):
         differ = {name for name, value in vars(plain).items() if value != getattr(changed, name)}
-        assert differ <= MAY_CHANGE[law.name], law.name
+        assert differ <= MAY_CHANGE[invariant.name], invariant.name
         assert differ, "a case that changes nothing is none"
         changes |= differ
         for arrangement in (plain, changed):
             lying = sorted(number for row in arrangement.rows for number in row)
             assert lying == list(range(len(arrangement.documents))), "every document lies in one row"
             assert len(arrangement.rows) % arrangement.dp == 0
-    assert changes == MAY_CHANGE[law.name], "and each of these is tried"
+    assert changes == MAY_CHANGE[invariant.name], "and each of these is tried"
 
 
-@pytest.mark.parametrize("law", [law for law in LAWS.values() if not law.idle], ids=lambda law: law.name)
-def test_only_the_law_about_idle_ranks_makes_rows_without_work(law, documents):
+@pytest.mark.parametrize(
+    "invariant",
+    [invariant for invariant in INVARIANTS.values() if not invariant.idle],
+    ids=lambda invariant: invariant.name,
+)
+def test_only_the_law_about_idle_ranks_makes_rows_without_work(invariant, documents):
     trained = [document for document in documents if document.trained]
-    for pair in pairs(law, (*trained[:4], *(document.silent() for document in documents))):
+    for pair in pairs(invariant, (*trained[:4], *(document.silent() for document in documents))):
         for arrangement in pair:
             assert all(any(arrangement.documents[number].trained for number in row) for row in arrangement.rows)
 
 
 def test_documents_lie_across_the_edges_of_shards(documents):
     for name in ("cp_degree", "cp_order"):
-        for plain, changed in pairs(LAWS[name], documents):
+        for plain, changed in pairs(INVARIANTS[name], documents):
             assert straddled(plain, changed.cp) >= changed.cp - 2, "of cp - 1 edges"
     few = one_row(documents[:0] + tuple(d for d in documents if d.trained == len(d.tokens) - 1 > 0)[:1])
     length = len(few.documents[0].tokens)
@@ -69,21 +73,25 @@ def test_documents_lie_across_the_edges_of_shards(documents):
 
 
 def test_every_order_and_three_ways_of_attention_are_tried(documents):
-    assert {changed.order for _, changed in pairs(LAWS["cp_order"], documents)} == set(ORDERS) - {"contiguous"}
-    assert {plain.order for plain, _ in pairs(LAWS["cp_order"], documents)} == {"contiguous"}
-    assert {changed.attention for _, changed in pairs(LAWS["cp_degree"], documents)} == {"gathered", "ring", "ulysses"}
+    assert {changed.order for _, changed in pairs(INVARIANTS["cp_order"], documents)} == set(ORDERS) - {"contiguous"}
+    assert {plain.order for plain, _ in pairs(INVARIANTS["cp_order"], documents)} == {"contiguous"}
+    assert {changed.attention for _, changed in pairs(INVARIANTS["cp_degree"], documents)} == {
+        "gathered",
+        "ring",
+        "ulysses",
+    }
 
 
 def test_orders_of_micro_batches_and_rows_differ_in_order_only(documents):
-    for plain, changed in pairs(LAWS["micro_batch_order"], documents):
+    for plain, changed in pairs(INVARIANTS["micro_batch_order"], documents):
         assert sorted(plain.rows) == sorted(changed.rows)
-    sizes = {len(plain.rows) for plain, _ in pairs(LAWS["packing_order"], documents)}
+    sizes = {len(plain.rows) for plain, _ in pairs(INVARIANTS["packing_order"], documents)}
     assert sizes == {1, 2}
 
 
 def test_what_is_added_trains_nothing_and_lies_anywhere(documents):
     places = set()
-    for plain, changed in pairs(LAWS["masked_rows"], documents):
+    for plain, changed in pairs(INVARIANTS["masked_rows"], documents):
         count = len(plain.documents)
         assert changed.documents[:count] == plain.documents
         assert not any(document.trained for document in changed.documents[count:])
@@ -95,7 +103,7 @@ def test_what_is_added_trains_nothing_and_lies_anywhere(documents):
 
 def test_an_idle_rank_holds_padding_or_what_is_of_no_use(documents):
     kinds = set()
-    for plain, changed in pairs(LAWS["empty_ranks"], documents):
+    for plain, changed in pairs(INVARIANTS["empty_ranks"], documents):
         assert plain.documents == changed.documents
         idle = [row for row in changed.rows if not any(changed.documents[number].trained for number in row)]
         assert idle or changed.cp == 2
@@ -106,7 +114,7 @@ def test_an_idle_rank_holds_padding_or_what_is_of_no_use(documents):
 def test_groups_stay_together_where_a_loss_needs_them():
     documents = draw_documents("5", one_rank_policy(), pairs=True)
     for name in ("dp_split", "micro_batch_split", "packing_order", "masked_rows", "empty_ranks", "together"):
-        for pair in pairs(LAWS[name], documents, together=True):
+        for pair in pairs(INVARIANTS[name], documents, together=True):
             for arrangement in pair:
                 homes = {}
                 for at, row in enumerate(arrangement.rows):
@@ -117,19 +125,19 @@ def test_groups_stay_together_where_a_loss_needs_them():
 
 def test_too_few_documents_are_no_case(documents):
     trained = tuple(document for document in documents if document.trained)
-    case = LAWS["dp_split"].draw(trained[:2], 0, "0")
+    case = INVARIANTS["dp_split"].draw(trained[:2], 0, "0")
     assert dealt(case, 2) is not None
     assert dealt(case, 3) is None
     for name in ("dp_split", "micro_batch_order", "packing_order", "together"):
-        assert LAWS[name].arrange(LAWS[name].draw(trained[:1], 1, "0")) is None
+        assert INVARIANTS[name].arrange(INVARIANTS[name].draw(trained[:1], 1, "0")) is None
 
 
 def test_a_case_is_the_same_for_the_same_number(documents):
-    law = LAWS["packing_order"]
-    assert law.draw(documents, 3, "3") == law.draw(documents, 3, "3")
-    assert law.draw(documents, 3, "3") != law.draw(documents, 4, "4")
-    assert [law.draw(documents, number, "")["micro_batches"] for number in range(4)] == [2, 1, 2, 1]
-    case = law.draw(documents, 3, "3").but("micro_batches", 1)
+    invariant = INVARIANTS["packing_order"]
+    assert invariant.draw(documents, 3, "3") == invariant.draw(documents, 3, "3")
+    assert invariant.draw(documents, 3, "3") != invariant.draw(documents, 4, "4")
+    assert [invariant.draw(documents, number, "")["micro_batches"] for number in range(4)] == [2, 1, 2, 1]
+    case = invariant.draw(documents, 3, "3").with_number("micro_batches", 1)
     assert case["micro_batches"] == 1
 
 
@@ -137,4 +145,4 @@ def test_every_word_that_a_spec_declares_is_known():
     declared = {word for name in ("bnpo", "clip_cov") for word in LossSpec(name=name).breaks}
     declared |= set(LossSpec(documents_counted="all", denominator="document").breaks)
     assert declared == set(DECLARED)
-    assert {law for laws in DECLARED.values() for law in laws} <= set(LAWS)
+    assert {invariant for invariants in DECLARED.values() for invariant in invariants} <= set(INVARIANTS)

@@ -31,7 +31,7 @@ def exact_float32(dtype: torch.dtype) -> Iterator[None]:
         setting.fp32_precision = before
 
 
-def add_product_(weight_VD: Tensor, gradient_CV: Tensor, hidden_CD: Tensor, *, first: bool) -> None:
+def add_gemm_(weight_VD: Tensor, gradient_CV: Tensor, hidden_CD: Tensor, *, first: bool) -> None:
     """Compute ``weight_VD += gradient_CV.T @ hidden_CD``, or ``=`` for the first; summed in the dtype of weight_VD."""
     beta = 0 if first else 1
     if weight_VD.dtype == hidden_CD.dtype:
