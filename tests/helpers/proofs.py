@@ -20,7 +20,7 @@ DOCUMENT = Document(
 
 
 def counterexample(description="gradient 0.5 times that of one rank: 1 / cp"):
-    return Counterexample("one rank", "cp=2 contiguous", (str(DOCUMENT),), words, (DOCUMENT,))
+    return Counterexample("one rank", "cp=2 contiguous", (str(DOCUMENT),), description, (DOCUMENT,))
 
 
 def make_proof(subject="cp_left_out (engine mean)", broken=True):

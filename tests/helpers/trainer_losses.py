@@ -37,8 +37,8 @@ class Mistake:
         engine: sum or mean.
         invariant: the invariant that the mistake is about.
         also: other invariants that it breaks, a word each (some orders of cp pad documents).
-        factor: what the gradient (or the loss, where the gradient is right) is multiplied with in that invariant's smallest
-            counterexample; None: no factor.
+        factor: what the gradient (or the loss, where the gradient is right) is multiplied with in that
+            invariant's smallest counterexample; None: no factor.
         origin: where it was made.
         differing: what differs there.
     """

@@ -54,8 +54,8 @@ BENCHMARKS = {
 }
 """Name -> module below experiments/, and the question that it answers.
 
-A module has `measure() -> record` and `format_record(record)`, and a record's ``bars`` state what must hold. One with a page
-has `write_page(record, folder)`. Records are written into the module's folder.
+A module has `measure() -> record` and `format_record(record)`, and a record's ``bars`` state what must hold. One with a
+page has `write_page(record, folder)`. Records are written into the module's folder.
 """
 
 

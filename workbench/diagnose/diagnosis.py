@@ -201,7 +201,8 @@ class Diagnosis:
         lines += [f"  tried {tried.experiment.description}: {tried.result}" for tried in self.tried]
         if (experiment := self.next_experiment()) is not None:
             lines.append(
-                f"  next: {experiment.description}; it would rule out {', '.join(experiment.excludes)}, or leave only these"
+                f"  next: {experiment.description}; it would rule out {', '.join(experiment.excludes)}, or leave only "
+                "these"
             )
         return "\n".join(lines)
 

@@ -159,7 +159,10 @@ class AblationSpec(BaseModel):
         width = max(len(run.name) for run in planned)
         lines = [
             f"  {run.name:<{width}}  {self.role(run, planned)}: "
-            f"{', '.join(f'{key}={value}' for key, value in changed_settings(run, planned).items()) or 'nothing changed'}"
+            + (
+                ", ".join(f"{key}={value}" for key, value in changed_settings(run, planned).items())
+                or "nothing changed"
+            )
             for run in planned
         ]
         return "\n".join([f"AblationSpec({self.question!r}, {len(planned)} runs)", *lines])

@@ -7,8 +7,8 @@ A look costs a read of 128 bytes a rank; only when a rank has been still for a s
                  the ranks that waited; the other ranks are stopped. Within two seconds of the last sign of life.
     not certain  after ``hang_s`` it is named in ranks/waiting.json, with its stack, for readers of the run.
                  No rank is stopped before the ``timeout_s`` of the spec is over: then the backend ends the job, and
-                 `workbench.launch.failure_analysis` names the rank that is named there. NCCL takes a minute more for that
-                 (measured: 72 s after a time-out of 8 s), so a wait that exceeds it by ten seconds is ended here.
+                 `workbench.launch.failure_analysis` names the rank that is named there. NCCL takes a minute more for
+                 that (measured: 72 s after a time-out of 8 s), so a wait that exceeds it by ten seconds is ended here.
 
 waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "message", "collective", "waiting", "since_ns", "at",
 "stack"}], "was": [...]}; ``waiting`` is an empty list once no rank is waited for, and ``was`` its last content.

@@ -83,26 +83,28 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
     sizes = _sizes(*arrangements)
     if gradient > GRADIENT_BAR:
         factor, message = _gradient_message(plain.gradients, changed.gradients, name)
-        what.append("gradient")
+        differing.append("gradient")
         messages.append(message + _in_brackets(factor, sizes))
     if loss > LOSS_BAR:
         message = f"the loss is {_apart(changed.loss, plain.loss)}"
-        if not what and plain.loss:
+        if not differing and plain.loss:
             factor = changed.loss / plain.loss
             message += f": {_times(factor)} times{_in_brackets(factor, sizes)}"
-        what.append("loss")
+        differing.append("loss")
         messages.append(message)
-    off = [key for key, far in metrics.items() if far > METRIC_BAR and not _follows(key, what)]
+    off = [key for key, far in metrics.items() if far > METRIC_BAR and not _follows(key, differing)]
     if off:
         first, before = changed.metrics.get(off[0], math.nan), plain.metrics[off[0]]
-        if not what and before:
+        if not differing and before:
             factor = first / before
         messages.append(
             f"{off[0]} is {_apart(first, before)}"
             + (f", and {len(off) - 1} more metrics differ" if len(off) > 1 else "")
         )
-    what += [f"metric {key}" for key in off]
-    return Difference(worst, tuple(what), "; ".join(messages), factor, "" if factor is None else meaning(factor, sizes))
+    differing += [f"metric {key}" for key in off]
+    return Difference(
+        worst, tuple(differing), "; ".join(messages), factor, "" if factor is None else meaning(factor, sizes)
+    )
 
 
 def _apart(changed: float, plain: float) -> str:

@@ -53,7 +53,7 @@ class InvariantResult:
         verdict: see `Verdict`.
         cases: number of cases tried.
         worst: greatest relative difference of any number from the plain arrangement's; NaN if there was no case.
-        differing: differing parts of the counterexample: "gradient", "loss", "metric KEY"; or "not a number"; or "error".
+        differing: differing parts of the counterexample: "gradient", "loss", "metric KEY"; "not a number"; or "error".
         factor: multiplier of the gradient (or of the loss, where the gradient is right) in the counterexample; None
             where it is no multiple.
         factor_name: expression that equals the factor, such as "1 / cp"; "" if nothing simple.

@@ -30,7 +30,7 @@ class Certificate:
 
     Attributes:
         fingerprints: dtype and sixteen hexadecimal digits, by the name of the tensor, in the order of computation.
-        differing_replicas: tensors that differ between ranks that should have the same; their fingerprints mean nothing.
+        differing_replicas: tensors that differ between ranks that should agree; their fingerprints mean nothing.
 
     Example:
         >>> one, two = (Certificate({"logprobs": "float32 00", "loss/total/sum": fingerprint})

@@ -289,7 +289,7 @@ class GradientPass:
             return _finite(_slice(self._loss(rows, self._assumed(rows, part))[1], rows, part))
         if self.expected_A is None:
             own_FC = self._loss(part)[1]
-            pivot, even_FC = own_FC.load_weights(own_FC.abs().argmax()), torch.zeros_like(own_FC)
+            pivot, even_FC = own_FC.take(own_FC.abs().argmax()), torch.zeros_like(own_FC)
             even_FC[0] = 1
             return _finite(torch.where(pivot == 0, even_FC, own_FC / pivot))
         if self._free_FA is None:
