@@ -38,9 +38,9 @@ def prove(
     """Check the invariants of parallel training for a loss: loss, gradient of every parameter, and every metric.
 
     Each invariant changes one thing that must not matter (`workbench.prove.invariants`): the step of all documents
-    in one row on one rank, in float64, is compared with the same step under the change, on all ranks of a mesh simulated in
-    this process. Documents and layouts are generated adversarially. A failure is shrunk to the smallest case that
-    fails in the same way, and its factor is measured and named.
+    in one row on one rank, in float64, is compared with the same step under the change, on all ranks of a mesh
+    simulated in this process. Documents and layouts are generated adversarially. A failure is shrunk to the smallest
+    case that fails in the same way, and its factor is measured and named.
 
     Args:
         loss: one of

@@ -87,8 +87,8 @@ def step_weights(
         spec: of the loss; has the denominator and its settings.
         given: counts of the step if these rows are only a part of it; the weights then leave out the engine's factor.
             None: they are the step.
-        step_layout: the layout, for a spec with a scaling contract: the first rows are those of the first dp rank, and so
-            on. None: one rank.
+        step_layout: the layout, for a spec with a scaling contract: the first rows are those of the first dp rank, and
+            so on. None: one rank.
 
     Returns:
         One mapping per row, [T] float64, and the totals. If nothing counts anywhere all weights are 0.

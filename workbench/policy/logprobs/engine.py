@@ -65,11 +65,12 @@ class Chunk:
         hidden_CD: its rows.
         targets_C: ids in the whole vocabulary.
         temperature: one number, or [C].
-        head_output: head outputs, [C] each, float32 (float64 for float64 operands), without a graph; equal on all tp ranks.
+        head_output: head outputs, [C] each, float32 (float64 of float64 operands), no graph; equal on all tp ranks.
         saved: tensors for the engine's backward; None if nothing was saved.
         overflowed_C: [C] bool: rows that this engine cannot represent, the same on every tp rank. Their
-            ``head_output`` is invalid and their gradients are zero; the driver computes them by an exact engine. None: there are none.
-        outputs_are_exact: True if ``head_output`` is valid on overflowed rows too, so that only gradients are missing.
+            ``head_output`` is invalid and their gradients are zero; the driver computes them by an exact engine. None:
+        there are none. outputs_are_exact: True if ``head_output`` is valid on overflowed rows too, so that only
+        gradients are missing.
     """
 
     hidden_CD: Tensor
