@@ -69,8 +69,8 @@ class Chunk:
         saved: tensors for the engine's backward; None if nothing was saved.
         overflowed_C: [C] bool: rows that this engine cannot represent, the same on every tp rank. Their
             ``head_output`` is invalid and their gradients are zero; the driver computes them by an exact engine. None:
-        there are none. outputs_are_exact: True if ``head_output`` is valid on overflowed rows too, so that only
-        gradients are missing.
+            there are none.
+        outputs_are_exact: True if ``head_output`` is valid on overflowed rows too, so that only gradients are missing.
     """
 
     hidden_CD: Tensor
