@@ -6,9 +6,11 @@ An entry is ``WORKLOAD/LAYOUT``; its result is written to a file of its own as s
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +19,15 @@ from typing import Any
 
 import torch
 
+from workbench.atomic import from_json, to_json, write_whole
 from workbench.errors import LaunchError
-from workbench.records.directory import from_json, to_json, write_whole
 
 GIVE_UP_S = 120.0
 """For a collective: longer than kernels take to compile, which may fall between two ranks."""
+JOB_S = 300.0
+"""For a job that is measured as a whole."""
+OUT = "WORKBENCH_BENCH_OUT"
+"""Environment variable: path of the first rank's result."""
 
 
 def run_entries(
@@ -53,17 +59,7 @@ def run_entries(
     environment = os.environ | {"OMP_NUM_THREADS": "4" if torch.cuda.is_available() else "1"}
     while left and time.time() < deadline:
         report_progress(f"{ranks} rank(s): {', '.join(left)}")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            module,
-            *map(str, (folder, *arguments, deadline)),
-            *left,
-        ]
+        command = _job(module, ranks, folder, *arguments, deadline, *left)
         message = "no answer in time"
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
@@ -87,6 +83,37 @@ def run_entries(
             file.unlink()
         write_whole(entry_file(folder, failed), to_json({"left_out": message.strip().splitlines()[-1]}))
         left = left[left.index(failed) + 1 :]
+
+
+def job_output(module: str, ranks: int, *arguments: object, what: str) -> Any:
+    """Run a job of several ranks, of which the first writes JSON to the path in the environment variable `OUT`.
+
+    Raises:
+        LaunchError: ranks that failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.json"
+        done = subprocess.run(
+            _job(module, ranks, *arguments),
+            env=os.environ | {OUT: str(out)},
+            capture_output=True,
+            text=True,
+            timeout=JOB_S,
+            check=False,
+        )
+        if done.returncode:
+            raise LaunchError(
+                what,
+                found=done.stderr[-2000:],
+                rule="every rank ends with 0",
+                fix="read the ranks' last output above",
+            )
+        return json.loads(out.read_text())
+
+
+def _job(module: str, ranks: int, *arguments: object) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *launcher, "-m", module, *map(str, arguments)]
 
 
 def entry_file(folder: Path, entry: str) -> Path:

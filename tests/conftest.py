@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, GPUs only where it asks for them, no silent skips where it counts."""
+"""Settings of every test: fixed seeds, GPUs on request only, no silent skips in CI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: 
 
 # the leases of devices lie here: two test runs on one machine do not queue for each other's cores
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="workbench-tests-")
-os.environ["IPYTHONDIR"] = os.environ["XDG_RUNTIME_DIR"]  # no test writes a history into anybody's home
+os.environ["IPYTHONDIR"] = os.environ["XDG_RUNTIME_DIR"]  # no test writes a history file into the user's home
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 interpret_where_no_gpu_is()
@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say again how to repeat this order, where failures are read."""
+    """Repeat the command for this random order next to the failures."""
     if config.pluginmanager.hasplugin("randomly") and config.option.randomly_reorganize:
         terminalreporter.write_line(
             f"in random order; --randomly-seed={config.option.randomly_seed} repeats it, "

@@ -1,91 +1,103 @@
 """Compare two configurations of an RL loss and check that every gradient means the same.
 
 A `RolloutBatch` is a training batch: documents in a packed row. A `RunSpec` has all settings that determine a run's
-numbers. An `AblationSpec` is a question, and the configurations that answer it. A `RunDirectory` has the results of
-a run. A `Comparison` compares every run with its baseline and has the verdicts.
+numbers. An `Experiment` is a question with the configurations that answer it: it launches their runs and compares
+each with its baseline. A `Comparison` has the verdicts.
 
     import workbench as wb
 
-    comparison, page = wb.run_ablation("experiments/layout_parity/ablation.yaml", on_event=print)
+    experiment = wb.Experiment("experiments/layout_parity/ablation.yaml")
+    comparison = experiment.run(on_event=print)
     print(comparison)                                  # a verdict on every configuration
     wb.figures.norm_ratios(comparison)                 # the figures of the report
 
-Names are imported when they are first used, so that `import workbench` takes no time.
+Everything else is reached through its package, such as `wb.sharding.orders`. Names and modules are imported when they
+are first used, so that `import workbench` takes no time.
 """
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "AblationSpec": "workbench.launch.ablation",
+_PUBLIC = {
+    "Experiment": "workbench.experiment",
     "Comparison": "workbench.compare.comparison",
-    "TruncatedSupport": "workbench.policy.logprobs.truncated_support",
+    "figures": "workbench.report.figures:",
+    "show": "workbench.report.summary",
+    "RunSpec": "workbench.specs.run",
+    "LossSpec": "workbench.specs.losses",
+    "RolloutBatch": "workbench.rollouts.batch",
+    "load_rollouts": "workbench.rollouts.files:load",
+    "project_root": "workbench.records.provenance",
+    "build_loss": "workbench.losses.build",
+    "LossInputs": "workbench.losses.terms",
+    "token_logprobs": "workbench.policy.logprobs",
+    "fused_loss": "workbench.policy.logprobs.fused_loss",
+    "token_credit": "workbench.attribution.credit",
+    "align_loss": "workbench.parallel_loss.align",
+    "simulate": "workbench.sharding.simulated",
+    "reproducibly": "workbench.reproducible",
+    "prove": "workbench.prove",
+    "assert_proved": "workbench.prove",
+    "planted_faults": "workbench.faults",
     "Recorder": "workbench.records.recorder",
     "Record": "workbench.diagnose.record",
-    "RolloutBatch": "workbench.rollouts.batch",
-    "RunDirectory": "workbench.records.directory",
-    "RunSpec": "workbench.specs.run",
-    "WorkbenchError": "workbench.errors",
-    "Sweep": "workbench.launch.sweep",
-    "assert_proved": "workbench.prove.asserted",
-    "align_loss": "workbench.parallel_loss.align",
-    "attach": "workbench.report.panel",
-    "bisect": "workbench.compare.bisect",
-    "compare_certificates": "workbench.compare.certificates",
-    "compare_runs": "workbench.compare.align",
-    "conclude": "workbench.cli.run",
-    "launch_ablation": "workbench.cli.run",
-    "cancel_runs": "workbench.cli.cancel:cancel",
-    "verify": "workbench.launch.verify:measure",
-    "with_torch_attention": "workbench.policy.torch_attention",
-    "describe_runs": "workbench.cli.status:describe",
-    "doctor": "workbench.cli.doctor:examine",
+    "RecordedStep": "workbench.diagnose.record",
     "diagnose": "workbench.diagnose",
-    "export_runs": "workbench.cli.export:export",
-    "fused_loss": "workbench.policy.logprobs.fused_loss",
-    "list_runs": "workbench.cli.ls",
-    "load_ablation": "workbench.launch.ablation",
-    "load_comparison": "workbench.compare.comparison",
-    "load_rollouts": "workbench.rollouts.files:load",
-    "project_root": "workbench.records.directory",
-    "prove": "workbench.prove",
-    "run_ablation": "workbench.cli.run",
-    "show": "workbench.report.page",
-    "simulate": "workbench.sharding.simulated",
-    "write_report": "workbench.report.page",
-    "LossExplorer": "workbench.report.loss_explorer",
-    "LossSpec": "workbench.specs.losses",
-    "credit_map": "workbench.report.credit",
-    "loss_curves": "workbench.report.loss_curves",
-    "make_loss": "workbench.losses.build",
-    "token_credit": "workbench.attribution.credit",
-    "token_logprobs": "workbench.policy.logprobs",
-    "token_logprobs_from_logits": "workbench.policy.logprobs.from_logits",
-    "figures": "workbench.report.figures:",
-    "online_curves": "workbench.report.online",
-    "trained_policy": "workbench.train.checkpoint",
-    "contract_table": "workbench.systems.contracts",
-    "explain": "workbench.systems.explanations",
+    "bisect": "workbench.compare.bisect",
     "loss_spec": "workbench.systems.translate",
+    "explain": "workbench.systems.explanations",
     "replay": "workbench.systems.replays",
-    "reproducibly": "workbench.reproducible",
-    "scaling_contract": "workbench.systems.contracts",
-    "settings_for": "workbench.systems.translate",
+    "WorkbenchError": "workbench.errors",
 }
 """Public name -> its module; after a colon its name in the module, or nothing for the module itself."""
 
-__all__ = list(_MODULES)
+__all__ = list(_PUBLIC)
+
+
+class _Package(ModuleType):
+    """A package whose modules are its attributes, imported when they are first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or find_spec(f"{self.__name__}.{name}") is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{self.__name__}.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, as the import system does for each module: packages become lazy too.
+
+        A public name stays what it is when the package of the same name is imported: `prove`, `diagnose`.
+        """
+        if isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}":
+            _open(value)
+            if self is sys.modules[__name__] and name in _PUBLIC:
+                return
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(module.name for module in pkgutil.iter_modules(self.__path__))})
+
+
+def _open(package: ModuleType) -> None:
+    """Make a package lazy, with the packages in it that have been imported already."""
+    if hasattr(package, "__path__") and not isinstance(package, _Package):
+        package.__class__ = _Package
+        for name, value in list(vars(package).items()):
+            if isinstance(value, ModuleType) and value.__name__ == f"{package.__name__}.{name}":
+                _open(value)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
-    path, colon, attribute = _MODULES[name].partition(":")
+    path, colon, attribute = _PUBLIC[name].partition(":")
     module = importlib.import_module(path)
     value = module if colon and not attribute else getattr(module, attribute or name)
     globals()[name] = value
@@ -93,7 +105,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    return [*globals(), *_PUBLIC]
 
 
 def _register_with_ipython() -> None:
@@ -105,4 +117,5 @@ def _register_with_ipython() -> None:
         register(shell)
 
 
+_open(sys.modules[__name__])
 _register_with_ipython()

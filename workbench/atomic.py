@@ -8,13 +8,15 @@ This module imports no torch until a tensor is read or written, and otherwise on
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,16 +70,26 @@ def _with_floats(read: dict[str, Any]) -> Any:
     return float(read["float"]) if read in _NOT_FINITE else read
 
 
+def read_json(path: Path, *, requested: str, fix: str) -> Any:
+    """Read a file of JSON.
+
+    Raises:
+        RecordError: damaged, with this request and fix.
+        FileNotFoundError: missing.
+    """
+    try:
+        return from_json(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecordError(
+            requested, found=f"{type(error).__name__}: {error}", rule="a whole JSON file", fix=fix
+        ) from None
+
+
 def write_whole(path: Path, content: bytes) -> Path:
     """Write a file atomically; it is on disk when this returns, and the old content stays until then."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = _temporary(path)
-    try:
-        temporary.write_bytes(content)
-        return _flush_and_rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    return _replace(path, lambda temporary: temporary.write_bytes(content))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
@@ -91,70 +103,71 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
         storage = value.untyped_storage().data_ptr()
         plain[key] = value.clone() if storage in storages else value
         storages.add(storage)
-    path.parent.mkdir(exist_ok=True)
-    temporary = _temporary(path)
-    save_file(plain, temporary)
-    return _flush_and_rename(temporary, path)
+    return _replace(path, lambda temporary: save_file(plain, temporary))
 
 
 def read_tensors(path: Path, *, requested: str, fix: str) -> dict[str, Tensor]:
     """Read a safetensors file.
 
-    Args:
-        path: of the file.
-        requested: request, for the error.
-        fix: remedy, for the error.
-
     Raises:
-        RecordError: missing or damaged.
+        RecordError: missing or damaged, with this request and fix.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with _damaged_tensors(requested, fix):
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise RecordError(
-            requested, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
-        ) from None
 
 
 def tensor_names(path: Path, *, requested: str, fix: str) -> list[str]:
     """Read the names in a safetensors file from its header alone; safetensors checks the file's length against it.
 
-    Args:
-        path: of the file.
-        requested: request, for the error.
-        fix: remedy, for the error.
-
     Raises:
-        RecordError: missing, cut or damaged.
+        RecordError: missing, cut or damaged, with this request and fix.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
+
+    with _damaged_tensors(requested, fix), safe_open(path, framework="np") as file:
+        return list(file.keys())
+
+
+@contextlib.contextmanager
+def _damaged_tensors(requested: str, fix: str) -> Iterator[None]:
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(path, framework="np") as file:
-            return list(file.keys())
+        yield
     except (OSError, SafetensorError) as error:
         raise RecordError(
             requested, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
         ) from None
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-
-
-def _flush_and_rename(temporary: Path, path: Path) -> Path:
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _replace(path: Path, write: Callable[[Path], object]) -> Path:
+    """Write under a temporary name, flush and rename."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # without it the rename itself may be lost in a crash
     finally:
         os.close(folder)
     return path
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file lock, one process and thread at a time; it is released when its process ends."""
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # ---- lines -----------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from workbench.errors import LaunchError
 from workbench.launch import jobs, processes
 from workbench.launch.component import environment_of
 from workbench.launch.devices import Placement
-from workbench.records.directory import RunDirectory, project_root, provenance
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import project_root, provenance
 from workbench.specs.run import RunSpec
 
 TRIVIAL, READY = "experiments.benchmarks.trivial_rank", "experiments.benchmarks.ready_rank"

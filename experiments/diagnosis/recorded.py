@@ -28,7 +28,8 @@ from workbench.policy.model import load_policy
 from workbench.prove.documents import draw_documents, to_batch
 from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
-from workbench.specs.run import RunSpec, merge
+from workbench.specs.reading import merge
+from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
 
 HERE = Path(__file__).resolve().parent

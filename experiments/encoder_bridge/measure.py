@@ -24,11 +24,11 @@ from workbench.diagnose import Record, diagnose
 from workbench.diagnose.record import RecordedStep
 from workbench.faults import planted_faults
 from workbench.faults.bridge import BRIDGE_FAULTS
+from workbench.policy.decoder import tiny_siglip
 from workbench.policy.encoder import make_encoder
 from workbench.policy.model import load_policy
-from workbench.policy.tiny import tiny_siglip
 from workbench.prove.documents import Document, draw_documents, to_batch
-from workbench.records.directory import project_root, provenance
+from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.sharding.bridge import Grid, GridGroups, connect
 from workbench.sharding.mesh import Axis

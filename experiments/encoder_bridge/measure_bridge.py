@@ -13,9 +13,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,21 +22,18 @@ import torch
 from torch import Tensor
 
 from experiments.encoder_bridge.page_bridge import write_bridge_report
-from workbench.errors import LaunchError
+from experiments.entries import JOB_S, OUT, job_output
 from workbench.metrics.cost import StepClock
-from workbench.records.directory import project_root, provenance
+from workbench.records.provenance import project_root, provenance
 from workbench.sharding.bridge import Grid, GridGroups, GridPair, connect
 from workbench.sharding.bridge.delivery import Delivery, crossing_of, sides_of
-from workbench.sharding.bridge.pair import least_samples
+from workbench.sharding.bridge.grid import least_samples
 from workbench.sharding.bridge.sides import Side
 from workbench.sharding.bridge.traffic import Traffic
 from workbench.sharding.collectives import all_max, all_sum
-from workbench.sharding.given_groups import world_axis
-from workbench.sharding.mesh import join, leave
+from workbench.sharding.mesh import join, leave, world_axis
 
 SAMPLES = 9
-GIVE_UP_S = 300.0
-OUT = "WORKBENCH_BENCH_OUT"
 WAYS: dict[str, tuple[Delivery, bool]] = {
     "fast path, all-reduce over cp": (Delivery(), False),
     "fast path, all-gather over cp": (Delivery(order="zigzag"), False),
@@ -112,29 +107,7 @@ def write_page(record: dict[str, Any], folder: Path) -> Path:
 
 
 def _on(ranks: int, samples: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "samples.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            "experiments.encoder_bridge.measure_bridge",
-            str(samples),
-        ]
-        done = subprocess.run(
-            command, env=os.environ | {OUT: str(out)}, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
-        )
-        if done.returncode:
-            raise LaunchError(
-                f"bridges over {ranks} ranks",
-                found=done.stderr[-2000:],
-                rule="every rank ends with 0",
-                fix="read the ranks' last output above",
-            )
-        return json.loads(out.read_text())
+    return job_output("experiments.encoder_bridge.measure_bridge", ranks, samples, what=f"bridges over {ranks} ranks")
 
 
 def _size(on_gpu: bool) -> tuple[int, int, torch.dtype]:
@@ -220,7 +193,7 @@ def _meet(groups: GridGroups, device: torch.device) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """One rank."""
-    device = join("cuda" if torch.cuda.device_count() > 1 else "cpu", timeout_s=GIVE_UP_S)
+    device = join("cuda" if torch.cuda.device_count() > 1 else "cpu", timeout_s=JOB_S)
     groups = GridGroups(world_axis())
     tokens, features, dtype = _size(device.type == "cuda")
     bridges = {

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.records.directory import write_whole
+from experiments.pages import provenance
+from workbench.atomic import write_whole
 from workbench.report.markup import Markup, join, table, tag
-from workbench.report.numbers import NONE, significant
+from workbench.report.numbers import significant
 from workbench.report.page import document
-from workbench.specs.run import flatten
 
 QUESTION = "Do an encoder and a policy in two layouts train as one process does?"
 
@@ -102,16 +102,6 @@ def faults(record: Mapping[str, Any]) -> Markup:
             table(heads, rows, numbers=(1, 2, 3, 4, 6)),
             notes,
         ]
-    )
-
-
-def provenance(record: Mapping[str, Any]) -> Markup:
-    """Table of versions, git state, command and machine."""
-    facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
-    return table(
-        ["what", "value"],
-        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
-        class_="prose",
     )
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.records.directory import write_whole
+from experiments.pages import provenance
+from workbench.atomic import write_whole
 from workbench.report.markup import Markup, join, table, tag
-from workbench.report.numbers import NONE, mebibytes, milliseconds
+from workbench.report.numbers import mebibytes, milliseconds
 from workbench.report.page import CPU_CAPTION, document
-from workbench.report.rich.traffic import as_html
+from workbench.report.rich.ranks import traffic_html
 from workbench.sharding.bridge import Grid, GridPair
 from workbench.sharding.bridge.delivery import Delivery
 from workbench.sharding.bridge.traffic import Traffic
-from workbench.specs.run import flatten
 
 DIRECTIONS = ("forward", "backward")
 
@@ -66,7 +66,9 @@ def bridge(record: Mapping[str, Any], name: str) -> Markup:
     ]
     heads = [f"{direction}, {what}" for direction in DIRECTIONS for what in ("time", "from others")]
     pair = GridPair(*(Grid.of(**measured[side]) for side in ("source", "destination")))
-    drawings = [as_html(Traffic.of(pair, how)) for how in (Delivery(order="zigzag"), Delivery("sharded", "zigzag"))]
+    drawings = [
+        traffic_html(Traffic.of(pair, how)) for how in (Delivery(order="zigzag"), Delivery("sharded", "zigzag"))
+    ]
     return join(
         [
             tag("p", "Median of the slowest rank; bytes of the rank that gets most."),
@@ -86,13 +88,3 @@ def every_sample(record: Mapping[str, Any]) -> Markup:
         for direction in DIRECTIONS
     ]
     return table(["", "", "", "ms"], rows)
-
-
-def provenance(record: Mapping[str, Any]) -> Markup:
-    """Table of versions, git state, command and machine."""
-    facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
-    return table(
-        ["what", "value"],
-        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
-        class_="prose",
-    )

@@ -22,15 +22,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from workbench.compare.align import FLOAT64_BAR, WHOLE_FACTOR
+from experiments.sampled import (
+    Completions,
+    completions_of,
+    digest,
+    read_record,
+    run_of,
+    share_alike,
+    succeeded,
+)
+from workbench.atomic import to_json, write_whole
 from workbench.compare.comparison import Comparison, Configuration
+from workbench.compare.distances import FLOAT64_BAR, WHOLE_FACTOR
 from workbench.errors import RecordError
-from workbench.records.directory import to_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, share, significant
 from workbench.report.page import differences, document, drawing, provenance
-from workbench.report.sampled import Completions, completions_of, digest, read_record, run_of, share_alike, succeeded
 
 ABLATIONS = ("step_one", "fifty_steps", "other_rounding")
 LOSS, NORM, DEVIATION = "loss/total/sum", "gradient/norm/global", "advantage/all/std"

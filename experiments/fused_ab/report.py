@@ -14,7 +14,7 @@ import yaml
 
 import workbench as wb
 from experiments.fused_ab.page import ABLATIONS, write_fused_ab, write_sampled
-from workbench.specs.run import merge
+from workbench.specs.reading import merge
 
 HERE = Path(__file__).parent
 DRY_RUN = {
@@ -44,7 +44,7 @@ if __name__ == "__main__":
         dry_run(folder)
     if not options.page:
         for ablation in ABLATIONS:
-            wb.run_ablation(folder / f"{ablation}.yaml", where="here", on_event=print)
+            wb.Experiment(folder / f"{ablation}.yaml").run(where="here", on_event=print)
             write_sampled(folder, ablation)
     if not options.measure:
         print(f"report: {write_fused_ab(folder)}")

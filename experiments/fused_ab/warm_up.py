@@ -17,7 +17,8 @@ import torch
 from task import WideArithmetic
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from workbench.records.directory import project_root, provenance, to_json, write_whole
+from workbench.atomic import to_json, write_whole
+from workbench.records.provenance import project_root, provenance
 from workbench.train.sampling import RolloutSettings, warm_up
 
 HERE = Path(__file__).parent

@@ -34,15 +34,18 @@ from torch import Tensor
 
 from experiments.entries import GIVE_UP_S, entry_file, recording_failure, result_of, run_entries
 from experiments.gpu_layouts.page import write_layout_report
+from workbench.atomic import from_json, to_json, write_whole
 from workbench.errors import WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
-from workbench.records.directory import from_json, project_root, provenance, to_json, write_whole
+from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.files import load, save
 from workbench.sharding.collectives import all_max
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
-from workbench.specs.run import LayoutSpec, RunSpec, parse_spec, read_yaml
+from workbench.specs.groups import LayoutSpec
+from workbench.specs.reading import parse_spec, read_yaml
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.worker import build_optimizer
 
@@ -514,8 +517,7 @@ def _logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Tensor:
 
 
 def _save_model(plan: Plan, folder: Path) -> None:
-    from workbench.policy.published import published_qwen3
-    from workbench.policy.tiny import tiny_qwen3
+    from workbench.policy.decoder import published_qwen3, tiny_qwen3
 
     tiny = plan.model == "tiny-qwen3"
     model = tiny_qwen3(19, seed=plan.seed) if tiny else published_qwen3(plan.model, seed=plan.seed)

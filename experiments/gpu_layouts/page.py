@@ -12,13 +12,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.pages import provenance
+from workbench.atomic import from_json, write_whole
 from workbench.errors import RecordError
-from workbench.records.directory import from_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
-from workbench.report.numbers import NONE, significant
+from workbench.report.numbers import significant
 from workbench.report.page import CPU_CAPTION, document, drawing
-from workbench.specs.run import flatten
 
 CAPTION = (
     "One optimizer step of the same documents in every layout. Left: each timed step, the median filled. "
@@ -50,7 +50,7 @@ def page(record: Mapping[str, Any]) -> str:
     sections += [
         ("What was measured", setting(record)),
         ("Every sample", every_sample(record)),
-        ("Provenance", provenance(record)),
+        ("Provenance", provenance(record, minutes=f"{record['minutes']:.1f}")),
     ]
     return document("gpu_layouts", [masthead], sections)
 
@@ -232,21 +232,6 @@ def every_sample(record: Mapping[str, Any]) -> Markup:
         for layout, entry in _ran(layouts).items()
     ]
     return table(["", "", "steps, ms", "preparing rows, ms"], rows, numbers=(3,))
-
-
-def provenance(record: Mapping[str, Any]) -> Markup:
-    """Table of versions, git state, command and machine."""
-    facts = {
-        "command": record.get("command"),
-        "device": record["device"],
-        "minutes": f"{record['minutes']:.1f}",
-        **flatten(record["provenance"]),
-    }
-    return table(
-        ["what", "value"],
-        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
-        class_="prose",
-    )
 
 
 def _ran(layouts: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -23,7 +23,7 @@ import torch
 from experiments.head.contenders import BOTH, FORWARD, Contender, Pass, part_of
 from experiments.head.page import write_head_report
 from experiments.head.workloads import SIZES, SIZES_WITHOUT_GPU, Size, Truth, Workload, relative_error
-from workbench.records.directory import project_root, provenance
+from workbench.records.provenance import project_root, provenance
 
 ROUNDS = 5
 PASSES = 2

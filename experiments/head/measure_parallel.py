@@ -15,29 +15,25 @@ import dataclasses
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.entries import JOB_S, OUT, job_output
 from experiments.head.contenders import TOKEN
 from experiments.head.page import write_head_report
 from experiments.head.workloads import DOCUMENT, SIZES, SIZES_WITHOUT_GPU, Size, Workload
-from workbench.errors import LaunchError
 from workbench.metrics.cost import StepClock
 from workbench.policy.logprobs.fused_loss import fused_loss
-from workbench.records.directory import project_root, provenance
+from workbench.records.provenance import project_root, provenance
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 from workbench.sharding.tensor_parallel import shard_range
 
 PARALLEL_SIZES = tuple(size for size in SIZES if size.name in ("A", "B", "D"))
 SAMPLES = 7
-GIVE_UP_S = 300.0
-OUT = "WORKBENCH_BENCH_OUT"
 
 
 def measure(
@@ -97,29 +93,7 @@ def _sizes() -> Sequence[Size]:
 
 
 def _on(ranks: int, samples: int) -> dict[str, list[float]]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "samples.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-            "-m",
-            "experiments.head.measure_parallel",
-            str(samples),
-        ]
-        done = subprocess.run(
-            command, env=os.environ | {OUT: str(out)}, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
-        )
-        if done.returncode:
-            raise LaunchError(
-                f"vocabulary over {ranks} GPUs",
-                found=done.stderr[-2000:],
-                rule="every rank ends with 0",
-                fix="read the ranks' last output above",
-            )
-        return json.loads(out.read_text())
+    return job_output("experiments.head.measure_parallel", ranks, samples, what=f"vocabulary over {ranks} GPUs")
 
 
 def _sample(size: Size, mesh: Mesh, count: int) -> list[float]:
@@ -149,7 +123,7 @@ def _sample(size: Size, mesh: Mesh, count: int) -> list[float]:
 
 def main(arguments: Sequence[str]) -> None:
     """One rank."""
-    device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
+    device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=JOB_S)
     mesh = make_mesh(tp=int(os.environ["WORLD_SIZE"]), device=device)
     samples = {size.name: _sample(size, mesh, int(arguments[0])) for size in _sizes()}
     if mesh["tp"].rank == 0:

@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from experiments.pages import provenance
+from workbench.atomic import from_json, write_whole
 from workbench.errors import RecordError
-from workbench.records.directory import from_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.page import document, drawing
-from workbench.specs.run import flatten
 
 QUESTION = "What do log-probabilities without the logits cost, beyond three GEMMs?"
 KINDS = {"floor": 3, "ours": 0, "peer": 1, "cross entropy": 4}
@@ -292,16 +292,6 @@ def every_sample(record: Mapping[str, Any]) -> Markup:
         for name, entry in _timed(work, passes).items()
     ]
     return table(["", "", "", "ms"], rows)
-
-
-def provenance(record: Mapping[str, Any]) -> Markup:
-    """Table of versions, git state, command and machine."""
-    facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
-    return table(
-        ["what", "value"],
-        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
-        class_="prose",
-    )
 
 
 # ---- parts ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.specs.losses import LossSpec
@@ -109,7 +109,7 @@ class Part:
     """Share of some rows in a loss: the callback of `fused_loss`, and the loss of peers' log-probabilities."""
 
     def __init__(self, work: Workload, spec: LossSpec, documents_T: Tensor) -> None:
-        self.work, self.loss, self.documents_T = work, make_loss(spec), documents_T
+        self.work, self.loss, self.documents_T = work, build_loss(spec), documents_T
 
     def __call__(self, said: TokenLogprobs, index_C: Tensor) -> Tensor:
         """Sum of the rows' values over all tokens of the workload."""

@@ -20,14 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
-from workbench.records.directory import write_whole
 from workbench.reduction.denominators import DENOMINATORS
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, near_one, significant
 from workbench.report.page import differences, document, drawing, provenance
+from workbench.specs.losses import with_compat
 
 LOSS, NORM, COEFFICIENT = "loss/total/sum", "gradient/norm/global", "gradient/clip/coefficient"
 MOVED, DOCUMENTS = "kl/old_policy/k3_mean", "documents/trained/sum"
@@ -121,7 +122,7 @@ def denominator_table(comparison: Comparison, *, step: int = 0) -> pd.DataFrame:
     for c in _succeeded(comparison):
         name, record = c.settings["loss"]["denominator"], c.steps[step]
         row = rows.setdefault(name, dict.fromkeys(COLUMNS) | {"divisor": DIVISORS[name]})
-        twice = "_by_documents" if c.settings["loss"]["normalize_by_documents"] else ""
+        twice = "_by_documents" if _divided_twice(c.settings["loss"]) else ""
         row |= {"loss": record[LOSS], f"norm{twice}": record[NORM], f"coefficient{twice}": record[COEFFICIENT]}
     names = sorted(rows, key=lambda name: rows[name]["norm"] or rows[name]["norm_by_documents"])
     index = pd.Index(names, name="denominator")  # objects, so that missing values stay None
@@ -387,9 +388,13 @@ def _by_optimizer(comparison: Comparison) -> dict[str, dict[str, Configuration]]
     return runs
 
 
+def _divided_twice(loss: Mapping[str, Any]) -> bool:
+    return with_compat(loss)["compat"]["normalize_by_documents"]
+
+
 def _weights_label(loss: Mapping[str, Any]) -> str:
     plain = "loss ÷ M" if loss["denominator"] == "document_sum" else f"denominator {loss['denominator']}"
-    if not loss["normalize_by_documents"]:
+    if not _divided_twice(loss):
         return plain
     return f"{plain}, gradient ÷ M²" if loss["denominator"] == "document_sum" else f"{plain}, gradient ÷ M once more"
 

@@ -9,5 +9,5 @@ HERE = Path(__file__).parent
 
 if __name__ == "__main__":
     for ablation in ("one_batch", "fifty_steps"):
-        wb.run_ablation(HERE / f"{ablation}.yaml", where="here", on_event=print)
+        wb.Experiment(HERE / f"{ablation}.yaml").run(where="here", on_event=print)
     print(f"report: {write_normalisation(HERE).relative_to(HERE.parents[1])}")

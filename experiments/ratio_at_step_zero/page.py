@@ -16,14 +16,22 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.sampled import (
+    completions_of,
+    digest,
+    log_ratios,
+    read_record,
+    run_of,
+    shares_beyond,
+    succeeded,
+)
+from workbench.atomic import to_json, write_whole
 from workbench.compare.comparison import Comparison
-from workbench.records.directory import to_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import near_one, significant
 from workbench.report.page import differences, document, drawing, provenance
-from workbench.report.sampled import completions_of, digest, log_ratios, read_record, run_of, shares_beyond, succeeded
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import parse_surrogate
 
 ABLATIONS = {
     "bfloat16": "Sampler and trainer in bfloat16",
@@ -284,7 +292,7 @@ def _sampled_at(records: Records) -> float:
 def _nearer_clip(records: Records) -> float:
     """The distance of the nearer clip bound, as a log ratio."""
     settings = succeeded(records.comparisons["bfloat16"])[0].settings
-    surrogate = LossSpec.model_validate(settings["loss"]).surrogate
+    surrogate = parse_surrogate(**settings["loss"]["surrogate"])
     return min(math.log1p(surrogate.clip_high), -math.log1p(-surrogate.clip_low))
 
 

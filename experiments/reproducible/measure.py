@@ -37,19 +37,22 @@ from safetensors.torch import save_file
 from experiments.entries import GIVE_UP_S, entry_file, recording_failure, result_of, run_entries
 from experiments.gpu_layouts.measure import draw_documents
 from experiments.reproducible.page import write_reproducible_report
+from workbench.atomic import from_json, to_json, write_whole
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
-from workbench.records.directory import from_json, project_root, provenance, to_json, write_whole
+from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
 from workbench.sharding.collectives import all_max
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.run import LayoutSpec, ReproducibleSpec, RunSpec, parse_spec, read_yaml
+from workbench.specs.groups import LayoutSpec, ReproducibleSpec
+from workbench.specs.reading import parse_spec, read_yaml
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.certify import certify, fingerprint_gradients
 from workbench.train.exact import reproducible_mode
+from workbench.train.trace import certify, fingerprint_gradients
 from workbench.train.worker import build_optimizer
 
 PREPARED = "prepared"
@@ -657,8 +660,7 @@ def group_of(kernel: str) -> str:
 
 
 def _build(model: Architecture, seed: int) -> Any:
-    from workbench.policy.published import QWEN3, published_qwen3
-    from workbench.policy.tiny import tiny_qwen3
+    from workbench.policy.decoder import QWEN3, published_qwen3, tiny_qwen3
 
     if model.name == "tiny-qwen3":
         return tiny_qwen3(19, seed=seed)

@@ -12,13 +12,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.pages import facts_table
+from workbench.atomic import from_json, write_whole
 from workbench.errors import RecordError
-from workbench.records.directory import from_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.page import CPU_CAPTION, document, drawing
-from workbench.specs.run import flatten
+from workbench.specs.reading import flatten
 
 MODES = ("fast", "reproducible")
 CAPTION = (
@@ -308,11 +309,7 @@ def provenance(record: Mapping[str, Any]) -> Markup:
     for machine in record["machines"]:
         of = f"{machine['gpus']} GPUs, {' and '.join(machine['workloads'])}"
         facts |= {f"{of}: {key}": value for key, value in flatten(machine["provenance"]).items()}
-    return table(
-        ["what", "value"],
-        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
-        class_="prose",
-    )
+    return facts_table(facts)
 
 
 def _entries(record: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], str, str, Mapping[str, Any]]]:

@@ -208,7 +208,7 @@ def _shortest_path(
 
 
 def ways_to(forbidden: str, sources: Sources, folder: str) -> list[str]:
-    """One message per module of a sub-package that imports a forbidden package, directly or through other modules.
+    """Return one message per module of a sub-package that imports a forbidden package, directly or indirectly.
 
     Imports for types count too.
 

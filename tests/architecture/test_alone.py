@@ -1,4 +1,4 @@
-"""A test depends on nothing that ran before it, and leaves nothing to what runs after it."""
+"""Tests are independent of the tests that ran before them and leave no state behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_process_left_running_is_named():
     process.wait()
 
 
-def test_a_process_that_ended_and_that_nobody_waited_for_is_named():
+def test_an_unreaped_dead_process_is_named():
     with (
         pytest.raises(pytest.fail.Exception, match=r"process \d+, ended, and nobody waited for it"),
         nothing_left_open(0),
@@ -41,7 +41,7 @@ def test_a_process_that_ended_and_that_nobody_waited_for_is_named():
     process.wait()
 
 
-def test_what_is_closed_in_time_is_not(tmp_path):
+def test_a_file_closed_in_time_is_not_reported(tmp_path):
     before = open_files(), children()
     with nothing_left_open(0):  # or it would fail
         (tmp_path / "kept").write_text("x")
@@ -50,7 +50,7 @@ def test_what_is_closed_in_time_is_not(tmp_path):
 
 
 @pytest.mark.parametrize("time", [1, 2])
-def test_the_random_numbers_are_the_same_whatever_ran_before(time):
+def test_random_numbers_do_not_depend_on_earlier_tests(time):
     """Those of `tests/conftest.py`, and not those of pytest-randomly's seed."""
     assert random.random() == random.Random(0).random()
     assert numpy.random.random() == numpy.random.RandomState(0).random()  # noqa: NPY002

@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["lint", "format"])
-def test_ruff_has_nothing_to_say(command):
+def test_ruff_is_clean(command):
     project = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "ruff", *command, "workbench", "tests", "notebooks", "experiments"],

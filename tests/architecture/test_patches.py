@@ -1,4 +1,4 @@
-"""Tests replace what belongs to the workbench or to them, never a function that the whole process uses.
+"""Tests patch names of the workbench or of the tests, never a function that the whole process uses.
 
 A thread of another module, or of the test runner, would meet the replaced `time.sleep`. A test replaces the name that
 the module under test has for it (`tests.helpers.stand_in`), passes an argument, or watches (`tests.helpers.watched`).
@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-OURS = ("workbench", "tests")
+OURS = ("workbench", "tests", "experiments")
 AS_TORCH_DOES = ("helpers/lent_kernels.py", "helpers/pretended_ring.py")
 """In ranks of their own, and only where torch's `context_parallel` itself replaces its attention function."""
 
 
-def test_no_test_replaces_what_the_whole_process_uses():
-    found = [
+def test_no_test_patches_global_state():
+    results = [
         f"{name}:{line}: {what}"
         for path in sorted(TESTS.rglob("*.py"))
         if (name := path.relative_to(TESTS).as_posix()) not in AS_TORCH_DOES
         for line, what in foreign_patches(path.read_text())
     ]
-    assert not found, "\n".join(found)
+    assert not results, "\n".join(results)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +71,19 @@ def test_it_sees_every_way_to(code, refused):
         "from workbench.faults import masks\ndef test(monkeypatch):\n    monkeypatch.setattr(masks, 'time', print)",
         "from workbench.records.directory import RunDirectory\n"
         "def test(monkeypatch):\n    monkeypatch.setattr(RunDirectory, 'note', print)",
-        "def test(monkeypatch):\n    monkeypatch.setattr('workbench.records.directory.provenance', print)",
+        "def test(monkeypatch):\n    monkeypatch.setattr('workbench.records.provenance.provenance', print)",
         "def test(monkeypatch):\n    monkeypatch.setenv('HOME', 'x')\n    monkeypatch.chdir('y')",
         "import os\nos.environ['HF_HUB_OFFLINE'] = '1'",
         "import torch\ntorch.utils.deterministic.fill_uninitialized_memory = False",  # a setting
         "def test(monkeypatch, made):\n    made.size = 3\n    monkeypatch.setattr(made, 'sleep', print)",
     ],
 )
-def test_what_belongs_to_us_may_be_replaced(code):
+def test_names_of_the_package_may_be_patched(code):
     assert list(foreign_patches(code)) == []
 
 
 def foreign_patches(code):
-    """(line, what) of each replacement of an attribute of somebody else's module, class or object."""
+    """Return (line, target) of each replaced attribute of a foreign module, class or object."""
     tree = ast.parse(code)
     names = dict(_imported(tree))
     for node in ast.walk(tree):
@@ -116,7 +116,7 @@ def foreign_patches(code):
 
 
 def _imported(tree):
-    """What the names mean that are imported anywhere in the file, or made by `importlib.import_module("...")`."""
+    """Return the meanings of names that are imported anywhere in the file, or by `importlib.import_module("...")`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -138,7 +138,7 @@ def _imported(tree):
 
 
 def _foreign(expression, names):
-    """Whether it is a module, a class or an object of somebody else's; what only the run knows is not."""
+    """True if the value is a foreign module, class or object; values known only at run time are not."""
     value = _value(expression, names)
     if value is None:
         return False
@@ -150,7 +150,7 @@ def _foreign(expression, names):
 
 
 def _value(expression, names):
-    """What a name or a chain of attributes means once all is imported; None if only the run knows."""
+    """Return the value of a name or a chain of attributes after all imports; None if known only at run time."""
     *chain, root = _chain(expression)
     if root not in names:
         return None
@@ -167,7 +167,7 @@ def _value(expression, names):
 
 
 def _chain(expression):
-    """`a.b.c` as c, b, a; what begins with something else than a name ends in ""."""
+    """Return `a.b.c` as c, b, a; a chain that does not start with a name ends in ""."""
     while isinstance(expression, ast.Attribute):
         yield expression.attr
         expression = expression.value

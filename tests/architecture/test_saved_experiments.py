@@ -1,4 +1,4 @@
-"""What is saved under experiments/ is whole, small, offline, and says what the code says today."""
+"""Saved records under experiments/ are complete, small, offline, and agree with the code."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,16 @@ from experiments.gpu_layouts import page as gpu_layouts
 from experiments.head.page import page
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
 from experiments.reproducible import page as reproducible
+from workbench.atomic import from_json
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
-from workbench.records.directory import from_json
 from workbench.report import figures, style
 from workbench.report.numbers import significant
 from workbench.report.online import online_answer
 from workbench.report.page import write_report
-from workbench.specs.run import RunSpec, parse_spec
+from workbench.specs.losses import with_compat
+from workbench.specs.reading import parse_spec
+from workbench.specs.run import RunSpec
 
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"
@@ -39,6 +41,12 @@ ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] + [
     EXPERIMENTS / "ratio_at_step_zero" / name for name in ratio_at_step_zero.ABLATIONS
 ]
 UNTRACKED = {"runs", "policy", "__pycache__"}
+
+
+def spec_of(configuration):
+    """Today's spec of a recorded configuration; a setting that is newer than the record has its default."""
+    settings = configuration.settings | {"loss": with_compat(configuration.settings["loss"])}
+    return parse_spec(RunSpec, settings, where=configuration.name)
 
 
 def tracked(folder):
@@ -66,8 +74,8 @@ def test_the_figure_of_the_readme_is_that_of_the_saved_comparison():
 @pytest.mark.parametrize("folder", [*SAVED, *MEASURED], ids=lambda folder: folder.name)
 def test_nothing_saved_names_a_machine(folder):
     for path in tracked(folder):
-        found = re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", path.read_text())
-        assert found == [], path
+        matches = re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", path.read_text())
+        assert matches == [], path
 
 
 @pytest.mark.parametrize("folder", [f for f in SAVED if f.name.startswith("layout_parity")], ids=lambda f: f.name)
@@ -76,8 +84,7 @@ def test_every_right_layout_agrees_and_every_fault_differs_with_its_factor(folde
     planned = {plan.name: plan for plan in load_ablation(folder / "ablation.yaml").expand()}
     assert [c.name for c in comparison.configurations] == list(planned)
     for c in comparison.configurations:
-        # read by today's spec: a setting that is newer than the record has its default
-        ran = parse_spec(RunSpec, c.settings, where=c.name)
+        ran = spec_of(c)
         assert ran == planned[c.name].spec, f"{c.name} was run with other settings"
         right = {"float64": "equal", "float32": "within budget"}[c.settings["precision"]]
         expected = "different" if c.settings["faults"] else right if c.against else "reference"
@@ -94,22 +101,22 @@ def test_the_saved_page_of_the_head_is_that_of_its_records():
     assert page(*records) == (EXPERIMENTS / "head/report.html").read_text()
 
 
-def test_the_readme_says_of_the_head_what_its_record_says():
+def test_readme_matches_the_record_of_the_head():
     record = from_json((EXPERIMENTS / "head/head.json").read_text())
     lines = {
         line.split("|")[1].strip(): line
         for line in (PROJECT / "README.md").read_text().splitlines()
         if line.startswith("| `")
     }
-    for said, name in (
+    for text, name in (
         ("`fused_loss`, token-level", "fused_loss"),
         ("`fused_loss`, GSPO", "fused_loss GSPO"),
         ("`token_logprobs`, all kept", "token_logprobs, room"),
         ("`token_logprobs`, nothing kept", "token_logprobs"),
     ):
-        found = [work["forward_backward"]["contenders"][name] for work in record["workloads"].values()]
-        cells = [f"{entry['ratio']:.2f} ({entry['extra_gib']:.1f})" for entry in found]
-        assert [cell.strip() for cell in lines[said].split("|")[2:-1]] == cells
+        results = [work["forward_backward"]["contenders"][name] for work in record["workloads"].values()]
+        cells = [f"{entry['ratio']:.2f} ({entry['extra_gib']:.1f})" for entry in results]
+        assert [cell.strip() for cell in lines[text].split("|")[2:-1]] == cells
     held = sum(bar["holds"] for bar in record["bars"].values())
     assert f"{held} of {len(record['bars'])} bars hold." in (PROJECT / "README.md").read_text()
 
@@ -119,43 +126,43 @@ def test_the_saved_page_of_layouts_on_gpus_is_that_of_its_record():
     assert gpu_layouts.page(record) == (EXPERIMENTS / "gpu_layouts/report.html").read_text()
 
 
-def test_the_readme_says_of_layouts_on_gpus_what_their_record_says():
+def test_readme_matches_the_record_of_gpu_layouts():
     record = from_json((EXPERIMENTS / "gpu_layouts/layouts.json").read_text())
     readme = (PROJECT / "README.md").read_text()
     measured = record["workloads"]["bfloat16_32k"]
     lines = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+)k \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
     assert {name for name, *_ in lines} >= {"one_rank", "dp4", "cp4_zigzag", "cp4_ring", "tp4_sequence_parallel"}
     for name, *cells in lines:
-        found = measured[name]
+        result = measured[name]
         assert cells == [
-            f"{found['step_ms']:.0f}",
-            f"{found['tokens_per_second'] / 1e3:.0f}",
-            f"{found['efficiency']:.2f}",
-            f"{found['peak_gib']:.1f}",
-            f"{found['parity']['distance_in_one_ranks']:.2f}",
+            f"{result['step_ms']:.0f}",
+            f"{result['tokens_per_second'] / 1e3:.0f}",
+            f"{result['efficiency']:.2f}",
+            f"{result['peak_gib']:.1f}",
+            f"{result['parity']['distance_in_one_ranks']:.2f}",
         ], name
-    entries = [found for workload in record["workloads"].values() for found in workload.values()]
-    within = sum(found["parity"]["within"] for found in entries if "parity" in found)
+    entries = [result for workload in record["workloads"].values() for result in workload.values()]
+    within = sum(result["parity"]["within"] for result in entries if "parity" in result)
     assert f"All {within} layouts measured" in readme
-    assert within == sum("parity" in found for found in entries)
-    assert f"{sum('left_out' in found for found in entries)} of float32 were not reached" in readme
+    assert within == sum("parity" in result for result in entries)
+    assert f"{sum('left_out' in result for result in entries)} of float32 were not reached" in readme
 
 
-def test_the_readme_says_of_the_reproducible_mode_what_its_record_says():
+def test_readme_matches_the_record_of_the_reproducible_mode():
     record = from_json((EXPERIMENTS / "reproducible/reproducible.json").read_text())
     assert reproducible.page(record) == (EXPERIMENTS / "reproducible/report.html").read_text()
     readme = (PROJECT / "README.md").read_text()
     entries = {
-        (workload, layout): found
+        (workload, layout): result
         for machine in record["machines"]
         for workload, layouts in machine["workloads"].items()
-        for layout, found in layouts.items()
+        for layout, result in layouts.items()
     }
-    same = [found["same"]["reproducible"] for found in entries.values() if "same" in found]
-    assert all(found["equal"] == found["tensors"] > 200 for found in same)
+    same = [result["same"]["reproducible"] for result in entries.values() if "same" in result]
+    assert all(result["equal"] == result["tensors"] > 200 for result in same)
     assert f"all {len(same)} of {len(same)} runs" in readme
     lines = re.findall(r"^\| (hidden_\d+) \| (\w+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
-    timed = {key: found["timed"] for key, found in entries.items() if "timed" in found}
+    timed = {key: result["timed"] for key, result in entries.items() if "timed" in result}
     assert [(workload, layout) for workload, layout, *_ in lines] == list(timed)
     for workload, layout, *cells in lines:
         fast, exact = (timed[workload, layout][mode] for mode in ("fast", "reproducible"))
@@ -176,7 +183,7 @@ def test_the_saved_page_of_bridges_is_that_of_its_record(folder):
     assert bridge.page(record) == (EXPERIMENTS / folder / "bridge.html").read_text()
 
 
-def test_the_readme_says_of_bridges_what_their_record_says():
+def test_readme_matches_the_record_of_bridges():
     record = from_json((EXPERIMENTS / "encoder_bridge/h200/bridge.json").read_text())
     lines = re.findall(
         r"^\| ([\w-]+) \| ([\w ,-]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| (\d+) \|$",
@@ -185,16 +192,16 @@ def test_the_readme_says_of_bridges_what_their_record_says():
     )
     assert len(lines) == 9
     for name, way, *cells in lines:
-        found = record["bridges"][name]["ways"][way]
+        result = record["bridges"][name]["ways"][way]
         assert cells == [
-            f"{found['forward_ms']:.2f}",
-            f"{found['forward_bytes'] / 2**20:.0f}",
-            f"{found['backward_ms']:.2f}",
-            f"{found['backward_bytes'] / 2**20:.0f}",
+            f"{result['forward_ms']:.2f}",
+            f"{result['forward_bytes'] / 2**20:.0f}",
+            f"{result['backward_ms']:.2f}",
+            f"{result['backward_bytes'] / 2**20:.0f}",
         ]
 
 
-def test_the_readme_says_of_verify_what_its_record_says():
+def test_readme_matches_the_record_of_verify():
     record = from_json((EXPERIMENTS / "benchmarks/verify.json").read_text())
     runs = [run for name, run in record["runs"].items() if name.startswith(("torch", "ours"))]
     assert len(runs) == 4
@@ -205,19 +212,17 @@ def test_the_readme_says_of_verify_what_its_record_says():
 
 
 @pytest.mark.parametrize("folder", ONLINE, ids=lambda folder: folder.name)
-def test_what_ran_online_is_what_the_file_asks_for(folder):
+def test_the_online_record_matches_its_ablation_file(folder):
     comparison = Comparison.load(folder / "comparison.json")
     planned = {plan.name: plan.spec for plan in load_ablation(folder.with_suffix(".yaml")).expand()}
-    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} == planned
+    assert {c.name: spec_of(c) for c in comparison.configurations} == planned
     assert {(c.state, c.device) for c in comparison.configurations} == {("succeeded", "cuda")}
 
 
 def test_online_runs_are_the_same_in_every_layout_on_gpus():
     comparison = Comparison.load(EXPERIMENTS / "online_layouts/comparison.json")
     planned = load_ablation(EXPERIMENTS / "online_layouts/ablation.yaml").expand()
-    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} == {
-        plan.name: plan.spec for plan in planned
-    }
+    assert {c.name: spec_of(c) for c in comparison.configurations} == {plan.name: plan.spec for plan in planned}
     assert {c.device for c in comparison.configurations} == {"cuda"}
     verdicts = {c.name: c.verdict for c in comparison.configurations}
     assert verdicts.pop("one_rank") == "reference"
@@ -257,7 +262,7 @@ def test_the_figure_of_the_readme_is_saved():
         assert (PROJECT / picture).is_file(), picture
 
 
-def test_the_readme_says_of_the_fused_head_what_its_records_say():
+def test_readme_matches_the_records_of_the_fused_head():
     records = fused_ab.Records.load(EXPERIMENTS / "fused_ab")
     readme = " ".join((PROJECT / "README.md").read_text().split())
     curves, step = fused_ab.training_table(records), fused_ab.step_table(records.step_one)
@@ -266,9 +271,9 @@ def test_the_readme_says_of_the_fused_head_what_its_records_say():
         cells += [significant(curves.loc[key, name], 2) for name in ("fused_plain", "rounding", "seeds")]
         assert f"| {title} | {' | '.join(cells)} |" in readme
     for precision, away in (("float64", "away "), ("float32", "")):
-        said, row = "{} and {} " + away + "(allowed {} and {})", step.loc[f"fused-{precision}"]
+        text, row = "{} and {} " + away + "(allowed {} and {})", step.loc[f"fused-{precision}"]
         names = ("loss_off", "norm_off", "loss_budget", "norm_budget")
-        assert said.format(*(significant(row[name], 2) for name in names)) in readme
+        assert text.format(*(significant(row[name], 2) for name in names)) in readme
     times = curves["fused_plain"] / curves["rounding"]
     assert f"lie {significant(times.min(), 2)} to {significant(times.max(), 2)} times as far apart" in readme
     million = records.policy["parameters_beside_embedding"] / 1e6
@@ -276,23 +281,23 @@ def test_the_readme_says_of_the_fused_head_what_its_records_say():
     assert f"until {records.policy['success_rate']:.0%} of its answers are right" in readme
 
 
-def test_the_readme_says_of_the_first_ratio_what_its_records_say():
-    found = ratio_at_step_zero.ratios(ratio_at_step_zero.Records.load(EXPERIMENTS / "ratio_at_step_zero"))
+def test_readme_matches_the_records_of_the_first_ratio():
+    result = ratio_at_step_zero.ratios(ratio_at_step_zero.Records.load(EXPERIMENTS / "ratio_at_step_zero"))
     made = {
         f"| {row['sampler']} | {row['trainer']} | {row['head']} | {row['temperature']:g} "
         f"| {significant(row['mean_distance'], 2)} | {significant(row['most'], 2)} "
         f"| {significant(100 * row['outside'], 2)} % |"
-        for _, row in found.iterrows()
+        for _, row in result.iterrows()
     }
     lines = re.findall(r"^\| b?float\d+ \| b?float\d+ \| .*% \|$", (PROJECT / "README.md").read_text(), re.MULTILINE)
     assert len(lines) == 7
     assert made.issuperset(lines)
 
 
-def test_the_readme_says_of_the_small_run_what_its_record_says():
+def test_readme_matches_the_record_of_the_small_run():
     comparison = Comparison.load(EXPERIMENTS / "online/comparison.json")
     first, last = re.search(r"Right answers rise from (\d+) to (\d+) %", (PROJECT / "README.md").read_text()).groups()
-    said = f"{first} % of the completions right in the first tenth of the steps, {last} % in the last"
-    assert said in online_answer(comparison)
+    text = f"{first} % of the completions right in the first tenth of the steps, {last} % in the last"
+    assert text in online_answer(comparison)
     planned = {plan.name: plan.spec for plan in load_ablation(EXPERIMENTS / "online/ablation.yaml").expand()}
-    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} == planned
+    assert {c.name: spec_of(c) for c in comparison.configurations} == planned

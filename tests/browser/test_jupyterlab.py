@@ -54,7 +54,7 @@ def notebook(browser, tmp_path):
 
 
 class Notebook:
-    """What a person does with a notebook on the page."""
+    """A user's actions on a notebook page."""
 
     def __init__(self, page, lab, pictures):
         self.page, self.lab = page, lab
@@ -73,7 +73,7 @@ class Notebook:
         self.frames += 1
 
     def open(self, *, reset=True):
-        """Open it, and wait until its kernel answers: before that, what is run is silently dropped."""
+        """Open it, and wait until its kernel responds: before that, executed cells are silently dropped."""
         self.frames = 0
         self.page.goto(self.lab.address("01_quickstart.ipynb", reset=reset))
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
@@ -86,7 +86,7 @@ class Notebook:
         self.until("Idle")
 
     def until(self, word):
-        """Wait for what the kernel is."""
+        """Wait for a state of the kernel."""
         self.page.locator(".jp-StatusBar-Widget", has_text=f"| {word}").wait_for()
 
     @property
@@ -113,7 +113,7 @@ class Notebook:
         self.page.locator(".jp-mod-dirty").first.wait_for(state="detached")
 
     def picture(self, name, of=None):
-        """Keep what is to be seen, with a part of it in the middle."""
+        """Save a screenshot with one element in the middle."""
         if of is not None:
             of.scroll_into_view_if_needed()
         self.number += 1
@@ -122,7 +122,7 @@ class Notebook:
             self.page.screenshot(path=folder / f"{self.number}-{name}.png")
 
     def errors(self):
-        """What cells raised."""
+        """Return the errors that cells raised."""
         return self.page.locator("[data-mime-type='application/vnd.jupyter.error']").all_inner_texts()
 
 
@@ -154,7 +154,7 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
     page.get_by_text("two_ranks: 1 cancelled", exact=False).first.wait_for()
     notebook.until("Idle")
     assert notebook.errors() == []
-    first = Trials(page.locator(".jp-CodeCell", has=page.get_by_text("wb.attach(sweep)", exact=True)).first)
+    first = Trials(page.locator(".jp-CodeCell", has=page.get_by_text("experiment.panel()", exact=True)).first)
     for name in ("one_rank", "cp2_zigzag", "fault"):
         first.wait_for(name, "succeeded")
     notebook.picture("run-all", first.panel)
@@ -173,7 +173,7 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
 
     # a panel that moves while another cell keeps the kernel busy
     trials = Trials(
-        notebook.run_new_cell('two = wb.launch_ablation("two_trials.yaml", where="processes")\nwb.attach(two)')
+        notebook.run_new_cell('two = wb.Experiment("two_trials.yaml").launch(where="processes")\ntwo.panel()')
     )
     trials.wait_for("patient", "running")
     notebook.until("Idle")
@@ -191,7 +191,7 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
         page.wait_for_timeout(100)
     assert len(seen) > 3, f"steps seen while a cell ran: {sorted(seen)}"
 
-    # one of the two is cancelled by its button, which asks once more
+    # one of the two is cancelled by its button, after a confirmation
     trials.button("stopped", "Cancel").click()
     again = trials.button("stopped", "Really? Again")
     again.wait_for()
@@ -202,26 +202,26 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
     notebook.picture("cancelled", trials.panel)
     assert trials.button("stopped", "Cancel").is_disabled()
 
-    # the tab is reloaded: the panel on the page comes back, and a new one says the same
+    # the tab is reloaded: the panel on the page is restored, and a new one shows the same
     notebook.save()
     at_reload = trials.steps("patient")
     notebook.open(reset=False)
     old = Trials(page.locator(".jp-CodeCell", has=page.get_by_text("two_trials.yaml", exact=False)).first)
     old.wait_for("stopped", "cancelled")
-    found = Trials(notebook.run_new_cell('wb.attach("two_trials.yaml")'))
-    found.wait_for("stopped", "cancelled")
-    found.wait_for("patient", "running")
-    assert found.steps("patient") >= at_reload
-    notebook.picture("found-again", found.panel)
-    assert re.search(r"[▁-█]|\d", found.row("patient").inner_text())
+    result = Trials(notebook.run_new_cell('wb.Experiment("two_trials.yaml").panel()'))
+    result.wait_for("stopped", "cancelled")
+    result.wait_for("patient", "running")
+    assert result.steps("patient") >= at_reload
+    notebook.picture("found-again", result.panel)
+    assert re.search(r"[▁-█]|\d", result.row("patient").inner_text())
 
-    # and it is not only looked at: all that goes on is ended from the new panel
-    found.panel.get_by_role("button", name="Cancel all", exact=True).click()
-    again = found.panel.get_by_role("button", name="Really? Again", exact=True)
+    # and it is not read-only: all running runs are cancelled from the new panel
+    result.panel.get_by_role("button", name="Cancel all", exact=True).click()
+    again = result.panel.get_by_role("button", name="Really? Again", exact=True)
     again.wait_for()
     page.wait_for_timeout(300)
     again.click()
-    found.wait_for("patient", "cancelled")
-    notebook.picture("all-cancelled", found.panel)
+    result.wait_for("patient", "cancelled")
+    notebook.picture("all-cancelled", result.panel)
     assert notebook.errors() == []
     assert notebook.dialogs == []

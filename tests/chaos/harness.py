@@ -1,7 +1,7 @@
-"""Starts ablations, kills one of their processes with SIGKILL at a random time, and looks at what is left.
+"""Start ablations, kill one of their processes with SIGKILL at a random time, and check the remains.
 
-A process belongs to a story if its environment holds the story's own mark: it is found whoever its parent is by then,
-and nobody else's process is ever touched.
+A process belongs to a story if its environment has the story's mark: it is found under any parent, and no
+other process is ever touched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import psutil
 
 from tests.chaos import launcher
 from tests.chaos.worker import acknowledged, checksum
-from workbench.records.directory import ENDED, RunDirectory, project_root
+from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.provenance import project_root
 
 MARK = "WB_CHAOS"
 LEAVE_S = 120.0
@@ -56,7 +57,7 @@ class Story:
         recording.mkdir(parents=True)
         (recording / "manifest.json").write_text("{}")
 
-    # ---- what happens --------------------------------------------------------------------------------
+    # ---- actions -------------------------------------------------------------------------------------
 
     def tell(self, kills: int) -> None:
         """Launch and kill until that many processes were killed, then let everything finish."""
@@ -68,7 +69,7 @@ class Story:
         self.finish(runs=launches)
 
     def launch_and_kill(self, runs: int) -> None:
-        """Launch, kill one process if it can be found in time, and see that nothing is lost or left."""
+        """Launch, kill one process if it can be found in time, and check that nothing is lost or left behind."""
         victim = self._next_victim()
         parent = self._start(runs)
         if self.kills < len(VICTIMS[self.where]) or self.random.random() < 0.5:  # each kind once while ranks run
@@ -84,7 +85,7 @@ class Story:
             self.kills += 1
         else:
             self.told.append(f"{victim} of {runs} runs had ended")
-        # whoever still has a launcher ends its work; whoever has none leaves
+        # runs with a live launcher finish their work; the others exit
         self._wait_until_nobody_is_left(LEAVE_S if victim == "launcher" else END_S)
         code = parent.wait(timeout=LEAVE_S)
         assert code == 0 or victim in ("launcher", "parent"), f"the launcher failed\n{self.story()}"
@@ -97,7 +98,7 @@ class Story:
         return self.killing[self.kills]
 
     def finish(self, runs: int) -> None:
-        """Launch once more, kill nobody, and see that everything is there."""
+        """Launch once more without a kill, and check that everything is complete."""
         parent = self._start(runs)
         assert parent.wait(timeout=END_S) == 0, self.story()
         self._wait_until_nobody_is_left(LEAVE_S)
@@ -107,7 +108,7 @@ class Story:
         assert {run.status for run in newest.values()} == {"succeeded"}, self.story()
 
     def check(self) -> None:
-        """Hold every run directory to what was acknowledged, now and the last time."""
+        """Compare every run directory with its acknowledged records, now and the last time."""
         missing = {name for name, steps in self.seen.items() if steps} - {run.path.name for run in self.runs()}
         assert not missing, f"{missing} are gone\n{self.story()}"
         for run in self.runs():
@@ -115,14 +116,14 @@ class Story:
             assert state in ENDED, f"{run.path.name} is {state}\n{self.story()}"
             steps = run.steps()
             assert [record["step"] for record in steps] == list(range(len(steps))), self.story()
-            found = {record["step"]: checksum(record) for record in steps}
+            results = {record["step"]: checksum(record) for record in steps}
             promised = acknowledged(run) | self.seen.get(run.path.name, {})
-            assert promised.items() <= found.items(), f"{run.path.name} has lost steps\n{self.story()}"
+            assert promised.items() <= results.items(), f"{run.path.name} has lost steps\n{self.story()}"
             if state == "succeeded":
                 assert len(steps) == launcher.STEPS, f"{run.path.name} says succeeded\n{self.story()}"
             if state == "failed":
                 assert run.failure() is not None, f"{run.path.name} does not say why\n{self.story()}"
-            self.seen[run.path.name] = found
+            self.seen[run.path.name] = results
 
     def runs(self) -> list[RunDirectory]:
         return [RunDirectory.open(path.parent) for path in sorted(self.folder.glob("runs/*/config.json"))]
@@ -141,14 +142,14 @@ class Story:
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the story."""
-        found = []
+        results = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    results.append(process)
             except psutil.Error:
                 continue
-        return found
+        return results
 
     def _start(self, runs: int) -> subprocess.Popen[bytes]:
         environment = os.environ | {MARK: self.mark, "PYTHONPATH": str(project_root()), "OMP_NUM_THREADS": "1"}
@@ -170,9 +171,9 @@ class Story:
         """One of the processes of that kind, as soon as there is one; None if everything ended before."""
         while parent.poll() is None:
             family = psutil.Process(parent.pid)  # it stays, if only as a zombie, until it is waited for
-            found = [family] if victim == "parent" else self._of_kind(victim, family)
-            if found:
-                return self.random.choice(found)
+            result = [family] if victim == "parent" else self._of_kind(victim, family)
+            if result:
+                return self.random.choice(result)
             time.sleep(0.05)
         return None
 
@@ -201,13 +202,13 @@ class Story:
         deadline = time.monotonic() + seconds
         while left := self.processes():
             if time.monotonic() > deadline:
-                said = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
-                raise AssertionError(f"left after {seconds:.0f} s: {said}\n{self.story()}")
+                texts = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
+                raise AssertionError(f"left after {seconds:.0f} s: {texts}\n{self.story()}")
             time.sleep(0.2)
 
 
 def _kill(process: psutil.Process) -> bool:
-    """Kill a process, and say whether it was still alive."""
+    """Kill a process, and return whether it was still alive."""
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False

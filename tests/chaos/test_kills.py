@@ -1,4 +1,4 @@
-"""Is anything lost or left behind when processes are killed at random?
+"""Nothing is lost or left behind when processes are killed at random.
 
 Six kills in the default suite, two hundred more under the slow marker. Each story launches an experiment again and
 again, with one run more each time, and kills one process of it with SIGKILL: the kernel that launched it, whatever that

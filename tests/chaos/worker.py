@@ -1,9 +1,9 @@
-"""Ranks for the chaos: rank 0 records steps and notes, after each, that it is on disk; the others keep it company.
+"""Ranks for the chaos tests: rank 0 records steps and acknowledges each once it is on disk; the others only join.
 
 The note (``acknowledged`` in the run directory) is what the tests hold the record to: whatever it names may not be
 lost by anything that happens later.
 
-A rank whose agent or launcher is gone stays for ten minutes unless somebody or something ends it: an orphan that would
+A rank whose agent or launcher is gone stays for ten minutes unless it is ended: an orphan that would
 soon be done anyway would prove nothing.
 """
 
@@ -16,7 +16,9 @@ import time
 import zlib
 from pathlib import Path
 
-from workbench.records.directory import RunDirectory, is_process_alive, to_json
+from workbench.atomic import to_json
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import is_process_alive
 from workbench.sharding import flight
 from workbench.train.watched import enable_diagnostics
 
@@ -48,7 +50,7 @@ def acknowledge(run: RunDirectory, record: dict[str, object]) -> None:
 
 
 def acknowledged(run: RunDirectory) -> dict[int, int]:
-    """Step -> checksum of everything that rank 0 was told is on disk; the last line may be torn."""
+    """Return step -> checksum of everything that rank 0 acknowledged; the last line may be torn."""
     path = run.path / "acknowledged"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return {int(step): int(check) for step, check in (line.split() for line in lines)}

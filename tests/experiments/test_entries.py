@@ -10,8 +10,8 @@ import pytest
 from experiments import entries
 from experiments.entries import recording_failure, result_of, run_entries
 from tests.helpers.stand_in import stand_in
+from workbench.atomic import to_json
 from workbench.errors import LaunchError
-from workbench.records.directory import to_json
 
 MODULE = "experiments.gpu_layouts.measure"
 
@@ -49,7 +49,7 @@ def do(folder, *named, needed="", left_s=60.0):
     )
 
 
-def test_an_entry_that_dies_is_named_and_the_others_go_on(tmp_path, asked):
+def test_a_dead_entry_is_named_and_the_others_continue(tmp_path, asked):
     do(tmp_path, "w/first", "w/second", "w/third")
     assert asked == [["w/first", "w/second", "w/third"], ["w/third"]]
     assert result_of(tmp_path, "w/second") == {"left_out": "OutOfMemoryError: too much"}
@@ -57,7 +57,7 @@ def test_an_entry_that_dies_is_named_and_the_others_go_on(tmp_path, asked):
     assert result_of(tmp_path, "w/fourth") == {"left_out": "not reached"}
 
 
-def test_what_the_others_need_ends_them_all(tmp_path, asked):
+def test_a_failure_that_the_others_depend_on_ends_them_all(tmp_path, asked):
     with pytest.raises(LaunchError, match=r"w/second\n  found: Traceback\nOutOfMemory(.|\n)*one rank makes them"):
         do(tmp_path, "w/second", "w/third", needed="one rank makes them")
     assert asked == [["w/second", "w/third"]]
@@ -69,7 +69,7 @@ def test_nothing_is_begun_after_the_deadline(tmp_path, asked):
     assert result_of(tmp_path, "w/first") == {"left_out": "not reached"}
 
 
-def test_a_rank_that_fails_says_why_in_the_folder(tmp_path, monkeypatch):
+def test_a_failing_rank_writes_the_reason_to_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ValueError, match="too few"), recording_failure(tmp_path):
         raise ValueError("too few")

@@ -1,4 +1,4 @@
-"""Every fault of two modules shows where it says and hides where it says; parity sees it, and `diagnose` finds it.
+"""Every fault of two modules shows and hides as declared; parity detects it, and `diagnose` names it.
 
 What does not see scales is the check that is usual: weights after one step of Adam.
 """
@@ -33,7 +33,7 @@ FOUND = dict.fromkeys(SCALES, "module_scaled") | {
 
 
 def case_of(settings):
-    """A case from what a fault says of where it shows."""
+    """Build a case from the settings under which a fault shows."""
     layout = {"tp": 1, "cp": 1, "dp": 1}
     source, destination = ({**layout, **settings[name]} for name in ("encoder", "layout"))
     return Case(
@@ -48,8 +48,8 @@ def case_of(settings):
 @functools.cache
 def step(case, fault=None):
     with planted_faults([BRIDGE_FAULTS[fault]] if fault else []):
-        [found], _ = simulated(case)
-    return found
+        [result], _ = simulated(case)
+    return result
 
 
 def pair(name, *, hidden=False):
@@ -99,7 +99,7 @@ def test_a_fault_turns_parity_red(name):
 
 
 @pytest.mark.parametrize("name", BRIDGE_FAULTS)
-def test_a_fault_hides_where_it_says(name):
+def test_a_fault_hides_as_declared(name):
     right, wrong, _ = pair(name, hidden=True)
     assert_float64_parity(wrong.gradients, right.gradients, context=f"{name}, hidden")
 
@@ -107,10 +107,10 @@ def test_a_fault_hides_where_it_says(name):
 @pytest.mark.parametrize("name", FOUND)
 def test_diagnose_finds_it(name):
     right, wrong, case = pair(name)
-    found = diagnose(record_of(right, case, "right"), record_of(wrong, case, "wrong"))
-    assert found.causes[0].name == FOUND[name], str(found)
+    diagnosis = diagnose(record_of(right, case, "right"), record_of(wrong, case, "wrong"))
+    assert diagnosis.causes[0].name == FOUND[name], str(diagnosis)
     if name in SCALES:
-        assert f"encoder is {SCALES[name]:.6g} times" in found.causes[0].evidence[0]
+        assert f"encoder is {SCALES[name]:.6g} times" in diagnosis.causes[0].evidence[0]
     assert diagnose(record_of(right, case, "right"), record_of(right, case, "again")).equal
 
 
@@ -118,7 +118,7 @@ def test_diagnose_finds_it(name):
 def test_weights_after_one_step_of_adam_do_not_see_a_scale_and_gradients_do(name):
     right, wrong, _ = pair(name)
     key = "encoder.vision.encoder.layers.0.self_attn.q_proj.weight"
-    weights = [after_adam(found.gradients[key]) for found in (right, wrong)]
+    weights = [after_adam(result.gradients[key]) for result in (right, wrong)]
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-3)
     assert float((weights[1] - weights[0]).abs().max()) < 1e-6
     factor = float(wrong.gradients[key].norm() / right.gradients[key].norm())

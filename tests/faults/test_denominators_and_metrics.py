@@ -1,4 +1,4 @@
-"""What faults of denominators, accumulation, metrics and advantages do, in the numbers that they state.
+"""Effects of faults of denominators, accumulation, metrics and advantages, in their declared numbers.
 
 Counts are taken from the documents themselves; the sums that some faults leave out are told by other faults.
 """
@@ -19,7 +19,7 @@ T = sum(map(sum, TRAINED))
 
 
 def near(pair, factor, cosine=1.0):
-    """Whether the whole gradient is the right one times a factor."""
+    """True if the whole gradient is the correct one times a factor."""
     return pair.factor == pytest.approx(factor, rel=1e-10) and pair.cosine == pytest.approx(cosine, abs=1e-12)
 
 
@@ -41,7 +41,7 @@ def test_a_wrong_count_of_tokens_is_one_factor(name, counted):
     assert pair.factor_of("norm.weight") == pytest.approx(T / counted)
 
 
-def test_a_mean_of_means_turns_the_gradient():
+def test_a_mean_of_means_rotates_the_gradient():
     means, sums = shown("mean_of_micro_batch_means"), shown("micro_batch_denominator")
     assert 0.8 < means.factor < 1.25
     assert 0.7 < means.cosine < 0.95
@@ -133,7 +133,7 @@ def test_a_zero_for_nothing_enters_extremes_alone():
 def test_the_entropy_of_a_shard_is_smaller_by_log_tp():
     pair = shown("entropy_of_vocabulary_shard")
     assert all(key.startswith("entropy/") for key in pair.wrong_numbers)
-    right, wrong = (found.numbers["entropy/policy/mean"] for found in (pair.right, pair.wrong))
+    right, wrong = (result.numbers["entropy/policy/mean"] for result in (pair.right, pair.wrong))
     assert right - wrong == pytest.approx(math.log(2), abs=0.15)
     torch.testing.assert_close(pair.wrong.tokens["policy_logprobs"], pair.right.tokens["policy_logprobs"])
 
@@ -148,7 +148,7 @@ def test_counts_are_too_big_by_the_ranks():
 def test_a_loss_over_dp_only_lacks_the_other_cp_ranks():
     pair = shown("loss_reported_over_dp_only")
     assert sorted(pair.wrong_numbers) == ["loss/kl", "loss/policy", "loss/total"]
-    # A k3 penalty is positive everywhere, so what is left out makes it smaller.
+    # A k3 penalty is positive everywhere, so an omission makes it smaller.
     assert 0 < pair.ratio("loss/kl") < 1
     over_dp = shown("loss_reported_over_dp_only", layout={"cp": 1, "dp": 2})
     assert over_dp.wrong_numbers == []
@@ -166,7 +166,7 @@ def test_wrong_advantages_turn_the_policy_term_alone(name, most):
     assert_policy_term_alone(pair)
 
 
-def test_a_masked_answer_moves_only_answers_of_its_group():
+def test_a_masked_completion_affects_only_its_group():
     spec = RunSpec.model_validate(BASE | {"data": {"advantages": {"name": "grpo"}}})
     with planted(["masked_rows_in_baseline"]):
         wrong = step.compute_advantages(BATCH, spec).advantages_T
@@ -177,7 +177,7 @@ def test_a_masked_answer_moves_only_answers_of_its_group():
 
 
 def assert_policy_term_alone(pair):
-    """Wrong advantages show in the policy term, and leave what the policy says and its penalty as they are."""
+    """Wrong advantages show in the policy term, and leave the policy's outputs and its penalty unchanged."""
     assert {"loss/policy", "loss/total"} <= set(pair.wrong_numbers)
     assert not any(
         key.startswith(("loss/kl", "kl/", "ratio/", "logprob/", "entropy/", "tokens/")) for key in pair.wrong_numbers

@@ -1,4 +1,4 @@
-"""Faults of the zoo, seen through two records alone: the cause that fits is first, and what has no effect is equal."""
+"""Faults diagnosed from two records alone: the right cause is first, and faults without effect are equal."""
 
 import pytest
 
@@ -42,8 +42,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_the_cause_that_fits_is_first(fault):
-    found = diagnose(*shown_records(fault))
-    assert found.causes[0].name == EXPECTED[fault], str(found)
+    diagnosis = diagnose(*shown_records(fault))
+    assert diagnosis.causes[0].name == EXPECTED[fault], str(diagnosis)
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,5 @@ def test_the_cause_that_fits_is_first(fault):
     ["missing_cp_factor", "norm_gradient_not_summed_over_tp", "shift_after_shard", "temperature_missing_in_policy"],
 )
 def test_a_fault_without_effect_is_called_equal(fault):
-    found = diagnose(*hidden_records(fault))
-    assert found.equal, str(found)
+    diagnosis = diagnose(*hidden_records(fault))
+    assert diagnosis.equal, str(diagnosis)

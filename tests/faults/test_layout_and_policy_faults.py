@@ -1,4 +1,4 @@
-"""What faults of layouts, boundaries, temperatures, gradients and kernels do, in the numbers that they state."""
+"""Effects of faults of layouts, boundaries, temperatures, gradients and kernels, in their declared numbers."""
 
 import math
 
@@ -33,7 +33,7 @@ def wrong_in_last_layer(pair) -> set[str]:
 # -- factors of parallel axes --------------------------------------------------------------------------------------
 
 
-def test_a_sequence_ratio_of_each_shard_clips_other_tokens_and_spares_losses_on_tokens():
+def test_a_sequence_ratio_per_shard_changes_clipping_but_not_token_losses():
     pair = shown("sequence_ratio_per_shard")
     assert pair.cosine < 0.98
     assert pair.wrong.numbers["clip/policy/fraction"] != pair.right.numbers["clip/policy/fraction"]
@@ -57,7 +57,7 @@ def test_a_loss_counted_by_every_rank_is_reported_cp_times(cp):
 # -- boundaries ----------------------------------------------------------------------------------------------------
 
 
-def test_a_roll_across_documents_trains_first_tokens_after_documents_that_train_to_their_end():
+def test_a_roll_across_documents_trains_first_tokens():
     pair, row = shown("label_roll_across_documents"), batch()
     new_T = pair.wrong.tokens["trained"] & ~pair.right.tokens["trained"]
     first_T = row.positions_T == 0
@@ -136,7 +136,7 @@ def test_summed_logs_make_a_weight_the_power_of_its_length():
     assert pair.right.numbers["weight/raw/max"] < pair.wrong.numbers["weight/raw/max"]
 
 
-def test_an_ignored_kept_mass_is_the_factor_of_the_policy_term():
+def test_an_ignored_support_mass_scales_the_policy_term():
     mass = sampling.TOP_P_MASS
     pair = shown("kept_mass_ignored")
     assert pair.ratio("loss/policy") == pytest.approx(mass, rel=1e-9)
@@ -179,7 +179,7 @@ def test_a_head_summed_in_bfloat16_is_off_by_thousandths_and_more_with_more_chun
     assert 1e-3 < far[0] < far[1] < far[2] < 1e-2
 
 
-def test_a_counted_padding_makes_every_log_probability_smaller_unless_the_tile_divides(monkeypatch):
+def test_counted_padding_lowers_every_log_probability(monkeypatch):
     pair = shown("padded_vocabulary_counted")
     less = logprobs(pair.right) - logprobs(pair.wrong)
     assert 0.3 < float(less.min()) < float(less.max()) < math.log1p(13)
@@ -229,9 +229,9 @@ def test_a_hidden_gradient_that_is_not_summed_spares_the_head_alone():
     assert pair.cosine < 0.7
 
 
-def test_a_norm_that_counts_replicas_is_the_root_of_tp_too_big_where_weights_are_whole():
+def test_counting_replicas_scales_norms_of_replicated_weights_by_sqrt_tp():
     pair = shown("norm_counts_replicas")
-    found = {name: pair.wrong.norms[name] / norm for name, norm in pair.right.norms.items()}
-    assert {name for name, factor in found.items() if factor > 1} == {name for name in found if "norm" in name}
-    assert max(found.values()) == pytest.approx(math.sqrt(2), rel=1e-12)
+    results = {name: pair.wrong.norms[name] / norm for name, norm in pair.right.norms.items()}
+    assert {name for name, factor in results.items() if factor > 1} == {name for name in results if "norm" in name}
+    assert max(results.values()) == pytest.approx(math.sqrt(2), rel=1e-12)
     assert pair.ratio("gradient/norm/norm") == pytest.approx(math.sqrt(2), rel=1e-12)

@@ -1,4 +1,4 @@
-"""The saved score of diagnose is of every fault that there is, follows from what was told, and the page says so."""
+"""The saved score of diagnose covers every fault and follows from its reports, and the page matches it."""
 
 import hashlib
 import importlib.util
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from workbench.diagnose.causes import CAUSES
+from workbench.diagnose.diagnosis import CAUSES
 from workbench.faults import fault_names, load_fault
 
 FOLDER = Path(__file__).parents[2] / "experiments/diagnosis"
@@ -30,9 +30,9 @@ def unseen():
 
 
 def module_of_the_page():
-    found = importlib.util.spec_from_file_location("page", FOLDER / "page.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    result = importlib.util.spec_from_file_location("page", FOLDER / "page.py")
+    module = importlib.util.module_from_spec(result)
+    result.loader.exec_module(module)
     return module
 
 
@@ -40,7 +40,7 @@ def test_the_saved_page_is_the_page_of_the_saved_results(results, unseen):
     assert module_of_the_page().page(results, unseen) == (FOLDER / "report.md").read_text()
 
 
-def test_the_page_says_how_unseen_faults_fared_by_what_was_kept_of_them(results, unseen):
+def test_the_page_reports_unseen_faults_from_their_first_record(results, unseen):
     page = module_of_the_page().page
     assert "When they were unseen: first 37 of 44" in page(results, unseen)
     worse = unseen | {"shown": [row | {"rank": None} for row in unseen["shown"]]}
@@ -49,7 +49,7 @@ def test_the_page_says_how_unseen_faults_fared_by_what_was_kept_of_them(results,
     assert "When they were unseen: first 37 of 44" in page(today, unseen)
 
 
-def test_what_was_kept_of_unseen_faults_is_what_was_reported_of_them(unseen):
+def test_the_stored_rows_of_unseen_faults_match_their_report(unseen):
     blind, report = (FOLDER / "blind.txt").read_text().split(), (FOLDER / "unseen.md").read_text()
     rows = unseen["shown"]
     assert sorted((row["fault"], row["precision"]) for row in rows) == sorted(itertools.product(blind, PRECISIONS))
@@ -76,14 +76,14 @@ def test_every_fault_has_expected_causes_that_there_are():
     assert {cause for causes in EXPECTED.values() for cause in causes} <= {cause.name for cause in CAUSES}
 
 
-def test_every_fault_is_scored_in_every_precision_against_what_is_written(results):
+def test_every_fault_is_scored_in_every_precision(results):
     shown = results["shown"]
     assert sorted((row["fault"], row["precision"]) for row in shown) == sorted(itertools.product(NAMES, PRECISIONS))
     assert results["expected_sha256"] == hashlib.sha256((FOLDER / "expected.yaml").read_bytes()).hexdigest()
     assert [row["expected"] for row in shown] == [EXPECTED[row["fault"]] for row in shown]
 
 
-def test_a_place_follows_from_the_class_and_what_was_told(results, unseen):
+def test_a_rank_follows_from_the_class_and_the_reported_causes(results, unseen):
     for row in (*results["shown"], *unseen["shown"]):
         assert row["fault"] in row["class"], row
         right = {cause for name in row["class"] for cause in EXPECTED.get(name, ["no_difference"])}
@@ -106,14 +106,14 @@ def test_a_third_was_unseen(results):
 
 def test_every_fault_that_hides_was_tried_where_it_does(results):
     hiding = [name for name in NAMES if load_fault(name).hidden_in is not None]
-    found = [(row["fault"], row["precision"]) for row in results["hidden"]]
-    assert sorted(found) == sorted(itertools.product(hiding, PRECISIONS))
+    result = [(row["fault"], row["precision"]) for row in results["hidden"]]
+    assert sorted(result) == sorted(itertools.product(hiding, PRECISIONS))
     assert [row["equal"] for row in results["hidden"]] == [
         row["causes"][0][0] == "no_difference" for row in results["hidden"]
     ]
 
 
-def test_two_hundred_right_pairs_were_held_against_each_other(results):
+def test_two_hundred_correct_pairs_were_compared(results):
     pairs = results["pairs"]
     assert [row["pair"] for row in pairs] == list(range(200))
     assert {row["precision"] for row in pairs} == {"float32", "bfloat16"}
@@ -128,7 +128,7 @@ def test_nothing_saved_names_a_machine(name):
     assert re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", (FOLDER / name).read_text()) == []
 
 
-def test_the_readme_says_of_diagnose_what_its_records_say(results):
+def test_readme_matches_the_records_of_diagnose(results):
     readme = " ".join((FOLDER.parents[1] / "README.md").read_text().split())
     unseen = [row for row in json.loads((FOLDER / "unseen.json").read_text())["shown"] if row["precision"] == "float64"]
     today = [row for row in results["shown"] if row["precision"] == "float64"]

@@ -1,4 +1,4 @@
-"""What the faults of the second set that was written blind do, in the numbers that they state.
+"""Effects of the second set of blindly written faults, in their declared numbers.
 
 Wrong gradients and losses are told by right steps of other settings, and from the documents themselves.
 """
@@ -14,7 +14,8 @@ from workbench.faults import load_fault, planted
 from workbench.policy.model import Policy, load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
-from workbench.specs.run import RunSpec, merge
+from workbench.specs.reading import merge
+from workbench.specs.run import RunSpec
 from workbench.train import step
 
 
@@ -29,7 +30,7 @@ def batch() -> RolloutBatch:
 
 
 def moved(pair, name):
-    """Of the trained tokens, how far a value of theirs is off."""
+    """Return the error of a per-token value on the trained tokens."""
     right, wrong = pair.right.tokens, pair.wrong.tokens
     return (wrong[name] - right[name])[right["trained"]].abs()
 
@@ -75,7 +76,7 @@ def test_a_likelihood_counted_in_micro_batches_is_the_only_wrong_term():
     assert pair.right.numbers["loss/positive_nll"] == pytest.approx(0.1 * float(surprise_S[imitated_S].mean()))
 
 
-def test_weights_of_documents_are_what_each_fault_says(policy):
+def test_document_weights_match_each_fault(policy):
     summed = shown("length_divides_document_sum")
     same(summed.wrong, shown("length_divides_document_sum", loss={"denominator": "document"}).right)
     assert summed.cosine < 0.9
@@ -84,13 +85,13 @@ def test_weights_of_documents_are_what_each_fault_says(policy):
     assert luspo.factor > 1.2
     assert luspo.cosine < 0.99
     pair, spec, row = shown("mean_over_all_rows"), spec_of("mean_over_all_rows"), batch()
-    found = []
+    results = []
     for packed in step.pack_step(row, spec):
         held = row.document_ids_T[packed.source_T[packed.document_ids_T >= 0]].unique().tolist()
-        alone = spec_of("mean_over_all_rows", data={"micro_batches": 1}, loss={"documents_counted": "all"})
-        found.append(gradient(policy, alone, *step.prepare_rows(row.select(held), alone, policy.mesh)))
-    torch.testing.assert_close(whole(pair.wrong), sum(found), rtol=0, atol=1e-12)
-    assert pair.factor == pytest.approx(len(found), rel=0.2)
+        alone = spec_of("mean_over_all_rows", data={"micro_batches": 1}, loss={"compat": {"documents_counted": "all"}})
+        results.append(gradient(policy, alone, *step.prepare_rows(row.select(held), alone, policy.mesh)))
+    torch.testing.assert_close(whole(pair.wrong), sum(results), rtol=0, atol=1e-12)
+    assert pair.factor == pytest.approx(len(results), rel=0.2)
 
 
 # -- factors of parallel axes --------------------------------------------------------------------------------------
@@ -245,9 +246,9 @@ def test_a_reversed_kl_is_the_only_wrong_term():
     pair, row = shown("reversed_kl"), batch()
     assert pair.wrong_numbers == ["loss/kl", "loss/total"]
     d_T = (row.ref_logprobs_T - pair.right.tokens["policy_logprobs"])[row.loss_mask_T]
-    for found, sign in ((pair.right, 1), (pair.wrong, -1)):
+    for result, sign in ((pair.right, 1), (pair.wrong, -1)):
         expected = 0.5 * float((torch.expm1(sign * d_T) - sign * d_T).mean())
-        assert found.numbers["loss/kl"] == pytest.approx(expected, rel=1e-10)
+        assert result.numbers["loss/kl"] == pytest.approx(expected, rel=1e-10)
 
 
 # -- precision and fused kernels -----------------------------------------------------------------------------------
@@ -258,8 +259,8 @@ def test_every_token_pulls_as_the_first():
     likelihood = whole(shown("first_cotangent_for_all", loss={"name": "sft", "kl": {"coefficient": 0.0}}).right)
     row, right = batch(), pair.right.tokens
     first = int(torch.nonzero(row.loss_mask_T)[0])
-    said = float(right["policy_logprobs"][first])
-    ratio, d = math.exp(said - float(row.old_logprobs_T[first])), float(row.ref_logprobs_T[first]) - said
+    text = float(right["policy_logprobs"][first])
+    ratio, d = math.exp(text - float(row.old_logprobs_T[first])), float(row.ref_logprobs_T[first]) - text
     policy_part = 0.0 if right["clipped"][first] else -ratio * float(row.advantages_T[first])
     pull = policy_part + 0.07 * (1 - math.exp(d))
     torch.testing.assert_close(whole(pair.wrong), -pull * likelihood, rtol=0, atol=1e-12)
@@ -404,9 +405,9 @@ def test_a_lower_bound_at_epsilon_frees_tokens_of_negative_advantage():
     assert torch.equal(freed_S, below_S & (ratio_S >= 0.02))
     assert not (wrong_S & ~right_S).any()
     lost = float((row.advantages_T * (0.98 - ratio_S))[freed_S].sum()) / pair.right.counts["tokens"]
-    found = pair.wrong.numbers["loss/policy"] - pair.right.numbers["loss/policy"]
-    assert found == pytest.approx(lost, rel=1e-9)
-    assert found < 0
+    result = pair.wrong.numbers["loss/policy"] - pair.right.numbers["loss/policy"]
+    assert result == pytest.approx(lost, rel=1e-9)
+    assert result < 0
 
 
 # -- missing gradients, and one too many ---------------------------------------------------------------------------
@@ -432,9 +433,9 @@ def test_a_weight_beyond_the_clamp_is_all_that_is_wrong(policy):
     cut_T = row.loss_mask_T & (apart_T.abs() > 0.1)
     values_T = (logprobs_T.detach() - row.old_logprobs_T).exp() * -apart_T.clamp(-0.1, 0.1)
     extra = 0.5 * (values_T * logprobs_T)[cut_T].sum() / totals.tokens
-    found = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(extra, list(policy.model.parameters()))])
+    result = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(extra, list(policy.model.parameters()))])
     assert 0 < int(cut_T.sum()) < totals.tokens
-    torch.testing.assert_close(whole(pair.wrong) - whole(pair.right), found, rtol=0, atol=1e-12)
+    torch.testing.assert_close(whole(pair.wrong) - whole(pair.right), result, rtol=0, atol=1e-12)
     assert error(pair) > 1e-3
 
 
@@ -474,12 +475,12 @@ def test_a_dropped_auxiliary_loss_leaves_the_other_terms():
 
 
 def last_layer(pair) -> set[str]:
-    """Parameters of the last layer whose gradient is wrong."""
+    """Return the parameters of the last layer whose gradient is wrong."""
     last = "model.layers.2."
     return {name.removeprefix(last) for name in pair.wrong_gradients if name.startswith(last)}
 
 
-def test_stale_keys_spare_what_stands_behind_attention():
+def test_stale_keys_do_not_affect_layers_above_attention():
     pair = shown("stale_keys_in_ring_backward")
     assert last_layer(pair) == {
         "input_layernorm.weight",
@@ -494,7 +495,7 @@ def test_tiled_heads_move_every_token():
     assert abs(pair.cosine) < 0.1
 
 
-def test_shards_in_another_order_spare_what_comes_before_the_first_cut():
+def test_shards_in_another_order_do_not_affect_tokens_before_the_first_boundary():
     pair, row = shown("contiguous_shards_taken_for_zigzag"), batch()
     (packed,) = step.pack_step(row, spec_of("contiguous_shards_taken_for_zigzag"))
     place_S = torch.arange(row.num_tokens)[row.loss_mask_T]
@@ -509,7 +510,7 @@ def test_positions_that_count_on_spare_heads_of_documents():
     assert bool(tails_S[row.loss_mask_T].any())
 
 
-def test_copies_of_attention_inflate_what_lies_before_it():
+def test_copies_of_attention_inflate_gradients_below_it():
     pair = shown("attention_input_gradient_times_cp")
     assert last_layer(pair) == {"input_layernorm.weight"}
     assert [round(pair.factor_of(f"layers.{number}.input_layernorm.weight"), 1) for number in (2, 1, 0)] == [2, 3, 3.7]

@@ -1,4 +1,4 @@
-"""What the faults do that a first version of `diagnose` had not seen, in the numbers that they state.
+"""Effects of the faults that a first version of `diagnose` had not seen, in their declared numbers.
 
 Weighted sums are told by gradients of other specs and from the documents themselves.
 """
@@ -12,7 +12,8 @@ from tests.helpers.planted_faults import BASE, documents, shown, whole
 from workbench.faults import load_fault, planted
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
-from workbench.specs.run import RunSpec, merge
+from workbench.specs.reading import merge
+from workbench.specs.run import RunSpec
 from workbench.train import step
 
 LAST = "model.layers.2."
@@ -25,7 +26,7 @@ def batch() -> RolloutBatch:
 
 
 def near(pair, factor):
-    """Whether the whole gradient and the loss are the right ones times a factor."""
+    """True if the whole gradient and the loss are the correct ones times a factor."""
     return (
         pair.factor == pytest.approx(factor, rel=1e-10)
         and pair.cosine == pytest.approx(1, abs=1e-12)
@@ -34,7 +35,7 @@ def near(pair, factor):
 
 
 def moved(pair, name):
-    """Of the trained tokens, how far a value of theirs is off."""
+    """Return the error of a per-token value on the trained tokens."""
     right, wrong = pair.right.tokens, pair.wrong.tokens
     return (wrong[name] - right[name])[right["trained"]].abs()
 
@@ -44,13 +45,13 @@ def sums() -> list[torch.Tensor | None]:
     """Of each document the gradient of its unweighted policy sum; None where nothing trains."""
     policy = load_policy("tiny-qwen3", precision="float64", seed=3)
     spec = RunSpec.model_validate(merge(BASE, {"loss": {**NO_KL, "denominator": "raw"}}))
-    found = []
+    results = []
     for number, length in enumerate(lengths()):
         rows, totals = step.prepare_rows(batch().select([number]), spec, policy.mesh)
         result = step.run_step(policy, step.build_loss(spec.loss), rows, totals, keep_gradients=True)
         gradients = torch.cat([gradient.flatten() for gradient in result.gradients.values()])
-        found.append(gradients if length else None)
-    return found
+        results.append(gradients if length else None)
+    return results
 
 
 def lengths() -> list[int]:
@@ -85,7 +86,7 @@ def test_rows_without_signal_shrink_a_mean_over_documents():
     assert near(shown("rows_without_signal_counted"), sum(map(bool, lengths())) / len(lengths()))
 
 
-def test_other_means_are_the_sums_that_their_weights_say(sums):
+def test_wrong_means_match_sums_with_their_weights(sums):
     held, row = lengths(), batch()
     total, group, rollout = sum(held), row.group_ids_N.tolist(), row.extensions["rollout_ids"].values.tolist()
     alive = [number for number, length in enumerate(held) if length]
@@ -114,9 +115,9 @@ def test_other_means_are_the_sums_that_their_weights_say(sums):
     packed = step.pack_step(row, RunSpec.model_validate(merge(BASE, {"data": {"micro_batches": 3}})))
     share = {}
     for each in packed:
-        mine = row.document_ids_T[each.source_T[each.document_ids_T >= 0]].unique().tolist()
-        tokens = sum(held[number] for number in mine)
-        share |= {number: len(mine) / len(held) / tokens for number in mine if held[number]}
+        local = row.document_ids_T[each.source_T[each.document_ids_T >= 0]].unique().tolist()
+        tokens = sum(held[number] for number in local)
+        share |= {number: len(local) / len(held) / tokens for number in local if held[number]}
     same("sample_share_times_token_mean", share, by_token)
 
 
@@ -125,8 +126,8 @@ def test_other_means_are_the_sums_that_their_weights_say(sums):
 
 def test_norms_of_averaged_gradients_are_too_small_by_the_ranks():
     pair = shown("clip_of_averaged_gradients")
-    found = {round(pair.wrong.norms[name] / norm, 9) for name, norm in pair.right.norms.items()}
-    assert found == {1 / 4}
+    results = {round(pair.wrong.norms[name] / norm, 9) for name, norm in pair.right.norms.items()}
+    assert results == {1 / 4}
     assert pair.ratio("gradient/norm/global") == pytest.approx(1 / 4)
 
 
@@ -154,7 +155,7 @@ def test_swapped_extremes_are_each_other():
     assert low > mean > high
 
 
-def test_scaled_means_are_too_big_by_dp():
+def test_scaled_means_are_too_large_by_dp():
     pair = shown("metrics_scaled_by_dp")
     ratios = [pair.ratio(key) for key in pair.wrong_numbers]
     assert ratios == pytest.approx([2.0] * len(ratios))

@@ -1,4 +1,4 @@
-"""Every fault shows where it says, as what it says, and changes nothing where it hides."""
+"""Every fault shows where and as it is declared, and changes nothing where it hides."""
 
 import ast
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_a_fault_without_effect_is_called_equal(name):
 
 
 @pytest.mark.parametrize("name", fault_names())
-def test_a_fault_says_what_it_is(name):
+def test_a_fault_describes_itself(name):
     fault = load_fault(name)
     assert fault.family in FAMILIES
     assert all([fault.what, fault.origin, fault.signature])

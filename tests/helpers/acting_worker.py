@@ -1,4 +1,4 @@
-"""A worker for tests of processes: ranks that do as ``faults`` says, and tell what they found.
+"""A worker for tests of processes: ranks that run the commands in ``faults``, and report the results.
 
 Each rank first writes ``seen<rank>.json`` into the run directory: its place, arguments, threads, and what was loaded
 before it. Then, in this order, where named: ``print`` says something; ``raise_1`` raises on rank 1, ``kill_1`` kills
@@ -16,7 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from workbench.records.directory import RunDirectory, this_process
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import this_process
 
 LOADED_BEFORE = sorted(name for name in sys.modules if "." not in name)
 

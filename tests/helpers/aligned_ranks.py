@@ -11,7 +11,7 @@ from workbench.sharding.mesh import Axis
 
 
 def on_ranks(function, *, cp=1, dp=1, engine="sum"):
-    """What ``function(align, d, c)`` returns on each rank, dp-major."""
+    """Return ``function(align, d, c)`` of each rank, dp-major."""
     groups = [_line("cp", [(d, c) for c in range(cp)]) for d in range(dp)]
     groups += [_line("dp", [(d, c) for d in range(dp)]) for c in range(cp)]
     places = [(d, c) for d in range(dp) for c in range(cp)]
@@ -24,7 +24,7 @@ def on_ranks(function, *, cp=1, dp=1, engine="sum"):
 
 
 def collectives(function, **ranks):
-    """What each rank of `on_ranks` brought to its collectives, in order: group, shape and dtype."""
+    """Return the collectives of each rank of `on_ranks`, in order: group, shape and dtype."""
 
     def rank(align, d, c):
         brought = []
@@ -36,7 +36,7 @@ def collectives(function, **ranks):
 
 
 class _Noting:
-    """A simulated group that writes down what comes."""
+    """A simulated group that records its collectives."""
 
     def __init__(self, group, name, brought):
         self.group, self.rank, self.name, self.brought = group, group.rank, name, brought
@@ -51,7 +51,7 @@ def _noting(axis, brought):
 
 
 def reduced(gradients, engine):
-    """What the engine makes of each rank's gradients of one weight."""
+    """Return the engine's reduction of each rank's gradients of one weight."""
     total = sum(gradients)
     return total / len(gradients) if engine == "mean" else total
 

@@ -63,6 +63,6 @@ def by_ranks(order, cp, algorithm, heads, *, inner=1, window=None, dtype=torch.f
 
 
 def assert_right(found, heads, window=None, *, atol=1e-13):
-    """Hold output and gradients against the oracle's."""
+    """Compare output and gradients with the oracle's."""
     for name, actual, right in zip(("output", "query", "key", "value"), found, expected(heads, window), strict=True):
         torch.testing.assert_close(actual.double(), right, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")

@@ -1,4 +1,4 @@
-"""What Python does while a test looks on: files opened, processes started, connections made.
+"""Audit events of Python during a test: files opened, processes started, connections made.
 
 From Python's own audit events, so nothing is replaced. Python keeps an audit hook for ever; ours does nothing while no
 test looks on.
@@ -18,7 +18,7 @@ _looking: list[Callable[[str, tuple[Any, ...]], None]] = []
 
 @contextmanager
 def audited(look: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Give ``look`` each event and its arguments, of all threads; what it raises, the event's cause raises."""
+    """Call ``look`` with each event and its arguments, of all threads; the event's cause raises its errors."""
     _install()
     _looking.append(look)
     try:
@@ -29,15 +29,15 @@ def audited(look: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
 
 @contextmanager
 def files_opened(folder: Path) -> Iterator[list[Path]]:
-    """The files under a folder in the order in which they were opened, whoever opened them and for whatever."""
-    found: list[Path] = []
+    """Return the files under a folder in the order in which any code opened them."""
+    results: list[Path] = []
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and str(arguments[0]).startswith(str(folder)):
-            found.append(Path(arguments[0]))
+            results.append(Path(arguments[0]))
 
     with audited(look):
-        yield found
+        yield results
 
 
 @functools.cache

@@ -6,21 +6,21 @@ import math
 
 
 def distances(actual: dict, expected: dict) -> dict[str, float]:
-    """How far every parameter's gradient is from the expected one.
+    """Return the distance of every parameter's gradient from the expected one.
 
     ||a - b|| / max(||b||, 1e-3 * rms gradient of the model * sqrt(numel)); the second is the floor, for gradients that
     are zero by symmetry.
     """
     floors = _floors(expected)
-    found = {}
+    results = {}
     for name, b in expected.items():
         distance, scale = float((actual[name] - b).norm()), max(float(b.norm()), floors[name])
-        found[name] = distance / scale if scale else 0.0 if distance == 0 else math.inf
-    return found
+        results[name] = distance / scale if scale else 0.0 if distance == 0 else math.inf
+    return results
 
 
 def assert_float64_parity(actual: dict, expected: dict, *, context: str, bar: float = 1e-12) -> list[str]:
-    """Hold every parameter's gradient to ``bar`` of its own norm, or of a stated floor; see `distances`.
+    """Compare every parameter's gradient with ``bar`` times its own norm, or a stated floor; see `distances`.
 
     Returns:
         The parameters that the floor judged; they are listed, never skipped.

@@ -1,4 +1,4 @@
-"""A pair of layouts on simulated or real ranks, and what each rank found there."""
+"""A pair of layouts on simulated or real ranks, and the result of each rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def even_samples(source, destination):
 
 
 def truth(source, destination, samples, delivery, *, layout="bsh", sequence_parallel=False):
-    """For each rank: what it holds, what it should get, what it brings back, what its gradient should be."""
+    """Return for each rank its tokens, its expected output, its incoming gradient and its expected gradient."""
     values, gradients = problem(source, destination, samples)
     sharded = delivery == "sharded"
     columns = [
@@ -69,7 +69,7 @@ def cross(
     checked=False,
     offset=0,
 ):
-    """On a rank: whether it got what it should, bit for bit, forward and backward, and the path."""
+    """Return whether a rank's forward and backward are bitwise correct, and the path."""
     bridge = connect(
         grid(source, offset),
         grid(destination, offset),
@@ -80,7 +80,7 @@ def cross(
         source_order="contiguous" if source[1] > 1 else None,
         sequence_parallel=sequence_parallel,
     )
-    at, found = groups.rank - offset, None
+    at, result = groups.rank - offset, None
     if 0 <= at < bridge.pair.source.size:
         held, wanted, brought, wanted_gradient = rows[at]
         counts = oracle.counts(samples, source[2])
@@ -88,12 +88,12 @@ def cross(
         out = bridge.cross(local, counts if said else None, checked=checked)
         out.backward(brought)
         right = torch.equal(out, wanted) and torch.equal(local.grad, wanted_gradient)  # but for the sign of a zero
-        found = right, bridge.route(counts).path
-    return found
+        result = right, bridge.route(counts).path
+    return result
 
 
 def crosses(source, destination, samples, delivery, order, *, ranks=None, offset=0, **more):
-    """Whether all simulated ranks got what they should, and the path."""
+    """Return whether all simulated ranks are correct, and the path."""
     rows = truth(
         source,
         destination,
@@ -108,9 +108,9 @@ def crosses(source, destination, samples, delivery, order, *, ranks=None, offset
         ),
         dp=ranks,
     )
-    found = [one for one in everyone if one is not None]
-    [path] = {path for _, path in found}
-    return all(right for right, _ in found), path
+    results = [one for one in everyone if one is not None]
+    [path] = {path for _, path in results}
+    return all(right for right, _ in results), path
 
 
 def tokens(numbers):
@@ -120,35 +120,35 @@ def tokens(numbers):
 def dealt_ranks(draw, ranks):
     """Ranks in shares of any sizes."""
     order = draw.sample(range(ranks), ranks)
-    found = []
+    results = []
     while order:
         size = draw.randint(1, min(3, len(order)))
-        found.append(tuple(sorted(order[:size])))
+        results.append(tuple(sorted(order[:size])))
         order = order[size:]
-    return found
+    return results
 
 
 def random_sides(seed, ranks=None):
-    """Shares that nothing but the rules binds: padding, tokens wanted twice and by many, ranks with nothing."""
+    """Build shares bound by the rules alone: padding, tokens read twice and by many, ranks without tokens."""
     draw = random.Random(seed)
     ranks, count = ranks or draw.randint(1, 7), draw.randint(0, 12)
     left = dealt_ranks(draw, ranks)
     owners = [draw.randrange(len(left)) for _ in range(count)]
     source = []
     for number, of_share in enumerate(left):
-        mine = [token for token in range(count) if owners[token] == number] + [-1] * draw.randint(0, 2)
-        source.append(Share(of_share, tokens(draw.sample(mine, len(mine)))))
+        local = [token for token in range(count) if owners[token] == number] + [-1] * draw.randint(0, 2)
+        source.append(Share(of_share, tokens(draw.sample(local, len(local)))))
     right = dealt_ranks(draw, ranks)
     wanted = [[draw.choice(range(-1, count)) for _ in range(draw.randint(0, 8))] for _ in right]
-    seen = {token for mine in wanted for token in mine}
+    seen = {token for local in wanted for token in local}
     wanted[0] += [token for token in range(count) if token not in seen]
     return Side(tuple(source)), Side(
-        tuple(Share(of_share, tokens(mine)) for of_share, mine in zip(right, wanted, strict=True))
+        tuple(Share(of_share, tokens(local)) for of_share, local in zip(right, wanted, strict=True))
     )
 
 
 def rows(side, generator):
-    """A row of small whole numbers for each token that each rank holds; replicas hold the same."""
+    """Return a row of small integers for each token of each rank; replicas have the same."""
     drawn = [torch.randint(-9, 10, (len(share.tokens_t), 2), generator=generator).double() for share in side.shares]
     return [drawn[number] for number in side.number_of]
 

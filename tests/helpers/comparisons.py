@@ -1,4 +1,4 @@
-"""A comparison made by hand: 15 configurations like those of layout_parity, with one of every verdict.
+"""A synthetic comparison: 15 configurations like those of layout_parity, with one of every verdict.
 
 Its numbers are plausible and fixed; nothing here ran. Six layouts at two precisions, three faults (factors
 2.03 and 0.5, and a gradient that points elsewhere); one run failed on rank 1.

@@ -36,7 +36,7 @@ def chunk_and_back(
     gradients,
     *,
     keep="scratch",
-    wanted=EVERYTHING,
+    outputs=EVERYTHING,
     first=True,
     into=None,
     **head,
@@ -44,7 +44,7 @@ def chunk_and_back(
     """A chunk forward, and back into memory full of NaN."""
     engine = make(make_head(weight, bias_V=bias, **head))
     gradients = [None if x is None else x.to(hidden.device) for x in gradients]
-    chunk = engine.forward(hidden, targets, temperature, outputs=wanted, keep=keep)
+    chunk = engine.forward(hidden, targets, temperature, outputs=outputs, keep=keep)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     into = into or Accumulators(
         torch.full_like(hidden, torch.nan),
@@ -58,7 +58,7 @@ def chunk_and_back(
 def like_a_model(
     rows: int, width: int, vocabulary: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, a head and targets whose probabilities lie between about 0.05 and 0.95."""
+    """Return hidden states, a head and targets with probabilities between about 0.05 and 0.95."""
     g = torch.Generator(device=DEVICE).manual_seed(seed)
     weight = (torch.randn(vocabulary, width, device=DEVICE, generator=g) * (1.28 / width**0.5)).to(dtype)
     targets = torch.randint(0, vocabulary, (rows,), device=DEVICE, generator=g)

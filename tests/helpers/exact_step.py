@@ -1,4 +1,4 @@
-"""A step of one's own, by hand: rows of packed documents through an exact policy, everything that it finds by name."""
+"""A custom step: rows of packed documents through an exact policy, with all results by name."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def own_step(
     spoil(policy)
     done = install(policy, resolution) if exact else None
     dp, cp = mesh["dp"], mesh["cp"]
-    each, found = len(DOCUMENTS) // dp.size, {}
-    mine = range(dp.rank * each, (dp.rank + 1) * each)
-    for number in reversed(mine) if backwards else mine:
+    each, result = len(DOCUMENTS) // dp.size, {}
+    local = range(dp.rank * each, (dp.rank + 1) * each)
+    for number in reversed(local) if backwards else local:
         documents_T, plan = DOCUMENTS[number], plan_of(cp.size)
         draw = torch.Generator().manual_seed(number)
         tokens_T = torch.randint(policy.vocabulary_size, (TOKENS,), generator=draw)
@@ -65,18 +65,18 @@ def own_step(
         first_T = torch.searchsorted(shard.documents_T, shard.documents_T)
         targets_T = tokens_T.roll(-1).masked_fill(documents_T < 0, -100)
         hidden = policy.hidden_states(own(tokens_T), own(torch.arange(TOKENS) - first_T), shard)
-        said = policy.token_logprobs(hidden, own(targets_T), outputs=("entropy",))
-        logprobs_T, entropy_T = (whole_row(part, plan, cp) for part in (said.logprobs_T, said.entropy_T))
+        output = policy.token_logprobs(hidden, own(targets_T), outputs=("entropy",))
+        logprobs_T, entropy_T = (whole_row(part, plan, cp) for part in (output.logprobs_T, output.entropy_T))
         (logprobs_T * weights_T + 0.1 * entropy_T).sum().backward()
-        found |= {f"logprobs {number}": logprobs_T.detach(), f"entropy {number}": entropy_T.detach()}
+        result |= {f"logprobs {number}": logprobs_T.detach(), f"entropy {number}": entropy_T.detach()}
     if done is not None:
         done.reduce()
-        found |= {f"norm of {name}": torch.tensor(value, dtype=torch.float64) for name, value in done.norms().items()}
+        result |= {f"norm of {name}": torch.tensor(value, dtype=torch.float64) for name, value in done.norms().items()}
     else:
         from workbench.sharding.gradients import sum_gradients
 
         sum_gradients(policy.model, policy.shards, mesh)
-    return found | full_gradients(policy.model, policy.shards, mesh)
+    return result | full_gradients(policy.model, policy.shards, mesh)
 
 
 def in_order(order: str) -> Callable[[int], ShardPlan]:
@@ -85,7 +85,7 @@ def in_order(order: str) -> Callable[[int], ShardPlan]:
 
 
 def at_random(seed: int) -> Callable[[int], ShardPlan]:
-    """Plans that deal whole blocks to anybody, in any order."""
+    """Plans that deal whole blocks to any rank, in any order."""
 
     def plan_of(cp: int) -> ShardPlan:
         blocks = torch.randperm(TOKENS // BLOCK, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Rows, a small head, and losses that couple tokens in every way; what autograd over all logits says of them."""
+"""Rows, a small head, and losses that couple tokens in every way, with autograd over all logits as ground truth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IDS = torch.tensor([4] * 3 + [7] * 9 + [1] * 5 + [2] * 17 + [9] + [3] * 6)
 
 
 class Case:
-    """Rows, a head, and what losses look at besides the log-probabilities."""
+    """Rows, a head, and further inputs of losses."""
 
     def __init__(self, seed=0, dtype=torch.float64):
         g = torch.Generator().manual_seed(seed)
@@ -24,12 +24,12 @@ class Case:
         self.targets = torch.randint(0, V, (T,), generator=g)
         self.active = torch.rand(T, generator=g) > 0.2
         with torch.no_grad():
-            said = reference.token_logprobs(self.hidden, self.weight, self.targets)
-        self.old = said.logprobs_T + 0.05 * torch.randn(T, generator=g, dtype=torch.float64).to(said.logprobs_T)
-        self.advantages = torch.randn(T, generator=g, dtype=torch.float64).to(said.logprobs_T)
+            output = reference.token_logprobs(self.hidden, self.weight, self.targets)
+        self.old = output.logprobs_T + 0.05 * torch.randn(T, generator=g, dtype=torch.float64).to(output.logprobs_T)
+        self.advantages = torch.randn(T, generator=g, dtype=torch.float64).to(output.logprobs_T)
         self.of_document = self.advantages[IDS]
         _, self.document = IDS.unique(return_inverse=True)
-        self.lengths = torch.bincount(self.document[self.active], minlength=6).to(said.logprobs_T).clamp_min(1)
+        self.lengths = torch.bincount(self.document[self.active], minlength=6).to(output.logprobs_T).clamp_min(1)
 
     def ratio(self, said, places):
         return (said.logprobs_T - self.old[places]).exp()
@@ -40,7 +40,7 @@ class Case:
         sums = gap.new_zeros(6).index_add(0, self.document[places], gap) / self.lengths
         return sums[self.document[places]]
 
-    # -- what a gradient depends on: a token ------------------------------------------------------------------------
+    # -- dependencies of a gradient: a token ---------------------------------------------------------------------------
 
     def ppo(self, said, places, low=0.95, high=1.05):
         ratio, advantages = self.ratio(said, places), self.advantages[places]
@@ -85,9 +85,9 @@ class Case:
 
     def truth(self, loss, **call):
         """Loss, and gradients of hidden and weight, by autograd over every logit."""
-        said = reference.token_logprobs(self.hidden, self.weight, self.targets, **call)
+        output = reference.token_logprobs(self.hidden, self.weight, self.targets, **call)
         places = torch.nonzero(self.active)[:, 0]
-        value = loss(TokenLogprobs(*(x if x is None else x[places] for x in said)), places)
+        value = loss(TokenLogprobs(*(x if x is None else x[places] for x in output)), places)
         return value.detach(), *torch.autograd.grad(value, (self.hidden, self.weight))
 
     def fused(self, loss, **call):
@@ -95,12 +95,12 @@ class Case:
         return fused_loss(self.hidden, self.weight, self.targets, loss, **given)
 
     def assert_right(self, loss, *, factor=1.0, **call):
-        found, (value, hidden, weight) = self.fused(loss, **call), self.truth(loss)
-        torch.testing.assert_close(found.loss.detach(), value, rtol=1e-13, atol=1e-13)
-        gradients = torch.autograd.grad(found.loss * factor, (self.hidden, self.weight))
+        result, (value, hidden, weight) = self.fused(loss, **call), self.truth(loss)
+        torch.testing.assert_close(result.loss.detach(), value, rtol=1e-13, atol=1e-13)
+        gradients = torch.autograd.grad(result.loss * factor, (self.hidden, self.weight))
         for one, other in zip(gradients, (hidden, weight), strict=True):
             torch.testing.assert_close(one, factor * other, rtol=1e-12, atol=1e-12)
-        return found
+        return result
 
 
 TOKEN, DOCUMENT = ("ppo", "every_field"), ("gspo", "clipped_gspo", "gspo_of_tokens", "gmpo", "vespo")

@@ -1,4 +1,4 @@
-"""Run directories made by hand: whatever state, records, logs and failures a test of looking at runs needs.
+"""Synthetic run directories: any state, records, logs and failures that a test of read-only verbs needs.
 
 Nothing here ran. Times are fixed, so that what is shown of them can be compared.
 """
@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.records.directory import RunDirectory, from_json, this_process, to_json, write_whole
+from workbench.atomic import from_json, to_json, write_whole
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import this_process
 from workbench.specs.run import RunSpec
 
 BEGAN_NS = 1_700_000_000 * 10**9
@@ -57,8 +59,8 @@ def make_run(
     if state not in ("pending", "running", "lost"):
         began |= {"ended_ns": created + SECOND_NS + round(took_s * SECOND_NS)}
     own = from_json((run.path / "state.json").read_bytes())
-    said = own | began | {"state": "running" if state == "lost" else state} | dict(fields or {})
-    write_whole(run.path / "state.json", to_json(said))
+    output = own | began | {"state": "running" if state == "lost" else state} | dict(fields or {})
+    write_whole(run.path / "state.json", to_json(output))
     for record in records if records is not None else map(step_record, range(run.spec.steps if done is None else done)):
         run.append_step(record)
     for number, content in (logs or {}).items():

@@ -1,4 +1,4 @@
-"""Records made by hand, for what `diagnose` must see in them."""
+"""Synthetic records, for what `diagnose` must detect in them."""
 
 from __future__ import annotations
 
@@ -83,5 +83,36 @@ def make_record(context=None, *, scale=1.0, changes=None, **step) -> Record:
 
 
 def norms_alone(record: Record) -> Record:
-    """What a trainer without our recorder could say: losses and norms."""
+    """Return the losses and norms that a trainer without our recorder could report."""
     return replace(record, steps=tuple(replace(step, gradients={}, tokens={}, metrics={}) for step in record.steps))
+
+
+def changed(names, factor):
+    """These parameters' gradients, times a factor."""
+    return {name: values * factor for name, values in gradients().items() if any(part in name for part in names)}
+
+
+def mixed(names):
+    """These parameters' gradients, turned elsewhere."""
+    other = gradients(9)
+    return {name: 0.3 * values + other[name] for name, values in gradients().items() if any(p in name for p in names)}
+
+
+def values(**by_name):
+    """The tokens, with functions applied to their values by name."""
+    return tokens() | {name: function(tokens()[name]) for name, function in by_name.items()}
+
+
+def put(where, number):
+    """A function that puts a number at some tokens."""
+
+    def function(values_S):
+        out = values_S.clone()
+        out[where] = number
+        return out
+
+    return function
+
+
+METRICS = {"loss/policy": 0.2, "loss/kl": 0.05, "ratio/policy_old/mean": 1.0}
+ENTROPY = tokens()["policy_logprobs"] + tokens()["entropy_nats"]

@@ -18,8 +18,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "soft_cap": (None, 2.0),
     "padding": (0, 3),
     "active": ("all", "some", "none"),
-    "kept": (False, True),
-    "wanted": ((), ("entropy",), ("logsumexp", "mean_squared_logit"), ("entropy", "logsumexp", "mean_squared_logit")),
+    "support": (False, True),
+    "outputs": ((), ("entropy",), ("logsumexp", "mean_squared_logit"), ("entropy", "logsumexp", "mean_squared_logit")),
     "fp32_head": (False, True),
 }
 """What an implementation may be asked, by name; the first value is the default."""
@@ -34,7 +34,7 @@ def crossed(count: int | None, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def named(options: dict[str, Any]) -> str:
-    """What differs from the default, for the name of a test."""
+    """Return the differences from the default, for the name of a test."""
     return " ".join(f"{name}={value}" for name, value in options.items() if value != PLAIN[name]) or "plain"
 
 
@@ -70,15 +70,15 @@ def problem(
         "soft_cap": options["soft_cap"],
         "valid": exists if options["padding"] else None,
         "active_T": {"all": None, "some": active_T, "none": torch.zeros_like(active_T)}[options["active"]],
-        "kept": kept if options["kept"] else None,
-        "wanted": options["wanted"],
+        "support": kept if options["support"] else None,
+        "outputs": options["outputs"],
         "fp32_head": options["fp32_head"],
     }
     return leaves if options["bias"] else [*leaves[:2], None], call
 
 
 def wants(said: TokenLogprobs, seed: int = 1) -> list[torch.Tensor | None]:
-    """A random coefficient of each number that is said: what a loss might want."""
+    """Return a random coefficient of each output: the gradient of some loss."""
     g = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(len(said.logprobs_T), generator=g, dtype=torch.float64) for _ in said]
     return [None if x_T is None else w_T.to(x_T) for x_T, w_T in zip(said, drawn, strict=True)]
@@ -87,13 +87,13 @@ def wants(said: TokenLogprobs, seed: int = 1) -> list[torch.Tensor | None]:
 def answers(
     implementation: Any, leaves: list[torch.Tensor | None], call: dict[str, Any], /, **more: Any
 ) -> tuple[TokenLogprobs, list[torch.Tensor | None]]:
-    """What an implementation says, detached, and the gradients of a random sum of all of it by leaf."""
+    """Return the detached outputs of an implementation, and the gradients of a random sum of all of them by leaf."""
     hidden_TD, weight_VD, bias_V = (None if x is None else x.clone().requires_grad_() for x in leaves)
-    said = implementation(hidden_TD, weight_VD, bias_V=bias_V, **call, **more)
-    loss = sum((x_T * w_T).sum() for x_T, w_T in zip(said, wants(said), strict=True) if x_T is not None)
+    output = implementation(hidden_TD, weight_VD, bias_V=bias_V, **call, **more)
+    loss = sum((x_T * w_T).sum() for x_T, w_T in zip(output, wants(output), strict=True) if x_T is not None)
     loss.backward()
     return (
-        TokenLogprobs(*(None if x_T is None else x_T.detach() for x_T in said)),
+        TokenLogprobs(*(None if x_T is None else x_T.detach() for x_T in output)),
         [None if x is None else x.grad for x in (hidden_TD, weight_VD, bias_V)],
     )
 
@@ -104,7 +104,7 @@ def assert_same(
     *,
     atol: float = 1e-12,
 ) -> None:
-    """Hold numbers and gradients to each other; what one does not say, the other must not say either."""
+    """Compare numbers and gradients; an output that is None must be None in both."""
     for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert (one is None) == (other is None)
         if one is not None:

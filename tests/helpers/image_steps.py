@@ -13,9 +13,9 @@ import torch
 from tests.helpers.batches import nasty_documents, near_policy
 from tests.oracles import encoder as images_oracle
 from tests.oracles import step as step_oracle
+from workbench.policy.decoder import TINY_VISION, tiny_qwen3
 from workbench.policy.encoder import make_encoder
 from workbench.policy.model import Policy, load_policy
-from workbench.policy.tiny import TINY_VISION, tiny_qwen3
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.bridge import Grid, GridGroups, connect
 from workbench.sharding.simulated import simulate
@@ -33,7 +33,7 @@ LEARNING_RATE = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    """Two layouts, (tp, cp, dp) each, and what crosses between them."""
+    """Two layouts, (tp, cp, dp) each, and the delivery between them."""
 
     source: tuple[int, int, int]
     destination: tuple[int, int, int]
@@ -72,13 +72,13 @@ TOKENS = {"tiny-siglip": 4, "tiny-clip": 5}
 
 
 def problem(case):
-    """Documents, what their tokens read, and pixels; see `_problem`."""
+    """Documents, the features that their tokens read, and pixels; see `_problem`."""
     return _problem(case.images, case.vision, case.shared)
 
 
 @functools.cache
 def _problem(images, vision, shared):
-    """Documents, what their tokens read, and pixels. Masks are uneven; a document's features begin anywhere in it.
+    """Documents, features that their tokens read, and pixels. Masks are uneven; features begin anywhere in a document.
 
     Unless they are shared each document reads at most one image, and none is read twice; a document that trains
     nothing reads one too, so that its gradient is zero and must still come.
@@ -100,9 +100,9 @@ def _problem(images, vision, shared):
     generator = torch.Generator().manual_seed(2)
     pixels = torch.randn(images, 3, 8, 8, generator=generator)
     reader = oracle_reader(vision, pixels, documents, reads)
-    said = step_oracle.document_logprobs(reader, documents)
+    output = step_oracle.document_logprobs(reader, documents)
     documents = near_policy(
-        documents, [[float("nan") if v is None else v.item() for v in row] for row in said], 3, spread=0.2
+        documents, [[float("nan") if v is None else v.item() for v in row] for row in output], 3, spread=0.2
     )
     return documents, reads, pixels
 
@@ -128,16 +128,16 @@ def truth(case):
 def _truth(images, vision, shared, steps):
     documents, reads, pixels = _problem(images, vision, shared)
     reader = oracle_reader(vision, pixels, documents, reads)
-    found = []
+    results = []
     for _ in range(steps):
         loss, gradients, _ = step_oracle.grpo_step(
             reader, documents, clip_low=0.2, clip_high=0.3, kl_coefficient=0.05, denominator="token"
         )
-        found.append((loss, images_oracle.named_as_ours(gradients)))
+        results.append((loss, images_oracle.named_as_ours(gradients)))
         with torch.no_grad():
             for name, parameter in reader.named_parameters():
                 parameter -= LEARNING_RATE * gradients[name]
-    return found
+    return results
 
 
 def batch_of(case, documents, reads):
@@ -157,7 +157,7 @@ def batch_of(case, documents, reads):
 
 
 def dealt_for(case, documents):
-    """Rows whose images are those that a bridge of whole sequences deals to each dp rank."""
+    """Return rows whose images are those that a bridge of whole sequences deals to each dp rank."""
     if case.delivery == "sharded":
         return None
     dp, each = case.destination[2], case.micro_batches
@@ -198,7 +198,7 @@ def _whole_policy() -> Policy:
 
 
 def steps_of(case, world, given):
-    """On a rank: what each step found, and the bridge in words; ``given``: from `problem`."""
+    """On a rank: the result of each step, and the text of the bridge; ``given``: from `problem`."""
     documents, reads, pixels = given
     batch = batch_of(case, documents, reads)
     groups = GridGroups(world)
@@ -220,12 +220,12 @@ def steps_of(case, world, given):
     encoder, policy = modules(case, *meshes)
     loss = step.build_loss(case.spec.loss)
     parameters = [*encoder.model.parameters(), *policy.model.parameters()]
-    found = []
+    results = []
     for _ in range(case.steps):
         rows, totals = encoder_step.prepare_image_rows(
             batch, pixels, case.spec, policy.mesh, encoder, bridge, dealt_for(case, documents)
         )
-        found.append(
+        results.append(
             encoder_step.run_image_step(
                 encoder,
                 policy,
@@ -243,7 +243,7 @@ def steps_of(case, world, given):
                 parameter -= LEARNING_RATE * parameter.grad
     path = str(bridge)
     groups.destroy()
-    return found, path
+    return results, path
 
 
 def simulated(case):

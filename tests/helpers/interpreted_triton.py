@@ -15,7 +15,7 @@ def interpret_where_no_gpu_is() -> None:
 
 
 def mend_interpreter() -> None:
-    """Mend what the interpreter of Triton 3.6 gets wrong: loops with numpy 2.4, bfloat16, and the bits of a product.
+    """Fix bugs of the interpreter of Triton 3.6: loops with numpy 2.4, bfloat16, and the bits of a matmul.
 
     numpy 2.4 no longer makes a number of an array of one element. bfloat16 lies in arrays of uint16: the interpreter
     multiplies those as they are, and rounds towards zero where it makes them.
@@ -52,7 +52,7 @@ def mend_interpreter() -> None:
         a, b = widened(a), widened(b)
         if d.data.dtype != numpy.float32 or {a.data.dtype, b.data.dtype} - {numpy.dtype("f2"), numpy.dtype("f4")}:
             return dot(self, a, b, d, *options)
-        # in float64, where sums of products of 16 bits are exact: with some processors numpy's float32 product
+        # in float64, where sums of products of 16 bits are exact: on some processors numpy's float32 matmul
         # rounds an element as its place in the tile has it
         summed = numpy.matmul(a.data, b.data, dtype=numpy.float64).astype(numpy.float32)
         return interpreter.TensorHandle(summed + d.data, d.dtype.scalar)

@@ -1,4 +1,4 @@
-"""Programs that can be interrupted, whoever started the suite.
+"""Programs that can be interrupted, whatever started the suite.
 
 A shell that starts a job in the background may have it ignore SIGINT, `nohup make test &` for one. That is inherited
 by every process of the suite, and Python then raises no KeyboardInterrupt. A test that sends SIGINT starts its program

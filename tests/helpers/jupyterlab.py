@@ -36,12 +36,12 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Lab:
-    """A server that answers."""
+    """A running server."""
 
     port: int
 
     def address(self, notebook: str, *, reset: bool = True) -> str:
-        """Where a notebook of the served folder opens."""
+        """Return the address of a notebook of the served folder."""
         return f"http://127.0.0.1:{self.port}/lab/tree/{notebook}?{'reset&' if reset else ''}token={TOKEN}"
 
 
@@ -88,9 +88,9 @@ def jupyterlab(served: Path, private: Path, *, start_s: float = 60.0, **environm
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return result.getsockname()[1]
 
 
 def _wait_until_it_answers(server: subprocess.Popen[bytes], port: int, log: Path, start_s: float) -> None:
@@ -104,7 +104,7 @@ def _wait_until_it_answers(server: subprocess.Popen[bytes], port: int, log: Path
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the group that we made, which is the server's and its kernels'; SIGKILL to what is left."""
+    """SIGTERM to the process group of the server and its kernels; SIGKILL to the rest."""
     for number, patience_s in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, number)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from tests.helpers.attention_case import SCALE, STRETCHES, plan, tensors
-from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.shard import Block
 
 
 def block(queries, keys, documents, window=None):
-    """A block of places in a row whose documents are numbered."""
+    """A block of positions in a row with numbered documents."""
     queries, keys, documents = (torch.as_tensor(x) for x in (queries, keys, documents))
     return Block(queries, keys, documents[queries], documents[keys], window)
 
@@ -27,11 +27,11 @@ def by_blocks(kernel, order, cp, heads, window=None, *, at_once):
     for rank in range(cp):
         own = lay.positions(rank)
         blocks = [(keys, block(own, keys, STRETCHES, window)) for keys in sources]
-        found = [
+        results = [
             kernel.forward(query[:, :, own], key[:, :, keys], value[:, :, keys], its, SCALE) for keys, its in blocks
         ]
-        lse = torch.stack([its_lse for _, its_lse in found]).double().logsumexp(0)
-        merged = sum(its_out.double() * (its_lse - lse).exp()[..., None] for its_out, its_lse in found)
+        lse = torch.stack([its_lse for _, its_lse in results]).double().logsumexp(0)
+        merged = sum(its_out.double() * (its_lse - lse).exp()[..., None] for its_out, its_lse in results)
         out[:, :, own] = merged
         for keys, its in blocks:
             gradients = kernel.backward(

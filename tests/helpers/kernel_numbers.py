@@ -8,7 +8,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def draw(*shape, seed=0, whole=False):
-    """Of bfloat16; whole ones are small, and products of them exact."""
+    """bfloat16 numbers; integers are small, and products of them exact."""
     g = torch.Generator().manual_seed(seed)
     values = torch.randint(-4, 5, shape, generator=g) if whole else torch.randn(*shape, generator=g)
     return values.to(DEVICE, torch.bfloat16)

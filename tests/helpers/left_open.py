@@ -48,12 +48,12 @@ def _nothing_is_left_open():
 
 @contextmanager
 def nothing_left_open(grace_s: float = GRACE_S) -> Iterator[None]:
-    """Fail if what is done meanwhile opens a file or starts a process and leaves it."""
+    """Fail if the body opens a file or starts a process and leaves it."""
     files, processes = open_files(), children()
     yield
     if open_files() <= files and children() <= processes:
         return
-    gc.collect()  # what only waits to be collected is closed now, and pytest reports its ResourceWarning of this test
+    gc.collect()  # uncollected objects are closed now, and pytest reports its ResourceWarning of this test
     until = time.monotonic() + grace_s
     while left := [*_files(open_files() - files), *_processes(children() - processes)]:
         if time.monotonic() > until:
@@ -79,55 +79,55 @@ def _is_open(number: int) -> bool:
 
 
 def children() -> set[int]:
-    """Process ids of the children of this process, ended ones that nobody waited for included."""
-    found: set[int] = set()
+    """Process ids of the children of this process, including zombies."""
+    results: set[int] = set()
     try:
         threads = os.listdir("/proc/self/task")  # noqa: PTH208 (quicker)
     except OSError:
-        return found
+        return results
     for thread in threads:
         try:
             with open(f"/proc/self/task/{thread}/children", "rb") as file:  # noqa: PTH123 (quicker)
-                found.update(map(int, file.read().split()))
+                results.update(map(int, file.read().split()))
         except OSError:  # the thread has ended
             continue
-    return found
+    return results
 
 
 def _files(numbers: set[int]) -> list[str]:
     shared = _files_of_shared_processes()
-    found = []
+    results = []
     for number in sorted(numbers - shared):
         try:
             place = str(Path(f"/proc/self/fd/{number}").readlink())
         except OSError:  # closed since
             continue
         if not place.endswith(SHARED_FILES) and not place.startswith(SHARED_MEMORY):
-            found.append(f"file {number}, {place}")
-    return found
+            results.append(f"file {number}, {place}")
+    return results
 
 
 def _processes(pids: set[int]) -> list[str]:
-    found = []
+    results = []
     for pid in sorted(pids):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue
         if not any(name in command for name in SHARED_PROCESSES):
-            found.append(f"process {pid}, {command or 'ended, and nobody waited for it'}")
-    return found
+            results.append(f"process {pid}, {command or 'ended, and nobody waited for it'}")
+    return results
 
 
 def _files_of_shared_processes() -> set[int]:
     """Numbers of the files through which this process talks to the processes that tests share."""
-    found: set[int | None] = set()
+    results: set[int | None] = set()
     if (module := sys.modules.get("workbench.launch.processes")) is not None and (server := module._started):
-        found |= {server.control.fileno(), server.errors.fileno()}
+        results |= {server.control.fileno(), server.errors.fileno()}
     if (module := sys.modules.get("multiprocessing.forkserver")) is not None:
-        found.add(module._forkserver._forkserver_alive_fd)
+        results.add(module._forkserver._forkserver_alive_fd)
     if (module := sys.modules.get("multiprocessing.resource_tracker")) is not None:
-        found.add(module._resource_tracker._fd)
+        results.add(module._resource_tracker._fd)
     if (module := sys.modules.get("jupyter_core.utils")) is not None and (loop := module._loop.get()) is not None:
-        found |= {part.fileno() for part in (loop._selector, loop._ssock, loop._csock)}
-    return {number for number in found if number is not None}
+        results |= {part.fileno() for part in (loop._selector, loop._ssock, loop._csock)}
+    return {number for number in results if number is not None}

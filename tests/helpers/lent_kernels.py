@@ -34,7 +34,7 @@ def lend_to_cpu() -> TorchRing:
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """On the ring's tensors flash in half precision, memory-efficient elsewhere; on others what torch does."""
+    """On the ring's tensors flash in half precision, memory-efficient elsewhere; on others torch's own."""
     if type(query) is Tensor:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     assert attn_mask is None
@@ -66,9 +66,9 @@ def _backward(gradient, query, key, value, out, lse, is_causal, scale):
     delta = (gradient * out.double()).sum(-1, keepdim=True)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     inner = shares * (gradient @ wide_value.transpose(-1, -2) - delta) * factor
-    found = inner @ wide_key, inner.transpose(-1, -2) @ query.double(), shares.transpose(-1, -2) @ gradient
-    d_key, d_value = (part.unflatten(1, (-1, groups)).sum(2) for part in found[1:])
-    return [part.to(query.dtype) for part in (found[0], d_key, d_value)]
+    results = inner @ wide_key, inner.transpose(-1, -2) @ query.double(), shares.transpose(-1, -2) @ gradient
+    d_key, d_value = (part.unflatten(1, (-1, groups)).sum(2) for part in results[1:])
+    return [part.to(query.dtype) for part in (results[0], d_key, d_value)]
 
 
 def _efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):

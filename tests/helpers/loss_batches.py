@@ -101,6 +101,6 @@ def flat(lists, *, padding=3):
 
 
 def weighted_total(term, inputs, weights):
-    """What a step back-propagates: where nothing counts the value is not looked at."""
+    """Return the sum that a step back-propagates: uncounted values are ignored."""
     kept_T = torch.where(inputs.loss_mask_T, term.values_T, 0.0)
     return (kept_T * flat(weights, padding=len(kept_T) - sum(map(len, weights)))).sum()

@@ -1,4 +1,4 @@
-"""Online runs of the tiniest size, on a task whose rewards differ although its policy knows nothing."""
+"""Online runs of the smallest size, on a task whose rewards differ although its policy is untrained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.task import ArithmeticTask
-from workbench.specs.run import RunSpec, merge
+from workbench.specs.reading import merge
+from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
 
 BASE = {
@@ -21,18 +22,18 @@ BASE = {
 
 
 class Digits(ArithmeticTask):
-    """Wants digits, the greater the better: answers earn their mean, over 9."""
+    """Rewards large digits: the reward is the mean digit of the completion, over 9."""
 
     def reward(self, prompt: str, completion: str) -> float:
-        """The mean digit of the answer, over 9; what is no digit counts as 0."""
+        """The mean digit of the completion, over 9; other characters count as 0."""
         return sum(int(symbol) for symbol in completion if symbol.isdigit()) / 9 / len(completion)
 
 
 class Solved(ArithmeticTask):
-    """Every answer earns 1, so no group has anything to compare."""
+    """Every completion earns 1, so no group has a signal."""
 
     def reward(self, prompt: str, completion: str) -> float:
-        """1, whatever was said."""
+        """Return 1 for any completion."""
         return 1.0
 
 

@@ -1,4 +1,4 @@
-"""One small step with and without a fault, on simulated ranks in float64, and how far apart they are."""
+"""One small step with and without a fault, on simulated ranks in float64, and the differences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from workbench.prove.documents import draw_documents, to_batch
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.run import RunSpec, merge
+from workbench.specs.reading import merge
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 
 BASE = {
@@ -34,7 +35,7 @@ SAME = 1e-12
 
 @dataclass(frozen=True)
 class Found:
-    """What a step found.
+    """Result of a step.
 
     Attributes:
         gradients: whole, by parameter.
@@ -60,18 +61,18 @@ class Pair:
 
     @property
     def wrong_gradients(self) -> list[str]:
-        """Parameters whose gradient is not the right one."""
+        """Return the parameters with a wrong gradient."""
         far = distances(self.wrong.gradients, self.right.gradients)
         return [name for name, distance in far.items() if not distance <= SAME]
 
     @property
     def wrong_numbers(self) -> list[str]:
-        """What is reported wrong: the loss, metrics, norms that are not those of the reported step's own gradient."""
+        """Return the wrong reported numbers: the loss, metrics, norms that do not match the step's own gradient."""
         right, wrong = self.right.numbers, self.wrong.numbers
         assert right.keys() == wrong.keys(), "a fault changes numbers, not which there are"
-        found = [key for key in right if not key.startswith("gradient/") and not _same(wrong[key], right[key])]
+        results = [key for key in right if not key.startswith("gradient/") and not _same(wrong[key], right[key])]
         own = {name: float(gradient.norm()) for name, gradient in self.wrong.gradients.items()}
-        return found + [f"norm of {name}" for name, norm in self.wrong.norms.items() if not _same(norm, own[name])]
+        return results + [f"norm of {name}" for name, norm in self.wrong.norms.items() if not _same(norm, own[name])]
 
     @property
     def factor(self) -> float:
@@ -87,12 +88,12 @@ class Pair:
         """The same factor for one parameter, by its whole name or the end of it."""
         chosen = [key for key in self.right.gradients if key.endswith(name)]
         wrong, right = (
-            torch.cat([found.gradients[key].flatten() for key in chosen]) for found in (self.wrong, self.right)
+            torch.cat([result.gradients[key].flatten() for key in chosen]) for result in (self.wrong, self.right)
         )
         return float(wrong.norm() / right.norm())
 
     def ratio(self, number: str) -> float:
-        """A reported number over what it should be."""
+        """Return a reported number over the correct one."""
         return self.wrong.numbers[number] / self.right.numbers[number]
 
 
@@ -152,7 +153,7 @@ def _step(settings: str, fault: str | None = None) -> Found:
 
 
 def documents(spec: RunSpec) -> RolloutBatch:
-    """Ten documents near the policy at its temperature, with every field that a loss may ask for.
+    """Return ten documents near the policy at its temperature, with every field that a loss may read.
 
     They are preference pairs where the loss needs them.
     """

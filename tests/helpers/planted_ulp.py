@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workbench.train import policies
+from workbench.train import checkpoint
 
 
 def bumped(value, place):
@@ -17,7 +17,7 @@ def bumped(value, place):
 
 
 def plant(monkeypatch, module, *, place, loads, backward=False):
-    """From now on, what a module makes is off by one unit in the last place.
+    """Make the outputs of a module wrong by one unit in the last place from now on.
 
     Args:
         monkeypatch: of pytest.
@@ -26,7 +26,7 @@ def plant(monkeypatch, module, *, place, loads, backward=False):
         loads: numbers of the policies that are loaded from now on in which it is so, from 0.
         backward: it is the gradient that is off.
     """
-    load, made = policies.load_policy, []
+    load, made = checkpoint.load_policy, []
 
     def planted(*given, **named):
         policy = load(*given, **named)
@@ -42,4 +42,4 @@ def plant(monkeypatch, module, *, place, loads, backward=False):
         made.append(policy)
         return policy
 
-    monkeypatch.setattr(policies, "load_policy", planted)
+    monkeypatch.setattr(checkpoint, "load_policy", planted)

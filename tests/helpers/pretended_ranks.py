@@ -1,4 +1,4 @@
-"""Ranks without torch, for tests of watching: processes that enter and leave made-up collectives as they are told.
+"""Ranks without torch, for tests of watching: processes that enter and leave made-up collectives on command.
 
 a      enters the collective "a" of all ranks, and leaves it
 (a     enters it and stays there, for minutes
@@ -22,7 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbench.records.directory import RunDirectory, project_root
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import project_root
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
 from workbench.train.watched import enable_diagnostics

@@ -1,4 +1,4 @@
-"""What torch's `context_parallel` does, on CPU: cut buffers in place by head and tail, replace attention, put it back.
+"""A CPU version of torch's `context_parallel`: shards buffers in place by head and tail, replaces attention.
 
 Attention gathers keys and values and masks by positions; nothing of it is the workbench's. Like torch up to 2.11 it
 does not clean up behind an exception.
@@ -16,13 +16,13 @@ from workbench.sharding.torch_context_parallel import TorchRing
 
 
 def head_and_tail(rank: int, ranks: int, length: int) -> list[int]:
-    """Which tokens a rank holds, in its order."""
+    """Return the tokens of a rank, in its order."""
     chunk = length // (2 * ranks)
     return [*range(rank * chunk, (rank + 1) * chunk), *range(length - (rank + 1) * chunk, length - rank * chunk)]
 
 
 class Gathered(torch.autograd.Function):
-    """Everyone's piece along dim 2; what all ranks want from a piece is added up."""
+    """Return every rank's piece along dim 2; the gradients of all ranks for a piece are summed."""
 
     @staticmethod
     def forward(ctx, local, group):
@@ -45,9 +45,9 @@ def ring_on_cpu(mesh, *, buffers, buffer_seq_dims, no_restore_buffers):
     assert len(no_restore_buffers) == len(buffers) == len(buffer_seq_dims)
     length = buffers[0].shape[buffer_seq_dims[0]]
     order = torch.tensor([t for r in range(ranks) for t in head_and_tail(r, ranks, length)])
-    mine = order.view(ranks, -1)[rank]
+    local = order.view(ranks, -1)[rank]
     for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
-        shard = buffer.index_select(dim, mine)
+        shard = buffer.index_select(dim, local)
         buffer.resize_(shard.shape)
         buffer.copy_(shard)
     plain = functional.scaled_dot_product_attention
@@ -58,7 +58,7 @@ def ring_on_cpu(mesh, *, buffers, buffer_seq_dims, no_restore_buffers):
         assert query.shape[1] == key.shape[1]
         key, value = Gathered.apply(key, group), Gathered.apply(value, group)
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        return scores.masked_fill(mine[:, None] < order, -torch.inf).softmax(-1) @ value
+        return scores.masked_fill(local[:, None] < order, -torch.inf).softmax(-1) @ value
 
     functional.scaled_dot_product_attention = attention
     yield

@@ -1,4 +1,4 @@
-"""Proofs that nobody found: one invariant held, one is broken, one is declared, one was not tried."""
+"""Synthetic proofs: one invariant holds, one is broken, one is declared, one was not tested."""
 
 from __future__ import annotations
 

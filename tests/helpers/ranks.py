@@ -22,7 +22,7 @@ from workbench.sharding import wire
 
 
 class RanksError(AssertionError):
-    """At least one rank failed or hung; the message holds what each said."""
+    """At least one rank failed or hung; the message has the output of each."""
 
 
 def _entry(rank: int, world: int, folder: str, function: Any, arguments: tuple[Any, ...], timeout_s: float) -> None:
@@ -51,7 +51,7 @@ def _entry(rank: int, world: int, folder: str, function: Any, arguments: tuple[A
 
 @contextmanager
 def reductions_counted() -> Iterator[list[int]]:
-    """How many numbers each all-reduce of the workbench sums on this rank."""
+    """Return the count of numbers that each all-reduce of the workbench sums on this rank."""
     sizes: list[int] = []
 
     def all_reduce(tensor: torch.Tensor, **how: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rectangular batches of random documents, for tests that hold two losses against each other."""
+"""Rectangular batches of random documents, for tests that compare two losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.rollouts.targets import TrainingRow
 def rectangle(
     seed: int, *, rows: int = 7, width: int = 9, spread: float = 1.0, per_row: bool = False
 ) -> tuple[TrainingRow, TokenLogprobs]:
-    """Rows of one width as documents, the last without a trained token; everything that a loss may ask for."""
+    """Return rows of one width as documents, the last without a trained token, and every field that a loss may read."""
     draw = torch.Generator().manual_seed(10_000 + seed)
 
     def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def rectangle(
             "group_tokens": uniform(10, 40, rows, 1).expand(rows, width).flatten(),
         },
     )
-    said = TokenLogprobs(
+    output = TokenLogprobs(
         policy.flatten(), uniform(0.2, 3.0, rows * width), uniform(-2, 4, rows * width), uniform(0, 3, rows * width)
     )
-    return row, said
+    return row, output

@@ -1,4 +1,4 @@
-"""Training for some steps, and what of it must be the same bits in two layouts: everything that has a name."""
+"""Training for some steps, and the named tensors that must be bitwise equal in two layouts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh, make_mesh
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.certify import certify, fingerprint_gradients
 from workbench.train.exact import reproducible_mode
+from workbench.train.trace import certify, fingerprint_gradients
 from workbench.train.worker import build_optimizer
 
 
@@ -40,7 +40,7 @@ def train(
 
 
 def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt: list[list[int]] | None) -> dict:
-    loss, optimizer, found = flow.build_loss(spec.loss), build_optimizer(policy, spec.optimizer), {}
+    loss, optimizer, actual = flow.build_loss(spec.loss), build_optimizer(policy, spec.optimizer), {}
     for number in range(spec.steps):
         rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
         result = flow.run_step(
@@ -57,7 +57,7 @@ def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt
         norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
         optimizer.step()
         certificate = bytearray.fromhex(certify(policy, result, marks).hash)
-        said = (
+        output = (
             {"certificate": torch.frombuffer(certificate, dtype=torch.uint8)}
             | {
                 name: torch.tensor(value, dtype=torch.float64)
@@ -72,25 +72,25 @@ def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt
                 for name, value in full_weights(policy.model, policy.shards, mesh).items()
             }
         )
-        found |= {f"{number}/{name}": value.detach().cpu() for name, value in said.items()}
-    return found
+        actual |= {f"{number}/{name}": value.detach().cpu() for name, value in output.items()}
+    return actual
 
 
 def train_all(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
-    """Several trainings in one set of processes; FSDP2 warns of what it would get wrong."""
+    """Run several trainings in one set of processes; FSDP2's warnings are expected."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [train(*case) for case in cases]
 
 
 def differing(found: dict, expected: dict) -> list[str]:
-    """The names whose bits are not alike, NaN and the sign of a zero included."""
+    """Return the names with different bits, NaN and the sign of a zero included."""
     assert found.keys() == expected.keys()
     return [name for name, value in expected.items() if not same_bits(found[name], value)]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same to the last bit."""
+    """True if two tensors are bitwise equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -1,4 +1,4 @@
-"""Hold a surrogate to its oracle, and the oracle's gradient to finite differences."""
+"""Compare a surrogate with its oracle, and the oracle's gradient with finite differences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from tests.helpers.loss_batches import flat, nasty_documents, packed, random_weights, weighted_total
 from tests.oracles.surrogates import ORACLES, finite_differences
-from workbench.losses.surrogates import SURROGATES
+from workbench.losses.build import SURROGATES
 
 
 def assert_is_the_oracle(kind, parameters, documents, *, seed=0, absolute=1e-14):

@@ -62,18 +62,18 @@ def with_logits(batch, seed, *, vocabulary=9, spread=0.3, trained="targets"):
     shape = batch["mask"].shape
     logits = 1.5 * rng.standard_normal((*shape, vocabulary))
     targets = rng.integers(0, vocabulary, shape)
-    said = np.take_along_axis(logits, targets[..., None], -1)[..., 0] - np.log(np.exp(logits).sum(-1))
-    found = {name: value for name, value in batch.items() if name != "logprobs"}
+    output = np.take_along_axis(logits, targets[..., None], -1)[..., 0] - np.log(np.exp(logits).sum(-1))
+    results = {name: value for name, value in batch.items() if name != "logprobs"}
     for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs"):
-        found[name] = np.minimum(said + spread * rng.standard_normal(shape), -1e-3)
+        results[name] = np.minimum(output + spread * rng.standard_normal(shape), -1e-3)
     if trained == "targets":
         targets = np.where(batch["mask"] > 0, targets, -100)
-        del found["mask"]
-    return {**found, "logits": logits, "targets": targets}
+        del results["mask"]
+    return {**results, "logits": logits, "targets": targets}
 
 
 def close(found, expected, bar=1e-9):
-    """Whether two arrays are the same number by number, NaN like NaN."""
+    """True if two arrays are equal element by element, NaN like NaN."""
     found, expected = np.asarray(found, dtype=np.float64), np.asarray(expected, dtype=np.float64)
     if found.shape != expected.shape:
         return False

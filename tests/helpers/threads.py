@@ -22,12 +22,12 @@ class Threads:
 
 
 def on_threads(function, size):
-    """What ``function(rank)`` returns on each of ``size`` threads; the first exception of any is raised here."""
-    found, problems = {}, []
+    """Return ``function(rank)`` of each of ``size`` threads; the first exception of any is raised here."""
+    result, problems = {}, []
 
     def run(rank):
         try:
-            found[rank] = function(rank)
+            result[rank] = function(rank)
         except BaseException as problem:
             problems.append(problem)
 
@@ -37,9 +37,9 @@ def on_threads(function, size):
     for thread in threads:
         thread.join()
     if problems:
-        # What broke a rank, not what it did to those that waited for it.
+        # The error that broke a rank, not its effect on those that waited for it.
         raise next((p for p in problems if not isinstance(p, threading.BrokenBarrierError)), problems[0])
-    return [found[rank] for rank in range(size)]
+    return [result[rank] for rank in range(size)]
 
 
 def axes(size, inner=1, *, timeout_s=120.0):

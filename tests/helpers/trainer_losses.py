@@ -1,6 +1,6 @@
-"""Losses as trainers write them: right ones, and mistakes that were made, each with where it was made.
+"""Losses as trainers write them: correct ones, and real bugs, each with its origin.
 
-Origins are issues and pull requests of the systems that they name, or [read]: seen in the source, reported by nobody.
+Origins are issues and pull requests of the systems that they name, or [read]: seen in the source, not reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Right:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A loss that is right on one rank, and what the proof must say of it.
+    """A loss that is correct on one rank, and the expected proof.
 
     Attributes:
         loss: what a trainer calls for each micro-batch.
@@ -57,7 +57,7 @@ class Mistake:
         return {self.invariant, *self.also.split()}
 
 
-# -- what they share -------------------------------------------------------------------------------------------
+# -- shared parts ------------------------------------------------------------------------------------------------
 
 
 def clipped(batch, outputs, advantages_T=None):
@@ -245,7 +245,7 @@ def summed_over_tp(batch, outputs, totals):
     return sum_sum(clipped(batch, outputs).sum() / totals.tokens, totals.mesh["tp"])
 
 
-# -- mistakes: what other ranks hold ---------------------------------------------------------------------------
+# -- bugs: tokens of other ranks ---------------------------------------------------------------------------------
 
 
 def gspo_without_adjoint(batch, outputs, totals):
@@ -433,7 +433,7 @@ MISTAKES = {
     "summed over tp": Mistake(
         summed_over_tp, "sum", "tp", also="", factor="tp", origin="THUDM/slime#1748, radixark/miles#852"
     ),
-    # what other ranks hold
+    # tokens of other ranks
     "gspo without adjoint": Mistake(
         gspo_without_adjoint,
         "sum",

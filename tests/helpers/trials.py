@@ -8,7 +8,8 @@ from pathlib import Path
 
 from workbench.launch.ablation import PlannedRun
 from workbench.launch.sweep import Sweep
-from workbench.records.directory import RunDirectory, this_process
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import this_process
 from workbench.specs.run import RunSpec
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&\"'"
@@ -16,14 +17,14 @@ HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&\"'"
 
 
 def make_run(root: Path, name: str = "cp2", *, steps: int = 4, cp: int = 1, launched: bool = True) -> RunDirectory:
-    """A pending run; launched by this process unless said otherwise."""
+    """A pending run; launched by this process by default."""
     run = RunDirectory.create(root / "runs", name, RunSpec(steps=steps, layout={"cp": cp}))
     run.note(world_size=cp, **({"launcher": this_process()} if launched else {}))
     return run
 
 
 def make_sweep(root: Path, *names: str) -> Sweep:
-    """A sweep of pending runs that nobody starts."""
+    """A sweep of pending runs that are never started."""
     sweep = Sweep([], root)
     sweep.runs = [make_run(root, name) for name in names]
     sweep.planned = [PlannedRun(name, run.spec, "", "", name) for name, run in zip(names, sweep.runs, strict=True)]
@@ -37,12 +38,12 @@ def write_steps(run: RunDirectory, losses, *, begin: int = 0) -> None:
 
 
 def rename(run: RunDirectory, name: str) -> None:
-    """Give a run a name that no launcher would, as somebody with an editor could."""
+    """Give a run a name that no launcher would, as a user with an editor could."""
     run.note(name=name)
 
 
 class Writer(threading.Thread):
-    """Trains, so to say: appends a step now and then until all are done or it is told to leave."""
+    """Simulate training: append a step now and then until all are done or a cancel is requested."""
 
     def __init__(self, run: RunDirectory, *, every_s: float = 0.05) -> None:
         super().__init__(name=f"writer of {run.path.name}", daemon=True)
@@ -61,7 +62,7 @@ class Writer(threading.Thread):
 
 
 def wait_for(condition, timeout_s: float = 120.0) -> bool:
-    """Whether something comes true in time."""
+    """True if a condition becomes true in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():

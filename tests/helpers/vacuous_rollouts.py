@@ -1,4 +1,4 @@
-"""Rollouts that train nothing, each for its own reason, and what a spec says of them: finding V1, case by case."""
+"""Rollouts that train nothing, each for its own reason, and the message of a spec: finding V1, case by case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import save
-from workbench.specs.run import RunSpec, merge
+from workbench.specs.reading import merge
+from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
 
 FROM_REWARDS = ("groups of one", "equal rewards")
@@ -19,7 +20,7 @@ _BASE = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "c
 
 
 def rollouts(case: str, documents: int = 8) -> RolloutBatch:
-    """Documents of two prompt and three completion tokens, advantages plus and minus 1, but for what the case says.
+    """Return documents of two prompt and three completion tokens, advantages +1 and -1, with the changes of a case.
 
     Where advantages come from rewards, the recorded ones are zero.
     """
@@ -45,7 +46,7 @@ def rollouts(case: str, documents: int = 8) -> RolloutBatch:
 
 
 def settings(case: str) -> dict[str, Any]:
-    """What a spec adds: the estimator, where advantages come from rewards."""
+    """Return the estimator that a spec adds where advantages come from rewards."""
     return {"data": {"advantages": {"name": "grpo"}}} if case in FROM_REWARDS else {}
 
 

@@ -1,4 +1,4 @@
-"""Random batches as verl holds them, and what its cases share."""
+"""Random batches in verl's layout, and the shared parts of its cases."""
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def batch_of(seed, spread, *, given=False, per_token=False):
 
 
 def graded(seed, *, binary, holes, groups=3):
-    """Token rewards of ten answers to a few prompts, each with two answers at least and an empty one."""
+    """Return token rewards of ten completions of a few prompts, each with at least two completions and an empty one."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 7, 10)
     mask = (np.arange(6) < lengths[:, None]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""A worker without a model whose ranks meet in the workbench's own collectives, and which goes wrong as it is told.
+"""A worker without a model whose ranks run the workbench's own collectives and fail on command.
 
 In step 2 rank 1 does what ``faults`` says: ``skip`` leaves out a collective (the next one is of another kind, so that
 gloo lets both ranks wait for ever rather than abort one), ``spin`` loops outside of all collectives for ever, ``kill``
@@ -57,7 +57,7 @@ def train(run: RunDirectory, rank: int) -> None:
 
 
 def go_wrong(faults: tuple[str, ...]) -> bool:
-    """Do what was asked for, and say whether to leave out the next collective."""
+    """Run the requested fault, and return whether to skip the next collective."""
     if "kill" in faults:
         os.kill(os.getpid(), signal.SIGKILL)
     if "leave" in faults:

@@ -92,10 +92,10 @@ def test_it_runs_and_leaves_nothing_in_the_tree(path, monkeypatch, tmp_path):
 
 
 def _files():
-    """What lies in the folders that a notebook could write to, byte code aside."""
+    """Return the files in the folders that a notebook could write to, byte code aside."""
     return {
-        found
+        result
         for folder in ("notebooks", "experiments", "data")
-        for found in (ROOT / folder).rglob("*")
-        if "__pycache__" not in found.parts
+        for result in (ROOT / folder).rglob("*")
+        if "__pycache__" not in result.parts
     }

@@ -1,4 +1,4 @@
-"""Advantages from their definitions: sums over answers and over tokens to come, plain floats.
+"""Advantages from their definitions: sums over completions and over later tokens, plain floats.
 
 Sources: GRPO, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783; RLOO, arXiv 2402.14740; OPO, arXiv
 2505.23585; GPG, arXiv 2504.02546; GDPO, arXiv 2601.05242; REINFORCE++, arXiv 2501.03262; GAE, arXiv 1506.02438,
@@ -18,14 +18,14 @@ def deviation(values, ddof):
 def group(
     rewards, groups, *, baseline="mean", scale="std", ddof=1, epsilon=1e-4, singleton="zero", trained=None, lengths=None
 ):
-    """One advantage an answer; answers that are not trained are nowhere and get 0."""
+    """Return one advantage per completion; untrained completions are in no mean and get 0."""
     trained = trained or [True] * len(rewards)
     here = [i for i in range(len(rewards)) if trained[i]]
     out = [0.0] * len(rewards)
     for i in here:
-        mine = [j for j in here if groups[j] == groups[i]]
-        others = [rewards[j] for j in mine if j != i]
-        values = [rewards[j] for j in mine]
+        own = [j for j in here if groups[j] == groups[i]]
+        others = [rewards[j] for j in own if j != i]
+        values = [rewards[j] for j in own]
         if not others:
             out[i] = 0.0 if singleton == "zero" else rewards[i] / (1 if scale == "none" else 1 + epsilon)
             continue
@@ -36,7 +36,7 @@ def group(
         elif baseline == "leave_one_out":
             difference = rewards[i] - math.fsum(others) / len(others)
         else:
-            difference = rewards[i] - math.fsum(lengths[j] * rewards[j] for j in mine) / sum(lengths[j] for j in mine)
+            difference = rewards[i] - math.fsum(lengths[j] * rewards[j] for j in own) / sum(lengths[j] for j in own)
         population = {"std": values, "leave_one_out_std": others, "batch_std": [rewards[j] for j in here], "none": []}[
             scale
         ]
@@ -77,7 +77,7 @@ def whitened(values, *, ddof, epsilon, form):
 
 
 def returns(rewards, discount):
-    """Discounted sum of what is still to come; rewards of the trained tokens of one document."""
+    """Return the discounted sum of later rewards of the trained tokens of one document."""
     return [math.fsum(discount ** (s - t) * rewards[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
 
 
@@ -107,9 +107,9 @@ def optimal_baselines(documents, groups, *, aligned, zero_tail, epsilon=1e-8):
 
     Args:
         documents: a list of tokens a document: (place, reward, log-probability, sum of squared probabilities, weight).
-        groups: which prompt each answers.
+        groups: prompt of each document.
         aligned: "position": a step is a place; "trained": the n-th trained token.
-        zero_tail: the longest answer has no baseline where it is alone.
+        zero_tail: the longest completion has no baseline where it is alone.
     """
     steps = [[place if aligned == "position" else n for n, (place, *_) in enumerate(own)] for own in documents]
     to_go = [[math.fsum(token[1] for token in own[n:]) for n in range(len(own))] for own in documents]
@@ -124,13 +124,13 @@ def optimal_baselines(documents, groups, *, aligned, zero_tail, epsilon=1e-8):
     for i, own in enumerate(documents):
         group = [j for j in range(len(documents)) if groups[j] == groups[i] and (documents[j] or aligned == "position")]
         others = [len(documents[j]) for j in group if j != i]
-        found = []
+        results = []
         for n in range(len(own)):
             at = [(j, m) for j in group for m, step in enumerate(steps[j]) if step == steps[i][n]]
             baseline = math.fsum(to_go[j][m] * energy[j][m] for j, m in at) / (
                 math.fsum(energy[j][m] for j, m in at) + epsilon
             )
             tail = zero_tail and others and len(own) > max(others) and steps[i][n] >= max(others)
-            found.append(to_go[i][n] - (baseline if others and not tail else 0.0))
-        out.append(found)
+            results.append(to_go[i][n] - (baseline if others and not tail else 0.0))
+        out.append(results)
     return out

@@ -4,7 +4,7 @@ import torch
 
 
 def sees(at, key, documents, window):
-    """Whether the token at one place of a row sees another: documents by place; None for one that is padding."""
+    """Return whether the token at one position sees another: documents by position; None for padding."""
     return key <= at and documents[at] == documents[key] and (window is None or at - key < window)
 
 

@@ -1,4 +1,4 @@
-"""What ranks hold on both sides of a bridge, cut from global tensors by plain loops.
+"""Tokens of each rank on both sides of a bridge, cut from global tensors by plain loops.
 
 A layout is (tp, cp, dp), tp fastest. `X` [B, S, H] is what the source's ranks hold parts of, `G` [B, S, H] the whole
 gradient. Samples are dealt in order, the first dp ranks get one more where they do not divide; over cp a source's
@@ -29,7 +29,7 @@ def places(layout):
 
 
 def counts(samples, parts):
-    """How many samples each part gets."""
+    """Return the number of samples of each part."""
     dealt = [0] * parts
     for number in range(samples):
         dealt[number % parts] += 1
@@ -43,7 +43,7 @@ def dealt(samples, parts):
 
 
 def piece(tokens, cp, rank):
-    """The tokens of a rank that holds the rank-th of cp pieces."""
+    """Return the tokens of the rank-th of cp pieces."""
     return [token for token in range(tokens) if token * cp // tokens == rank]
 
 
@@ -66,32 +66,32 @@ def cut(tensor, samples, tokens):
 
 
 def source_parts(tensor, layout):
-    """What each rank of the source holds of a global tensor: its activation, and the gradient that it should get."""
+    """Return each source rank's part of a global tensor: its activation, and the gradient that it should get."""
     _, cp, dp = layout
     samples = dealt(tensor.shape[0], dp)
     return [cut(tensor, samples[d], piece(tensor.shape[1], cp, c)) for d, c, _ in places(layout)]
 
 
 def destination_parts(tensor, layout, *, sharded, over_tp=False):
-    """What each rank of the destination gets of a global tensor."""
+    """Return each destination rank's part of a global tensor."""
     tp, cp, dp = layout
-    samples, found = dealt(tensor.shape[0], dp), []
+    samples, result = dealt(tensor.shape[0], dp), []
     for d, c, t in places(layout):
         tokens = zigzag(tensor.shape[1], cp, c) if sharded else list(range(tensor.shape[1]))
-        found.append(cut(tensor, samples[d], stretch(tokens, tp, t) if over_tp else tokens))
-    return found
+        result.append(cut(tensor, samples[d], stretch(tokens, tp, t) if over_tp else tokens))
+    return result
 
 
 def cotangents(tensor, layout):
-    """What each rank of a destination that cuts its whole sequences brings: zero where another cp rank's tokens are."""
+    """Return each destination rank's gradient of its whole sequences: zero at other cp ranks' tokens."""
     _, cp, dp = layout
-    samples, found = dealt(tensor.shape[0], dp), []
+    samples, result = dealt(tensor.shape[0], dp), []
     for d, c, _ in places(layout):
-        mine = cut(tensor, samples[d], list(range(tensor.shape[1])))
+        own = cut(tensor, samples[d], list(range(tensor.shape[1])))
         others = set(range(tensor.shape[1])) - set(zigzag(tensor.shape[1], cp, c))
-        mine[:, sorted(others)] = 0
-        found.append(mine)
-    return found
+        own[:, sorted(others)] = 0
+        result.append(own)
+    return result
 
 
 def crossed(source_tokens, destination_tokens, values, gradients, consumers, answers=None):

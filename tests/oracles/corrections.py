@@ -31,12 +31,12 @@ def correction(
     given_epsilon=0.0,
     gate_action="reject",
 ):
-    """Weight and verdict of each token of a step.
+    """Return weight and verdict of each token of a step.
 
     Args:
         documents: dicts of lists: mask, old, sampler, policy, advantages; given for ratios of that name. Values under
             the mask are not looked at.
-        further: (statistic, level, low, high) of gates beside the first.
+        further: (statistic, level, low, high) of gates after the first.
         log_clamp: bound of a weight's log, and of a token's log ratio in a gate.
         mean_epsilon: added to a number of tokens that ``normalize`` divides by.
         given_epsilon: added to a weight before its log.
@@ -51,7 +51,7 @@ def correction(
         for document in documents
     ]
     gates = [*([(gate, gate_level, gate_low, gate_high)] if gate != "none" else []), *further]
-    found = []
+    results = []
     for document, raw in zip(documents, raws, strict=True):
         tokens = []
         for t, weight in enumerate(raw):
@@ -76,24 +76,24 @@ def correction(
                 if sum(gaps) / len(gaps) > opsm:
                     kept = False
             tokens.append([weight, applied, kept])
-        found.append(tokens)
+        results.append(tokens)
     if normalize:
-        scale = mean_weight(found, over_documents="document" in ratio, epsilon=mean_epsilon)
-        for tokens in found:
+        scale = mean_weight(results, over_documents="document" in ratio, epsilon=mean_epsilon)
+        for tokens in results:
             for token in tokens:
                 if token is not None:
                     token[1] = token[1] / scale
     if m2 is not None:
         cutoff = second_moment_cutoff(documents, m2)
-        for document, tokens in zip(documents, found, strict=True):
+        for document, tokens in zip(documents, results, strict=True):
             for t in trained(document):
                 if (document["old"][t] - document["sampler"][t]) ** 2 > cutoff:
                     tokens[t][2] = False
-    for tokens in found:
+    for tokens in results:
         for token in tokens:
             if token is not None and not token[2]:
                 token[1] = 0.0
-    return found
+    return results
 
 
 def trained(document):
@@ -123,8 +123,8 @@ def exponents(document, ratio, given_epsilon):
             for w, counts in zip(document["given"], document["mask"], strict=True)
         ]
     if ratio == "given_document_mean":
-        mine = [math.log(document["given"][t] + given_epsilon) for t in trained(document)]
-        return [sum(mine) / len(mine) if counts else None for counts in document["mask"]]
+        own = [math.log(document["given"][t] + given_epsilon) for t in trained(document)]
+        return [sum(own) / len(own) if counts else None for counts in document["mask"]]
     mu = [document["old"][t] - document["sampler"][t] if counts else None for t, counts in enumerate(document["mask"])]
     if ratio == "none":
         return [None if m is None else 0.0 for m in mu]
@@ -150,14 +150,14 @@ def statistic(document, t, gate, level, log_clamp):
         }[gate]
 
     if gate == "binary_kl":
-        mine = [binary_kl(document["old"][s], document["sampler"][s]) for s in trained(document)]
+        own = [binary_kl(document["old"][s], document["sampler"][s]) for s in trained(document)]
         return {
             "token": lambda _: binary_kl(document["old"][t], document["sampler"][t]),
             "document_max": max,
             "document_min": min,
             "document_sum": sum,
             "document_mean": lambda v: sum(v) / len(v),
-        }[level](mine)
+        }[level](own)
     mus = [held(document["old"][s] - document["sampler"][s], log_clamp) for s in trained(document)]
     if level == "token":
         return of(held(document["old"][t] - document["sampler"][t], log_clamp))
@@ -183,8 +183,8 @@ def binary_kl(old, sampler):
 def mean_weight(found, *, over_documents, epsilon):
     values = []
     for tokens in found:
-        mine = [token[1] for token in tokens if token is not None]
-        values += ([sum(mine) / (len(mine) + epsilon)] if mine else []) if over_documents else mine
+        own = [token[1] for token in tokens if token is not None]
+        values += ([sum(own) / (len(own) + epsilon)] if own else []) if over_documents else own
     mean = sum(values) / (len(values) + epsilon * (not over_documents)) if values else 0.0
     return mean if mean > 0 else 1.0
 

@@ -19,12 +19,12 @@ def slope(u, kind, delta):
 
 
 def value_error(value, target, old=None, clip=None, kind="mse", delta=10.0):
-    """(error, its slope in the value, whether the clipped error is the greater)."""
+    """Return (error, its slope in the value, whether the clipped error is the greater)."""
     plain = error(value - target, kind, delta)
     if clip is None:
         return plain, slope(value - target, kind, delta), False
-    held = max(old - clip, min(value, old + clip))
-    pessimistic = error(held - target, kind, delta)
+    clamped = max(old - clip, min(value, old + clip))
+    pessimistic = error(clamped - target, kind, delta)
     if pessimistic > plain:
-        return pessimistic, (slope(held - target, kind, delta) if held == value else 0.0), True
+        return pessimistic, (slope(clamped - target, kind, delta) if clamped == value else 0.0), True
     return plain, slope(value - target, kind, delta), False

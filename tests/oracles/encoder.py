@@ -38,7 +38,7 @@ class Reader(nn.Module):
         self.turn = 0
 
     def features(self, image):
-        """What the decoder reads of an image."""
+        """Return the features of an image that the decoder reads."""
         hidden = self.vision(pixel_values=self.pixels[image : image + 1]).last_hidden_state[0]
         p = self.projector
         centred = hidden - hidden.mean(dim=1, keepdim=True)

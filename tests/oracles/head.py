@@ -1,8 +1,8 @@
-"""What an output head says about one token at a time, and every gradient of it, in Python floats.
+"""Outputs of a head for one token at a time, and every gradient of them, in Python floats.
 
 Sources: the softmax with temperature; Gemma 2 (arXiv 2408.00118), section 2, for the soft cap c tanh(a / c); Granite
 and Cohere of `transformers` for a scale on the logits; top-k (arXiv 1805.04833) and top-p (arXiv 1904.09751) for the
-renormalised distribution over kept tokens.
+renormalised distribution over the support.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ def distribution(z, support):
 
 
 def entropy(logprobs):
-    """Of a distribution; what cannot happen adds nothing."""
+    """Return the entropy of a distribution; impossible tokens add nothing."""
     return -math.fsum(math.exp(p) * p for p in logprobs.values() if p != -math.inf)
 
 
 def say(hidden, weight, bias, target, support, *, temperature, scale, cap, valid, wants):
     """Fields of one token by name, and the gradient of ``sum wants[name] * field`` by every hidden . weight_v.
 
-    ``support`` is the kept set, None where nothing was cut.
+    ``support`` is the truncated support, None for the whole vocabulary.
     """
     z, slope = logits(hidden, weight, bias, temperature=temperature, scale=scale, cap=cap, valid=valid)
     everything = range(valid)
     kept = sorted({*support, target}) if support else everything
     normaliser, whole = distribution(z, everything)
     _, among = distribution(z, kept)
-    said = {
+    text = {
         "logprobs": whole[target],
         "entropy": entropy(whole),
         "logsumexp": normaliser,
         "mean_squared_logit": math.fsum(x * x for x in z if x != -math.inf) / valid,
-        "kept_logprobs": among[target],
-        "kept_entropy": entropy(among),
+        "support_logprobs": among[target],
+        "support_entropy": entropy(among),
     }
     gradient = []
     for v in everything:
         p, q = math.exp(whole[v]), math.exp(among[v]) if v in among else 0.0
         dz = wants["logprobs"] * ((v == target) - p) + wants["logsumexp"] * p
         if p:
-            dz -= wants["entropy"] * p * (whole[v] + said["entropy"])
+            dz -= wants["entropy"] * p * (whole[v] + text["entropy"])
         if z[v] != -math.inf:
             dz += wants["mean_squared_logit"] * 2 * z[v] / valid
         if v in among:
-            dz += wants["kept_logprobs"] * ((v == target) - q)
+            dz += wants["support_logprobs"] * ((v == target) - q)
         if q:
-            dz -= wants["kept_entropy"] * q * (among[v] + said["kept_entropy"])
+            dz -= wants["support_entropy"] * q * (among[v] + text["support_entropy"])
         gradient.append(dz * slope[v])
-    return said, gradient
+    return text, gradient
 
 
 def row(hidden, weight, bias, targets, *, temperatures, scale, cap, valid, active, kept, wants):
@@ -80,7 +80,7 @@ def row(hidden, weight, bias, targets, *, temperatures, scale, cap, valid, activ
     for t, target in enumerate(targets):
         if not active[t] or target < 0:
             continue
-        said, gradient = say(
+        text, gradient = say(
             hidden[t],
             weight,
             bias,
@@ -93,7 +93,7 @@ def row(hidden, weight, bias, targets, *, temperatures, scale, cap, valid, activ
             wants={name: values[t] for name, values in wants.items()},
         )
         for name in wants:
-            fields[name][t] = said[name]
+            fields[name][t] = text[name]
         for v, slope in enumerate(gradient):
             d_bias[v] += slope
             for d in range(width):

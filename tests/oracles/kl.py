@@ -1,4 +1,4 @@
-"""KL penalties of one token at a time: value and derivative, worked out by hand.
+"""KL penalties of one token at a time: value and derivative, derived manually.
 
 Sources: Schulman, "Approximating KL divergence" (2020), for k1, k2, k3; arXiv 2402.03300, equation 4, for k3 in a
 loss. The derivative of an expectation under the policy, E[k], is E[k' + k (log policy)'].

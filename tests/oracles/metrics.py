@@ -12,14 +12,14 @@ import math
 
 
 def counted(documents, *who):
-    """(document number, token's dict) of the tokens that count and have finite log-probabilities of all of ``who``."""
-    found = []
+    """Return (document number, token's dict) of the counted tokens with finite log-probabilities of all of ``who``."""
+    results = []
     for number, document in enumerate(documents):
         for t, keep in enumerate(document["mask"]):
             token = {name: values[t] for name, values in document.items()}
             if keep and all(math.isfinite(token[name]) for name in who):
-                found.append((number, token))
-    return found
+                results.append((number, token))
+    return results
 
 
 def token_mean(documents, value, *who):
@@ -87,7 +87,7 @@ def segments(documents):
 
 
 def canonical(documents, *, lower, upper):
-    """Every canonical metric that does not need what a loss says of its terms."""
+    """Return every canonical metric that needs no output of a loss's terms."""
     there = [who for who in ("policy", "old", "sampler", "ref") if who in documents[0]]
     tokens = [token for _, token in counted(documents)]
     out = {
@@ -169,7 +169,7 @@ def regions(lower, upper):
     }
 
 
-# ---- what other systems report under their own names ---------------------------------------------------
+# ---- metrics of other systems under their own names ----------------------------------------------------
 
 
 def fast_llm(documents, *, lower, upper, sequence=False, num_documents):

@@ -1,4 +1,4 @@
-"""A step of a trainer, acted out: every rank, every micro-batch, every product and every mean that its engine takes.
+"""A simulated step of a trainer: every rank, every micro-batch, every factor and every mean of its engine.
 
 A contract is a mapping with the names of the settings; nothing is multiplied together beforehand. Source of what each
 means: the definitions of data parallelism (each rank has its own rows), context parallelism (ranks share a row), and of

@@ -31,7 +31,7 @@ class ExactRotary(nn.Module):
 
     def __init__(self, head_dim, theta):
         super().__init__()
-        # Models hold the inverse frequencies in float32; the truth of such a model uses those numbers.
+        # Models hold the inverse frequencies in float32; the ground truth of such a model uses those numbers.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
         self.inverse = (1.0 / (theta**exponents)).double()
 
@@ -53,11 +53,11 @@ class ExactMixture(nn.Module):
         for token in x[0]:
             probabilities = torch.softmax(self.gate.weight @ token, dim=0)
             chosen = sorted(range(len(probabilities)), key=lambda e: -probabilities[e].item())[: self.gate.top_k]
-            found = 0.0
+            result = 0.0
             for expert in chosen:
                 gate, up = (up_of[expert] @ token).tensor_split(2)
-                found = found + probabilities[expert] * (down_of[expert] @ (gate / (1 + torch.exp(-gate)) * up))
-            rows.append(found / sum(probabilities[expert] for expert in chosen))
+                result = result + probabilities[expert] * (down_of[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+            rows.append(result / sum(probabilities[expert] for expert in chosen))
         return torch.stack(rows).unsqueeze(0)
 
 
@@ -162,7 +162,7 @@ def document_logprobs(model, documents, *, temperature=1.0):
 
 
 def policy_step(model, documents, logprobs, values, *, weight, gradient_weight=None):
-    """Loss and every gradient of a loss that may look at whole documents, and at several at once.
+    """Return loss and every gradient of a loss that may couple tokens of documents, and several documents.
 
     Args:
         model: from `exact`.
@@ -177,12 +177,12 @@ def policy_step(model, documents, logprobs, values, *, weight, gradient_weight=N
         loss (float), gradients by parameter name.
     """
     model.zero_grad(set_to_none=True)
-    found = values(documents, logprobs)
+    result = values(documents, logprobs)
     loss, driving = 0.0, []
     for number in range(len(documents)):
         for t in trained(documents[number]):
-            loss += weight(number) * found[number][t].item()
-            driving.append((gradient_weight or weight)(number) * found[number][t])
+            loss += weight(number) * result[number][t].item()
+            driving.append((gradient_weight or weight)(number) * result[number][t])
     if driving:
         torch.stack(driving).sum().backward(retain_graph=True)
     gradients = {
@@ -233,11 +233,11 @@ def gspo_with_kl(low, high, coefficient):
         ratios = log_ratios(document, logprobs)
         if not ratios:
             return {}
-        ratio, found = torch.exp(sum(ratios.values()) / len(ratios)), {}
+        ratio, result = torch.exp(sum(ratios.values()) / len(ratios)), {}
         for t, gap in log_ratios(document, logprobs, "sampler_logprobs").items():
             penalty = coefficient * ratio * (torch.exp(-gap) - 1 + gap)
-            found[t] = clipped(ratio, document["advantages"][t], low, high) + penalty
-        return found
+            result[t] = clipped(ratio, document["advantages"][t], low, high) + penalty
+        return result
 
     return values
 
@@ -250,7 +250,7 @@ def gspo_of_kept(low, high, smallest, greatest, veto):
 
     @each_document
     def values(document, logprobs):
-        ratios, found = log_ratios(document, logprobs), {}
+        ratios, result = log_ratios(document, logprobs), {}
         weights = {t: math.exp(document["old_logprobs"][t] - document["sampler_logprobs"][t]) for t in ratios}
         whole = min(weights.values(), default=1.0) >= veto
         kept = [t for t, w in weights.items() if whole and smallest <= w <= greatest]
@@ -258,10 +258,10 @@ def gspo_of_kept(low, high, smallest, greatest, veto):
             if t in kept:
                 ratio = torch.exp(sum(ratios[s] for s in kept) / len(kept))
                 advantage = sum(document["advantages"][s] for s in kept) / len(kept)
-                found[t] = weights[t] * clipped(ratio, advantage, low, high)
+                result[t] = weights[t] * clipped(ratio, advantage, low, high)
             else:
-                found[t] = 0.0 * ratios[t]
-        return found
+                result[t] = 0.0 * ratios[t]
+        return result
 
     return values
 
@@ -271,16 +271,16 @@ def gspo_of_segments(low, high):
 
     @each_document
     def values(document, logprobs):
-        ratios, found, run = log_ratios(document, logprobs), {}, []
+        ratios, result, run = log_ratios(document, logprobs), {}, []
         for t in range(len(document["tokens"]) + 1):
             if t in ratios:
                 run.append(t)
                 continue
             for member in run:
                 ratio = torch.exp(sum(ratios[other] for other in run) / len(run))
-                found[member] = clipped(ratio, document["advantages"][member], low, high)
+                result[member] = clipped(ratio, document["advantages"][member], low, high)
             run = []
-        return found
+        return result
 
     return values
 
@@ -289,8 +289,8 @@ def luspo(low, high):
     """GSPO times the length of the document."""
     plain = gspo(low, high)
     return lambda documents, logprobs: [
-        {t: len(trained(document)) * value for t, value in found.items()}
-        for document, found in zip(documents, plain(documents, logprobs), strict=True)
+        {t: len(trained(document)) * value for t, value in result.items()}
+        for document, result in zip(documents, plain(documents, logprobs), strict=True)
     ]
 
 
@@ -327,13 +327,13 @@ def vespo(k_positive, lambda_positive, k_negative, lambda_negative, bound=None):
                 min(document["old_logprobs"][t] - document["sampler_logprobs"][t], math.log(bound))
                 for t in trained(document)
             )
-        found = {}
+        results = {}
         for t in trained(document):
             advantage = document["advantages"][t]
             k, rate = (k_positive, lambda_positive) if advantage >= 0 else (k_negative, lambda_negative)
             phi = math.exp(rate + k * log_weight - rate * math.exp(log_weight))
-            found[t] = -phi * advantage * logprobs[t]
-        return found
+            results[t] = -phi * advantage * logprobs[t]
+        return results
 
     return values
 
@@ -344,17 +344,17 @@ def ppo_with_sequence_weight(low, high, bound, mean):
     @each_document
     def values(document, logprobs):
         gaps = [document["old_logprobs"][t] - document["sampler_logprobs"][t] for t in trained(document)]
-        found = {}
+        results = {}
         for t, d in log_ratios(document, logprobs).items():
             weight = min(math.exp(sum(gaps) / (len(gaps) if mean else 1)), bound)
-            found[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
-        return found
+            results[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
+        return results
 
     return values
 
 
 def inside(document, low, high):
-    """Whether old / sampler of each token lies between two bounds, by place; untrained tokens too."""
+    """Return whether old / sampler of each token lies between two bounds, by position; untrained tokens too."""
     return [
         low <= math.exp(o - s) <= high
         for o, s in zip(document["old_logprobs"], document["sampler_logprobs"], strict=True)
@@ -366,11 +366,11 @@ def ppo_with_token_gate(low, high, smallest, greatest):
 
     @each_document
     def values(document, logprobs):
-        kept, found = inside(document, smallest, greatest), {}
+        kept, result = inside(document, smallest, greatest), {}
         for t, d in log_ratios(document, logprobs).items():
             weight = math.exp(document["old_logprobs"][t] - document["sampler_logprobs"][t]) if kept[t] else 0.0
-            found[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
-        return found
+            result[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
+        return result
 
     return values
 
@@ -387,9 +387,9 @@ def ppo_with_normalised_weight(low, high, bound):
         return [
             {
                 t: weight[t] / mean * clipped(torch.exp(d), document["advantages"][t], low, high)
-                for t, d in log_ratios(document, said).items()
+                for t, d in log_ratios(document, text).items()
             }
-            for document, said, weight in zip(documents, logprobs, weights, strict=True)
+            for document, text, weight in zip(documents, logprobs, weights, strict=True)
         ]
 
     return values
@@ -399,10 +399,10 @@ def dpo(beta):
     """Minus log sigmoid of the margin of the chosen over the rejected document, on every token of both."""
 
     def values(documents, logprobs):
-        found = []
+        results = []
         for document in documents:
             if not trained(document):
-                found.append({})
+                results.append({})
                 continue
             pair = [d for d in range(len(documents)) if documents[d]["group_id"] == document["group_id"]]
             chosen, rejected = sorted(pair, key=lambda d: -documents[d]["reward"])
@@ -410,8 +410,8 @@ def dpo(beta):
                 log_ratios(documents[rejected], logprobs[rejected], "ref_logprobs").values()
             )
             loss = torch.log(1 + torch.exp(-beta * margin))
-            found.append(dict.fromkeys(trained(document), loss))
-        return found
+            results.append(dict.fromkeys(trained(document), loss))
+        return results
 
     return values
 

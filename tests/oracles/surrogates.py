@@ -7,7 +7,7 @@ reward, group. Every surrogate is two functions over all documents of a batch:
     gradient(documents, weights, **parameters)          d(sum of weight * value) / d(policy log-probability)
 
 ``frozen`` holds the log-probabilities that stand under a stop-gradient; a finite difference moves ``documents`` and
-leaves ``frozen`` where it was. Gradients are written out by hand from the formulas, not by differentiation.
+leaves ``frozen`` where it was. Gradients are written out from the formulas, not by differentiation.
 
 Sources: PPO 1707.06347; dual clip 1912.09729; INTELLECT-2 2505.07291; MiniMax-M1 (CISPO) 2506.13585; GSPO 2507.18071;
 GMPO 2507.20673; SAPO 2511.20347; VESPO 2602.10693; LUSPO 2602.05261; GPG 2504.02546; DPPO 2602.04879; DRO 2405.19107;
@@ -38,7 +38,7 @@ def ppo_of_ratio(r, a, *, clip_low, clip_high, dual_clip=None, delta=None):
 
 
 def slope_of_ppo(r, a, **bounds):
-    """d value / d log r: the ratio's own branch is the one whose value it has."""
+    """Return d value / d log r: the ratio's own branch is the one whose value it has."""
     return -r * a if ppo_of_ratio(r, a, **bounds) == -(r * a) else 0.0
 
 
@@ -308,33 +308,33 @@ def gspo_token_gradient(documents, weights, *, anchor="old", level="document", l
 
 def cispo_of_parts(documents, *, anchor, level, log_clamp=None, **bounds):
     """The truncated weight of each token: of its own ratio, or of the geometric mean over its document or segment."""
-    found = zeros(documents)
+    result = zeros(documents)
     for number, document in enumerate(documents):
         parts = [[t] for t in counted(document)] if level == "token" else parts_of(document, level)
         for part in parts:
             ratio = mean_log_ratio(document, part, anchor)
-            held = ratio if log_clamp is None else clip(ratio, -log_clamp, log_clamp)
+            clamped = ratio if log_clamp is None else clip(ratio, -log_clamp, log_clamp)
             for t in part:
-                found[number][t] = cispo_weight(held, 0.0, **bounds)
-    return found
+                result[number][t] = cispo_weight(clamped, 0.0, **bounds)
+    return result
 
 
 def cispo_value(documents, frozen, *, anchor="old", level="token", **bounds):
     weights = cispo_of_parts(frozen, anchor=anchor, level=level, **bounds)
-    found = zeros(documents)
+    result = zeros(documents)
     for number, document in enumerate(documents):
         for t in counted(document):
-            found[number][t] = -document["advantages"][t] * weights[number][t] * document["policy"][t]
-    return found
+            result[number][t] = -document["advantages"][t] * weights[number][t] * document["policy"][t]
+    return result
 
 
 def cispo_gradient(documents, weights, *, anchor="old", level="token", **bounds):
     truncated = cispo_of_parts(documents, anchor=anchor, level=level, **bounds)
-    found = zeros(documents)
+    result = zeros(documents)
     for number, document in enumerate(documents):
         for t in counted(document):
-            found[number][t] = -document["advantages"][t] * truncated[number][t] * weights[number][t]
-    return found
+            result[number][t] = -document["advantages"][t] * truncated[number][t] * weights[number][t]
+    return result
 
 
 def luspo_value(documents, frozen, **parameters):
@@ -419,14 +419,14 @@ def covariances(documents):
 
 
 def clip_cov_candidates(documents, *, anchor="old", clip_low, clip_high, cov_low, cov_high):
-    found = set()
+    results = set()
     for cov, d, t in covariances(documents):
         document = documents[d]
         r, a = math.exp(document["policy"][t] - document[anchor][t]), document["advantages"][t]
         clipped_by_ppo = clip(r, 1 - clip_low, 1 + clip_high) * a < r * a
         if cov_low < cov < cov_high and not clipped_by_ppo:
-            found.add((d, t))
-    return found
+            results.add((d, t))
+    return results
 
 
 def clip_cov_value(documents, frozen, *, anchor="old", clip_low, clip_high, cov_fraction, cov_low, cov_high):
@@ -467,7 +467,7 @@ def kl_cov_gradient(documents, weights, *, anchor="old", cov_fraction, cov_coeff
     return out
 
 
-# -- preference pairs and rewarded answers ---------------------------------------------------------------------
+# -- preference pairs and rewarded completions -----------------------------------------------------------------
 
 
 def pairs_of(documents):
@@ -548,7 +548,7 @@ def total(kind, documents, frozen, weights, **parameters):
 
 
 def finite_differences(kind, documents, weights, *, step=1e-5, **parameters):
-    """d(total) / d(policy log-probability) by central differences, what is under a stop-gradient held still."""
+    """Return d(total) / d(policy log-probability) by central differences, with frozen stop-gradients."""
     out = zeros(documents)
     for d, document in enumerate(documents):
         for t in counted(document):

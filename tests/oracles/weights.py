@@ -1,4 +1,4 @@
-"""What a token's loss is multiplied with, written from the published formulas, one document at a time.
+"""Weights of token losses, written from the published formulas, one document at a time.
 
 Sources, with m_it the mask, L_i = sum_t m_it, and everything counted over the whole optimizer step:
 token 1/sum_i L_i: DAPO, arXiv 2503.14476, equation 8. document 1/(N L_i): DeepSeekMath, arXiv 2402.03300, equation 3.
@@ -13,7 +13,7 @@ from __future__ import annotations
 def document_weight(
     documents, number, denominator, *, constant=None, documents_counted="trained", kept=None, rows=None
 ):
-    """The weight of each trained token of one document.
+    """Return the weight of each trained token of one document.
 
     Args:
         documents: dicts with tokens, loss_mask and, where needed, group_id, rollout_id, reward.
@@ -68,7 +68,7 @@ def gradient_weight(documents, number, denominator, *, gradient_divisor=1.0, nor
     """The same for the gradient: divided once more by a constant, or by the number of documents of the step.
 
     Source: DeepSpeed divides a gradient, and not the loss, by accumulation steps times ranks; a Fast-LLM branch copied
-    that as gradient / M**2 beside loss / M (ServiceNow/Fast-LLM#502).
+    that as gradient / M**2 with loss / M (ServiceNow/Fast-LLM#502).
     """
     weight = document_weight(documents, number, denominator, **settings) / gradient_divisor
     if normalize_by_documents:

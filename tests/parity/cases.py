@@ -1,4 +1,4 @@
-"""What a rank does in a parity test: the workbench's own step on documents handed in, results as plain data."""
+"""One rank of a parity test: the workbench's own step on given documents, results as plain data."""
 
 from __future__ import annotations
 

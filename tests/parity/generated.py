@@ -1,8 +1,8 @@
-"""Combinations nobody wrote down, drawn from a seed: what a layout may be, times how it is packed, times the head.
+"""Generated combinations, drawn from a seed: layouts times packings times heads.
 
     python -m tests.parity.generated     runs all of them and writes experiments/generated_layouts.json
 
-Nothing is left out of a draw because it cannot work: what no rank could do must be refused, in words, on every rank,
+Nothing is left out of a draw because it cannot work: an invalid combination must be refused on every rank,
 and `refusal` says here which those are, by the arithmetic alone.
 """
 
@@ -26,7 +26,8 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.cases import one_step
 from tests.parity.test_oracle import LOSS, documents_near, oracle
 from workbench.errors import WorkbenchError
-from workbench.specs.run import RunSpec, parse_spec
+from workbench.specs.reading import parse_spec
+from workbench.specs.run import RunSpec
 
 RECORD = Path(__file__).parents[2] / "experiments/generated_layouts.json"
 BAR = 1e-12
@@ -99,7 +100,7 @@ class Combination:
         if packing == "filled":
             data = {"micro_batch_tokens": 64}
         if packing == "longer":
-            data["multiple_of"] = 48 * 4  # more than any layout here asks for, and a multiple of it
+            data["multiple_of"] = 48 * 4  # more than any layout here needs, and a multiple of it
         head = {
             "auto": {},
             "chunked": {"logprobs": "chunked", "chunk_tokens": 16},
@@ -116,7 +117,7 @@ class Combination:
 
     @property
     def ask(self) -> tuple:
-        """What decides the truth."""
+        """Return the settings that determine the ground truth."""
         return tuple(self.chosen[name] for name in ("documents", "tied", "temperature", "denominator"))
 
     def __str__(self) -> str:
@@ -140,7 +141,7 @@ def group(world: int, first: int) -> list[Combination]:
 
 
 def refusal(combination: Combination) -> str | None:
-    """What the refusal of a combination must name; None where there is nothing to refuse."""
+    """Return the required text of the refusal of a combination; None if it is valid."""
     c, chosen = combination, combination.chosen
     if chosen["attention"] == "hybrid" and (c.cp % chosen["ulysses"] or chosen["ulysses"] == 1 < c.cp):
         return "ulysses"
@@ -160,7 +161,7 @@ def truth(documents: int, tied: bool, temperature: float, denominator: str) -> t
 
 
 def steps_or_refusals(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
-    """What a rank does: each case a step, or the words in which it was refused."""
+    """On a rank: each case is a step, or the message of its refusal."""
     answers = []
     for settings, documents in cases:
         try:
@@ -172,7 +173,7 @@ def steps_or_refusals(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
 
 
 def judged(combinations: list[Combination], folder: Path) -> list[dict]:
-    """Run combinations of equally many ranks, and say of each how far it was from the truth, or how it was refused.
+    """Run combinations of equally many ranks, and return the distance of each from the ground truth, or its refusal.
 
     Raises:
         RanksError: a rank hung, or raised what is no refusal.
@@ -183,23 +184,23 @@ def judged(combinations: list[Combination], folder: Path) -> list[dict]:
 
 
 def verdict(combination: Combination, answers: list[dict]) -> dict:
-    """What all ranks' answers are worth: met, refused as it must be, or wrong; and how far the worst of them is off."""
+    """Judge the results of all ranks: correct, refused as required, or wrong; and the distance of the worst of them."""
     expected = refusal(combination)
-    said = {answer.get("refused", "") for answer in answers}
-    if expected is not None or said != {""}:
-        right = expected is not None and all(expected in words for words in said)
+    texts = {answer.get("refused", "") for answer in answers}
+    if expected is not None or texts != {""}:
+        right = expected is not None and all(expected in words for words in texts)
         return {
             "combination": str(combination),
             "verdict": "refused" if right else "wrong",
             "expected": expected,
-            "said": sorted(said),
+            "said": sorted(texts),
         }
     loss, gradients, logprobs = truth(*combination.ask)[1]
     flat = torch.tensor([value for document in logprobs for value in document], dtype=torch.float64)
     worst = {"loss": 0.0, "gradient": 0.0, "log-probability": 0.0}
     for answer in answers:
         where = answer["tokens"]["trained"]
-        found = {
+        results = {
             "loss": abs(answer["loss"] - loss) / max(1, abs(loss)),
             "gradient": max(distances(answer["gradients"], gradients).values()),
             "log-probability": float((answer["tokens"]["policy_logprobs"][where] - flat[where]).abs().max()),
@@ -207,7 +208,7 @@ def verdict(combination: Combination, answers: list[dict]) -> dict:
         assert answer["gradients"].keys() == gradients.keys(), f"{combination}: other parameters"
         # NaN is the worst of all, and max forgets it
         worst = {
-            name: max(value, found[name]) if found[name] == found[name] else float("inf")
+            name: max(value, results[name]) if results[name] == results[name] else float("inf")
             for name, value in worst.items()
         }
     met = all(value <= BAR for value in worst.values())
@@ -221,11 +222,11 @@ def fingerprint() -> str:
 
 def pairs(combinations: list[Combination]) -> set[tuple]:
     """Every two choices that were met together."""
-    found = set()
+    results = set()
     for c in combinations:
         held = {"cp": c.cp, "tp": c.tp, "dp": c.dp, **c.chosen}
-        found |= set(itertools.combinations(sorted((name, str(value)) for name, value in held.items()), 2))
-    return found
+        results |= set(itertools.combinations(sorted((name, str(value)) for name, value in held.items()), 2))
+    return results
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Combinations nobody wrote down, drawn from a seed: what is trained, and two ways to lay it out that must agree."""
+"""Generated combinations, drawn from a seed: a training, and two layouts of it that must agree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FILLED = 128
 
 @dataclass(frozen=True)
 class Draw:
-    """What is trained, and how it is laid out.
+    """A training and its layout.
 
     Attributes:
         number: of the draw.
@@ -138,12 +138,12 @@ def drawn(number: int) -> Draw:
 
 @functools.cache
 def oracle() -> Oracle:
-    """Where the documents are from."""
+    """Return the source of the documents."""
     return Oracle(11)
 
 
 @functools.cache
 def on_one_rank(number: int) -> dict:
-    """What one rank finds."""
+    """Return the results of one rank."""
     draw = drawn(number)
     return train(draw.settings(laid_out=False), oracle().documents, dealt=draw.dealt(laid_out=False))

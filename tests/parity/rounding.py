@@ -1,4 +1,4 @@
-"""How much the error of a right layout differs from one rank's in float32, by rounding alone.
+"""Spread of the error of a correct layout relative to one rank's in float32, by rounding alone.
 
     python -m tests.parity.rounding     measures it (simulated ranks) and writes experiments/float32_rounding.json
 
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from workbench.compare.align import PARAMETER_FACTOR, WHOLE_FACTOR, Subject, compare_runs
+from workbench.compare.align import Subject, compare_runs
+from workbench.compare.distances import PARAMETER_FACTOR, WHOLE_FACTOR
 from workbench.records.directory import RunDirectory
 from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
@@ -62,7 +63,7 @@ def weights(seed: int, folder: Path) -> Path:
 
 
 def ratios(seed: int, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
-    """By layout: distances to the truth in one rank's, of whole gradients and of parameters, over all steps."""
+    """Return by layout the distances to the ground truth relative to one rank's, of gradients and of parameters."""
     model = {"source": str(weights(seed, folder / "policy"))}
     base = {
         "model": model,
@@ -99,7 +100,7 @@ def summary(values: list[float]) -> dict:
 
 
 def record(found: dict[str, list[tuple[list[float], list[float]]]]) -> dict:
-    """What is saved of the ratios of all seeds, by layout."""
+    """Return the saved summary of the ratios of all seeds, by layout."""
     made = {
         "command": "python -m tests.parity.rounding",
         "seeds": len(SEEDS),
@@ -117,14 +118,14 @@ def record(found: dict[str, list[tuple[list[float], list[float]]]]) -> dict:
 
 def main() -> None:
     torch.set_num_threads(1)
-    found: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in LAYOUTS}
+    results: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in LAYOUTS}
     for seed in SEEDS:
         with tempfile.TemporaryDirectory() as folder:
             for name, both in ratios(seed, Path(folder)).items():
-                found[name].append(both)
-        worst = {name: [f"{max(values):.2f}" for values in seeds[-1]] for name, seeds in found.items()}
+                results[name].append(both)
+        worst = {name: [f"{max(values):.2f}" for values in seeds[-1]] for name, seeds in results.items()}
         sys.stdout.write(f"seed {seed}: {worst}\n")
-    RECORD.write_text(json.dumps(record(found), indent=1) + "\n")
+    RECORD.write_text(json.dumps(record(results), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Losses on whole documents, and denominators: settings of a run beside what the oracle is asked."""
+"""Losses on whole documents, and denominators: settings of a run with the arguments of the oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from tests.helpers.batches import nasty_documents, near_policy
 from tests.oracles import step as paper
 from tests.oracles.weights import document_weight, gradient_weight
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.decoder import tiny_qwen3
 
 GSPO = {"name": "gspo", "surrogate": {"clip_low": 0.05, "clip_high": 0.08}}
 PPO = {"name": "ppo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}}
@@ -89,9 +89,9 @@ DENOMINATORS = {
         "rollout": {"denominator": "rollout"},
         "group_length": {"denominator": "group_length"},
         "raw": {"denominator": "raw"},
-        "all_documents": {"denominator": "document_sum", "documents_counted": "all"},
-        "two_weights": {"denominator": "document_sum", "normalize_by_documents": True},
-        "gradient_divisor": {"denominator": "token", "gradient_divisor": 3.0},
+        "all_documents": {"denominator": "document_sum", "compat": {"documents_counted": "all"}},
+        "two_weights": {"denominator": "document_sum", "compat": {"normalize_by_documents": True}},
+        "gradient_divisor": {"denominator": "token", "compat": {"gradient_divisor": 3.0}},
     }.items()
 }
 """The same for every denominator, under one loss."""
@@ -146,6 +146,7 @@ class Oracle:
         if settings.pop("kept", False):
             settings["kept"] = [paper.inside(d, GATE["ratio_low"], GATE["ratio_high"]) for d in self.documents]
         settings = {"constant" if k == "denominator_constant" else k: v for k, v in settings.items()}
+        settings |= settings.pop("compat", {})
         further = {k: settings.pop(k) for k in ("gradient_divisor", "normalize_by_documents") if k in settings}
         return paper.policy_step(
             self.model,
@@ -166,10 +167,10 @@ def with_groups(documents: list[dict], seed: int) -> list[dict]:
     order = [d for d, document in enumerate(documents) if any(document["loss_mask"])]
     assert len(order) % 2 == 0, "the trained documents must make pairs"
     rng.shuffle(order)
-    found = []
+    results = []
     for number, document in enumerate(documents):
         place = order.index(number) if number in order else None
-        found.append(
+        results.append(
             document
             | {
                 "group_id": 100 + number if place is None else place // 2,
@@ -184,7 +185,7 @@ def with_groups(documents: list[dict], seed: int) -> list[dict]:
                 ],
             }
         )
-    return found
+    return results
 
 
 def settings(layout: dict, case, **more) -> dict:

@@ -1,4 +1,4 @@
-"""Somebody else's trainer, aligned: its gradients are those of a stock model walked through the paper.
+"""An aligned external trainer: its gradients are those of the oracle on a stock model.
 
 The trainer has a device mesh of its own, rows under (a stand-in for) torch's context parallelism, and an engine: a
 plain sum over ranks, DDP or FSDP2 as they come, which average. Four gloo ranks, dp x cp = 2 x 2; masks differ by rank,
@@ -18,9 +18,9 @@ from tests.helpers.ranks import run_ranks
 from tests.oracles import step as paper
 from workbench.parallel_loss.adjoints import local_to_global
 from workbench.parallel_loss.align import align_loss
+from workbench.policy.attention import with_torch_attention
+from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.precision import lift_to_float64
-from workbench.policy.tiny import tiny_qwen3
-from workbench.policy.torch_attention import with_torch_attention
 from workbench.sharding.collectives import sum_identity, sum_sum
 from workbench.specs.losses import LossSpec
 
@@ -88,8 +88,8 @@ def train_once(mesh, engine, spec, documents, micro_batches):
             fully_shard(layer, mesh=mesh._flatten())
         fully_shard(model, mesh=mesh._flatten())
     align = align_loss(mesh, engine=ENGINES[engine])
-    mine = documents[mesh["dp"].get_local_rank() * 3 :][:3]
-    cuts = [mine] if micro_batches == 1 else [mine[:2], mine[2:]]
+    local = documents[mesh["dp"].get_local_rank() * 3 :][:3]
+    cuts = [local] if micro_batches == 1 else [local[:2], local[2:]]
     batches = [as_rows(cut) for cut in cuts]
     counts = align.row_counts([batch["mask"] for batch in batches])
     loss = 0.0
@@ -118,7 +118,7 @@ PAIRS = {"all-reduce backward": sum_sum, "identity backward": sum_identity}
 
 
 def gradient_of_pairs():
-    """d/dw of (sum over ranks of w x)^2 by what completes the sum, and by engine; x of one rank is 0."""
+    """Return d/dw of (sum over ranks of w x)^2 by the completing collective, and by engine; x of one rank is 0."""
     import torch.distributed as dist
 
     align = align_loss(cp=dist.group.WORLD, engine="sum")
@@ -128,13 +128,13 @@ def gradient_of_pairs():
         )
         for engine in ("sum", "mean")
     }
-    found = {}
+    results = {}
     for name, complete in completions.items():
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         complete(weight * align.cp.rank, align.cp).square().backward()
         dist.all_reduce(weight.grad)
-        found |= {(name, "sum"): float(weight.grad), (name, "mean"): float(weight.grad) / align.cp.size}
-    return found
+        results |= {(name, "sum"): float(weight.grad), (name, "mean"): float(weight.grad) / align.cp.size}
+    return results
 
 
 def test_an_adjoint_belongs_to_an_engine(tmp_path):
@@ -150,8 +150,8 @@ def test_an_adjoint_belongs_to_an_engine(tmp_path):
         ("sum", "mean"): 1 / ranks,
         ("mean", "sum"): ranks,
     }
-    for found in run_ranks(gradient_of_pairs, ranks, tmp_path):
-        assert {pair: gradient / truth for pair, gradient in found.items()} == pytest.approx(expected, rel=1e-14)
+    for result in run_ranks(gradient_of_pairs, ranks, tmp_path):
+        assert {pair: gradient / truth for pair, gradient in result.items()} == pytest.approx(expected, rel=1e-14)
 
 
 def truth(name, documents):
@@ -194,8 +194,8 @@ def test_a_trainer_that_is_aligned_has_the_papers_gradients(tmp_path):
     )
     for number, (engine, name, case, cut) in enumerate(combinations):
         expected_loss, expected = truths[name, case]
-        for rank, found in enumerate(answers):
+        for rank, result in enumerate(answers):
             context = f"{engine}, {name}, {case}, {cut} micro-batches, rank {rank}"
-            loss, gradients = found[number]
+            loss, gradients = result[number]
             assert loss == pytest.approx(expected_loss, rel=1e-12, abs=1e-13), context
             assert_float64_parity(gradients, expected, context=context)

@@ -12,7 +12,7 @@ from tests.oracles.step import exact, grpo_step
 from tests.parity.cases import many_steps
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER, documents_near, oracle
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.decoder import tiny_qwen3
 
 LAYOUTS = {
     2: {
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def windowed(folder):
-    """A saved Qwen3 whose first and last layers see four tokens."""
+    """A saved Qwen3 with a window of four tokens in its first and last layers."""
     model = tiny_qwen3(19, seed=3)
     model.config.use_sliding_window, model.config.sliding_window = True, 4
     model.config.layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -48,7 +48,7 @@ def windowed(folder):
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory):
-    """Documents, settings and the oracle's answers, computed once."""
+    """Documents, settings and the oracle's results, computed once."""
     folder = tmp_path_factory.mktemp("windowed")
     documents, untied = documents_near(11), documents_near(11, tied=False)
     lonely = [d for d in documents if sum(d["loss_mask"]) == 0] + [max(documents, key=lambda d: len(d["tokens"]))]
@@ -78,5 +78,5 @@ def test_a_layout_gives_the_oracles_gradients(world, truth, tmp_path):
             torch.testing.assert_close(actual["tokens"]["policy_logprobs"][where], flat[where], rtol=0, atol=1e-12)
 
 
-def test_a_window_changes_what_is_said(truth):
+def test_a_window_changes_the_outputs(truth):
     assert abs(truth["window"][2][0] - truth["token"][2][0]) > 1e-3

@@ -9,7 +9,7 @@ from tests.helpers.bridges import WAYS, cross, crosses, even_samples, grid, list
 from tests.helpers.ranks import run_ranks
 from tests.oracles import bridge as oracle
 from workbench.sharding.bridge import Crossing, GridGroups, connect, declare
-from workbench.sharding.given_groups import world_axis
+from workbench.sharding.mesh import world_axis
 
 EVERY = [(source, destination) for ranks in range(1, 17) for source, destination in pairs(ranks)]
 SOME = random.Random(11).sample(EVERY, 60)
@@ -47,7 +47,7 @@ def all_ways(source, destination):
 
 
 @pytest.mark.parametrize(("source", "destination"), SOME, ids=str)
-def test_a_pair_is_what_global_tensors_say(source, destination):
+def test_a_pair_matches_global_tensors(source, destination):
     ways = list(all_ways(source, destination))
     samples, delivery, order, more = random.Random(f"which of {source} {destination}").choice(ways)
     right, _ = crosses(source, destination, samples, delivery, order, **more)
@@ -56,7 +56,7 @@ def test_a_pair_is_what_global_tensors_say(source, destination):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 17))
-def test_every_pair_is_what_global_tensors_say(ranks):
+def test_every_pair_matches_global_tensors(ranks):
     wrong = [
         (source, destination, *way)
         for source, destination in pairs(ranks)
@@ -67,7 +67,7 @@ def test_every_pair_is_what_global_tensors_say(ranks):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_each_path_is_taken_where_it_is_said_to_be(name):
+def test_each_pair_takes_its_declared_path(name):
     *problem, path = NAMED[name]
     assert crosses(*problem) == (True, path)
 
@@ -78,26 +78,26 @@ def test_grids_may_begin_at_any_rank():
 
 
 def named_on_gloo():
-    """On a real rank: every named pair, in both layouts of the tensor, with and without being asked."""
+    """On a real rank: every named pair, in both layouts of the tensor, with and without `checked`."""
     groups = GridGroups(world_axis())
     return {
         name: [
-            cross(groups, *problem, truth(*problem[:4], layout=layout), layout=layout, said=said, checked=said)
-            for layout, said in (("bsh", True), ("sbh", False))
+            cross(groups, *problem, truth(*problem[:4], layout=layout), layout=layout, said=text, checked=text)
+            for layout, text in (("bsh", True), ("sbh", False))
         ]
         for name, (*problem, _) in NAMED.items()
     }
 
 
-def test_real_ranks_are_what_global_tensors_say(tmp_path):
-    for rank, found in enumerate(run_ranks(named_on_gloo, 8, tmp_path)):
+def test_real_ranks_match_global_tensors(tmp_path):
+    for rank, result in enumerate(run_ranks(named_on_gloo, 8, tmp_path)):
         for name, (source, *_, path) in NAMED.items():
             outside = rank >= source[0] * source[1] * source[2]
-            assert found[name] == [None if outside else (True, path)] * 2, (rank, name)
+            assert result[name] == [None if outside else (True, path)] * 2, (rank, name)
 
 
 def declared_on_gloo(seed):
-    """On a real rank: rows that each declares for itself, uneven, padded, wanted by many; and what single rows say."""
+    """On a real rank: rows that each declares for itself, uneven, padded, read by many; against single rows."""
     world = world_axis()
     sides = random_sides(seed, world.size)
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +116,7 @@ def all_declared_on_gloo():
     return [declared_on_gloo(seed) for seed in range(6)]
 
 
-def test_real_ranks_declare_what_they_hold(tmp_path):
+def test_real_ranks_declare_their_tokens(tmp_path):
     assert run_ranks(all_declared_on_gloo, 4, tmp_path) == [[(True, True)] * 6] * 4
 
 
@@ -150,7 +150,7 @@ def test_groups_are_shared_and_given_up(tmp_path):
 
 
 def groups_of_a_slow_rank_on_gloo():
-    """On a real rank: when the slow one had its group, and when this one went on with its own."""
+    """On a real rank: the time when the slow one had its group, and when this one continued with its own."""
     import time
 
     import torch.distributed as dist
@@ -174,6 +174,6 @@ def groups_of_a_slow_rank_on_gloo():
     return at[-1], went_on
 
 
-def test_no_rank_goes_on_before_every_rank_has_its_groups(tmp_path):
-    found = run_ranks(groups_of_a_slow_rank_on_gloo, 4, tmp_path)
-    assert min(went_on for _, went_on in found) >= found[1][0]
+def test_no_rank_continues_before_all_have_their_groups(tmp_path):
+    by_rank = run_ranks(groups_of_a_slow_rank_on_gloo, 4, tmp_path)
+    assert min(went_on for _, went_on in by_rank) >= by_rank[1][0]

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.image_steps import Case, problem, simulated, steps_of, truth
 from tests.helpers.ranks import run_ranks
-from workbench.sharding.given_groups import world_axis
+from workbench.sharding.mesh import world_axis
 
 FAN_IN, FAN_OUT, EQUAL = ((2, 1, 4), (2, 2, 2)), ((4, 1, 2), (1, 2, 4)), ((2, 1, 4), (1, 2, 4))
 SIMULATED = {
@@ -53,13 +53,13 @@ def hold(case, results, name):
     """Each step's loss and every gradient against one process."""
     expected = truth(case)
     assert len(results) == len(expected) == case.steps
-    for number, ((loss, gradients), found) in enumerate(zip(expected, results, strict=True)):
-        assert abs(float(found.loss["total"]) - loss) <= 1e-12, f"{name}, step {number}"
-        floored = assert_float64_parity(dict(found.gradients), gradients, context=f"{name}, step {number}")
+    for number, ((loss, gradients), result) in enumerate(zip(expected, results, strict=True)):
+        assert abs(float(result.loss["total"]) - loss) <= 1e-12, f"{name}, step {number}"
+        floored = assert_float64_parity(dict(result.gradients), gradients, context=f"{name}, step {number}")
         of_encoder = [one for one in gradients if one.startswith("encoder.") and "post_layernorm" not in one]
         assert not set(of_encoder) & {one for one in floored if "k_proj.bias" not in one}
         for key, gradient in gradients.items():
-            assert abs(found.norms[key] - float(gradient.norm())) <= 1e-12 * max(1.0, float(gradient.norm())), key
+            assert abs(result.norms[key] - float(gradient.norm())) <= 1e-12 * max(1.0, float(gradient.norm())), key
 
 
 @pytest.mark.parametrize("name", SIMULATED)
@@ -71,7 +71,7 @@ def test_every_gradient_is_that_of_one_process(name):
 
 
 def some_steps(cases, problems):
-    """On a real rank: what it found in each case."""
+    """On a real rank: its result in each case."""
     return {name: steps_of(case, world_axis(), problems[name])[0] for name, case in cases.items()}
 
 

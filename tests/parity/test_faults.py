@@ -28,19 +28,19 @@ def answers(tmp_path_factory):
         for fault in TOKEN_LEVEL
         for order in ("contiguous", "zigzag")
     }
-    found = run_ranks(many_steps, 2, tmp_path_factory.mktemp("faults"), list(cases.values()))[0]
-    return documents, oracle(documents), dict(zip(cases, found, strict=True))
+    result = run_ranks(many_steps, 2, tmp_path_factory.mktemp("faults"), list(cases.values()))[0]
+    return documents, oracle(documents), dict(zip(cases, result, strict=True))
 
 
 @pytest.mark.parametrize("fault", TOKEN_LEVEL)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_fault_breaks_parity(fault, order, answers):
-    _, (_, expected, _), found = answers
+    _, (_, expected, _), result = answers
     with pytest.raises(AssertionError, match="parameters differ"):
-        assert_float64_parity(found[fault, order]["gradients"], expected, context=fault)
+        assert_float64_parity(result[fault, order]["gradients"], expected, context=fault)
 
 
-def test_a_document_sum_without_its_adjoint_is_seen_by_losses_on_whole_documents_only(tmp_path):
+def test_a_missing_adjoint_of_a_document_sum_affects_only_document_losses(tmp_path):
     truth = sequence_cases.Oracle(11)
     layout, fault = LAYOUTS["cp2_contiguous"], ["document_sum_without_adjoint"]
     chosen = [sequence_cases.LOSSES["gspo"], sequence_cases.DENOMINATORS["token"]]
@@ -75,16 +75,16 @@ def test_token_counts_of_micro_batches_make_a_mean_of_means(answers):
 
 
 def test_missing_cp_factor_halves_every_gradient_and_not_the_loss(answers):
-    _, (loss, expected, _), found = answers
-    broken = found["missing_cp_factor", "zigzag"]
+    _, (loss, expected, _), result = answers
+    broken = result["missing_cp_factor", "zigzag"]
     assert broken["loss"] == pytest.approx(loss, rel=1e-12)
     doubled = {name: 2 * g for name, g in broken["gradients"].items()}
     assert_float64_parity(doubled, expected, context="twice the faulty gradient")
 
 
 def test_local_denominator_is_too_big_and_tilted(answers):
-    _, (_, expected, _), found = answers
-    broken = torch.cat([g.flatten() for g in found["local_denominator", "contiguous"]["gradients"].values()])
+    _, (_, expected, _), result = answers
+    broken = torch.cat([g.flatten() for g in result["local_denominator", "contiguous"]["gradients"].values()])
     right = torch.cat([g.flatten() for g in expected.values()])
     ratio = float(broken.norm() / right.norm())
     cosine = float(torch.nn.functional.cosine_similarity(broken, right, dim=0))
@@ -94,9 +94,9 @@ def test_local_denominator_is_too_big_and_tilted(answers):
 
 @pytest.mark.parametrize(("order", "edges"), [("contiguous", 1), ("zigzag", 2)])
 def test_shift_after_shard_loses_or_changes_the_targets_at_shard_edges_only(order, edges, answers):
-    documents, _, found = answers
+    documents, _, result = answers
     tokens = torch.tensor([t for d in documents for t in d["tokens"]])
     trained = torch.tensor([m for d in documents for m in d["loss_mask"]]).bool()
-    kept = found["shift_after_shard", order]["tokens"]
+    kept = result["shift_after_shard", order]["tokens"]
     wrong = (trained & ~kept["trained"]) | (kept["trained"] & (kept["targets"] != tokens))
     assert 1 <= int(wrong.sum()) <= edges

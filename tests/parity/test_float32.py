@@ -1,10 +1,10 @@
-"""In float32 no layout is further from the float64 truth than one rank is, times a small stated factor.
+"""In float32 no layout is further from the float64 ground truth than one rank is, times a small stated factor.
 
 Clip decisions are frozen from the float64 run (a decision that flips is an O(1) change of one token, and no measure
 of rounding); flips are counted apart. Median of 5 seeds: whole gradient within 1.5 times the one-rank run's own
 distance to the truth, every parameter within 2 times.
 
-One run is one sample of rounding, and is held to wider factors (`workbench.compare.align`), which follow from how far
+One run is one sample of rounding, and is judged by wider factors (`workbench.compare.align`), which follow from how far
 right layouts were measured to spread.
 """
 
@@ -19,7 +19,7 @@ from tests.parity import rounding
 from tests.parity.cases import many_steps, one_step
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import documents_near
-from workbench.compare.align import PARAMETER_FACTOR, WHOLE_FACTOR
+from workbench.compare.distances import PARAMETER_FACTOR, WHOLE_FACTOR
 
 SEEDS = range(5)
 RING = {"cp4_ring": {"cp": 4, "order": "document_zigzag", "attention": "ring"}}
@@ -38,14 +38,14 @@ def whole(gradients):
 @pytest.fixture(scope="module")
 def truths():
     """Per seed: documents, the float64 step, and the one-rank float32 step on the same clip decisions."""
-    found = []
+    results = []
     for seed in SEEDS:
         documents = documents_near(20 + seed)
         exact = one_step(settings({}), documents)
         plain = one_step(settings({}, precision="float32"), documents, exact["tokens"]["clipped"])
         free = one_step(settings({}, precision="float32"), documents)
-        found.append((documents, exact, plain, free))
-    return found
+        results.append((documents, exact, plain, free))
+    return results
 
 
 def test_clip_decisions_rarely_flip(truths):
@@ -65,7 +65,7 @@ def test_frozen_decisions_are_obeyed(truths):
 @pytest.fixture(scope="module")
 def answers(truths, tmp_path_factory):
     """By layout: its float32 step on every seed."""
-    found = {}
+    results = {}
     for world, names in HELD.items():
         cases = [
             (settings((LAYOUTS | RING)[name], precision="float32"), documents, exact["tokens"]["clipped"])
@@ -73,8 +73,8 @@ def answers(truths, tmp_path_factory):
             for documents, exact, _, _ in truths
         ]
         steps = iter(run_ranks(many_steps, world, tmp_path_factory.mktemp("ranks"), cases)[0])
-        found |= {name: [next(steps) for _ in truths] for name in names}
-    return found
+        results |= {name: [next(steps) for _ in truths] for name in names}
+    return results
 
 
 @pytest.mark.parametrize("name", [*HELD[2], *HELD[4]])

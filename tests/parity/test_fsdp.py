@@ -1,6 +1,6 @@
 """Data-parallel training in real gloo processes: two optimizer steps, with parameters replicated and sharded.
 
-The truth is a stock model that is walked through the paper, with an optimizer of its own. Gradients of both steps,
+The ground truth is the oracle on a stock model, with its own optimizer. Gradients of both steps,
 their norms and the weights afterwards are those of every layout, at the float64 bar.
 """
 
@@ -16,11 +16,12 @@ from tests.oracles.step import exact, grpo_step
 from tests.parity.cases import as_batch, many_steps
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER, documents_near
+from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.model import load_policy
-from workbench.policy.tiny import tiny_qwen3
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import make_mesh
-from workbench.specs.run import OptimizerSpec, RunSpec
+from workbench.specs.groups import OptimizerSpec
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.worker import build_optimizer
 
@@ -61,7 +62,7 @@ def train(given, documents):
     optimizer, steps = build_optimizer(policy, spec.optimizer), []
     for _ in range(2):
         rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)
-        found = flow.run_step(
+        result = flow.run_step(
             policy,
             flow.build_loss(spec.loss),
             rows,
@@ -70,12 +71,12 @@ def train(given, documents):
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
         )
-        norm = flow.clip_gradients(policy, found.norms, spec.optimizer.max_grad_norm)
+        norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
         optimizer.step()
         steps.append(
             (
-                float(found.loss["total"]),
-                dict(found.gradients),
+                float(result.loss["total"]),
+                dict(result.gradients),
                 norm,
                 sum(int(local.row.loss_mask_T.sum()) for local in rows),
             )
@@ -88,7 +89,7 @@ def train(given, documents):
 
 
 def train_all(cases):
-    """Several trainings in one set of processes; FSDP2 warns of what it would get wrong."""
+    """Run several trainings in one set of processes; FSDP2's warnings are expected."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return [train(*case) for case in cases]
@@ -113,7 +114,7 @@ def truth_of(documents, optimizer, *, tied):
 
 @pytest.fixture(scope="module")
 def cases():
-    """Settings without a layout, documents and the truth, by name."""
+    """Settings without a layout, documents and the ground truth, by name."""
     tied, untied = documents_near(11), documents_near(11, tied=False)
     lonely = [d for d in tied if sum(d["loss_mask"]) == 0] + [max(tied, key=lambda d: len(d["tokens"]))]
     micro, adamw, sgd = {"data": {"micro_batches": 2}}, OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]
@@ -145,12 +146,12 @@ SAMPLE = {
 
 
 def check(asked, cases, folder):
-    """Trainings in one set of processes, each held to its truth."""
+    """Run trainings in one set of processes, each compared with its ground truth."""
     given = [(settings(LAYOUTS[layout] | HOW[how], **cases[case][0]), cases[case][1]) for layout, case, how in asked]
     axes = LAYOUTS[asked[0][0]]
     answers = run_ranks(train_all, axes.get("dp", 1) * axes.get("cp", 1) * axes.get("tp", 1), folder, given)
-    for rank, found in enumerate(answers):
-        for (layout, case, how), actual in zip(asked, found, strict=True):
+    for rank, result in enumerate(answers):
+        for (layout, case, how), actual in zip(asked, result, strict=True):
             context, (_, _, (steps, weights)) = f"{layout}, {case}, {how}, rank {rank}", cases[case]
             for (loss, gradients, norm, _), (paper_loss, paper, paper_norm) in zip(actual["steps"], steps, strict=True):
                 assert abs(loss - paper_loss) <= 1e-12 * max(1, abs(paper_loss)), context
@@ -163,7 +164,7 @@ def check(asked, cases, folder):
                 assert actual["held"] < 1.05 / ranks * sum(w.numel() for w in weights.values()), "a rank holds its part"
     for number, (layout, case, _) in enumerate(asked):
         if case == "idle_rank" and "dp" in layout:
-            trained = [found[number]["steps"][0][3] for found in answers]
+            trained = [result[number]["steps"][0][3] for result in answers]
             assert 0 in trained, "one rank of the idle case must have had nothing to train"
 
 
@@ -173,12 +174,12 @@ def test_two_steps_are_those_of_the_paper(ranks, cases, tmp_path):
 
 
 def test_faults_are_seen_where_parameters_are_sharded(cases, tmp_path):
-    """The sums over dp x cp are in backward then; what comes after them can still go wrong."""
+    """The sums over dp x cp are in backward then; the later reductions can still go wrong."""
     _, documents, (((loss, expected, _), _), _) = cases["tied"]
     given = settings(LAYOUTS["cp2"] | SHARDED, faults=["missing_cp_factor"])
-    for [found] in run_ranks(many_steps, 2, tmp_path, [(given, documents)]):
-        assert found["loss"] == pytest.approx(loss, rel=1e-12)
-        doubled = {name: 2 * gradient for name, gradient in found["gradients"].items()}
+    for [result] in run_ranks(many_steps, 2, tmp_path, [(given, documents)]):
+        assert result["loss"] == pytest.approx(loss, rel=1e-12)
+        doubled = {name: 2 * gradient for name, gradient in result["gradients"].items()}
         assert_float64_parity(doubled, expected, context="twice the faulty gradient")
 
 

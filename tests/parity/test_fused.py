@@ -36,20 +36,20 @@ def check(layout, folder):
     world = layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1)
     for rank, answers in enumerate(run_ranks(many_steps, world, folder, asked)):
         for number, name in enumerate(chosen):
-            without, found = answers[2 * number : 2 * number + 2]
+            without, result = answers[2 * number : 2 * number + 2]
             context = f"{layout}, {name}, rank {rank}"
-            assert abs(found["loss"] - without["loss"]) <= 1e-12 * max(1, abs(without["loss"])), context
-            assert_float64_parity(found["gradients"], without["gradients"], context=context)
-            assert found["metrics"] == pytest.approx(without["metrics"], rel=1e-9, abs=1e-12, nan_ok=True), context
+            assert abs(result["loss"] - without["loss"]) <= 1e-12 * max(1, abs(without["loss"])), context
+            assert_float64_parity(result["gradients"], without["gradients"], context=context)
+            assert result["metrics"] == pytest.approx(without["metrics"], rel=1e-9, abs=1e-12, nan_ok=True), context
             trained = without["tokens"]["trained"]
             for key, values in without["tokens"].items():
-                torch.testing.assert_close(found["tokens"][key][trained], values[trained], rtol=0, atol=1e-12)
-            says = {"gspo": layout.get("cp", 1) > 1, "kl_cov": found["trained_here"] > 7}.get(name, False)
-            assert bool(found["fallbacks"]) == says, (context, found["fallbacks"])
+                torch.testing.assert_close(result["tokens"][key][trained], values[trained], rtol=0, atol=1e-12)
+            says = {"gspo": layout.get("cp", 1) > 1, "kl_cov": result["trained_here"] > 7}.get(name, False)
+            assert bool(result["fallbacks"]) == says, (context, result["fallbacks"])
             if name == "gspo" and says:
                 assert (
                     "whose tokens lie on 2 cp ranks: it is evaluated between forward and backward, 4 GEMMs"
-                    in (found["fallbacks"][0])
+                    in (result["fallbacks"][0])
                 )
 
 
@@ -67,9 +67,9 @@ def test_every_layout_gives_the_same_with_and_without(name, tmp_path):
 def test_one_rank_is_the_paper():
     documents = documents_near(11)
     expected_loss, expected, logprobs = oracle(documents)
-    found = one_step(settings({}) | CHUNKS, documents)
-    assert abs(found["loss"] - expected_loss) <= 1e-12 * max(1, abs(expected_loss))
-    assert_float64_parity(found["gradients"], expected, context="fused, one rank")
+    result = one_step(settings({}) | CHUNKS, documents)
+    assert abs(result["loss"] - expected_loss) <= 1e-12 * max(1, abs(expected_loss))
+    assert_float64_parity(result["gradients"], expected, context="fused, one rank")
     flat = torch.tensor([v for document in logprobs for v in document], dtype=torch.float64)
-    where = found["tokens"]["trained"]
-    torch.testing.assert_close(found["tokens"]["policy_logprobs"][where], flat[where], rtol=0, atol=1e-12)
+    where = result["tokens"]["trained"]
+    torch.testing.assert_close(result["tokens"]["policy_logprobs"][where], flat[where], rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Sums over documents that straddle cp ranks, under a fused loss: three products where they are data, four where the
+"""Sums over documents that straddle cp ranks, under a fused loss: three GEMMs where they are data, four where the
 current policy enters them; the oracle's loss and gradients in either case."""
 
 import functools
@@ -36,7 +36,7 @@ def policy(rank, fused_loss):
 
 
 def step(loss, *, fused, layout=CP2, make=flow.build_loss, made_from_spec=True, chunk_tokens=CHUNK):
-    """One step on simulated ranks, and the products of each for every token that trains on it."""
+    """One step on simulated ranks, and the GEMMs of each for every token that trains on it."""
     head = {"fused_loss": True, "chunk_tokens": chunk_tokens} if fused else {}
     spec = RunSpec.model_validate(
         {
@@ -59,7 +59,7 @@ def step(loss, *, fused, layout=CP2, make=flow.build_loss, made_from_spec=True, 
         held = replace(policy(mesh["dp_cp"].rank, fused), mesh=mesh, chunk_tokens=spec.policy.chunk_tokens)
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         with count_gemms(this_thread=True) as count:
-            found = flow.run_step(
+            result = flow.run_step(
                 held,
                 make(spec.loss),
                 rows,
@@ -70,7 +70,7 @@ def step(loss, *, fused, layout=CP2, make=flow.build_loss, made_from_spec=True, 
                 loss_spec=spec.loss if made_from_spec else None,
                 fused=fused,
             )
-        return found, count.rows / sum(int(local.row.loss_mask_T.sum()) for local in rows)
+        return result, count.rows / sum(int(local.row.loss_mask_T.sum()) for local in rows)
 
     return simulate(rank, dp=layout.get("dp", 1), cp=layout.get("cp", 1), tp=layout.get("tp", 1))
 
@@ -89,10 +89,10 @@ def assert_same(found, expected, context):
 def test_a_weight_of_documents_is_the_oracles_for_three_products(name):
     settings, _, denominator = LOSSES[name]
     expected_loss, expected = oracle()(LOSSES[name])
-    for found, products in step(settings | denominator, fused=True):
-        assert (products, found.fallbacks) == (3, ())
-        assert abs(float(found.loss["total"]) - expected_loss) <= 1e-12 * max(1, abs(expected_loss))
-        assert_float64_parity(found.gradients, expected, context=name)
+    for result, products in step(settings | denominator, fused=True):
+        assert (products, result.fallbacks) == (3, ())
+        assert abs(float(result.loss["total"]) - expected_loss) <= 1e-12 * max(1, abs(expected_loss))
+        assert_float64_parity(result.gradients, expected, context=name)
 
 
 DATA = {
@@ -109,18 +109,18 @@ DATA = {
 def test_a_correction_of_data_is_as_without_fusion_for_three_products(name):
     loss = {"name": "grpo", "correction": DATA[name]}
     [(expected, _)] = step(loss, fused=False, layout={})
-    for found, products in step(loss, fused=True):
-        assert (products, found.fallbacks) == (3, ())
-        assert_same(found, expected, name)
+    for result, products in step(loss, fused=True):
+        assert (products, result.fallbacks) == (3, ())
+        assert_same(result, expected, name)
 
 
-def test_a_selection_of_the_row_with_a_weight_of_documents_takes_what_the_selection_takes():
+def test_a_row_selection_with_document_weights_needs_as_many_gemms_as_the_selection():
     """The sums of documents are replayed; the selection makes every token go forward twice, and no more."""
     loss = {"name": "kl_cov", "correction": {"kind": "sequence_tis_sum", "ratio_high": 1.1}}
-    for (expected, _), (found, products) in zip(step(loss, fused=False), step(loss, fused=True), strict=True):
+    for (expected, _), (result, products) in zip(step(loss, fused=False), step(loss, fused=True), strict=True):
         assert products == 4
-        assert found.fallbacks[0].endswith("went forward twice: the loss couples the whole row")
-        assert_same(found, expected, "kl_cov")
+        assert result.fallbacks[0].endswith("went forward twice: the loss couples the whole row")
+        assert_same(result, expected, "kl_cov")
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,16 @@ def test_a_selection_of_the_row_with_a_weight_of_documents_takes_what_the_select
     ],
     ids=["gspo", "opsm", "kl", "current"],
 )
-def test_what_the_policy_enters_is_evaluated_between_forward_and_backward(loss):
+def test_sums_of_the_live_policy_are_evaluated_between_forward_and_backward(loss):
     """opsm compares the live policy without a gradient, and "current" makes it the old one."""
-    for (expected, _), (found, products) in zip(step(loss, fused=False), step(loss, fused=True), strict=True):
+    for (expected, _), (result, products) in zip(step(loss, fused=False), step(loss, fused=True), strict=True):
         assert products <= 4
-        assert "whose tokens lie on 2 cp ranks: it is evaluated between forward and backward" in found.fallbacks[0]
-        assert_same(found, expected, str(loss))
+        assert "whose tokens lie on 2 cp ranks: it is evaluated between forward and backward" in result.fallbacks[0]
+        assert_same(result, expected, str(loss))
 
 
 def own(value_of):
-    """A token loss times a sum over documents that somebody wrote on the spot."""
+    """A token loss times a sum over documents, as a user loss."""
 
     def make(spec):
         def loss(inputs):
@@ -174,15 +174,15 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_loss_that_nobody_knows_comes_out_right(name):
-    """One sum is the same for both policies that the loss is asked about, and not for the real one."""
+def test_an_undeclared_loss_is_correct(name):
+    """One sum is the same for both policies that the loss is evaluated on, and not for the real one."""
     value_of, shows = OWN[name]
     results = [step({"name": "grpo"}, fused=fused, make=own(value_of), made_from_spec=False) for fused in (False, True)]
-    for (expected, _), (found, products) in zip(*results, strict=True):
-        assert bool(found.fallbacks) == (shows != "never")
+    for (expected, _), (result, products) in zip(*results, strict=True):
+        assert bool(result.fallbacks) == (shows != "never")
         assert products == {"at once": 4, "never": 3}.get(shows, products)
         assert (products > 4) == (shows == "late")
-        assert_same(found, expected, name)
+        assert_same(result, expected, name)
 
 
 def test_products_of_simulated_tp_ranks_are_their_own():
@@ -193,7 +193,7 @@ def test_products_of_simulated_tp_ranks_are_their_own():
     def rank(mesh):
         held = load_policy("tiny-qwen3", mesh=mesh, precision="float64", seed=3, fused_loss=True, chunk_tokens=CHUNK)
         rows, _ = flow.prepare_rows(batch, spec, mesh)
-        found = fused_loss(
+        result = fused_loss(
             rows[0].hidden_states(held),
             targets_T=rows[0].row.targets_T,
             loss_fn=lambda said, places: said.logprobs_T.sum(),
@@ -201,6 +201,6 @@ def test_products_of_simulated_tp_ranks_are_their_own():
             implementation="chunked",
             **held.head_arguments(),
         )
-        return found.gemms, found.fallback
+        return result.gemms, result.fallback
 
     assert simulate(rank, tp=2) == [(3.0, None)] * 2

@@ -1,4 +1,4 @@
-"""Combinations nobody wrote down (`tests.parity.generated`): each meets the oracle, or is refused in words.
+"""Generated combinations (`tests.parity.generated`): each matches the oracle, or is refused with its reason.
 
 Some of them in every run; all of them in `make test-all`, and in the record under experiments.
 """
@@ -49,11 +49,11 @@ def test_every_combination_meets_the_oracle(chosen, tmp_path):
 
 
 def answer(combination):
-    """What a rank that is right to the bit would say."""
+    """Return the result of a rank that is bitwise correct."""
     loss, gradients, logprobs = truth(*combination.ask)[1]
-    said = torch.tensor([value for document in logprobs for value in document], dtype=torch.float64)
+    text = torch.tensor([value for document in logprobs for value in document], dtype=torch.float64)
     trained = torch.tensor([m for document in truth(*combination.ask)[0] for m in document["loss_mask"]]).bool()
-    return {"loss": loss, "gradients": gradients, "tokens": {"trained": trained, "policy_logprobs": said}}
+    return {"loss": loss, "gradients": gradients, "tokens": {"trained": trained, "policy_logprobs": text}}
 
 
 def test_one_rank_that_is_wrong_is_enough():
@@ -71,7 +71,7 @@ def test_one_rank_that_is_wrong_is_enough():
         assert verdict(combination, [right, wrong])["verdict"] == "wrong"
 
 
-def test_what_must_be_refused_is_refused_by_every_rank_for_its_reason():
+def test_an_invalid_spec_is_refused_by_every_rank_with_its_reason():
     combination = next(c for c in ALL if refusal(c) == "heads")
     assert verdict(combination, [{"refused": "4 heads over 3 ranks"}] * 2)["verdict"] == "refused"
     assert verdict(combination, [{"refused": "4 heads over 3 ranks"}, answer(combination)])["verdict"] == "wrong"
@@ -86,7 +86,7 @@ def test_choices_that_can_meet_do_meet():
             assert ((one, str(left)), (other, str(right))) in possible, f"{one}={left} never met {other}={right}"
 
 
-def test_some_of_what_is_drawn_is_impossible():
+def test_some_generated_specs_are_invalid():
     refused = [c for c in ALL if refusal(c) is not None]
     assert {refusal(c) for c in refused} == {"ulysses", "heads"}
     assert len(refused) < len(ALL) / 4

@@ -63,7 +63,7 @@ def test_a_run_of_one_rank_here_keeps_no_record_of_collectives(tmp_path):
     assert not flight_path(run, 0).exists()
 
 
-def test_the_straggler_comes_late_once(monkeypatch):
+def test_the_straggler_arrives_late_once(monkeypatch):
     """In its second step, also where all ranks are simulated in one process and share the fault."""
     slept, calls = [], []
     monkeypatch.setattr(masks, "time", stand_in(time, sleep=lambda seconds: slept.append((len(calls), seconds))))

@@ -37,7 +37,7 @@ def settings(layout, **more):
 
 @pytest.fixture(scope="module")
 def truth():
-    """Documents and the oracle's answers, computed once."""
+    """Documents and the oracle's results, computed once."""
     documents, untied = documents_near(11), documents_near(11, tied=False)
     lonely = [d for d in documents if sum(d["loss_mask"]) == 0] + [max(documents, key=lambda d: len(d["tokens"]))]
     return {

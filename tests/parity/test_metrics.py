@@ -8,7 +8,7 @@ from tests.oracles import metrics as oracle
 from tests.oracles.step import document_logprobs, exact
 from tests.parity.cases import many_steps
 from tests.parity.sequence_cases import Oracle
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.decoder import tiny_qwen3
 
 PPO = {
     "name": "ppo",
@@ -41,7 +41,7 @@ def documents():
 
 @pytest.fixture(scope="module")
 def truth(documents):
-    """The documents as the oracle of metrics wants them, log-probabilities and entropies from the stock model."""
+    """Documents for the oracle of metrics, log-probabilities and entropies from the stock model."""
     model = exact(tiny_qwen3(19, tied=True, seed=3))
     rows = []
     for document, logprobs in zip(documents, document_logprobs(model, documents), strict=True):
@@ -62,16 +62,16 @@ def truth(documents):
 
 
 def test_one_rank_reports_the_oracles_numbers(documents, truth):
-    found = many_steps([(spec(PPO), documents)])[0]["metrics"]
+    result = many_steps([(spec(PPO), documents)])[0]["metrics"]
     expected = oracle.canonical(truth, lower=0.9, upper=1.15)
-    assert expected.keys() <= found.keys()
+    assert expected.keys() <= result.keys()
     for key, value in expected.items():
-        assert found[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
+        assert result[key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
     raw = [oracle.ratio("old", "sampler")(token) for _, token in oracle.counted(truth)]
-    assert found["weight/raw/max"] == pytest.approx(max(raw))
-    assert found["weight/applied/mean"] == pytest.approx(sum(min(w, 1.02) for w in raw) / len(raw))
-    assert found["weight/truncated/fraction"] == pytest.approx(sum(w > 1.02 for w in raw) / len(raw))
-    assert 0 < found["weight/truncated/fraction"] < 1
+    assert result["weight/raw/max"] == pytest.approx(max(raw))
+    assert result["weight/applied/mean"] == pytest.approx(sum(min(w, 1.02) for w in raw) / len(raw))
+    assert result["weight/truncated/fraction"] == pytest.approx(sum(w > 1.02 for w in raw) / len(raw))
+    assert 0 < result["weight/truncated/fraction"] < 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -90,8 +90,8 @@ def test_a_ratio_of_documents_is_whole_where_documents_straddle_ranks(documents,
     ratios = oracle.document_ratios(truth)
     answers = run_ranks(many_steps, 2, tmp_path, [(spec(GSPO, LAYOUTS["cp2_zigzag"]), documents)])
     for answer in answers:
-        found = answer[0]["metrics"]
-        assert found["ratio_document/policy_old/max"] == pytest.approx(max(ratios), rel=1e-10)
-        assert found["ratio_document/policy_old/mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-10)
-        assert found["segments/trained/sum"] == oracle.segments(truth) > found["documents/trained/sum"] == len(ratios)
-        assert 0 < found["clip/region/fraction"] < 1
+        result = answer[0]["metrics"]
+        assert result["ratio_document/policy_old/max"] == pytest.approx(max(ratios), rel=1e-10)
+        assert result["ratio_document/policy_old/mean"] == pytest.approx(sum(ratios) / len(ratios), rel=1e-10)
+        assert result["segments/trained/sum"] == oracle.segments(truth) > result["documents/trained/sum"] == len(ratios)
+        assert 0 < result["clip/region/fraction"] < 1

@@ -13,7 +13,7 @@ from tests.oracles.step import exact, grpo_step
 from tests.parity.cases import many_steps, one_step
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER
-from workbench.policy.tiny import tiny_qwen3_moe
+from workbench.policy.decoder import tiny_qwen3_moe
 
 FUSED = {"policy": {"fused_loss": True}}
 LAYOUTS = {
@@ -35,7 +35,7 @@ def mixture(layout, *, tied=True, **more):
 
 @pytest.fixture(scope="module")
 def truth():
-    """Documents near the policy and what the oracle says of them, tied and untied."""
+    """Documents near the policy and the oracle's results for them, tied and untied."""
     answers = {}
     for tied in (True, False):
         documents = nasty_documents(11)

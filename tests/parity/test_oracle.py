@@ -11,7 +11,7 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.batches import nasty_documents, near_policy
 from tests.oracles.step import exact, grpo_step
 from tests.parity.cases import one_step
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.decoder import tiny_qwen3
 
 LOSS = {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}, "kl": {"coefficient": 0.07}}
 PAPER = {"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.07}

@@ -22,7 +22,7 @@ MESHES = {"cp2": {"cp": 2}, "cp4": {"cp": 4}, "dp2_cp2": {"dp": 2, "cp": 2}}
 
 @pytest.fixture(scope="module")
 def truth():
-    """Documents and the oracle's answers, computed once."""
+    """Documents and the oracle's results, computed once."""
     documents = documents_near(23)
     lonely = [d for d in documents if sum(d["loss_mask"]) == 0] + [max(documents, key=lambda d: len(d["tokens"]))]
     return {

@@ -30,7 +30,7 @@ def watched_step(lift):
     spec = RunSpec.model_validate(settings({}))
     policy = load_policy("tiny-qwen3", precision="float64", seed=3)
     if not lift:
-        for module in policy.model.modules():  # what stock modules would do
+        for module in policy.model.modules():  # the result of stock modules
             if hasattr(module, "variance_epsilon") or hasattr(module, "inv_freq"):
                 del module.forward
     rows, totals = flow.prepare_rows(RolloutBatch.from_documents(documents_near(11)), spec, policy.mesh)

@@ -1,4 +1,4 @@
-"""The helper that runs real ranks says which rank failed or hung, and where it stood."""
+"""The helper that runs real ranks names the rank that failed or hung, and its stack."""
 
 import time
 

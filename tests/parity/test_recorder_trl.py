@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, recorded: its two steps are ours on the same batches, and `diagnose` finds nothing to say of them.
+"""TRL's GRPOTrainer, recorded: its two steps are ours on the same batches, and `diagnose` reports no difference.
 
 Letters: B completions of a micro-batch | C places of a padded completion | P of a padded prompt.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.decoder import tiny_qwen3
 from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
 from workbench.specs.run import RunSpec
@@ -43,7 +43,7 @@ def train(model, folder):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    seen, said = [], []
+    seen, text = [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     recorder = wb.Recorder(
         folder / "record",
@@ -55,12 +55,12 @@ def train(model, folder):
 
     class Recorded(GRPOTrainer):
         def _get_per_token_logps_and_entropies(self, *arguments, **named):
-            said.append(super()._get_per_token_logps_and_entropies(*arguments, **named))
-            return said[-1]
+            text.append(super()._get_per_token_logps_and_entropies(*arguments, **named))
+            return text[-1]
 
         def compute_loss(self, model, inputs, *arguments, **named):
             loss = super().compute_loss(model, inputs, *arguments, **named)
-            logprobs_BC, entropies_BC, _ = said[-1]
+            logprobs_BC, entropies_BC, _ = text[-1]
             trained_BC, prompts_BP = inputs["completion_mask"].bool(), inputs["prompt_mask"].bool()
             # where each completion's tokens lie in all documents of all steps, prompts included
             lengths_B = prompts_BP.sum(1) + trained_BC.sum(1)
@@ -145,7 +145,7 @@ def unpadded(prompt_ids, prompt_mask, completion_ids, completion_mask, advantage
 
 
 def ours(seen, weights, folder, options=OPTIONS):
-    """The same batches, saved as a recording and trained on here from the same weights."""
+    """The same batches, saved as a rollout dataset and trained on here from the same weights."""
     documents = [document for batch in seen for document in unpadded(**batch)]
     files.save(wb.RolloutBatch.from_documents(documents, temperature=1.0), folder / "rollouts", provenance={})
     spec = RunSpec.model_validate(
@@ -164,7 +164,7 @@ def ours(seen, weights, folder, options=OPTIONS):
 
 
 def cut_to(record, other):
-    """A record of which each step says only what tokens the other's has: ours counts later steps' documents too."""
+    """A record of which each step has only the other's tokens: ours counts later steps' documents too."""
     steps = []
     for step, theirs in zip(record.steps, other.steps, strict=True):
         length = len(theirs.tokens["trained"])
@@ -206,13 +206,13 @@ def test_our_steps_on_the_same_batches_are_the_same(recorded, tmp_path):
             torch.testing.assert_close(two.tokens[name][trained], one.tokens[name][trained], rtol=1e-4, atol=1e-4)
         for name, gradient in one.gradients.items():
             assert (two.gradients[name] - gradient).norm() < 1e-4 * gradient.norm(), name
-    found = wb.diagnose(mine, theirs)
-    assert found.equal, str(found)
+    diagnosis = wb.diagnose(mine, theirs)
+    assert diagnosis.equal, str(diagnosis)
 
 
 def test_a_loss_that_divides_by_something_else_is_not_the_same(recorded, tmp_path):
     theirs, seen, _, weights = recorded
     mine = cut_to(wb.Record.of(ours(seen, weights, tmp_path, OPTIONS | {"loss_type": "grpo"})), theirs)
-    found = wb.diagnose(mine, theirs)
-    assert not found.equal
-    assert found.causes[0].score > 0.5
+    diagnosis = wb.diagnose(mine, theirs)
+    assert not diagnosis.equal
+    assert diagnosis.causes[0].score > 0.5

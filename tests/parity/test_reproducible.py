@@ -73,7 +73,7 @@ def settings(layout, asked="tied", **more):
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """What one rank finds, asked once."""
+    """The results of one rank, computed once."""
     known = {}
 
     def found(asked):
@@ -103,10 +103,10 @@ def test_five_steps_of_every_layout_are_the_same_bits(layout, one_rank, tmp_path
 
 
 def test_every_step_was_clipped_and_moved_the_weights(one_rank):
-    found = one_rank("tied")
-    assert all(float(found[f"{step}/norm"]) > 0.1 for step in range(5))
+    result = one_rank("tied")
+    assert all(float(result[f"{step}/norm"]) > 0.1 for step in range(5))
     moved = [
-        not same_bits(found[f"{step}/weight/model.norm.weight"], found[f"{step - 1}/weight/model.norm.weight"])
+        not same_bits(result[f"{step}/weight/model.norm.weight"], result[f"{step - 1}/weight/model.norm.weight"])
         for step in range(1, 5)
     ]
     assert all(moved)
@@ -151,7 +151,7 @@ def test_the_ordinary_mode_fails_the_same_comparison(layout):
 
 
 def test_other_blocks_give_other_bits(one_rank):
-    """What is compared is not so coarse that anything would pass."""
+    """The comparison is not so coarse that anything would pass."""
     other = train(
         settings({}, reproducible={"block_tokens": 2 * BLOCK, "weight_chunks": 2}, steps=1), oracle().documents
     )
@@ -160,7 +160,7 @@ def test_other_blocks_give_other_bits(one_rank):
 
 
 @pytest.mark.parametrize("bits", [58, 4])
-def test_a_step_out_of_range_is_done_again_alike_in_every_layout(bits):
+def test_an_out_of_range_step_is_repeated_identically_in_every_layout(bits):
     """Too many bits overflow, too few lose the small gradients."""
     asked = {"reproducible": {"block_tokens": BLOCK, "weight_chunks": 2, "bits": bits}, "steps": 1}
     expected = train(settings({}, **asked), oracle().documents)
@@ -174,18 +174,18 @@ def test_a_step_out_of_range_is_done_again_alike_in_every_layout(bits):
 def test_a_gradient_that_is_not_finite_is_an_error_on_every_rank():
     """A gradient of 1e38 a token is a number, and its sum over the width of a layer is none."""
     broken = [document | {"advantages": [3e38] * len(document["advantages"])} for document in oracle().documents]
-    said = []
+    texts = []
 
     def rank(mesh):
         with pytest.raises(OutOfRange, match="finite") as caught:
             train(settings({"dp": 2}, steps=1), broken, mesh)
-        said.append(caught.value.bits)
+        texts.append(caught.value.bits)
 
     simulate(rank, dp=2)
-    assert said == [None, None]
+    assert texts == [None, None]
 
 
-def test_what_a_loss_says_of_a_step_is_near_the_ordinary_mode(one_rank):
+def test_a_loss_is_close_to_the_ordinary_mode(one_rank):
     """The same numbers, not only the same bits: one step without the mode is the same up to rounding."""
     ordinary = train(settings({}, reproducible={}, steps=1), oracle().documents)
     for name, value in ordinary.items():

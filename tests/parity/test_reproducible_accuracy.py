@@ -1,7 +1,7 @@
-"""The reproducible mode is as near to the float64 truth as the ordinary one: the whole gradient, times 1.1.
+"""The reproducible mode is as near to the float64 ground truth as the ordinary one: the whole gradient, times 1.1.
 
 Clip decisions are frozen from the float64 run, and flips counted apart. One run is one sample of rounding, whose
-distance to the truth scatters by a third from model to model in either mode; what is held to the bar is the root of
+distance to the truth scatters by a third from model to model in either mode; the bar applies to the root of
 the mean square over five models with documents of their own.
 """
 
@@ -35,7 +35,7 @@ def step(documents, seed, frozen=None, **more):
     batch = as_batch(documents)
     with reproducible_mode(policy, spec):
         rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-        found = flow.run_step(
+        result = flow.run_step(
             policy,
             flow.build_loss(spec.loss),
             rows,
@@ -45,8 +45,8 @@ def step(documents, seed, frozen=None, **more):
             keep_gradients=True,
             loss_spec=spec.loss,
         )
-    gradient = torch.cat([value.double().flatten() for value in found.gradients.values()])
-    return gradient, found.tokens["would_clip"]
+    gradient = torch.cat([value.double().flatten() for value in result.gradients.values()])
+    return gradient, result.tokens["would_clip"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def truths():
 
 
 def error(truths, **more):
-    """Root mean square over the seeds of the relative distance to the truth; and how many decisions flip."""
+    """Root mean square over the seeds of the distance to the ground truth; and the number of flipped decisions."""
     squares, flips = 0.0, 0
     for seed, (documents, true, clipped) in zip(SEEDS, truths, strict=True):
         gradient, own = step(documents, seed, clipped, **more)

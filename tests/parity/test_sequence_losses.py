@@ -12,7 +12,7 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from tests.parity.cases import as_batch, many_steps, one_step
 from tests.parity.sequence_cases import CORRECTIONS, DENOMINATORS, LOSSES, Oracle, settings
-from tests.unit.reduction.test_document_sums import WRONG
+from tests.unit.losses.test_document_sums import WRONG
 from workbench.errors import SpecError
 from workbench.rollouts.packing import pack
 from workbench.sharding.mesh import single_process_mesh
@@ -52,9 +52,9 @@ def test_one_rank_is_the_paper(name, oracle, truths):
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_batch_exercises_the_loss(name, oracle, truths):
     """Without a clipped and an unclipped document a wrong clip would not be seen."""
-    found = one_step(settings({}, LOSSES[name]), oracle.documents)
+    result = one_step(settings({}, LOSSES[name]), oracle.documents)
     if name not in ("vespo", "vespo_of_sampler", "dpo"):
-        clipped = found["tokens"]["clipped"][found["tokens"]["trained"]]
+        clipped = result["tokens"]["clipped"][result["tokens"]["trained"]]
         assert 0 < clipped.sum() < len(clipped)
     assert max(float(g.abs().max()) for g in truths[name][1].values()) > 1e-3
 
@@ -88,7 +88,7 @@ def test_every_case_in_every_layout(layout, oracle, truths, tmp_path):
 
 
 def test_ranks_with_nothing_to_train_enter_every_collective(oracle, tmp_path):
-    """One document for four ranks, and then none: as one rank has it, and zeros; nobody waits for anybody."""
+    """One document for four ranks, and then none: the same as one rank, and zeros; no rank waits."""
     longest = max(oracle.documents, key=lambda d: sum(d["loss_mask"]))
     nothing = [d | {"loss_mask": [0] * len(d["tokens"])} for d in oracle.documents]
     shape = LAYOUTS["dp2_cp2"]
@@ -110,7 +110,7 @@ def test_survivors_are_another_denominator(truths):
 
 
 def broken_step(run, documents, pairing):
-    """One step whose sums over documents are completed in another way."""
+    """One step whose sums over documents are completed by another collective."""
     right = flow.split_row
 
     def split_row(*args):
@@ -163,8 +163,8 @@ EVEN = {"tokens": [3, 1, 4, 1, 5, 9, 2, 6, 5], "loss_mask": [0, 0, 0, 0, 1, 1, 1
 UNCLIPPED = ({"name": "gspo", "surrogate": {"clip_low": 1.0, "clip_high": 1e6}}, None, {"denominator": "document"})
 
 
-def test_on_policy_a_wrong_pairing_costs_a_known_factor(tmp_path):
-    """Without the sum on the way back a token hears half of what wants it, where its document is spread evenly.
+def test_a_wrong_pairing_has_a_known_factor_on_policy(tmp_path):
+    """Without the backward all-reduce a token gets half of its gradient, where its document is spread evenly.
 
     `identity_sum` is right here and only here, where every ratio is 1 whatever the sum is: a test that starts
     on-policy would let it pass.
@@ -197,7 +197,7 @@ def test_a_pair_is_never_parted(oracle):
     ("change", "found"),
     [({"reward": 0.5}, r"2 document\(s\) with rewards \[0.5, 0.5\]"), ({"group_id": 0}, r"8 document\(s\)")],
 )
-def test_what_is_no_pair_is_refused_before_any_rank_starts(oracle, change, found):
+def test_an_invalid_pair_is_refused_before_any_rank_starts(oracle, change, found):
     documents = [d | change for d in oracle.documents]
     spec = RunSpec.model_validate(settings({}, LOSSES["dpo"]))
     with pytest.raises(SpecError, match=found):

@@ -21,7 +21,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def truth():
-    """Documents and the oracle's answers, computed once."""
+    """Documents and the oracle's results, computed once."""
     documents, untied = documents_near(11), documents_near(12, tied=False)
     return {
         "micro_batches": (documents, {"data": {"micro_batches": 3}}, oracle(documents)),

@@ -1,6 +1,6 @@
-"""Traps that others fell into when hooking a Hugging Face decoder under context and tensor parallelism.
+"""Traps of hooking a Hugging Face decoder under context and tensor parallelism.
 
-Each test shows that the trap is there (what stock parts would do) and that this house does not fall into it.
+Each test shows that the trap exists (the behaviour of stock parts) and that this package avoids it.
 """
 
 import pytest
@@ -12,8 +12,8 @@ from tests.parity.cases import many_steps
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import documents_near, oracle
 from workbench.errors import ShardingError
+from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.model import load_policy
-from workbench.policy.tiny import tiny_qwen3
 from workbench.sharding.attention import AttentionShard, sharded_attention
 from workbench.sharding.mesh import Axis
 from workbench.sharding.plan import ShardPlan
@@ -49,15 +49,15 @@ def test_a_causal_flag_on_a_subset_of_rows_would_align_top_left():
 
 
 def test_a_ready_made_mask_is_refused_and_not_dropped():
-    """Under a name that the mask registry does not know, a 2-D padding mask would vanish without a word."""
+    """Under a name that the mask registry does not know, a 2-D padding mask would be silently dropped."""
     x = torch.zeros(1, 1, 2, 2)
     shard = AttentionShard(torch.arange(2)[None, None], documents_T=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ShardingError, match="attention_mask"):
         sharded_attention(None, x, x, x, torch.ones(1, 2), shard=shard)
 
 
-def test_no_cache_is_kept():
-    """A cache would hold shards, and switches the detection of packed documents off."""
+def test_no_kv_cache_is_used():
+    """A cache would hold shards, and disable the detection of packed documents."""
     policy = load_policy("tiny-qwen3")
     kept = []
     policy.model.model.register_forward_hook(lambda _, __, out: kept.append(out.past_key_values))
@@ -68,12 +68,12 @@ def test_no_cache_is_kept():
     assert kept == [None]
 
 
-def test_replicated_norms_are_summed_over_tp_once_a_step_and_not_once_a_micro_batch(tmp_path):
+def test_replicated_norms_are_summed_over_tp_once_per_step(tmp_path):
     """A sum in a hook of every micro-batch would weigh micro-batch i of K by tp ** (K - 1 - i)."""
     documents = documents_near(11)
     _, expected, _ = oracle(documents)
     answers = run_ranks(many_steps, 2, tmp_path, [(settings(LAYOUTS["tp2"], data={"micro_batches": 3}), documents)])
     norms = {name: g for name, g in expected.items() if "q_norm" in name or "k_norm" in name}
     assert len(norms) == 6
-    found = answers[0][0]["gradients"]
-    assert_float64_parity({name: found[name] for name in norms}, norms, context="three micro-batches under tp=2")
+    result = answers[0][0]["gradients"]
+    assert_float64_parity({name: result[name] for name in norms}, norms, context="three micro-batches under tp=2")

@@ -1,4 +1,4 @@
-"""What must hold for every row, layout and batch; hypothesis looks for the one that breaks it."""
+"""Properties of every row, layout and batch; hypothesis searches for a counterexample."""
 
 import torch
 from hypothesis import given, settings
@@ -54,7 +54,7 @@ def test_a_plan_is_a_permutation_with_its_inverse(plan):
 
 
 @given(plans())
-def test_every_pair_of_a_row_is_counted_once(plan):
+def test_every_pair_of_a_row_is_counted_exactly_once(plan):
     work = sum(length * (length + 1) // 2 for length in plan.document_lengths)
     balance = plan.balance()
     assert int(balance.pairs_RR.sum()) == work
@@ -70,9 +70,9 @@ def test_attention_masks_of_all_ranks_are_the_mask_of_the_row(plan, data):
     one = ShardPlan.make("contiguous", num_tokens=length, cp=1)
     whole = AttentionShard.make(one, ids, Axis("cp")).block().allowed_qk
     for rank in range(plan.cp):
-        mine = AttentionShard.make(plan, ids, Axis("cp", plan.cp, rank)).block().allowed_qk
-        assert torch.equal(plan.merge(mine.T).T, whole[plan.positions(rank)])
-        assert mine.any(1).all(), "no query may be without a key"
+        local = AttentionShard.make(plan, ids, Axis("cp", plan.cp, rank)).block().allowed_qk
+        assert torch.equal(plan.merge(local.T).T, whole[plan.positions(rank)])
+        assert local.any(1).all(), "no query may be without a key"
 
 
 @given(batches(), st.integers(1, 4), st.integers(1, 8), st.integers(1, 5))
@@ -107,7 +107,7 @@ def test_padding_of_documents_changes_nothing_that_is_trained(batch, multiple, d
 
 
 @given(batches(), st.integers(1, 3), st.integers(1, 3))
-def test_every_trained_token_is_predicted_once_from_the_token_before_it(batch, rows, document_multiple):
+def test_every_trained_token_is_predicted_exactly_once_from_the_previous_token(batch, rows, document_multiple):
     predicted = []
     for row in pack(batch, rows=rows, multiple_of=4, document_multiple_of=document_multiple):
         shifted = shift_targets(row)

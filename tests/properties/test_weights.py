@@ -1,4 +1,4 @@
-"""Which cuts of a step change no weight, and which weights are the same number."""
+"""Splits of a step that change no weight, and weights that are equal."""
 
 import random
 from dataclasses import replace
@@ -27,12 +27,12 @@ def spec_of(denominator, **more):
 
 @st.composite
 def documents(draw, min_size=1):
-    found = []
+    results = []
     for _ in range(draw(st.integers(min_size, 7))):
         length = draw(st.integers(1, 9))
         mask = [0, *draw(st.lists(st.integers(0, 1), min_size=length - 1, max_size=length - 1))]
-        found.append({"loss_mask": mask, "group_id": draw(st.integers(0, 3)), "rollout_id": draw(st.integers(0, 3))})
-    return found
+        results.append({"loss_mask": mask, "group_id": draw(st.integers(0, 3)), "rollout_id": draw(st.integers(0, 3))})
+    return results
 
 
 def as_batch(found):
@@ -56,10 +56,10 @@ def by_source(packed, spec, tokens, which="loss_T", name="policy"):
     """The weight of each token of the source batch, wherever a cut of the step has put it."""
     rows = [shift_targets(row) for row in packed]
     weights, _ = step_weights(rows, spec)
-    found = torch.zeros(tokens, dtype=torch.float64)
+    result = torch.zeros(tokens, dtype=torch.float64)
     for row, named in zip(rows, weights, strict=True):
-        found[row.source_T[row.loss_mask_T]] = getattr(named[name], which)[row.loss_mask_T]
-    return found
+        result[row.source_T[row.loss_mask_T]] = getattr(named[name], which)[row.loss_mask_T]
+    return result
 
 
 @given(documents(), st.sampled_from(INVARIANT), st.integers(1, 5), st.integers(1, 8), st.integers(0, 99))
@@ -83,17 +83,17 @@ def test_documents_in_which_nothing_counts_do_not_matter(found, denominator, mas
     assert not with_idle[batch.num_tokens :].any()
 
 
-def test_laws_that_a_spec_declares_broken_are_broken():
-    found = [
+def test_invariants_declared_broken_are_broken():
+    results = [
         {"loss_mask": [0, 1, 1, 1], "group_id": 0, "rollout_id": 0},
         {"loss_mask": [0, 1], "group_id": 0, "rollout_id": 0},
     ]
-    batch = as_batch(found)
+    batch = as_batch(results)
     local = spec_of("local_token")
     assert {"micro_batch", "packing", "dp"} == set(local.breaks)
     assert not torch.equal(by_source(pack(batch, rows=2), local, 6), by_source([batch], local, 6))
-    counting_all = spec_of("document_sum", documents_counted="all")
-    more = as_batch([*found, found[1] | {"loss_mask": [0, 0]}])
+    counting_all = spec_of("document_sum", compat={"documents_counted": "all"})
+    more = as_batch([*results, results[1] | {"loss_mask": [0, 0]}])
     assert counting_all.breaks == ("masked_rows",)
     assert not torch.equal(by_source([more], counting_all, 8)[:6], by_source([batch], counting_all, 6))
 
@@ -108,9 +108,9 @@ def test_no_weight_is_below_zero_or_stands_where_nothing_counts(found, denominat
 
 
 @given(documents(), st.sampled_from(INVARIANT), st.sampled_from([1.0, 3.0]), st.booleans())
-def test_the_gradient_weight_is_the_loss_weight_over_what_the_spec_says(found, denominator, divisor, by_documents):
+def test_the_gradient_weight_is_the_loss_weight_over_the_divisor(found, denominator, divisor, by_documents):
     batch = as_batch(found)
-    spec = spec_of(denominator, gradient_divisor=divisor, normalize_by_documents=by_documents)
+    spec = spec_of(denominator, compat={"gradient_divisor": divisor, "normalize_by_documents": by_documents})
     trained = sum(any(d["loss_mask"]) for d in found)
     loss, gradient = (by_source([batch], spec, batch.num_tokens, which) for which in ("loss_T", "gradient_T"))
     assert torch.equal(loss, by_source([batch], spec_of(denominator), batch.num_tokens))

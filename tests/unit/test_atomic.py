@@ -1,4 +1,4 @@
-"""Files whole or absent; lines that say when they are not what was written."""
+"""Files are whole or absent; lines detect that they were changed."""
 
 import math
 
@@ -18,14 +18,14 @@ from workbench.atomic import (
 from workbench.errors import RecordError
 
 
-def test_json_gives_back_what_json_has_no_word_for():
+def test_values_outside_of_json_round_trip():
     read = from_json(to_json({"a": [math.nan, math.inf, -math.inf, 1.5], "b": {"c": None}}))
     assert math.isnan(read["a"][0])
     assert read["a"][1:] == [math.inf, -math.inf, 1.5]
     assert read["b"] == {"c": None}
 
 
-def test_what_is_no_json_is_refused_in_words():
+def test_invalid_json_is_refused():
     with pytest.raises(RecordError, match="turn tensors into numbers"):
         to_json({"loss": torch.tensor(1.0)})
 

@@ -6,12 +6,12 @@ from workbench import errors
 
 
 def every_error():
-    kinds, found = [errors.WorkbenchError], []
+    kinds, result = [errors.WorkbenchError], []
     while kinds:
         kind = kinds.pop()
-        found.append(kind)
+        result.append(kind)
         kinds += kind.__subclasses__()
-    return [kind for kind in found if kind.__module__ == "workbench.errors"]
+    return [kind for kind in result if kind.__module__ == "workbench.errors"]
 
 
 @pytest.mark.parametrize("kind", every_error())

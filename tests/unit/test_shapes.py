@@ -9,7 +9,7 @@ def test_sizes_come_back_by_letter():
     assert check_shapes("f", hidden_TD=torch.zeros(3, 2), targets_T=torch.zeros(3), bias_V=None) == {"T": 3, "D": 2}
 
 
-def test_every_mismatch_is_named_at_once():
+def test_every_mismatch_is_reported_at_once():
     with pytest.raises(ShapeError) as caught:
         check_shapes(
             "token_logprobs", hidden_TD=torch.zeros(3, 2), weight_VD=torch.zeros(5, 4), targets_T=torch.zeros(3, 1)

@@ -1,4 +1,4 @@
-"""The door of the package: it opens at once, and every name that it promises is there."""
+"""The public API of the package: it imports fast, and every promised name exists."""
 
 from __future__ import annotations
 
@@ -9,17 +9,31 @@ import tomllib
 import pytest
 
 import workbench
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
+PUBLIC = """
+Experiment Comparison figures show
+RunSpec LossSpec RolloutBatch load_rollouts project_root
+build_loss LossInputs token_logprobs fused_loss token_credit
+align_loss simulate reproducibly
+prove assert_proved planted_faults
+Recorder Record RecordedStep diagnose bisect
+loss_spec explain replay
+WorkbenchError
+"""
 LIGHT = ("torch", "pandas", "matplotlib", "transformers", "torchx", "pydantic", "IPython")
 
 
-@pytest.mark.parametrize("statement", ["import workbench", "import workbench.cli", "import workbench.launch.run"])
+@pytest.mark.parametrize("statement", ["import workbench", "import workbench.cli", "import workbench.experiment"])
 def test_importing_it_imports_nothing_heavy(statement):
     heavy = LIGHT if statement == "import workbench" else ("torch", "pandas", "matplotlib", "transformers")
     code = f"{statement}; import sys; sys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project_root())
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_public_names_are_these():
+    assert workbench.__all__ == PUBLIC.split()
 
 
 @pytest.mark.parametrize("name", workbench.__all__)
@@ -32,6 +46,31 @@ def test_every_public_name_is_there(name):
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'lunch'"):
         _ = workbench.lunch
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["losses.terms.Term", "sharding.bridge.traffic.Traffic", "systems.translate.contract_table", "rollouts.task"],
+)
+def test_every_module_is_an_attribute_of_its_package(path):
+    """In a fresh interpreter, where nothing else has imported it; also of a package that something has imported."""
+    for first in ("", f"import workbench.{path.split('.')[0]}.{path.split('.')[1]}; "):
+        code = f"{first}import workbench as wb; wb.{path}; wb.sharding.orders"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project_root())
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["prove", "diagnose"])
+def test_a_public_name_is_no_package_of_that_name(name):
+    code = f"import workbench.{name}, workbench as wb; wb.{name}.__call__; from workbench.{name} import {name}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project_root())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_modules_of_a_package_are_completed():
+    assert {"orders", "plan", "bridge"} <= set(dir(workbench.sharding))
+    with pytest.raises(AttributeError, match=r"module 'workbench.sharding' has no attribute 'order'"):
+        _ = workbench.sharding.order
 
 
 def test_the_version_is_the_one_that_is_packaged():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.reduction.evaluate import evaluate_loss, loss_inputs
 from workbench.reduction.weights import step_weights
@@ -104,7 +104,7 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
     policy_T = old_T if policy_logprobs_T is None else _at_targets(policy_logprobs_T, batch)
     policy_T = torch.where(row.loss_mask_T, policy_T, old_T).detach().requires_grad_()
     (weights,), totals = step_weights([row], spec)
-    loss = make_loss(spec.model_copy(update=dict.fromkeys(NEED_LOGITS, 0.0)))
+    loss = build_loss(spec.model_copy(update=dict.fromkeys(NEED_LOGITS, 0.0)))
     # The inputs of a training step, so that every field a loss reads there exists here too.
     _, terms, scalars = evaluate_loss(loss, loss_inputs(row, TokenLogprobs(policy_T), totals), weights, row.loss_mask_T)
     by_term = {name: _gradient(scalars[name].value, policy_T) for name in ("policy", "total")}

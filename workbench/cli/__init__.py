@@ -18,24 +18,29 @@ from workbench.cli.terminal import safe_lines
 from workbench.errors import WorkbenchError
 
 VERBS = {
-    "run": "run an ablation (or one spec), compare its runs and write the report",
-    "ls": "list the runs of all experiments: state, steps, start, duration, device, cause of failure",
-    "status": "show the state of a run, or of an experiment",
-    "logs": "print the logs of a run's ranks; -f follows until it has ended",
-    "cancel": "cancel a run, or all runs of an experiment",
-    "report": "write an experiment's report page again, from its saved comparison",
-    "compare": "print the verdicts of an experiment, or compare two runs bit for bit",
-    "bisect": "find the first module and block of tokens where two runs differ",
-    "prove": "check that a loss keeps the invariants of parallel training, or find the smallest counterexample",
-    "diagnose": "rank the causes why a run differs from a trusted one, and propose the next experiment",
-    "export": "export runs to W&B, trackio, MLflow or TensorBoard",
-    "rollouts": "import, check or record rollouts",
-    "lab": "open JupyterLab on the notebooks",
-    "bench": "run the performance benchmarks and record the results",
-    "verify": "check that multi-GPU training matches one GPU, with flat memory",
-    "doctor": "check the environment, and tell how to fix what is missing",
+    "run": ("run", "run an ablation (or one spec), compare its runs and write the report"),
+    "ls": ("status", "list the runs of all experiments: state, steps, start, duration, device, cause of failure"),
+    "status": ("status", "show the state of a run, or of an experiment"),
+    "logs": ("logs", "print the logs of a run's ranks; -f follows until it has ended"),
+    "cancel": ("experiment", "cancel a run, or all runs of an experiment"),
+    "report": ("experiment", "write an experiment's report page again, from its saved comparison"),
+    "compare": ("experiment", "print the verdicts of an experiment, or compare two runs bit for bit"),
+    "bisect": ("checks", "find the first module and block of tokens where two runs differ"),
+    "prove": (
+        "checks",
+        "check that a loss keeps the invariants of parallel training, or find the smallest counterexample",
+    ),
+    "diagnose": ("checks", "rank the causes why a run differs from a trusted one, and propose the next experiment"),
+    "export": ("experiment", "export runs to W&B, trackio, MLflow or TensorBoard"),
+    "rollouts": ("rollouts", "import, check or record rollouts"),
+    "lab": ("lab", "open JupyterLab on the notebooks"),
+    "bench": ("bench", "run the performance benchmarks and record the results"),
+    "verify": ("bench", "check that multi-GPU training matches one GPU, with flat memory"),
+    "doctor": ("doctor", "check the environment, and tell how to fix what is missing"),
 }
-"""Verb -> description. Each is a module of this package, with `main(arguments) -> exit code`."""
+"""Verb -> its module here, and a description. The function of the verb's name has its options as arguments."""
+
+_RAW = ("run", "lab", "bench", "verify", "rollouts")  # these functions take the arguments as they are
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -70,9 +75,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"workbench: there is no verb {verb!r} ({hint})", file=sys.stderr)
         return 2
     try:
-        if verb == "rollouts":
-            return _rollouts(rest)
-        return importlib.import_module(f"workbench.cli.{verb}").main(rest)
+        return _call(verb, rest)
     except WorkbenchError as error:
         notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
         message = "\n".join([f"{type(error).__name__}: {error}", *notes])
@@ -97,25 +100,19 @@ def _dispatch(arguments: list[str]) -> int:
         return 130
 
 
-def _rollouts(arguments: Sequence[str]) -> int:
-    """Run `workbench rollouts`, which has verbs of its own."""
+def _call(verb: str, arguments: list[str]) -> int:
+    """Import the module of a verb, and call its function."""
+    function = getattr(importlib.import_module(f"workbench.cli.{VERBS[verb][0]}"), verb)
+    if verb in _RAW:
+        return function(arguments)
     import tyro
 
-    from workbench.cli import rollouts
-
-    code = tyro.extras.subcommand_cli_from_dict(
-        {"import": rollouts.import_, "check": rollouts.check, "record": rollouts.record},
-        prog="workbench rollouts",
-        args=list(arguments),
-        description="Import, check or record rollouts.",
-        config=(tyro.conf.PositionalRequiredArgs,),
-    )
-    return code or 0
+    return tyro.cli(function, args=arguments, prog=f"workbench {verb}")
 
 
 def _help() -> str:
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {meaning}" for verb, meaning in VERBS.items())
+    verbs = "\n".join(f"  {verb:<{width}}  {meaning}" for verb, (_, meaning) in VERBS.items())
     return (
         f"usage: workbench VERB ...\n\n{(workbench.__doc__ or '').splitlines()[0]}\n\n{verbs}\n\n"
         "`workbench VERB --help` lists its options.\n"

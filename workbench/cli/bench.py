@@ -1,4 +1,4 @@
-"""`workbench bench`: run the performance benchmarks on this machine and record the results.
+"""`workbench bench` and `workbench verify`: measure on this machine, and record the results.
 
 The benchmarks are in ``experiments/`` of a checkout, next to the records that they write, and not in the package.
 """
@@ -15,8 +15,10 @@ from typing import Annotated, Any
 
 import tyro
 
+from workbench.atomic import to_json, write_whole
 from workbench.errors import SpecError
-from workbench.records.directory import project_root, to_json, without_machine_paths, write_whole
+from workbench.launch import verify as verification
+from workbench.records.provenance import project_root, without_machine_paths
 
 BENCHMARKS = {
     "launch_overhead": (
@@ -61,7 +63,7 @@ page has `write_page(record, folder)`. Records are written into the module's fol
 
 @dataclasses.dataclass
 class BenchOptions:
-    """Options of the verb."""
+    """Options of `workbench bench`."""
 
     names: Annotated[
         tuple[str, ...],
@@ -82,7 +84,7 @@ class BenchOptions:
     ] = ()
 
 
-def main(arguments: Sequence[str]) -> int:
+def bench(arguments: Sequence[str]) -> int:
     """Run `workbench bench`; exit code 1 if a bar is missed."""
     options = tyro.cli(
         BenchOptions,
@@ -104,9 +106,7 @@ def main(arguments: Sequence[str]) -> int:
         settings: dict[str, Any] = {} if options.pairs is None else {"pairs": options.pairs}
         settings |= {"only": options.only} if options.only else {}
         record = benchmark.measure(report_progress=lambda line: print(f"  {line}", flush=True), **settings)
-        record["command"] = " ".join(["workbench bench", *map(without_machine_paths, arguments)])
-        folder.mkdir(parents=True, exist_ok=True)
-        written = write_whole(folder / f"{name}.json", to_json(record))
+        written = _write(record, folder / f"{name}.json", ["workbench bench", *arguments])
         print(f"{benchmark.format_record(record)}\nrecord: {written}")
         if hasattr(benchmark, "write_page") and (page := benchmark.write_page(record, folder)):
             print(f"page: {page}")
@@ -127,3 +127,50 @@ def _load(name: str) -> ModuleType:
         )
     sys.path[:0] = [] if str(root) in sys.path else [str(root)]
     return importlib.import_module(f"experiments.{place}")
+
+
+_VERIFY = """Train on several ranks and on one, and compare their weights and memory.
+
+Exit code 0 for equal, 1 for different, vacuous (weights that did not move, steps without a gradient) or an unsound
+baseline (one rank or the float64 truth not finite, or too far apart), 2 for invalid input."""
+
+
+@dataclasses.dataclass
+class VerifyOptions:
+    """Options of `workbench verify`."""
+
+    gpus: Annotated[int, tyro.conf.arg(help="GPUs that share each row; 0: two processes on CPU, through gloo.")] = 2
+    model: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(verification.MODELS)}; seeded weights.")] = (
+        "tiny-qwen3"
+    )
+    steps: Annotated[int, tyro.conf.arg(help="Optimizer steps of every run.")] = 200
+    record: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="Path of the record; by default experiments/benchmarks/verify.json of the project, and "
+            "verify_cpu.json there for --gpus 0."
+        ),
+    ] = None
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Run `workbench verify`; 0 if the verdict is "equal", 1 for any other."""
+    options = tyro.cli(VerifyOptions, args=list(arguments), prog="workbench verify", description=_VERIFY)
+    record = verification.measure(
+        gpus=options.gpus,
+        model=options.model,
+        steps=options.steps,
+        report_progress=lambda line: print(f"  {line}", flush=True),
+    )
+    name = "verify.json" if options.gpus else "verify_cpu.json"
+    path = options.record or project_root() / "experiments" / "benchmarks" / name
+    written = _write(record, path, ["workbench verify", *arguments])
+    print(f"{verification.format_record(record)}\nrecord: {written}")
+    return 0 if verification.verdict_of(record) == "equal" else 1
+
+
+def _write(record: dict[str, Any], path: Path, command: Sequence[str]) -> Path:
+    """Write a record with the command that made it."""
+    record["command"] = " ".join(map(without_machine_paths, command))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_whole(path, to_json(record))

@@ -22,11 +22,11 @@ from typing import Any
 import psutil
 import tyro
 
-from workbench.cli.terminal import print_lines, safe, size
+from workbench.cli.terminal import print_json, print_lines, safe, size
 from workbench.errors import WorkbenchError
 from workbench.launch.rendezvous import check_rendezvous
-from workbench.records.directory import project_root, to_json
 from workbench.records.lookup import experiments, runs_of
+from workbench.records.provenance import project_root
 from workbench.report.exporters import TRACKERS
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -76,6 +76,12 @@ class Finding:
     fix: str = ""
 
 
+def _judge(about: str, says: str, *rules: tuple[bool, str, str]) -> Finding:
+    """Return the finding of the first rule (it applies, verdict, fix) that applies; "ok" if none does."""
+    verdict, fix = next(((verdict, fix) for applies, verdict, fix in rules if applies), (OK, ""))
+    return Finding(about, verdict, says, fix)
+
+
 def examine(project: Path | None = None) -> list[Finding]:
     """Check this machine and this project; takes some seconds, because two ranks meet.
 
@@ -123,18 +129,14 @@ def _findings(project: Path) -> Iterator[Finding]:
 
 def _python() -> Finding:
     version, release = platform.python_version(), sys.version_info[:2]
-    if not (3, 11) <= release <= (3, 13):
-        return Finding("python", PROBLEM, version, "use Python 3.11, 3.12 or 3.13: make PYTHON=python3.12")
-    return Finding("python", OK, version)
+    other = not (3, 11) <= release <= (3, 13)
+    return _judge("python", version, (other, PROBLEM, "use Python 3.11, 3.12 or 3.13: make PYTHON=python3.12"))
 
 
 def _packages() -> Finding:
     versions = {name: _version(name) for name in NEEDED}
-    missing = [name for name, version in versions.items() if not version]
     says = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
-    if missing:
-        return Finding("packages", PROBLEM, says, "install the project: pip install -e .")
-    return Finding("packages", OK, says)
+    return _judge("packages", says, (not all(versions.values()), PROBLEM, "install the project: pip install -e ."))
 
 
 def _torch_and_rendezvous() -> Iterator[Finding]:
@@ -152,12 +154,8 @@ def _torch_and_rendezvous() -> Iterator[Finding]:
         f"NCCL {facts['nccl']}" if facts["nccl"] else "no NCCL",
         "gloo" if facts["gloo"] else "no gloo",
     ]
-    yield Finding(
-        "torch",
-        OK if facts["gloo"] else PROBLEM,
-        f"{facts['torch']} ({', '.join(build)})",
-        "" if facts["gloo"] else "install a build of torch with gloo: CPU ranks cannot talk without it",
-    )
+    fix = "install a build of torch with gloo: CPU ranks cannot talk without it"
+    yield _judge("torch", f"{facts['torch']} ({', '.join(build)})", (not facts["gloo"], PROBLEM, fix))
     yield Finding(
         "rendezvous",
         OK,
@@ -184,9 +182,7 @@ def _gpus_of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
 
 def _triton() -> Finding:
     version = _version("triton")
-    return Finding(
-        "triton", OK if version else NOTE, version or "not installed", "" if version else "only GPU kernels need it"
-    )
+    return _judge("triton", version or "not installed", (not version, NOTE, "only GPU kernels need it"))
 
 
 def _browser() -> Finding:
@@ -237,17 +233,14 @@ def _processors() -> Finding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     says = f"{usable} cores of {os.cpu_count()} may be used, load {load:.1f}"
-    if load > 2 * usable:
-        return Finding("cores", NOTE, says, "the machine is busy: times in records are unreliable")
-    return Finding("cores", OK, says)
+    return _judge("cores", says, (load > 2 * usable, NOTE, "the machine is busy: times in records are unreliable"))
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
     says = f"{size(memory.available)} of {size(memory.total)} free"
-    if memory.available < _MEMORY_NOTE:
-        return Finding("memory", NOTE, says, "a rank of the default ablation takes 0.5 GiB; run fewer at a time")
-    return Finding("memory", OK, says)
+    fix = "a rank of the default ablation takes 0.5 GiB; run fewer at a time"
+    return _judge("memory", says, (memory.available < _MEMORY_NOTE, NOTE, fix))
 
 
 def _gpus() -> Iterator[Finding]:
@@ -294,13 +287,13 @@ def _disk(project: Path) -> Finding:
             "make the folder writable, or work in a clone that is yours",
         )
     says = f"{size(free)} free, {speed / _MIB:.0f} MiB/s written, {flush_ms:.1f} ms for a record"
-    if free < _DISK_PROBLEM:
-        return Finding("disk", PROBLEM, says, "free disk space: a run that cannot write its record fails")
-    if free < _DISK_NOTE:
-        return Finding("disk", NOTE, says, "the default ablation takes some 200 MiB; remove old runs/")
-    if flush_ms > 100:
-        return Finding("disk", NOTE, says, "each step waits for its record; keep experiments on a local disk")
-    return Finding("disk", OK, says)
+    return _judge(
+        "disk",
+        says,
+        (free < _DISK_PROBLEM, PROBLEM, "free disk space: a run that cannot write its record fails"),
+        (free < _DISK_NOTE, NOTE, "the default ablation takes some 200 MiB; remove old runs/"),
+        (flush_ms > 100, NOTE, "each step waits for its record; keep experiments on a local disk"),
+    )
 
 
 def _write_speed(folder: Path) -> tuple[float, float]:
@@ -327,9 +320,8 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", OK, "not used on this system")
     usage = shutil.disk_usage(shared)
     says = f"{size(usage.free)} of {size(usage.total)} free"
-    if usage.free < _SHARED_NOTE:
-        return Finding("shared memory", NOTE, says, "NCCL needs some; give a container more: --shm-size=1g")
-    return Finding("shared memory", OK, says)
+    fix = "NCCL needs some; give a container more: --shm-size=1g"
+    return _judge("shared memory", says, (usage.free < _SHARED_NOTE, NOTE, fix))
 
 
 def _limits() -> Finding:
@@ -339,13 +331,13 @@ def _limits() -> Finding:
         f"{'any number of' if limit == math.inf else limit} {what}"
         for limit, what in ((files, "open files"), (processes, "processes"))
     )
-    if files < _FILES_PROBLEM:
-        return Finding("limits", PROBLEM, says, "ulimit -n 4096: every rank opens a socket to each other")
-    if files < _FILES_NOTE:
-        return Finding("limits", NOTE, says, "ulimit -n 4096")
-    if processes < _PROCESSES_NOTE:
-        return Finding("limits", NOTE, says, "ulimit -u 4096: each rank brings threads of its own")
-    return Finding("limits", OK, says)
+    return _judge(
+        "limits",
+        says,
+        (files < _FILES_PROBLEM, PROBLEM, "ulimit -n 4096: every rank opens a socket to each other"),
+        (files < _FILES_NOTE, NOTE, "ulimit -n 4096"),
+        (processes < _PROCESSES_NOTE, NOTE, "ulimit -u 4096: each rank brings threads of its own"),
+    )
 
 
 # ---- project -------------------------------------------------------------------------------------------
@@ -357,14 +349,9 @@ def _project(project: Path) -> Finding:
     if home != "/" and (shown == home or shown.startswith(f"{home}/")):
         shown = f"~{shown[len(home) :]}"
     missing = [name for name in ("data", "experiments") if not (project / name).is_dir()]
-    if missing:
-        return Finding(
-            "project",
-            NOTE,
-            f"{shown}, without a folder {' and '.join(missing)}",
-            "change to a clone of the project, or run files by their path",
-        )
-    return Finding("project", OK, shown)
+    says = f"{shown}, without a folder {' and '.join(missing)}" if missing else shown
+    fix = "change to a clone of the project, or run files by their path"
+    return _judge("project", says, (bool(missing), NOTE, fix))
 
 
 def _runs(project: Path) -> Finding:
@@ -393,7 +380,7 @@ def lines_of(finding: Finding) -> list[str]:
     return [first, f"{'':<24}do: {safe(finding.fix)}"] if finding.fix else [first]
 
 
-def _doctor(*, json: bool = False) -> int:
+def doctor(*, json: tyro.conf.FlagCreatePairsOff[bool] = False) -> int:
     """Check the environment, and tell how to fix what is missing.
 
     Exit code 1 if there is a problem.
@@ -408,10 +395,5 @@ def _doctor(*, json: bool = False) -> int:
             print_lines(lines_of(finding))
             sys.stdout.flush()
     if json:
-        print(to_json([asdict(finding) for finding in findings]).decode(), end="")
+        print_json([asdict(finding) for finding in findings])
     return 1 if any(finding.verdict == PROBLEM for finding in findings) else 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run `workbench doctor`."""
-    return tyro.cli(_doctor, args=list(arguments), prog="workbench doctor", config=(tyro.conf.FlagCreatePairsOff,))

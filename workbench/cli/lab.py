@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from workbench.errors import LaunchError
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
 
 def lab_command(project: Path, more: Sequence[str] = ()) -> list[str]:
@@ -50,7 +50,7 @@ def lab_command(project: Path, more: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str]) -> int:
+def lab(arguments: Sequence[str]) -> int:
     """Run `workbench lab`; returns when JupyterLab has ended."""
     if {"-h", "--help"}.intersection(arguments):
         print("usage: workbench lab [arguments of jupyter lab]\n\nOpen JupyterLab on the notebooks.")

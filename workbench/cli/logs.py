@@ -146,10 +146,10 @@ def _shown(rank: int, line: str, *, prefix: bool, escape: bool) -> str:
     return f"[rank {rank}] {shown}" if prefix else shown
 
 
-def _logs(
+def logs(
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     *,
-    follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False,
+    follow: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(aliases=["-f"])] = False,
     rank: str = "all",
     lines: int = 50,
 ) -> int:
@@ -197,8 +197,3 @@ def _logs(
         return 130
     print(f"{directory.path.name} has ended: {directory.status}", file=sys.stderr)
     return 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run `workbench logs`."""
-    return tyro.cli(_logs, args=list(arguments), prog="workbench logs", config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,17 +1,32 @@
 """`workbench rollouts import | check | record`: import, check and record rollouts.
 
-Each function is one verb; heavy imports are deferred until a verb runs.
+Heavy imports are deferred until a verb runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import tyro
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.rollouts.batch import RolloutBatch
+
+
+def rollouts(arguments: Sequence[str]) -> int:
+    """Run `workbench rollouts`, which has verbs of its own."""
+    code = tyro.extras.subcommand_cli_from_dict(
+        {"import": import_, "check": check, "record": record},
+        prog="workbench rollouts",
+        args=list(arguments),
+        description="Import, check or record rollouts.",
+        config=(tyro.conf.PositionalRequiredArgs,),
+    )
+    return code or 0
 
 
 def import_(
@@ -71,7 +86,7 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
     from workbench.metrics.trainable import Trainable
     from workbench.rollouts import files
     from workbench.specs.losses import LossSpec
-    from workbench.specs.run import parse_spec
+    from workbench.specs.reading import parse_spec
 
     spec = parse_spec(LossSpec, {"name": loss}, where=f"--loss {loss}")
     batch = files.load(folder)

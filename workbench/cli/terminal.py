@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def safe(text: str) -> str:
@@ -57,6 +58,13 @@ def print_lines(lines: Iterable[str]) -> None:
         except UnicodeEncodeError:
             encoding = sys.stdout.encoding or "ascii"
             print(line.encode(encoding, errors="backslashreplace").decode(encoding))
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    from workbench.atomic import to_json
+
+    print(to_json(value).decode(), end="")
 
 
 def width() -> int | None:

@@ -17,36 +17,44 @@ Everything else is *different*, and the first step and parameter that differ are
 gradients if there is one.
 
 Two runs in which nothing was trained are *vacuous*, whatever agrees in them; a baseline or ground truth that cannot
-serve as one gives *unsound baseline*: see `workbench.compare.soundness`. Differences in a step before the baseline
+serve as one gives *unsound baseline*: see `workbench.compare.reading`. Differences in a step before the baseline
 became unsound count: the verdict is *different*.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from workbench.compare.certificates import CertificateComparison, compare_certificates
-from workbench.compare.comparison import AGREES, Comparison, Configuration, ParameterDifference
-from workbench.compare.factors import SAME, name_factor
-from workbench.compare.reading import Gradients, RunReader, flipped_clips, ratio_histograms, same_tokens
-from workbench.compare.soundness import evidence_of, not_finite, too_far, too_small, why_vacuous
+from workbench.compare.comparison import AGREES, Comparison, Configuration
+from workbench.compare.distances import (
+    agreement_sentence,
+    difference_sentence,
+    distance_of,
+    float64_budgets,
+    measured_budgets,
+    name_factor,
+    step_differences,
+    unlike_parameters,
+)
+from workbench.compare.reading import (
+    Gradients,
+    RunReader,
+    evidence_of,
+    not_finite,
+    ratio_histograms,
+    same_tokens,
+    too_far,
+    too_small,
+    why_vacuous,
+)
 from workbench.errors import RecordError
 from workbench.records.certificate import compared_bitwise
-from workbench.records.directory import RunDirectory, failure_summary
-
-FLOAT64_BAR = 1e-12
-FLOOR = 1e-3
-# Smallest multiples of 0.5 that correct layouts meet in 99 of 100 reports: experiments/float32_rounding.json, required
-# 2.23 and 3.23 (DECISIONS.md, row 79).
-WHOLE_FACTOR = 2.5
-PARAMETER_FACTOR = 3.5
+from workbench.records.directory import RunDirectory
+from workbench.records.failures import failure_summary
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ def _stands_alone(
     base: dict[str, Any], run: RunReader, subject: Subject, by_name: Mapping[str, Subject]
 ) -> Configuration:
     """A run without a baseline: a baseline itself, or one of several runs that train differently."""
-    base |= {"ratios": ratio_histograms(run, run), "evidence": _evidence(run, None)}
+    base |= _seen(run, None)
     unsound = _not_finite(run)
     if not unsound and subject.truth and run.spec.precision != "float64":
         unsound = _too_far_from_truth(run, by_name[subject.truth].run)
@@ -154,13 +162,13 @@ def _too_far_from_truth(run: RunReader, truth: RunDirectory | None) -> str:
         if reader.diverged_step == step or _other_tokens(run, {"the truth": reader}, step):
             return ""
         gradients, true = run.gradients(step), reader.gradients(step)
-        if not _unlike(gradients, true) and (why := _baseline_error(run, reader, step, gradients, true)):
+        if not unlike_parameters(gradients, true) and (why := _baseline_error(run, reader, step, gradients, true)):
             return why
     return ""
 
 
 def _baseline_error(reference: RunReader, truth: RunReader, step: int, gradients: Gradients, true: Gradients) -> str:
-    error = math.hypot(*(_distance(gradients[name], true[name]) for name in true))
+    error = math.hypot(*(distance_of(gradients[name], true[name]) for name in true))
     return too_far(reference, truth, step, error, math.hypot(*(float(g.double().norm()) for g in true.values())))
 
 
@@ -171,20 +179,22 @@ def _compared(base: dict[str, Any], run: RunReader, subject: Subject, by_name: M
     certified = compare_certificates(run.run, other) if other and finished else None
     if other and certified and _certificates_decide(subject, run.run, other, certified):
         reference = RunReader(other)
-        base |= {"ratios": ratio_histograms(run, reference), "evidence": _evidence(run, reference)}
+        base |= _seen(run, reference)
         judged = _judge_bits(base, run, reference, certified)
     else:
         reference, truth = _standards(subject, run, by_name)
-        base |= {"ratios": ratio_histograms(run, reference), "evidence": _evidence(run, reference)}
+        base |= _seen(run, reference)
         judged = _judge(base, run, reference, truth)
         judged = replace(judged, why=f"{judged.why}; {certified.why}") if certified else judged
     nothing = why_vacuous(run, reference) if judged.verdict in AGREES else ""
     return replace(judged, verdict="vacuous", why=f"nothing was compared: {nothing}") if nothing else judged
 
 
-def _evidence(run: RunReader, reference: RunReader | None) -> dict[str, Any]:
+def _seen(run: RunReader, reference: RunReader | None) -> dict[str, Any]:
+    """What a comparison could have seen: importance ratios, and tokens and documents with a gradient."""
     evidence = evidence_of(run, reference)
-    return {} if evidence is None else evidence.as_json()
+    ratios = ratio_histograms(run, reference or run)
+    return {"ratios": ratios, "evidence": {} if evidence is None else evidence.as_json()}
 
 
 def _certificates_decide(
@@ -213,16 +223,13 @@ def _judge_bits(
     whole, parameters = [], []
     for step in range(run.spec.steps if _both_full(run.run, reference.run) else 0):
         gradients, baseline = (each.gradients(step) for each in (run, reference))
-        if not _unlike(gradients, baseline):
-            rows = _differences(step, gradients, baseline, baseline, dict.fromkeys(baseline, (0.0, "bits")))
-            parameters += rows
-            whole.append(
-                _whole(step, rows, gradients, baseline, baseline, exact=True)
-                | {
-                    "flipped_clips": flipped_clips(run, reference, step),
-                    "relative_loss": _relative(run.loss(step), reference.loss(step)),
-                }
+        if not unlike_parameters(gradients, baseline):
+            budgets = dict.fromkeys(baseline, (0.0, "bits"))
+            rows, entry = step_differences(
+                run, reference, reference, step, gradients, baseline, baseline, budgets, exact=True
             )
+            parameters += rows
+            whole.append(entry)
     base |= {"whole_gradient": whole, "parameters": parameters}
     if certified.verdict == "unsound baseline":
         return Configuration(
@@ -293,7 +300,7 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
         if stopped := _other_tokens(run, {"the reference": reference, "the truth": truth}, step):
             break
         gradients, baseline = (each.gradients(step) for each in (run, reference))
-        if unlike := _unlike(gradients, baseline):
+        if unlike := unlike_parameters(gradients, baseline):
             return Configuration(
                 **base,
                 verdict="different",
@@ -305,7 +312,7 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
             unsound = True
             break
         true = baseline if exact else truth.gradients(step)
-        if unlike := _unlike(gradients, true, whose="the truth"):
+        if unlike := unlike_parameters(gradients, true, whose="the truth"):
             raise RecordError(
                 f"measure {run.name} by the truth {truth.name}",
                 found="; ".join(unlike),
@@ -315,16 +322,10 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
         if not exact and (stopped := _baseline_error(reference, truth, step, baseline, true)):
             unsound = True
             break
-        budgets = _float64_budgets(baseline) if exact else _measured_budgets(baseline, true)
-        rows = _differences(step, gradients, baseline, true, budgets)
+        budgets = float64_budgets(baseline) if exact else measured_budgets(baseline, true)
+        rows, entry = step_differences(run, reference, truth, step, gradients, baseline, true, budgets, exact=exact)
         parameters += rows
-        whole.append(
-            _whole(step, rows, gradients, baseline, true, exact)
-            | {
-                "flipped_clips": flipped_clips(run, truth, step),
-                "relative_loss": _relative(run.loss(step), reference.loss(step)),
-            }
-        )
+        whole.append(entry)
     failing = [w["step"] for w in whole if not w["within"]]
     bitwise = all(w["bitwise_equal"] for w in whole)
     base |= {"whole_gradient": whole, "parameters": parameters}
@@ -334,7 +335,7 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
         )
     if not failing:
         verdict = "equal" if exact or bitwise else "within budget"
-        return Configuration(**base, verdict=verdict, why=_agreement_sentence(verdict, whole, parameters, bitwise))
+        return Configuration(**base, verdict=verdict, why=agreement_sentence(verdict, whole, parameters, bitwise))
     first = [row for row in parameters if row.step == failing[0]]
     # In production precision the whole gradient may be over its budget while no single parameter is.
     worst = next((row for row in first if not row.within), max(first, key=lambda row: row.relative_l2))
@@ -346,7 +347,7 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
         factor_meaning=meaning,
         first_step=failing[0],
         first_parameter=worst.parameter,
-        why=_with(_difference_sentence(failing[0], worst, first, factor, meaning), _not_finite(run)),
+        why=_with(difference_sentence(failing[0], worst, first, factor, meaning), _not_finite(run)),
     )
 
 
@@ -360,155 +361,3 @@ def _other_tokens(run: RunReader, others: Mapping[str, RunReader], step: int) ->
             since = f", and agrees in the {step} before" if step else ""
             return f"step {step}: it trains on other tokens than {role}{since}"
     return ""
-
-
-def _unlike(gradients: Gradients, reference: Gradients, *, whose: str = "the reference") -> list[str]:
-    """Parameters that only one of the two has, or whose shapes differ."""
-    missing = [
-        f"{name} is only in {whose if name in reference else 'this one'}"
-        for name in [*reference, *gradients]
-        if (name in gradients) != (name in reference)
-    ]
-    return missing + [
-        f"{name} is {tuple(gradients[name].shape)}, not {tuple(reference[name].shape)}"
-        for name in reference
-        if name in gradients and gradients[name].shape != reference[name].shape
-    ]
-
-
-# ---- distances and budgets -------------------------------------------------------------------------------
-
-
-def _float64_budgets(reference: Gradients) -> dict[str, tuple[float, str]]:
-    """1e-12 of the parameter's gradient, or of the floor: 1e-3 of the gradient of a typical parameter of its size."""
-    elements = sum(g.numel() for g in reference.values())
-    rms = math.sqrt(sum(float(g.double().square().sum()) for g in reference.values()) / elements)
-    budgets = {}
-    for name, gradient in reference.items():
-        norm, floor = float(gradient.double().norm()), FLOOR * rms * math.sqrt(gradient.numel())
-        budgets[name] = (FLOAT64_BAR * max(norm, floor), "gradient" if norm >= floor else "floor")
-    return budgets
-
-
-def _measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[float, str]]:
-    """Multiples of the baseline's error in a parameter, which counts as at least its relative error of the whole."""
-    # Without the error of the whole, correct layouts exceeded a 2x budget in a 16-element norm weight in which the
-    # baseline happened to be close to the ground truth (DECISIONS.md, row 11).
-    whole = math.sqrt(sum(_distance(reference[name], truth[name]) ** 2 for name in reference))
-    relative = _share(whole, math.sqrt(sum(float(g.double().square().sum()) for g in truth.values())))
-    budgets = {}
-    for name, gradient in reference.items():
-        own, typical = _distance(gradient, truth[name]), relative * float(truth[name].double().norm())
-        budgets[name] = (PARAMETER_FACTOR * max(own, typical), "gradient" if own >= typical else "whole gradient")
-    return budgets
-
-
-def _differences(
-    step: int, run: Gradients, reference: Gradients, truth: Gradients, budgets: Mapping[str, tuple[float, str]]
-) -> list[ParameterDifference]:
-    rows = []
-    for name, baseline in reference.items():
-        own, baseline = run[name].double().flatten(), baseline.double().flatten()
-        norm, reference_norm = float(own.norm()), float(baseline.norm())
-        distance, (budget, judged_by) = _distance(own, truth[name]), budgets[name]
-        rows.append(
-            ParameterDifference(
-                step=step,
-                parameter=name,
-                norm=norm,
-                reference_norm=reference_norm,
-                norm_ratio=_ratio(norm, reference_norm),
-                relative_l2=_share(float((own - baseline).norm()), reference_norm),
-                cosine=_ratio(float(own @ baseline), norm * reference_norm),
-                distance=distance,
-                budget=budget,
-                judged_by=judged_by,
-                within=distance <= budget,
-            )
-        )
-    return rows
-
-
-def _whole(
-    step: int, rows: list[ParameterDifference], run: Gradients, reference: Gradients, truth: Gradients, exact: bool
-) -> dict[str, Any]:
-    """The whole gradient of one step: all parameters as one vector.
-
-    In float64 every parameter has its own tolerance, and the whole is judged by the parameter that is nearest to its
-    tolerance (or furthest over it). Below float64 the whole vector has a measured budget.
-    """
-    own, baseline, true = (
-        torch.cat([g[name].double().flatten() for name in reference]) for g in (run, reference, truth)
-    )
-    if exact:
-        worst = max(rows, key=lambda row: math.inf if math.isnan(row.distance) else _share(row.distance, row.budget))
-        distance, budget = worst.distance, worst.budget
-        within = all(row.within for row in rows)
-    else:
-        distance, budget = _distance(own, true), WHOLE_FACTOR * _distance(baseline, true)
-        within = distance <= budget and all(row.within for row in rows)
-    return {
-        "step": step,
-        "distance": distance,
-        "budget": budget,
-        "within": within,
-        "relative_l2": _share(float((own - baseline).norm()), float(baseline.norm())),
-        "norm_ratio": _ratio(float(own.norm()), float(baseline.norm())),
-        "cosine": _ratio(float(own @ baseline), float(own.norm() * baseline.norm())),
-        "bitwise_equal": all(torch.equal(run[name], reference[name]) for name in reference),
-    }
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double().flatten() - b.double().flatten()).norm())
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else (1.0 if a == b else math.inf)
-
-
-def _share(distance: float, of: float) -> float:
-    """Ratio of a distance to a size; 0 for a distance of 0, also where both gradients are 0."""
-    return _ratio(distance, of) if distance else 0.0
-
-
-def _relative(a: float, b: float) -> float:
-    return abs(a - b) / abs(b) if b else abs(a - b)
-
-
-# ---- messages --------------------------------------------------------------------------------------------
-
-
-def _agreement_sentence(
-    verdict: str, whole: list[dict[str, Any]], parameters: list[ParameterDifference], bitwise: bool
-) -> str:
-    share = max(_share(w["distance"], w["budget"]) for w in whole)
-    floors = len({row.parameter for row in parameters if row.judged_by == "floor"})
-    flips = sum(w["flipped_clips"] or 0 for w in whole)
-    steps = f"all {len(whole)} steps" if len(whole) > 1 else "the step"
-    if bitwise:
-        return f"every gradient of {steps} is bit for bit the reference's"
-    text = (
-        f"every parameter of {steps} within 1e-12; the nearest to its bar is at {share:.2g} of it"
-        if verdict == "equal"
-        else f"{steps} no further from the float64 truth than budgeted; at most {share:.2g} of the budget"
-    )
-    text += f"; {flips} clip decision(s) would flip" if flips else ""
-    return text + (f"; {floors} parameter(s) judged by the floor" if floors else "")
-
-
-def _difference_sentence(
-    step: int, worst: ParameterDifference, rows: list[ParameterDifference], factor: float | None, meaning: str
-) -> str:
-    over = sum(not row.within for row in rows)
-    text = f"step {step}: {over} of {len(rows)} parameters over budget, first {worst.parameter}"
-    if factor is None:
-        return text
-    ratios = [row.norm_ratio for row in rows if row.judged_by != "floor"]
-    scattered = not meaning and ratios and max(ratios) > min(ratios) * (1 + SAME)
-    scatter = f" (median; {min(ratios):.4g} to {max(ratios):.4g})" if scattered else ""
-    cosine = statistics.median(row.cosine for row in rows)
-    # + 0.0: a cosine that rounds to 0 from below is not printed as -0.0000
-    direction = "" if cosine > 1 - 1e-6 else f", cosine {round(cosine, 4) + 0.0:.4f}"
-    named = f" = {meaning}" if meaning else scatter
-    return f"{text}; gradient norms {factor:.4g} times the reference's{named}{direction}"

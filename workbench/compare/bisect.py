@@ -24,8 +24,9 @@ from workbench.compare.certificates import (
 )
 from workbench.errors import RecordError
 from workbench.metrics.evidence import Evidence, weaker
-from workbench.records.directory import RunDirectory, project_root
+from workbench.records.directory import RunDirectory
 from workbench.records.lookup import look_up
+from workbench.records.provenance import project_root
 from workbench.specs.run import RunSpec, load_run_spec
 from workbench.train.trace import INPUT, LOGPROBS, TOKENS, Trace, read_trace
 from workbench.train.worker import run_here
@@ -34,6 +35,9 @@ BLOCK_TOKENS = 64
 """Tokens of a block where neither run sets a block size."""
 
 Way = Literal["forward", "loss", "backward", "gradients", "weights"]
+
+Pass = Mapping[str, list[list[str]]]
+"""One pass through the decoder: tensor -> fingerprints of each block of each row."""
 
 _NOTHING = f"{0:016x}"
 
@@ -189,12 +193,12 @@ def bisect(
     """
     project = project or project_root()
     sources = [_resolved(source, project) for source in (a, b)]
-    labels = _distinct(
-        [
-            run.name if isinstance(run, RunDirectory) else name or letter
-            for run, name, letter in zip(sources, names, "ab", strict=True)
-        ]
-    )
+    labels = [
+        run.name if isinstance(run, RunDirectory) else name or letter
+        for run, name, letter in zip(sources, names, "ab", strict=True)
+    ]
+    if labels[0] == labels[1]:
+        labels = [f"{label}-{letter}" for label, letter in zip(labels, "ab", strict=True)]
     traced = [run for run in sources if isinstance(run, RunDirectory)]
     if len(traced) == 2 and _both_traced(traced[0], traced[1], block_tokens):
         return _bisection(labels, traced, {})
@@ -206,29 +210,14 @@ def bisect(
         for name, change in zip(labels, changes, strict=True)
         if change
     }
+    record = {"certificate": True, "trace_tokens": block, "tokens": True, "gradients": "norms"}
     bisection = None
     for taken in sorted({1, most}):  # most runs that diverge do so in the first step
         with tempfile.TemporaryDirectory() as folder:
             runs = []
             for letter, run, spec, change in zip("ab", sources, specs, changes, strict=True):
-                runs.append(
-                    RunDirectory.create(
-                        Path(folder) / letter,
-                        letter,
-                        spec.merged(
-                            {
-                                "data": change,
-                                "steps": taken,
-                                "record": {
-                                    "certificate": True,
-                                    "trace_tokens": block,
-                                    "tokens": True,
-                                    "gradients": "norms",
-                                },
-                            }
-                        ),
-                    )
-                )
+                traced_spec = spec.merged({"data": change, "steps": taken, "record": record})
+                runs.append(RunDirectory.create(Path(folder) / letter, letter, traced_spec))
                 _bring_frozen_clip(run, runs[-1])
                 run_here(runs[-1], project)
             bisection = _bisection(labels, runs, changed_settings)
@@ -255,12 +244,6 @@ def _resolved(source: RunSpec | RunDirectory | Path | str, project: Path) -> Run
             fix=f"name a run of it, such as {runs[0].path.parent.parent.name}/{runs[0].name}",
         )
     return runs[0]
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    return (
-        list(names) if names[0] != names[1] else [f"{name}-{letter}" for name, letter in zip(names, "ab", strict=True)]
-    )
 
 
 def _both_traced(a: RunDirectory, b: RunDirectory, block_tokens: int | None) -> bool:
@@ -309,12 +292,13 @@ def _bisection(
     steps, stations = min(len(run.steps()) for run in runs), 0
     for step in range(steps):
         traces = [_trace(run, step) for run in runs]
-        ways = [_Way(traces[0].forward, traces[1].forward), _Way(traces[0].backward, traces[1].backward)]
-        pairs, stations = _pairs(traces, names), len(ways[0].common)
-        parting = ways[0].divergence(step, "forward", pairs, traces[0].block_tokens)
+        forward, backward = [trace.forward for trace in traces], [trace.backward for trace in traces]
+        pairs, stations = _pairs(traces, names), len([station for station in forward[0] if station in forward[1]])
+        block = traces[0].block_tokens
+        parting = _first_difference(step, "forward", forward, pairs, block)
         if certified is not None and certified.step == step:
             parting = parting or _of_certificate(certified, "loss")
-            parting = parting or ways[1].divergence(step, "backward", pairs, traces[0].block_tokens)
+            parting = parting or _first_difference(step, "backward", backward, pairs, block)
             parting = parting or _of_certificate(certified, "gradient") or _of_certificate(certified, "weight")
         if parting is not None:
             return Bisection(names[0], names[1], parting, step + 1, stations, changes, *_evidence(runs, step + 1))
@@ -363,38 +347,27 @@ def _pairs(traces: Sequence[Trace], names: Sequence[str]) -> list[tuple[int, int
     return pairs
 
 
-class _Way:
-    """One pass through the decoder, forward or backward, in both runs."""
-
-    def __init__(self, first: Mapping[str, list[list[str]]], second: Mapping[str, list[list[str]]]) -> None:
-        self._first, self._second = first, second
-        self.common = [station for station in first if station in second]
-
-    def parting(self, step: int, way: Way, pairs: Sequence[tuple[int, int]], block_tokens: int) -> Divergence | None:
-        """The first tensor and block that differ; None if none does."""
-        for number, station in enumerate(self.common):
-            apart = [
-                (row, block)
-                for row, other in pairs
-                for block, (a, b) in enumerate(
-                    itertools.zip_longest(self._first[station][row], self._second[station][other], fillvalue=_NOTHING)
-                )
-                if a != b
-            ]
-            if apart:
-                (row, block), before = apart[0], self.common[number - 1] if number else ""
-                return Divergence(
-                    step,
-                    way,
-                    station,
-                    row,
-                    block,
-                    (block * block_tokens, (block + 1) * block_tokens),
-                    len(apart),
-                    sum(len(_trimmed(self._first[station][row])) for row, _ in pairs),
-                    before,
-                )
-        return None
+def _first_difference(
+    step: int, way: Way, passes: Sequence[Pass], pairs: Sequence[tuple[int, int]], block_tokens: int
+) -> Divergence | None:
+    """The first tensor and block that differ in one pass of both runs; None if none does."""
+    first, second = passes
+    before = ""
+    for station in (station for station in first if station in second):
+        apart = [
+            (row, block)
+            for row, other in pairs
+            for block, (a, b) in enumerate(
+                itertools.zip_longest(first[station][row], second[station][other], fillvalue=_NOTHING)
+            )
+            if a != b
+        ]
+        if apart:
+            (row, block), of = apart[0], sum(len(_trimmed(first[station][row])) for row, _ in pairs)
+            tokens = (block * block_tokens, (block + 1) * block_tokens)
+            return Divergence(step, way, station, row, block, tokens, len(apart), of, before)
+        before = station
+    return None
 
 
 def _trimmed(blocks: Sequence[str]) -> list[str]:

@@ -117,10 +117,6 @@ class CertificateComparison:
 def compare_certificates(run: RunDirectory, reference: RunDirectory) -> CertificateComparison | None:
     """Compare the certificates of a run with those of another; None where one of them has none.
 
-    Example:
-        >>> compare_certificates(run, reference).equal  # doctest: +SKIP
-        True
-
     Raises:
         RecordError: a damaged certificate, or one that is missing while its step has its hash.
     """
@@ -132,7 +128,7 @@ def compare_certificates(run: RunDirectory, reference: RunDirectory) -> Certific
     evidence = weaker(Evidence.of_steps(lines), Evidence.of_steps(baseline_lines))
     vacuous = nothing_trained(lines) or nothing_trained(baseline_lines)
     for number in range(steps):
-        if certificates[number].hash != baseline[number].hash or certificates[number].unlike:
+        if certificates[number].hash != baseline[number].hash or certificates[number].differing_replicas:
             differing = certificates[number].differing(baseline[number])
             return CertificateComparison(
                 run.name,
@@ -142,7 +138,7 @@ def compare_certificates(run: RunDirectory, reference: RunDirectory) -> Certific
                 tuple(differing),
                 len(certificates[number].fingerprints),
                 _element(differing[0], number, run, reference),
-                certificates[number].unlike,
+                certificates[number].differing_replicas,
                 evidence,
                 vacuous,
                 first_not_finite(baseline_lines[: number + 1]),

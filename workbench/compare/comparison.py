@@ -13,26 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import ValidationError
 
-from workbench.compare.declared import declared_note
+from workbench.atomic import from_json, to_json, write_whole
 from workbench.errors import RecordError, VerdictError
-from workbench.records.directory import from_json, to_json, write_whole
-from workbench.specs.run import LayoutSpec, flatten
+from workbench.specs.groups import LayoutSpec
+from workbench.specs.losses import LossSpec, with_compat
+from workbench.specs.reading import flatten
 
 VERDICTS = ("reference", "equal", "within budget", "different", "vacuous", "unsound baseline", "failed")
-"""Verdicts on a configuration; see `workbench.compare.soundness` for vacuous and unsound baseline."""
+"""Verdicts on a configuration; see `workbench.compare.reading` for vacuous and unsound baseline."""
 
 AGREES = ("reference", "equal", "within budget")
 """Verdicts under which a configuration computes the same as its baseline, or is one."""
 
-
-_PLACE = ("frozen_clip",)
+PLACE = ("frozen_clip",)
 """Settings that only name another run of the same experiment."""
-
 
 AMPLIFIED = 1e-6
 """A float64 difference below this may be rounding: correct float32 runs differ by more (5.1e-6 of the gradient in
 ``experiments/layout_parity/comparison.json``)."""
+
+
+BROKEN_UNDER = {
+    "dp": "data-parallel ranks",
+    "cp": "context-parallel ranks",
+    "micro_batch": "micro-batches",
+    "packing": "packing order",
+    "masked_rows": "documents without trained tokens",
+}
+"""Entry of `LossSpec.breaks` -> the change under which a loss declares to differ: expected, not a defect."""
 
 
 @dataclass(frozen=True)
@@ -179,10 +189,6 @@ class Comparison:
         question: of the ablation, one sentence.
         configurations: in the order of the ablation, baselines included.
         provenance: versions, git state, command, machine; root-relative paths and no host name.
-
-    Example:
-        >>> comparison.table()        # doctest: +SKIP
-        >>> comparison["cp2"].verdict # doctest: +SKIP
     """
 
     experiment: str
@@ -202,10 +208,7 @@ class Comparison:
         )
 
     def check(self, *names: str) -> None:
-        """Raise unless configurations agree with their baselines; for the end of a script, a notebook or a CI job.
-
-        Args:
-            *names: of the configurations; none means all in which no known fault is switched on.
+        """Raise unless configurations agree, see `disagreeing`; for the end of a script, a notebook or a CI job.
 
         Raises:
             VerdictError: one is different, vacuous, measured against an unsound baseline, or failed; the message lists
@@ -241,7 +244,7 @@ class Comparison:
         return {
             key: (baseline.get(key), flat.get(key))
             for key in dict.fromkeys((*flat, *baseline))
-            if key not in _PLACE and repr(baseline.get(key)) != repr(flat.get(key))
+            if key not in PLACE and repr(baseline.get(key)) != repr(flat.get(key))
         }
 
     def table(self) -> pd.DataFrame:
@@ -291,12 +294,13 @@ class Comparison:
         write_whole(path, to_json(asdict(self)))  # in the order in memory: a page shows settings in this order
 
     @classmethod
-    def load(cls, path: Path) -> Comparison:
-        """Read a saved comparison.
+    def load(cls, path: Path | str) -> Comparison:
+        """Read a saved comparison: a comparison.json, or the folder that holds one.
 
         Raises:
             RecordError: missing, damaged, or written by another version.
         """
+        path = Path(path) / "comparison.json" if Path(path).is_dir() else Path(path)
         try:
             data = from_json(path.read_bytes())
             data["configurations"] = [
@@ -344,14 +348,23 @@ class Comparison:
         return lines + [f"{note} ({_listed(names, len(self.configurations))})" for note, names in shared.items()]
 
 
-def load_comparison(path: Path | str) -> Comparison:
-    """Read a saved comparison: an experiment's folder, or its comparison.json.
+def declared_note(settings: Mapping[str, Any]) -> str:
+    """Return a sentence on the invariants that the loss of a spec (JSON data) declares to break; "" if there are none.
 
-    Raises:
-        RecordError: missing, damaged, or written by another version.
+    "" also for a loss that this version cannot read, such as one of an older record.
+
+    Example:
+        >>> declared_note({"loss": {"name": "bnpo"}})
+        'bnpo declares that it depends on micro-batches, packing order and data-parallel ranks'
     """
-    path = Path(path)
-    return Comparison.load(path / "comparison.json" if path.is_dir() else path)
+    try:
+        breaks = LossSpec.model_validate(with_compat(settings["loss"])).breaks
+    except (KeyError, ValidationError, TypeError, ValueError):
+        return ""
+    if not (names := [BROKEN_UNDER.get(name, name) for name in breaks]):
+        return ""
+    listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return f"{settings['loss'].get('name', 'the loss')} declares that it depends on {listed}"
 
 
 def _changes(changes: Mapping[str, tuple[Any, Any]], most: int = 4) -> str:

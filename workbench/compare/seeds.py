@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workbench.compare.comparison import Comparison, Configuration
-from workbench.specs.run import flatten
+from workbench.compare.comparison import PLACE, Comparison, Configuration
+from workbench.specs.reading import flatten
 
 SEEDS = ("seed", "model.seed")
 """The settings that only choose a draw."""
@@ -22,9 +22,6 @@ NOTHING_TO_DRAW = {
     "model.seed": "weights are loaded from a checkpoint",
 }
 """Setting of `SEEDS` -> the case in which it draws nothing."""
-
-_PLACE = ("frozen_clip",)
-"""Settings that name another run of the same draw."""
 
 _COSTS = ("time", "memory")
 """Groups of metrics that differ between identical runs."""
@@ -131,7 +128,7 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
     for c in comparison.configurations:
         settings = flatten(c.settings)
         alike.setdefault(
-            repr(sorted((key, repr(value)) for key, value in settings.items() if key not in SEEDS + _PLACE)), []
+            repr(sorted((key, repr(value)) for key, value in settings.items() if key not in SEEDS + PLACE)), []
         ).append(c)
     return [
         SeedGroup(_common_name([c.name for c in members]), tuple(members))

@@ -2,15 +2,15 @@
 
 The modules, in the order in which a diagnosis is built:
 
-    record.py        the record of a run, ours or another trainer's
-    noise.py         how far two correct records may differ
-    evidence.py      differences, step by step
-    places.py        positions of the tokens that differ
-    denominators.py  every way to divide a loss, and names for factors
-    facts.py         predicates on the evidence, for the causes
-    modules.py       differences confined to one of several modules
-    causes.py        possible causes, as data
-    diagnosis.py     the ranking, and the next experiment
+    record.py           the record of a run, ours or another trainer's
+    noise.py            how far two correct records may differ
+    evidence.py         differences, step by step
+    denominators.py     every way to divide a loss, and names for factors
+    token_facts.py      predicates on tokens that differ, and the places where they lie
+    facts.py            predicates on the loss and the gradient
+    causes.py           possible causes, as data; token_causes.py and gradient_causes.py by where they show
+    sight.py            how much of the steps a comparison could have seen
+    diagnosis.py        the ranking, and the next experiment
 """
 
 from __future__ import annotations

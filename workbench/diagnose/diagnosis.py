@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.diagnose.causes import CAUSES, Cause
+from workbench.diagnose.causes import WHOLE, Cause
+from workbench.diagnose.denominators import AXES
 from workbench.diagnose.evidence import Evidence, compare_records
 from workbench.diagnose.facts import Facts
+from workbench.diagnose.gradient_causes import GRADIENTS
 from workbench.diagnose.record import Record
 from workbench.diagnose.sight import Sight, fewest, not_finite, sight_of
+from workbench.diagnose.token_causes import TOKENS
 from workbench.errors import RecordError, SpecError
 from workbench.metrics.evidence import Evidence as Counts
 
+CAUSES: tuple[Cause, ...] = (*WHOLE, *TOKENS, *GRADIENTS)
 REPORTED = 0.1
 """A cause with a lower score is not reported."""
 RULED_OUT = 0.05
@@ -87,8 +91,6 @@ class Trial:
         """Outcome in one or two words."""
         return "equal" if self.equal else self.verdict if self.verdict in (VACUOUS, UNSOUND) else "still different"
 
-
-_AXES = ("cp", "dp", "tp", "micro_batches", "accumulation")
 
 EXPERIMENTS = (
     Experiment("cp", "one context-parallel rank", {"layout": {"cp": 1, "order": "contiguous", "ulysses": 1}}),
@@ -286,7 +288,7 @@ def _weight(cause: Suspicion, experiment: Experiment, after: Diagnosis) -> float
 
 
 def _removed(experiment: Experiment) -> set[str]:
-    return set(_AXES) if experiment.name == "one rank" else {experiment.name}
+    return set(AXES) if experiment.name == "one rank" else {experiment.name}
 
 
 def _excluded(experiment: Experiment, cause: Suspicion) -> bool:
@@ -311,7 +313,7 @@ def _present(need: str, context: Mapping[str, Any], counts: Mapping[str, float] 
     """True if a record has more than one of something (or a value other than the default); None if unknown."""
     known = {**context, **(counts or {})}
     if need == "one rank":
-        return any((known.get(axis) or 1) > 1 for axis in _AXES)
+        return any((known.get(axis) or 1) > 1 for axis in AXES)
     if need == "packing":
         return (
             None

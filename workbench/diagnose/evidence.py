@@ -8,17 +8,19 @@ Letters: S tokens of the source batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from workbench.diagnose.noise import Noise
-from workbench.diagnose.record import Record, RecordedStep, whole
-from workbench.records.integrity import check_certificate, check_gradients
+from workbench.diagnose.record import Record, RecordedStep, shared_tokens, whole
+from workbench.records.certificate import check_certificate
+from workbench.records.integrity import check_gradients
 
 FLOOR = 1e-3
 """Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
@@ -32,6 +34,10 @@ EXACTLY_SAME = 0.1
 GAP = 10.0
 """Ratio of distances by which a group of parameters must exceed all others to stand out."""
 PARTS = ("loss", "gradient", "metrics", "tokens")
+TOKEN_VALUES = (
+    *("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"),
+    *("entropy_nats", "ratios", "trained", "clipped"),
+)
 
 
 @dataclass(frozen=True)
@@ -92,13 +98,9 @@ class StepEvidence:
     @property
     def known(self) -> tuple[str, ...]:
         """Parts that both records have."""
-        known = (
-            self.losses is not None,
-            self.gradient_same is not None or "gradient" in self.silent,
-            bool(self.compared_metrics),
-            bool(self.tokens),
-        )
-        return tuple(part for part, is_known in zip(PARTS, known, strict=True) if is_known)
+        gradient = self.gradient_same is not None or "gradient" in self.silent
+        known = (self.losses is not None, gradient, self.compared_metrics, self.tokens)
+        return tuple(itertools.compress(PARTS, known))
 
     @property
     def telling(self) -> tuple[str, ...]:
@@ -108,13 +110,11 @@ class StepEvidence:
     @property
     def differs(self) -> tuple[str, ...]:
         """Parts that differ."""
-        off = (
-            self.loss_same is False,
-            self.gradient_same is False,
-            bool(self.metrics),
-            any(bool(where_S.any()) for where_S in self.tokens.values()),
-        )
-        return tuple(part for part, is_off in zip(PARTS, off, strict=True) if is_off or self.not_finite)
+        if self.not_finite:
+            return PARTS
+        tokens = any(bool(where_S.any()) for where_S in self.tokens.values())
+        off = (self.loss_same is False, self.gradient_same is False, self.metrics, tokens)
+        return tuple(itertools.compress(PARTS, off))
 
     @property
     def parallel(self) -> bool:
@@ -292,15 +292,15 @@ def _gradient(
     if not shared:
         return _from_norms(a, b, norms, noise)
     elements = sum(trusted[name].numel() for name in shared)
-    norm = math.sqrt(sum(float(trusted[name].square().sum()) for name in shared))
-    other = math.sqrt(sum(float(suspect[name].square().sum()) for name in shared))
+    norm, other = (_norm(each[name] for name in shared) for each in (trusted, suspect))
     if norm == other == 0:
         return None
     product = sum(float(trusted[name] @ suspect[name]) for name in shared)
     parameters = {}
     for name in shared:
         one, two = float(trusted[name].norm()), float(suspect[name].norm())
-        scale = max(one, FLOOR * norm * math.sqrt(trusted[name].numel() / elements), NOTHING)
+        typical = norm * math.sqrt(trusted[name].numel() / elements)
+        scale = max(one, FLOOR * typical, NOTHING)
         far = float((suspect[name] - trusted[name]).norm()) / scale
         cosine = float(trusted[name] @ suspect[name]) / (one * two) if one * two else None
         parameters[name] = Parameter(
@@ -308,16 +308,14 @@ def _gradient(
             cosine,
             far,
             one / norm if norm else 0.0,
-            far <= noise.gradient * _weak(one, norm, trusted[name].numel(), elements),
+            far <= noise.gradient * max(1.0, 3 * typical / scale),  # noise is greater where a gradient is small
         )
     parameters = _stand_out(parameters, noise)
     factor = product / norm**2 if norm else None
-    apart = math.sqrt(sum(float((suspect[name] - trusted[name]).square().sum()) for name in shared))
-    rest = (
-        None
-        if factor is None or not other
-        else math.sqrt(sum(float((suspect[name] - factor * trusted[name]).square().sum()) for name in shared)) / other
-    )
+    apart = _norm(suspect[name] - trusted[name] for name in shared)
+    rest = None
+    if factor is not None and other:
+        rest = _norm(suspect[name] - factor * trusted[name] for name in shared) / other
     same = apart <= noise.gradient * norm and all(parameter.same for parameter in parameters.values())
     return {
         "parameters": parameters,
@@ -326,6 +324,10 @@ def _gradient(
         "residue": rest,
         "gradient_same": same,
     }
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(values.square().sum()) for values in tensors))
 
 
 def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Parameter]:
@@ -343,12 +345,6 @@ def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Para
     if any(not parameters[name].same for name in ranked if name not in above):
         return parameters
     return {name: replace(parameter, same=name not in above) for name, parameter in parameters.items()}
-
-
-def _weak(norm: float, whole_norm: float, numel: int, elements: int) -> float:
-    """Multiplier of the noise for a parameter whose gradient is small relative to others of its size."""
-    typical = whole_norm * math.sqrt(numel / elements)
-    return max(1.0, 3 * typical / max(norm, FLOOR * typical, NOTHING))
 
 
 def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict | None:
@@ -380,31 +376,14 @@ def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise
     }
 
 
-def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Per-token values of both, cut to the shorter one: a record may end with the last token that it saw."""
-    recorded = [whole(step.tokens) for step in (a, b)]
-    end = min((len(values_S) for tokens in recorded for values_S in tokens.values()), default=0)
-    trusted, suspect = ({name: values_S[:end] for name, values_S in tokens.items()} for tokens in recorded)
-    return trusted, suspect
-
-
 def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]:
     trusted, suspect = shared_tokens(a, b)
     both_S = (
         trusted["trained"].bool() & suspect["trained"].bool() if "trained" in trusted and "trained" in suspect else None
     )
     differing = {}
-    for name in (
-        "policy_logprobs",
-        "old_logprobs",
-        "ref_logprobs",
-        "sampler_logprobs",
-        "entropy_nats",
-        "ratios",
-        "trained",
-        *(["clipped"] if noise.same_forward else []),
-    ):
-        if name not in trusted or name not in suspect:
+    for name in TOKEN_VALUES:
+        if name not in trusted or name not in suspect or (name == "clipped" and not noise.same_forward):
             continue
         if trusted[name].dtype == torch.bool:
             differing[name] = trusted[name] ^ suspect[name]

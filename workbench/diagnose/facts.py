@@ -1,24 +1,19 @@
-"""Predicates on the first step that differs, used by the causes.
-
-Letters: S tokens of the source batch.
-"""
+"""Facts about the first step that differs, used by the causes: what differs, and by which factor."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.diagnose.denominators import AXES, PIECES, Named, Way, names_of, pieces, reproduced, sizes, ways
-from workbench.diagnose.evidence import Evidence, Parameter, StepEvidence, shared_tokens
-from workbench.diagnose.places import agreement, places
-from workbench.diagnose.record import RecordedStep, whole
+from workbench.diagnose.denominators import AXES, Named, Way, names_of, reproduced, sizes, ways
+from workbench.diagnose.evidence import Parameter
+from workbench.diagnose.record import whole
+from workbench.diagnose.token_facts import TokenFacts, fit
 from workbench.metrics.gradients import parameter_group, parameter_layer
 
 ADVANTAGES = ("advantage/all/mean", "advantage/all/std", "advantage/all/min", "advantage/all/max")
@@ -31,42 +26,13 @@ LARGEST_COUNT = 1e5
 """Beyond this, rounding makes any number a ratio of counts."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The first step that differs, and the contexts of the records.
-
-    Attributes:
-        evidence: all steps.
-    """
-
-    evidence: Evidence
-
-    @property
-    def step(self) -> StepEvidence:
-        """The first step that differs."""
-        return self.evidence.first
-
-    @cached_property
-    def pair(self) -> tuple[RecordedStep, RecordedStep]:
-        """Both records of that step."""
-        return self.evidence.pair
-
-    @property
-    def context(self) -> Mapping[str, Any]:
-        """The suspect's context."""
-        return self.evidence.suspect.context
+class Facts(TokenFacts):
+    """The first step that differs, and the contexts of the records."""
 
     @property
     def counts(self) -> Mapping[str, float]:
         """Counts of the step, from the suspect, or else from the trusted record, which trained the same documents."""
         return {**self.pair[0].counts, **self.pair[1].counts}
-
-    @cached_property
-    def tokens(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Per-token values of both, cut to the shorter one."""
-        return shared_tokens(*self.pair)
-
-    # ---- equality ----------------------------------------------------------------------------------------
 
     @property
     def loss_same(self) -> bool | None:
@@ -84,31 +50,14 @@ class Facts:
         return self.step.gradient_same
 
     @property
-    def forward_same(self) -> bool | None:
-        """True if log-probabilities of all trained tokens agree; from the metrics where no token was recorded."""
-        known = self.step.token_same("policy_logprobs")
-        return known if known is not None else self._metric_same("logprob/policy/mean")
-
-    @property
-    def old_same(self) -> bool | None:
-        """True if the old log-probabilities agree; from the metrics where no token was recorded."""
-        known = self.step.token_same("old_logprobs")
-        return known if known is not None else self._metric_same("logprob/old/mean")
-
-    @property
-    def mask_same(self) -> bool | None:
-        """True if the same tokens trained; from the metrics where no token was recorded."""
-        known = self.step.token_same("trained")
-        return known if known is not None else self._metric_same("tokens/trained/sum")
+    def gradient_only(self) -> bool:
+        """True if the gradient differs, and the loss, log-probabilities and mask are not known to."""
+        return self.gradient_same is False and False not in (self.loss_same, self.forward_same, self.mask_same)
 
     @property
     def inputs_same(self) -> bool:
         """True if no input of the loss is known to differ."""
         return False not in (self.forward_same, self.old_same, self.mask_same) and not self.metrics_off(*ADVANTAGES)
-
-    def _metric_same(self, key: str) -> bool | None:
-        known = all(key in step.metrics for step in self.pair)
-        return key not in self.step.metrics if known else None
 
     def metrics_off(self, *beginnings: str) -> list[str]:
         """Metrics that differ and begin with one of these prefixes."""
@@ -238,7 +187,7 @@ class Facts:
             and abs(of_loss - 1) < self.step.noise.gradient
         )
 
-    # ---- parameters --------------------------------------------------------------------------------------
+    # ---- the gradient, parameter by parameter ------------------------------------------------------------
 
     @cached_property
     def off(self) -> dict[str, Parameter]:
@@ -330,137 +279,6 @@ class Facts:
         )
         return fit(old, two - one)
 
-    # ---- tokens ------------------------------------------------------------------------------------------
-
-    @cached_property
-    def trained(self) -> Tensor | None:
-        """[S] bool, tokens that train in the trusted record."""
-        return self.tokens[0]["trained"].bool() if "trained" in self.tokens[0] else None
-
-    @cached_property
-    def places(self) -> dict[str, Tensor]:
-        """Places that a mistake may touch, in the suspect's layout."""
-        if self.trained is None:
-            return {}
-        merged = {**self.tokens[0], **self.tokens[1]}
-        return places(merged | {"trained": self.trained | merged["trained"].bool()})
-
-    def off_tokens(self, *names: str) -> Tensor | None:
-        """[S] bool, tokens of which one of these values differs; None if none was recorded."""
-        masks = [self.step.tokens[name] for name in names if name in self.step.tokens]
-        return torch.stack(masks).any(0) if masks else None
-
-    def share_off(self, name: str) -> float:
-        """Share of the trained tokens of which a value differs."""
-        off = self.off_tokens(name)
-        if off is None or self.trained is None:
-            return 0.0
-        return int((off & self.trained).sum()) / max(int(self.trained.sum()), 1)
-
-    def agree(self, place: str, *names: str) -> float:
-        """Agreement of the tokens that differ with a place, in excess of that with all trained tokens; 0 if unknown."""
-        off = self.off_tokens(*names)
-        if off is None or self.trained is None or place not in self.places:
-            return 0.0
-        everywhere, there = agreement(off, self.trained), agreement(off, self.places[place])
-        return (there - everywhere) / (1 - everywhere) if there > everywhere else 0.0
-
-    @property
-    def lost_pieces(self) -> str:
-        """Kind of pieces that the tokens that no longer train fill completely; "" if none, or if new tokens train."""
-        lost, merged = self.off_tokens("trained"), {**self.tokens[0], **self.tokens[1]}
-        if (
-            lost is None
-            or self.trained is None
-            or not bool((lost & self.trained).any())
-            or bool((lost & ~self.trained).any())
-        ):
-            return ""
-        for kind, piece in pieces(merged | {"trained": self.trained}, self.context).items():
-            gone = torch.isin(piece, piece[lost]) & self.trained
-            if kind != "documents" and torch.equal(gone, lost) and int(gone.sum()) < int(self.trained.sum()):
-                return f"{PIECES[kind]}s"
-        return ""
-
-    @property
-    def clips_documents(self) -> bool:
-        """True if the trusted policy is clipped by whole documents, as a document-level ratio does."""
-        tokens, trained = self.tokens[0], self.trained
-        if trained is None or not {"clipped", "documents"} <= set(tokens):
-            return False
-        clipped, documents = tokens["clipped"].bool() & trained, tokens["documents"]
-        several = any(int(clipped[documents == one].sum()) > 1 for one in documents[clipped].unique())
-        return several and torch.equal(torch.isin(documents, documents[clipped]) & trained, clipped)
-
-    def all_lie_in(self, place: str) -> bool:
-        """True if every trained token lies in a place, so that it cannot be distinguished from everywhere."""
-        return self.trained is not None and place in self.places and bool((self.places[place] == self.trained).all())
-
-    def change(self, name: str = "policy_logprobs") -> tuple[Tensor, Tensor] | None:
-        """A value of the tokens that train in both: the trusted one, and suspect minus trusted."""
-        if any(name not in tokens or "trained" not in tokens for tokens in self.tokens):
-            return None
-        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
-        trusted, suspect = (tokens[name].double()[both] for tokens in self.tokens)
-        return trusted, suspect - trusted
-
-    @property
-    def share_moved(self) -> float:
-        """Share of tokens whose log-probability differs, of those where rounding could change it.
-
-        The first prediction of a document sees a single token: rounding of positions and keys does not affect it.
-        """
-        change = self.change()
-        if change is None:
-            return 0.0
-        moved = change[1] != 0
-        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
-        alone = self.tokens[0].get("positions")
-        here = moved if alone is None else moved[alone[both] != 1]
-        return float(here.double().mean()) if len(here) else 0.0
-
-    @cached_property
-    def distributions_shifted(self) -> int | None:
-        """Shift, in tokens, of the suspect's entropies within documents, if log-probabilities do not shift along.
-
-        None if there is no shift.
-        """
-        names = {"policy_logprobs", "entropy_nats", "trained", "documents"}
-        if not all(names <= set(tokens) for tokens in self.tokens) or self.forward_same is not False:
-            return None
-        trusted, suspect = self.tokens
-        known, documents = trusted["trained"].bool() & suspect["trained"].bool(), trusted["documents"]
-        for shift in (1, -1):
-            there = known & known.roll(shift) & (documents.roll(shift) == documents)
-            there[0 if shift > 0 else -1] = False
-            if int(there.sum()) < 4:
-                continue
-            left = {
-                name: _left_by_shift(trusted[name].double(), suspect[name].double(), there, shift)
-                for name in ("entropy_nats", "policy_logprobs")
-            }
-            if left["entropy_nats"] < 0.1 and left["policy_logprobs"] > 0.5:
-                return shift
-        return None
-
-    @cached_property
-    def document_values_cut(self) -> bool:
-        """True if token values do not follow their own ratios, and trained tokens of a document lie on several ranks.
-
-        With token-level ratios a token's value is proportional to its ratio: within a document its logarithm grows with
-        the log ratio at slope 1; with a document-level ratio at slope 0.
-        """
-        tokens, trained = self.tokens[0], self.trained
-        if trained is None or not {"losses", "old_logprobs", "policy_logprobs", "documents", "shards"} <= set(tokens):
-            return False
-        here = trained & (tokens["losses"] != 0)
-        documents, shards = tokens["documents"][here], tokens["shards"][here]
-        cut = any(len(shards[documents == one].unique()) > 1 for one in documents.unique())
-        logprobs = tokens["policy_logprobs"].double()[here]
-        sizes, ratios = tokens["losses"].double()[here].abs().log(), logprobs - tokens["old_logprobs"].double()[here]
-        slopes = [_slope_within(documents, each, sizes) for each in (ratios, logprobs.abs().clamp_min(1e-30).log())]
-        return cut and all(slope is not None and abs(slope) < 0.5 for slope in slopes)
-
     @property
     def loss_moves_less(self) -> bool:
         """True if the relative change of the loss is less than a tenth of that of the gradient.
@@ -509,25 +327,3 @@ def short(name: str) -> str:
     """The module that a parameter belongs to: ``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
     parts = name.split(".")
     return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
-
-
-def fit(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Slope of y on x through the origin, and the unexplained share of y's sum of squares."""
-    if not float(x.square().sum()) or not float(y.square().sum()):
-        return 0.0, 1.0
-    slope = float(x @ y) / float(x.square().sum())
-    return slope, float((y - slope * x).square().sum()) / float(y.square().sum())
-
-
-def _left_by_shift(trusted: Tensor, suspect: Tensor, there: Tensor, shift: int) -> float:
-    """Median distance of the two after a shift, relative to that without a shift."""
-    shifted, as_is = (float((suspect - each)[there].abs().median()) for each in (trusted.roll(shift), trusted))
-    return shifted / as_is if as_is else math.inf
-
-
-def _slope_within(labels: Tensor, x: Tensor, y: Tensor) -> float | None:
-    """Slope of y on x, both less their means over each label; None if x does not vary within any."""
-    _, place = torch.unique(labels, return_inverse=True)
-    counts = torch.bincount(place).double()
-    x, y = (each - (torch.zeros_like(counts).index_add_(0, place, each) / counts)[place] for each in (x, y))
-    return fit(x, y)[0] if float(x.square().sum()) > 1e-12 else None

@@ -68,23 +68,9 @@ class Noise:
         bar = (_LATER if step else _FIRST)[name]
         if same_forward:
             rest = min(bar, _OF_FLOAT32)
-            return cls(
-                gradient=min(bar, _SAME_FORWARD[name]),
-                loss=rest,
-                metric=10 * rest,
-                metric_floor=_METRIC_FLOOR["float32"],
-                logprob_nats=10 * rest,
-                outliers=0.0,
-                same_forward=True,
-            )
-        return cls(
-            gradient=bar,
-            loss=bar,
-            metric=bar,
-            metric_floor=_METRIC_FLOOR[name],
-            logprob_nats=bar,
-            outliers=0.05 if step and name != "float64" else 0.0,
-        )
+            gradient = min(bar, _SAME_FORWARD[name])
+            return cls(gradient, rest, 10 * rest, _METRIC_FLOOR["float32"], 10 * rest, 0.0, same_forward=True)
+        return cls(bar, bar, bar, _METRIC_FLOOR[name], bar, 0.05 if step and name != "float64" else 0.0)
 
     def of_metric(self, key: str) -> float:
         """Tolerance of one metric.

@@ -31,12 +31,13 @@ import torch
 from torch import Tensor
 
 from workbench.errors import RecordError, WorkbenchError
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.metrics.evidence import PREFIX
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.records import trainer_files as files
 from workbench.records.certificate import Certificate, read_certificate
-from workbench.records.directory import RunDirectory, project_root
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import project_root
 from workbench.reduction.evaluate import evaluate_loss, loss_inputs, token_values
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import PADDING, RolloutBatch
@@ -100,6 +101,14 @@ class RecordedStep:
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     evidence: Mapping[str, float] = field(default_factory=dict)
     certificate: Certificate | None = None
+
+
+def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Per-token values of both, cut to the shorter one: a record may end with the last token that it saw."""
+    recorded = [whole(step.tokens) for step in (a, b)]
+    end = min((len(values_S) for tokens in recorded for values_S in tokens.values()), default=0)
+    trusted, suspect = ({name: values_S[:end] for name, values_S in tokens.items()} for tokens in recorded)
+    return trusted, suspect
 
 
 @dataclass(frozen=True)
@@ -367,7 +376,7 @@ def _places(
         for row in rows
     ]
     weights, totals = step_weights(lined_up, spec.loss)
-    loss = make_loss(spec.loss)
+    loss = build_loss(spec.loss)
     for number, (row, named) in enumerate(zip(lined_up, weights, strict=True)):
         known_T = row.source_T != PADDING
         source = row.source_T[known_T]

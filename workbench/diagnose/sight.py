@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.diagnose.record import Record, RecordedStep, whole
-from workbench.metrics.evidence import SPARSE
+from workbench.metrics.evidence import KEYS, SPARSE
 from workbench.metrics.evidence import Evidence as Counts
 
 
@@ -106,32 +106,11 @@ class Sight:
         return f"{known}; unknown: {', '.join([*missing, 'gradient tokens'])}"
 
     def as_json(self) -> dict[str, Any]:
-        """The keys of `workbench.metrics.evidence.Evidence.as_json`, null where unknown."""
-        names = (
-            "gradient_documents",
-            "gradient_tokens",
-            "policy_gradient_tokens",
-            "gradient_document_share",
-            "gradient_token_share",
-            "policy_token_share",
-        )
-        return (
-            dict.fromkeys(names)
-            | {
-                name: getattr(self, name)
-                for name in (
-                    "steps",
-                    "documents",
-                    "trained_documents",
-                    "trained_tokens",
-                    "clipped_tokens",
-                    "zero_steps",
-                    "clipped_share",
-                    "nothing",
-                )
-            }
-            | {"warnings": list(self.warnings), "summary": self.summary()}
-        )
+        """The keys of `workbench.metrics.evidence.Evidence.as_json` and of trained documents, null where unknown."""
+        return {name: getattr(self, name, None) for name in (*KEYS, "trained_documents", "nothing")} | {
+            "warnings": list(self.warnings),
+            "summary": self.summary(),
+        }
 
 
 def sight_of(record: Record, steps: Iterable[int]) -> Counts | Sight:

@@ -38,7 +38,6 @@ FAMILIES: Mapping[str, str] = {
 
 MODULES: Mapping[str, str] = {
     "denominators": "A",
-    "document_denominators": "A",
     "axis_factors": "B",
     "micro_batches": "C",
     "metrics": "D",
@@ -46,13 +45,12 @@ MODULES: Mapping[str, str] = {
     "masks": "F",
     "sampling": "G",
     "gradients": "H",
-    "advantages": "I",
+    "loss_terms": "I",
     "precision": "J",
-    "auxiliary": "K",
     "sharding": "S",
     "attention": "S",
 }
-"""Modules of this package whose faults a spec can name -> their family."""
+"""Modules of this package whose faults a spec can name -> the family of those that state none."""
 
 _STEP = "workbench.train.step"
 _DECLARED = re.compile(r"^@fault\((?:.|\n)*?^\)\ndef (\w+)\(", re.MULTILINE)
@@ -98,8 +96,10 @@ class Fault:
         return self.changes_gradient or self.changes_metrics
 
 
-def fault(*, seam: str, origin: str, signature: str, **settings: Any) -> Callable[[Callable[..., Any]], Fault]:
-    """Declare a fault: decorate a function that takes the correct function of a seam and returns the wrong one.
+def fault(
+    *, seam: str, origin: str, signature: str, factory: bool = False, **settings: Any
+) -> Callable[[Callable[..., Any]], Fault]:
+    """Declare a fault: decorate a function that takes the correct function of a seam, then the seam's own arguments.
 
     The function's name is the fault's; the last paragraph of its docstring is the mistake in one sentence.
 
@@ -107,14 +107,22 @@ def fault(*, seam: str, origin: str, signature: str, **settings: Any) -> Callabl
         seam: see `Fault`.
         origin: see `Fault`.
         signature: see `Fault`.
+        factory: True for a function that takes the correct function only and returns the wrong one, to keep a state of
+            its own each time it is planted.
         settings: other attributes of `Fault`; the family defaults to that of the module.
     """
 
-    def declare(broken: Callable[..., Any]) -> Fault:
-        module = broken.__module__.rpartition(".")[2]
-        what = " ".join((broken.__doc__ or "").strip().split("\n\n")[-1].split()).removesuffix(".")
+    def declare(function: Callable[..., Any]) -> Fault:
+        module = function.__module__.rpartition(".")[2]
+        what = " ".join((function.__doc__ or "").strip().split("\n\n")[-1].split()).removesuffix(".")
         family = settings.pop("family", None) or MODULES[module]
-        return Fault(broken.__name__, family, what, origin, signature, seam, broken, **settings)
+
+        def broken(correct: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **options: function(correct, *args, **options)
+
+        return Fault(
+            function.__name__, family, what, origin, signature, seam, function if factory else broken, **settings
+        )
 
     return declare
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.faults import fault
-from workbench.sharding.attention.block import Block
 from workbench.sharding.attention.kernels import Gradients, Kernel
 from workbench.sharding.mesh import Axis
 from workbench.sharding.plan import ShardPlan
@@ -24,23 +23,21 @@ from workbench.sharding.plan import ShardPlan
     "too big; below it gradients through attention are too big by a factor cp per layer passed",
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_unseen.py::test_copies_of_attention_inflate_what_lies_before_it",
+    detected_by="tests/faults/test_unseen.py::test_copies_of_attention_inflate_gradients_below_it",
     changes_metrics=False,
 )
-def attention_input_gradient_times_cp(forward: Callable) -> Callable:
+def attention_input_gradient_times_cp(
+    forward: Callable, self: Any, hidden_states: Tensor, *args: Any, **options: Any
+) -> Any:
     """Each rank computes all of a layer's attention, and the gradients of the copies' input are summed.
 
     Tokens are gathered for a layer that all ranks compute identically, and the adjoint of the gather sums identical
     gradients over cp.
     """
-
-    def from_summed_copies(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        if (shard := options.get("shard")) is not None:  # None while the model is loaded
-            cp = shard.inner.size * shard.outer.size
-            hidden_states = hidden_states + (cp - 1) * (hidden_states - hidden_states.detach())
-        return forward(self, hidden_states, *args, **options)
-
-    return from_summed_copies
+    if (shard := options.get("shard")) is not None:  # None while the model is loaded
+        cp = shard.inner.size * shard.outer.size
+        hidden_states = hidden_states + (cp - 1) * (hidden_states - hidden_states.detach())
+    return forward(self, hidden_states, *args, **options)
 
 
 @fault(
@@ -50,20 +47,13 @@ def attention_input_gradient_times_cp(forward: Callable) -> Callable:
     "row and attend to other documents; log-probabilities, loss and gradients wrong",
     shows_in={"layout": {"cp": 2}, "data": {"multiple_of": 4}},
     hidden_in={"layout": {"order": "zigzag"}},
-    detected_by="tests/faults/test_unseen.py::test_shards_in_another_order_spare_what_comes_before_the_first_cut",
+    detected_by="tests/faults/test_unseen.py::test_shards_in_another_order_do_not_affect_tokens_before_the_first_boundary",
 )
-def contiguous_shards_taken_for_zigzag(make: Callable) -> Callable:
-    """Data is split contiguously, and attention reassembles it as if it were split zigzag.
-
-    A new contiguous split of rows does not reach attention, which still orders gathered shards as zigzag ones.
-    """
-
-    def make_as_zigzag(cls: type, plan: ShardPlan, *args: Any, **options: Any) -> Any:
-        if plan.cp > 1:
-            plan = ShardPlan.make("zigzag", num_tokens=plan.num_tokens, cp=plan.cp)
-        return make(cls, plan, *args, **options)
-
-    return make_as_zigzag
+def contiguous_shards_taken_for_zigzag(make: Callable, cls: type, plan: ShardPlan, *args: Any, **options: Any) -> Any:
+    """A new contiguous split of rows does not reach attention, which still orders gathered shards as zigzag ones."""
+    if plan.cp > 1:
+        plan = ShardPlan.make("zigzag", num_tokens=plan.num_tokens, cp=plan.cp)
+    return make(cls, plan, *args, **options)
 
 
 @fault(
@@ -75,13 +65,9 @@ def contiguous_shards_taken_for_zigzag(make: Callable) -> Callable:
     hidden_in={"layout": {"cp": 2}},
     changes_metrics=False,
 )
-def gqa_copies_not_summed(repeated: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+def gqa_copies_not_summed(repeated: Callable, heads: Tensor, copies: int) -> Tensor:
     """Key and value heads are repeated for the exchange of heads, and the adjoint takes one copy instead of the sum."""
-
-    def repeat_and_forget(heads: Tensor, copies: int) -> Tensor:
-        return _FirstCopy.apply(heads, copies)
-
-    return repeat_and_forget
+    return _FirstCopy.apply(heads, copies)
 
 
 class _FirstCopy(Function):
@@ -104,17 +90,13 @@ class _FirstCopy(Function):
     hidden_in={"layout": {"cp": 2}},
     detected_by="tests/faults/test_unseen.py::test_tiled_heads_move_every_token",
 )
-def heads_tiled(repeated: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+def heads_tiled(repeated: Callable, heads: Tensor, copies: int) -> Tensor:
     """Key heads are tiled, a b a b, instead of interleaved, a a b b.
 
     Grouped key and value heads are tiled for the exchange of heads, so some query heads attend to the keys of another
     group.
     """
-
-    def tiled(heads: Tensor, copies: int) -> Tensor:
-        return heads.repeat(1, copies, 1, 1)
-
-    return tiled
+    return heads.repeat(1, copies, 1, 1)
 
 
 @fault(
@@ -127,13 +109,9 @@ def heads_tiled(repeated: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, 
     detected_by="tests/faults/test_unseen_at_first.py::test_keys_without_their_gradient_spare_queries_in_the_last_layer",
     changes_metrics=False,
 )
-def key_gradients_not_returned(scatter_sum: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def key_gradients_not_returned(scatter_sum: Callable, pieces_R: Tensor, axis: Axis, **options: object) -> Tensor:
     """Keys and values are gathered for attention, and their gradients are sliced instead of reduce-scattered."""
-
-    def keep_own_piece(pieces_R: Tensor, axis: Axis, **options: object) -> Tensor:
-        return pieces_R[axis.rank]
-
-    return keep_own_piece
+    return pieces_R[axis.rank]
 
 
 @fault(
@@ -144,17 +122,12 @@ def key_gradients_not_returned(scatter_sum: Callable[..., Tensor]) -> Callable[.
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
 )
-def positions_from_shard(split_row: Callable) -> Callable:
+def positions_from_shard(split_row: Callable, *args: object) -> object:
     """Rotary positions are recomputed on each shard, from the document starts that the shard contains."""
-
-    def split_and_count(*args: object) -> object:
-        local = split_row(*args)
-        row = local.row
-        _, stretches_T, counts = torch.unique_consecutive(row.document_ids_T, return_inverse=True, return_counts=True)
-        places_T = torch.arange(len(stretches_T), device=stretches_T.device)
-        return replace(local, row=replace(row, positions_T=places_T - (counts.cumsum(0) - counts)[stretches_T]))
-
-    return split_and_count
+    local = split_row(*args)
+    row = local.row
+    places_T, begins_T = _stretches(row.document_ids_T)
+    return replace(local, row=replace(row, positions_T=places_T - begins_T))
 
 
 @fault(
@@ -167,42 +140,39 @@ def positions_from_shard(split_row: Callable) -> Callable:
     hidden_in={"layout": {"attention": "gathered"}},
     changes_metrics=False,
 )
-def ring_block_normaliser(choose: Callable[..., Kernel]) -> Callable[..., _BlockByBlock]:
+def ring_block_normaliser(choose: Callable, *args: object) -> _Miscalled:
     """The backward of a ring treats the softmax of each block as a part of the whole one.
 
     The backward of ring attention computes the probabilities of a block with the log-normaliser of that block, not of
     all keys.
     """
-
-    def choose_and_forget(*args: object) -> _BlockByBlock:
-        return _BlockByBlock(choose(*args))
-
-    return choose_and_forget
+    return _Miscalled(choose(*args), _own_normaliser)
 
 
 @dataclass(frozen=True)
-class _BlockByBlock:
-    """A kernel whose backward uses the log-normaliser of its own block only."""
+class _Miscalled:
+    """A kernel whose backward gets other keys and values, or another log-normaliser."""
 
     right: Kernel
+    change: Callable[[Kernel, tuple[Any, ...]], tuple[Tensor, Tensor, Tensor]]
 
-    def forward(self, *args: object) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
         return self.right.forward(*args)
 
-    def backward(
-        self,
-        d_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
-        delta: Tensor | None = None,
-    ) -> Gradients:
-        _, own_lse = self.right.forward(query, key, value, block, scale)
-        return self.right.backward(d_out, query, key, value, out, own_lse, block, scale, delta)
+    def backward(self, d_out: Tensor, *args: Any) -> Gradients:
+        query, _, _, out, _, *rest = args
+        key, value, lse = self.change(self.right, args)
+        return self.right.backward(d_out, query, key, value, out, lse, *rest)
+
+
+def _own_normaliser(right: Kernel, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, _, _, block, scale = args[:7]
+    return key, value, right.forward(query, key, value, block, scale)[1]
+
+
+def _first_keys(_: Kernel, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value, _, lse = args[:5]  # a rank's own keys come first, and are stored with its query
+    return *query.__dict__.setdefault("first_keys", (key.clone(), value.clone())), lse
 
 
 @fault(
@@ -212,45 +182,16 @@ class _BlockByBlock:
     "before them wrong, o_proj and MLP right; below it everything wrong; no effect under other attention",
     shows_in={"layout": {"cp": 2, "attention": "ring"}},
     hidden_in={"layout": {"attention": "gathered"}},
-    detected_by="tests/faults/test_unseen.py::test_stale_keys_spare_what_stands_behind_attention",
+    detected_by="tests/faults/test_unseen.py::test_stale_keys_do_not_affect_layers_above_attention",
     changes_metrics=False,
 )
-def stale_keys_in_ring_backward(choose: Callable[..., Kernel]) -> Callable[..., _FirstKeys]:
+def stale_keys_in_ring_backward(choose: Callable, *args: object) -> _Miscalled:
     """The backward of a ring computes every block with the rank's own keys and values.
 
     Keys and values circulate in backward, but each block is computed with those saved in forward, which are the
     rank's own.
     """
-
-    def choose_and_keep(*args: object) -> _FirstKeys:
-        return _FirstKeys(choose(*args))
-
-    return choose_and_keep
-
-
-@dataclass(frozen=True)
-class _FirstKeys:
-    """A kernel that stores with a query the first keys and values, which are the rank's own."""
-
-    right: Kernel
-
-    def forward(self, *args: object) -> tuple[Tensor, Tensor]:
-        return self.right.forward(*args)
-
-    def backward(
-        self,
-        d_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        block: Block,
-        scale: float,
-        delta: Tensor | None = None,
-    ) -> Gradients:
-        first_key, first_value = query.__dict__.setdefault("first_keys", (key.clone(), value.clone()))
-        return self.right.backward(d_out, query, first_key, first_value, out, lse, block, scale, delta)
+    return _Miscalled(choose(*args), _first_keys)
 
 
 @fault(
@@ -262,15 +203,15 @@ class _FirstKeys:
     hidden_in={"layout": {"order": "contiguous"}},
     detected_by="tests/faults/test_unseen.py::test_positions_that_count_on_spare_heads_of_documents",
 )
-def tail_positions_follow_head(split_row: Callable) -> Callable:
+def tail_positions_follow_head(split_row: Callable, *args: object) -> object:
     """Rotary positions of a zigzag shard continue from its head into its tail, instead of jumping to the tail's own."""
+    local = split_row(*args)
+    row = local.row
+    places_T, begins_T = _stretches(row.document_ids_T)
+    return replace(local, row=replace(row, positions_T=row.positions_T[begins_T] + places_T - begins_T))
 
-    def split_and_count_on(*args: object) -> object:
-        local = split_row(*args)
-        row = local.row
-        _, stretches_T, counts = torch.unique_consecutive(row.document_ids_T, return_inverse=True, return_counts=True)
-        begins_T = (counts.cumsum(0) - counts)[stretches_T]
-        places_T = torch.arange(len(stretches_T), device=stretches_T.device)
-        return replace(local, row=replace(row, positions_T=row.positions_T[begins_T] + places_T - begins_T))
 
-    return split_and_count_on
+def _stretches(document_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """[T] places of the tokens of a shard, and [T] the place where the document's stretch of each begins."""
+    _, stretches_T, counts = torch.unique_consecutive(document_ids_T, return_inverse=True, return_counts=True)
+    return torch.arange(len(stretches_T), device=stretches_T.device), (counts.cumsum(0) - counts)[stretches_T]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,17 +29,15 @@ from workbench.specs.run import RunSpec
     detected_by="tests/faults/test_unseen_at_first.py::test_norms_of_averaged_gradients_are_too_small_by_the_ranks",
     changes_gradient=False,
 )
-def clip_of_averaged_gradients(gradient_norms: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+def clip_of_averaged_gradients(
+    gradient_norms: Callable, model: object, shards: Mapping, mesh: Mesh
+) -> dict[str, float]:
     """The clip uses the norm of averaged gradients, the step their sum.
 
     Gradients are clipped while they are still averaged over dp x cp ranks: the effective threshold is dp cp times the
     setting.
     """
-
-    def norms_of_average(model: object, shards: Mapping, mesh: Mesh) -> dict[str, float]:
-        return {name: norm / mesh["dp_cp"].size for name, norm in gradient_norms(model, shards, mesh).items()}
-
-    return norms_of_average
+    return {name: norm / mesh["dp_cp"].size for name, norm in gradient_norms(model, shards, mesh).items()}
 
 
 @fault(
@@ -50,15 +48,13 @@ def clip_of_averaged_gradients(gradient_norms: Callable[..., dict[str, float]]) 
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )
-def cp_factor_twice(step_weights: Callable) -> Callable:
+def cp_factor_twice(
+    step_weights: Callable, rows: list, spec: object, cut: StepLayout | None = None, **options: object
+) -> tuple:
     """The factor that undoes a mean over context-parallel ranks stays in the loss, but their gradients are summed."""
-
-    def multiply_again(rows: list, spec: object, cut: StepLayout | None = None, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, step_layout=cut, **options)
-        cp = 1 if cut is None else cut.cp
-        return [{name: pair.map(lambda w_T: w_T * cp) for name, pair in named.items()} for named in weights], totals
-
-    return multiply_again
+    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
+    cp = 1 if cut is None else cut.cp
+    return [{name: pair.map(lambda w_T: w_T * cp) for name, pair in named.items()} for named in weights], totals
 
 
 @fault(
@@ -68,18 +64,14 @@ def cp_factor_twice(step_weights: Callable) -> Callable:
     "threshold for the gradient norm no longer clips",
     changes_metrics=False,
 )
-def gradient_divided_by_documents_again(step_weights: Callable) -> Callable:
+def gradient_divided_by_documents_again(step_weights: Callable, *args: object, **options: object) -> tuple:
     """Backward divides by the number of documents again, after forward has divided already."""
-
-    def weights_divided_twice(*args: object, **options: object) -> tuple:
-        weights, totals = step_weights(*args, **options)
-        documents = max(totals.documents, 1)
-        return [
-            {name: TokenWeights(pair.loss_T, pair.gradient_T / documents) for name, pair in named.items()}
-            for named in weights
-        ], totals
-
-    return weights_divided_twice
+    weights, totals = step_weights(*args, **options)
+    documents = max(totals.documents, 1)
+    return [
+        {name: TokenWeights(pair.loss_T, pair.gradient_T / documents) for name, pair in named.items()}
+        for named in weights
+    ], totals
 
 
 @fault(
@@ -90,21 +82,17 @@ def gradient_divided_by_documents_again(step_weights: Callable) -> Callable:
     hidden_in={"layout": {"cp": 1}},
     changes_gradient=False,
 )
-def loss_counted_by_every_rank(evaluate_loss: Callable) -> Callable:
+def loss_counted_by_every_rank(evaluate_loss: Callable, loss: object, inputs: Any, *more: object) -> Evaluated:
     """A loss that is complete on every context-parallel rank is summed over them once more for the report."""
-
-    def report_too_much(loss: object, inputs: Any, *more: object) -> Evaluated:
-        evaluated = evaluate_loss(loss, inputs, *more)
-        ranks = inputs.sums.axis.size
-        # The added part is detached: the gradient stays right.
-        return evaluated._replace(
-            scalars={
-                name: replace(scalar, value=scalar.value + (ranks - 1) * scalar.value.detach())
-                for name, scalar in evaluated.scalars.items()
-            }
-        )
-
-    return report_too_much
+    evaluated = evaluate_loss(loss, inputs, *more)
+    ranks = inputs.sums.axis.size
+    # The added part is detached: the gradient stays right.
+    return evaluated._replace(
+        scalars={
+            name: replace(scalar, value=scalar.value + (ranks - 1) * scalar.value.detach())
+            for name, scalar in evaluated.scalars.items()
+        }
+    )
 
 
 @fault(
@@ -115,15 +103,13 @@ def loss_counted_by_every_rank(evaluate_loss: Callable) -> Callable:
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen.py::test_a_mean_over_sequence_ranks_is_one_factor_in_loss_and_gradient",
 )
-def loss_divided_by_sequence_ranks(step_weights: Callable) -> Callable:
+def loss_divided_by_sequence_ranks(
+    step_weights: Callable, rows: list, spec: object, cut: StepLayout | None = None, **options: object
+) -> tuple:
     """A loss already divided by the tokens of the whole sequence is averaged over the ranks that share it."""
-
-    def average_over_cp(rows: list, spec: object, cut: StepLayout | None = None, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, step_layout=cut, **options)
-        cp = 1 if cut is None else cut.cp
-        return [{name: pair.map(lambda w_T: w_T / cp) for name, pair in named.items()} for named in weights], totals
-
-    return average_over_cp
+    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
+    cp = 1 if cut is None else cut.cp
+    return [{name: pair.map(lambda w_T: w_T / cp) for name, pair in named.items()} for named in weights], totals
 
 
 @fault(
@@ -135,15 +121,11 @@ def loss_divided_by_sequence_ranks(step_weights: Callable) -> Callable:
     detected_by="tests/parity/test_faults.py::test_missing_cp_factor_halves_every_gradient_and_not_the_loss",
     changes_metrics=False,
 )
-def missing_cp_factor(sum_gradients: Callable) -> Callable:
+def missing_cp_factor(sum_gradients: Callable, model: object, shards: object, mesh: object) -> None:
     """Gradients are averaged over context-parallel ranks, each of which has only a part of the sum."""
-
-    def average_over_cp(model: object, shards: object, mesh: object) -> None:
-        sum_gradients(model, shards, mesh)
-        for parameter in model.parameters():
-            parameter.grad.div_(mesh["cp"].size)
-
-    return average_over_cp
+    sum_gradients(model, shards, mesh)
+    for parameter in model.parameters():
+        parameter.grad.div_(mesh["cp"].size)
 
 
 @fault(
@@ -155,20 +137,16 @@ def missing_cp_factor(sum_gradients: Callable) -> Callable:
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen.py::test_a_reward_on_every_rank_multiplies_the_policy_term",
 )
-def reward_on_every_cp_rank(make_advantages: Callable) -> Callable:
+def reward_on_every_cp_rank(compute_advantages: Callable, batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
     """Each context-parallel rank adds the reward at the end of a completion, and the ranks' rewards are summed.
 
     The reward of a completion is assigned to its last token by every context-parallel rank, not only by the rank of
     that token.
     """
-
-    def reward_everywhere(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
-        if batch.rewards_N is None:
-            return make_advantages(batch, spec)
-        wrong = make_advantages(replace(batch, rewards_N=batch.rewards_N * spec.layout.cp), spec)
-        return replace(wrong, rewards_N=batch.rewards_N)
-
-    return reward_everywhere
+    if batch.rewards_N is None:
+        return compute_advantages(batch, spec)
+    wrong = compute_advantages(replace(batch, rewards_N=batch.rewards_N * spec.layout.cp), spec)
+    return replace(wrong, rewards_N=batch.rewards_N)
 
 
 @fault(
@@ -179,17 +157,13 @@ def reward_on_every_cp_rank(make_advantages: Callable) -> Callable:
     shows_in={"layout": {"cp": 3}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"cp": 1}},
 )
-def sequence_ratio_per_shard(split_row: Callable) -> Callable:
+def sequence_ratio_per_shard(split_row: Callable, *args: object) -> object:
     """Sums and lengths of a document are taken over the local tokens of a context-parallel rank."""
-
-    def split_document_sums(*args: object) -> object:
-        local = split_row(*args)
-        row = local.row
-        documents_T = row.document_ids_T - PADDING
-        lengths_T = torch.bincount(documents_T, weights=row.loss_mask_T.double())[documents_T].clamp_min(1)
-        return replace(local, row=replace(row, lengths_T=lengths_T), sums=replace(local.sums, complete=_keep_partial))
-
-    return split_document_sums
+    local = split_row(*args)
+    row = local.row
+    documents_T = row.document_ids_T - PADDING
+    lengths_T = torch.bincount(documents_T, weights=row.loss_mask_T.double())[documents_T].clamp_min(1)
+    return replace(local, row=replace(row, lengths_T=lengths_T), sums=replace(local.sums, complete=_keep_partial))
 
 
 def _keep_partial(partial: Tensor, axis: Axis) -> Tensor:
@@ -205,16 +179,14 @@ def _keep_partial(partial: Tensor, axis: Axis) -> Tensor:
     hidden_in={"layout": {"order": "contiguous"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_wrong_offsets_of_sequence_sums_spare_losses_on_tokens",
 )
-def sequence_sums_at_wrong_offsets(split_row: Callable) -> Callable:
+def sequence_sums_at_wrong_offsets(
+    split_row: Callable, row: Any, weights: Any, documents: Any, plan: Any, mesh: Any, layout: Any
+) -> Any:
     """A sequence ratio gathers a document's tokens from offsets that are wrong for a zigzag split."""
-
-    def split_with_other_offsets(row: Any, weights: Any, documents: Any, plan: Any, mesh: Any, layout: Any) -> Any:
-        local = split_row(row, weights, documents, plan, mesh, layout)
-        tokens = len(local.row.tokens_T)
-        contiguous_T = torch.arange(tokens) + mesh["cp"].rank * tokens
-        return replace(local, sums=replace(local.sums, positions_T=contiguous_T))
-
-    return split_with_other_offsets
+    local = split_row(row, weights, documents, plan, mesh, layout)
+    tokens = len(local.row.tokens_T)
+    contiguous_T = torch.arange(tokens) + mesh["cp"].rank * tokens
+    return replace(local, sums=replace(local.sums, positions_t=contiguous_T))
 
 
 @fault(
@@ -226,23 +198,24 @@ def sequence_sums_at_wrong_offsets(split_row: Callable) -> Callable:
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen.py::test_tokens_counted_over_dp_only_are_cp_times_too_few",
 )
-def tokens_counted_over_dp_only(prepare_rows: Callable) -> Callable:
+def tokens_counted_over_dp_only(prepare_rows: Callable, batch: object, spec: RunSpec, mesh: Mesh, *more: object) -> Any:
     """The token count in the denominator is summed over data-parallel ranks, not over context-parallel ones.
 
     Numerator and count are reduced over data-parallel ranks alone: each context-parallel rank divides by the tokens of
     the ranks with its own coordinate on the cp axis.
     """
+    rows, totals = prepare_rows(batch, spec, mesh, *more)
+    if spec.loss.denominator != "token":
+        return rows, totals
+    return counted_over_dp(rows, totals, mesh), totals
 
-    def count_over_dp(batch: object, spec: RunSpec, mesh: Mesh, *more: object) -> Any:
-        rows, totals = prepare_rows(batch, spec, mesh, *more)
-        if spec.loss.denominator != "token":
-            return rows, totals
-        own_tokens = torch.stack([local.row.loss_mask_T.sum() for local in rows]).sum().double()
-        counted = float(all_sum(own_tokens, mesh["dp"]))
-        factor = totals.tokens / max(counted, 1.0)
-        return [
-            replace(local, weights={name: pair.map(lambda w_T: w_T * factor) for name, pair in local.weights.items()})
-            for local in rows
-        ], totals
 
-    return count_over_dp
+def counted_over_dp(rows: Sequence[Any], totals: Any, mesh: Mesh) -> list[Any]:
+    """Rows whose weights are divided by the trained tokens of the ranks of dp alone."""
+    own_tokens = torch.stack([local.row.loss_mask_T.sum() for local in rows]).sum().double()
+    counted = float(all_sum(own_tokens, mesh["dp"]))
+    factor = totals.tokens / max(counted, 1.0)
+    return [
+        replace(local, weights={name: pair.map(lambda w_T: w_T * factor) for name, pair in local.weights.items()})
+        for local in rows
+    ]

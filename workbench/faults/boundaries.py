@@ -22,15 +22,11 @@ from workbench.sharding.plan import ShardPlan
     "on which documents share a row; no effect if each has a row of its own",
     hidden_in={"data": {"micro_batches": 10}},
 )
-def attention_across_documents(split_row: Callable) -> Callable:
+def attention_across_documents(split_row: Callable, *args: object) -> object:
     """Attention is causal over the whole packed row, regardless of document boundaries."""
-
-    def split_as_one_document(*args: object) -> object:
-        local = split_row(*args)
-        one_T = torch.zeros_like(local.attention.documents_T)
-        return replace(local, attention=replace(local.attention, documents_T=one_T))
-
-    return split_as_one_document
+    local = split_row(*args)
+    one_T = torch.zeros_like(local.attention.documents_T)
+    return replace(local, attention=replace(local.attention, documents_T=one_T))
 
 
 @fault(
@@ -43,21 +39,19 @@ def attention_across_documents(split_row: Callable) -> Callable:
     hidden_in={"layout": {"order": "contiguous"}},
     detected_by="tests/faults/test_unseen.py::test_documents_read_off_positions_end_at_the_seams",
 )
-def documents_from_shard_positions(split_row: Callable) -> Callable:
+def documents_from_shard_positions(
+    split_row: Callable, row: Any, weights: Any, documents: Any, plan: ShardPlan, *more: Any
+) -> Any:
     """A step of positions other than 1 is treated as the beginning of a document.
 
     A packed row has no document ids, and attention derives documents from positions: those of a zigzag shard jump
     where its tail begins.
     """
-
-    def split_at_jumps(row: Any, weights: Any, documents: Any, plan: ShardPlan, *more: Any) -> Any:
-        local = split_row(row, weights, documents, plan, *more)
-        documents_T, places_T = local.attention.documents_T, plan.inverse_T.cpu()
-        begins_T = documents_T != documents_T.roll(1)
-        begins_T[1:] |= places_T[1:] != places_T[:-1] + 1
-        return replace(local, attention=replace(local.attention, documents_T=torch.cumsum(begins_T, 0)))
-
-    return split_at_jumps
+    local = split_row(row, weights, documents, plan, *more)
+    documents_T, places_T = local.attention.documents_T, plan.inverse_T.cpu()
+    begins_T = documents_T != documents_T.roll(1)
+    begins_T[1:] |= places_T[1:] != places_T[:-1] + 1
+    return replace(local, attention=replace(local.attention, documents_T=torch.cumsum(begins_T, 0)))
 
 
 @fault(
@@ -67,34 +61,28 @@ def documents_from_shard_positions(split_row: Callable) -> Callable:
     "of trained tokens grows by as many. No effect if every document has a row of its own",
     hidden_in={"data": {"micro_batches": 10}},
 )
-def label_roll_across_documents(
-    shift_targets: Callable[[RolloutBatch], TrainingRow],
-) -> Callable[[RolloutBatch], TrainingRow]:
+def label_roll_across_documents(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """Targets are rolled over the whole packed row, and document ends are not masked."""
-
-    def roll_the_row(row: RolloutBatch) -> TrainingRow:
-        right, ids_T = shift_targets(row), row.document_ids_T
-        ends_T = torch.zeros_like(row.loss_mask_T)
-        ends_T[:-1] = (ids_T[1:] != ids_T[:-1]) & (ids_T[1:] != PADDING)
-        ends_T &= row.loss_mask_T
-        mask_T = right.loss_mask_T | ends_T
-        lengths_T = torch.bincount(ids_T - PADDING, weights=mask_T.double())[ids_T - PADDING].clamp_min(1)
-        # The other fields of the extra target are those of the document's last token.
-        values = {
-            name: torch.where(ends_T, getattr(row, name), values_T)
-            for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T")
-            if (values_T := getattr(right, name)) is not None
-        }
-        return replace(
-            right,
-            **values,
-            loss_mask_T=mask_T,
-            lengths_T=lengths_T,
-            targets_T=torch.where(ends_T, row.tokens_T.roll(-1), right.targets_T),
-            source_T=torch.where(ends_T, row.source_T.roll(-1), right.source_T),
-        )
-
-    return roll_the_row
+    right, ids_T = shift_targets(row), row.document_ids_T
+    ends_T = torch.zeros_like(row.loss_mask_T)
+    ends_T[:-1] = (ids_T[1:] != ids_T[:-1]) & (ids_T[1:] != PADDING)
+    ends_T &= row.loss_mask_T
+    mask_T = right.loss_mask_T | ends_T
+    lengths_T = torch.bincount(ids_T - PADDING, weights=mask_T.double())[ids_T - PADDING].clamp_min(1)
+    # The other fields of the extra target are those of the document's last token.
+    values = {
+        name: torch.where(ends_T, getattr(row, name), values_T)
+        for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T")
+        if (values_T := getattr(right, name)) is not None
+    }
+    return replace(
+        right,
+        **values,
+        loss_mask_T=mask_T,
+        lengths_T=lengths_T,
+        targets_T=torch.where(ends_T, row.tokens_T.roll(-1), right.targets_T),
+        source_T=torch.where(ends_T, row.source_T.roll(-1), right.source_T),
+    )
 
 
 @fault(
@@ -104,19 +92,15 @@ def label_roll_across_documents(
     "one; log-probabilities of the others right; loss and gradient wrong by no constant",
     detected_by="tests/faults/test_unseen_at_first.py::test_a_mask_one_late_trains_the_token_after_each_trained_one",
 )
-def loss_mask_one_late(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
+def loss_mask_one_late(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """The mask is shifted with the inputs, not with the targets.
 
     The mask of each target is that of the token before it: the first token of each completion is lost, and the token
     after a run of trained tokens is gained.
     """
-
-    def shift_all_but_mask(row: RolloutBatch) -> TrainingRow:
-        inside_T = row.document_ids_T == row.document_ids_T.roll(1)
-        inside_T[0] = False
-        return shift_targets(replace(row, loss_mask_T=row.loss_mask_T.roll(1) & inside_T))
-
-    return shift_all_but_mask
+    inside_T = row.document_ids_T == row.document_ids_T.roll(1)
+    inside_T[0] = False
+    return shift_targets(replace(row, loss_mask_T=row.loss_mask_T.roll(1) & inside_T))
 
 
 @fault(
@@ -128,20 +112,14 @@ def loss_mask_one_late(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> 
     hidden_in={"loss": {"old_policy": "current"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_prefix_of_zeros_spares_documents_without_holes",
 )
-def old_logprobs_as_prefix(
-    shift_targets: Callable[[RolloutBatch], TrainingRow],
-) -> Callable[[RolloutBatch], TrainingRow]:
+def old_logprobs_as_prefix(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """Old log-probabilities are left-padded with zeros, although untrained turns separate the trained ones."""
-
-    def shift_with_prefix(row: RolloutBatch) -> TrainingRow:
-        old_T = torch.zeros_like(row.old_logprobs_T)
-        for number in range(row.num_documents):
-            places = torch.nonzero(row.document_ids_T == number).squeeze(1)
-            trained = places[row.loss_mask_T[places]]
-            old_T[places[len(places) - len(trained) :]] = row.old_logprobs_T[trained]
-        return shift_targets(replace(row, old_logprobs_T=old_T))
-
-    return shift_with_prefix
+    old_T = torch.zeros_like(row.old_logprobs_T)
+    for number in range(row.num_documents):
+        places = torch.nonzero(row.document_ids_T == number).squeeze(1)
+        trained = places[row.loss_mask_T[places]]
+        old_T[places[len(places) - len(trained) :]] = row.old_logprobs_T[trained]
+    return shift_targets(replace(row, old_logprobs_T=old_T))
 
 
 @fault(
@@ -151,16 +129,10 @@ def old_logprobs_as_prefix(
     "and losses without a ratio, right",
     hidden_in={"loss": {"old_policy": "current"}},
 )
-def old_logprobs_not_shifted(
-    shift_targets: Callable[[RolloutBatch], TrainingRow],
-) -> Callable[[RolloutBatch], TrainingRow]:
+def old_logprobs_not_shifted(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """The old policy's log-probability of the previous token is used for the target."""
-
-    def shift_all_but_old(row: RolloutBatch) -> TrainingRow:
-        right = shift_targets(row)
-        return replace(right, old_logprobs_T=torch.where(right.loss_mask_T, row.old_logprobs_T, 0.0))
-
-    return shift_all_but_old
+    right = shift_targets(row)
+    return replace(right, old_logprobs_T=torch.where(right.loss_mask_T, row.old_logprobs_T, 0.0))
 
 
 @fault(
@@ -172,22 +144,16 @@ def old_logprobs_not_shifted(
     hidden_in={"loss": {"correction": {"kind": "none"}}, "record": {"metrics": "none"}},
     detected_by="tests/faults/test_unseen.py::test_other_logprobs_of_the_sampler_move_weights_and_the_policy_term",
 )
-def sampler_logprobs_one_late(
-    shift_targets: Callable[[RolloutBatch], TrainingRow],
-) -> Callable[[RolloutBatch], TrainingRow]:
+def sampler_logprobs_one_late(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """Log-probabilities of the sampler are aligned one token later than those of the trainer."""
-
-    def shift_all_but_sampler(row: RolloutBatch) -> TrainingRow:
-        right = shift_targets(row)
-        if row.sampler_logprobs_T is None:
-            return right
-        return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, row.sampler_logprobs_T, 0.0))
-
-    return shift_all_but_sampler
+    right = shift_targets(row)
+    if row.sampler_logprobs_T is None:
+        return right
+    return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, row.sampler_logprobs_T, 0.0))
 
 
 @fault(
-    seam="workbench.reduction.document_sums:ShardedSums._local_parts",
+    seam="workbench.losses.document_sums:DocumentSums._local_part",
     origin="ServiceNow/Fast-LLM e0d8c4d4 (segment ids of sequence-data parallelism)",
     signature="a sequence ratio includes, or is that of, another document's tokens: policy term and gradient wrong by "
     "no constant; losses on tokens right",
@@ -195,14 +161,10 @@ def sampler_logprobs_one_late(
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/faults/test_unseen.py::test_numbers_of_a_shard_spare_losses_on_tokens",
 )
-def segments_numbered_per_shard(of_mine: Callable) -> Callable:
+def segments_numbered_per_shard(of_mine: Callable, self: Any, parts: Any) -> Any:
     """Sums over documents are added up over ranks by document number, but each rank numbers only its own documents."""
-
-    def number_per_shard(self: Any, parts: Any) -> Any:
-        local = of_mine(self, parts)
-        return replace(local, ids_T=local.ids_T.unique(return_inverse=True)[1])
-
-    return number_per_shard
+    local = of_mine(self, parts)
+    return replace(local, ids_T=local.ids_T.unique(return_inverse=True)[1])
 
 
 @fault(
@@ -214,17 +176,13 @@ def segments_numbered_per_shard(of_mine: Callable) -> Callable:
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/parity/test_faults.py::test_shift_after_shard_loses_or_changes_the_targets_at_shard_edges_only",
 )
-def shift_after_shard(split_row: Callable) -> Callable:
+def shift_after_shard(split_row: Callable, *args: object) -> object:
     """Targets are shifted inside each shard instead of on the whole row."""
-
-    def split_then_shift(*args: object) -> object:
-        local = split_row(*args)
-        row = local.row
-        targets_T, loss_mask_T = row.tokens_T.roll(-1), row.loss_mask_T.clone()
-        targets_T[-1], loss_mask_T[-1] = 0, False  # the last position of a shard has no next token here
-        return replace(local, row=replace(row, targets_T=targets_T, loss_mask_T=loss_mask_T))
-
-    return split_then_shift
+    local = split_row(*args)
+    row = local.row
+    targets_T, loss_mask_T = row.tokens_T.roll(-1), row.loss_mask_T.clone()
+    targets_T[-1], loss_mask_T[-1] = 0, False  # the last position of a shard has no next token here
+    return replace(local, row=replace(row, targets_T=targets_T, loss_mask_T=loss_mask_T))
 
 
 @fault(
@@ -234,35 +192,29 @@ def shift_after_shard(split_row: Callable) -> Callable:
     "second token of a document no longer trains; no constant",
     detected_by="tests/faults/test_unseen.py::test_targets_shifted_twice_are_those_after_the_next",
 )
-def targets_shifted_twice(
-    shift_targets: Callable[[RolloutBatch], TrainingRow],
-) -> Callable[[RolloutBatch], TrainingRow]:
+def targets_shifted_twice(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """Shifted targets are shifted again.
 
     Data aligned with the previous position goes through a loss that shifts too: a position predicts the token after
     the next.
     """
+    right, ids_T = shift_targets(row), row.document_ids_T
+    inside_T = torch.zeros_like(row.loss_mask_T)
+    inside_T[:-1] = ids_T[1:] == ids_T[:-1]
 
-    def shift_and_shift(row: RolloutBatch) -> TrainingRow:
-        right, ids_T = shift_targets(row), row.document_ids_T
-        inside_T = torch.zeros_like(row.loss_mask_T)
-        inside_T[:-1] = ids_T[1:] == ids_T[:-1]
+    def again(values_T: Tensor | None, fill: float = 0) -> Tensor | None:
+        return None if values_T is None else torch.where(inside_T, values_T.roll(-1), values_T.new_tensor(fill))
 
-        def again(values_T: Tensor | None, fill: float = 0) -> Tensor | None:
-            return None if values_T is None else torch.where(inside_T, values_T.roll(-1), values_T.new_tensor(fill))
-
-        return replace(
-            right,
-            targets_T=again(right.targets_T),
-            loss_mask_T=again(right.loss_mask_T),
-            advantages_T=again(right.advantages_T),
-            old_logprobs_T=again(right.old_logprobs_T),
-            sampler_logprobs_T=again(right.sampler_logprobs_T),
-            ref_logprobs_T=again(right.ref_logprobs_T),
-            source_T=again(right.source_T, PADDING),
-        )
-
-    return shift_and_shift
+    return replace(
+        right,
+        targets_T=again(right.targets_T),
+        loss_mask_T=again(right.loss_mask_T),
+        advantages_T=again(right.advantages_T),
+        old_logprobs_T=again(right.old_logprobs_T),
+        sampler_logprobs_T=again(right.sampler_logprobs_T),
+        ref_logprobs_T=again(right.ref_logprobs_T),
+        source_T=again(right.source_T, PADDING),
+    )
 
 
 @fault(
@@ -274,18 +226,14 @@ def targets_shifted_twice(
     hidden_in={"layout": {"order": "contiguous"}},
     detected_by="tests/faults/test_unseen.py::test_borders_without_padding_spare_the_first_document",
 )
-def unpadded_borders_on_padded_row(split_row: Callable) -> Callable:
+def unpadded_borders_on_padded_row(split_row: Callable, row: Any, *more: Any) -> Any:
     """Attention gets the unpadded lengths of padded documents.
 
     Boundaries of documents are cumulative sums of their real lengths, in a row in which each document was padded for
     its shards.
     """
-
-    def split_with_real_lengths(row: Any, *more: Any) -> Any:
-        local = split_row(row, *more)
-        ids_T = row.document_ids_T.cpu()
-        ends_N = torch.bincount(ids_T[ids_T >= 0]).cumsum(0)
-        numbers_T = torch.searchsorted(ends_N, torch.arange(len(ids_T)), right=True)
-        return replace(local, attention=replace(local.attention, documents_T=numbers_T))
-
-    return split_with_real_lengths
+    local = split_row(row, *more)
+    ids_T = row.document_ids_T.cpu()
+    ends_N = torch.bincount(ids_T[ids_T >= 0]).cumsum(0)
+    numbers_T = torch.searchsorted(ends_N, torch.arange(len(ids_T)), right=True)
+    return replace(local, attention=replace(local.attention, documents_T=numbers_T))

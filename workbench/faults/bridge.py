@@ -7,6 +7,7 @@ for any factor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,13 +16,12 @@ import torch
 from torch import Tensor
 
 from workbench.faults import Fault, fault
+from workbench.faults.axis_factors import counted_over_dp
 from workbench.policy.model import Policy
-from workbench.reduction.weights import TokenWeights
 from workbench.sharding.bridge.direct import Direct
-from workbench.sharding.collectives import all_sum, all_sum_
+from workbench.sharding.collectives import all_sum_
 from workbench.sharding.gradients import scale_gradients
 from workbench.sharding.mesh import Mesh
-from workbench.train.encoder_step import ImageRow
 
 _FAN_IN = {"encoder": {"dp": 4}, "layout": {"cp": 2, "dp": 2}, "delivery": "whole"}
 _FAN_OUT = {"encoder": {"tp": 4}, "layout": {"cp": 2, "dp": 2}, "delivery": "whole"}
@@ -29,10 +29,10 @@ _FAN_IN_WITHOUT_CP = {"encoder": {"dp": 4}, "layout": {"tp": 2, "dp": 2}, "deliv
 _FAN_OUT_WITHOUT_CP = {"encoder": {"tp": 2}, "layout": {"dp": 2}, "delivery": "whole"}
 _EQUAL_WITH_CP = {"encoder": {"tp": 2, "dp": 2}, "layout": {"cp": 2, "dp": 2}, "delivery": "whole"}
 _BRIDGE = "workbench.sharding.bridge"
-_DETECTED_BY = "tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_red"
+_fault = functools.partial(fault, detected_by="tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_red")
 
 
-@fault(
+@_fault(
     seam=f"{_BRIDGE}.direct:summed_over_cp",
     family="H",
     origin="the bridge before its cp support: NVIDIA/Megatron-LM#4368 has cp = 1 on both sides; its extension "
@@ -40,51 +40,46 @@ _DETECTED_BY = "tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_re
     signature="loss and policy right; the encoder's gradient another one, for tokens of one cp rank only",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
-def encoder_gradient_not_summed_over_cp(_: Callable) -> Callable:
+def encoder_gradient_not_summed_over_cp(_: Callable, gradient: Tensor, direct: Direct, caller: str | None) -> Tensor:
     """The gradient returned to the encoder is that of one cp rank's tokens, zero elsewhere."""
-    return lambda gradient, direct, caller: gradient
+    return gradient
 
 
-@fault(
+@_fault(
     seam=f"{_BRIDGE}.direct:summed_over_cp",
     family="B",
     origin="AVG instead of SUM at the bridge, the default of data-parallel wrappers",
     signature="loss and policy right; every gradient of the encoder 1 / cp, cosine 1; no effect after a step of Adam",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
-def encoder_gradient_averaged_over_cp(summed_over_cp: Callable) -> Callable:
+def encoder_gradient_averaged_over_cp(summed_over_cp: Callable, gradient: Tensor, direct: Direct, *more: Any) -> Tensor:
     """The partial gradients of cp ranks are averaged instead of summed."""
-    return lambda gradient, direct, caller: summed_over_cp(gradient, direct, caller) / direct.cp.size
+    return summed_over_cp(gradient, direct, *more) / direct.cp.size
 
 
-@fault(
+@_fault(
     seam="workbench.train.step:run_step",
     family="B",
     origin="the language model's sum over cp applied to the parameters of both modules",
     signature="loss and policy right; every gradient of the encoder cp times, cosine 1; no effect after a step of Adam",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
-def encoder_summed_over_policys_cp(run_step: Callable) -> Callable:
+def encoder_summed_over_policys_cp(
+    run_step: Callable, policy: Policy, loss: Any, rows: Sequence[Any], *more: Any, **options: Any
+) -> Any:
     """The encoder's gradient, which is complete after the bridge, is summed over the policy's cp once more."""
-
-    def over_the_policys_cp_too(policy: Policy, loss: Any, rows: Sequence[ImageRow], *more: Any, **options: Any) -> Any:
-        result = run_step(policy, loss, rows, *more, **options)
-        all_sum_([parameter.grad for parameter in rows[0].encoder.model.parameters()], policy.mesh["cp"])
-        return result
-
-    return over_the_policys_cp_too
+    result = run_step(policy, loss, rows, *more, **options)
+    all_sum_([parameter.grad for parameter in rows[0].encoder.model.parameters()], policy.mesh["cp"])
+    return result
 
 
-@fault(
+@_fault(
     seam="workbench.train.encoder_step:sum_gradients",
     family="B",
     origin="the default of data-parallel wrappers together with a per-token loss: NVIDIA/Megatron-LM#7513",
@@ -92,108 +87,81 @@ def encoder_summed_over_policys_cp(run_step: Callable) -> Callable:
     "step of Adam",
     shows_in=_FAN_IN,
     hidden_in={"encoder": {"tp": 4}, "layout": {"tp": 2, "cp": 2}, "delivery": "whole"},
-    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
-def encoder_averaged_over_dp(sum_gradients: Callable) -> Callable:
+def encoder_averaged_over_dp(sum_gradients: Callable, model: Any, shards: Any, mesh: Mesh) -> None:
     """The encoder's gradient is averaged over its own dp, although the loss is divided by the whole step."""
-
-    def averaged(model: Any, shards: Any, mesh: Mesh) -> None:
-        sum_gradients(model, shards, mesh)
-        scale_gradients(model, shards, 1 / mesh["dp"].size)
-
-    return averaged
+    sum_gradients(model, shards, mesh)
+    scale_gradients(model, shards, 1 / mesh["dp"].size)
 
 
-@fault(
+@_fault(
     seam="workbench.train.step:prepare_rows",
     family="A",
     origin="(numerator, denominator) over the data-parallel group of a policy that shards its sequence",
     signature="loss and all gradients of both modules too large, about cp times; by another factor if masks are uneven",
     shows_in=_FAN_IN,
     hidden_in=_FAN_IN_WITHOUT_CP,
-    detected_by=_DETECTED_BY,
 )
-def denominator_over_dp_only(prepare_rows: Callable) -> Callable:
+def denominator_over_dp_only(prepare_rows: Callable, batch: Any, spec: Any, mesh: Mesh, *more: Any) -> Any:
     """Trained tokens are counted over dp and not over cp, so each cp rank divides by its own count."""
-
-    def with_tokens_of_one_cp_rank(
-        batch: Any, spec: Any, mesh: Mesh, dealt: Sequence[Sequence[int]] | None = None
-    ) -> Any:
-        rows, totals = prepare_rows(batch, spec, mesh, dealt)
-        own = sum(row.row.loss_mask_T.sum() for row in rows)
-        factor = totals.tokens / all_sum(own.double(), mesh["dp"])
-
-        def scaled(pair: TokenWeights) -> TokenWeights:
-            return pair.map(lambda values_T: values_T * factor)
-
-        wrong = [replace(row, weights={name: scaled(pair) for name, pair in row.weights.items()}) for row in rows]
-        return wrong, totals
-
-    return with_tokens_of_one_cp_rank
+    rows, totals = prepare_rows(batch, spec, mesh, *more)
+    return counted_over_dp(rows, totals, mesh), totals
 
 
-@fault(
+@_fault(
     seam=f"{_BRIDGE}.direct:gather_slots",
     family="S",
     origin="a gather group whose order differs from that of the samples",
     signature="each token reads another image's features: wrong loss, wrong gradients everywhere",
     shows_in=_FAN_IN,
     hidden_in=_EQUAL_WITH_CP,
-    detected_by=_DETECTED_BY,
 )
-def slots_in_reverse_order(joined: Callable) -> Callable:
+def slots_in_reverse_order(joined: Callable, values: Tensor, direct: Direct, caller: str | None) -> Tensor:
     """The outputs of ranks are concatenated along the batch in another order than that of their slots."""
-
-    def in_reverse(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
-        slots = joined(values, direct, caller).chunk(direct.slots, dim=direct.batch_dim)
-        return torch.cat(slots[::-1], dim=direct.batch_dim)
-
-    return in_reverse
+    slots = joined(values, direct, caller).chunk(direct.slots, dim=direct.batch_dim)
+    return torch.cat(slots[::-1], dim=direct.batch_dim)
 
 
-@fault(
+@_fault(
     seam=f"{_BRIDGE}.direct:own_slot",
     family="S",
     origin="a slot numbered by another dimension than dp",
     signature="loss and policy right; the encoder's gradient wrong",
     shows_in=_FAN_IN,
     hidden_in=_EQUAL_WITH_CP,
-    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
-def gradient_of_next_slot(own_slot: Callable) -> Callable:
+def gradient_of_next_slot(own_slot: Callable, values: Tensor, direct: Direct) -> Tensor:
     """Each rank of the encoder takes the gradient of its neighbour's samples."""
-    return lambda values, direct: own_slot(values, replace(direct, slot=(direct.slot + 1) % direct.slots))
+    return own_slot(values, replace(direct, slot=(direct.slot + 1) % direct.slots))
 
 
-@fault(
+@_fault(
     seam=f"{_BRIDGE}.direct:own_slot",
     family="S",
     origin="a map of the ranks with cp = 0, looked up on all ranks",
     signature="tokens of later cp ranks read another image's features: wrong loss, wrong gradients",
     shows_in=_FAN_OUT,
     hidden_in=_FAN_OUT_WITHOUT_CP,
-    detected_by=_DETECTED_BY,
 )
-def first_slot_on_later_cp_ranks(own_slot: Callable) -> Callable:
+def first_slot_on_later_cp_ranks(own_slot: Callable, values: Tensor, direct: Direct) -> Tensor:
     """Ranks with cp > 0 are missing in the map from ranks to slots, and take the first slot's samples."""
-    return lambda values, direct: own_slot(values, replace(direct, slot=0) if direct.cp.rank else direct)
+    return own_slot(values, replace(direct, slot=0) if direct.cp.rank else direct)
 
 
-@fault(
+@_fault(
     seam=f"{_BRIDGE}.crossing:_Sum.of",
     family="H",
     origin="the adjoint of a send to one receiver used for a send to several",
     signature="loss and policy right; the encoder's gradient misses all consumers of a shared image but one",
     shows_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded", "shared": True},
     hidden_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded"},
-    detected_by=_DETECTED_BY,
     changes_metrics=False,
 )
-def one_consumer_of_several(of: Callable) -> Callable:
+def one_consumer_of_several(of: Callable, self: Any, rows: Any) -> Any:
     """Of the ranks that read one image, the gradient of one is returned instead of the sum."""
-    return lambda self, rows: of(replace(self, rounds=self.rounds[:1]), rows)
+    return of(replace(self, rounds=self.rounds[:1]), rows)
 
 
 BRIDGE_FAULTS: Mapping[str, Fault] = {each.name: each for each in list(globals().values()) if isinstance(each, Fault)}

@@ -1,4 +1,4 @@
-"""Known bugs: wrong denominator of a step, a rank or a micro-batch."""
+"""Known bugs: wrong denominator of a step, a rank, a micro-batch, a document or a completion."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from workbench.faults import fault
 from workbench.reduction.scaling import StepLayout
 from workbench.reduction.weights import TokenWeights
-from workbench.specs.losses import LossSpec
+from workbench.rollouts.batch import PADDING
+from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import CompatSpec, LossSpec
+
+
+def _reweigh(named: dict[str, TokenWeights], change: Callable[[Tensor], Tensor], *more: str) -> None:
+    """Change the weights of the policy term, of penalties, and of more."""
+    named |= {name: named[name].map(change) for name in ("policy", "penalty", *more)}
 
 
 @fault(
@@ -22,21 +30,15 @@ from workbench.specs.losses import LossSpec
     hidden_in={"loss": {"denominator": "token", "denominator_constant": None}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )
-def constant_denominator_without_dp(step_weights: Callable) -> Callable:
-    """The constant denominator of Dr. GRPO is used with an engine that averages over data-parallel ranks.
-
-    Every aggregation multiplies by dp, which cancels the mean over ranks, except the one with a constant length.
-    """
-
-    def leave_out_dp(rows: list, spec: LossSpec, cut: StepLayout | None = None, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, step_layout=cut, **options)
-        if spec.denominator == "constant" and cut is not None:
-            for named in weights:
-                for name in ("policy", "penalty"):
-                    named[name] = named[name].map(lambda w_T: w_T / cut.dp)
-        return weights, totals
-
-    return leave_out_dp
+def constant_denominator_without_dp(
+    step_weights: Callable, rows: list, spec: LossSpec, cut: StepLayout | None = None, **options: object
+) -> tuple:
+    """Every aggregation multiplies by dp, which cancels the mean over ranks, except the one with a constant length."""
+    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
+    if spec.denominator == "constant" and cut is not None:
+        for named in weights:
+            _reweigh(named, lambda w_T: w_T / cut.dp)
+    return weights, totals
 
 
 @fault(
@@ -47,26 +49,19 @@ def constant_denominator_without_dp(step_weights: Callable) -> Callable:
     hidden_in={"loss": {"denominator": "document"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_tokens_of_another_batch_are_one_factor_in_every_layout",
 )
-def denominator_of_another_batch(step_weights: Callable) -> Callable:
+def denominator_of_another_batch(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
     """The denominator of a step counts the tokens of a batch that was generated for several steps.
 
     Documents are sampled for several optimizer steps at once, and each step is divided by the tokens of all of them.
     """
-
-    def divide_by_generated(rows: list, spec: LossSpec, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **options)
-        if spec.denominator == "token":
-            for named in weights:
-                for name in ("policy", "penalty", "token"):
-                    named[name] = named[name].map(lambda w_T: w_T / STEPS_PER_GENERATION)
-        return weights, totals
-
-    return divide_by_generated
+    weights, totals = step_weights(rows, spec, **options)
+    if spec.denominator == "token":
+        for named in weights:
+            _reweigh(named, lambda w_T: w_T / STEPS_PER_GENERATION, "token")
+    return weights, totals
 
 
 STEPS_PER_GENERATION = 2
-
-
 """Optimizer steps of equal size for which documents are sampled at a time."""
 
 
@@ -79,94 +74,12 @@ STEPS_PER_GENERATION = 2
     hidden_in={"layout": {"dp": 1, "cp": 1}},
     detected_by="tests/parity/test_faults.py::test_local_denominator_is_too_big_and_tilted",
 )
-def local_denominator(split_row: Callable) -> Callable:
+def local_denominator(split_row: Callable, *args: object) -> object:
     """The loss of a rank is divided by the rank's own token count."""
-
-    def split_then_count_locally(*args: object) -> object:
-        local = split_row(*args)
-        mask_T = local.row.loss_mask_T
-        local_T = torch.where(mask_T, 1.0 / mask_T.sum().clamp_min(1).double(), 0.0).to(local.row.advantages_T.dtype)
-        return replace(local, weights={name: TokenWeights(local_T, local_T) for name in local.weights})
-
-    return split_then_count_locally
-
-
-@fault(
-    seam="step_weights",
-    origin="NVIDIA-NeMo/RL#266 and #373, NovaSky-AI/SkyRL#925 and #1296, TRL's loss type bnpo",
-    signature="no factor, another direction: tokens of micro-batches with few trained tokens weigh more; cosine below "
-    "1, size near 1. With equal counts it is right",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_denominators_and_metrics.py::test_a_mean_of_means_turns_the_gradient",
-)
-def mean_of_micro_batch_means(step_weights: Callable) -> Callable:
-    """Each micro-batch is divided by its own tokens, and the step by its micro-batches.
-
-    The loss is a mean over the step's micro-batches of all ranks of means over their own tokens: a mean of means.
-    """
-
-    def average_means(rows: list, spec: object, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **options)
-        for row, named in zip(rows, weights, strict=True):
-            alone = step_weights([row], spec)[0][0]
-            for name in ("policy", "penalty", "token"):
-                named[name] = alone[name].map(lambda weights_T: weights_T / len(rows))
-        return weights, totals
-
-    return average_means
-
-
-@fault(
-    seam="step_weights",
-    origin="ServiceNow/Fast-LLM#520, docs_per_step: one of two counters is reset to the step's total",
-    signature="a sum of means instead of one mean: loss and gradient too big by about the number of micro-batches of "
-    "the step, tilted towards those with few trained tokens; no effect with one micro-batch and with denominators that "
-    "count documents only",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/parity/test_faults.py::test_token_counts_of_micro_batches_make_a_mean_of_means",
-)
-def micro_batch_denominator(step_weights: Callable) -> Callable:
-    """The token count of a micro-batch is used instead of that of the whole step; the document count is right."""
-
-    def count_tokens_by_micro_batch(rows: list, spec: object, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **options)
-        for row, named in zip(rows, weights, strict=True):
-            alone = step_weights([row], spec)[0][0]
-            # Documents are counted over the whole step, tokens are not.
-            for name in ("policy", "penalty", "token"):
-                if name == "token" or spec.denominator == "token":
-                    named[name] = alone[name]
-        return weights, totals
-
-    return count_tokens_by_micro_batch
-
-
-@fault(
-    seam="step_weights",
-    origin="NVIDIA-NeMo/RL#3791 (32 times too big with 32 micro-batches)",
-    signature="this term alone wrong, in loss and gradient: about micro-batches (of all ranks) times too big, those "
-    "with few such tokens most; other terms right; no effect with one micro-batch",
-    shows_in={"data": {"micro_batches": 3}, "loss": {"name": "vapo"}},
-    hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_unseen.py::test_a_likelihood_counted_in_micro_batches_is_the_only_wrong_term",
-)
-def nll_denominator_per_micro_batch(step_weights: Callable) -> Callable:
-    """The likelihood of rewarded completions is averaged over those of each micro-batch, and the averages are summed.
-
-    The policy term is divided by the tokens of the step, but the likelihood of rewarded completions by their tokens in
-    the micro-batch.
-    """
-
-    def count_per_micro_batch(rows: list, spec: LossSpec, **options: object) -> tuple:
-        weights, totals = step_weights(rows, spec, **options)
-        for row, named in zip(rows, weights, strict=True):
-            alone = step_weights([row], spec)[0][0]
-            named |= {name: pair for name, pair in alone.items() if name == "positive_token"}
-        return weights, totals
-
-    return count_per_micro_batch
+    local = split_row(*args)
+    mask_T = local.row.loss_mask_T
+    local_T = torch.where(mask_T, 1.0 / mask_T.sum().clamp_min(1).double(), 0.0).to(local.row.advantages_T.dtype)
+    return replace(local, weights={name: TokenWeights(local_T, local_T) for name in local.weights})
 
 
 @fault(
@@ -183,11 +96,223 @@ def nll_denominator_per_micro_batch(step_weights: Callable) -> Callable:
     hidden_in={"loss": {"correction": {"ratio_low": 0.01, "ratio_high": 100.0}}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_rejected_tokens_shrink_the_policy_term",
 )
-def rejected_tokens_in_denominator(step_weights: Callable) -> Callable:
+def rejected_tokens_in_denominator(step_weights: Callable, rows: list, spec: Any, **options: object) -> tuple:
     """A mean over surviving tokens is divided by all tokens before the rejection."""
+    all_counted = spec.correction.model_copy(update={"denominator": "original"})
+    return step_weights(rows, spec.model_copy(update={"correction": all_counted}), **options)
 
-    def count_rejected_too(rows: list, spec: Any, **options: object) -> tuple:
-        all_counted = spec.correction.model_copy(update={"denominator": "original"})
-        return step_weights(rows, spec.model_copy(update={"correction": all_counted}), **options)
 
-    return count_rejected_too
+@fault(
+    seam="step_weights",
+    origin="verl-project/verl#911 and #1233 (fixed in #931)",
+    signature="loss and gradient too small by about the mean length and turned: long documents weigh no more than "
+    "short ones; right if a mean over documents is requested",
+    shows_in={"loss": {"denominator": "document_sum"}},
+    hidden_in={"loss": {"denominator": "document"}},
+    detected_by="tests/faults/test_unseen.py::test_document_weights_match_each_fault",
+)
+def length_divides_document_sum(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """Two aggregations share their code: the sum over a document's tokens becomes a mean."""
+    changes = {"denominator": "document"} if spec.denominator == "document_sum" else {}
+    return step_weights(rows, spec.model_copy(update=changes), **options)
+
+
+@fault(
+    seam="step_weights",
+    origin="marin-community/marin#2376",
+    signature="loss and gradient too small by about the mean length and turned: long documents weigh no more than "
+    "short ones; with documents of one length that length is the factor",
+    hidden_in={"loss": {"denominator": "document"}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_wrong_means_match_sums_with_their_weights",
+)
+def length_slipped_into_token_mean(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """The mean over a document's tokens of GRPO stays inside the mean over all tokens of DAPO."""
+    weights, totals = step_weights(rows, spec, **options)
+    if spec.denominator == "token":
+        for row, named in zip(rows, weights, strict=True):
+            _reweigh(named, lambda w_T, row=row: w_T / row.lengths_T.double(), "token")
+    return weights, totals
+
+
+@fault(
+    seam="step_weights",
+    origin="huggingface/trl#6654 (length squared over tokens), unslothai/unsloth-zoo#1282",
+    signature="the weight of a document is too large by its length times documents / tokens of the step: no factor, "
+    "another direction, towards long documents; right with documents of one length, and under other surrogates",
+    shows_in={"loss": {"name": "luspo"}},
+    hidden_in={"loss": {"denominator": "token"}},
+    detected_by="tests/faults/test_unseen.py::test_document_weights_match_each_fault",
+)
+def luspo_over_tokens(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """A loss that multiplies by a document's length is averaged over tokens, so that length counts twice.
+
+    Each token of a document has LUSPO's value, length times ratio, and their sum is divided by the tokens of the step
+    instead of by length and documents.
+    """
+    changes = {"denominator": "token"} if spec.surrogate.kind == "luspo" else {}
+    return step_weights(rows, spec.model_copy(update=changes), **options)
+
+
+@fault(
+    seam="step_weights",
+    origin="verl-project/verl#7913 and #5614",
+    signature="too big by a rank's number of micro-batches, less the share of masked completions, and turned: "
+    "completions of micro-batches with few others weigh more; the penalty right; no effect under other surrogates",
+    shows_in={"data": {"micro_batches": 3}, "loss": {"name": "gmpo", "kl": {"coefficient": 0.0}}},
+    hidden_in={"loss": {"name": "gspo"}},
+    detected_by="tests/faults/test_unseen.py::test_document_weights_match_each_fault",
+)
+def mean_over_all_rows(
+    step_weights: Callable, rows: list, spec: LossSpec, cut: StepLayout | None = None, **options: object
+) -> tuple:
+    """The loss is a mean over all rows of a micro-batch, including those without trained tokens.
+
+    GMPO ends in a plain mean over the completions of a micro-batch, masked ones too, while every other loss is divided
+    by the completions of the step.
+    """
+    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
+    if spec.surrogate.kind != "gmpo":
+        return weights, totals
+    local = spec.model_copy(update={"denominator": "document", "compat": _counting_all(spec)})
+    dp = 1 if cut is None else cut.dp
+    for row, named in zip(rows, weights, strict=True):
+        alone = step_weights([row], local)[0][0]["policy"]
+        named["policy"] = alone.map(lambda w_T: w_T / dp)
+    return weights, totals
+
+
+@fault(
+    seam="step_weights",
+    origin="verl's seq-mean-token-sum-norm without loss_scale_factor",
+    signature="each micro-batch times C / its own width: one factor with one micro-batch, another direction with "
+    "several",
+    shows_in={"data": {"micro_batches": 3}, "loss": {"name": "dr_grpo", "denominator_constant": 16.0}},
+    hidden_in={"loss": {"denominator": "token", "denominator_constant": None}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_a_padded_width_is_a_factor_of_each_micro_batch",
+)
+def padded_width_in_denominator(step_weights: Callable, rows: list, spec: Any, **options: object) -> tuple:
+    """The constant C of a loss divided by documents * C is replaced by the longest document of the micro-batch."""
+    weights, totals = step_weights(rows, spec, **options)
+    if spec.denominator == "constant":
+        for row, named in zip(rows, weights, strict=True):
+            ids_T = row.document_ids_T[row.document_ids_T >= 0]
+            width = int(torch.bincount(ids_T, minlength=1).max()) or 1
+            _reweigh(named, lambda w_T, width=width: w_T * spec.denominator_constant / width)
+    return weights, totals
+
+
+@fault(
+    seam="step_weights",
+    origin="radixark/miles#2796, redai-infra/Relax#205; the same expression in THUDM/slime",
+    signature="loss and every gradient exactly T / (T + M) of the right ones, cosine 1: T trained tokens, M documents "
+    "without trained tokens; no effect under a denominator that does not count tokens",
+    hidden_in={"loss": {"denominator": "document"}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_a_wrong_count_of_tokens_is_one_factor",
+)
+def per_sample_count_floor(step_weights: Callable, rows: list, spec: Any, **options: object) -> tuple:
+    """The guard against a division by 0, max(tokens, 1), is applied to each document's count before the sum."""
+    scaling = spec.compat.scaling.model_copy(update={"least_tokens": 1})
+    compat = spec.compat.model_copy(update={"scaling": scaling})
+    return step_weights(rows, spec.model_copy(update={"compat": compat}), **options)
+
+
+@fault(
+    seam="step_weights",
+    origin="verl-project/verl#593 and #2776",
+    signature="no factor, another direction: tokens weigh more the fewer their prompt has; right with one prompt, and "
+    "under a mean over documents",
+    hidden_in={"loss": {"denominator": "document"}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_wrong_means_match_sums_with_their_weights",
+)
+def prompt_mean_for_token_mean(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """The token mean is taken over the completions of each prompt, then over prompts, instead of over the batch."""
+    changes = {"denominator": "prompt_group"} if spec.denominator == "token" else {}
+    return step_weights(rows, spec.model_copy(update=changes), **options)
+
+
+@fault(
+    seam="step_weights",
+    origin="THUDM/slime#365",
+    signature="loss and every gradient exactly T / T' of the right ones, cosine 1: T trained tokens, T' tokens from "
+    "the first trained one of each document to its end; no effect if masks have no holes",
+    hidden_in={"loss": {"denominator": "document"}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_a_wrong_count_of_tokens_is_one_factor",
+)
+def response_length_in_denominator(
+    step_weights: Callable, rows: list[TrainingRow], spec: Any, **options: object
+) -> tuple:
+    """Tokens are counted as lengths of responses instead of as the sum of the mask, so tool outputs count."""
+    weights, totals = step_weights(rows, spec, **options)
+    longer = totals.tokens / max(sum(map(_response_tokens, rows)), 1)
+    if spec.denominator == "token":
+        for named in weights:
+            _reweigh(named, lambda w_T: w_T * longer)
+    return weights, totals
+
+
+def _response_tokens(row: TrainingRow) -> int:
+    """Number of targets from the first trained one of each document on."""
+    ids_T, tokens = row.document_ids_T, 0
+    for document in ids_T[row.loss_mask_T].unique():
+        inside_T = (ids_T == document) & (row.source_T != PADDING)
+        tokens += int((row.loss_mask_T[inside_T].cumsum(0) > 0).sum())
+    return tokens
+
+
+@fault(
+    seam="step_weights",
+    origin="huggingface/trl#6365 and #7068",
+    signature="loss and every gradient exactly M / N of the right ones, cosine 1: M documents that train, N documents; "
+    "no effect under a mean over tokens",
+    shows_in={"loss": {"denominator": "document"}},
+    hidden_in={"loss": {"denominator": "token"}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_rows_without_signal_shrink_a_mean_over_documents",
+)
+def rows_without_signal_counted(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """Completions without signal are removed from the numerator but left in the number of rows."""
+    return step_weights(rows, spec.model_copy(update={"compat": _counting_all(spec)}), **options)
+
+
+@fault(
+    seam="step_weights",
+    origin="verl-project/verl#906, #5625 and #5641",
+    signature="no factor, another direction: tokens of micro-batches with short completions weigh more; no effect with "
+    "one micro-batch",
+    shows_in={"data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_wrong_means_match_sums_with_their_weights",
+)
+def sample_share_times_token_mean(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """The token mean of a micro-batch is weighted by its share of the samples.
+
+    Micro-batches of different sizes, packed by length, are weighted by their share of the samples instead of their
+    share of the tokens.
+    """
+    weights, totals = step_weights(rows, spec, **options)
+    if spec.denominator != "token":
+        return weights, totals
+    samples = [int(row.document_ids_T.max()) + 1 for row in rows]
+    for row, named, count in zip(rows, weights, samples, strict=True):
+        alone, share = step_weights([row], spec)[0][0], count / sum(samples)
+        for name in ("policy", "penalty", "token"):
+            named[name] = alone[name].map(lambda w_T, share=share: w_T * share)
+    return weights, totals
+
+
+@fault(
+    seam="step_weights",
+    origin="radixark/miles#2369",
+    signature="no factor, another direction: rollouts of several samples weigh more; right if each rollout is one "
+    "sample, and under other denominators",
+    shows_in={"loss": {"denominator": "rollout"}},
+    hidden_in={"loss": {"denominator": "token"}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_wrong_means_match_sums_with_their_weights",
+)
+def samples_for_rollouts(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """A rollout that was split into several samples counts once per sample."""
+    changes = {"denominator": "document"} if spec.denominator == "rollout" else {}
+    return step_weights(rows, spec.model_copy(update=changes), **options)
+
+
+def _counting_all(spec: LossSpec) -> CompatSpec:
+    return spec.compat.model_copy(update={"documents_counted": "all"})

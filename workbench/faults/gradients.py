@@ -30,22 +30,18 @@ from workbench.specs.losses import CorrectionSpec, KLSpec
     detected_by="tests/faults/test_unseen.py::test_a_weight_beyond_the_clamp_is_all_that_is_wrong",
     changes_metrics=False,
 )
-def clamped_kl_keeps_weight_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
+def clamped_kl_keeps_weight_gradient(kl_term: Callable, inputs: LossInputs, spec: KLSpec) -> Term:
     """A clamp stops the gradient of a KL estimate, but not that of its importance weight.
 
     If the estimate of the KL divergence is at its clamp, the importance weight that multiplies it still has a
     gradient.
     """
-
-    def keep_weight_gradient(inputs: LossInputs, spec: KLSpec) -> Term:
-        term = kl_term(inputs, spec)
-        if spec.input_clamp is None or spec.gradient != "score":
-            return term
-        clamped_T = inputs.log_ratio(spec.against).detach().abs() > spec.input_clamp
-        logprobs_T = torch.where(clamped_T, inputs.counted_logprobs_T, 0.0)
-        return replace(term, values_T=term.values_T + term.values_T.detach() * (logprobs_T - logprobs_T.detach()))
-
-    return keep_weight_gradient
+    term = kl_term(inputs, spec)
+    if spec.input_clamp is None or spec.gradient != "score":
+        return term
+    clamped_T = inputs.log_ratio(spec.against).detach().abs() > spec.input_clamp
+    logprobs_T = torch.where(clamped_T, inputs.counted_logprobs_T, 0.0)
+    return replace(term, values_T=term.values_T + term.values_T.detach() * (logprobs_T - logprobs_T.detach()))
 
 
 @fault(
@@ -56,18 +52,16 @@ def clamped_kl_keeps_weight_gradient(kl_term: Callable[..., Term]) -> Callable[.
     hidden_in={"loss": {"name": "reinforce"}},
     detected_by="tests/faults/test_unseen.py::test_a_clip_that_is_never_applied_is_an_importance_weight",
 )
-def clip_never_applied(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
+def clip_never_applied(
+    clip_ratio: Callable, log_ratio_T: Tensor, advantages_T: Tensor, *more: object, **bounds: object
+) -> Term:
     """Both branches of the clip are computed, but only the first one is averaged.
 
     The mean is taken over the unclipped surrogate instead of the maximum of both branches; the share of clipped tokens
     is reported as if the clip acted.
     """
-
-    def without_second_branch(log_ratio_T: Tensor, advantages_T: Tensor, *more: object, **bounds: object) -> Term:
-        term = clip_ratio(log_ratio_T, advantages_T, *more, **bounds)
-        return replace(term, values_T=-log_ratio_T.exp() * advantages_T)
-
-    return without_second_branch
+    term = clip_ratio(log_ratio_T, advantages_T, *more, **bounds)
+    return replace(term, values_T=-log_ratio_T.exp() * advantages_T)
 
 
 @fault(
@@ -79,18 +73,16 @@ def clip_never_applied(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
     hidden_in={"loss": {"correction": {"kind": "none"}}},
     changes_metrics=False,
 )
-def correction_weight_not_detached(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
+def correction_weight_not_detached(
+    apply_correction: Callable, term: Term, inputs: LossInputs, spec: CorrectionSpec
+) -> Term:
     """Policy / sampler multiplies the loss of a token without being detached."""
-
-    def with_live_weight(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
-        right = apply_correction(term, inputs, spec)
-        if spec.ratio != "token":
-            return right
-        logprobs_T = inputs.counted_logprobs_T
-        live_T = torch.where(right.extras["truncated"], 0.0, logprobs_T - logprobs_T.detach())
-        return replace(right, values_T=right.values_T * live_T.exp())
-
-    return with_live_weight
+    right = apply_correction(term, inputs, spec)
+    if spec.ratio != "token":
+        return right
+    logprobs_T = inputs.counted_logprobs_T
+    live_T = torch.where(right.extras["truncated"], 0.0, logprobs_T - logprobs_T.detach())
+    return replace(right, values_T=right.values_T * live_T.exp())
 
 
 @fault(
@@ -102,14 +94,10 @@ def correction_weight_not_detached(apply_correction: Callable[..., Term]) -> Cal
     detected_by="tests/faults/test_unseen_at_first.py::test_a_bonus_without_gradient_is_that_of_no_bonus",
     changes_metrics=False,
 )
-def entropy_without_gradient(entropy_bonus: Callable[..., Term]) -> Callable[..., Term]:
+def entropy_without_gradient(entropy_bonus: Callable, *args: object, **options: object) -> Term:
     """A chunked operator ignores the incoming gradient of its entropy."""
-
-    def without_gradient(*args: object, **options: object) -> Term:
-        term = entropy_bonus(*args, **options)
-        return replace(term, values_T=term.values_T.detach())
-
-    return without_gradient
+    term = entropy_bonus(*args, **options)
+    return replace(term, values_T=term.values_T.detach())
 
 
 @fault(
@@ -121,19 +109,12 @@ def entropy_without_gradient(entropy_bonus: Callable[..., Term]) -> Callable[...
     detected_by="tests/faults/test_unseen_at_first.py::test_a_detached_head_output_trains_nothing",
     changes_metrics=False,
 )
-def head_output_detached(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
-    """The output of a fused head is a leaf at which backward ends.
-
-    The output of a fused head is detached and then set to require a gradient, so that backward raises no error.
-    """
-
-    def as_leaves(self: Policy, *args: object, **options: object) -> TokenLogprobs:
-        head_output = token_logprobs(self, *args, **options)
-        if self.implementation != "chunked":
-            return head_output
-        return TokenLogprobs(*(None if x_T is None else x_T.detach().requires_grad_() for x_T in head_output))
-
-    return as_leaves
+def head_output_detached(token_logprobs: Callable, self: Policy, *args: object, **options: object) -> TokenLogprobs:
+    """The output of a fused head is detached and then set to require a gradient, so that backward raises no error."""
+    head_output = token_logprobs(self, *args, **options)
+    if self.implementation != "chunked":
+        return head_output
+    return TokenLogprobs(*(None if x_T is None else x_T.detach().requires_grad_() for x_T in head_output))
 
 
 @fault(
@@ -144,14 +125,10 @@ def head_output_detached(token_logprobs: Callable[..., TokenLogprobs]) -> Callab
     shows_in={"model": {"tied": False}},
     changes_metrics=False,
 )
-def head_weight_without_gradient(head_arguments: Callable[..., dict]) -> Callable[..., dict]:
+def head_weight_without_gradient(head_arguments: Callable, policy: object) -> dict:
     """The weight of the output head is cast to float32 as a copy, and the copy's gradient is lost."""
-
-    def with_detached_weight(policy: object) -> dict:
-        arguments = head_arguments(policy)
-        return arguments | {"weight_VD": arguments["weight_VD"].detach()}
-
-    return with_detached_weight
+    arguments = head_arguments(policy)
+    return arguments | {"weight_VD": arguments["weight_VD"].detach()}
 
 
 @fault(
@@ -162,14 +139,10 @@ def head_weight_without_gradient(head_arguments: Callable[..., dict]) -> Callabl
     hidden_in={"loss": {"kl": {"coefficient": 0.0}}},
     changes_metrics=False,
 )
-def kl_without_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
+def kl_without_gradient(kl_term: Callable, *args: object) -> Term:
     """The KL penalty is computed without recording a graph."""
-
-    def without_gradient(*args: object) -> Term:
-        term = kl_term(*args)
-        return replace(term, values_T=term.values_T.detach())
-
-    return without_gradient
+    term = kl_term(*args)
+    return replace(term, values_T=term.values_T.detach())
 
 
 @fault(
@@ -182,13 +155,9 @@ def kl_without_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
     detected_by="tests/faults/test_unseen_at_first.py::test_without_the_score_a_penalty_has_the_gradient_of_its_path",
     changes_metrics=False,
 )
-def kl_without_score_gradient(kl_term: Callable[..., Term]) -> Callable[..., Term]:
+def kl_without_score_gradient(kl_term: Callable, inputs: LossInputs, spec: KLSpec) -> Term:
     """The estimate is differentiated as if the tokens were fixed, although the policy samples them: k' without k."""
-
-    def along_the_path(inputs: LossInputs, spec: KLSpec) -> Term:
-        return kl_term(inputs, spec.model_copy(update={"gradient": "path"}))
-
-    return along_the_path
+    return kl_term(inputs, spec.model_copy(update={"gradient": "path"}))
 
 
 @fault(
@@ -200,18 +169,14 @@ def kl_without_score_gradient(kl_term: Callable[..., Term]) -> Callable[..., Ter
     detected_by="tests/faults/test_unseen.py::test_without_layers_the_head_and_the_last_norm_train",
     changes_metrics=False,
 )
-def layers_without_gradient(forward: Callable) -> Callable:
+def layers_without_gradient(forward: Callable, self: Any, *args: object, **options: object) -> object:
     """Layers under activation checkpointing are never reached by backward.
 
     Reentrant checkpointing of layers whose input requires no gradient, after a frozen embedding: their output requires
     none either.
     """
-
-    def without_record(self: Any, *args: object, **options: object) -> object:
-        with torch.no_grad():
-            return forward(self, *args, **options)
-
-    return without_record
+    with torch.no_grad():
+        return forward(self, *args, **options)
 
 
 @fault(
@@ -224,19 +189,15 @@ def layers_without_gradient(forward: Callable) -> Callable:
     detected_by="tests/faults/test_unseen.py::test_a_detached_router_spares_the_last_experts",
     changes_metrics=False,
 )
-def router_without_gradient(forward: Callable) -> Callable:
+def router_without_gradient(forward: Callable, self: Any, hidden_states: Tensor) -> Tensor:
     """The router's weights reach the experts detached.
 
     Routing weights are gathered over ranks by a collective without a gradient: the router learns from auxiliary losses
     alone.
     """
-
-    def with_detached_weights(self: Any, hidden_states: Tensor) -> Tensor:
-        tokens_TD = hidden_states.flatten(0, -2)
-        _, weights_TK, experts_TK = self.gate(tokens_TD)
-        return self.experts(tokens_TD, experts_TK, weights_TK.detach()).view_as(hidden_states)
-
-    return with_detached_weights
+    tokens_TD = hidden_states.flatten(0, -2)
+    _, weights_TK, experts_TK = self.gate(tokens_TD)
+    return self.experts(tokens_TD, experts_TK, weights_TK.detach()).view_as(hidden_states)
 
 
 @fault(
@@ -248,10 +209,6 @@ def router_without_gradient(forward: Callable) -> Callable:
     detected_by="tests/faults/test_unseen_at_first.py::test_a_detached_sequence_ratio_leaves_the_penalty",
     changes_metrics=False,
 )
-def sequence_ratio_without_gradient(log_sequence_ratio: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def sequence_ratio_without_gradient(log_sequence_ratio: Callable, *args: object) -> Tensor:
     """GSPO's ratio is detached as in its per-token form, but without the token's own gradient path."""
-
-    def without_gradient(*args: object) -> Tensor:
-        return log_sequence_ratio(*args).detach()
-
-    return without_gradient
+    return log_sequence_ratio(*args).detach()

@@ -30,15 +30,13 @@ from workbench.sharding.tensor_parallel import ParameterShard
     detected_by="tests/faults/test_unseen_at_first.py::test_an_empty_micro_batch_makes_gradients_nan",
     changes_metrics=False,
 )
-def empty_micro_batch_divides_by_zero(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]:
+def empty_micro_batch_divides_by_zero(
+    loss_inputs: Callable, row: TrainingRow, head_output: TokenLogprobs, *more: object
+) -> LossInputs:
     """The gradient of the head is divided by the trained tokens of the micro-batch, of which there are none."""
-
-    def scaled_in_the_head(row: TrainingRow, head_output: TokenLogprobs, *more: object) -> LossInputs:
-        count = row.loss_mask_T.sum()
-        # The head divides by the count and the loss multiplies by it: 1, or 0 / 0.
-        return loss_inputs(row, head_output._replace(logprobs_T=head_output.logprobs_T * (count / count)), *more)
-
-    return scaled_in_the_head
+    count = row.loss_mask_T.sum()
+    # The head divides by the count and the loss multiplies by it: 1, or 0 / 0.
+    return loss_inputs(row, head_output._replace(logprobs_T=head_output.logprobs_T * (count / count)), *more)
 
 
 @fault(
@@ -48,17 +46,13 @@ def empty_micro_batch_divides_by_zero(loss_inputs: Callable[..., LossInputs]) ->
     "of one token no longer trains; log-probabilities right",
     detected_by="tests/faults/test_unseen.py::test_a_masked_end_costs_each_finished_document_one_token",
 )
-def end_token_masked(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
+def end_token_masked(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """The mask excludes the id of padding, which is also that of the end token of a completion."""
-
-    def mask_the_end(row: RolloutBatch) -> TrainingRow:
-        ends_T = row.document_ids_T != row.document_ids_T.roll(-1)
-        ends_T[-1] = True
-        if "truncated" in row.extensions:  # truncated documents have no end token
-            ends_T &= row.extensions["truncated"].values == 0
-        return shift_targets(replace(row, loss_mask_T=row.loss_mask_T & ~ends_T))
-
-    return mask_the_end
+    ends_T = row.document_ids_T != row.document_ids_T.roll(-1)
+    ends_T[-1] = True
+    if "truncated" in row.extensions:  # truncated documents have no end token
+        ends_T &= row.extensions["truncated"].values == 0
+    return shift_targets(replace(row, loss_mask_T=row.loss_mask_T & ~ends_T))
 
 
 @fault(
@@ -68,14 +62,12 @@ def end_token_masked(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Ca
     "factor)",
     changes_metrics=False,
 )
-def nan_under_the_mask(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]:
+def nan_under_the_mask(
+    loss_inputs: Callable, row: TrainingRow, head_output: TokenLogprobs, *more: object
+) -> LossInputs:
     """Values of prompts and padding are NaN and are masked afterwards: backward multiplies NaN by 0."""
-
-    def inputs_with_nan(row: TrainingRow, head_output: TokenLogprobs, *more: object) -> LossInputs:
-        logprobs_T = torch.where(row.loss_mask_T, head_output.logprobs_T, head_output.logprobs_T * torch.nan)
-        return replace(loss_inputs(row, head_output, *more), policy_logprobs_T=logprobs_T)
-
-    return inputs_with_nan
+    logprobs_T = torch.where(row.loss_mask_T, head_output.logprobs_T, head_output.logprobs_T * torch.nan)
+    return replace(loss_inputs(row, head_output, *more), policy_logprobs_T=logprobs_T)
 
 
 @fault(
@@ -85,6 +77,7 @@ def nan_under_the_mask(loss_inputs: Callable[..., LossInputs]) -> Callable[..., 
     signature="no wrong number: the ranks wait for each other until a time-out, or the backend aborts one of them",
     shows_in={"layout": {"cp": 2}},
     detected_by="tests/parity/test_hangs.py::test_the_rank_that_skipped_a_collective_is_named",
+    factory=True,
     changes_gradient=False,
     changes_metrics=False,
 )
@@ -113,8 +106,6 @@ def skipped_collective(sum_gradients: Callable) -> Callable:
 
 
 _CALL, _RANK = 2, 1
-
-
 _WITHOUT_PARAMETERS = nn.Module()
 
 
@@ -123,7 +114,8 @@ _WITHOUT_PARAMETERS = nn.Module()
     origin="a slow disk, a compiler, a throttled device",
     signature="no wrong number: the others wait, and the rank is named as the one they wait for",
     shows_in={"layout": {"cp": 2}},
-    detected_by="tests/parity/test_hangs.py::test_the_straggler_comes_late_once",
+    detected_by="tests/parity/test_hangs.py::test_the_straggler_arrives_late_once",
+    factory=True,
     changes_gradient=False,
     changes_metrics=False,
 )
@@ -151,14 +143,10 @@ LATE_S = 25.0
     "those with holes gain tokens; log-probabilities right",
     detected_by="tests/faults/test_unseen.py::test_an_ignored_tool_mask_fills_the_holes",
 )
-def tool_mask_ignored(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
+def tool_mask_ignored(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """The mask of a fused loss is that of the completion, including the tokens of tools and users in it."""
-
-    def train_all_that_follows(row: RolloutBatch) -> TrainingRow:
-        mask_T = row.loss_mask_T.clone()
-        for number in row.document_ids_T[mask_T].unique().tolist():
-            places = (mask_T & (row.document_ids_T == number)).nonzero()[:, 0]
-            mask_T[int(places[0]) : int(places[-1]) + 1] = True
-        return shift_targets(replace(row, loss_mask_T=mask_T))
-
-    return train_all_that_follows
+    mask_T = row.loss_mask_T.clone()
+    for number in row.document_ids_T[mask_T].unique().tolist():
+        places = (mask_T & (row.document_ids_T == number)).nonzero()[:, 0]
+        mask_T[int(places[0]) : int(places[-1]) + 1] = True
+    return shift_targets(replace(row, loss_mask_T=mask_T))

@@ -21,6 +21,10 @@ from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis, Mesh
 from workbench.specs.losses import LossSpec
 
+Values = dict[str, Value]
+Batches = Sequence[Mapping[str, Value]]
+Numbers = dict[str, float]
+
 
 @fault(
     seam="policy_metrics",
@@ -31,23 +35,12 @@ from workbench.specs.losses import LossSpec
     detected_by="tests/faults/test_unseen.py::test_after_the_clip_no_ratio_is_outside",
     changes_gradient=False,
 )
-def clip_fraction_after_clip(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+def clip_fraction_after_clip(policy_metrics: Callable, *args: object) -> Values:
     """The share of clipped tokens compares the clipped ratio with the bounds of the clip."""
-
-    def find_none_outside(*args: object) -> dict[str, Value]:
-        return {
-            key: _of_none(value) if key.startswith(("clip/policy/", "clip/region/")) else value
-            for key, value in policy_metrics(*args).items()
-        }
-
-    return find_none_outside
-
-
-def _of_none(value: Value) -> Value:
-    """Return the share as 0."""
-    if not isinstance(value.reducer, Mean):
-        return value
-    return replace(value, sums=(torch.zeros_like(value.sums[0]), *value.sums[1:]))
+    return {
+        key: _scaled(value, 0.0) if key.startswith(("clip/policy/", "clip/region/")) else value
+        for key, value in policy_metrics(*args).items()
+    }
 
 
 @fault(
@@ -60,25 +53,21 @@ def _of_none(value: Value) -> Value:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_the_entropy_of_a_shard_is_smaller_by_log_tp",
     changes_gradient=False,
 )
-def entropy_of_vocabulary_shard(token_logprobs: Callable) -> Callable:
+def entropy_of_vocabulary_shard(token_logprobs: Callable, hidden_TD: Tensor, **options: Any) -> TokenLogprobs:
     """The softmax of the entropy is normalised over local logits, without the collective over tp."""
-
-    def entropy_of_local_logits(hidden_TD: Tensor, **options: Any) -> TokenLogprobs:
-        head_output = token_logprobs(hidden_TD, **options)
-        if head_output.entropy_T is None or options["axis"].size == 1:
-            return head_output
-        local = {
-            "implementation": "reference",
-            "axis": None,
-            "first_token": 0,
-            "wanted": ("entropy",),
-            "targets_T": torch.zeros_like(options["targets_T"]),
-        }
-        with torch.no_grad():
-            alone = token_logprobs(hidden_TD, **(options | local))
-        return head_output._replace(entropy_T=alone.entropy_T)
-
-    return entropy_of_local_logits
+    head_output = token_logprobs(hidden_TD, **options)
+    if head_output.entropy_T is None or options["axis"].size == 1:
+        return head_output
+    local = {
+        "implementation": "reference",
+        "axis": None,
+        "first_token": 0,
+        "outputs": ("entropy",),
+        "targets_T": torch.zeros_like(options["targets_T"]),
+    }
+    with torch.no_grad():
+        alone = token_logprobs(hidden_TD, **(options | local))
+    return head_output._replace(entropy_T=alone.entropy_T)
 
 
 @fault(
@@ -88,14 +77,10 @@ def entropy_of_vocabulary_shard(token_logprobs: Callable) -> Callable:
     detected_by="tests/faults/test_unseen_at_first.py::test_swapped_extremes_are_each_other",
     changes_gradient=False,
 )
-def extremes_swapped(finish_metrics: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+def extremes_swapped(finish_metrics: Callable, *args: object) -> Numbers:
     """The reducers of minimum and maximum are swapped."""
-
-    def finish_and_swap(*args: object) -> dict[str, float]:
-        metrics = finish_metrics(*args)
-        return {key: metrics[_swapped(key)] for key in metrics}
-
-    return finish_and_swap
+    metrics = finish_metrics(*args)
+    return {key: metrics[_swapped(key)] for key in metrics}
 
 
 _OTHER = {"min": "max", "max": "min"}
@@ -115,15 +100,11 @@ def _swapped(key: str) -> str:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_counts_are_too_big_by_the_ranks",
     changes_gradient=False,
 )
-def global_counts_per_rank(finish_metrics: Callable) -> Callable:
+def global_counts_per_rank(finish_metrics: Callable, micro_batches: Batches, axis: Axis) -> Numbers:
     """Every rank has the finished metrics of the step, and counts are summed over ranks again."""
-
-    def finish_and_sum_again(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
-        counted = [key for key, value in micro_batches[0].items() if isinstance(value.reducer, Sum | Count)]
-        whole = finish_metrics(micro_batches, axis)
-        return whole | {key: whole[key] * axis.size for key in counted}
-
-    return finish_and_sum_again
+    counted = [key for key, value in micro_batches[0].items() if isinstance(value.reducer, Sum | Count)]
+    whole = finish_metrics(micro_batches, axis)
+    return whole | {key: whole[key] * axis.size for key in counted}
 
 
 @fault(
@@ -135,27 +116,24 @@ def global_counts_per_rank(finish_metrics: Callable) -> Callable:
     detected_by="tests/faults/test_unseen_at_first.py::test_a_kl_changed_in_place_is_its_coefficient_too_small",
     changes_gradient=False,
 )
-def kl_changed_in_place(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+def kl_changed_in_place(
+    policy_metrics: Callable,
+    inputs: LossInputs,
+    terms: Mapping[str, Term],
+    loss_mask_T: Tensor,
+    level: str = "basic",
+    loss_spec: LossSpec | None = None,
+    *more: object,
+) -> Values:
     """The tensor of the penalty is changed in place after it was passed to the log."""
-
-    def measure_what_is_left(
-        inputs: LossInputs,
-        terms: Mapping[str, Term],
-        loss_mask_T: Tensor,
-        level: str = "basic",
-        loss_spec: LossSpec | None = None,
-        *more: object,
-    ) -> dict[str, Value]:
-        metrics = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
-        if "kl" not in terms:
-            return metrics
-        logged = f"kl/policy_{loss_spec.kl.against}/{loss_spec.kl.estimator}_" if loss_spec else "kl/policy_ref/k3_"
-        return {
-            key: _scaled(value, terms["kl"].coefficient) if key.startswith(logged) else value
-            for key, value in metrics.items()
-        }
-
-    return measure_what_is_left
+    metrics = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
+    if "kl" not in terms:
+        return metrics
+    logged = f"kl/policy_{loss_spec.kl.against}/{loss_spec.kl.estimator}_" if loss_spec else "kl/policy_ref/k3_"
+    return {
+        key: _scaled(value, terms["kl"].coefficient) if key.startswith(logged) else value
+        for key, value in metrics.items()
+    }
 
 
 def _scaled(value: Value, factor: float) -> Value:
@@ -175,13 +153,9 @@ def _scaled(value: Value, factor: float) -> Value:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_loss_over_dp_only_lacks_the_other_cp_ranks",
     changes_gradient=False,
 )
-def loss_reported_over_dp_only(_: Callable) -> Callable:
+def loss_reported_over_dp_only(_: Callable, self: Scalar, mesh: Mesh) -> Scalar:
     """The reported sum leaves out context-parallel ranks, so the log shows the part of those with cp rank 0."""
-
-    def complete_over_dp(self: Scalar, mesh: Mesh) -> Scalar:
-        return Scalar(all_sum(self.value.detach(), mesh["dp"]), frozenset())
-
-    return complete_over_dp
+    return Scalar(all_sum(self.value.detach(), mesh["dp"]), frozenset())
 
 
 @fault(
@@ -194,20 +168,16 @@ def loss_reported_over_dp_only(_: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_means_of_means_leave_sums_and_extremes_alone",
     changes_gradient=False,
 )
-def mean_of_rank_means(finish_metrics: Callable) -> Callable:
+def mean_of_rank_means(finish_metrics: Callable, micro_batches: Batches, axis: Axis) -> Numbers:
     """Means are averaged over ranks as finished numbers instead of as sum and count."""
-
-    def finish_then_average(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
-        means = {key: value for key, value in micro_batches[0].items() if isinstance(value.reducer, Mean)}
-        local = finish_metrics(micro_batches, Axis(axis.name))
-        whole = finish_metrics(micro_batches, axis)
-        if means:
-            some = next(iter(means.values())).sums[0]
-            averaged = all_sum(some.new_tensor([local[key] for key in means]), axis) / axis.size
-            whole |= dict(zip(means, averaged.tolist(), strict=True))
-        return whole
-
-    return finish_then_average
+    means = {key: value for key, value in micro_batches[0].items() if isinstance(value.reducer, Mean)}
+    local = finish_metrics(micro_batches, Axis(axis.name))
+    whole = finish_metrics(micro_batches, axis)
+    if means:
+        some = next(iter(means.values())).sums[0]
+        averaged = all_sum(some.new_tensor([local[key] for key in means]), axis) / axis.size
+        whole |= dict(zip(means, averaged.tolist(), strict=True))
+    return whole
 
 
 @fault(
@@ -220,13 +190,9 @@ def mean_of_rank_means(finish_metrics: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_metrics_of_the_last_micro_batch_count_fewer_tokens",
     changes_gradient=False,
 )
-def metrics_of_last_micro_batch(finish_metrics: Callable) -> Callable:
+def metrics_of_last_micro_batch(finish_metrics: Callable, micro_batches: Sequence[object], axis: object) -> Numbers:
     """Metrics are stored by name, and each micro-batch overwrites those of the previous one."""
-
-    def finish_last(micro_batches: Sequence[object], axis: object) -> dict[str, float]:
-        return finish_metrics(micro_batches[-1:], axis)
-
-    return finish_last
+    return finish_metrics(micro_batches[-1:], axis)
 
 
 @fault(
@@ -236,21 +202,17 @@ def metrics_of_last_micro_batch(finish_metrics: Callable) -> Callable:
     "1; sums, counts and extremes right",
     shows_in={"layout": {"dp": 2}},
     hidden_in={"layout": {"dp": 1}},
-    detected_by="tests/faults/test_unseen_at_first.py::test_scaled_means_are_too_big_by_dp",
+    detected_by="tests/faults/test_unseen_at_first.py::test_scaled_means_are_too_large_by_dp",
     changes_gradient=False,
 )
-def metrics_scaled_by_dp(run_step: Callable) -> Callable:
+def metrics_scaled_by_dp(run_step: Callable, policy: Policy, *args: object, **options: object) -> Any:
     """Means are scaled like the loss for an engine that averages over dp, but are never averaged."""
-
-    def report_scaled(policy: Policy, *args: object, **options: object) -> Any:
-        result, dp = run_step(policy, *args, **options), policy.mesh["dp"].size
-        scaled = {
-            key: value * dp if key.endswith(("/mean", "/fraction", "_mean")) else value
-            for key, value in result.metrics.items()
-        }
-        return replace(result, metrics=scaled)
-
-    return report_scaled
+    result, dp = run_step(policy, *args, **options), policy.mesh["dp"].size
+    scaled = {
+        key: value * dp if key.endswith(("/mean", "/fraction", "_mean")) else value
+        for key, value in result.metrics.items()
+    }
+    return replace(result, metrics=scaled)
 
 
 @fault(
@@ -263,17 +225,18 @@ def metrics_scaled_by_dp(run_step: Callable) -> Callable:
     detected_by="tests/faults/test_unseen_at_first.py::test_padding_moves_the_entropy_alone",
     changes_gradient=False,
 )
-def padding_in_entropy(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+def padding_in_entropy(
+    policy_metrics: Callable,
+    inputs: LossInputs,
+    terms: Mapping[str, Term],
+    loss_mask_T: Tensor,
+    level: str,
+    *more: object,
+) -> Values:
     """The distribution after padding tokens is included in the policy's entropy."""
-
-    def measure_padding_too(
-        inputs: LossInputs, terms: Mapping[str, Term], loss_mask_T: Tensor, level: str, *more: object
-    ) -> dict[str, Value]:
-        right = policy_metrics(inputs, terms, loss_mask_T, level, *more)
-        wide = policy_metrics(inputs, terms, loss_mask_T | (inputs.document_ids_T == PADDING), level)
-        return right | {key: wide[key] for key in _KEYS if key in right}
-
-    return measure_padding_too
+    right = policy_metrics(inputs, terms, loss_mask_T, level, *more)
+    wide = policy_metrics(inputs, terms, loss_mask_T | (inputs.document_ids_T == PADDING), level)
+    return right | {key: wide[key] for key in _KEYS if key in right}
 
 
 _KEYS = ("entropy/policy/mean", "entropy/policy/min", "entropy/policy/max")
@@ -289,30 +252,27 @@ _KEYS = ("entropy/policy/mean", "entropy/policy/min", "entropy/policy/max")
     detected_by="tests/faults/test_unseen.py::test_truncated_ratios_are_reported_as_ratios",
     changes_gradient=False,
 )
-def ratio_truncated_before_log(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+def ratio_truncated_before_log(
+    policy_metrics: Callable,
+    inputs: LossInputs,
+    terms: object,
+    loss_mask_T: object,
+    level: str = "basic",
+    loss_spec: LossSpec | None = None,
+    *more: object,
+) -> Values:
     """The variable of the ratio is overwritten by its truncated value before its statistics are computed.
 
     The truncated ratio that weights a token replaces the ratio itself, of which mean, sum, sum of squares and effective
     samples are reported.
     """
-
-    def measure_truncated(
-        inputs: LossInputs,
-        terms: object,
-        loss_mask_T: object,
-        level: str = "basic",
-        loss_spec: LossSpec | None = None,
-        *more: object,
-    ) -> dict[str, Value]:
-        metrics = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
-        if loss_spec is None or loss_spec.surrogate.kind != "cispo":
-            return metrics
-        clamped_T = inputs.log_ratio().clamp(max=math.log1p(loss_spec.surrogate.clip_high))
-        truncated = replace(inputs, policy_logprobs_T=inputs.old_logprobs_T + clamped_T)
-        other = policy_metrics(truncated, terms, loss_mask_T, level, loss_spec, *more)
-        return {key: other[key] if key.startswith("ratio/policy_old/") else value for key, value in metrics.items()}
-
-    return measure_truncated
+    metrics = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
+    if loss_spec is None or loss_spec.surrogate.kind != "cispo":
+        return metrics
+    clamped_T = inputs.log_ratio().clamp(max=math.log1p(loss_spec.surrogate.clip_high))
+    truncated = replace(inputs, policy_logprobs_T=inputs.old_logprobs_T + clamped_T)
+    other = policy_metrics(truncated, terms, loss_mask_T, level, loss_spec, *more)
+    return {key: other[key] if key.startswith("ratio/policy_old/") else value for key, value in metrics.items()}
 
 
 @fault(
@@ -325,25 +285,18 @@ def ratio_truncated_before_log(policy_metrics: Callable[..., dict[str, Value]]) 
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_zero_for_nothing_enters_extremes_alone",
     changes_gradient=False,
 )
-def zero_placeholder_in_extremes(finish_metrics: Callable) -> Callable:
+def zero_placeholder_in_extremes(finish_metrics: Callable, micro_batches: Batches, axis: object) -> Numbers:
     """The extreme of no tokens is 0 instead of infinite."""
-
-    def finish_with_zeros(micro_batches: Sequence[Mapping[str, Value]], axis: object) -> dict[str, float]:
-        empty = {
-            key
-            for key, value in micro_batches[0].items()
-            if isinstance(value.reducer, Maximum | Minimum)
-            if all(metrics[key].maxima[0].isneginf() for metrics in micro_batches)
-        }
-        return finish_metrics(
-            [
-                {key: _zero(value) if key in empty else value for key, value in metrics.items()}
-                for metrics in micro_batches
-            ],
-            axis,
-        )
-
-    return finish_with_zeros
+    empty = {
+        key
+        for key, value in micro_batches[0].items()
+        if isinstance(value.reducer, Maximum | Minimum)
+        if all(metrics[key].maxima[0].isneginf() for metrics in micro_batches)
+    }
+    return finish_metrics(
+        [{key: _zero(value) if key in empty else value for key, value in metrics.items()} for metrics in micro_batches],
+        axis,
+    )
 
 
 def _zero(value: Value) -> Value:

@@ -14,6 +14,7 @@ from workbench.policy.model import Policy
 from workbench.reduction.weights import TokenWeights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.sharding.gradients import sum_gradients
+from workbench.specs.losses import LossSpec
 
 
 @fault(
@@ -25,22 +26,18 @@ from workbench.sharding.gradients import sum_gradients
     hidden_in={"data": {"micro_batches": 1}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_advantages_of_others_keep_the_size_and_turn",
 )
-def advantages_of_other_documents(pack_step: Callable) -> Callable:
+def advantages_of_other_documents(pack_step: Callable, batch: RolloutBatch, *args: object) -> list[RolloutBatch]:
     """Documents are assigned to micro-batches by length, their advantages in order of arrival.
 
     Tokens and advantages are split into micro-batches in different orders: a document trains on the advantage of
     another.
     """
-
-    def pack_tokens_only(batch: RolloutBatch, *args: object) -> list[RolloutBatch]:
-        own_N = _of_documents(batch)
-        rows = pack_step(batch, *args)
-        return [
-            replace(row, advantages_T=advantages_T)
-            for row, advantages_T in zip(rows, _in_order_of_arrival(batch, own_N, rows), strict=True)
-        ]
-
-    return pack_tokens_only
+    own_N = _of_documents(batch)
+    rows = pack_step(batch, *args)
+    return [
+        replace(row, advantages_T=advantages_T)
+        for row, advantages_T in zip(rows, _in_order_of_arrival(batch, own_N, rows), strict=True)
+    ]
 
 
 def _of_documents(batch: RolloutBatch) -> Tensor:
@@ -76,36 +73,32 @@ def _in_order_of_arrival(batch: RolloutBatch, own_N: Tensor, rows: Sequence[Roll
     detected_by="tests/faults/test_unseen.py::test_later_micro_batches_of_other_ranks_are_lost",
     changes_metrics=False,
 )
-def first_micro_batch_synchronised(run_step: Callable) -> Callable:
+def first_micro_batch_synchronised(run_step: Callable, policy: Policy, *args: object, **options: object) -> Any:
     """Gradients of the first micro-batch are summed over ranks, those of later ones are not.
 
     The condition that skips the sum over ranks for all but the last micro-batch is off by one: the sum runs after the
     first, and each rank steps with its own later gradients.
     """
+    first: dict[Tensor, Tensor] = {}
 
-    def sum_the_first(policy: Policy, *args: object, **options: object) -> Any:
-        first: dict[Tensor, Tensor] = {}
+    def lose_later_ones(parameter: Tensor) -> None:
+        if parameter in first:
+            parameter.grad.copy_(first[parameter])
+        else:
+            first[parameter] = parameter.grad.clone()
 
-        def lose_later_ones(parameter: Tensor) -> None:
-            if parameter in first:
-                parameter.grad.copy_(first[parameter])
-            else:
-                first[parameter] = parameter.grad.clone()
-
-        # The reported step is the first rank's: all ranks' first gradients, and its own later ones.
-        elsewhere = policy.mesh["dp_cp"].rank > 0
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(lose_later_ones)
-            for parameter in policy.model.parameters()
-            if elsewhere
-        ]
-        try:
-            return run_step(policy, *args, **options)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    return sum_the_first
+    # The reported step is the first rank's: all ranks' first gradients, and its own later ones.
+    elsewhere = policy.mesh["dp_cp"].rank > 0
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lose_later_ones)
+        for parameter in policy.model.parameters()
+        if elsewhere
+    ]
+    try:
+        return run_step(policy, *args, **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @fault(
@@ -117,28 +110,24 @@ def first_micro_batch_synchronised(run_step: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_averaging_over_micro_batches_is_one_factor",
     changes_metrics=False,
 )
-def gradient_averaged_over_micro_batches(prepare_rows: Callable) -> Callable:
+def gradient_averaged_over_micro_batches(prepare_rows: Callable, *args: object) -> tuple:
     """The loss of a micro-batch is divided by the number of micro-batches, although its weights are those of the step.
 
     The trainer divides each loss by the number of accumulated micro-batches before backward, but the loss is divided by
     the tokens of the whole step already.
     """
-
-    def prepare_and_average(*args: object) -> tuple:
-        rows, totals = prepare_rows(*args)
-        averaged = [
-            replace(
-                local,
-                weights={
-                    name: TokenWeights(weights.loss_T, weights.gradient_T / len(rows))
-                    for name, weights in local.weights.items()
-                },
-            )
-            for local in rows
-        ]
-        return averaged, totals
-
-    return prepare_and_average
+    rows, totals = prepare_rows(*args)
+    averaged = [
+        replace(
+            local,
+            weights={
+                name: TokenWeights(weights.loss_T, weights.gradient_T / len(rows))
+                for name, weights in local.weights.items()
+            },
+        )
+        for local in rows
+    ]
+    return averaged, totals
 
 
 @fault(
@@ -151,14 +140,12 @@ def gradient_averaged_over_micro_batches(prepare_rows: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_reported_norms_are_those_of_undivided_gradients",
     changes_gradient=False,
 )
-def gradient_norm_times_micro_batches(run_step: Callable) -> Callable:
+def gradient_norm_times_micro_batches(
+    run_step: Callable, policy: object, loss: object, rows: list, totals: object, **options: object
+) -> Any:
     """The gradient norm is computed before gradients are divided by the number of micro-batches."""
-
-    def report_undivided(policy: object, loss: object, rows: list, totals: object, **options: object) -> Any:
-        result = run_step(policy, loss, rows, totals, **options)
-        return replace(result, norms={name: norm * len(rows) for name, norm in result.norms.items()})
-
-    return report_undivided
+    result = run_step(policy, loss, rows, totals, **options)
+    return replace(result, norms={name: norm * len(rows) for name, norm in result.norms.items()})
 
 
 @fault(
@@ -171,14 +158,10 @@ def gradient_norm_times_micro_batches(run_step: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_only_the_last_micro_batch_trains",
     changes_metrics=False,
 )
-def gradients_of_last_micro_batch(hidden_states: Callable) -> Callable:
+def gradients_of_last_micro_batch(hidden_states: Callable, policy: Policy, *args: object) -> object:
     """Gradients are copied into the accumulation buffer instead of added to it."""
-
-    def zero_and_start(policy: Policy, *args: object) -> object:
-        policy.model.zero_grad(set_to_none=True)
-        return hidden_states(policy, *args)
-
-    return zero_and_start
+    policy.model.zero_grad(set_to_none=True)
+    return hidden_states(policy, *args)
 
 
 @fault(
@@ -191,16 +174,78 @@ def gradients_of_last_micro_batch(hidden_states: Callable) -> Callable:
     detected_by="tests/faults/test_denominators_and_metrics.py::test_early_micro_batches_are_summed_again",
     changes_metrics=False,
 )
-def reduction_repeated_per_micro_batch(hidden_states: Callable) -> Callable:
+def reduction_repeated_per_micro_batch(hidden_states: Callable, policy: Policy, *args: object) -> object:
     """Accumulated gradients are summed over ranks after every micro-batch.
 
     The sum over ranks runs once per micro-batch on a buffer that accumulates, so early micro-batches are summed
     repeatedly.
     """
+    if any(parameter.grad is not None for parameter in policy.model.parameters()):
+        sum_gradients(policy.model, policy.shards, policy.mesh)
+    return hidden_states(policy, *args)
 
-    def sum_before_the_next(policy: Policy, *args: object) -> object:
-        if any(parameter.grad is not None for parameter in policy.model.parameters()):
-            sum_gradients(policy.model, policy.shards, policy.mesh)
-        return hidden_states(policy, *args)
 
-    return sum_before_the_next
+@fault(
+    family="A",
+    seam="step_weights",
+    origin="NVIDIA-NeMo/RL#266 and #373, NovaSky-AI/SkyRL#925 and #1296, TRL's loss type bnpo",
+    signature="no factor, another direction: tokens of micro-batches with few trained tokens weigh more; cosine below "
+    "1, size near 1. With equal counts it is right",
+    shows_in={"data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_a_mean_of_means_rotates_the_gradient",
+)
+def mean_of_micro_batch_means(step_weights: Callable, rows: list, spec: object, **options: object) -> tuple:
+    """The loss is a mean over the step's micro-batches of all ranks of means over their own tokens: a mean of means."""
+    weights, totals = step_weights(rows, spec, **options)
+    for row, named in zip(rows, weights, strict=True):
+        alone = step_weights([row], spec)[0][0]
+        for name in ("policy", "penalty", "token"):
+            named[name] = alone[name].map(lambda weights_T: weights_T / len(rows))
+    return weights, totals
+
+
+@fault(
+    family="A",
+    seam="step_weights",
+    origin="ServiceNow/Fast-LLM#520, docs_per_step: one of two counters is reset to the step's total",
+    signature="a sum of means instead of one mean: loss and gradient too big by about the number of micro-batches of "
+    "the step, tilted towards those with few trained tokens; no effect with one micro-batch and with denominators that "
+    "count documents only",
+    shows_in={"data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/parity/test_faults.py::test_token_counts_of_micro_batches_make_a_mean_of_means",
+)
+def micro_batch_denominator(step_weights: Callable, rows: list, spec: object, **options: object) -> tuple:
+    """The token count of a micro-batch is used instead of that of the whole step; the document count is right."""
+    weights, totals = step_weights(rows, spec, **options)
+    for row, named in zip(rows, weights, strict=True):
+        alone = step_weights([row], spec)[0][0]
+        # Documents are counted over the whole step, tokens are not.
+        for name in ("policy", "penalty", "token"):
+            if name == "token" or spec.denominator == "token":
+                named[name] = alone[name]
+    return weights, totals
+
+
+@fault(
+    family="A",
+    seam="step_weights",
+    origin="NVIDIA-NeMo/RL#3791 (32 times too big with 32 micro-batches)",
+    signature="this term alone wrong, in loss and gradient: about micro-batches (of all ranks) times too big, those "
+    "with few such tokens most; other terms right; no effect with one micro-batch",
+    shows_in={"data": {"micro_batches": 3}, "loss": {"name": "vapo"}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/faults/test_unseen.py::test_a_likelihood_counted_in_micro_batches_is_the_only_wrong_term",
+)
+def nll_denominator_per_micro_batch(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
+    """The likelihood of rewarded completions is averaged over those of each micro-batch, and the averages are summed.
+
+    The policy term is divided by the tokens of the step, but the likelihood of rewarded completions by their tokens in
+    the micro-batch.
+    """
+    weights, totals = step_weights(rows, spec, **options)
+    for row, named in zip(rows, weights, strict=True):
+        alone = step_weights([row], spec)[0][0]
+        named |= {name: pair for name, pair in alone.items() if name == "positive_token"}
+    return weights, totals

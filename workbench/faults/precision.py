@@ -28,16 +28,12 @@ from workbench.rollouts.targets import TrainingRow
     detected_by="tests/faults/test_unseen.py::test_a_rounded_entropy_is_the_only_wrong_quantity",
     changes_gradient=False,
 )
-def entropy_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+def entropy_in_bfloat16(token_logprobs: Callable, *args: object, **options: object) -> TokenLogprobs:
     """A fused head computes log-probabilities in float32 and stores the entropy in the dtype of the hidden states."""
-
-    def with_rounded_entropy(*args: object, **options: object) -> TokenLogprobs:
-        head_output = token_logprobs(*args, **options)
-        if head_output.entropy_T is None:
-            return head_output
-        return head_output._replace(entropy_T=head_output.entropy_T.bfloat16().to(head_output.entropy_T.dtype))
-
-    return with_rounded_entropy
+    head_output = token_logprobs(*args, **options)
+    if head_output.entropy_T is None:
+        return head_output
+    return head_output._replace(entropy_T=head_output.entropy_T.bfloat16().to(head_output.entropy_T.dtype))
 
 
 @fault(
@@ -50,17 +46,15 @@ def entropy_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callabl
     detected_by="tests/faults/test_unseen.py::test_every_token_pulls_as_the_first",
     changes_metrics=False,
 )
-def first_cotangent_for_all(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]:
+def first_cotangent_for_all(
+    loss_inputs: Callable, row: TrainingRow, output: TokenLogprobs, *more: object
+) -> LossInputs:
     """A fused head multiplies the gradient of every token by the incoming gradient of the first one.
 
     A kernel written for a scalar loss reads the first element of the incoming gradient, although it returns a value per
     token.
     """
-
-    def with_first_cotangent(row: TrainingRow, output: TokenLogprobs, *more: object) -> LossInputs:
-        return loss_inputs(row, output._replace(logprobs_T=_TakeFirst.apply(output.logprobs_T, row.loss_mask_T)), *more)
-
-    return with_first_cotangent
+    return loss_inputs(row, output._replace(logprobs_T=_TakeFirst.apply(output.logprobs_T, row.loss_mask_T)), *more)
 
 
 class _TakeFirst(Function):
@@ -89,20 +83,16 @@ class _TakeFirst(Function):
     detected_by="tests/faults/test_unseen.py::test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone",
     changes_metrics=False,
 )
-def gradients_kept_in_bfloat16(hidden_states: Callable) -> Callable:
+def gradients_kept_in_bfloat16(hidden_states: Callable, policy: Policy, *args: object) -> object:
     """The accumulation buffer of micro-batches has the dtype of bfloat16 weights."""
-
-    def round_before_the_next(policy: Policy, *args: object) -> object:
-        for parameter in policy.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.copy_(parameter.grad.bfloat16())
-        return hidden_states(policy, *args)
-
-    return round_before_the_next
+    for parameter in policy.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.copy_(parameter.grad.bfloat16())
+    return hidden_states(policy, *args)
 
 
 @fault(
-    seam="workbench.policy.logprobs.chunked:add_product_",
+    seam="workbench.policy.logprobs.chunked:add_gemm_",
     origin="linkedin/Liger-Kernel#1324, #1391 and #1454, NVIDIA/Megatron-LM#2739",
     signature="gradient of the head (and of an embedding tied to it) off by about 1e-3 of itself, more with more "
     "chunks; loss and all other gradients right",
@@ -110,14 +100,10 @@ def gradients_kept_in_bfloat16(hidden_states: Callable) -> Callable:
     hidden_in={"policy": {"logprobs": "reference", "chunk_tokens": 4096}},
     changes_metrics=False,
 )
-def head_gradient_in_bfloat16(add_product_: Callable[..., None]) -> Callable[..., None]:
+def head_gradient_in_bfloat16(add_gemm_: Callable, weight_VD: Tensor, *more: Tensor, first: bool) -> None:
     """The gradients of the output head are summed over chunks in the dtype of a bfloat16 weight."""
-
-    def add_and_round_(weight_VD: Tensor, *more: Tensor, first: bool) -> None:
-        add_product_(weight_VD, *more, first=first)
-        weight_VD.copy_(weight_VD.bfloat16())
-
-    return add_and_round_
+    add_gemm_(weight_VD, *more, first=first)
+    weight_VD.copy_(weight_VD.bfloat16())
 
 
 @fault(
@@ -129,18 +115,19 @@ def head_gradient_in_bfloat16(add_product_: Callable[..., None]) -> Callable[...
     hidden_in={"policy": {"temperature": 1.0}},
     detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
 )
-def head_over_temperature_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+def head_over_temperature_in_bfloat16(
+    token_logprobs: Callable,
+    hidden_TD: Tensor,
+    *,
+    weight_VD: Tensor,
+    temperature: float | Tensor = 1.0,
+    **options: object,
+) -> TokenLogprobs:
     """The weight instead of the logits is divided by the temperature, and the quotient is stored in bfloat16."""
-
-    def with_divided_weight(
-        hidden_TD: Tensor, *, weight_VD: Tensor, temperature: float | Tensor = 1.0, **options: object
-    ) -> TokenLogprobs:
-        if isinstance(temperature, Tensor) or temperature == 1.0:
-            return token_logprobs(hidden_TD, weight_VD=weight_VD, temperature=temperature, **options)
-        rounded_VD = (weight_VD / temperature).bfloat16().to(weight_VD.dtype)
-        return token_logprobs(hidden_TD, weight_VD=rounded_VD, temperature=1.0, **options)
-
-    return with_divided_weight
+    if isinstance(temperature, Tensor) or temperature == 1.0:
+        return token_logprobs(hidden_TD, weight_VD=weight_VD, temperature=temperature, **options)
+    rounded_VD = (weight_VD / temperature).bfloat16().to(weight_VD.dtype)
+    return token_logprobs(hidden_TD, weight_VD=rounded_VD, temperature=1.0, **options)
 
 
 @fault(
@@ -152,14 +139,10 @@ def head_over_temperature_in_bfloat16(token_logprobs: Callable[..., TokenLogprob
     hidden_in={"policy": {"logprobs": "reference"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
 )
-def logits_in_bfloat16(product_: Callable[..., None]) -> Callable[..., None]:
+def logits_in_bfloat16(product_: Callable, logits_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
     """A fused head stores logits in bfloat16, so that log-probabilities and entropy have eight bits."""
-
-    def product_and_round_(logits_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
-        product_(logits_CV, hidden_CD, weight_VD)
-        logits_CV.copy_(logits_CV.bfloat16())
-
-    return product_and_round_
+    product_(logits_CV, hidden_CD, weight_VD)
+    logits_CV.copy_(logits_CV.bfloat16())
 
 
 @fault(
@@ -170,15 +153,9 @@ def logits_in_bfloat16(product_: Callable[..., None]) -> Callable[..., None]:
     hidden_in={"loss": {"old_policy": "current"}},
     detected_by="tests/faults/test_unseen.py::test_rounded_old_logprobs_are_off_by_their_last_bit",
 )
-def old_logprobs_in_bfloat16(
-    shift_targets: Callable[[RolloutBatch], TrainingRow],
-) -> Callable[[RolloutBatch], TrainingRow]:
+def old_logprobs_in_bfloat16(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """The old log-probabilities, the denominator of the ratio, are stored with eight bits."""
-
-    def shift_rounded(row: RolloutBatch) -> TrainingRow:
-        return shift_targets(replace(row, old_logprobs_T=row.old_logprobs_T.bfloat16().to(row.old_logprobs_T.dtype)))
-
-    return shift_rounded
+    return shift_targets(replace(row, old_logprobs_T=row.old_logprobs_T.bfloat16().to(row.old_logprobs_T.dtype)))
 
 
 @fault(
@@ -187,18 +164,16 @@ def old_logprobs_in_bfloat16(
     signature="every log-probability too small, by log(1 + padding / sum of exp of logits): more if logits are small; "
     "ratios below 1 in the first step; right if the tile divides the vocabulary",
 )
-def padded_vocabulary_counted(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+def padded_vocabulary_counted(
+    token_logprobs: Callable, self: Policy, *args: object, outputs: Iterable[str] = (), **options: object
+) -> TokenLogprobs:
     """A kernel that computes 32 columns of the vocabulary at a time adds exp(0) for each padding column."""
-
-    def with_padding(self: Policy, *args: object, wanted: Iterable[str] = (), **options: object) -> TokenLogprobs:
-        right = token_logprobs(self, *args, outputs={*wanted, "logsumexp"}, **options)
-        padding = -self.vocabulary_size % TILE
-        if not padding:
-            return right
-        padded_T = torch.logaddexp(right.logsumexp_T, right.logsumexp_T.new_full((), math.log(padding)))
-        return right._replace(logprobs_T=right.logprobs_T + right.logsumexp_T - padded_T, logsumexp_T=padded_T)
-
-    return with_padding
+    right = token_logprobs(self, *args, outputs={*outputs, "logsumexp"}, **options)
+    padding = -self.vocabulary_size % TILE
+    if not padding:
+        return right
+    padded_T = torch.logaddexp(right.logsumexp_T, right.logsumexp_T.new_full((), math.log(padding)))
+    return right._replace(logprobs_T=right.logprobs_T + right.logsumexp_T - padded_T, logsumexp_T=padded_T)
 
 
 TILE = 32
@@ -214,10 +189,8 @@ TILE = 32
     "which attends only to itself; all gradients by about 1e-3 of themselves",
     detected_by="tests/faults/test_unseen.py::test_rounded_rotary_tables_spare_the_first_step_of_a_document",
 )
-def rotary_tables_in_bfloat16(apply_rotary_pos_emb: Callable) -> Callable:
+def rotary_tables_in_bfloat16(
+    apply_rotary_pos_emb: Callable, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: object, **options: object
+) -> object:
     """The tables of rotary angles are cast to the dtype of a bfloat16 model, in a run of higher precision."""
-
-    def with_rounded_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: object, **options: object) -> object:
-        return apply_rotary_pos_emb(q, k, cos.bfloat16().to(cos.dtype), sin.bfloat16().to(sin.dtype), *more, **options)
-
-    return with_rounded_tables
+    return apply_rotary_pos_emb(q, k, cos.bfloat16().to(cos.dtype), sin.bfloat16().to(sin.dtype), *more, **options)

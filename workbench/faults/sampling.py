@@ -28,13 +28,11 @@ from workbench.specs.losses import CorrectionSpec
     hidden_in={"loss": {"old_policy": "current"}},
     detected_by="tests/faults/test_unseen_at_first.py::test_a_weight_of_the_live_policy_spares_the_penalty",
 )
-def correction_weight_of_current_policy(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
+def correction_weight_of_current_policy(
+    apply_correction: Callable, term: Term, inputs: LossInputs, spec: CorrectionSpec
+) -> Term:
     """Policy / sampler, instead of old / sampler, multiplies a term that contains policy / old already."""
-
-    def with_live_policy(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
-        return apply_correction(term, replace(inputs, old_logprobs_T=inputs.policy_logprobs_T.detach()), spec)
-
-    return with_live_policy
+    return apply_correction(term, replace(inputs, old_logprobs_T=inputs.policy_logprobs_T.detach()), spec)
 
 
 @fault(
@@ -45,21 +43,17 @@ def correction_weight_of_current_policy(apply_correction: Callable[..., Term]) -
     shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},
     hidden_in={"loss": {"correction": {"kind": "none"}}, "record": {"metrics": "none"}},
 )
-def kept_mass_ignored(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
+def kept_mass_ignored(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
     """The sampler draws from a truncated distribution, and the trainer compares with the full one.
 
     The sampler's log-probabilities are over the top-p support (0.9 of the mass, for every token), the trainer's over
     the whole vocabulary.
     """
-
-    def shift_with_renormalised(row: RolloutBatch) -> TrainingRow:
-        right = shift_targets(row)
-        if right.sampler_logprobs_T is None:
-            return right
-        truncated_T = right.sampler_logprobs_T - math.log(TOP_P_MASS)
-        return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, truncated_T, 0.0))
-
-    return shift_with_renormalised
+    right = shift_targets(row)
+    if right.sampler_logprobs_T is None:
+        return right
+    truncated_T = right.sampler_logprobs_T - math.log(TOP_P_MASS)
+    return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, truncated_T, 0.0))
 
 
 TOP_P_MASS = 0.9
@@ -74,13 +68,9 @@ TOP_P_MASS = 0.9
     hidden_in={"loss": {"surrogate": {"clip_low": 0.5}}},
     detected_by="tests/faults/test_unseen.py::test_a_lower_bound_at_epsilon_frees_tokens_of_negative_advantage",
 )
-def lower_clip_at_epsilon(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
+def lower_clip_at_epsilon(clip_ratio: Callable, *values: object, clip_low: float, **bounds: object) -> Term:
     """The ratio is clipped to [epsilon, 1 + epsilon], so tokens that became unlikelier are pushed further down."""
-
-    def clip_from_epsilon(*values: object, clip_low: float, **bounds: object) -> Term:
-        return clip_ratio(*values, clip_low=1 - clip_low, **bounds)
-
-    return clip_from_epsilon
+    return clip_ratio(*values, clip_low=1 - clip_low, **bounds)
 
 
 @fault(
@@ -92,24 +82,22 @@ def lower_clip_at_epsilon(clip_ratio: Callable[..., Term]) -> Callable[..., Term
     hidden_in={"policy": {"temperature": 1.0}},
     detected_by="tests/faults/test_unseen.py::test_a_reference_without_temperature_moves_the_penalty_alone",
 )
-def reference_at_temperature_one(run_step: Callable) -> Callable:
+def reference_at_temperature_one(
+    run_step: Callable, policy: Policy, loss: object, rows: list, *more: object, **options: object
+) -> object:
     """The reference is evaluated without the temperature of the policy.
 
     Log-probabilities of the penalty come from a code path without temperature: the policy is drawn towards a flatter
     reference.
     """
-
-    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **options: object) -> object:
-        rows = [
-            replace(
-                local,
-                row=replace(local.row, ref_logprobs_T=local.row.ref_logprobs_T + _without_temperature(policy, local)),
-            )
-            for local in rows
-        ]
-        return run_step(policy, loss, rows, *more, **options)
-
-    return run_with_raw
+    rows = [
+        replace(
+            local,
+            row=replace(local.row, ref_logprobs_T=local.row.ref_logprobs_T + _without_temperature(policy, local)),
+        )
+        for local in rows
+    ]
+    return run_step(policy, loss, rows, *more, **options)
 
 
 @fault(
@@ -122,22 +110,20 @@ def reference_at_temperature_one(run_step: Callable) -> Callable:
     hidden_in={"policy": {"temperature": 1.0}},
     detected_by="tests/faults/test_unseen.py::test_other_logprobs_of_the_sampler_move_weights_and_the_policy_term",
 )
-def sampler_logprobs_before_temperature(run_step: Callable) -> Callable:
+def sampler_logprobs_before_temperature(
+    run_step: Callable, policy: Policy, loss: object, rows: list, *more: object, **options: object
+) -> object:
     """A sampler returns the log-probabilities of its raw logits, but samples from those divided by the temperature."""
-
-    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **options: object) -> object:
-        rows = [
-            replace(
-                local,
-                row=replace(
-                    local.row, sampler_logprobs_T=local.row.sampler_logprobs_T + _without_temperature(policy, local)
-                ),
-            )
-            for local in rows
-        ]
-        return run_step(policy, loss, rows, *more, **options)
-
-    return run_with_raw
+    rows = [
+        replace(
+            local,
+            row=replace(
+                local.row, sampler_logprobs_T=local.row.sampler_logprobs_T + _without_temperature(policy, local)
+            ),
+        )
+        for local in rows
+    ]
+    return run_step(policy, loss, rows, *more, **options)
 
 
 def _without_temperature(policy: Policy, local: Any) -> Tensor:
@@ -160,14 +146,10 @@ def _without_temperature(policy: Policy, local: Any) -> Tensor:
     shows_in={"loss": {"correction": {"kind": "sequence_tis_mean"}}},
     hidden_in={"loss": {"correction": {"kind": "tis"}}},
 )
-def sequence_weight_sums_logs(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
+def sequence_weight_sums_logs(apply_correction: Callable, term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
     """Log(old / sampler) of a document is summed instead of averaged: both are called sequence-level."""
-
-    def correct_by_the_product(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
-        summed = spec.model_copy(update={"ratio": "document_sum"}) if spec.ratio == "document_mean" else spec
-        return apply_correction(term, inputs, summed)
-
-    return correct_by_the_product
+    summed = spec.model_copy(update={"ratio": "document_sum"}) if spec.ratio == "document_mean" else spec
+    return apply_correction(term, inputs, summed)
 
 
 @fault(
@@ -178,17 +160,18 @@ def sequence_weight_sums_logs(apply_correction: Callable[..., Term]) -> Callable
     shows_in={"policy": {"temperature": 0.7}},
     hidden_in={"policy": {"temperature": 1.0}},
 )
-def temperature_divides_logprobs(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+def temperature_divides_logprobs(
+    token_logprobs: Callable,
+    self: Policy,
+    hidden_TD: Tensor,
+    targets_T: Tensor,
+    temperature_T: Tensor | None = None,
+    **options: object,
+) -> TokenLogprobs:
     """The output of the fused head is treated as logits: log p of temperature 1 is divided by the temperature."""
-
-    def divided_afterwards(
-        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **options: object
-    ) -> TokenLogprobs:
-        raw = token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **options)
-        divisor = self.temperature if temperature_T is None else temperature_T
-        return raw._replace(logprobs_T=raw.logprobs_T / divisor)
-
-    return divided_afterwards
+    raw = token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **options)
+    divisor = self.temperature if temperature_T is None else temperature_T
+    return raw._replace(logprobs_T=raw.logprobs_T / divisor)
 
 
 @fault(
@@ -200,12 +183,13 @@ def temperature_divides_logprobs(token_logprobs: Callable[..., TokenLogprobs]) -
     shows_in={"policy": {"temperature": 0.7}},
     hidden_in={"policy": {"temperature": 1.0}},
 )
-def temperature_missing_in_policy(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+def temperature_missing_in_policy(
+    token_logprobs: Callable,
+    self: Policy,
+    hidden_TD: Tensor,
+    targets_T: Tensor,
+    temperature_T: Tensor | None = None,
+    **options: object,
+) -> TokenLogprobs:
     """Log-probabilities of the policy are at temperature 1, the recorded ones at the sampler's temperature."""
-
-    def at_temperature_one(
-        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **options: object
-    ) -> TokenLogprobs:
-        return token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **options)
-
-    return at_temperature_one
+    return token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **options)

@@ -13,6 +13,8 @@ from workbench.sharding.collectives import all_sum_, gather_scatter, sum_identit
 from workbench.sharding.mesh import Axis, Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 
+Shards = Mapping[str, ParameterShard]
+
 
 @fault(
     seam="split_row",
@@ -21,22 +23,17 @@ from workbench.sharding.tensor_parallel import ParameterShard
     "document's trained tokens are spread evenly; no effect at all under a token-level loss",
     shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/parity/test_faults.py::"
-    "test_a_document_sum_without_its_adjoint_is_seen_by_losses_on_whole_documents_only",
+    detected_by="tests/parity/test_faults.py::test_a_missing_adjoint_of_a_document_sum_affects_only_document_losses",
     changes_metrics=False,
 )
-def document_sum_without_adjoint(split_row: Callable) -> Callable:
+def document_sum_without_adjoint(split_row: Callable, *args: object) -> object:
     """A sum over a document that straddles cp ranks is reduced in forward but not in backward.
 
     The adjoint of the all-reduce of a sequence statistic is the identity: a rank's tokens get only the gradient of the
     rank's own part of the loss.
     """
-
-    def split_with_identity_backward(*args: object) -> object:
-        local = split_row(*args)
-        return replace(local, sums=replace(local.sums, complete=sum_identity))
-
-    return split_with_identity_backward
+    local = split_row(*args)
+    return replace(local, sums=replace(local.sums, complete=sum_identity))
 
 
 @fault(
@@ -48,15 +45,11 @@ def document_sum_without_adjoint(split_row: Callable) -> Callable:
     hidden_in={"layout": {"tp": 1}},
     detected_by="tests/faults/test_unseen.py::test_copies_of_the_vocabulary_cost_every_token_log_tp",
 )
-def gathered_logits_in_parallel_softmax(all_sum: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor, Axis], Tensor]:
+def gathered_logits_in_parallel_softmax(all_sum: Callable, sums_3T: Tensor, axis: Axis) -> Tensor:
     """The head gathers its logits, and the vocabulary-parallel loss sums the normalisers of tp full copies."""
-
-    def sum_of_copies(sums_3T: Tensor, axis: Axis) -> Tensor:
-        whole_3T = all_sum(sums_3T, axis).clone()
-        whole_3T[:2] *= axis.size  # the sums of exp and of exp times logit; only one rank has the target
-        return whole_3T
-
-    return sum_of_copies
+    whole_3T = all_sum(sums_3T, axis).clone()
+    whole_3T[:2] *= axis.size  # the sums of exp and of exp times logit; only one rank has the target
+    return whole_3T
 
 
 @fault(
@@ -69,17 +62,13 @@ def gathered_logits_in_parallel_softmax(all_sum: Callable[[Tensor, Axis], Tensor
     detected_by="tests/faults/test_unseen.py::test_tokens_summed_again_are_tp_times_too_big_below_the_head",
     changes_metrics=False,
 )
-def gathered_tokens_summed_again(gather_slice: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def gathered_tokens_summed_again(gather_slice: Callable, local: Tensor, axis: Axis, *, dim: int) -> Tensor:
     """Tokens are gathered for a head that every rank computes identically, and backward sums the copies.
 
     Last hidden states are gathered with a reduce-scatter as adjoint (tensor_parallel_output_grad), but each rank has
     the same full gradient.
     """
-
-    def gather_and_sum(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
-        return gather_scatter(local, axis, dim=dim)
-
-    return gather_and_sum
+    return gather_scatter(local, axis, dim=dim)
 
 
 @fault(
@@ -91,16 +80,9 @@ def gathered_tokens_summed_again(gather_slice: Callable[..., Tensor]) -> Callabl
     hidden_in={"layout": {"cp": 1}},
     changes_metrics=False,
 )
-def gradients_summed_over_dp_only(sum_gradients: Callable) -> Callable:
-    """Gradients are summed over data-parallel ranks, but not over cp.
-
-    The group over which gradients are reduced contains the data-parallel ranks and not the context-parallel ones.
-    """
-
-    def sum_over_dp(model: object, shards: object, mesh: Mesh) -> None:
-        sum_gradients(model, shards, {"dp_cp": mesh["dp"], "tp": mesh["tp"]})
-
-    return sum_over_dp
+def gradients_summed_over_dp_only(sum_gradients: Callable, model: object, shards: object, mesh: Mesh) -> None:
+    """The group over which gradients are reduced contains the data-parallel ranks and not the context-parallel ones."""
+    sum_gradients(model, shards, {"dp_cp": mesh["dp"], "tp": mesh["tp"]})
 
 
 @fault(
@@ -112,13 +94,9 @@ def gradients_summed_over_dp_only(sum_gradients: Callable) -> Callable:
     hidden_in={"layout": {"tp": 1}},
     changes_metrics=False,
 )
-def head_input_gradient_not_summed(identity_sum: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor, Axis], Tensor]:
+def head_input_gradient_not_summed(identity_sum: Callable, value: Tensor, axis: Axis) -> Tensor:
     """The sum over tp of the hidden states' gradient, before a vocabulary-parallel head, is missing."""
-
-    def identity(value: Tensor, axis: Axis) -> Tensor:
-        return value
-
-    return identity
+    return value
 
 
 @fault(
@@ -130,17 +108,13 @@ def head_input_gradient_not_summed(identity_sum: Callable[[Tensor, Axis], Tensor
     hidden_in={"layout": {"tp": 1}},
     changes_gradient=False,
 )
-def norm_counts_replicas(gradient_norms: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+def norm_counts_replicas(gradient_norms: Callable, model: object, shards: Shards, mesh: Mesh) -> dict[str, float]:
     """Squares of replicated gradients are summed over tp like those of sharded ones."""
-
-    def norms_of_all_copies(model: object, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
-        copies = mesh["tp"].size
-        return {
-            name: norm * copies**0.5 if shards[name].dim is None else norm
-            for name, norm in gradient_norms(model, shards, mesh).items()
-        }
-
-    return norms_of_all_copies
+    copies = mesh["tp"].size
+    return {
+        name: norm * copies**0.5 if shards[name].dim is None else norm
+        for name, norm in gradient_norms(model, shards, mesh).items()
+    }
 
 
 @fault(
@@ -152,18 +126,14 @@ def norm_counts_replicas(gradient_norms: Callable[..., dict[str, float]]) -> Cal
     hidden_in={"layout": {"tp": 1}},
     changes_metrics=False,
 )
-def norm_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
+def norm_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
     """Weights replicated over tp keep the gradient of the rank's own heads.
 
     Gradients of weights that are replicated over tp, and act on a rank's own heads (or, under sequence parallelism,
     tokens), are not summed over tp.
     """
-
-    def sum_over_dp_cp(model: object, shards: Mapping[str, ParameterShard], mesh: object) -> None:
-        whole = {name: replace(shard, gradient_is_partial=False) for name, shard in shards.items()}
-        sum_gradients(model, whole, mesh)
-
-    return sum_over_dp_cp
+    whole = {name: replace(shard, gradient_is_partial=False) for name, shard in shards.items()}
+    sum_gradients(model, whole, mesh)
 
 
 @fault(
@@ -176,22 +146,18 @@ def norm_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
     detected_by="tests/faults/test_unseen_at_first.py::test_norms_summed_once_a_micro_batch_are_the_only_wrong_parameters",
     changes_metrics=False,
 )
-def norm_gradient_summed_per_micro_batch(hidden_states: Callable) -> Callable:
+def norm_gradient_summed_per_micro_batch(hidden_states: Callable, policy: Policy, *args: object) -> object:
     """Gradients of replicated weights are summed over tp after every micro-batch.
 
     The sum over tp of the gradients of replicated weights runs once per micro-batch, on a buffer that accumulates.
     """
-
-    def sum_before_the_next(policy: Policy, *args: object) -> object:
-        partial = [
-            parameter.grad
-            for name, parameter in policy.model.named_parameters()
-            if policy.shards[name].gradient_is_partial and parameter.grad is not None
-        ]
-        all_sum_(partial, policy.mesh["tp"])
-        return hidden_states(policy, *args)
-
-    return sum_before_the_next
+    partial = [
+        parameter.grad
+        for name, parameter in policy.model.named_parameters()
+        if policy.shards[name].gradient_is_partial and parameter.grad is not None
+    ]
+    all_sum_(partial, policy.mesh["tp"])
+    return hidden_states(policy, *args)
 
 
 @fault(
@@ -204,21 +170,17 @@ def norm_gradient_summed_per_micro_batch(hidden_states: Callable) -> Callable:
     detected_by="tests/faults/test_unseen.py::test_routers_alone_have_their_ranks_part",
     changes_metrics=False,
 )
-def router_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
+def router_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
     """Each tensor-parallel rank updates its copy of a router with the gradient of its own tokens.
 
     Routers are replicated over tp, act on a rank's own tokens, and are not among the weights whose gradients are
     summed.
     """
-
-    def sum_all_but_routers(model: object, shards: Mapping[str, ParameterShard], mesh: object) -> None:
-        left_out = {
-            name: replace(shard, gradient_is_partial=False) if name.endswith("mlp.gate.weight") else shard
-            for name, shard in shards.items()
-        }
-        sum_gradients(model, left_out, mesh)
-
-    return sum_all_but_routers
+    left_out = {
+        name: replace(shard, gradient_is_partial=False) if name.endswith("mlp.gate.weight") else shard
+        for name, shard in shards.items()
+    }
+    sum_gradients(model, left_out, mesh)
 
 
 @fault(
@@ -231,14 +193,10 @@ def router_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
     detected_by="tests/faults/test_unseen.py::test_norms_that_were_whole_are_tp_times_too_big",
     changes_metrics=False,
 )
-def whole_norm_gradients_summed_over_tp(sum_gradients: Callable) -> Callable:
+def whole_norm_gradients_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
     """All replicated weights are marked for the sum over tp, including norms of replicated activations."""
-
-    def sum_all_norms(model: object, shards: Mapping[str, ParameterShard], mesh: object) -> None:
-        all_parts = {
-            name: replace(shard, gradient_is_partial=shard.gradient_is_partial or shard.dim is None)
-            for name, shard in shards.items()
-        }
-        sum_gradients(model, all_parts, mesh)
-
-    return sum_all_norms
+    all_parts = {
+        name: replace(shard, gradient_is_partial=shard.gradient_is_partial or shard.dim is None)
+        for name, shard in shards.items()
+    }
+    sum_gradients(model, all_parts, mesh)

@@ -32,7 +32,8 @@ from workbench.errors import SpecError
 from workbench.faults import fault_names
 from workbench.records.certificate import compared_bitwise
 from workbench.records.directory import RUN_NAME
-from workbench.specs.run import RunSpec, flatten, merge, parse_spec, read_yaml
+from workbench.specs.reading import flatten, merge, parse_spec, read_yaml
+from workbench.specs.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,14 @@ class AblationSpec(BaseModel):
         settings = list(self._settings())
         specs = _parse_all(where, [(name, changed) for name, _, changed in settings])
         names = [name for name, _, _ in settings]
-        illegal = [name for name in names if not RUN_NAME.fullmatch(name)]
-        if illegal:
+        if illegal := [name for name in names if not RUN_NAME.fullmatch(name)]:
             raise SpecError(
                 f"{where}: names of runs",
                 found=", ".join(map(repr, illegal)),
                 rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
                 fix="rename the configuration; values of axes are part of names too",
             )
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise SpecError(
                 f"{where}: two runs of one name",
                 found=", ".join(twice),
@@ -125,21 +124,17 @@ class AblationSpec(BaseModel):
             raise _unknown(where, "truth", self.truth, names)
         _check_order(where, specs)
 
-        references = {
-            self._place(specs[name]): name for name, configuration, _ in settings if configuration == self.reference
-        }
+        places = {name: self._place(specs[name]) for name in names}
+        references = {places[name]: name for name, configuration, _ in settings if configuration == self.reference}
         planned = []
         for name, configuration, _ in settings:
-            reference = references.get(self._place(specs[name]))
+            reference = references.get(places[name])
             if name == self.truth and (reference is None or specs[reference].precision != specs[name].precision):
                 reference = name  # it need not be compared
             if reference is None:
-                place = ", ".join(
-                    f"{axis}={value}" for axis, value in zip(self.axes, self._place(specs[name]), strict=True)
-                )
                 raise SpecError(
                     f"{where}: extra {name!r} has no reference",
-                    found=place,
+                    found=", ".join(f"{axis}={value}" for axis, value in zip(self.axes, places[name], strict=True)),
                     rule=f"its values of the axes are among those of {self.reference!r}",
                     fix="give it one of the axes' values, or add its value to the axis",
                 )
@@ -157,15 +152,11 @@ class AblationSpec(BaseModel):
         except SpecError as error:
             return f"AblationSpec({self.question!r}; {error.parts['requested']}: {error.parts['found']})"
         width = max(len(run.name) for run in planned)
-        lines = [
-            f"  {run.name:<{width}}  {self.role(run, planned)}: "
-            + (
-                ", ".join(f"{key}={value}" for key, value in changed_settings(run, planned).items())
-                or "nothing changed"
-            )
-            for run in planned
-        ]
-        return "\n".join([f"AblationSpec({self.question!r}, {len(planned)} runs)", *lines])
+        lines = [f"AblationSpec({self.question!r}, {len(planned)} runs)"]
+        for run in planned:
+            changes = ", ".join(f"{key}={value}" for key, value in changed_settings(run, planned).items())
+            lines.append(f"  {run.name:<{width}}  {self.role(run, planned)}: {changes or 'nothing changed'}")
+        return "\n".join(lines)
 
     __str__ = __repr__
 
@@ -198,8 +189,7 @@ class AblationSpec(BaseModel):
                     fix="give values, or remove the axis",
                 )
             for name, changes in self.configurations.items():
-                own = _lookup(changes, axis)
-                if own is not None:
+                if (own := _lookup(changes, axis)) is not None:
                     raise SpecError(
                         f"{where}: configuration {name!r} sets {axis}",
                         found=f"{axis} = {own}",
@@ -238,26 +228,32 @@ class AblationSpec(BaseModel):
         return tuple(str(_lookup(dumped, axis)) for axis in self.axes)
 
 
-def load_ablation(path: Path | str) -> AblationSpec:
-    """Read an ablation, or one run's spec as an ablation of one configuration, from YAML.
+def load_ablation(source: Path | str | Mapping[str, Any]) -> AblationSpec:
+    """Read an ablation, or one run's spec as an ablation of one configuration.
+
+    Args:
+        source: a YAML file, a folder that holds ``ablation.yaml``, or the settings themselves.
 
     Raises:
         SpecError: no such file, not YAML, a name given twice, an invalid setting.
     """
-    path = Path(path)
-    settings = read_yaml(path)
+    if isinstance(source, Mapping):
+        where, name, settings = "ablation", "run", source
+    else:
+        path = Path(source) / "ablation.yaml" if Path(source).is_dir() else Path(source)
+        where, name, settings = str(path), path.stem, read_yaml(path)
     if not isinstance(settings, Mapping):
         raise SpecError(
-            f"read {path}",
+            f"read {where}",
             found=f"a {type(settings).__name__}",
             rule="a mapping of settings",
             fix="experiments/ holds examples",
         )
     if not {"configurations", "axes", "question", "reference"}.intersection(settings):
-        parse_spec(RunSpec, settings, where=str(path))
-        settings = {"base": settings, "reference": path.stem, "configurations": {path.stem: {}}}
-    ablation = parse_spec(AblationSpec, settings, where=str(path))
-    ablation.expand(where=str(path))
+        parse_spec(RunSpec, settings, where=where)
+        settings = {"base": settings, "reference": name, "configurations": {name: {}}}
+    ablation = parse_spec(AblationSpec, settings, where=where)
+    ablation.expand(where=where)
     return ablation
 
 
@@ -313,9 +309,9 @@ def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
     for name in specs:
         chain = [name]
         while needed := specs[chain[-1]].frozen_clip:
-            if needed not in specs and len(specs) == 1:
-                break  # a single spec may take the decisions of an existing run
             if needed not in specs:
+                if len(specs) == 1:
+                    break  # a single spec may take the decisions of an existing run
                 raise _unknown(f"{where}: run {chain[-1]!r}", "frozen_clip", needed, specs)
             if needed in chain:
                 raise SpecError(
@@ -343,12 +339,11 @@ def _check_comparable(where: str, planned: Sequence[PlannedRun]) -> None:
                 facts["record.gradients"] = (run.spec.record.gradients, other.record.gradients)
             if role == "reference":
                 facts["precision"] = (run.spec.precision, other.precision)
-            unequal = [
+            if unequal := [
                 f"{key} {value} against {other_value}"
                 for key, (value, other_value) in facts.items()
                 if value != other_value or (key == "record.gradients" and value != "full")
-            ]
-            if unequal:
+            ]:
                 rule, fix = _OF_BITS if bits else _OF_GRADIENTS
                 raise SpecError(
                     f"{where}: compare {run.name!r} with its {role} {others[role]!r}",
@@ -382,12 +377,11 @@ def _rows(spec: RunSpec) -> str:
 def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
     return SpecError(
         f"{where}: {what} {name!r} does not exist",
         found=", ".join(names),
         rule=f"{what} is one of these names",
-        fix=hint,
+        fix=f"did you mean {near[0]!r}?" if near else "choose one of them",
     )
 
 

@@ -52,11 +52,7 @@ def exit_with_parent(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 1
 
 
 class AgentWatcher:
-    """Records this process in the run directory and watches the ranks, in a thread, so that their start is not delayed.
-
-    Args:
-        run_dir: the run directory.
-    """
+    """Records this process in a run directory and watches the ranks, in a thread, which does not delay their start."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -69,22 +65,19 @@ class AgentWatcher:
         return self
 
     def end(self, exit_codes: Mapping[int, int]) -> None:
-        """Stop watching, and record the exit codes.
-
-        Args:
-            exit_codes: of failed ranks, in the order in which they were seen; negative for a signal.
-        """
+        """Stop watching, and record the exit codes of failed ranks, in the order in which they were seen."""
         self._thread.join()
         if self._watchdog is not None:
             self._watchdog.stop()
             if exit_codes:
-                from workbench.records.directory import EXIT_CODES
+                from workbench.records.failures import EXIT_CODES
 
                 self._watchdog.run.write_json(f"ranks/{EXIT_CODES}", {str(r): c for r, c in exit_codes.items()})
 
     def _begin(self) -> None:
         from workbench.launch.watchdog import HANG_S, Watchdog
-        from workbench.records.directory import RunDirectory, this_process
+        from workbench.records.directory import RunDirectory
+        from workbench.records.provenance import this_process
 
         run = RunDirectory.open(self.run_dir)
         run.note(agent=this_process())

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
 from workbench.launch import jobs
 from workbench.launch.failure_analysis import record_end
-from workbench.records.directory import CLUSTERS, ENDED, RunDirectory, is_of_this_machine, is_process_alive
+from workbench.records.directory import CLUSTERS, ENDED, RunDirectory
+from workbench.records.provenance import is_of_this_machine, is_process_alive
 
 _GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 
@@ -41,6 +43,35 @@ def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float
             return _end_without_launcher(run)
         time.sleep(0.1)
     return run.status
+
+
+def cancel_runs(
+    runs: Sequence[RunDirectory],
+    *,
+    by: str = "the command line",
+    on_end: Callable[[RunDirectory, str, bool], None] | None = None,
+) -> list[str]:
+    """Cancel runs that have not ended, and wait until they have; see `cancel_run`.
+
+    Args:
+        runs: the runs.
+        by: origin of the request, for the record.
+        on_end: called with each run, its state, and True if it had ended before.
+
+    Returns:
+        The final state of each run.
+    """
+    # the recorded state, not `status`: a run that looks lost from here may still wait in a cluster's queue
+    ended = [run.state["state"] in ENDED for run in runs]
+    for run, had_ended in zip(runs, ended, strict=True):
+        if not had_ended:
+            run.request_cancel(by)  # all of them first, so that none is started while another is waited for
+    states = []
+    for run, had_ended in zip(runs, ended, strict=True):
+        states.append(run.status if had_ended else cancel_run(run, by=by))
+        if on_end:
+            on_end(run, states[-1], had_ended)
+    return states
 
 
 def _left_to_a_cluster(state: dict[str, Any]) -> bool:

@@ -1,29 +1,63 @@
-"""The torchx job of one run: the same description for every scheduler.
+"""The torchx job of one run: the same description for every scheduler, and the request that torchx makes of it.
 
-torchx's own `dist.ddp` starts `bash -c torchrun` from PATH, which is missing in a kernel whose environment was
-not activated. This one starts the running interpreter.
+torchx's own `dist.ddp` starts `bash -c torchrun` from PATH, which is missing in a kernel whose environment was not
+activated. This one starts the running interpreter.
+
+Works around: a runner created on the main thread replaces the signal handlers of a notebook kernel. On Slurm, torchx
+0.7 requests a requeue that would run a half-done run again, gives the task one core on Slurm 22.05 and later, and needs
+accounting; on Kubernetes it invents a new name each time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import json
 import os
+import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import workbench
+from workbench.errors import LaunchError
 from workbench.launch.devices import Placement
+from workbench.records.provenance import python_path
 
 if TYPE_CHECKING:
-    from torchx.specs import AppDef
+    from torchx.runner import Runner
+    from torchx.specs import AppDef, AppDryRunInfo
 
 WORKER = "workbench.train.worker"
 """The module that every rank runs."""
 
 MEMORY_MB = {"cpu": 4096, "cuda": 16384}
 """Host memory requested from a cluster for each rank, by default."""
+
+LOCAL, SLURM, KUBERNETES = "local_cwd", "slurm", "kubernetes"
+
+SCHEDULERS = (LOCAL, SLURM, KUBERNETES)
+"""torchx's names of the supported schedulers."""
+
+_RESERVED = (
+    "log_dir",
+    "job_dir",
+    "prepend_cwd",
+    "auto_set_cuda_visible_devices",
+    "validate_spec",
+    "workspace_type",
+    "image_repo",
+    "quiet",
+)
+"""Settings of torchx that users may not set: logs go to the run directory, GPUs are assigned here, and no image is
+built."""
+
+SESSION = "TORCHX_INTERNAL_SESSION_ID"  # torchx after 0.7 gives each submitting process another number
 
 
 @dataclass(frozen=True)
@@ -110,7 +144,7 @@ def environment_of(run_path: Path, placement: Placement) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",  # ranks share the cores, and sums keep one order
         "WORKBENCH_DEVICE": placement.device,
         "WB_RUN_DIR": str(run_path.resolve()),
-        "PYTHONPATH": _python_path(),
+        "PYTHONPATH": python_path(),
     }
     if placement.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.gpus)
@@ -118,8 +152,228 @@ def environment_of(run_path: Path, placement: Placement) -> dict[str, str]:
     return environment
 
 
-def _python_path() -> str:
-    """PYTHONPATH of the ranks: this source tree first, so that it need not be installed."""
-    here = str(Path(workbench.__file__).resolve().parent.parent)
-    rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != here]
-    return os.pathsep.join([here, *rest])
+# ---- requests ------------------------------------------------------------------------------------------
+
+
+class Request(NamedTuple):
+    """The request that torchx makes of a job."""
+
+    scheduler: str
+    app: AppDef
+    plan: AppDryRunInfo
+
+
+def request_of(
+    name: str,
+    run_path: Path,
+    world_size: int,
+    placement: Placement,
+    project: Path,
+    worker: str,
+    scheduler: str,
+    options: Mapping[str, str],
+) -> Request:
+    """The request of torchx with our corrections; nothing is contacted."""
+    settings, cluster = _checked(scheduler, options)
+    run_path = run_path.resolve()
+    name = _kubernetes_name(name, run_path) if scheduler == KUBERNETES else name
+    try:
+        app = run_job(name, run_path, world_size, placement, project=project, worker=worker, cluster=cluster)
+    except (KeyError, ValueError) as error:
+        raise LaunchError(
+            f"option mounts = {options.get('mounts')!r}",
+            found=message(error),
+            rule="type=volume,src=<claim>,dst=<folder>, or type=bind,src=<folder>,dst=<folder>; with "
+            "commas for several",
+            fix="correct the option",
+        ) from None
+    if scheduler == LOCAL:
+        settings = {"log_dir": str(run_path / "torchx")}
+    if scheduler == SLURM:
+        _refuse_commas(app)
+    if "validate_spec" in dict(runner().scheduler_run_opts(scheduler)):
+        settings["validate_spec"] = False  # torchx after 0.7 would ask the cluster
+    try:
+        with quietly():
+            plan = runner().dryrun(app, scheduler, cfg=settings)
+    except Exception as error:
+        raise LaunchError(
+            f"describe run {name} to {scheduler}",
+            found=message(error),
+            rule="torchx makes a request of it",
+            fix="check the options",
+        ) from error
+    if scheduler == SLURM:
+        _correct_slurm(plan.request, name, run_path)
+    if scheduler == KUBERNETES:
+        plan.request.resource = _renamed(plan.request.resource, name)
+    return Request(scheduler, app, plan)
+
+
+def _checked(scheduler: str, options: Mapping[str, str]) -> tuple[dict[str, Any], Cluster | None]:
+    """Split the options of a scheduler into torchx's settings and ours."""
+    torchx_options, known = _torchx_options(scheduler), options_of(scheduler)
+    if unknown := sorted(set(options) - set(known)):
+        raise LaunchError(
+            f"options of {scheduler}: {', '.join(unknown)}",
+            found="not options of this scheduler",
+            rule=f"it takes {', '.join(sorted(known)) or 'none'}",
+            fix="correct the name; Slurm reads options that torchx does not pass on from SBATCH_... variables"
+            if scheduler == SLURM
+            else "correct the name, or leave it out",
+        )
+    needed = [name for name, option in torchx_options.items() if option.is_required]
+    needed += ["image"] if scheduler == KUBERNETES else []
+    if missing := [name for name in needed if not options.get(name)]:
+        raise LaunchError(
+            f"a {scheduler} job without {' and '.join(missing)}",
+            found=", ".join(f"{key}={value}" for key, value in options.items()) or "no options",
+            rule="; ".join(f"{name}: {known[name]}" for name in missing),
+            fix=f"give --scheduler {' '.join(f'{name}=...' for name in missing)}, in Python options=...",
+        )
+    settings = {
+        name: _value(name, options[name], option.opt_type) for name, option in torchx_options.items() if name in options
+    }
+    if scheduler == LOCAL:
+        return settings, None
+    memory_mb = _value("memory_mb", options["memory_mb"], int) if "memory_mb" in options else None
+    return settings, Cluster(
+        python=options.get("python", "python"),
+        memory_mb=memory_mb,
+        image=options.get("image", ""),
+        mounts=options["mounts"].split(",") if options.get("mounts") else (),
+    )
+
+
+def _torchx_options(scheduler: str) -> dict[str, Any]:
+    if scheduler not in SCHEDULERS:
+        raise LaunchError(
+            f"a job for scheduler {scheduler!r}",
+            found=repr(scheduler),
+            rule=f"one of {', '.join(SCHEDULERS)}",
+            fix="choose one of them",
+        )
+    if scheduler == KUBERNETES and importlib.util.find_spec("kubernetes") is None:
+        raise LaunchError(
+            "a job for Kubernetes",
+            found="the package kubernetes is not installed",
+            rule="torchx talks to Kubernetes through it",
+            fix="pip install kubernetes",
+        )
+    return {name: option for name, option in runner().scheduler_run_opts(scheduler) if name not in _RESERVED}
+
+
+def _value(name: str, text: str, kind: Any) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return kind(text) if kind in (int, float) else text
+    except (KeyError, ValueError):
+        raise LaunchError(
+            f"option {name} = {text!r}",
+            found=repr(text),
+            fix="correct the value",
+            rule="true or false" if kind is bool else "a number",
+        ) from None
+
+
+def _refuse_commas(app: AppDef) -> None:
+    """Refuse commas in the environment: Slurm splits torchx's exports there, and the rest of a value would be lost."""
+    for name, value in app.roles[0].env.items():
+        if "," in value:
+            raise LaunchError(
+                f"give a Slurm job {name}={value}",
+                found="a comma",
+                rule="sbatch --export ends a value at a comma",
+                fix="use a path without commas",
+            )
+
+
+def _correct_slurm(request: Any, name: str, run_path: Path) -> None:
+    """Correct torchx's script where it would lose a run, cores or output."""
+    request.cmd.append(f"--chdir={run_path / 'torchx'}")  # its output, too, belongs to the run
+    for replica in request.replicas.values():
+        # a requeued job would run a half-done run directory again: `workbench run` creates a new one
+        replica.sbatch_opts.pop("requeue", None)
+        replica.sbatch_opts = {"no-requeue": None, "nodes": "1", "ntasks": "1"} | replica.sbatch_opts
+        replica.sbatch_opts.pop("ntasks-per-node", None)  # --gpus-per-task needs the number of tasks instead
+        # since Slurm 22.05 a step does not inherit it, and all ranks would share one core
+        replica.srun_opts["cpus-per-task"] = replica.sbatch_opts["cpus-per-task"]
+        replica.env.pop(SESSION, None)
+        replica.name = f"{name}-0"  # as squeue shows it
+
+
+def _kubernetes_name(name: str, run_path: Path) -> str:
+    """A name for a run's job: legal for jobs, pods and labels, and the same for the same run directory."""
+    legal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:36].rstrip("-")
+    return f"wb-{legal}-{hashlib.sha256(str(run_path).encode()).hexdigest()[:8]}"
+
+
+def _renamed(resource: Any, name: str) -> dict[str, Any]:
+    """Return the resource under our name in place of torchx's random one."""
+    from torchx.schedulers import kubernetes_scheduler
+
+    plain = json.dumps(kubernetes_scheduler.sanitize_for_serialization(resource))
+    renamed = json.loads(plain.replace(resource["metadata"]["name"], name))
+    for task in renamed["spec"]["tasks"]:
+        for container in task["template"]["spec"]["containers"]:
+            container["env"] = [variable for variable in container["env"] if variable["name"] != SESSION]
+    return renamed
+
+
+def options_of(scheduler: str) -> dict[str, str]:
+    """Options of a scheduler: name -> meaning, marked if the option is needed.
+
+    Those of Slurm and Kubernetes are torchx's own (of the installed version), and ours: ``python``, the interpreter
+    there; ``memory_mb`` of the host for each rank, 0 to request none; and on Kubernetes ``image`` and ``mounts``
+    (``type=volume,src=<claim>,dst=<folder>``), through which the pod sees run directory and project.
+
+    Raises:
+        LaunchError: no such scheduler.
+    """
+    meanings = {
+        name: " ".join(option.help.split()) + (" (needed)" if option.is_required else "")
+        for name, option in _torchx_options(scheduler).items()
+    }
+    if scheduler != LOCAL:
+        meanings |= {
+            "python": "The interpreter on the cluster (python)",
+            "memory_mb": "Memory of the host for each rank; 0 asks for none",
+        }
+    if scheduler == KUBERNETES:
+        meanings |= {
+            "image": "The container image, with the workbench's requirements in it (needed)",
+            "mounts": "type=volume,src=<claim>,dst=<folder>: where the pod sees run directory and project",
+        }
+    return meanings
+
+
+@contextlib.contextmanager
+def quietly() -> Any:
+    """Suppress the warnings of torchx, which users cannot fix."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@functools.cache
+def runner() -> Runner:
+    """The runner of this process, created in a thread that ends at once, so that no signal handler is replaced."""
+
+    def create() -> Runner:
+        from torchx.runner import get_runner
+
+        created = get_runner()
+        created.scheduler_run_opts(LOCAL)  # creates the scheduler, which installs the handlers
+        slurm = created._scheduler(SLURM)
+        if hasattr(slurm, "_partition_memmb"):  # runs sinfo to leave --mem out; memory_mb=0 does so instead
+            slurm._partition_memmb = lambda partition: None
+        return created
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(create).result()
+
+
+def message(error: Exception) -> str:
+    """One-line message of an error of torchx."""
+    return f"{type(error).__name__}: {error}"

@@ -20,27 +20,22 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from workbench.atomic import from_json
 from workbench.errors import LaunchError
 from workbench.launch.jobs import agent_output
 from workbench.launch.waits import Wait, find_waits, format_ranks
-from workbench.records.directory import EXIT_CODES, RECORDED_LAST, RunDirectory, from_json, without_machine_paths
+from workbench.records.directory import RunDirectory
+from workbench.records.failures import EXIT_CODES, OOM, RECORDED_LAST, STOPPED, WAITING
+from workbench.records.provenance import without_machine_paths
 from workbench.sharding.flight import FlightView, read_all
 from workbench.train.watched import last_stack_path
 
-OOM = "ranks/oom.json"
-"""Processes that the machine killed for memory while the job ran, in the run directory."""
-
-WAITING = "ranks/waiting.json"
-"""Ranks that others wait for, in the run directory; see `workbench.launch.watchdog`."""
-
-STOPPED = "ranks/stopped.json"
-"""{rank: ns, when it was first seen stopped}, without those that continued; see `workbench.launch.watchdog`."""
-
 _PASSED = tuple(f"workbench/sharding/{name}.py" for name in ("collectives", "data_parallel", "flight", "wire"))
+_SIGNALS = {each.value: each.name for each in signal.Signals}
 _GAVE_UP = re.compile(r"[Ww]atchdog caught collective operation timeout[^\n]{0,200}")  # NCCL's own, which then aborts
 _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
 # Threads that only wait for a parent's end: `die_with` of train/watched.py, whose function older records call `look`.
@@ -48,15 +43,7 @@ _WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in (poll|look)\b')
 
 
 def record_end(run: RunDirectory, job_state: str) -> str:
-    """Record in the run directory of an ended job how it ended.
-
-    Args:
-        run: its run directory.
-        job_state: end of the job: succeeded, failed or cancelled.
-
-    Returns:
-        The resulting state.
-    """
+    """Record in the run directory of an ended job how it ended, and return the resulting state."""
     if job_state == "cancelled":
         return run.set_state("cancelled")
     if job_state == "succeeded" and run.state["state"] == "succeeded":
@@ -65,30 +52,10 @@ def record_end(run: RunDirectory, job_state: str) -> str:
     return run.set_state("failed")
 
 
-def oom_kills(root: Path = Path("/")) -> int:
-    """Processes killed for memory so far: in this process's control group if it counts them, or on the machine.
-
-    Args:
-        root: mount point of proc and sys.
-    """
-    groups = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
-    files = [root / "sys/fs/cgroup" / path.strip("/") / "memory.events" for number, _, path in groups if number == "0"]
-    files += [
-        root / "sys/fs/cgroup/memory" / path.strip("/") / "memory.oom_control"
-        for _, kinds, path in groups
-        if kinds == "memory"
-    ]
-    for file in [*files, root / "proc/vmstat"]:
-        match = re.search(r"^oom_kill (\d+)$", _read(file), flags=re.MULTILINE)
-        if match:
-            return int(match[1])
-    return 0
-
-
 def write_hang(
     run: RunDirectory,
     rank: int,
-    words: str,
+    message: str,
     *,
     certain: bool,
     waited_in: str = "",
@@ -100,45 +67,35 @@ def write_hang(
     Args:
         run: its run directory.
         rank: that rank.
-        words: message with the ranks that wait for it, and where.
+        message: the ranks that wait for it, and where.
         certain: waiting longer could not have helped.
         waited_in: the collective that it was in itself, "" if none.
         stack: its Python stack, "" if unknown.
         stopped: its process was stopped (state T), not busy.
     """
+    stack = without_machine_paths(stack)
+    too_long = f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}"
     if stopped:
         error = LaunchError(
             f"rank {rank} was stopped: its process was in state T of /proc, as after SIGSTOP, Ctrl-Z or under a "
-            f"debugger; {words}",
+            f"debugger; {message}",
             found=f"it was still stopped when the agent that started the ranks ended the job and killed rank {rank}",
-            rule=f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
+            rule=too_long,
             fix="find what stopped the process (a debugger, a shell's job control, a scheduler that suspends jobs); "
             "`kill -CONT` on its process continues it, if it is in time",
         )
-        run.write_exit(
-            rank,
-            coordinates_of(run, rank),
-            error,
-            cause="hang",
-            waited_in=waited_in,
-            stack=without_machine_paths(stack),
+    else:
+        error = LaunchError(
+            message,
+            found=f"it was at {place_of(stack)}; its stack is stored with this message"
+            if stack
+            else "its stack is unknown",
+            rule="all ranks of an axis come to the same collectives, in the same order" if certain else too_long,
+            fix="look for a branch that ranks take differently before that line: on data, on a rank's number, on an "
+            "error that one rank swallowed"
+            if certain
+            else "see where it was; if it was only slow, raise timeout_s",
         )
-        return
-    stack = without_machine_paths(stack)
-    position = (
-        f"it was at {place_of(stack)}; its stack is stored with this message" if stack else "its stack is unknown"
-    )
-    error = LaunchError(
-        words,
-        found=position,
-        rule="all ranks of an axis come to the same collectives, in the same order"
-        if certain
-        else f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
-        fix="look for a branch that ranks take differently before that line: on data, on a rank's number, on an error "
-        "that one rank swallowed"
-        if certain
-        else "see where it was; if it was only slow, raise timeout_s",
-    )
     run.write_exit(rank, coordinates_of(run, rank), error, cause="hang", waited_in=waited_in, stack=stack)
 
 
@@ -175,9 +132,6 @@ def coordinates_of(run: RunDirectory, rank: int) -> dict[str, int]:
 def place_of(stack: str) -> str:
     r"""Innermost place of a stack outside of libraries and of the collectives themselves: file, line, function.
 
-    Args:
-        stack: of faulthandler, or a traceback.
-
     Example:
         >>> place_of('  File ".../torch/nn.py", line 2 in call\n  File "workbench/train/step.py", line 7 in run_step')
         'workbench/train/step.py:7 in run_step'
@@ -205,7 +159,7 @@ class _FailureAnalysis:
 
     def __init__(self, run: RunDirectory, job_state: str) -> None:
         self.run, self.job_state = run, job_state
-        self.output = agent_output(run.path / "torchx") or _read(run.path / "ranks" / "agent.log")
+        self.output = agent_output(run.path / "torchx") or read_text(run.path / "ranks" / "agent.log")
         self.codes = _codes(run, self.output)
         self.oom_kills = _mapping(run.path / OOM).get("oom_kills", 0)
         self.views = read_all(run.path / "ranks")
@@ -239,12 +193,14 @@ class _FailureAnalysis:
             return
         rank = min(silent, key=lambda rank: self.codes[rank] == -signal.SIGTERM)
         code = self.codes[rank]
-        gave_up = code == -signal.SIGABRT and _GAVE_UP.search(_read(self.run.log_path(rank)))
+        gave_up = code == -signal.SIGABRT and _GAVE_UP.search(read_text(self.run.log_path(rank)))
         for_memory = code == -signal.SIGKILL and self.oom_kills > 0
-        killed = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        name = _SIGNALS.get(-code, f"signal {-code}")
+        killed = f"was killed by {name}" if code < 0 else f"ended with exit code {code}"
         fix = f"read ranks/{self.run.log_path(rank).name} in the run directory"
         if for_memory:
-            killed += f": out of memory, for which {_times(self.oom_kills)} killed a process meanwhile"
+            times = "" if self.oom_kills == 1 else f" ({self.oom_kills} times)"
+            killed += f": out of memory, for which the machine{times} killed a process meanwhile"
             fix = "take more ranks, smaller micro-batches or a machine with more memory"
         elif code == -signal.SIGKILL:
             fix += "; the machine does not report that it ran out of memory, so a user or a limit killed it"
@@ -257,14 +213,7 @@ class _FailureAnalysis:
             fix=fix,
         )
         cause = "out of memory" if for_memory else "peer" if gave_up else "killed" if code < 0 else "exception"
-        self.run.write_exit(
-            rank,
-            coordinates_of(self.run, rank),
-            error,
-            cause=cause,
-            waited_in=self._waited_in(rank),
-            stack=self._stack(rank),
-        )
+        self._write(rank, error, cause)
 
     def _left_by_themselves(self, ended: set[int]) -> set[int]:
         """Ranks that ended with exit code 0 before their part was done.
@@ -278,7 +227,7 @@ class _FailureAnalysis:
             for rank in self.views
             if self.codes
             and rank not in {*self.codes, *exits, *self.stopped}
-            and not _read(last_stack_path(self.run, rank))
+            and not read_text(last_stack_path(self.run, rank))
         }
         return ({rank for rank, code in self.codes.items() if code == 0 and rank in self.views} | unrecorded) - ended
 
@@ -298,43 +247,44 @@ class _FailureAnalysis:
         """Record the rank that the others waited for, if they only report that they waited in vain."""
         exits, first = self.run.exits(), self.run.failure()
         if any(record["cause"] in RECORDED_LAST for record in exits.values()):
-            return
+            return None
         only_echoes = first is not None and first["cause"] == "peer"
         now_ns = max([view.beat_ns for view in self.views.values()] + [r["time_ns"] for r in exits.values()], default=0)
         for wait in sorted(self.waits, key=lambda wait: wait.rank not in self.stopped):
             record = exits.get(wait.rank, {"ok": True, "traceback": ""})
-            if (wait.kind == "skipped" or only_echoes) and (record["ok"] or _is_echo(record)):
-                write_hang(
-                    self.run,
-                    wait.rank,
-                    wait.message(now_ns),
-                    certain=wait.certain,
-                    waited_in=self._waited_in(wait.rank),
-                    stack=self._stack(wait.rank) or record["traceback"],
-                    stopped=wait.rank in self.stopped,
-                )
-                return
+            # an error inside a collective is only the effect of another rank's failure
+            if (wait.kind == "skipped" or only_echoes) and (
+                record["ok"] or record["cause"] == "peer" or record["waited_in"]
+            ):
+                stack = self._stack(wait.rank) or record["traceback"]
+                return self._hang(wait.rank, wait.message(now_ns), stack, certain=wait.certain)
         for rank in sorted(self.stopped.difference(exits)) if first is None or only_echoes else ():
-            write_hang(
-                self.run,
-                rank,
-                "the ranks that waited for it are unknown",
-                certain=False,
-                waited_in=self._waited_in(rank),
-                stack=self._stack(rank),
-                stopped=True,
-            )
-            return
+            return self._hang(rank, "the ranks that waited for it are unknown", self._stack(rank))
         if first is not None and only_echoes and _TIMED_OUT.search(first["message"]):
             for late in self._last_waits()[:1]:
-                write_hang(
-                    self.run,
-                    late["rank"],
-                    f"{late['message']}; it came, but too late",
-                    certain=False,
-                    waited_in=self._waited_in(late["rank"]),
-                    stack=late["stack"],
-                )
+                self._hang(late["rank"], f"{late['message']}; it came, but too late", late["stack"], stopped=False)
+        return None
+
+    def _hang(self, rank: int, message: str, stack: str, *, certain: bool = False, stopped: bool | None = None) -> None:
+        write_hang(
+            self.run,
+            rank,
+            message,
+            certain=certain,
+            waited_in=self._waited_in(rank),
+            stack=stack,
+            stopped=rank in self.stopped if stopped is None else stopped,
+        )
+
+    def _write(self, rank: int, error: LaunchError, cause: str) -> None:
+        self.run.write_exit(
+            rank,
+            coordinates_of(self.run, rank),
+            error,
+            cause=cause,
+            waited_in=self._waited_in(rank),
+            stack=self._stack(rank),
+        )
 
     def _record_agent(self) -> None:
         """Record a job without any exit record of a rank, from the agent's output."""
@@ -370,14 +320,7 @@ class _FailureAnalysis:
                 rule="a job ends when one of its ranks does",
                 fix=f"see {first}",
             )
-            self.run.write_exit(
-                rank,
-                coordinates_of(self.run, rank),
-                error,
-                cause="peer",
-                waited_in=self._waited_in(rank),
-                stack=self._stack(rank),
-            )
+            self._write(rank, error, "peer")
 
     def _waited_in(self, rank: int) -> str:
         """The collective that a rank was in, or, if its host had run ahead, in which it waited on the device."""
@@ -389,7 +332,7 @@ class _FailureAnalysis:
     def _stack(self, rank: int) -> str:
         """Stack of a rank while others waited for it, or else when it was stopped."""
         stack = next((each["stack"] for each in self._last_waits() if each["rank"] == rank), "")
-        return stack or without_machine_paths(own_threads(_read(last_stack_path(self.run, rank))))
+        return stack or without_machine_paths(own_threads(read_text(last_stack_path(self.run, rank))))
 
     def _last_waits(self) -> Sequence[Mapping[str, Any]]:
         """The last waits that the watchdog saw."""
@@ -403,22 +346,15 @@ def _agent_log(run: RunDirectory) -> str:
     return logs.get(str(run.state.get("backend")), "torchx/*/*/trainer/0/stderr.log")
 
 
-def _is_echo(record: Mapping[str, Any]) -> bool:
-    """True if a rank only reports the effect of another's failure, such as any error inside a collective."""
-    return record["cause"] == "peer" or bool(record["waited_in"])
-
-
 def _codes(run: RunDirectory, output: str) -> dict[int, int]:
-    """Exit codes of the ranks, as far as they are known, in the order in which they ended."""
-    content = _mapping(run.path / "ranks" / EXIT_CODES)
-    return {int(rank): code for rank, code in content.items()} or dict(_codes_in(output))
+    """Exit codes of the ranks, as far as they are known, in the order in which they ended.
 
-
-def _codes_in(output: str) -> Iterator[tuple[int, int]]:
-    """(rank, exit code) of every failed rank in the summary of torch.distributed.run, its root cause first."""
-    matches = re.finditer(r"rank\s+: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s+: (-?\d+)", output)
-    codes = [(int(match[1]), int(match[2])) for match in matches]
-    yield from codes[-1:] + codes[:-1]
+    Without the record of them: those in the summary of torch.distributed.run, its root cause first.
+    """
+    if content := _mapping(run.path / "ranks" / EXIT_CODES):
+        return {int(rank): code for rank, code in content.items()}
+    codes = re.findall(r"rank\s+: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s+: (-?\d+)", output)
+    return {int(rank): int(code) for rank, code in codes[-1:] + codes[:-1]}
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -428,23 +364,13 @@ def _mapping(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _times(count: int) -> str:
-    return "the machine" if count == 1 else f"the machine ({count} times)"
-
-
 def _last_lines(log: Path, count: int = 5) -> str:
-    lines = [line for line in without_machine_paths(_read(log)).splitlines() if line.strip()]
+    lines = [line for line in without_machine_paths(read_text(log)).splitlines() if line.strip()]
     return "its last lines: " + " | ".join(lines[-count:]) if lines else "no output"
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Content of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf8", errors="replace")
     except OSError:

@@ -31,16 +31,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from workbench.atomic import to_json, write_whole
 from workbench.errors import LaunchError
-from workbench.records.directory import (
-    EXIT_CODES,
-    RunDirectory,
-    process_alive,
-    this_process,
-    to_json,
-    without_machine_paths,
-    write_whole,
-)
+from workbench.records.directory import RunDirectory
+from workbench.records.failures import EXIT_CODES
+from workbench.records.provenance import process_alive, this_process, without_machine_paths
 from workbench.train.watched import die_with
 
 ECHO_S = 1.0

@@ -32,7 +32,8 @@ from workbench.launch import forkserver
 from workbench.launch.component import WORKER, environment_of
 from workbench.launch.devices import Placement
 from workbench.launch.forks import GRACE_S, Request
-from workbench.records.directory import RunDirectory, process_alive, this_process
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import own_process, process_alive
 
 PRELOAD = (
     "numpy",
@@ -137,21 +138,13 @@ class ProcessJob:
 def start(
     run: RunDirectory, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER
 ) -> ProcessJob:
-    """Start the ranks of a run as children of the fork server; returns when they are running.
-
-    Args:
-        run: the run directory.
-        world_size: ranks.
-        placement: device of the ranks.
-        project: folder that paths in the spec are relative to.
-        worker: module whose `main` every rank runs.
+    """Start the ranks of a run, as `workbench.launch.jobs.start`, from the fork server; returns when they are running.
 
     Raises:
         LaunchError: the server does not start, or the worker cannot be imported.
     """
     environment = {**os.environ, **environment_of(run.path, placement)}
     environment.pop("WB_PARENT_PID", None)  # of a torchx job that this process may be in
-    launcher = {key: value for key, value in this_process().items() if key in ("pid", "create_time")}
     request = Request(
         run=str(run.path.resolve()),
         world_size=world_size,
@@ -159,7 +152,7 @@ def start(
         project=str(project.resolve()),
         folder=str(Path.cwd()),
         environment=environment,
-        launcher=launcher,
+        launcher=own_process(),
     )
     connection = _server().connect()
     connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(request))}\n".encode())

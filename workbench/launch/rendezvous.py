@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import LaunchError
-from workbench.records.directory import without_machine_paths
+from workbench.records.provenance import python_path, without_machine_paths
 
 RANKS = 2
 
 
 def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
     """Let two processes join a job through gloo and sum a number.
-
-    Args:
-        timeout_s: for all of it; loading torch from a cold disk is slow.
 
     Returns:
         ``met_s``, time to connect once torch was loaded; ``loaded_s``, time to load it; and torch's build: ``torch``
@@ -40,7 +37,7 @@ def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": _with_this_package(),
+        "PYTHONPATH": python_path(),
     }
     command = [sys.executable, "-P", "-m", "workbench.launch.rendezvous", str(timeout_s)]
     deadline = time.monotonic() + timeout_s
@@ -89,11 +86,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _with_this_package() -> str:
-    folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, folders))
 
 
 def main(timeout_s: float) -> None:

@@ -1,5 +1,8 @@
 """Existing runs of an experiment: which are reused or resumed, and what changed since the last launch.
 
+A spec names folders (rollout dataset, checkpoint) and a task, whose content may change. A run directory therefore
+stores the identity of its run's inputs, and an earlier run is used only if they are the same.
+
 An experiment's ``runs/sweep.json`` has the last launch and the folder of each name's run. Launching again reuses every
 run that succeeded with the same settings, device, rollout dataset (or task), checkpoint and code, and resumes those
 that were interrupted and have a checkpoint. A configuration whose settings or data changed is refused rather than run
@@ -12,18 +15,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import workbench
+from workbench.atomic import locked, read_json, to_json, write_whole
 from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError
 from workbench.launch.ablation import PlannedRun
-from workbench.records.directory import ENDED, RunDirectory, from_json, locked, this_process, to_json, write_whole
-from workbench.specs.run import flatten
+from workbench.policy.decoder import TINY
+from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.integrity import check_whole
+from workbench.records.provenance import this_process, versions
+from workbench.rollouts.task import task_file
+from workbench.specs.reading import flatten
+from workbench.specs.run import RunSpec
 
 RECORD = "sweep.json"
 _DATA = ("recording", "task", "checkpoint")
+MANIFEST, CONFIG = "manifest.json", "config.json"
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @contextlib.contextmanager
@@ -61,7 +74,7 @@ def reusable(runs_dir: Path, plan: PlannedRun, identity: Mapping[str, Any]) -> R
 def damage(run: RunDirectory) -> str:
     """Describe missing or unreadable files of a run that succeeded, in a line; "" if it can be reused."""
     try:
-        run.check_whole()
+        check_whole(run)
     except RecordError as error:
         return f"{error.parts['requested'].removeprefix('read ')}: {error.parts['found']}"
     return ""
@@ -125,7 +138,7 @@ def refuse_running(runs_dir: Path, planned: Sequence[PlannedRun]) -> None:
             f"launch {runs_dir.parent.name}",
             found="already running or waiting: " + ", ".join(busy),
             rule="a configuration runs once at a time in an experiment",
-            fix=f"watch them with `workbench status {runs_dir.parent.name}` or wb.attach, or end them with "
+            fix=f"watch them with `workbench status {runs_dir.parent.name}` or Experiment.panel(), or end them with "
             f"`workbench cancel {runs_dir.parent.name}`",
         )
 
@@ -210,13 +223,97 @@ def read_record(runs_dir: Path) -> dict[str, Any] | None:
     """
     path = runs_dir / RECORD
     try:
-        return from_json(path.read_bytes())
+        return read_json(path, requested=f"read {path}", fix="remove the file: the runs are not affected")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise RecordError(
-            f"read {path}",
-            found=f"{type(error).__name__}: {error}",
-            rule="a whole JSON file",
-            fix="remove the file: the runs are not affected",
-        ) from None
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------
+
+
+def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
+    """Return the identities of each run's inputs: equal if and only if the inputs are the same bytes.
+
+    A hub id and the name of a tiny model are their own identity. No path is stored.
+
+    Raises:
+        SpecError: a rollout dataset, checkpoint or task that is missing, with the folder that was searched.
+    """
+    specs = list(specs)
+    datasets = {
+        path: _dataset(path, project) for path in {spec.data.path: None for spec in specs if not spec.online.on}
+    }
+    checkpoints = {source: _checkpoint(source, project) for source in {spec.model.source: None for spec in specs}}
+    software = {"versions": versions(), "code": _code()}
+    return [
+        software
+        | {"checkpoint": checkpoints[spec.model.source]}
+        | (
+            {"recording": datasets[spec.data.path]}
+            if spec.online.task is None
+            else {"task": _task(spec.online.task, project)}
+        )
+        for spec in specs
+    ]
+
+
+def _task(name: str, project: Path) -> str:
+    """Identity of a user's task: the hash of its file, without its imports."""
+    return name if name == "arithmetic" else _sha256(task_file(name, project)[0])
+
+
+def _dataset(path: str, project: Path) -> str:
+    """Identity of a rollout dataset: the hash of its manifest, which has the checksums of the tensors."""
+    if not (project / path / MANIFEST).is_file():
+        raise _missing(
+            "data.path",
+            path,
+            project,
+            f"a folder with {MANIFEST}, as `workbench rollouts import` writes it",
+            in_current=(Path(path) / MANIFEST).is_file(),
+        )
+    return _sha256(project / path / MANIFEST)
+
+
+def _checkpoint(source: str, project: Path) -> str | list[list[Any]]:
+    folder = project / source
+    if (folder / CONFIG).is_file():
+        files = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
+        return [[file.name, file.stat().st_size, _sha256(file)] for file in files]
+    in_current = (Path(source) / CONFIG).is_file()
+    if in_current or folder.is_dir() or not _HUB_ID.fullmatch(source):
+        raise _missing(
+            "model.source",
+            source,
+            project,
+            f"a checkpoint folder with {CONFIG}, a hub id (owner/name), or {' or '.join(TINY)}",
+            in_current=in_current,
+        )
+    return source
+
+
+def _code() -> str:
+    """One hash over every module of this package."""
+    package, digest = Path(workbench.__file__).parent, hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)} {_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _missing(setting: str, path: str, project: Path, what: str, *, in_current: bool) -> SpecError:
+    result, fix = f"nothing of that kind at {project / path}", "check the path, or give an absolute one"
+    if in_current:
+        result += f", although there is at {Path.cwd() / path}, relative to the current folder"
+        fix = f"write {setting}: {Path.cwd() / path}"
+    return SpecError(
+        f"{setting} = {path!r}",
+        found=result,
+        fix=fix,
+        rule=f"{what}; a relative path begins at the project root, {project}: the current folder if it "
+        "holds a folder named data, else where the workbench's sources lie",
+    )

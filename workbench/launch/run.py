@@ -22,9 +22,10 @@ from workbench.launch import jobs, processes, resume
 from workbench.launch.ablation import AblationSpec, PlannedRun
 from workbench.launch.component import WORKER
 from workbench.launch.devices import Placement, place, visible_gpus
-from workbench.launch.inputs import identify
-from workbench.launch.sweep import RunEvent, Starter, Sweep, Task
-from workbench.records.directory import CLUSTERS, RunDirectory, project_root, this_process
+from workbench.launch.sweep import Starter, Sweep
+from workbench.launch.task import RunEvent, Task
+from workbench.records.directory import CLUSTERS, RunDirectory
+from workbench.records.provenance import project_root, this_process
 
 Where = Literal["torchx", "processes", "here", "slurm", "kubernetes"]
 """torchx: a job of its own for every run. processes: ranks from a server that has torch loaded already. here: one rank
@@ -74,7 +75,7 @@ def launch(
     placements = [on_cluster(run) if where in CLUSTERS else place(run.name, run.spec, gpus) for run in planned]
     if where == "here":
         _refuse_sharded_parameters(planned)
-    inputs = identify([run.spec for run in planned], project)
+    inputs = resume.identify([run.spec for run in planned], project)
     with resume.launch_lock(runs_dir):
         resume.refuse_running(runs_dir, planned)
         if not (force or trial):

@@ -9,104 +9,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from workbench.errors import LaunchError, RecordError, WorkbenchError
-from workbench.launch.ablation import PlannedRun
 from workbench.launch.devices import Placement
 from workbench.launch.failure_analysis import record_end
 from workbench.launch.jobs import Job
-from workbench.launch.slots import Lease, take
-from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_summary
-from workbench.records.lookup import steps_recorded
-from workbench.records.progress import Pace
+from workbench.launch.task import RunEvent, Task
+from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.failures import failure_summary
+from workbench.records.progress import steps_recorded
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # time that the watching thread has to end its jobs when the interpreter ends
 
 Starter = Callable[[RunDirectory, int, Placement], Job]
 """Starts a run, given its directory, number of ranks and placement."""
-
-
-@dataclass(frozen=True)
-class RunEvent:
-    """A step or the end of a run.
-
-    Attributes:
-        number: of the run, from 1, in the order in which runs end; 0 while it runs.
-        total: runs in all.
-        name: of the run.
-        state: running or an ended state; "reused" if an earlier run's record is used.
-        world_size: its ranks.
-        device: "cpu" or "cuda".
-        device_note: the reason for that device, "" if it was requested.
-        steps_done: optimizer steps recorded so far.
-        steps: optimizer steps in all.
-        seconds: since it was started.
-        why: one-line summary of its failure; "" if it did not fail.
-        seconds_left: estimate from its last steps; None if it has ended, or too few steps have.
-    """
-
-    number: int
-    total: int
-    name: str
-    state: str
-    world_size: int
-    device: str
-    device_note: str
-    steps_done: int
-    steps: int
-    seconds: float
-    why: str = ""
-    seconds_left: float | None = None
-
-    def __str__(self) -> str:
-        """The event in a line."""
-        width = len(str(self.total))
-        count = f"[{self.number or '.':>{width}}/{self.total}]"
-        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ' '}"
-        note = f" ({self.device_note})" if self.device_note else ""
-        why = f": {self.why}" if self.why else ""
-        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
-        return (
-            f"{count} {self.name:<28} {ranks} {self.device}  {self.steps_done}/{self.steps} steps  "
-            f"{self.state} {self.seconds:.1f} s{left}{why}{note}"
-        )
-
-
-@dataclass
-class Task:
-    """One run of a sweep, with the state of its watcher.
-
-    Attributes:
-        plan: the planned run.
-        run: its directory.
-        placement: device of its ranks.
-        reused: an earlier run is used, so there is nothing to start.
-    """
-
-    plan: PlannedRun
-    run: RunDirectory
-    placement: Placement
-    reused: bool = False
-    job: Job | None = None
-    lease: Lease | None = None
-    started: float = 0.0
-    abandoned: bool = False
-    steps_done: int = -1
-    user_recorded: bool = False
-    tail: StepTail = field(init=False)
-    pace: Pace = field(default_factory=Pace)
-
-    def __post_init__(self) -> None:
-        self.tail = StepTail(self.run)
 
 
 class Sweep:
@@ -116,8 +39,6 @@ class Sweep:
         runs: the run directories, in the order of the ablation.
         planned: the planned runs, in the same order.
         experiment_dir: the parent of their ``runs`` folder.
-        question: of the ablation, one sentence.
-        saved_in: folder of comparison and report.
 
     Example:
         >>> sweep = launch(ablation, experiment_dir)   # doctest: +SKIP
@@ -132,7 +53,6 @@ class Sweep:
         self.experiment_dir = experiment_dir
         self.runs = [task.run for task in tasks]
         self.planned = [task.plan for task in tasks]
-        self.question, self.saved_in = "", experiment_dir
         self._tasks = list(tasks)
         self._on_event = on_event or (lambda event: None)
         self._events: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
@@ -261,7 +181,7 @@ class Sweep:
             waiting, active = [task for task in self._tasks if not task.reused], []
             while (waiting or active) and not self._stop.is_set():
                 self._drop_cancelled(waiting)
-                while (task := _ready(waiting, active)) and (not leased or _lease(task, gpus)):
+                while (task := _ready(waiting, active)) and (not leased or task.take_devices(gpus)):
                     waiting.remove(task)
                     with self._isolated(task):
                         if self._begin(task, start):
@@ -312,7 +232,7 @@ class Sweep:
         state = task.job.poll()
         if state == "running":
             self._report_progress(task)
-            _note_user(task)
+            task.note_user()
         return state
 
     def _drop_cancelled(self, waiting: list[Task]) -> None:
@@ -335,7 +255,7 @@ class Sweep:
                 except (OSError, WorkbenchError) as error:
                     self._error = self._error or error
                 finally:
-                    _release(task)
+                    task.release()
         atexit.unregister(self._leave)
         self._finished.set()
         self._events.put(None)
@@ -362,43 +282,19 @@ class Sweep:
 
     def _report_progress(self, task: Task) -> None:
         """Report new steps, once."""
-        done = self._steps_done(task)
-        if done != task.steps_done:
-            task.steps_done = done
+        if task.read_steps():
             self._report(task, 0, "running", "")
 
     def _report_end(self, task: Task, state: str, why: str = "") -> None:
         """Release the devices of a run and report its end."""
-        _release(task)
+        task.release()
         self._ended += 1
-        task.steps_done = self._steps_done(task)
+        task.read_steps()
         failure = task.run.failure() if state in ("failed", "lost") and not why else None
         self._report(task, self._ended, state, failure_summary(failure) if failure else why)
 
-    def _steps_done(self, task: Task) -> int:
-        with contextlib.suppress(RecordError):
-            new = task.tail.new()
-            task.pace.add(new)
-            return max(task.steps_done, 0) + len(new)
-        return max(task.steps_done, 0)
-
     def _report(self, task: Task, number: int, state: str, why: str) -> None:
-        seconds = time.monotonic() - task.started if task.started else 0.0
-        left = task.pace.seconds_left(task.run.spec.steps - task.steps_done) if state == "running" else None
-        event = RunEvent(
-            number,
-            len(self._tasks),
-            task.plan.name,
-            state,
-            task.plan.world_size,
-            task.placement.device,
-            task.placement.note,
-            task.steps_done,
-            task.run.spec.steps,
-            seconds,
-            why,
-            left,
-        )
+        event = task.event(number, len(self._tasks), state, why)
         self._events.put(event)
         self._on_event(event)
 
@@ -411,40 +307,7 @@ def _status(run: RunDirectory) -> str:
         return "lost"
 
 
-def cores() -> list[str]:
-    """The cores that this process may use, by number."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return [str(core) for core in sorted(usable)]
-
-
 def _ready(waiting: Sequence[Task], active: Sequence[Task]) -> Task | None:
     """The first run that does not need the record of an unfinished run."""
     unfinished = {task.plan.name for task in [*waiting, *active]}
     return next((task for task in waiting if task.run.spec.frozen_clip not in unfinished), None)
-
-
-def _lease(task: Task, gpus: Sequence[str]) -> bool:
-    """Lease the devices of a run; False if too few are free, used by this process or another one."""
-    ranks = task.plan.world_size
-    if task.placement.device == "cuda":
-        task.lease = take("gpu", ranks, gpus, requester=str(task.run.path))
-        if task.lease is not None:
-            task.placement = replace(task.placement, gpus=task.lease.ids)
-    else:
-        task.lease = take("core", ranks, cores(), requester=str(task.run.path))
-    return task.lease is not None
-
-
-def _note_user(task: Task) -> None:
-    """Keep the devices of a run taken while its processes live, even after this one."""
-    if task.lease is not None and not task.user_recorded:
-        agent = task.run.state.get("agent")
-        if agent is not None:
-            task.lease.note(agent["pid"], agent["create_time"])
-            task.user_recorded = True
-
-
-def _release(task: Task) -> None:
-    if task.lease is not None:
-        task.lease.release()
-        task.lease = None

@@ -43,9 +43,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from workbench.atomic import from_json
 from workbench.errors import LaunchError, SpecError
 from workbench.launch.devices import visible_gpus
-from workbench.records.directory import from_json, project_root, provenance, without_machine_paths
+from workbench.records.provenance import project_root, provenance, without_machine_paths
 
 MODELS = {"tiny-qwen3": {}, "qwen3-0.6b": {"rows": 2, "learning_rate": 0.002, "orders": 1}}
 """Model -> settings of its task that differ from the default."""
@@ -70,7 +71,7 @@ class Task:
     """The training that one rank and several do.
 
     Attributes:
-        model: `tiny-qwen3`, or a published architecture (`workbench.policy.published`), with seeded weights.
+        model: `tiny-qwen3`, or a published architecture (`workbench.policy.decoder.QWEN3`), with seeded weights.
         steps: optimizer steps of each run.
         rows: B.
         tokens: T.
@@ -191,13 +192,14 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
         if "same_on_all_ranks" in run:
             entry["same_on_all_ranks"] = run["same_on_all_ranks"]
         entries[name] = entry
+    baselines = {name: run for name, run in runs.items() if name == "truth" or name.startswith(ONE_RANK)}
     shared = [entry for entry in entries.values() if "same_on_all_ranks" in entry]
     measured = {
         "distance": _largest(entry["over_one_rank"] for entry in shared),
         "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
         "sight": _over(_whole(distances["off_by_ranks"]), BARS["distance"] * own),
         "moved": _over(moved, own),
-        "trained": _trained(run for name, run in runs.items() if name == "truth" or name.startswith(ONE_RANK)),
+        "trained": _trained(baselines.values()),
     }
     bars = {
         name: {
@@ -212,17 +214,9 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     bars["same"]["holds"] = bars["same"]["found"]
     if growths := [entry["bytes"][kind]["growth"] for entry in shared if "bytes" in entry for kind in entry["bytes"]]:
         bars["growth"] = {"bar": 0, "found": max(growths), "holds": max(growths) <= 0}
-    baseline = [
-        name
-        for name, run in runs.items()
-        if (name == "truth" or name.startswith(ONE_RANK)) and not all(map(math.isfinite, run["losses"]))
-    ]
-    baseline += [
-        name
-        for name in ("truth" if not math.isfinite(moved) else "", ONE_RANK if not math.isfinite(own) else "")
-        if name
-    ]
-    verdict, why = _judged(bars, moved, list(dict.fromkeys(baseline)))
+    broken = [name for name, run in baselines.items() if not all(map(math.isfinite, run["losses"]))]
+    broken += [name for name, number in (("truth", moved), (ONE_RANK, own)) if not math.isfinite(number)]
+    verdict, why = _judged(bars, moved, list(dict.fromkeys(broken)))
     return {
         "ranks": ranks,
         "moved": moved,

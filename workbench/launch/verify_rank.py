@@ -23,17 +23,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from workbench.atomic import write_whole
 from workbench.launch.verify import Task
 from workbench.metrics.cost import StepClock
 from workbench.parallel_loss.align import Alignment, Engine, align_loss
-from workbench.parallel_loss.rows import ContextParallelRows, shifted
+from workbench.parallel_loss.rows import shifted
+from workbench.policy.attention import with_our_attention, with_torch_attention
+from workbench.policy.decoder import QWEN3, published_qwen3, tiny_qwen3
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
-from workbench.policy.model import with_our_attention
 from workbench.policy.precision import lift_to_float64
-from workbench.policy.published import QWEN3, published_qwen3
-from workbench.policy.tiny import tiny_qwen3
-from workbench.policy.torch_attention import with_torch_attention
-from workbench.records.directory import write_whole
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_max, all_sum_
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
@@ -112,31 +110,19 @@ Backward = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
 
 def on_whole_rows(order_B: Tensor, times: float = 1.0) -> Backward:
     """Step of one rank, with the rows in an order, and the loss times a number: 1 is right."""
-    align = align_loss(engine="sum")
+    return under_torch(align_loss(engine="sum"), order_B, times)
+
+
+def under_torch(align: Alignment, order_B: Tensor | slice = slice(None), times: float = 1.0) -> Backward:
+    """Step of a rank under torch's context parallelism; see `on_whole_rows`."""
 
     def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         with align.torch_context_parallel(**{name: value[order_B] for name, value in batch.items()}) as rows:
-            loss = _loss_of(rows, model)
+            loss = rows.policy_loss(LOSS, logits=model(**rows.model_inputs).logits)
             (loss * times).backward()
         return loss
 
     return backward
-
-
-def under_torch(align: Alignment) -> Backward:
-    """Step of a rank under torch's context parallelism."""
-
-    def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        with align.torch_context_parallel(**batch) as rows:
-            loss = _loss_of(rows, model)
-            loss.backward()
-        return loss
-
-    return backward
-
-
-def _loss_of(rows: ContextParallelRows, model: nn.Module) -> Tensor:
-    return rows.policy_loss(LOSS, logits=model(**rows.model_inputs).logits)
 
 
 def under_ours(align: Alignment, task: Task) -> Backward:

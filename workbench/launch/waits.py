@@ -60,11 +60,7 @@ class Wait:
         return self.rank, self.kind, self.entry.group, self.entry.seq
 
     def message(self, now_ns: int) -> str:
-        """The wait as a sentence.
-
-        Args:
-            now_ns: time until which they have waited.
-        """
+        """The wait as a sentence, until a time."""
         seconds = max(0, now_ns - self.entry.entered_ns) / 1e9
         tail = f"; {self.why}" if self.why else ""
         return (
@@ -155,7 +151,7 @@ def _skipped(group: _Group, views: Mapping[int, FlightView]) -> Iterator[Wait]:
             by_seq.setdefault(seq, {})[rank] = entry
     for seq in sorted(by_seq):
         by_rank = by_seq[seq]
-        if len({entry.what for entry in by_rank.values()}) > 1:
+        if len({entry.signature for entry in by_rank.values()}) > 1:
             yield _blame(by_rank, views)
             return
 
@@ -165,12 +161,12 @@ def _blame(by_rank: Mapping[int, Entry], views: Mapping[int, FlightView]) -> Wai
     habits = {rank: _habit(views[rank].entries, entry) for rank, entry in by_rank.items()}
     expected = {rank: habit[0] for rank, habit in habits.items() if habit}
     unusual = [rank for rank, entry in expected.items() if _call(entry) != _call(by_rank[rank])] or [
-        rank for rank, entry in expected.items() if entry.what != by_rank[rank].what
+        rank for rank, entry in expected.items() if entry.signature != by_rank[rank].signature
     ]
     usual = [rank for rank in expected if rank not in unusual]
     parties: dict[tuple[str, str, str], list[int]] = {}
     for rank, entry in by_rank.items():
-        parties.setdefault(entry.what, []).append(rank)
+        parties.setdefault(entry.signature, []).append(rank)
     largest = max(parties.values(), key=len)
     decided = True
     if unusual and usual:
@@ -180,7 +176,7 @@ def _blame(by_rank: Mapping[int, Entry], views: Mapping[int, FlightView]) -> Wai
     else:
         decided, wrong, right = False, max(by_rank), min(by_rank)
     missed, own = by_rank[right], by_rank[wrong]
-    waiting = tuple(rank for rank in sorted(by_rank) if by_rank[rank].what == missed.what)
+    waiting = tuple(rank for rank in sorted(by_rank) if by_rank[rank].signature == missed.signature)
     habit = habits[wrong]
     if not decided:
         why = (
@@ -235,7 +231,7 @@ def _is_unusual(view: FlightView) -> bool:
     """True if a rank's last collective is not the one that its habit predicts."""
     last = view.entries[-1]
     habit = _habit(view.entries, last)
-    return bool(habit) and (habit[0].what, habit[0].axis) != (last.what, last.axis)
+    return bool(habit) and (habit[0].signature, habit[0].axis) != (last.signature, last.axis)
 
 
 def _how_it_ended(rank: int, views: Mapping[int, FlightView]) -> str:

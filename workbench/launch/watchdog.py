@@ -23,28 +23,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from workbench.errors import RecordError
 from workbench.launch.failure_analysis import (
-    OOM,
-    STOPPED,
-    WAITING,
-    oom_kills,
     own_threads,
     place_of,
+    read_text,
     write_early_exit,
     write_hang,
 )
 from workbench.launch.waits import Wait, find_waits
-from workbench.records.directory import RunDirectory, without_machine_paths
+from workbench.records.directory import RunDirectory
+from workbench.records.failures import OOM, STOPPED, WAITING
+from workbench.records.provenance import without_machine_paths
 from workbench.sharding.flight import FlightView, read, read_beat
 from workbench.train.watched import flight_path, stack_path
 
@@ -64,11 +65,6 @@ _FAILING = ("write_exit", "print_exc")  # functions in the stack of a rank that 
 
 class Watchdog:
     """A thread that watches ranks.
-
-    Example:
-        >>> watchdog = Watchdog(run, {0: 4711, 1: 4712})  # doctest: +SKIP
-        >>> watchdog.start()                              # doctest: +SKIP
-        >>> watchdog.stop()                               # doctest: +SKIP
 
     Args:
         run: run directory that the ranks write to.
@@ -305,3 +301,19 @@ class Watchdog:
         if self._lives(rank):
             with contextlib.suppress(psutil.Error):
                 self._processes[rank].send_signal(number)
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Processes killed for memory so far: in this process's control group if it counts them, or on the machine."""
+    groups = [line.split(":", 2) for line in read_text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    files = [root / "sys/fs/cgroup" / path.strip("/") / "memory.events" for number, _, path in groups if number == "0"]
+    files += [
+        root / "sys/fs/cgroup/memory" / path.strip("/") / "memory.oom_control"
+        for _, kinds, path in groups
+        if kinds == "memory"
+    ]
+    for file in [*files, root / "proc/vmstat"]:
+        match = re.search(r"^oom_kill (\d+)$", read_text(file), flags=re.MULTILINE)
+        if match:
+            return int(match[1])
+    return 0

@@ -10,13 +10,12 @@ from typing import Any
 
 _MODULES = {
     "DocumentSums": "document_sums",
-    "LocalSums": "document_sums",
     "Loss": "terms",
     "LossInputs": "terms",
-    "SURROGATES": "surrogates",
+    "SURROGATES": "build",
     "Term": "terms",
-    "make_loss": "build",
-    "ratio_curves": "curves",
+    "build_loss": "build",
+    "ratio_curves": "build",
 }
 """Public name -> its module here."""
 

@@ -13,29 +13,57 @@ A term whose coefficient is 0 is absent. The result is a function from `LossInpu
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.corrections import apply_correction, correct, log_document_weight
-from workbench.losses.entropy import entropy_bonus, mean_squared_logit, squared_logit
+from workbench.losses.clipped import clipped_surrogate
+from workbench.losses.corrections import apply_correction, correct, log_document_weight, step_statistics
+from workbench.losses.covariance import clip_cov, kl_cov
+from workbench.losses.direct import cispo, gpg, importance_sampling, on_policy, positive_nll, reinforce, sft
+from workbench.losses.entropy import entropy_bonus, highest_entropy, mean_squared_logit, restricted_to, squared_logit
 from workbench.losses.kl import kl_term
-from workbench.losses.selection import highest_entropy, restricted_to
-from workbench.losses.sequence import log_sequence_ratio
-from workbench.losses.supervised import positive_nll
-from workbench.losses.surrogates import SURROGATES
+from workbench.losses.preference import dpo
+from workbench.losses.sequence import gmpo, gspo, gspo_token, log_sequence_ratio, luspo, vespo
 from workbench.losses.terms import Loss, LossInputs, Term
+from workbench.losses.trust_region import dppo_kl, dppo_tv, dro, ipo, ref_kl, sapo
 from workbench.specs.losses import LossSpec
 
+SURROGATES: Mapping[str, Callable[..., Term]] = {
+    "ppo": clipped_surrogate,
+    "importance_sampling": importance_sampling,
+    "reinforce": reinforce,
+    "on_policy": on_policy,
+    "cispo": cispo,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "luspo": luspo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "gpg": gpg,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "ipo": ipo,
+    "ref_kl": ref_kl,
+    "dro": dro,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "sft": sft,
+    "dpo": dpo,
+}
+"""Kind -> its function, whose keyword parameters are the settings of that kind in `workbench.specs.losses`."""
 
-def make_loss(spec: LossSpec) -> Loss:
+
+def build_loss(spec: LossSpec) -> Loss:
     """Build the pure loss that a spec describes.
 
     Example:
         >>> import torch
-        >>> loss = make_loss(LossSpec(name="reinforce"))
+        >>> loss = build_loss(LossSpec(name="reinforce"))
         >>> loss(LossInputs(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0])))["policy"].values_T
         tensor([2.])
     """
@@ -56,7 +84,7 @@ def make_loss(spec: LossSpec) -> Loss:
             terms["kl"] = kl_term(inputs, spec.kl)
         if spec.entropy_coefficient:
             terms["entropy"] = entropy_bonus(
-                inputs, spec.entropy_coefficient, denominator=spec.entropy_denominator, chosen_T=chosen_T
+                inputs, spec.entropy_coefficient, denominator=spec.compat.entropy_denominator, chosen_T=chosen_T
             )
         if spec.squared_logit_coefficient:
             terms["logit"] = squared_logit(inputs, coefficient=spec.squared_logit_coefficient)
@@ -72,13 +100,13 @@ def make_loss(spec: LossSpec) -> Loss:
 def prepare_inputs(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     """Prepare the inputs of every term of a spec; the metrics of a step must use the same ones.
 
-    Formula:  old_policy "current": ``old = sg[policy]``; scaling.mean_epsilon: added to lengths under document means.
+    Formula:  old_policy "current": ``old = sg[policy]``; compat.scaling.mean_epsilon: added to lengths of means.
     Backward: the policy's own, nothing through ``old``.
     """
     if spec.old_policy == "current":
         inputs = replace(inputs, old_logprobs_T=inputs.policy_logprobs_T.detach())
-    if spec.scaling.mean_epsilon:
-        inputs = replace(inputs, length_epsilon=spec.scaling.mean_epsilon)
+    if spec.compat.scaling.mean_epsilon:
+        inputs = replace(inputs, length_epsilon=spec.compat.scaling.mean_epsilon)
     return inputs
 
 
@@ -124,3 +152,64 @@ def surrogate_ratio(inputs: LossInputs, spec: LossSpec) -> Tensor:
         level, anchor = surrogate.ratio_level, surrogate.ratio_anchor
         log_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
         return torch.where(inputs.counts_T, log_T.exp(), 0.0)
+
+
+NEED_MORE = ("entropy_coefficient", "squared_logit_coefficient", "positive_nll_coefficient")
+"""Coefficients of terms that do not depend on the ratio; they are left out."""
+
+
+def ratio_curves(
+    spec: LossSpec, ratios_T: Tensor, advantage: float = 1.0, *, anchor_probability: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient coefficient of one token, for each ratio of the policy to the old policy.
+
+    Each point is a document of one token in a micro-batch of its own, so that a sequence ratio is the token's. Old,
+    sampler and reference policy are the same; a correction is therefore 1, and a KL term is the distance moved.
+
+    Args:
+        spec: any loss except one on pairs. Entropy, squared-logit and likelihood terms are left out.
+        ratios_T: [T] above 0.
+        advantage: of the token.
+        anchor_probability: of the token before it moved; a trust region in probability needs it. None takes 1/2, or
+            less if a ratio is larger than 1, so that the policy's probability stays at or below 1/2.
+
+    Returns:
+        [T] loss and [T] d loss / d log-probability, float64. Losses of different kinds are not comparable
+        (`-A l` is not `-r A`), coefficients are.
+
+    Raises:
+        SpecError: a loss on pairs, ratios that are not positive, a probability that leaves (0, 1].
+
+    Example:
+        >>> loss, coefficient = ratio_curves(LossSpec(name="grpo"), torch.tensor([1.0, 2.0]))
+        >>> coefficient
+        tensor([-1.,  0.], dtype=torch.float64)
+    """
+    if spec.needs_pairs:
+        raise SpecError(
+            "a curve of dpo over the ratio",
+            rule="one token of one document decides the loss",
+            fix="choose a loss without pairs",
+        )
+    ratios_T = ratios_T.double()
+    highest = max(1.0, float(ratios_T.max())) if len(ratios_T) else 1.0
+    probability = 0.5 / highest if anchor_probability is None else anchor_probability
+    if not bool((ratios_T > 0).all()) or not 0 < probability * highest <= 1:
+        raise SpecError(
+            f"a curve from a probability of {probability:g} up to a ratio of {highest:g}",
+            rule="ratios above 0, and no probability above 1",
+            fix="lower the ratios or anchor_probability",
+        )
+    loss = build_loss(spec.model_copy(update=dict.fromkeys(NEED_MORE, 0.0)))
+    anchor_T = torch.full_like(ratios_T, probability).log()
+    policy_T = (anchor_T + ratios_T.log()).requires_grad_()
+    advantages_T = torch.full_like(ratios_T, advantage)
+    totals = []
+    for point in torch.arange(len(ratios_T)).split(1 if spec.breaks else max(1, len(ratios_T))):
+        start_T = anchor_T[point]
+        inputs = LossInputs(policy_T[point], start_T, advantages_T[point], start_T, start_T, document_ids_T=point)
+        terms = loss(replace(inputs, statistics=step_statistics([inputs], spec.correction)))
+        totals.append(sum(term.coefficient * term.values_T for term in terms.values()))
+    total_T = torch.cat(totals) if totals else policy_T
+    (coefficient_T,) = torch.autograd.grad(total_T.sum(), policy_T)
+    return total_T.detach(), coefficient_T

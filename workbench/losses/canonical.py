@@ -1,7 +1,7 @@
 """Canonical form of a loss: two specs with the same form are the same loss and have the same gradient.
 
 Each rule rewrites settings into others that give the same numbers on every batch, and its docstring says why. A form
-describes one micro-batch on one rank; the split of a step and the scaling of an engine belong to `LossSpec.scaling`.
+describes one micro-batch on one rank; the split of a step and the scaling of an engine belong to `LossSpec.compat`.
 
 The claim holds up to two things that no practical batch can show:
 
@@ -65,23 +65,23 @@ def _names(form: Form) -> None:
 
 def _one_micro_batch(form: Form) -> None:
     """With one micro-batch on one rank all counts and statistics are the step's, and all sizes are 1."""
-    scaling = form["scaling"]
-    form["scaling"] = {}
-    if scaling["least_tokens"] and form["denominator"] == "token":
-        form["scaling"]["least_tokens"] = scaling["least_tokens"]
-    for name in ("count_epsilon", "length_epsilon", "mean_epsilon"):
-        if scaling[name] > EPSILON:
-            form["scaling"][name] = scaling[name]
+    compat, given = form["compat"], form["compat"]["scaling"]
+    scaling = {
+        name: given[name] for name in ("count_epsilon", "length_epsilon", "mean_epsilon") if given[name] > EPSILON
+    }
+    if given["least_tokens"] and form["denominator"] == "token":
+        scaling["least_tokens"] = given["least_tokens"]
+    compat["scaling"] = scaling
     del form["correction"]["population"]
     if form["denominator"] == "local_token":
         form["denominator"] = "token"
     if (
-        form["entropy_denominator"] == "local_token"
+        compat["entropy_denominator"] == "local_token"
         and form["denominator"] == "token"
         and form["top_entropy_share"] == 1
-        and not form["scaling"]
+        and not scaling
     ):
-        form["entropy_denominator"] = "penalty"
+        compat["entropy_denominator"] = "penalty"
 
 
 def _absent_terms(form: Form) -> None:
@@ -89,13 +89,13 @@ def _absent_terms(form: Form) -> None:
     if not form["kl"]["coefficient"] or form["kl"]["placement"] == "reward":
         form["kl"] = {}
     if not form["entropy_coefficient"]:
-        del form["entropy_denominator"]
+        del form["compat"]["entropy_denominator"]
 
 
 def _documents_counted(form: Form) -> None:
     """Keep the document count only where it is a divisor."""
-    if form["denominator"] in ("token", "raw", "group_length") and not form["normalize_by_documents"]:
-        del form["documents_counted"]
+    if form["denominator"] in ("token", "raw", "group_length") and not form["compat"]["normalize_by_documents"]:
+        del form["compat"]["documents_counted"]
     if form["denominator"] == "constant" and form["denominator_constant"] == 1:  # M times 1
         form["denominator"], form["denominator_constant"] = "document_sum", None
 
@@ -236,7 +236,13 @@ def _luspo(form: Form) -> None:
         correction.get("denominator", "original") == "original"
         and correction.get("surrogate_over", "trained") == "trained"
     )
-    if spec["kind"] == "luspo" and form["denominator"] == "document" and alone and counted and not form["scaling"]:
+    if (
+        spec["kind"] == "luspo"
+        and form["denominator"] == "document"
+        and alone
+        and counted
+        and not form["compat"]["scaling"]
+    ):
         spec["kind"], spec["level"], form["denominator"] = "gspo", "document", "document_sum"
 
 

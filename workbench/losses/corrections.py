@@ -87,7 +87,7 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
             bounded_T, kept_T = torch.ones_like(within_T), inputs.counts_T
         if spec.normalize:
             bounded_T = bounded_T / _statistic(inputs, spec, MEAN_WEIGHT)
-        truncated_T = _outside(raw_T, spec)
+        truncated_T = ~_within(raw_T, spec.ratio_low, spec.ratio_high)
         if spec.gate != "none":
             passed_T = _through_gate(inputs, spec)
             if spec.gate_action == "reject":
@@ -169,9 +169,6 @@ def apply_correction(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Te
             "passed": correction.passed_T,
         },
     )
-
-
-# ---- before the step is split ------------------------------------------------------------------------------------
 
 
 def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -> LossInputs:
@@ -266,9 +263,6 @@ def _statistic(inputs: LossInputs, spec: CorrectionSpec, name: str) -> float:
     return inputs.statistics[name]
 
 
-# ---- parts -------------------------------------------------------------------------------------------------------
-
-
 def _sampled(inputs: LossInputs, spec: CorrectionSpec) -> LossInputs:
     """Inputs in which tokens that the sampler did not draw do not count."""
     if spec.unsampled == "as_given":
@@ -306,11 +300,10 @@ def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, 
         log_T = _gathered(inputs, spec.ratio, _log_weight(inputs, spec))
         raw_T = _clamped(torch.where(inputs.counts_T, log_T, 0.0), spec).exp()
     if spec.outside == "zero":
-        inside_T = ~_outside(raw_T, spec)
+        inside_T = _within(raw_T, spec.ratio_low, spec.ratio_high)
         return raw_T, torch.where(inside_T, raw_T, 0.0), inputs.counts_T & inside_T
-    bounded_T = raw_T
-    if spec.ratio_low is not None or spec.ratio_high is not None:
-        bounded_T = raw_T.clamp(spec.ratio_low, spec.ratio_high)
+    bounds = spec.ratio_low, spec.ratio_high
+    bounded_T = raw_T if bounds == (None, None) else raw_T.clamp(*bounds)
     if spec.gate_action == "truncate":
         bounded_T = torch.where(_through_gate(inputs, spec), raw_T, bounded_T)
     return raw_T, bounded_T, inputs.counts_T
@@ -332,13 +325,14 @@ def _clamped(log_T: Tensor, spec: CorrectionSpec) -> Tensor:
     return log_T if spec.log_clamp is None else log_T.clamp(-spec.log_clamp, spec.log_clamp)
 
 
-def _outside(raw_T: Tensor, spec: CorrectionSpec) -> Tensor:
-    outside_T = torch.zeros_like(raw_T, dtype=torch.bool)
-    if spec.ratio_low is not None:
-        outside_T |= ~(raw_T >= spec.ratio_low)
-    if spec.ratio_high is not None:
-        outside_T |= ~(raw_T <= spec.ratio_high)
-    return outside_T
+def _within(values_T: Tensor, low: float | None, high: float | None) -> Tensor:
+    """[T] bool: at least low and at most high; NaN is not within a bound."""
+    within_T = torch.ones_like(values_T, dtype=torch.bool)
+    if low is not None:
+        within_T &= values_T >= low
+    if high is not None:
+        within_T &= values_T <= high
+    return within_T
 
 
 def _gathered(inputs: LossInputs, level: str, values_T: Tensor) -> Tensor:
@@ -389,12 +383,7 @@ def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
         return kept_T
     values_T = _gathered(inputs, gate.level, values_T)
     values_T = values_T.exp() if gate.statistic == "ratio" else values_T
-    kept_T = torch.ones_like(inputs.counts_T)
-    if high is not None:
-        kept_T &= values_T <= high
-    if low is not None:
-        kept_T &= values_T >= low
-    return kept_T
+    return _within(values_T, low, high)
 
 
 def _binary_kl(inputs: LossInputs) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
-from workbench.losses.document_sums import DocumentSums, LocalSums
+from workbench.losses.document_sums import DocumentSums
 from workbench.shapes import check_shapes
 
 
@@ -112,7 +112,7 @@ class LossInputs:
         ids_T = self.document_ids_T
         if ids_T is None:
             ids_T = torch.zeros_like(self.counts_T, dtype=torch.long)
-        return LocalSums(ids_T, self.counts_T, group_ids_T=self.group_ids_T, rewards_T=self.rewards_T)
+        return DocumentSums(ids_T, self.counts_T, self.group_ids_T, self.rewards_T)
 
     @cached_property
     def document_lengths_T(self) -> Tensor:

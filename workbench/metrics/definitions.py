@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workbench.metrics.quantities import (
     KL,
+    POLICY_NAMES,
     Advantage,
     Clip,
     ClipRule,
@@ -92,16 +93,6 @@ class Metric:
         """Description of the tokens."""
         return _population(self.column.needs)
 
-    @property
-    def weight_description(self) -> str:
-        """Description of the weight."""
-        return WEIGHTS[self.weight]
-
-    @property
-    def reducer_description(self) -> str:
-        """Description of the reducer."""
-        return str(self.reducer)
-
 
 @dataclass(frozen=True)
 class DocumentMetric:
@@ -138,16 +129,6 @@ class DocumentMetric:
         """Description of the documents."""
         return f"documents with {_population(self.needs)}"
 
-    @property
-    def weight_description(self) -> str:
-        """Description of the weight."""
-        return self.weight
-
-    @property
-    def reducer_description(self) -> str:
-        """Description of the reducer."""
-        return "from a table of documents"
-
 
 AnyMetric = Metric | DocumentMetric
 
@@ -173,8 +154,8 @@ def metric_table(metrics: Sequence[AnyMetric] | None = None) -> pd.DataFrame:
                 "meaning": metric.meaning,
                 "unit": metric.unit,
                 "population": metric.population,
-                "weight": metric.weight_description,
-                "reducer": metric.reducer_description,
+                "weight": WEIGHTS[metric.weight] if isinstance(metric, Metric) else metric.weight,
+                "reducer": str(metric.reducer) if isinstance(metric, Metric) else "from a table of documents",
                 "level": metric.level,
             }
             for metric in metrics
@@ -182,57 +163,50 @@ def metric_table(metrics: Sequence[AnyMetric] | None = None) -> pd.DataFrame:
     ).set_index("key")
 
 
-def markdown_table(metrics: Sequence[AnyMetric] | None = None) -> str:
-    """Return the same table in Markdown, for a README."""
-    frame = metric_table(metrics).reset_index()
-    lines = [list(frame.columns), ["---"] * len(frame.columns), *frame.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
 # ---- metrics of documents ------------------------------------------------------------------------------
+
+
+STATISTICS: Mapping[str, tuple[str, Reducer]] = {
+    "mean": ("mean of", Mean()),
+    "std": ("standard deviation of", Deviation(1.0)),
+    "min": ("smallest of", Minimum()),
+    "max": ("largest of", Maximum()),
+    "sum": ("sum of", Sum()),
+    "squared_sum": ("sum of squares of", SquaredSum()),
+    "effective_samples": ("effective sample size of", EffectiveSampleSize()),
+}
+"""Last part of a key -> its words, and its reducer for numbers near 1."""
 
 
 def document_ratio(reduce: str, above: str = "policy", below: str = "old") -> DocumentMetric:
     """Declare a statistic of the documents' ratios, each exp of its mean log ratio (as GSPO defines it)."""
-    meaning = {
-        "mean": "mean of",
-        "min": "smallest of",
-        "max": "largest of",
-        "std": "standard deviation of",
-        "effective_samples": "effective sample size, in documents, of",
-    }[reduce]
-    unit = "documents" if reduce == "effective_samples" else "1"
+    effective = reduce == "effective_samples"
+    meaning = "effective sample size, in documents, of" if effective else STATISTICS[reduce][0]
     return DocumentMetric(
         f"ratio_document/{above}_{below}/{reduce}",
         f"{meaning} the documents' ratios {above} / {below}, each exp(mean log ratio of its trained tokens)",
-        unit,
+        "documents" if effective else "1",
         (LogRatio(above, below),),
-        functools.partial(_ratio_statistic, reduce),
+        lambda tokens_N, log_ratio_N: statistic(reduce, (log_ratio_N / tokens_N).exp()),
     )
 
 
-def _ratio_statistic(reduce: str, tokens_N: Tensor, log_ratio_N: Tensor) -> float:
-    return statistic(reduce, (log_ratio_N / tokens_N).exp())
+_OF_VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": torch.sum,
+    "squared_sum": lambda values_N: values_N.square().sum(),
+    "min": torch.min,
+    "max": torch.max,
+    "std": lambda values_N: values_N.std(correction=0),
+    "effective_samples": lambda values_N: values_N.sum() ** 2 / values_N.square().sum(),
+}
+_OF_NOTHING = {"sum": 0.0, "squared_sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
 def statistic(reduce: str, values_N: Tensor) -> float:
     """Return an unweighted statistic of one number per document; NaN or the identity for no documents."""
-    empty = not values_N.numel()
-    if reduce == "sum":
-        return float(values_N.sum())
-    if reduce == "squared_sum":
-        return float(values_N.square().sum())
-    if reduce == "min":
-        return float("inf") if empty else float(values_N.min())
-    if reduce == "max":
-        return float("-inf") if empty else float(values_N.max())
-    if empty:
-        return float("nan")
-    if reduce == "std":
-        return float(values_N.std(correction=0))
-    if reduce == "effective_samples":
-        return float(values_N.sum() ** 2 / values_N.square().sum())
-    return float(values_N.mean())
+    if not values_N.numel():
+        return _OF_NOTHING.get(reduce, float("nan"))
+    return float(_OF_VALUES.get(reduce, torch.mean)(values_N))
 
 
 def document_clip(region: str, key: str, meaning: str, clip: ClipRule, level: Level = "basic") -> DocumentMetric:
@@ -262,24 +236,20 @@ def _clipped_share(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: T
 # ---- the canonical set ---------------------------------------------------------------------------------
 
 CLIP_REGIONS: tuple[tuple[str, str, str, Level], ...] = (
-    (
-        "outside",
-        "clip/region/fraction",
-        "share of tokens whose ratio lies outside the clip, for either sign of the advantage",
-        "basic",
-    ),
+    ("outside", "region", "whose ratio lies outside the clip, for either sign of the advantage", "basic"),
     (
         "cut",
-        "clip/sign_aware/fraction",
-        "share of tokens where PPO's clip acts: above it with a positive advantage or below it with a negative one",
+        "sign_aware",
+        "where PPO's clip acts: above it with a positive advantage or below it with a negative one",
         "basic",
     ),
-    ("outside_low", "clip/region_low/fraction", "share of tokens whose ratio lies below the clip", "full"),
-    ("outside_high", "clip/region_high/fraction", "share of tokens whose ratio lies above the clip", "full"),
-    ("cut_low", "clip/sign_aware_low/fraction", "share of tokens below the clip with a negative advantage", "full"),
-    ("cut_high", "clip/sign_aware_high/fraction", "share of tokens above the clip with a positive advantage", "full"),
-    ("cut_dual", "clip/dual/fraction", "share of tokens above the dual bound with a negative advantage", "full"),
+    ("outside_low", "region_low", "whose ratio lies below the clip", "full"),
+    ("outside_high", "region_high", "whose ratio lies above the clip", "full"),
+    ("cut_low", "sign_aware_low", "below the clip with a negative advantage", "full"),
+    ("cut_high", "sign_aware_high", "above the clip with a positive advantage", "full"),
+    ("cut_dual", "dual", "above the dual bound with a negative advantage", "full"),
 )
+"""Region of `Clip`, name, tokens, level."""
 
 PAIRS: tuple[tuple[str, str], ...] = (
     ("old", "policy"),
@@ -315,66 +285,37 @@ def declared(clipping_terms: Sequence[str] = ("policy",), clip: ClipRule | None 
     )
 
 
+def _document_mean(key: str, meaning: str, unit: str, column: Column) -> Metric:
+    return Metric(key, f"mean over documents of the {meaning}", unit, column, Mean(), "document", "full")
+
+
+def _statistics(name: str, label: str, column: Column, levels: Mapping[str, Level]) -> Iterable[Metric]:
+    for reduce, level in levels.items():
+        words, reducer = STATISTICS[reduce]
+        unit = "tokens" if reduce == "effective_samples" else "1"
+        yield Metric(f"{name}/{reduce}", f"{words} {label}", unit, column, reducer, level=level)
+
+
 def _counts() -> Iterable[AnyMetric]:
     yield Metric("tokens/trained/sum", "tokens that count", "tokens", One(), Sum())
-    yield Metric(
-        "tokens/nonfinite/sum",
-        "trained tokens at which some policy's log-probability is not finite; "
-        "comparisons with that policy leave them out",
-        "tokens",
-        NonFinite(),
-        Sum(),
-    )
-    yield Metric(
-        "documents/trained/sum",
-        "documents with at least one token that counts",
-        "documents",
-        One(),
-        Count(),
-        "document",
-    )
-    yield Metric(
-        "segments/trained/sum",
-        "unbroken runs of tokens that count (turns of a conversation)",
-        "segments",
-        One(),
-        Count(),
-        "segment",
-    )
+    nonfinite = "trained tokens at which some policy's log-probability is not finite"
+    left_out = f"{nonfinite}; comparisons with that policy leave them out"
+    yield Metric("tokens/nonfinite/sum", left_out, "tokens", NonFinite(), Sum())
+    documents = "documents with at least one token that counts"
+    yield Metric("documents/trained/sum", documents, "documents", One(), Count(), "document")
+    runs = "unbroken runs of tokens that count (turns of a conversation)"
+    yield Metric("segments/trained/sum", runs, "segments", One(), Count(), "segment")
 
 
 def _logprobs() -> Iterable[AnyMetric]:
-    for name in ("policy", "old", "sampler", "ref"):
+    for name in POLICY_NAMES:
         level: Level = "basic" if name in ("policy", "old") else "full"
-        yield Metric(
-            f"logprob/{name}/mean",
-            f"mean log-probability under the {name} policy",
-            "nats",
-            LogProb(name),
-            Mean(),
-            level=level,
-        )
-        yield Metric(
-            f"logprob/{name}/document_mean",
-            f"mean over documents of the document's mean log-probability under the {name} policy",
-            "nats",
-            LogProb(name),
-            Mean(),
-            "document",
-            "full",
-        )
-    yield Metric(
-        "entropy/policy/mean", "mean exact entropy of the policy over the whole vocabulary", "nats", Entropy(), Mean()
-    )
-    yield Metric(
-        "entropy/policy/document_mean",
-        "mean over documents of the document's mean entropy",
-        "nats",
-        Entropy(),
-        Mean(),
-        "document",
-        "full",
-    )
+        mean = f"mean log-probability under the {name} policy"
+        yield Metric(f"logprob/{name}/mean", mean, "nats", LogProb(name), Mean(), level=level)
+        yield _document_mean(f"logprob/{name}/document_mean", f"document's {mean}", "nats", LogProb(name))
+    exact = "mean exact entropy of the policy over the whole vocabulary"
+    yield Metric("entropy/policy/mean", exact, "nats", Entropy(), Mean())
+    yield _document_mean("entropy/policy/document_mean", "document's mean entropy", "nats", Entropy())
     yield Metric("entropy/policy/min", "smallest entropy", "nats", Entropy(), Minimum(), level="full")
     yield Metric("entropy/policy/max", "largest entropy", "nats", Entropy(), Maximum(), level="full")
 
@@ -383,167 +324,70 @@ def _ratios() -> Iterable[AnyMetric]:
     for above, below in (("policy", "old"), ("old", "sampler"), ("policy", "sampler")):
         ratio, name = Ratio(above, below), f"ratio/{above}_{below}"
         label = f"the token ratios {above} / {below}"
-        main: Level = "basic" if (above, below) == ("policy", "old") else "full"
-        yield Metric(f"{name}/mean", f"mean of {label}", "1", ratio, Mean(), level=main)
-        yield Metric(f"{name}/std", f"standard deviation of {label}", "1", ratio, Deviation(1.0), level=main)
-        yield Metric(f"{name}/min", f"smallest of {label}", "1", ratio, Minimum(), level=main)
-        yield Metric(f"{name}/max", f"largest of {label}", "1", ratio, Maximum(), level=main)
-        yield Metric(f"{name}/sum", f"sum of {label}", "1", ratio, Sum(), level=main)
-        yield Metric(f"{name}/squared_sum", f"sum of squares of {label}", "1", ratio, SquaredSum(), level=main)
-        yield Metric(
-            f"{name}/effective_samples",
-            f"effective sample size of {label}",
-            "tokens",
-            ratio,
-            EffectiveSampleSize(),
-            level=main,
+        yield from _statistics(
+            name, label, ratio, dict.fromkeys(STATISTICS, "basic" if (above, below) == ("policy", "old") else "full")
         )
-        yield Metric(
-            f"{name}/document_mean",
-            f"mean over documents of the document's mean of {label}",
-            "1",
-            ratio,
-            Mean(),
-            "document",
-            "full",
-        )
+        yield _document_mean(f"{name}/document_mean", f"document's mean of {label}", "1", ratio)
         yield Metric(f"{name}/p99", f"99th percentile of {label}, within 1 %", "1", ratio, Quantile(0.99), level="full")
-        yield Metric(
-            f"{name}/log_mean",
-            f"log of the mean of {label}, where the mean itself may overflow",
-            "nats",
-            LogRatio(above, below),
-            LogMeanExp(),
-            level="full",
-        )
+        log_mean = f"log of the mean of {label}, where the mean itself may overflow"
+        yield Metric(f"{name}/log_mean", log_mean, "nats", LogRatio(above, below), LogMeanExp(), level="full")
         for reduce in ("mean", "std", "min", "max", "effective_samples"):
             yield document_ratio(reduce, above, below)
 
 
 def _clips(clipping_terms: Sequence[str], clip: ClipRule | None) -> Iterable[AnyMetric]:
     for name in clipping_terms:
-        yield Metric(
-            f"clip/{name}/fraction",
-            f"share of tokens whose gradient the clip of the term {name!r} cut off",
-            "1",
-            Cut(name),
-            Mean(),
-        )
+        meaning = f"share of tokens whose gradient the clip of the term {name!r} cut off"
+        yield Metric(f"clip/{name}/fraction", meaning, "1", Cut(name), Mean())
     anchor = "old" if clip is None else clip.anchor
-    for region, key, meaning, level in CLIP_REGIONS:
+    for region, name, tokens, level in CLIP_REGIONS:
+        key, meaning = f"clip/{name}/fraction", f"share of tokens {tokens}"
         if clip is None or not clip.of_documents:
             yield Metric(key, meaning, "1", Clip(region, anchor), Mean(), level=level)
         elif region != "cut_dual" or clip.dual is not None:
             yield document_clip(region, key, meaning, clip, level)
-    yield Metric(
-        "clip/region/document_mean",
-        "mean over documents of the share of the document's tokens whose ratio lies outside the clip",
-        "1",
-        Clip("outside", anchor),
-        Mean(),
-        "document",
-        "full",
-    )
-    yield Metric(
-        "clip/gradient_zero/fraction",
-        "share of tokens that get no gradient from the policy term: clipped, advantage 0, or correction weight 0",
-        "1",
-        NoGradient(),
-        Mean(),
-    )
+    outside = "share of the document's tokens whose ratio lies outside the clip"
+    yield _document_mean("clip/region/document_mean", outside, "1", Clip("outside", anchor))
+    zero = "share of tokens that get no gradient from the policy term: clipped, advantage 0, or correction weight 0"
+    yield Metric("clip/gradient_zero/fraction", zero, "1", NoGradient(), Mean())
 
 
 def _kls() -> Iterable[AnyMetric]:
     for (first, second), estimator in itertools.product(PAIRS, ("k1", "k2", "k3", "abs")):
-        level: Level = "basic" if (estimator, first, second) in _BASIC_KL else "full"
         yield Metric(
             f"kl/{first}_{second}/{estimator}_mean",
             f"mean {estimator} estimate of KL({first} || {second}), as if {first} had sampled the tokens",
             "nats",
             KL(estimator, first, second),
             Mean(),
-            level=level,
+            level="basic" if (estimator, first, second) in _BASIC_KL else "full",
         )
-    yield Metric(
-        "kl/old_policy/k3_document_mean",
-        "mean over documents of the document's mean k3 estimate of KL(old || policy)",
-        "nats",
-        KL("k3", "old", "policy"),
-        Mean(),
-        "document",
-        "full",
-    )
+    mean = "document's mean k3 estimate of KL(old || policy)"
+    yield _document_mean("kl/old_policy/k3_document_mean", mean, "nats", KL("k3", "old", "policy"))
 
 
 def _advantages() -> Iterable[AnyMetric]:
     yield Metric("advantage/all/mean", "mean advantage", "reward", Advantage(), Mean())
     yield Metric("advantage/all/min", "smallest advantage", "reward", Advantage(), Minimum())
     yield Metric("advantage/all/max", "largest advantage", "reward", Advantage(), Maximum())
-    yield Metric(
-        "advantage/all/std", "standard deviation of the advantages", "reward", Advantage(), Deviation(), level="full"
-    )
-    yield Metric(
-        "advantage/all/document_mean",
-        "mean over documents of the document's mean advantage",
-        "reward",
-        Advantage(),
-        Mean(),
-        "document",
-        "full",
-    )
-    yield Metric(
-        "advantage/zero/fraction",
-        "share of tokens whose advantage is exactly 0",
-        "1",
-        Advantage(is_zero=True),
-        Mean(),
-        level="full",
-    )
+    deviation = "standard deviation of the advantages"
+    yield Metric("advantage/all/std", deviation, "reward", Advantage(), Deviation(), level="full")
+    yield _document_mean("advantage/all/document_mean", "document's mean advantage", "reward", Advantage())
+    zero = "share of tokens whose advantage is exactly 0"
+    yield Metric("advantage/zero/fraction", zero, "1", Advantage(is_zero=True), Mean(), level="full")
 
 
 def _weights() -> Iterable[AnyMetric]:
-    raw, applied = Extra("raw_weight"), Extra("applied_weight")
-    for name, column, label in (
-        ("raw", raw, "correction weights before truncation and rejection"),
-        ("applied", applied, "correction weights as applied, 0 where rejected"),
+    for name, label, highest in (
+        ("raw", "the correction weights before truncation and rejection", "basic"),
+        ("applied", "the correction weights as applied, 0 where rejected", "full"),
     ):
-        yield Metric(f"weight/{name}/mean", f"mean of the {label}", "1", column, Mean())
-        yield Metric(
-            f"weight/{name}/max",
-            f"largest of the {label}",
-            "1",
-            column,
-            Maximum(),
-            level="basic" if name == "raw" else "full",
-        )
-        yield Metric(f"weight/{name}/min", f"smallest of the {label}", "1", column, Minimum(), level="full")
-        yield Metric(
-            f"weight/{name}/std", f"standard deviation of the {label}", "1", column, Deviation(1.0), level="full"
-        )
-        yield Metric(
-            f"weight/{name}/effective_samples",
-            f"effective sample size of the {label}",
-            "tokens",
-            column,
-            EffectiveSampleSize(),
-        )
-    yield Metric("weight/kept/fraction", "share of tokens that the sampler correction kept", "1", Extra("kept"), Mean())
-    yield Metric(
-        "weight/kept/document_mean",
-        "mean over documents of the share of the document's tokens that were kept",
-        "1",
-        Extra("kept"),
-        Mean(),
-        "document",
-        "full",
-    )
-    yield Metric(
-        "weight/dropped/sum", "tokens that the sampler correction rejected", "tokens", Dropped(), Sum(), level="full"
-    )
-    yield Metric(
-        "weight/truncated/fraction",
-        "share of tokens that the sampler correction kept at another weight",
-        "1",
-        Truncated(),
-        Mean(),
-    )
+        levels = {"mean": "basic", "max": highest, "min": "full", "std": "full", "effective_samples": "basic"}
+        yield from _statistics(f"weight/{name}", label, Extra(f"{name}_weight"), levels)
+    kept, dropped = "share of tokens that the sampler correction kept", "tokens that the sampler correction rejected"
+    yield Metric("weight/kept/fraction", kept, "1", Extra("kept"), Mean())
+    kept = "share of the document's tokens that were kept"
+    yield _document_mean("weight/kept/document_mean", kept, "1", Extra("kept"))
+    yield Metric("weight/dropped/sum", dropped, "tokens", Dropped(), Sum(), level="full")
+    changed = "share of tokens that the sampler correction kept at another weight"
+    yield Metric("weight/truncated/fraction", changed, "1", Truncated(), Mean())

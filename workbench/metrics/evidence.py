@@ -34,6 +34,12 @@ far above it.
 """
 
 PREFIX = "evidence/"
+KEYS = (
+    *("steps", "documents", "gradient_documents", "trained_tokens", "gradient_tokens", "policy_gradient_tokens"),
+    *("clipped_tokens", "zero_steps"),
+    *("gradient_document_share", "gradient_token_share", "policy_token_share", "clipped_share"),
+)
+"""Counts and shares of `Evidence` in JSON."""
 _TRAINED, _POLICY, _CLIPPED = "trained_tokens/sum", "policy_gradient_tokens/sum", "clipped_tokens/sum"
 _REACHED, _DOCUMENTS, _REACHED_DOCUMENTS = "gradient_tokens/sum", "documents/sum", "gradient_documents/sum"
 
@@ -87,7 +93,8 @@ def count_evidence(
     """
     import torch
 
-    from workbench.metrics.quantities import NoGradient, Quantities
+    from workbench.metrics.policy import Quantities
+    from workbench.metrics.quantities import NoGradient
 
     mask_T = row.loss_mask_T
     q = Quantities(inputs, terms, mask_T, slots=slots)
@@ -120,7 +127,7 @@ def _sum(values_T: Tensor, mask_T: Tensor) -> Value:
 
 def _documents(slots: DocumentSlots, mask_T: Tensor, documents_T: Tensor) -> Value:
     """Number of documents of the step with a token in the mask."""
-    from workbench.metrics.values import OfDocuments
+    from workbench.metrics.policy import OfDocuments
 
     return OfDocuments(lambda tokens_N: float(len(tokens_N)), 0, slots.number).table((), mask_T, documents_T)
 
@@ -241,21 +248,7 @@ class Evidence:
 
     def as_json(self) -> dict[str, Any]:
         """Return counts, shares and warnings as JSON data, for a saved comparison."""
-        names = (
-            "steps",
-            "documents",
-            "gradient_documents",
-            "trained_tokens",
-            "gradient_tokens",
-            "policy_gradient_tokens",
-            "clipped_tokens",
-            "zero_steps",
-            "gradient_document_share",
-            "gradient_token_share",
-            "policy_token_share",
-            "clipped_share",
-        )
-        return {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in KEYS} | {
             "nothing": self.nothing,
             "warnings": list(self.warnings),
             "summary": self.summary(),

@@ -4,21 +4,25 @@ One pass over declarations (`workbench.metrics.definitions`): the columns that t
 under every weight with one GEMM; extremes with one maximum. Nothing waits for the device; numbers are read when
 `workbench.metrics.values.finish_metrics` merges micro-batches and ranks.
 
-Letters: T packed tokens | K parts that add | M parts of which the largest counts | W weights.
+Letters: T packed tokens | N documents of the step | K parts that add | M parts of which the largest counts | W weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
+from workbench.losses.document_sums import DocumentSums
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.definitions import LEVELS, AnyMetric, DocumentMetric, Level, Metric, declared
-from workbench.metrics.quantities import Column, DocumentSlots, Quantities, clip_rule
-from workbench.metrics.values import OfDocuments, Power, Value
+from workbench.metrics.quantities import POLICY_NAMES, ClipRule, Column, DocumentSlots, clip_rule
+from workbench.metrics.values import Power, Reducer, Value
 from workbench.specs.losses import LossSpec
 
 
@@ -136,3 +140,179 @@ def _is_known(metric: AnyMetric, q: Quantities) -> bool:
             q.column(column) is not None for column in (*metric.columns, *metric.extremes)
         )
     return q.weights(metric.weight) is not None and q.column(metric.column) is not None
+
+
+@dataclass(frozen=True)
+class OfDocuments(Reducer):
+    """A number of whole documents that may straddle ranks and micro-batches: a ratio of a document, say.
+
+    Merged as a table: for each document of the step, its trained tokens, and the sums of some columns and the maxima
+    of some others over them. Parts of a document on different ranks merge, so the only collectives are the one sum and
+    the one maximum of all metrics.
+
+    Attributes:
+        read: returns the number from tokens_N, one sum_N per column and one maximum_N per extreme, of the documents
+            with trained tokens.
+        columns: number of columns that are summed.
+        documents: N of the whole step.
+        extremes: number of columns whose maximum is taken.
+    """
+
+    read: Callable[..., float] = field(compare=False)
+    columns: int
+    documents: int
+    extremes: int = 0
+    plain = False
+
+    def table(
+        self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor, extremes: Sequence[Tensor] = ()
+    ) -> Value:
+        """Return the value from per-token columns; ``document_ids_T`` are the numbers of documents in the step."""
+        weights_T = mask_T.double()
+        rows = torch.stack([weights_T, *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
+        # A table in the one sum of all metrics, instead of a collective per metric (DECISIONS.md, row 39).
+        sums = rows.new_zeros(len(rows), self.documents)
+        document_T = torch.where(mask_T, document_ids_T, 0)
+        if self.documents:
+            sums = sums.index_add(1, document_T, rows)
+        if not extremes:
+            return Value(self, (sums.reshape(-1),), ())
+        lines = torch.stack([torch.where(mask_T, column_T.double(), -torch.inf) for column_T in extremes])
+        largest = lines.new_full((len(lines), self.documents), -torch.inf)
+        if self.documents:
+            largest = largest.scatter_reduce(1, document_T.expand_as(lines), lines, "amax")
+        return Value(self, (sums.reshape(-1),), (largest.reshape(-1),))
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """Apply ``read`` to the documents with trained tokens."""
+        tokens_N, *columns = sums[0].view(1 + self.columns, self.documents)
+        trained_N = tokens_N > 0
+        if self.extremes:
+            columns = [*columns, *maxima[0].view(self.extremes, self.documents)]
+        return float(self.read(tokens_N[trained_N], *(column_N[trained_N] for column_N in columns)))
+
+    def __str__(self) -> str:
+        return "from a table of documents"
+
+
+class Quantities:
+    """Per-token quantities of one micro-batch on one rank, each computed at most once.
+
+    Args:
+        inputs: of the loss.
+        terms: its result.
+        loss_mask_T: [T] bool, the trained tokens.
+        clip: the surrogate's clip, if it has one.
+        slots: the numbers of the row's documents in the whole step, if known.
+    """
+
+    def __init__(
+        self,
+        inputs: LossInputs,
+        terms: Mapping[str, Term],
+        loss_mask_T: Tensor,
+        *,
+        clip: ClipRule | None = None,
+        slots: DocumentSlots | None = None,
+    ) -> None:
+        self.inputs, self.terms, self.mask_T = inputs, terms, loss_mask_T
+        self.clip, self.slots = clip, slots
+        self._cache: dict[Any, Tensor | None] = {}
+
+    @cached_property
+    def one_T(self) -> Tensor:
+        """[T] of 1."""
+        return torch.ones_like(self.mask_T, dtype=torch.float64)
+
+    @cached_property
+    def step_documents_T(self) -> Tensor | None:
+        """[T] long, the token's document in the whole step; arbitrary at masked tokens. None if not known."""
+        if self.slots is None:
+            return None
+        ids_T = self.inputs.document_ids_T
+        if ids_T is None:
+            ids_T = torch.zeros_like(self.mask_T, dtype=torch.long)
+        return ids_T + self.slots.first
+
+    @cached_property
+    def advantages_T(self) -> Tensor:
+        """[T] float64."""
+        return self.inputs.advantages_T.double()
+
+    def logprob(self, policy: str) -> Tensor | None:
+        """[T] float64 log-probabilities of one policy, or None."""
+        values_T = getattr(self.inputs, f"{policy}_logprobs_T")
+        return None if values_T is None else self._once(policy, lambda: values_T.detach().double())
+
+    def log_ratio(self, above: str, below: str) -> Tensor | None:
+        """[T] log(above / below), arbitrary where one of them is not finite; or None."""
+        first_T, second_T = self.logprob(above), self.logprob(below)
+        if first_T is None or second_T is None:
+            return None
+        return self._once((above, below), lambda: first_T - second_T)
+
+    def ratio(self, above: str, below: str) -> Tensor | None:
+        """[T] above / below, arbitrary where one of them is not finite; or None."""
+        log_T = self.log_ratio(above, below)
+        return None if log_T is None else self._once(("ratio", above, below), log_T.exp)
+
+    def finite(self, policies: tuple[str, ...]) -> Tensor:
+        """[T] bool: these policies' log-probabilities are all finite."""
+        first, *others = policies
+        if not others:
+            return self._finite[first]
+        return self._once(("finite", *sorted(policies)), lambda: self.finite(tuple(others)) & self._finite[first])
+
+    @cached_property
+    def _finite(self) -> dict[str, Tensor]:
+        """[T] bool of each policy; all in one test, because each small operation costs a launch."""
+        known = [name for name in POLICY_NAMES if self.logprob(name) is not None]
+        return dict(zip(known, torch.stack([self.logprob(name) for name in known]).isfinite().unbind(), strict=True))
+
+    def population(self, column: Column) -> Tensor:
+        """[T] bool: the trained tokens at which a column exists."""
+        return self.population_of(column.needs)
+
+    def population_of(self, needs: tuple[str, ...]) -> Tensor:
+        """[T] bool: the trained tokens whose log-probabilities under all of these policies are finite."""
+        needed = tuple(sorted(set(needs)))
+        if not needed:
+            return self.mask_T
+        return self._once(("population", *needed), lambda: self.mask_T & self.finite(needed))
+
+    def weights(self, name: str) -> Tensor | None:
+        """[T] token weights: 1, or 1 / the trained tokens of the token's document or segment; or None."""
+        if name == "token":
+            return self.one_T
+        lengths_T = self._once(("lengths", name), lambda: self._lengths(name))
+        if lengths_T is None:
+            return None
+        return self._once(("weights", name), lambda: lengths_T.double().clamp_min(1).reciprocal())
+
+    def _lengths(self, name: str) -> Tensor | None:
+        """[T] trained tokens of the token's document or segment: from the inputs, or counted if the row is whole."""
+        inputs = self.inputs
+        if name == "document":
+            lengths_T = inputs.lengths_T
+        else:
+            lengths_T = None if self.slots is None else self.slots.segment_lengths_T
+        if lengths_T is not None or inputs.sums is not None or inputs.document_ids_T is None:
+            return lengths_T
+        sums = DocumentSums(inputs.document_ids_T, self.mask_T)
+        return sums.document(self.one_T) if name == "document" else sums.segment(self.one_T)
+
+    def extra(self, name: str) -> Tensor | None:
+        """[T] float64, a value that the policy term returned under a name, or None."""
+        term = self.terms.get("policy")
+        if term is None or term.extras.get(name) is None:
+            return None
+        return term.extras[name].detach().double()
+
+    def column(self, column: Column) -> Tensor | None:
+        """[T] float64, computed at most once."""
+        return self._once(column, lambda: column.of(self))
+
+    def _once(self, key: Any, compute: Any) -> Any:
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]

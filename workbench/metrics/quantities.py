@@ -1,7 +1,7 @@
 """The per-token quantities of metrics, each with the tokens at which it exists.
 
-A column is data (`LogProb("policy")`, `KL("k3", "policy", "ref")`), so that a metric can be declared, listed and
-computed from one statement. All are computed in float64 without a gradient, at most once a micro-batch.
+A column is data, such as `KL("k3", "policy", "ref")`, so that a metric can be declared, listed and computed from one
+statement. All are in float64 without a gradient. `workbench.metrics.policy.Quantities` computes each at most once.
 
 Log-probabilities may be -inf (a token outside a sampler's top-p support, say). A comparison of two policies exists
 only at tokens where both are finite; the others are counted by `NonFinite` and never silently dropped.
@@ -12,17 +12,17 @@ Letters: T packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from workbench.losses.document_sums import LocalSums
-from workbench.losses.terms import LossInputs, Term
 from workbench.specs.losses import LossSpec
+
+if TYPE_CHECKING:
+    from workbench.metrics.policy import Quantities
 
 PolicyName = Literal["policy", "old", "sampler", "ref"]
 """A policy with log-probabilities."""
@@ -64,13 +64,8 @@ def clip_rule(spec: LossSpec | None) -> ClipRule | None:
         dual = min((d for d in duals if d is not None), default=None)
         return ClipRule(1 - low, 1 + high, dual, of_documents, anchor)
     if kind == "cispo" and level != "segment":
-        bounds = (low, high) if surrogate.bounds == "absolute" else (None if low is None else 1 - low, 1 + high)
-        return ClipRule(
-            -math.inf if bounds[0] is None else bounds[0],
-            bounds[1],
-            of_documents=level == "document",
-            anchor=anchor,
-        )
+        lower, upper = (low, high) if surrogate.bounds == "absolute" else (None if low is None else 1 - low, 1 + high)
+        return ClipRule(-math.inf if lower is None else lower, upper, None, level == "document", anchor)
     if kind == "gmpo":
         return ClipRule(math.exp(-low), math.exp(high), anchor=anchor)
     return None
@@ -93,15 +88,15 @@ class DocumentSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """A per-token quantity.
-
-    `needs` names the policies whose log-probabilities it uses: where one of them is not finite it does not exist.
-    """
+    """A per-token quantity."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The policies whose log-probabilities it uses."""
-        return ()
+        """The policies whose log-probabilities it uses: where one of them is not finite it does not exist.
+
+        Unless overridden, those that fields of type `PolicyName` name.
+        """
+        return tuple(getattr(self, each.name) for each in fields(self) if each.type == "PolicyName")
 
     def of(self, q: Quantities) -> Tensor | None:
         """[T] float64, arbitrary at tokens outside its population; None if this step does not have it."""
@@ -123,8 +118,7 @@ class NonFinite(Column):
 
     def of(self, q: Quantities) -> Tensor:
         """See `Column.of`."""
-        known = tuple(name for name in POLICY_NAMES if q.logprob(name) is not None)
-        return (~q.finite(known)).double()
+        return (~q.finite(tuple(name for name in POLICY_NAMES if q.logprob(name) is not None))).double()
 
 
 @dataclass(frozen=True)
@@ -132,11 +126,6 @@ class LogProb(Column):
     """A log-probability, where it is finite."""
 
     policy: PolicyName
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """See `Column.needs`."""
-        return (self.policy,)
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
@@ -151,11 +140,6 @@ class LogRatio(Column):
     below: PolicyName
     absolute: bool = False
     limit: float | None = None
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """See `Column.needs`."""
-        return self.above, self.below
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
@@ -176,11 +160,6 @@ class Ratio(Column):
     symmetric: bool = False
     clamped: bool = False
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """See `Column.needs`."""
-        return self.above, self.below
-
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
         if self.symmetric:
@@ -193,6 +172,12 @@ class Ratio(Column):
 
 
 Estimator = Literal["k1", "k2", "k3", "abs"]
+_ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": torch.neg,
+    "k2": lambda d_T: d_T.square() / 2,
+    "k3": lambda d_T: torch.expm1(d_T) - d_T,
+    "abs": torch.abs,
+}
 
 
 @dataclass(frozen=True)
@@ -210,11 +195,6 @@ class KL(Column):
     input_limit: float | None = None
     output_limit: float | None = None
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """See `Column.needs`."""
-        return self.first, self.second
-
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
         d_T = q.log_ratio(self.second, self.first)
@@ -222,14 +202,7 @@ class KL(Column):
             return None
         if self.input_limit is not None:
             d_T = d_T.clamp(-self.input_limit, self.input_limit)
-        if self.estimator == "k1":
-            value_T = -d_T
-        elif self.estimator == "k2":
-            value_T = d_T.square() / 2
-        elif self.estimator == "k3":
-            value_T = torch.expm1(d_T) - d_T
-        else:
-            value_T = d_T.abs()
+        value_T = _ESTIMATES[self.estimator](d_T)
         return value_T if self.output_limit is None else value_T.clamp(-self.output_limit, self.output_limit)
 
 
@@ -242,11 +215,6 @@ class JensenShannon(Column):
 
     first: PolicyName
     second: PolicyName
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """See `Column.needs`."""
-        return self.first, self.second
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
@@ -358,10 +326,9 @@ class PolicyCut(Column):
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
-        term = q.terms.get("policy")
+        term, none_T = q.terms.get("policy"), torch.zeros_like(q.mask_T)
         if term is None:
             return None
-        none_T = torch.zeros_like(q.mask_T)
         cut_T = none_T if term.clipped_T is None else term.clipped_T
         dual_T = term.extras.get("dual_clipped", none_T)
         return (dual_T if self.dual else cut_T & ~dual_T).double()
@@ -425,134 +392,9 @@ class Truncated(Column):
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
-        stated_T = q.extra("truncated")
-        if stated_T is not None:
+        stated_T, kept_T = q.extra("truncated"), q.extra("kept")
+        raw_T, applied_T = q.extra("raw_weight"), q.extra("applied_weight")
+        if stated_T is not None or raw_T is None or applied_T is None:
             return stated_T
-        raw_T, applied_T, kept_T = q.extra("raw_weight"), q.extra("applied_weight"), q.extra("kept")
-        if raw_T is None or applied_T is None:
-            return None
         changed_T = (raw_T != applied_T).double()
         return changed_T if kept_T is None else changed_T * kept_T
-
-
-class Quantities:
-    """Per-token quantities of one micro-batch on one rank, each computed at most once.
-
-    Args:
-        inputs: of the loss.
-        terms: its result.
-        loss_mask_T: [T] bool, the trained tokens.
-        clip: the surrogate's clip, if it has one.
-        slots: the numbers of the row's documents in the whole step, if known.
-    """
-
-    def __init__(
-        self,
-        inputs: LossInputs,
-        terms: Mapping[str, Term],
-        loss_mask_T: Tensor,
-        *,
-        clip: ClipRule | None = None,
-        slots: DocumentSlots | None = None,
-    ) -> None:
-        self.inputs, self.terms, self.mask_T = inputs, terms, loss_mask_T
-        self.clip, self.slots = clip, slots
-        self._cache: dict[Any, Tensor | None] = {}
-
-    @cached_property
-    def one_T(self) -> Tensor:
-        """[T] of 1."""
-        return torch.ones_like(self.mask_T, dtype=torch.float64)
-
-    @cached_property
-    def step_documents_T(self) -> Tensor | None:
-        """[T] long, the token's document in the whole step; arbitrary at masked tokens. None if not known."""
-        if self.slots is None:
-            return None
-        ids_T = self.inputs.document_ids_T
-        if ids_T is None:
-            ids_T = torch.zeros_like(self.mask_T, dtype=torch.long)
-        return ids_T + self.slots.first
-
-    @cached_property
-    def advantages_T(self) -> Tensor:
-        """[T] float64."""
-        return self.inputs.advantages_T.double()
-
-    def logprob(self, policy: str) -> Tensor | None:
-        """[T] float64 log-probabilities of one policy, or None."""
-        values_T = getattr(self.inputs, f"{policy}_logprobs_T")
-        return None if values_T is None else self._once(policy, lambda: values_T.detach().double())
-
-    def log_ratio(self, above: str, below: str) -> Tensor | None:
-        """[T] log(above / below), arbitrary where one of them is not finite; or None."""
-        first_T, second_T = self.logprob(above), self.logprob(below)
-        if first_T is None or second_T is None:
-            return None
-        return self._once((above, below), lambda: first_T - second_T)
-
-    def ratio(self, above: str, below: str) -> Tensor | None:
-        """[T] above / below, arbitrary where one of them is not finite; or None."""
-        log_T = self.log_ratio(above, below)
-        return None if log_T is None else self._once(("ratio", above, below), log_T.exp)
-
-    def finite(self, policies: tuple[str, ...]) -> Tensor:
-        """[T] bool: these policies' log-probabilities are all finite."""
-        first, *others = policies
-        if not others:
-            return self._finite[first]
-        return self._once(("finite", *sorted(policies)), lambda: self.finite(tuple(others)) & self._finite[first])
-
-    @cached_property
-    def _finite(self) -> dict[str, Tensor]:
-        """[T] bool of each policy; all in one test, because each small operation costs a launch."""
-        known = [name for name in POLICY_NAMES if self.logprob(name) is not None]
-        return dict(zip(known, torch.stack([self.logprob(name) for name in known]).isfinite().unbind(), strict=True))
-
-    def population(self, column: Column) -> Tensor:
-        """[T] bool: the trained tokens at which a column exists."""
-        return self.population_of(column.needs)
-
-    def population_of(self, needs: tuple[str, ...]) -> Tensor:
-        """[T] bool: the trained tokens whose log-probabilities under all of these policies are finite."""
-        needed = tuple(sorted(set(needs)))
-        if not needed:
-            return self.mask_T
-        return self._once(("population", *needed), lambda: self.mask_T & self.finite(needed))
-
-    def weights(self, name: str) -> Tensor | None:
-        """[T] token weights: 1, or 1 / the trained tokens of the token's document or segment; or None."""
-        if name == "token":
-            return self.one_T
-        lengths_T = self._once(("lengths", name), lambda: self._lengths(name))
-        if lengths_T is None:
-            return None
-        return self._once(("weights", name), lambda: lengths_T.double().clamp_min(1).reciprocal())
-
-    def _lengths(self, name: str) -> Tensor | None:
-        """[T] trained tokens of the token's document or segment: from the inputs, or counted if the row is whole."""
-        inputs = self.inputs
-        if name == "document":
-            lengths_T = inputs.lengths_T
-        else:
-            lengths_T = None if self.slots is None else self.slots.segment_lengths_T
-        if lengths_T is not None or inputs.sums is not None or inputs.document_ids_T is None:
-            return lengths_T
-        sums = LocalSums(inputs.document_ids_T, self.mask_T)
-        return sums.document(self.one_T) if name == "document" else sums.segment(self.one_T)
-
-    def extra(self, name: str) -> Tensor | None:
-        """[T] float64, a value that the policy term returned under a name, or None."""
-        term = self.terms.get("policy")
-        if term is None or term.extras.get(name) is None:
-            return None
-        return term.extras[name].detach().double()
-
-    def column(self, column: Column) -> Tensor | None:
-        """[T] float64, computed at most once."""
-        return self._once(column, lambda: column.of(self))
-
-    def _once(self, key: Any, compute: Any) -> Any:
-        if key not in self._cache:
-            self._cache[key] = compute()
-        return self._cache[key]

@@ -4,10 +4,9 @@ A mean of means is not a mean. Four tokens with ratios 1, 1, 1, 5 on two ranks a
 1.67 if each rank averages first; the mean is 2. So a mean travels as (sum, count), and a maximum of nothing is
 minus infinity, not 0.
 
-A `Reducer` defines how a number is computed from tokens; a `Value` is its unfinished state: parts that are summed, and
-parts of which the maximum is taken. Merging is associative and commutative, and every reducer has an identity: the
-contribution of an empty rank. The reducer of a metric is data (`workbench.metrics.definitions`); it is never derived
-from the metric's name.
+A `Reducer` defines how a number is computed from tokens, and a `Value` is its unfinished state. Every reducer has an
+identity, the contribution of an empty rank. It is data of a metric's declaration (`workbench.metrics.definitions`), and
+never derived from the metric's name.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -35,6 +34,10 @@ Power = tuple[int, float]
 
 COUNT: Power = (0, 0.0)
 """The power whose sum is the weight of the tokens themselves."""
+
+ACCURACY = 0.01
+"""Half the relative width of a bin of a `Quantile`."""
+_GROWTH = math.log((1 + ACCURACY) / (1 - ACCURACY))
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,16 @@ class Reducer:
         sums = tuple((weights_T * (values_T - pivot) ** exponent).sum() for exponent, pivot in self.powers)
         return Value(self, sums, tuple(_largest(sign * values_T, weights_T > 0) for sign in self.signs))
 
-    def identity(self, device: torch.device | str = "cpu") -> Value:
-        """Return the identity of the merge."""
-        empty_T = torch.zeros(0, dtype=torch.float64, device=device)
-        return self.over(empty_T, empty_T.bool())
-
     def moved(self, sums: Sequence[Tensor], maxima: Sequence[Tensor], to: Sequence[Tensor]) -> Sequence[Tensor]:
         """Rescale sums relative to ``maxima`` to the merged maxima ``to``. By default: unchanged."""
         return sums
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
         """Return the number, from the merged parts (float64, on the CPU)."""
-        raise NotImplementedError
+        return self._number(*map(float, (*sums, *maxima)))
+
+    def _number(self, *parts: float) -> float:
+        return parts[0]
 
     def __str__(self) -> str:
         return type(self).__name__.lower()
@@ -121,20 +122,12 @@ class Sum(Reducer):
 
     powers = ((1, 0.0),)
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The total."""
-        return float(sums[0])
-
 
 @dataclass(frozen=True)
 class SquaredSum(Reducer):
     """A total of squares. Identity: 0."""
 
     powers = ((2, 0.0),)
-
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The total."""
-        return float(sums[0])
 
 
 @dataclass(frozen=True)
@@ -143,9 +136,8 @@ class Count(Reducer):
 
     powers = (COUNT,)
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The nearest integer, as the shares have rounding errors."""
-        return float(round(float(sums[0])))
+    def _number(self, total: float) -> float:
+        return float(round(total))  # the shares have rounding errors
 
 
 @dataclass(frozen=True)
@@ -159,10 +151,9 @@ class Mean(Reducer):
     epsilon: float = 0.0
     powers = ((1, 0.0), COUNT)
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Total over weight; NaN if the weight is 0."""
-        weight = float(sums[1]) + self.epsilon
-        return float(sums[0]) / weight if weight else NOTHING
+    def _number(self, total: float, weight: float) -> float:
+        weight += self.epsilon
+        return total / weight if weight else NOTHING
 
 
 @dataclass(frozen=True)
@@ -178,14 +169,13 @@ class Share(Reducer):
     epsilon: float = 0.0
     powers = ((1, 0.0),)
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The total over the divisor; NaN if that is 0."""
-        return float(sums[0]) / (self.of + self.epsilon) if self.of + self.epsilon else NOTHING
+    def _number(self, total: float) -> float:
+        return total / (self.of + self.epsilon) if self.of + self.epsilon else NOTHING
 
 
 @dataclass(frozen=True)
 class Deviation(Reducer):
-    """A standard deviation (population), around a pivot near the mean so that nothing cancels.
+    """A standard deviation (population), around a pivot near the mean so that nothing cancels; NaN of no tokens.
 
     Attributes:
         pivot: a number near the mean, the same on every rank.
@@ -198,9 +188,7 @@ class Deviation(Reducer):
         """Sum, squared sum and weight, around the pivot."""
         return (1, self.pivot), (2, self.pivot), COUNT
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Root of the mean square minus the squared mean; NaN if the weight is 0."""
-        total, square, weight = map(float, sums)
+    def _number(self, total: float, square: float, weight: float) -> float:
         if not weight:
             return NOTHING
         variance = square / weight - (total / weight) ** 2
@@ -211,24 +199,16 @@ class Deviation(Reducer):
 class EffectiveSampleSize(Reducer):
     """The number of equal weights with the same information: (sum w)^2 / sum w^2. Identity: 0, 0; then NaN.
 
-    Attributes:
-        share: divide by the number of weights, so that the maximum is 1.
-
     Source: Kish (1965), Survey Sampling.
     """
 
-    share: bool = False
-    powers = ((1, 0.0), (2, 0.0), COUNT)
+    powers = ((1, 0.0), (2, 0.0))
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Squared sum over sum of squares; NaN if there are no tokens, or all weights are 0."""
-        total, square, weight = map(float, sums)
-        if not square:
-            return NOTHING
-        return total**2 / square / (weight if self.share else 1.0)
+    def _number(self, total: float, square: float) -> float:
+        return total**2 / square if square else NOTHING
 
     def __str__(self) -> str:
-        return "(sum)^2 / sum of squares" + (" / count" if self.share else "")
+        return "(sum)^2 / sum of squares"
 
 
 @dataclass(frozen=True)
@@ -237,10 +217,6 @@ class Maximum(Reducer):
 
     signs = (1,)
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The largest."""
-        return float(maxima[0])
-
 
 @dataclass(frozen=True)
 class Minimum(Reducer):
@@ -248,9 +224,8 @@ class Minimum(Reducer):
 
     signs = (-1,)
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """The smallest."""
-        return -float(maxima[0])
+    def _number(self, largest_negated: float) -> float:
+        return -largest_negated
 
 
 @dataclass(frozen=True)
@@ -258,12 +233,8 @@ class LogMeanExp(Reducer):
     """Log of the mean of exp(value), without overflow of exp. Identity: -inf and 0 of 0, which finishes as NaN.
 
     Merged as the maximum m, sum exp(value - m), and the weight; sums are rescaled to a common m before they are added.
-
-    Attributes:
-        mean: divide by the weight; False gives the log of the sum, whose identity finishes as -inf.
     """
 
-    mean: bool = True
     plain = False
     signs = (1,)
 
@@ -278,46 +249,35 @@ class LogMeanExp(Reducer):
         """Rescale to the merged maximum; an empty side stays 0 (not exp(-inf + inf))."""
         return sums[0] * (_finite(maxima[0]) - _finite(to[0])).clamp_max(0).exp(), sums[1]
 
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Maximum plus log of the sum (over the weight); NaN for a mean of no tokens."""
-        total, weight = map(float, sums)
-        largest = float(maxima[0])
-        if math.isnan(total) or (self.mean and not weight):
+    def _number(self, total: float, weight: float, largest: float) -> float:
+        if math.isnan(total) or not weight:
             return NOTHING
-        if math.isinf(largest):
-            return largest
-        return largest + math.log(total) - (math.log(weight) if self.mean else 0.0)
+        return largest if math.isinf(largest) else largest + math.log(total) - math.log(weight)
 
     def __str__(self) -> str:
-        return "log mean exp" if self.mean else "log sum exp"
+        return "log mean exp"
 
 
 @dataclass(frozen=True)
 class Quantile(Reducer):
     """A quantile of positive values, from counts in logarithmic bins. Identity: counts of 0; then NaN.
 
-    The relative error is at most ``accuracy`` between 1e-6 and 1e6; values outside are counted in the edge bins.
+    The relative error is at most `ACCURACY` between 1e-6 and 1e6; values outside are counted in the edge bins.
 
     Attributes:
         q: the quantile, between 0 and 1.
-        accuracy: half the relative width of a bin.
 
     Source: Masson, Rim, Lee, "DDSketch", arXiv 1908.10693.
     """
 
     q: float
-    accuracy: float = 0.01
     plain = False
-
-    @property
-    def _growth(self) -> float:
-        return math.log((1 + self.accuracy) / (1 - self.accuracy))
 
     def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
         """See `Reducer.over`."""
         values_T, weights_T = _masked(values_T, mask_T, weights_T)
-        last = math.ceil(2 * math.log(1e6) / self._growth)
-        place_T = ((values_T.nan_to_num(0).clamp(1e-6, 1e6).log() - math.log(1e-6)) / self._growth).ceil()
+        last = math.ceil(2 * math.log(1e6) / _GROWTH)
+        place_T = ((values_T.nan_to_num(0).clamp(1e-6, 1e6).log() - math.log(1e-6)) / _GROWTH).ceil()
         counts = values_T.new_zeros(last + 1).index_add(0, place_T.long().clamp(0, last), weights_T)
         return Value(self, (counts + torch.where(values_T.isnan(), values_T, 0.0).sum(),), ())  # NaN propagates
 
@@ -327,75 +287,11 @@ class Quantile(Reducer):
         if not float(running[-1]) > 0:
             return NOTHING
         place = int(torch.searchsorted(running, self.q * running[-1] * (1 - 1e-12)))
-        upper = math.exp(math.log(1e-6) + place * self._growth)
-        return upper * (1 - self.accuracy)
+        upper = math.exp(math.log(1e-6) + place * _GROWTH)
+        return upper * (1 - ACCURACY)
 
     def __str__(self) -> str:
         return f"quantile {self.q:g}"
-
-
-@dataclass(frozen=True)
-class OfDocuments(Reducer):
-    """A number of whole documents that may straddle ranks and micro-batches: a ratio of a document, say.
-
-    Merged as a table: for each document of the step, its trained tokens, and the sums of some columns and the maxima
-    of some others over them. Parts of a document on different ranks merge, so the only collectives are the one sum and
-    the one maximum of all metrics.
-
-    Attributes:
-        read: returns the number from tokens_N, one sum_N per column and one maximum_N per extreme, of the documents
-            with trained tokens.
-        columns: number of columns that are summed.
-        documents: N of the whole step.
-        extremes: number of columns whose maximum is taken.
-    """
-
-    read: Callable[..., float] = field(compare=False)
-    columns: int
-    documents: int
-    extremes: int = 0
-    plain = False
-
-    def table(
-        self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor, extremes: Sequence[Tensor] = ()
-    ) -> Value:
-        """Return the value from per-token columns; ``document_ids_T`` are the numbers of documents in the step."""
-        weights_T = mask_T.double()
-        rows = torch.stack([weights_T, *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
-        # A table in the one sum of all metrics, instead of a collective per metric (DECISIONS.md, row 39).
-        sums = rows.new_zeros(len(rows), self.documents)
-        document_T = torch.where(mask_T, document_ids_T, 0)
-        if self.documents:
-            sums = sums.index_add(1, document_T, rows)
-        if not extremes:
-            return Value(self, (sums.reshape(-1),), ())
-        lines = torch.stack([torch.where(mask_T, column_T.double(), -torch.inf) for column_T in extremes])
-        largest = lines.new_full((len(lines), self.documents), -torch.inf)
-        if self.documents:
-            largest = largest.scatter_reduce(1, document_T.expand_as(lines), lines, "amax")
-        return Value(self, (sums.reshape(-1),), (largest.reshape(-1),))
-
-    def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
-        """Return the identity; a number of documents needs `table`."""
-        if values_T.numel():
-            raise SpecError(
-                "OfDocuments.over",
-                rule="a metric of documents is computed from columns and document ids",
-                fix="call table(columns, mask_T, document_ids_T)",
-            )
-        largest = (values_T.new_full((self.extremes * self.documents,), -torch.inf),) if self.extremes else ()
-        return Value(self, (values_T.new_zeros((1 + self.columns) * self.documents),), largest)
-
-    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
-        """Apply ``read`` to the documents with trained tokens."""
-        tokens_N, *columns = sums[0].view(1 + self.columns, self.documents)
-        trained_N = tokens_N > 0
-        if self.extremes:
-            columns = [*columns, *maxima[0].view(self.extremes, self.documents)]
-        return float(self.read(tokens_N[trained_N], *(column_N[trained_N] for column_N in columns)))
-
-    def __str__(self) -> str:
-        return "from a table of documents"
 
 
 def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
@@ -446,12 +342,12 @@ def _finished(
                 rule="every micro-batch and rank has the same metrics, tokens or not",
                 fix="select metrics by the spec, not by the data of a micro-batch",
             )
-    largest = _packed([[part for value in metrics.values() for part in value.maxima] for metrics in micro_batches])
-    if largest is not None:
-        largest = largest_of(largest)
+    largest = _reduced(
+        [[part for value in metrics.values() for part in value.maxima] for metrics in micro_batches], largest_of
+    )
     # A sum that is relative to a maximum needs the merged maximum, so maxima come first.
-    merged = dict(_unpacked(largest, {key: value.maxima for key, value in first.items()}))
-    total = _packed(
+    merged = _unpacked(largest, {key: value.maxima for key, value in first.items()})
+    total = _reduced(
         [
             [
                 part
@@ -459,29 +355,26 @@ def _finished(
                 for part in value.reducer.moved(value.sums, value.maxima, merged[key])
             ]
             for metrics in micro_batches
-        ]
+        ],
+        total_of,
     )
-    if total is not None:
-        total = total_of(total)
-    sums = dict(_unpacked(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()}))
-    maxima = dict(
-        _unpacked(None if largest is None else largest.cpu(), {key: value.maxima for key, value in first.items()})
-    )
+    sums = _unpacked(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()})
+    maxima = _unpacked(None if largest is None else largest.cpu(), {key: value.maxima for key, value in first.items()})
     return {key: value.reducer.finish(sums[key], maxima[key]) for key, value in first.items()}
 
 
-def _packed(rows: list[list[Tensor]]) -> Tensor | None:
-    """Pack all parts of each micro-batch into one line; None if there are no parts."""
+def _reduced(rows: list[list[Tensor]], reduce: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Pack all parts of each micro-batch into one line, and reduce the lines to one; None if there are no parts."""
     if not rows[0]:
         return None
-    return torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+    return reduce(torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows]))
 
 
-def _unpacked(packed: Tensor | None, like: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, list[Tensor]]]:
+def _unpacked(packed: Tensor | None, like: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
     """Split one line into the parts of each metric; views, no copies."""
     sizes = [part.numel() for parts in like.values() for part in parts]
     pieces = iter(packed.split(sizes)) if packed is not None else iter(())
-    return [(key, [next(pieces).view(part.shape) for part in parts]) for key, parts in like.items()]
+    return {key: [next(pieces).view(part.shape) for part in parts] for key, parts in like.items()}
 
 
 def _masked(values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:

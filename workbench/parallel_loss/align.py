@@ -23,21 +23,19 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
+from workbench.losses.document_sums import DocumentSums
 from workbench.losses.kl import kl_estimate
-from workbench.parallel_loss.adjoints import global_to_local, local_to_global
-from workbench.parallel_loss.averaging import EngineFactor, engine_factor
-from workbench.parallel_loss.documents import Documents
-from workbench.parallel_loss.policy_loss import StepCounts, check_inputs_used, check_spec, local_policy_loss
-from workbench.parallel_loss.rows import ContextParallelRows, context_parallel_rows
-from workbench.parallel_loss.statistics import (
-    AdvantageStatistics,
-    KlStatistics,
-    largest,
-    mean_and_std,
-    summed,
+from workbench.parallel_loss.adjoints import EngineFactor, engine_factor, global_to_local, local_to_global
+from workbench.parallel_loss.policy_loss import (
+    StepCounts,
+    check_inputs_used,
+    check_spec,
+    document_sums,
+    local_policy_loss,
 )
-from workbench.sharding.given_groups import GivenGroup, GivenMesh, axes_of, axis_of, ranks_of
-from workbench.sharding.mesh import Axis, Mesh
+from workbench.parallel_loss.rows import ContextParallelRows, context_parallel_rows
+from workbench.parallel_loss.statistics import AdvantageStatistics, KlStatistics, largest, mean_and_std, summed
+from workbench.sharding.mesh import Axis, GivenGroup, GivenMesh, Mesh, axes_of, axis_of, ranks_of
 from workbench.specs.losses import LossSpec
 
 Engine = Literal["sum", "mean"]
@@ -174,8 +172,7 @@ class Alignment:
             num_documents: number of documents on all cp ranks; None: from their maximum, in one more collective.
         """
         check_values(values, mask)
-        of_tokens = Documents.of(mask, documents, num_documents, self.cp)
-        return of_tokens.on_tokens(of_tokens.totals(values, mask=mask)[0])
+        return document_sums(mask, documents, num_documents, self.cp).document(values.reshape(-1)).view(mask.shape)
 
     def sequence_ratios(
         self,
@@ -194,10 +191,10 @@ class Alignment:
         Source:   GSPO, arXiv 2507.18071, equation 7.
         """
         check_values(policy_logprobs, mask, old_logprobs)
-        of_tokens = Documents.of(mask, documents, num_documents, self.cp)
-        log_ratios = torch.where(mask, policy_logprobs - old_logprobs, 0.0)
-        sums_N, lengths_N = of_tokens.totals(log_ratios, torch.ones_like(log_ratios), mask=mask)
-        return of_tokens.on_tokens((sums_N / lengths_N.detach().clamp_min(1)).exp())
+        sums = document_sums(mask, documents, num_documents, self.cp)
+        log_ratios_t = torch.where(mask, policy_logprobs - old_logprobs, 0.0).reshape(-1)
+        sums_N, lengths_N = sums.totals(log_ratios_t, torch.ones_like(log_ratios_t))
+        return sums.on_tokens((sums_N / lengths_N.detach().clamp_min(1)).exp()).view(mask.shape)
 
     def step_counts(
         self, masks: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, num_documents: int | None = None
@@ -342,16 +339,12 @@ class Alignment:
             "rewards": rewards,
         }
         check_values(policy_logprobs, mask, *(value for value in given.values() if value is not None))
-        check_inputs_used(
-            spec, {name: given[name] for name in ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")}
-        )
-        of_mask, lengths_N = self._documents_of(mask, documents, num_documents)
+        check_inputs_used(spec, given)
+        sums, lengths_N = self._documents_of(mask, documents, num_documents)
         if counts is None:
             counts = self._counted([lengths_N])
         flat = {name: None if value is None else value.reshape(-1) for name, value in given.items()}
-        of_tokens = Documents(of_mask.ids.reshape(-1), of_mask.count, of_mask.axis)
-        local = local_policy_loss(spec, flat, mask.reshape(-1), of_tokens, lengths_N, counts)
-        return self._whole(local)
+        return self._whole(local_policy_loss(spec, flat, sums, lengths_N, counts))
 
     def torch_context_parallel(self, **rows: Any) -> AbstractContextManager[ContextParallelRows]:
         """Run unpacked rows under torch's own context parallelism over ``cp``, on GPUs.
@@ -365,12 +358,12 @@ class Alignment:
     def _whole(self, local: Tensor) -> Tensor:
         return local_to_global(local, (self.cp, *self.dp), self.factor)
 
-    def _documents_of(self, mask: Tensor, ids: Tensor | None, count: int | None) -> tuple[Documents, Tensor]:
-        """Documents, and [N] the number of counted tokens of each, on all cp ranks."""
+    def _documents_of(self, mask: Tensor, ids: Tensor | None, count: int | None) -> tuple[DocumentSums, Tensor]:
+        """Sums over documents, and [N] the number of counted tokens of each, on all cp ranks."""
         check_values(mask, mask)
-        documents = Documents.of(mask, ids, count, self.cp)
+        sums = document_sums(mask, ids, count, self.cp)
         with torch.no_grad():
-            return documents, documents.totals(torch.ones_like(mask, dtype=torch.float64), mask=mask)[0]
+            return sums, sums.totals(torch.ones_like(sums.loss_mask_T, dtype=torch.float64))[0]
 
     def _counted(self, lengths: Sequence[Tensor]) -> StepCounts:
         """Sum over dp only: the cp ranks hold the same document lengths."""

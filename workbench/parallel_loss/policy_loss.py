@@ -4,7 +4,7 @@ Weights need counts of the whole step. Here they come from collectives over the 
 denominators computed from token and document counts are available; settings that need whole rows before the split
 raise an error.
 
-Letters: T tokens of this rank, flat | N documents.
+Letters: T tokens of this rank, flat | N documents of the row or rows, the same number on all ranks that share them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from workbench.errors import SpecError
-from workbench.losses.build import make_loss
+from workbench.errors import ShapeError, SpecError
+from workbench.losses.build import build_loss
+from workbench.losses.document_sums import DocumentSums
 from workbench.losses.terms import LossInputs
-from workbench.parallel_loss.documents import Documents, SumsOverRanks
 from workbench.reduction.evaluate import evaluate_loss, token_values
 from workbench.reduction.weights import TokenWeights
+from workbench.sharding.collectives import all_max, sum_sum
+from workbench.sharding.mesh import Axis
 from workbench.specs.losses import LossSpec, ScalingSpec
 
 DENOMINATORS = ("token", "document", "document_sum", "constant", "raw")
@@ -51,8 +53,8 @@ def check_spec(spec: LossSpec) -> None:
         f"a loss that breaks {', '.join(spec.breaks)}": bool(spec.breaks),
         "a correction that counts survivors": spec.correction.denominator != "original",
         "statistics of the whole step": spec.correction.needs_step_statistics,
-        "a scaling contract": spec.scaling != ScalingSpec(),
-        "a gradient divisor": spec.gradient_divisor != 1 or spec.normalize_by_documents,
+        "a scaling contract": spec.compat.scaling != ScalingSpec(),
+        "a gradient divisor": spec.compat.gradient_divisor != 1 or spec.compat.normalize_by_documents,
         "truncated documents that do not train": spec.truncated != "train",
     }
     if requested := [name for name, present in unsupported.items() if present]:
@@ -70,12 +72,12 @@ def check_inputs_used(spec: LossSpec, given: Mapping[str, Tensor | None]) -> Non
 
     Args:
         spec: the loss, checked.
-        given: the optional inputs, by name.
+        given: the inputs, by name.
 
     Raises:
         SpecError: names each unused tensor and the settings that would use it.
     """
-    unused = [name for name, value in given.items() if value is not None and not uses_input(spec, name)]
+    unused = [name for name in _USED_BY if given.get(name) is not None and not uses_input(spec, name)]
     if unused:
         raise SpecError(
             f"loss {spec.name!r} with {', '.join(unused)}",
@@ -108,7 +110,7 @@ def uses_input(spec: LossSpec, name: str) -> bool:
         loss_mask_T=torch.ones(8, dtype=torch.bool),
         document_ids_T=torch.arange(8) // 4,
     )
-    loss = make_loss(spec)
+    loss = build_loss(spec)
     try:
         before = token_values(loss(inputs))
         loss(replace(inputs, **{f"{name}_T": None}))
@@ -119,43 +121,84 @@ def uses_input(spec: LossSpec, name: str) -> bool:
     return any(not torch.equal(before, other) for other in others)
 
 
+def document_sums(mask: Tensor, ids: Tensor | None, count: int | None, axis: Axis) -> DocumentSums:
+    """Sums over the documents of this rank's flat tokens; without ids each row of [b, t] is a document, one of [t] too.
+
+    Collective over the axis (a maximum) if ids come without a count.
+
+    Args:
+        mask: bool, the token counts; one that does not may have an id below 0 (no document).
+        ids: in the shape of the mask, or None.
+        count: number of documents of the whole row or rows, or None.
+        axis: the ranks that share them.
+
+    Raises:
+        ShapeError: ids of another shape, not integers, not below the count, or below 0 on a token that counts.
+    """
+    if ids is None:
+        count = mask.shape[0] if mask.dim() > 1 else 1
+        ids = torch.arange(count, device=mask.device).view(-1, *[1] * (mask.dim() - 1)).expand(mask.shape)
+    elif ids.shape != mask.shape or ids.dtype.is_floating_point or ids.dtype is torch.bool:
+        raise ShapeError(
+            "documents",
+            found=f"{ids.dtype} of shape {tuple(ids.shape)}",
+            rule=f"an integer for each token, of shape {tuple(mask.shape)}",
+            fix="give the id of every token's document",
+        )
+    elif bool((mask & (ids < 0)).any()):
+        raise ShapeError(
+            "documents",
+            found="an id below 0 on a token that counts",
+            rule="a token that counts has a document; below 0 is padding",
+            fix="leave padding out of the mask, or number its document",
+        )
+    else:
+        highest = ids.max() if ids.numel() else ids.new_tensor(-1)
+        if count is None:
+            count = max(int(all_max(highest, axis)) + 1, 1)
+        elif int(highest) >= count:
+            raise ShapeError(
+                f"num_documents = {count}",
+                found=f"a document with the id {int(highest)}",
+                rule="ids count from 0 through all documents of the row, on all of its ranks",
+                fix="give the number of documents of the whole row",
+            )
+    ids_T = ids.long().clamp_min(0).reshape(-1)
+    return DocumentSums(ids_T, mask.reshape(-1), axis=axis, complete=sum_sum, num_documents=count)
+
+
 def local_policy_loss(
-    spec: LossSpec,
-    inputs: dict[str, Tensor | None],
-    mask_T: Tensor,
-    documents: Documents,
-    lengths_N: Tensor,
-    counts: StepCounts,
+    spec: LossSpec, inputs: dict[str, Tensor | None], sums: DocumentSums, lengths_N: Tensor, counts: StepCounts
 ) -> Tensor:
     """Return this rank's part of a loss.
 
     Args:
         spec: the loss, checked.
         inputs: ``policy_logprobs``, ``old_logprobs``, ``advantages`` and other fields of `LossInputs`, flat.
-        mask_T: [T] bool, the token counts.
-        documents: of the tokens.
+        sums: over the documents of the tokens, from `document_sums`.
         lengths_N: [N] tokens that count in each document, on all ranks.
         counts: of the whole step.
 
     Shapes:   [T] -> scalar.
     Backward: of the part; a document's sum receives gradients from all ranks of its axis.
     """
+    mask_T = sums.loss_mask_T
     masked = {
         name: None if value is None else torch.where(mask_T, value, value.new_zeros(()))
         for name, value in inputs.items()
     }
     masked["policy_logprobs"] = torch.where(mask_T, inputs["policy_logprobs"], masked["old_logprobs"])
-    lengths_T = documents.on_tokens(lengths_N).clamp_min(1)
+    lengths_T = sums.on_tokens(lengths_N).clamp_min(1)
     loss_inputs = LossInputs(
         **{f"{name}_T": value for name, value in masked.items()},
         loss_mask_T=mask_T,
-        document_ids_T=documents.ids,
+        document_ids_T=sums.document_ids_T,
         lengths_T=lengths_T,
-        sums=SumsOverRanks(documents, mask_T),
+        sums=sums,
     )
     weights = {name: _weights(1 / divisor_T, mask_T) for name, divisor_T in _divisors(spec, lengths_T, counts).items()}
     weights |= {"policy": weights[spec.denominator], "penalty": weights[spec.denominator]}
-    return evaluate_loss(make_loss(spec), loss_inputs, weights, mask_T).scalars["total"].value
+    return evaluate_loss(build_loss(spec), loss_inputs, weights, mask_T).scalars["total"].value
 
 
 def _divisors(spec: LossSpec, lengths_T: Tensor, counts: StepCounts) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,33 +23,11 @@ from torch import Tensor
 from workbench.errors import ShapeError, ShardingError
 from workbench.parallel_loss.policy_loss import StepCounts, uses_input
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
-from workbench.sharding.mesh import Axis
 from workbench.sharding.torch_context_parallel import TorchRing, torch_context_parallel
 from workbench.specs.losses import LossSpec
 
-
-class LossOverRanks(Protocol):
-    """The part of an alignment (`workbench.parallel_loss.align`) that rows need: the cp axis and a loss."""
-
-    @property
-    def cp(self) -> Axis:
-        """The ranks that share rows."""
-        ...
-
-    def policy_loss(
-        self,
-        loss: LossSpec | str,
-        *,
-        policy_logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        mask: Tensor,
-        ref_logprobs: Tensor | None,
-        sampler_logprobs: Tensor | None,
-        counts: StepCounts | None,
-    ) -> Tensor:
-        """Policy loss over the tokens of all ranks, the same number on every rank."""
-        ...
+if TYPE_CHECKING:
+    from workbench.parallel_loss.align import Alignment
 
 
 @dataclass
@@ -63,21 +41,21 @@ class ContextParallelRows:
         is_open: True until the context manager is left.
     """
 
-    align: LossOverRanks
-    held: dict[str, Tensor]
+    align: Alignment
+    tensors: dict[str, Tensor]
     is_open: bool = field(default=True)
 
     @property
     def model_inputs(self) -> dict[str, Any]:
         """Inputs of a `transformers` decoder: tokens and their positions in the row, no mask, no cache."""
-        return {"input_ids": self.held["tokens"], "position_ids": self.held["positions"], "use_cache": False}
+        return {"input_ids": self.tensors["tokens"], "position_ids": self.tensors["positions"], "use_cache": False}
 
     def logprobs(self, logits: Tensor, *, temperature: float = 1.0) -> Tensor:
         """Log-probability of each target, in nats; 0 where nothing counts.
 
         Shapes: [B, t, V] -> [B, t].
         """
-        targets = torch.where(self.held["mask"], self.held["targets"], -1)
+        targets = torch.where(self.tensors["mask"], self.tensors["targets"], -1)
         output = token_logprobs_from_logits(
             logits.flatten(0, 1), targets.flatten(), temperature=temperature, outputs=()
         )
@@ -115,7 +93,7 @@ class ContextParallelRows:
                 fix="pass the model's logits, or the log-probability of each target",
             )
         given = {
-            name: self.held.get(name) for name in ("old_logprobs", "advantages", "ref_logprobs", "sampler_logprobs")
+            name: self.tensors.get(name) for name in ("old_logprobs", "advantages", "ref_logprobs", "sampler_logprobs")
         }
         if given["old_logprobs"] is None or given["advantages"] is None:
             raise ShapeError(
@@ -128,7 +106,7 @@ class ContextParallelRows:
         for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once; a loss may use fewer inputs
             given[name] = given[name] if uses_input(spec, name) else None
         policy = self.logprobs(logits, temperature=temperature) if logprobs is None else logprobs
-        whole = self.align.policy_loss(loss, policy_logprobs=policy, mask=self.held["mask"], counts=counts, **given)
+        whole = self.align.policy_loss(loss, policy_logprobs=policy, mask=self.tensors["mask"], counts=counts, **given)
         if whole.requires_grad and self.align.cp.size > 1:
             whole.register_hook(self._refuse_outside)
         return whole
@@ -146,7 +124,7 @@ class ContextParallelRows:
 
 @contextmanager
 def context_parallel_rows(
-    align: LossOverRanks,
+    align: Alignment,
     *,
     tokens: Tensor,
     mask: Tensor,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from workbench.errors import SpecError
 from workbench.policy.model import DTYPES
 from workbench.policy.tensor_plan import plan_by_names
-from workbench.sharding.bridge.partition import owned_positions
+from workbench.sharding.bridge.delivery import owned_positions
 from workbench.sharding.collectives import gather_scatter
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard, apply_tensor_parallel, check_heads
@@ -123,17 +123,10 @@ def image_attention(
 ) -> tuple[Tensor, None]:
     """Attention of each feature to all features of its image, which may be sharded over cp ranks.
 
-    Has the signature of a `transformers` attention function.
+    Has the signature of a `transformers` attention function. The calling layer has its cp axis as an attribute; the
+    mask is unused, because features of an image attend to each other without one.
 
-    Args:
-        module: the calling layer, which has its cp axis as an attribute.
-        query: [b, H, s / cp, d].
-        key: as query.
-        value: as query.
-        attention_mask: unused: features of an image attend to each other without a mask.
-        scaling: of the scores; None: d ** -0.5.
-
-    Shapes:   -> [b, s / cp, H, d].
+    Shapes:   query, key and value [b, H, s / cp, d] -> [b, s / cp, H, d].
     Layout:   cp: sharded(s) in and out; tp: sharded(heads) in and out.
     Backward: gradients of keys and values are summed over cp, and each rank gets its own.
     """
@@ -192,11 +185,8 @@ def _shard(model: _WithProjector, axis: Axis) -> dict[str, ParameterShard]:
     config = model.vision.config
     check_heads({"encoder": config.num_attention_heads}, axis)
     own_plan = getattr(config, "base_model_tp_plan", None)
-    plan = (
-        {f"vision.{name}": style for name, style in own_plan.items()}
-        if own_plan
-        else plan_by_names(model, "vision.", config.model_type)
-    )
+    plan = {f"vision.{name}": style for name, style in (own_plan or {}).items()}
+    plan = plan or plan_by_names(model, "vision.", config.model_type)
     return apply_tensor_parallel(model, plan | plan_by_names(model, "projector.", "projector"), axis)
 
 

@@ -9,9 +9,8 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,21 +20,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import ShardingError, SpecError
+from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
+from workbench.policy.decoder import head_of, load_decoder
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
-from workbench.policy.logprobs.head import make_head
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.tensor_plan import shard_decoder
-from workbench.policy.tiny import TINY
 from workbench.sharding import data_parallel
-from workbench.sharding.attention import AttentionShard, sharded_attention
+from workbench.sharding.attention import AttentionShard
 from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard, shard_range
 
-ATTENTION = "workbench_sharded"
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CHUNKED = ("chunked", "triton")
 """Implementations of the log-probabilities that process a row in chunks, as `fused_loss` requires."""
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Exact(Protocol):
@@ -152,16 +150,10 @@ class Policy:
     ) -> TokenLogprobs:
         """Log-probability of each target, entropy and log-normaliser of each distribution, in nats.
 
-        Args:
-            hidden_TD: [t, D].
-            targets_T: [t] vocabulary ids.
-            temperature_T: [t] divides each token's logits (1 under the mask), for rollouts sampled at several
-                temperatures; None: the policy's temperature for all.
-            active_T: [t] the tokens that are computed; None: all.
-            support: each token's truncated support in the sampler; None: not truncated.
-            outputs: see `logprobs.token_logprobs`.
+        Arguments as in `logprobs.token_logprobs`. ``temperature_T`` divides each token's logits (1 under the mask), for
+        rollouts sampled at several temperatures; None: the policy's temperature for all.
 
-        Shapes: [t] each.
+        Shapes: hidden_TD [t, D], the others [t] -> [t] each.
         Raises: SpecError: truncated supports, or a subset of tokens, in reproducible mode.
         """
         if self.exact is not None:
@@ -185,7 +177,7 @@ class Policy:
 
     def head_arguments(self) -> dict[str, Any]:
         """Output head of this rank and its settings, as arguments of `logprobs.token_logprobs`."""
-        axis, head = self.mesh["tp"], _head_of(self.model)
+        axis, head = self.mesh["tp"], head_of(self.model)
         if data_parallel.is_shard(head["weight_VD"]):
             raise ShardingError(
                 "the output head of sharded parameters",
@@ -250,13 +242,13 @@ def load_policy(
     dtype = torch.promote_types(DTYPES[precision], torch.float32) if fp32_head else DTYPES[precision]
     implementation = choose_implementation(implementation, mesh, dtype, fused_loss=fused_loss)
     model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
-    _refuse_unknown(model)
+    refuse_unknown(model)
     model = with_our_attention(model)
     model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
     if precision == "float64":
-        expected = _probe(model, "float32")
+        expected = probe_logits(model, "float32")
         model = lift_to_float64(model)
-        _check_logits(model, _probe(model, precision), expected, what="float64 run")
+        check_logits(model, probe_logits(model, precision), expected, what="float64 run")
     else:
         model = cast(model, DTYPES[precision])
     config = model.config.get_text_config()
@@ -355,182 +347,3 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
             fix="use auto, or chunked, which needs only torch",
         )
     return requested
-
-
-def _head_of(model: Any) -> dict[str, Any]:
-    """Weight, bias, scale and cap of a decoder's output head, by the names of `transformers` configurations."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    return {
-        "weight_VD": head.weight,
-        "bias_V": getattr(head, "bias", None),
-        "logit_scale": scale,
-        "soft_cap": getattr(config, "final_logit_softcapping", None) or None,
-    }
-
-
-def load_decoder(source: str, *, project: Path | None = None, tied: bool | None = None, seed: int = 0) -> Any:
-    """Return the stock `transformers` decoder of a source, unsharded, in float32, on CPU.
-
-    Args:
-        source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `tiny.TINY`.
-        project: base of relative folders.
-        tied: tiny models only: the head is the embedding.
-        seed: tiny models only: of their weights.
-
-    Raises:
-        SpecError: no such checkpoint, or one whose tensors are not exactly the model's.
-    """
-    if source in TINY:
-        return TINY[source](19, tied=tied is not False, seed=seed)
-    if tied is not None:
-        raise SpecError(
-            f"model.tied = {tied} with model.source = {source!r}",
-            rule="a checkpoint defines whether its head is tied",
-            fix="leave model.tied out",
-        )
-    import transformers
-    from safetensors import SafetensorError
-
-    transformers.utils.logging.disable_progress_bar()
-    folder = (project or Path()) / source
-    # safetensors only, so that no pickle is loaded (DECISIONS.md, 18)
-    try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise SpecError(
-            f"load model.source = {source!r}",
-            found=str(error).splitlines()[0],
-            rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
-            f"{' or '.join(TINY)}",
-            fix=f"check the path (the folder {source!r} is looked up under the project root)",
-        ) from None
-    mismatches = [
-        f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if info.get(kind)
-    ]
-    if mismatches:
-        raise SpecError(
-            f"load model.source = {source!r}",
-            found="; ".join(mismatches),
-            rule="the checkpoint holds exactly the tensors of the model: none initialized at random, none ignored",
-            fix="save the whole model again, or fix config.json",
-        )
-    return model
-
-
-def _refuse_unknown(model: Any) -> None:
-    """Reject features that are known to be unsupported; `with_our_attention` measures the rest."""
-    config = model.config.get_text_config()
-    cap = getattr(config, "attn_logit_softcapping", None)
-    refused = [f"attn_logit_softcapping = {cap}"] if cap else []
-    known = ("full_attention", "sliding_attention")
-    refused += [f"layers of type {kind!r}" for kind in getattr(config, "layer_types", None) or () if kind not in known]
-    # These derive their frequencies from the longest position, which differs by rank and by packing.
-    refused += [
-        f"rotary embedding {module.rope_type!r}"
-        for module in model.modules()
-        if getattr(module, "rope_type", "default") in ("dynamic", "longrope")
-    ]
-    if refused:
-        raise SpecError(
-            f"policy of model type {config.model_type!r}",
-            found=", ".join(dict.fromkeys(refused)),
-            rule="causal attention, full or with a sliding window; rotary angles from a token's own position",
-            fix="use a model without these",
-        )
-
-
-def with_our_attention(model: Any) -> Any:
-    """Set a decoder's attention to the workbench's, and reject the model if its logits change.
-
-    Two short documents in one packed row, its tokens in a shuffled order, must get the logits that the stock model
-    gives each alone, from our hidden states and the head that its configuration describes. This detects what a list of
-    names cannot: another scale on the logits, positions that the model counts itself, attention that bypasses the
-    registry. Sliding windows are made shorter than the documents for the check: a window of thousands of tokens
-    that is not passed to attention would go unnoticed.
-
-    Raises:
-        SpecError: it does not run with our attention, or gives other logits.
-    """
-    with _short_windows(model), torch.no_grad():
-        stock = torch.cat(
-            [
-                model(
-                    input_ids=_PROBE[None, start:stop] % model.config.get_text_config().vocab_size, use_cache=False
-                ).logits[0]
-                for start, stop in ((0, 5), (5, 8))
-            ]
-        )
-        model.set_attn_implementation(_register_attention())
-        _check_logits(model, _probe(model, "packed"), stock, what="packed run")
-    return model
-
-
-@contextlib.contextmanager
-def _short_windows(model: Any) -> Iterator[None]:
-    """Limit sliding windows to three tokens, wherever the model and its configuration have one."""
-    owners = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
-    windows = [
-        (owner, owner.sliding_window)
-        for owner in owners.values()
-        if isinstance(getattr(owner, "sliding_window", None), int)
-    ]
-    try:
-        for owner, window in windows:
-            owner.sliding_window = min(window, 3)
-        yield
-    finally:
-        for owner, window in windows:
-            owner.sliding_window = window
-
-
-_PROBE = torch.tensor([1, 3, 2, 5, 4, 2, 6, 1])
-_PROBE_ORDER = torch.tensor([4, 0, 6, 2, 7, 1, 5, 3])
-
-
-def _probe(model: Any, what: str) -> Tensor:
-    """Logits of two packed documents in document order, computed as a policy does, from a shuffled row."""
-    shard = AttentionShard(_PROBE_ORDER[None, None], documents_T=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]))
-    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])[_PROBE_ORDER]
-    config = model.config.get_text_config()
-    try:
-        with torch.no_grad():
-            tokens = _PROBE[_PROBE_ORDER] % config.vocab_size
-            hidden_TD = model.base_model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, shard=shard
-            ).last_hidden_state[0]
-            head = make_head(**_head_of(model))
-            logits_TV = head.logits_(hidden_TD @ head.weight_VD.T, head.bias_V, 1.0)
-            return logits_TV[torch.argsort(_PROBE_ORDER)]
-    except (TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-        raise SpecError(
-            f"policy of model type {config.model_type!r}: {what}",
-            found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-            rule="a decoder whose attention goes through the attention registry of transformers",
-            fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral",
-        ) from None
-
-
-def _check_logits(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> None:
-    """Reject a model whose logits have changed."""
-    relative_error = float((actual_TV.double() - expected_TV.double()).abs().max() / expected_TV.double().abs().max())
-    if not relative_error <= 1e-3:  # far above the rounding of float32; the negation also catches NaN
-        raise SpecError(
-            f"policy of model type {model.config.get_text_config().model_type!r}: {what}",
-            found=f"logits off by {relative_error:.2g} of the largest, relative to the stock model's",
-            rule="logits are hidden states times the head's weight, scaled and capped as the configuration says; "
-            "documents in a packed row do not attend to each other; norms and rotary "
-            "embeddings are of a known kind",
-            fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral",
-        )
-
-
-def _register_attention() -> str:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, sharded_attention)
-    return ATTENTION

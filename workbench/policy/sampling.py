@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.policy.model import DTYPES, load_decoder
+from workbench.policy.decoder import load_decoder
+from workbench.policy.model import DTYPES
 from workbench.policy.precision import cast, lift_to_float64
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -42,7 +43,7 @@ class Sampler:
     Args:
         source: see `workbench.policy.model.load_decoder`.
         precision: of its weights and activations; float64 includes norms and rotary embeddings.
-        device: position_inputs it samples.
+        device: where it samples.
         source_settings: further settings of `load_decoder`.
 
     Example:
@@ -83,25 +84,9 @@ class Sampler:
         for name, weight in weights.items():
             parameters[name].copy_(weight)
 
-    def answers(
-        self,
-        prompts: Sequence[Sequence[int]],
-        choose: Choose,
-        *,
-        temperature: float,
-        max_new_tokens: int,
-        end_ids: Sequence[int],
-    ) -> list[Completion]:
-        """Sample one completion per prompt; see `generate`."""
-        return generate(
-            self.model,
-            prompts,
-            choose,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            end_ids=end_ids,
-            logits_to_keep=1,
-        )
+    def answers(self, prompts: Sequence[Sequence[int]], choose: Choose, **settings: Any) -> list[Completion]:
+        """Sample one completion per prompt, with the settings of `generate`."""
+        return generate(self.model, prompts, choose, logits_to_keep=1, **settings)
 
 
 @torch.no_grad()

@@ -7,18 +7,18 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench.errors import SpecError
-from workbench.losses.build import make_loss
+from workbench.errors import SpecError, VerdictError
+from workbench.losses.build import build_loss
 from workbench.losses.terms import Loss, LossInputs, Term
-from workbench.prove.exact import InFloat64
 from workbench.prove.invariants import INVARIANTS, Invariant
 from workbench.prove.proof import Counterexample, InvariantResult, Proof
 from workbench.prove.searching import search
-from workbench.prove.subject import Subject, WorkbenchSubject
-from workbench.prove.trainer import Engine, TrainerSubject
-from workbench.specs.run import LossSpec, RunSpec, parse_spec
+from workbench.prove.subject import Engine, InFloat64, Subject, TrainerSubject, WorkbenchSubject
+from workbench.specs.losses import LossSpec
+from workbench.specs.reading import parse_spec
+from workbench.specs.run import RunSpec
 
-__all__ = ["INVARIANTS", "Counterexample", "InvariantResult", "Proof", "prove"]
+__all__ = ["INVARIANTS", "Counterexample", "InvariantResult", "Proof", "assert_proved", "prove"]
 
 ROUNDS = 4
 CONSTANT = 16.0
@@ -48,7 +48,7 @@ def prove(
             a `RunSpec`: its loss, its advantages, its temperature, and the faults that it plants;
             a function from `LossInputs` to terms, as for `workbench.train.step.run_step`;
             with ``engine``, a trainer's ``microbatch_loss(batch, outputs, totals)``, which does its own division (see
-            `workbench.prove.trainer`).
+            `workbench.prove.subject`).
         spec: of a function: its denominator, its declared breaks, and its advantages.
         engine: reduction of gradients over dp x cp in the trainer's engine: "sum" or "mean".
         invariants: names of invariants; None: all.
@@ -72,6 +72,35 @@ def prove(
     return search(as_subject(loss, spec=spec, engine=engine), chosen, seed=seed, rounds=rounds, budget_s=budget_s)
 
 
+def assert_proved(loss: Any, **settings: Any) -> Proof:
+    """Fail unless a loss keeps every requested invariant, and all of them were tried.
+
+    Args:
+        loss: any loss that `workbench.prove` accepts.
+        **settings: of `workbench.prove`: engine, spec, seed, invariants, budget_s.
+
+    Returns:
+        The proof. An invariant that the loss's spec declares to break is no failure.
+
+    Raises:
+        VerdictError: an AssertionError with the table of invariants and the counterexamples.
+
+    Example:
+        >>> import workbench as wb
+        >>> def test_our_loss_means_the_same_on_every_layout():
+        ...     wb.assert_proved(our_microbatch_loss, engine="mean")  # doctest: +SKIP
+    """
+    proof = prove(loss, **settings)
+    if not proof.ok:
+        raise VerdictError(
+            f"prove {proof.subject}",
+            found=str(proof),
+            rule="loss, gradient and metrics are those of one unsplit process",
+            fix="begin with the first broken invariant: its counterexample is the smallest that was found",
+        )
+    return proof
+
+
 def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> Subject:
     """Return the subject of a proof, which takes one step, for any loss that `prove` accepts.
 
@@ -84,7 +113,7 @@ def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> 
             raise SpecError(
                 f"prove {loss!r} with engine = {engine!r}",
                 rule="an engine is about a trainer's function",
-                fix="leave engine out; what a trainer's settings do is `scaling` of a LossSpec",
+                fix="leave engine out; what a trainer's settings do is `compat.scaling` of a LossSpec",
             )
         _check_arguments(
             loss,
@@ -109,7 +138,7 @@ def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> 
             rule="a spec goes with a function",
             fix="put everything into the first argument: a RunSpec holds loss, data and policy",
         )
-    return WorkbenchSubject(given.loss.name, given, make_loss(given.loss))
+    return WorkbenchSubject(given.loss.name, given, build_loss(given.loss))
 
 
 def _check_arguments(loss: Callable[..., Any], *names: str, fix: str) -> None:

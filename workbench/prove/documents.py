@@ -29,6 +29,8 @@ SPREAD = 0.15
 are clipped, small enough that a document-level ratio stays finite."""
 NEAR = 1e-5
 """The same for some documents, whose ratio is then within any clip and any gate."""
+REAL = ("advantages", "old_logprobs", "sampler_logprobs", "ref_logprobs")
+"""Fields of a `Document` that a batch holds as real numbers, one a token."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,7 @@ def to_batch(documents: Sequence[Document]) -> RolloutBatch:
             {
                 "tokens": list(d.tokens),
                 "loss_mask": list(map(int, d.loss_mask)),
-                "advantages": exact(d.advantages),
-                "old_logprobs": exact(d.old_logprobs),
-                "sampler_logprobs": exact(d.sampler_logprobs),
-                "ref_logprobs": exact(d.ref_logprobs),
+                **{name: exact(getattr(d, name)) for name in REAL},
                 "reward": torch.tensor(d.reward, dtype=torch.float64),
                 "group_id": d.group_id,
             }

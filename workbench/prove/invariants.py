@@ -12,7 +12,7 @@ Source: the property list of the workbench's reference; systems that broke each 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.prove.arrangement import Arrangement, one_row
@@ -84,6 +84,23 @@ class Invariant:
         return Case(documents, tuple(numbers.items()), together)
 
 
+INVARIANTS: dict[str, Invariant] = {}
+"""Every invariant by name, in the order of a proof's table."""
+
+Arrange = Callable[[Case], Pair | None]
+
+
+def _invariant(says: str, *, idle: bool = False, **numbers: Sequence[int]) -> Callable[[Arrange], Arrange]:
+    """Declare the invariant that a function arranges, which has its name after an underscore; see `Invariant`."""
+
+    def declare(arrange: Arrange) -> Arrange:
+        name = arrange.__name__.removeprefix("_")
+        INVARIANTS[name] = Invariant(name, says, numbers, arrange, idle)
+        return arrange
+
+    return declare
+
+
 def dealt(case: Case, rows: int, what: str = "") -> tuple[tuple[int, ...], ...] | None:
     """Documents dealt at random, each row with trained tokens; None if there are too few."""
     rng = case.random(what)
@@ -100,21 +117,25 @@ def dealt(case: Case, rows: int, what: str = "") -> tuple[tuple[int, ...], ...] 
     return tuple(tuple(rng.sample(hand, len(hand))) for hand in hands)
 
 
+@_invariant("documents may be dealt to any number of data-parallel ranks", dp=(2, 3))
 def _dp_split(case: Case) -> Pair | None:
     rows = dealt(case, case["dp"])
     return rows and (one_row(case.documents), Arrangement(case.documents, rows, dp=case["dp"]))
 
 
+@_invariant("a rank may take its documents in any number of micro-batches", micro_batches=(2, 3))
 def _micro_batch_split(case: Case) -> Pair | None:
     rows = dealt(case, case["micro_batches"])
     return rows and (one_row(case.documents), Arrangement(case.documents, rows))
 
 
+@_invariant("micro-batches may come in any order", micro_batches=(2, 3))
 def _micro_batch_order(case: Case) -> Pair | None:
     rows = dealt(case, case["micro_batches"])
     return rows and (Arrangement(case.documents, rows), Arrangement(case.documents, rows[1:] + rows[:1]))
 
 
+@_invariant("any document may share a row with any other, in any order", micro_batches=(1, 2))
 def _packing_order(case: Case) -> Pair | None:
     rows, others = dealt(case, case["micro_batches"]), dealt(case, case["micro_batches"], "other")
     if rows is None or others is None or rows == others:
@@ -141,6 +162,7 @@ def straddled(arrangement: Arrangement, cp: int) -> int:
     return len(edges)
 
 
+@_invariant("a row may be cut for any number of context-parallel ranks", cp=(2, 3, 4), attention=range(len(ATTENTION)))
 def _cp_degree(case: Case) -> Pair | None:
     plain = straddling(case, case["cp"], case["cp"])
     attention = ATTENTION[case["attention"]]
@@ -149,26 +171,31 @@ def _cp_degree(case: Case) -> Pair | None:
     return plain, replace(plain, cp=case["cp"], attention=attention)
 
 
+@_invariant("context-parallel ranks may hold a row's tokens in any order", cp=(2, 3), order=range(1, len(ORDER_NAMES)))
 def _cp_order(case: Case) -> Pair | None:
     plain = replace(straddling(case, case["cp"], 2 * case["cp"]), cp=case["cp"])
     return plain, replace(plain, order=ORDER_NAMES[case["order"]])
 
 
+@_invariant("any number of tensor-parallel ranks may compute the same tokens", tp=(2,), sequence_parallel=(0, 1))
 def _tp(case: Case) -> Pair | None:
     plain = one_row(case.documents, multiple_of=case["tp"])
     return plain, replace(plain, tp=case["tp"], sequence_parallel=bool(case["sequence_parallel"]))
 
 
+@_invariant("the head may take the tokens of a row a few at a time", chunk_tokens=(1, 2, 3, 7, 16), fused=(0, 1))
 def _head_chunking(case: Case) -> Pair | None:
     changed = one_row(case.documents, chunk_tokens=case["chunk_tokens"], fused=bool(case["fused"]))
     return one_row(case.documents), changed
 
 
+@_invariant("a row may have any padding", extra=(1, 2, 5, 30))
 def _padding(case: Case) -> Pair | None:
     plain = one_row(case.documents)
     return plain, one_row(case.documents, multiple_of=plain.tokens + case["extra"])
 
 
+@_invariant("documents in which nothing trains may be added", documents=(2, 4))
 def _masked_rows(case: Case) -> Pair | None:
     added = _silent(case, case["documents"])
     places = list(range(len(case.documents) + len(added)))
@@ -178,6 +205,9 @@ def _masked_rows(case: Case) -> Pair | None:
     return one_row(case.documents), Arrangement(case.documents + added, (tuple(places),))
 
 
+@_invariant(
+    "a rank or a micro-batch may have nothing to train", idle=True, kind=(0, 1, 2), documents=(0, 1), first=(0, 1)
+)
 def _empty_ranks(case: Case) -> Pair | None:
     """Add a dp rank, a micro-batch or a cp rank that has only padding, or only documents without trained tokens."""
     kind, silent = case["kind"], _silent(case, 2) if case["documents"] else ()
@@ -193,6 +223,7 @@ def _empty_ranks(case: Case) -> Pair | None:
     return one_row(documents), Arrangement(documents, rows, dp=2 - kind)
 
 
+@_invariant("all of this at once", idle=True, order=range(1, len(ORDER_NAMES)), tp=(1, 2))
 def _together(case: Case) -> Pair | None:
     rows = dealt(case, 4)
     order = ORDER_NAMES[case["order"]]
@@ -207,65 +238,6 @@ def _silent(case: Case, number: int) -> tuple[Document, ...]:
     return silent_documents(f"{case['seed']} silent", number, group_id=free)
 
 
-INVARIANTS: dict[str, Invariant] = {
-    invariant.name: invariant
-    for invariant in (
-        Invariant("dp_split", "documents may be dealt to any number of data-parallel ranks", {"dp": (2, 3)}, _dp_split),
-        Invariant(
-            "micro_batch_split",
-            "a rank may take its documents in any number of micro-batches",
-            {"micro_batches": (2, 3)},
-            _micro_batch_split,
-        ),
-        Invariant(
-            "micro_batch_order", "micro-batches may come in any order", {"micro_batches": (2, 3)}, _micro_batch_order
-        ),
-        Invariant(
-            "packing_order",
-            "any document may share a row with any other, in any order",
-            {"micro_batches": (1, 2)},
-            _packing_order,
-        ),
-        Invariant(
-            "cp_degree",
-            "a row may be cut for any number of context-parallel ranks",
-            {"cp": (2, 3, 4), "attention": range(len(ATTENTION))},
-            _cp_degree,
-        ),
-        Invariant(
-            "cp_order",
-            "context-parallel ranks may hold a row's tokens in any order",
-            {"cp": (2, 3), "order": range(1, len(ORDER_NAMES))},
-            _cp_order,
-        ),
-        Invariant(
-            "tp",
-            "any number of tensor-parallel ranks may compute the same tokens",
-            {"tp": (2,), "sequence_parallel": (0, 1)},
-            _tp,
-        ),
-        Invariant(
-            "head_chunking",
-            "the head may take the tokens of a row a few at a time",
-            {"chunk_tokens": (1, 2, 3, 7, 16), "fused": (0, 1)},
-            _head_chunking,
-        ),
-        Invariant("padding", "a row may have any padding", {"extra": (1, 2, 5, 30)}, _padding),
-        Invariant("masked_rows", "documents in which nothing trains may be added", {"documents": (2, 4)}, _masked_rows),
-        Invariant(
-            "empty_ranks",
-            "a rank or a micro-batch may have nothing to train",
-            {"kind": (0, 1, 2), "documents": (0, 1), "first": (0, 1)},
-            _empty_ranks,
-            idle=True,
-        ),
-        Invariant(
-            "together", "all of this at once", {"order": range(1, len(ORDER_NAMES)), "tp": (1, 2)}, _together, idle=True
-        ),
-    )
-}
-"""Every invariant by name, in the order of a proof's table."""
-
 DECLARED: dict[str, tuple[str, ...]] = {
     "dp": ("dp_split", "empty_ranks"),
     "cp": ("cp_degree", "cp_order", "empty_ranks"),
@@ -277,3 +249,42 @@ DECLARED: dict[str, tuple[str, ...]] = {
 
 EMPTY = ("dp", "micro_batch", "cp")
 """Empty axis for each number "kind" of the invariant empty_ranks, as a spec declares it."""
+
+
+def shrink(case: Case, invariant: Invariant, fails: Callable[[Case], bool], has_time: Callable[[], bool]) -> Case:
+    """The smallest case that greedy steps find.
+
+    Args:
+        case: one that fails.
+        invariant: the invariant it breaks.
+        fails: True for a case that fails in the same way.
+        has_time: True while there is time for another try.
+    """
+    improved = True
+    while improved:
+        improved = False
+        for smaller in smaller_cases(case, invariant):
+            if not has_time():
+                return case
+            if fails(smaller):
+                case, improved = smaller, True
+                break
+    return case
+
+
+def smaller_cases(case: Case, invariant: Invariant) -> Iterator[Case]:
+    """Cases one step smaller, largest steps first: a number, half of the documents, one of them, tokens."""
+    for name, choices in invariant.numbers.items():
+        at = list(choices).index(case[name])
+        for smaller in list(choices)[:at]:
+            yield case.with_number(name, smaller)
+    count = len(case.documents)
+    for size in dict.fromkeys((count // 2, count // 4, 1) if count > 3 else (1,) if count > 1 else ()):
+        for begin in range(0, count, size):
+            yield replace(case, documents=case.documents[:begin] + case.documents[begin + size :])
+    for number, document in enumerate(case.documents):
+        length = len(document.tokens)
+        for shorter in dict.fromkeys((length // 2, length - 1)):
+            if 0 < shorter < length:
+                cut = (*case.documents[:number], document.cut(shorter), *case.documents[number + 1 :])
+                yield replace(case, documents=cut)

@@ -11,12 +11,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from workbench.errors import SpecError
-from workbench.prove.arrangement import Arrangement, Outcome, one_rank_policy, one_row, perform
-from workbench.prove.differences import NOTHING, Difference, difference
+from workbench.prove.arrangement import (
+    NOTHING,
+    Arrangement,
+    Difference,
+    Outcome,
+    difference,
+    one_rank_policy,
+    one_row,
+    perform,
+)
 from workbench.prove.documents import Document, draw_documents
-from workbench.prove.invariants import DECLARED, EMPTY, Case, Invariant
+from workbench.prove.invariants import DECLARED, EMPTY, Case, Invariant, shrink
 from workbench.prove.proof import Counterexample, InvariantResult, Proof
-from workbench.prove.shrinking import shrink
 from workbench.prove.subject import Subject
 
 DRAWS = 6
@@ -162,7 +169,8 @@ def search(subject: Subject, invariants: Sequence[Invariant], *, seed: int, roun
         SpecError: a loss whose values are not finite on one rank, or not reproducible.
     """
     started = time.monotonic()
-    engine = _Search(subject, seed, time.process_time() + budget_s, _needs_groups(subject))
+    together = subject.run_spec.loss.needs_pairs or subject.run_spec.data.keep_groups
+    engine = _Search(subject, seed, time.process_time() + budget_s, together)
     records = [_Record(invariant) for invariant in invariants]
     if rounds and budget_s > 0:
         engine.check_repeatable()
@@ -182,10 +190,6 @@ def search(subject: Subject, invariants: Sequence[Invariant], *, seed: int, roun
             record.failed = engine.cut_down(record.invariant, *record.failed)
     results = tuple(_result(record) for record in records)
     return Proof(subject.title, _idle_declarations(results, subject.declared), seed, time.monotonic() - started)
-
-
-def _needs_groups(subject: Subject) -> bool:
-    return subject.run_spec.loss.needs_pairs or subject.run_spec.data.keep_groups
 
 
 def excuses(declared: Sequence[str], invariant: Invariant, case: Case, difference: Difference) -> bool:

@@ -16,12 +16,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workbench.atomic import from_json
 from workbench.errors import RecordError
 from workbench.records.directory import RunDirectory
+from workbench.records.integrity import RESTORE
 from workbench.specs.run import RunSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,26 @@ def fingerprint_label(values: Any) -> str:
     from workbench.reproducible.fingerprints import fingerprint
 
     return label(values.dtype, fingerprint(values))
+
+
+def check_certificate(gradients: Mapping[str, Tensor], certificate: Certificate, *, where: str) -> None:
+    """Refuse stored gradients whose bits do not match the step's certificate.
+
+    Raises:
+        RecordError: a gradient with another fingerprint, or dtype.
+    """
+    for name, values in gradients.items():
+        key = f"gradient/{name}"
+        if key not in certificate.fingerprints or key in certificate.differing_replicas:
+            continue  # the fingerprint of differing replicas means nothing
+        label = fingerprint_label(values)
+        if label != certificate.fingerprints[key]:
+            raise RecordError(
+                f"read {where}",
+                found=f"parameter {name} has fingerprint {label}, certified {certificate.fingerprints[key]}",
+                rule="a stored gradient has every bit that its step's certificate was made of",
+                fix=f"the file is damaged: {RESTORE}",
+            )
 
 
 def _damaged(run: RunDirectory, name: str, found: str) -> RecordError:

@@ -1,4 +1,4 @@
-"""Checks that stored gradients are the ones that were recorded, before a verdict uses them.
+"""Checks that a record is whole, and that stored gradients are the ones that were recorded, before a verdict uses them.
 
 A safetensors file has no checksum: one flipped bit of an exponent makes another gradient, which would be taken for the
 run's. Two numbers were written elsewhere at the time: the norm of each gradient, and its fingerprint if the step has a
@@ -12,15 +12,23 @@ parameter by a factor of its own. A wrong norm therefore means damage only if no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from workbench.atomic import tensor_names
 from workbench.errors import RecordError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.records.certificate import Certificate
+    from workbench.records.directory import RunDirectory
+
+FIX = "run the configuration again; the run's other files are not affected"
+"""Fix of a damaged file of a run."""
+
+STEP_KEYS = ("loss/total/sum", "gradient/norm/global")
+"""Numbers that every step record of a run has, or none."""
 
 NORM_ULPS = 4
 """Units in the last place of the stored dtype that a norm may be off: the norm itself may be rounded to that dtype, or
@@ -34,7 +42,65 @@ SAME_RATIO = 1e-3
 """Two wrong norms are off by the same factor if the logarithms of their factors agree to this share (and rounding): a
 wrong factor in a program is exact, and independent flips agree this well by chance in one of some thousand pairs."""
 
-_FIX = "restore the file from a copy, or record the run again"
+RESTORE = "restore the file from a copy, or record the run again"
+"""Fix of a file of gradients that is damaged."""
+
+
+def refuse_incomplete(path: Path, records: Sequence[Mapping[str, Any]], expected: int) -> None:
+    """Refuse the step records of a run that succeeded if they are not those of all its steps.
+
+    Raises:
+        RecordError: a step is missing, or lacks a number that every step has: the message names the file and the line.
+    """
+    problem = "no such file" if not path.exists() else ""
+    if path.exists() and len(records) != expected:
+        lines = path.read_bytes().split(b"\n")
+        torn = bool(lines[-1]) or len([line for line in lines if line]) > len(records)
+        problem = f"{len(records)} whole records" + ("; the last line is cut or damaged" if torn else "")
+    everywhere = [key for key in STEP_KEYS if any(key in record for record in records)]
+    for number, record in enumerate(records) if not problem else ():
+        if record.get("step") != number:
+            problem = f"line {number + 1} is of step {record.get('step')!r}, not {number}"
+        elif missing := [key for key in everywhere if not isinstance(record.get(key), int | float)]:
+            problem = f"line {number + 1} has no {', '.join(missing)}"
+        if problem:
+            break
+    if problem:
+        raise RecordError(
+            f"read {path.parent.name}/{path.name}",
+            found=problem,
+            rule=f"a run that succeeded has {expected} step record(s), one of each step, with the same numbers",
+            fix=FIX,
+        )
+
+
+def check_whole(run: RunDirectory) -> None:
+    """Check that a run that succeeded still has every file that its step records and its settings imply.
+
+    Only the header of a tensor file is read, for its names and for bytes missing at its end.
+
+    Raises:
+        RecordError: a step record or a file of tensors is missing, cut or damaged; the message names it.
+    """
+    tokens = any((run.path / "tensors").glob("step*.tokens.safetensors"))
+    for number, record in enumerate(run.steps()):
+        if run.spec.record.gradients == "full" and "gradient_norms" in record:
+            _check_names(run, f"step{number:04d}.gradients.safetensors", record["gradient_norms"])
+        if run.spec.record.tokens and tokens:
+            _check_names(run, f"step{number:04d}.tokens.safetensors", ())
+
+
+def _check_names(run: RunDirectory, file: str, names: Iterable[str]) -> None:
+    requested = f"read {run.path.name}/tensors/{file}"
+    stored = tensor_names(run.path / "tensors" / file, requested=requested, fix=FIX)
+    if missing := [name for name in names if name not in stored]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise RecordError(
+            requested,
+            found=f"no {', '.join(missing[:3])}{more}",
+            rule="a gradient of every parameter that the step's record has a norm of",
+            fix=FIX,
+        )
 
 
 def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float], *, where: str) -> None:
@@ -73,35 +139,8 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
             found=f"parameter {alone[0]} has norm {norm!r}, recorded {recorded!r}{more}",
             rule="a stored gradient has the norm that was recorded of it, to a relative "
             f"{tolerance:.1e}: rounding of its dtype",
-            fix=f"the file is damaged: {_FIX}",
+            fix=f"the file is damaged: {RESTORE}",
         )
-
-
-def check_certificate(gradients: Mapping[str, Tensor], certificate: Certificate, *, where: str) -> None:
-    """Refuse stored gradients whose bits do not match the step's certificate.
-
-    Args:
-        gradients: as they are stored, whole, by parameter.
-        certificate: of the step, from `workbench.records.certificate.read_certificate`.
-        where: the record and file, for the message.
-
-    Raises:
-        RecordError: a gradient with another fingerprint, or dtype.
-    """
-    from workbench.records.certificate import fingerprint_label
-
-    for name, values in gradients.items():
-        key = f"gradient/{name}"
-        if key not in certificate.fingerprints or key in certificate.differing_replicas:
-            continue  # the fingerprint of differing replicas means nothing
-        label = fingerprint_label(values)
-        if label != certificate.fingerprints[key]:
-            raise RecordError(
-                f"read {where}",
-                found=f"parameter {name} has fingerprint {label}, certified {certificate.fingerprints[key]}",
-                rule="a stored gradient has every bit that its step's certificate was made of",
-                fix=f"the file is damaged: {_FIX}",
-            )
 
 
 def _norm(values: Tensor) -> float:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workbench.atomic import from_json
 from workbench.errors import RecordError, WorkbenchError
-from workbench.records.directory import RunDirectory, from_json, project_root
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import project_root
 
 _MOST_NAMED = 12  # runs that a message lists
 
@@ -148,28 +150,11 @@ def experiment_at(query: str | Path, project: Path | None = None) -> Path:
 
 
 def shell_name(run: Path, project: Path | None = None) -> str:
-    """Spell a run for a shell: ``experiment/folder`` where `look_up` finds that, and its path elsewhere.
-
-    Args:
-        run: its folder.
-        project: the parent of ``experiments``; None takes `project_root`.
-    """
+    """Spell a run for a shell: ``experiment/folder`` where `look_up` finds that, and its path elsewhere."""
     run, here = run.resolve(), Path.cwd()
     if run.parents[2] == (project or project_root()).resolve() / "experiments":
         return shlex.quote(f"{run.parents[1].name}/{run.name}")
     return shlex.quote(str(run.relative_to(here) if run.is_relative_to(here) else run))
-
-
-def steps_recorded(run: RunDirectory) -> int:
-    """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not."""
-    count = 0
-    try:
-        with (run.path / "metrics.jsonl").open("rb") as file:
-            while block := file.read(1 << 20):
-                count += block.count(b"\n")
-    except FileNotFoundError:
-        pass
-    return count
 
 
 def _entry(path: Path) -> RunEntry:

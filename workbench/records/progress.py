@@ -1,9 +1,13 @@
-"""Remaining time of a running run."""
+"""Progress of a run, from its step records as they are written: new ones, their number, and the remaining time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from workbench.atomic import checked_line, damaged
+from workbench.records.directory import RunDirectory
+from workbench.records.integrity import FIX
 
 CONTINUES = "run/continues"
 """Key of a step record: the run that this one continues, whose last step precedes it."""
@@ -41,3 +45,47 @@ class Pace:
         if len(self._ends) < 2:
             return None
         return steps * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) / 1e9
+
+
+class StepTail:
+    """Step records of a run as they are written: each call reads only the new ones."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the records since the last call; an incomplete last line follows once it is complete.
+
+        Raises:
+            RecordError: a line before the last is damaged.
+        """
+        try:
+            with (self.run.path / "metrics.jsonl").open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        records = []
+        *whole, rest = content.split(b"\n")
+        for index, line in enumerate(whole):
+            record = checked_line(line)
+            if record is None:
+                if rest or index < len(whole) - 1:
+                    raise damaged(self.run.path / "metrics.jsonl", "a line before the last", fix=FIX)
+                break  # torn; its writer cuts it off before the next record
+            records.append(record)
+            self._offset += len(line) + 1
+        return records
+
+
+def steps_recorded(run: RunDirectory) -> int:
+    """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not."""
+    count = 0
+    try:
+        with (run.path / "metrics.jsonl").open("rb") as file:
+            while block := file.read(1 << 20):
+                count += block.count(b"\n")
+    except FileNotFoundError:
+        pass
+    return count

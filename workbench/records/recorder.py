@@ -31,7 +31,7 @@ from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.records import trainer_files as files
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
-from workbench.sharding.given_gradients import (
+from workbench.sharding.gradients import (
     given_gradient,
     given_norms,
     in_buffers,
@@ -39,8 +39,7 @@ from workbench.sharding.given_gradients import (
     trained_parameters,
     whole_value,
 )
-from workbench.sharding.given_groups import GivenGroup, axis_of, world_axis
-from workbench.sharding.mesh import Axis
+from workbench.sharding.mesh import Axis, GivenGroup, axis_of, world_axis
 
 
 class Recorder:
@@ -148,12 +147,7 @@ class Recorder:
         self._taken = norms, whole
 
     def step(self, loss: Tensor | float | None = None, **told: Any) -> None:
-        """Write the step. Collective; called by the optimizer's hook if an optimizer was given.
-
-        Args:
-            loss: as `note` takes it.
-            told: counts, metrics and tokens, likewise.
-        """
+        """Write the step, with what `note` takes. Collective; called by the hook of an optimizer that was given."""
         self.note(loss, **told)
         if self._taken is None:
             self.take_gradients()

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from workbench import atomic as whole_files
-from workbench.atomic import append_line, drop_torn_tail, from_json, read_lines, to_json, write_whole
+from workbench import atomic
+from workbench.atomic import append_line, drop_torn_tail, read_json, read_lines, to_json, write_whole
 from workbench.errors import RecordError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def append_step(folder: Path, step: Mapping[str, Any]) -> None:
 
 def write_tensors(folder: Path, number: int, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
     """Write the gradients or per-token values of a step, before its line."""
-    whole_files.write_tensors(_tensor_path(folder, number, kind), tensors)
+    atomic.write_tensors(_tensor_path(folder, number, kind), tensors)
 
 
 def read_context(folder: Path) -> dict[str, Any]:
@@ -80,20 +80,14 @@ def read_context(folder: Path) -> dict[str, Any]:
     Raises:
         RecordError: missing, damaged, or of another version.
     """
+    requested = f"read {folder.name}/record.json"
     try:
-        read = from_json((folder / "record.json").read_bytes())
+        read = read_json(folder / "record.json", requested=requested, fix=_FIX)
     except FileNotFoundError:
         raise _no_record(folder) from None
-    except (OSError, ValueError) as error:
-        raise RecordError(
-            f"read {folder.name}/record.json",
-            found=f"{type(error).__name__}: {error}",
-            rule="a whole JSON file",
-            fix=_FIX,
-        ) from None
     if not isinstance(read, dict) or read.get("record") != VERSION or not isinstance(read.get("context"), dict):
         raise RecordError(
-            f"read {folder.name}/record.json",
+            requested,
             found=str(read)[:80],
             rule=f'{{"record": {VERSION}, "context": {{...}}}}',
             fix=_FIX,
@@ -119,7 +113,7 @@ def read_tensors(folder: Path, number: int, kind: Kind) -> dict[str, Tensor] | N
     path = _tensor_path(folder, number, kind)
     if not path.exists():
         return None
-    return whole_files.read_tensors(path, requested=f"read {folder.name}/tensors/{path.name}", fix=_FIX)
+    return atomic.read_tensors(path, requested=f"read {folder.name}/tensors/{path.name}", fix=_FIX)
 
 
 def _tensor_path(folder: Path, number: int, kind: Kind) -> Path:

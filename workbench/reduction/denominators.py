@@ -153,19 +153,21 @@ class StepDocuments:
 def token(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Trained tokens of the step: ``sum_d L_d``."""
     tokens = step.num_tokens
-    if spec.scaling.least_tokens and step.given.tokens is None:
-        tokens = float(step.counted_N.clamp_min(spec.scaling.least_tokens).sum())
-    return torch.full_like(step.counted_N, tokens + spec.scaling.count_epsilon)
+    if spec.compat.scaling.least_tokens and step.given.tokens is None:
+        tokens = float(step.counted_N.clamp_min(spec.compat.scaling.least_tokens).sum())
+    return torch.full_like(step.counted_N, tokens + spec.compat.scaling.count_epsilon)
 
 
 def document(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean of document means: ``M L_d``."""
-    return (step.num_documents + spec.scaling.count_epsilon) * (step.counted_N + spec.scaling.length_epsilon)
+    return (step.num_documents + spec.compat.scaling.count_epsilon) * (
+        step.counted_N + spec.compat.scaling.length_epsilon
+    )
 
 
 def document_sum(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean of document sums: ``M``."""
-    return torch.full_like(step.counted_N, step.num_documents + spec.scaling.count_epsilon)
+    return torch.full_like(step.counted_N, step.num_documents + spec.compat.scaling.count_epsilon)
 
 
 def constant(step: StepDocuments, spec: LossSpec) -> Tensor:
@@ -177,7 +179,7 @@ def constant(step: StepDocuments, spec: LossSpec) -> Tensor:
             rule="the sum is divided by documents * denominator_constant",
             fix="set the length, for instance the longest completion that the sampler may write",
         )
-    documents = step.num_documents + spec.scaling.count_epsilon
+    documents = step.num_documents + spec.compat.scaling.count_epsilon
     return torch.full_like(step.counted_N, documents * spec.denominator_constant)
 
 
@@ -211,7 +213,7 @@ def raw(step: StepDocuments, _: LossSpec) -> Tensor:
 def local_token(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean over micro-batches of their own token means: ``B T_b``. Depends on the split of the step."""
     tokens_B = step.counted_N.new_zeros(step.num_rows).index_add(0, step.rows_N, step.counted_N)
-    given, counts = step.given, spec.scaling.counts
+    given, counts = step.given, spec.compat.scaling.counts
     repeats = {"step": given.dp * given.micro_batches, "pass": given.dp, "micro_batch": 1}[counts]
     return (step.num_rows * repeats * tokens_B)[step.rows_N]
 
@@ -226,7 +228,7 @@ def positive_token(step: StepDocuments, spec: LossSpec) -> Tensor:
             fix="give the batch rewards",
         )
     positive_N = step.rewards_N > 0
-    return torch.where(positive_N, (step.counted_N * positive_N).sum() + spec.scaling.count_epsilon, torch.inf)
+    return torch.where(positive_N, (step.counted_N * positive_N).sum() + spec.compat.scaling.count_epsilon, torch.inf)
 
 
 DENOMINATORS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
@@ -283,4 +285,4 @@ def _mean_over(name: str, needed: str, step: StepDocuments, ids_N: Tensor | None
     size = int(label.max()) + 1 if len(label) else 0
     tokens = step.counted_N.new_zeros(size).index_add(0, label, step.counted_N)
     sets = label[step.alive_N].unique().numel()
-    return ((sets + spec.scaling.count_epsilon) * tokens)[label]
+    return ((sets + spec.compat.scaling.count_epsilon) * tokens)[label]

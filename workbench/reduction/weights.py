@@ -111,10 +111,10 @@ def step_weights(
         dp=step_layout.dp, cp=step_layout.cp, micro_batches=step_layout.micro_batches(len(rows))
     )
     factor = scaling_factor(
-        spec.scaling, dp=layout.dp, cp=layout.cp, micro_batches=layout.micro_batches, engine=given is None
+        spec.compat.scaling, dp=layout.dp, cp=layout.cp, micro_batches=layout.micro_batches, engine=given is None
     )
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
-    for together in step_layout.counted_together(len(rows), spec.scaling.counts):
+    for together in step_layout.counted_together(len(rows), spec.compat.scaling.counts):
         selected = [rows[index] for index in together], [counted[index] for index in together]
         for index, by_name in zip(together, _counted_weights(*selected, spec, given, factor), strict=True):
             weights[index] = by_name
@@ -127,13 +127,15 @@ def _counted_weights(
     rows: Sequence[TrainingRow], counted: Sequence[Tensor], spec: LossSpec, given: GivenCounts | None, factor: float
 ) -> list[dict[str, TokenWeights]]:
     """Weights of rows that share one count, each multiplied by a factor."""
-    with_empty = spec.documents_counted == "all"
+    with_empty = spec.compat.documents_counted == "all"
     policy_step = StepDocuments.of(rows, counted, with_empty=with_empty, given=given)
     step = StepDocuments.of(rows, [row.loss_mask_T for row in rows], with_empty=with_empty, given=given)
     denominators = {"policy": DENOMINATORS[spec.denominator], "penalty": DENOMINATORS[spec.denominator]} | ALWAYS
     if step.rewards_N is not None:
         denominators["positive_token"] = positive_token
-    gradient_divisor = spec.gradient_divisor * (max(policy_step.num_documents, 1) if spec.normalize_by_documents else 1)
+    gradient_divisor = spec.compat.gradient_divisor
+    if spec.compat.normalize_by_documents:
+        gradient_divisor *= max(policy_step.num_documents, 1)
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
     for name, denominator in denominators.items():
         divisor_N = denominator(policy_step if name == "policy" else step, spec)

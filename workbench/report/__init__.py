@@ -2,7 +2,7 @@
 
     figures   functions that take a comparison and return a matplotlib figure
     page      `write_report`: the whole comparison as one HTML file that needs nothing else
-    show      `show`: the verdicts in a notebook
+    summary   `show`: the verdicts in a notebook
 
 matplotlib and IPython are imported in this layer only.
 """

@@ -53,9 +53,6 @@ def credit_map(
 
     Raises:
         SpecError: no credit or no document, a document that is not there, or credits of another batch.
-
-    Example:
-        >>> credit_map(batch, {"grpo": token_credit(batch, LossSpec(name="grpo"))})   # doctest: +SKIP
     """
     chosen = list(range(batch.num_documents)) if documents is None else list(documents)
     missing = [d for d in chosen if not 0 <= d < batch.num_documents]
@@ -91,16 +88,7 @@ def credit_map(
         axes.set_xlabel("token of the document", fontsize=7.5, color=style.MUTED, loc="left")
         axes.spines["bottom"].set_visible(False)
         axes.set_yticks(range(len(chosen)), [str(d) for d in chosen])
-    panels[0].annotate(
-        "document",
-        (0, 1),
-        xytext=(-4, 3),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        ha="right",
-        fontsize=7,
-        color=style.MUTED,
-    )
+    style.remark(panels[0], "document", (0, 1), offset=(-4, 3), ha="right", fontsize=7)
     _legend(figure, credits, largest)
     return figure
 
@@ -116,12 +104,7 @@ def hue(value: float, largest: float) -> str:
 
 
 def shares_text(credit: Credit) -> str:
-    """Return the shares of the trained tokens of the whole step by fate, as text.
-
-    Example:
-        >>> said_shares(credit)   # doctest: +SKIP
-        '62 % of tokens act · 21 % zero advantage · 17 % clipped'
-    """
+    """Return the shares of the trained tokens of the whole step by fate, as text."""
     shares = credit.shares()
     lost = [
         f"{_percent(part)} {fate}"
@@ -192,16 +175,4 @@ def _legend(figure: Figure, credits: Mapping[str, Credit], largest: float) -> No
         Patch(facecolor=RARER, label=f"made less likely (up to {significant(largest, 2)})"),
         *(Patch(facecolor=color, label=fate) for fate, color in SILENT.items() if fate in fates),
     ]
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=7.5,
-        handlelength=1.1,
-        handleheight=1.1,
-        labelcolor=style.INK,
-    )
-
-
-__all__ = ["credit_map", "hue", "shares_text"]
+    style.legend(figure, handles, "outside lower left", ncols=len(handles), handlelength=1.1, handleheight=1.1)

@@ -1,4 +1,4 @@
-"""Facts next to a verdict: the size of the error, where a run diverged, and what it could have seen.
+"""Facts next to a verdict: the size of the error, where a run diverged, what changed, and what it could have seen.
 
 Every function takes data of a comparison and returns a number or text; figures, page and `show` place it.
 """
@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workbench.compare.comparison import Comparison, Configuration, flatten
-from workbench.compare.declared import declared_note
+from workbench.compare.comparison import Comparison, Configuration, declared_note, flatten
 from workbench.report.numbers import NONE, significant
 
 AGREEING = ("equal", "within budget")
@@ -158,3 +157,57 @@ def percent(share: float) -> str:
 def _evidence(configuration: Configuration) -> Mapping[str, Any]:
     evidence = getattr(configuration, "evidence", None)
     return evidence if isinstance(evidence, Mapping) else {}
+
+
+def worst_share(configuration: Configuration) -> float | None:
+    """Return the largest distance in units of its budget, over steps, parameters and the whole gradient.
+
+    Above 1 something is out of budget. None where nothing was judged.
+    """
+    pairs = [(w.get("distance"), w.get("budget")) for w in configuration.whole_gradient]
+    pairs += [(p.distance, p.budget) for p in configuration.parameters]
+    shares = [share_of_budget(distance, budget) for distance, budget in pairs]
+    return max((s for s in shares if s is not None), default=None)
+
+
+def share_of_budget(distance: float | None, budget: float | None) -> float | None:
+    """Return a distance in units of its budget; infinite where either is not finite, or where a budget of 0 is left.
+
+    Example:
+        >>> share_of_budget(3.0, 2.0), share_of_budget(0.0, 0.0), share_of_budget(1.0, 0.0)
+        (1.5, 0.0, inf)
+    """
+    if distance is None or budget is None:
+        return None
+    if not (math.isfinite(distance) and math.isfinite(budget)):
+        return math.inf
+    if budget == 0:
+        return math.inf if distance else 0.0
+    return distance / budget
+
+
+def is_bitwise_equal(configuration: Configuration) -> bool:
+    """True if every recorded step has the reference's gradient, bit for bit."""
+    steps = configuration.whole_gradient
+    return bool(steps) and all(step.get("bitwise_equal") for step in steps)
+
+
+def changed_settings(comparison: Comparison, configuration: Configuration) -> dict[str, Any]:
+    """Return the settings in which a configuration differs from its reference, flat; of a reference, none."""
+    if not configuration.against:
+        return {}
+    base = flatten(comparison[configuration.against].settings)
+    return {
+        key: value
+        for key, value in flatten(configuration.settings).items()
+        if key != "frozen_clip" and (key not in base or base[key] != value)
+    }
+
+
+def groups(comparison: Comparison) -> dict[str, list[Configuration]]:
+    """Group configurations by the reference that they are compared with, the reference first."""
+    members: dict[str, list[Configuration]] = {c.name: [c] for c in comparison.configurations if not c.against}
+    for configuration in comparison.configurations:
+        if configuration.against:
+            members.setdefault(configuration.against, []).append(configuration)
+    return members

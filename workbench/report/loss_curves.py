@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 
 from workbench.compare.comparison import flatten
 from workbench.errors import SpecError
-from workbench.losses.curves import ratio_curves
+from workbench.losses.build import ratio_curves
 from workbench.metrics.quantities import clip_rule
 from workbench.report import style
 from workbench.report.numbers import significant
@@ -49,13 +49,10 @@ def loss_curves(
         specs: one loss, several, or several by name.
         advantages: advantages of the token; a row each.
         ratios: the ends of the horizontal axis; None includes all clip bounds.
-        anchor_probability: probability of the token before it moved, see `workbench.losses.curves.ratio_curves`.
+        anchor_probability: probability of the token before it moved, see `workbench.losses.build.ratio_curves`.
 
     Raises:
         SpecError: no loss or no advantage, a range without 1 inside, a loss over pairs.
-
-    Example:
-        >>> loss_curves([LossSpec(name="dapo"), LossSpec(name="cispo")])   # doctest: +SKIP
     """
     named = name_specs(specs)
     low, high = ratios or _reach(named.values())
@@ -67,7 +64,7 @@ def loss_curves(
         )
     figure = style.chart(0.5 + 2.35 * len(advantages))
     grid = figure.subplots(len(advantages), 2, squeeze=False, sharex=True)
-    looks = line_styles(list(named))
+    looks = style.line_styles(list(named))
     for advantage, (left, right) in zip(advantages, grid, strict=True):
         x = "ratio" if left is grid[-1][0] else ""
         style.tidy(left, title=f"advantage {significant(advantage, 2)}", y="loss − loss at ratio 1", x=x)
@@ -81,15 +78,7 @@ def loss_curves(
         for axes in (left, right):
             _mark(axes, named, advantage, looks, low, high)
     handles = [Line2D([], [], label=name, linewidth=1.8, **looks[name]) for name in named]
-    figure.legend(
-        handles=handles,
-        loc="outside right center",
-        frameon=False,
-        fontsize=7.5,
-        handlelength=3,
-        labelspacing=0.8,
-        labelcolor=style.INK,
-    )
+    style.legend(figure, handles, "outside right center", labelspacing=0.8)
     return figure
 
 
@@ -121,14 +110,6 @@ def bounds_of(spec: LossSpec, advantage: float) -> list[float]:
         return []
     bounds = [rule.lower, rule.upper, *([rule.dual] if rule.dual is not None and advantage < 0 else [])]
     return [bound for bound in bounds if 0 < bound < math.inf]
-
-
-def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return a hue and a dash for each name."""
-    return {
-        name: {"color": style.SERIES[i % len(style.SERIES)], "linestyle": style.DASHES[i % len(style.DASHES)]}
-        for i, name in enumerate(names)
-    }
 
 
 def _changed(spec: LossSpec) -> list[str]:
@@ -173,6 +154,3 @@ def _mark(
     axes.set_xlim(low, high)
     for axis in (axes.xaxis, axes.yaxis):
         style.plain_ticks(axis)
-
-
-__all__ = ["bounds_of", "line_styles", "loss_curves", "name_specs"]

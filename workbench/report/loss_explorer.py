@@ -35,9 +35,6 @@ class LossExplorer(widgets.VBox):
     Attributes:
         choice, low, high, sign: the controls.
         drawing: an HTML widget that holds the figure.
-
-    Example:
-        >>> LossExplorer(("grpo", "cispo"))   # doctest: +SKIP
     """
 
     def __init__(
@@ -71,14 +68,7 @@ class LossExplorer(widgets.VBox):
 
 
 def draw(losses: Sequence[str], *, clip_low: float, clip_high: float, advantage: str = "both") -> str:
-    """Draw the curves of some presets as an SVG element.
-
-    Args:
-        losses: names of presets.
-        clip_low: distance from 1 down, of those that take bounds.
-        clip_high: distance from 1 up, of those that take bounds.
-        advantage: "both", "positive" or "negative".
-    """
+    """Draw the curves of some presets as an SVG element."""
     specs = {name: with_bounds(name, clip_low, clip_high) for name in losses}
     text = svg_text(loss_curves(specs, advantages=ADVANTAGES[advantage]))
     return text[text.index("<svg") :]

@@ -67,14 +67,7 @@ def join(children: Iterable[Any]) -> Markup:
 def table(
     head: Iterable[Any], rows: Iterable[Iterable[Any]], *, numbers: Iterable[int] = (), class_: str | None = None
 ) -> Markup:
-    """Build a table whose first column heads its rows, in a box that scrolls sideways if it has to.
-
-    Args:
-        head: column names.
-        rows: cells.
-        numbers: columns that hold numbers, set flush right.
-        class_: class of the table.
-    """
+    """Build a table whose first column heads its rows, in a box that scrolls; ``numbers`` are set flush right."""
     flush = set(numbers)
 
     def cells(row: Iterable[Any]) -> list[Markup]:

@@ -5,32 +5,24 @@ The page is for reading; the notebook is for the next question. Both are built f
 
 from __future__ import annotations
 
-import contextlib
 import html
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import workbench
+from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison
 from workbench.compare.seeds import seed_groups
 from workbench.errors import RecordError
-from workbench.records.directory import without_machine_paths, write_whole
+from workbench.records.provenance import python_path, without_machine_paths
 from workbench.report.online import online_groups
 
 NAME = "report.ipynb"
 
 
 def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
-    """Build a notebook from a saved comparison, execute it, and save it next to the comparison, outputs included.
-
-    Args:
-        comparison_path: ``comparison.json`` of an experiment.
-        timeout_s: time limit of a cell.
-
-    Returns:
-        The notebook.
+    """Build a notebook from a ``comparison.json``, execute it, and save it next to the comparison, outputs included.
 
     Raises:
         RecordError: there is no comparison, or a cell failed; then no notebook is written.
@@ -46,30 +38,30 @@ def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
     for number, (kind, source) in enumerate(_cells(comparison, comparison_path.name)):
         new_cell = nbformat.v4.new_markdown_cell if kind == "text" else nbformat.v4.new_code_cell
         notebook.cells.append(new_cell(source, id=f"report-{number:02d}"))
-    with _source_tree_first():
-        try:
-            # what a kernel writes to standard error is about itself; what a cell writes there is in its outputs
-            NotebookClient(
-                notebook,
-                timeout=timeout_s,
-                kernel_name="python3",
-                record_timing=False,
-                resources={"metadata": {"path": str(comparison_path.parent)}},
-            ).execute(stderr=subprocess.DEVNULL)
-        except CellExecutionError as error:
-            raise RecordError(
-                f"execute the notebook of {comparison_path.parent.name}",
-                found=without_machine_paths(str(error)),
-                rule="every cell runs on the saved comparison",
-                fix="run the experiment again if its comparison is of another version",
-            ) from None
+    client = NotebookClient(
+        notebook,
+        timeout=timeout_s,
+        kernel_name="python3",
+        record_timing=False,
+        resources={"metadata": {"path": str(comparison_path.parent)}},
+    )
+    try:
+        # what a kernel writes to standard error is about itself; what a cell writes there is in its outputs
+        client.execute(stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": python_path()})
+    except CellExecutionError as error:
+        raise RecordError(
+            f"execute the notebook of {comparison_path.parent.name}",
+            found=without_machine_paths(str(error)),
+            rule="every cell runs on the saved comparison",
+            fix="run the experiment again if its comparison is of another version",
+        ) from None
     notebook.metadata.pop("language_info", None)
     return write_whole(comparison_path.with_name(NAME), nbformat.writes(notebook).encode())
 
 
 def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
     yield "text", f"# {html.escape(comparison.question or comparison.experiment)}"
-    yield "code", f'import workbench as wb\n\ncomparison = wb.load_comparison("{file}")'
+    yield "code", f'import workbench as wb\n\ncomparison = wb.Comparison.load("{file}")'
     yield "code", "wb.show(comparison)"
     yield "text", "## What differs between configurations"
     yield "code", "comparison.settings_that_differ()"
@@ -78,10 +70,10 @@ def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
     yield "code", "wb.figures.verdicts(comparison)"
     if online_groups(comparison):
         yield "text", "## Online: reward and mismatch by step"
-        yield "code", "wb.online_curves(comparison)"
+        yield "code", "wb.report.online.online_curves(comparison)"
     if seed_groups(comparison):
         yield "text", "## Across seeds"
-        yield "code", "from workbench.report.seeds import seeds_by_step\n\nseeds_by_step(comparison)"
+        yield "code", "wb.report.seeds.seeds_by_step(comparison)"
     for title, figure in (
         ("Gradient norm by step", "gradient_norm_by_step"),
         ("Per-parameter norm ratios", "norm_ratios"),
@@ -92,18 +84,3 @@ def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
         yield "code", f"wb.figures.{figure}(comparison)"
     yield "text", "## Provenance"
     yield "code", "comparison.provenance"
-
-
-@contextlib.contextmanager
-def _source_tree_first() -> Iterator[None]:
-    """Let the kernel import this source tree, and print tables that fit."""
-    before = os.environ.get("PYTHONPATH")
-    here = str(Path(workbench.__file__).resolve().parent.parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [before])])
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before

@@ -21,10 +21,11 @@ from workbench.compare.comparison import Comparison, Configuration
 from workbench.compare.seeds import Spread, seed_groups
 from workbench.records.directory import RunDirectory
 from workbench.report import style
-from workbench.report.figures import GRADIENT_NORM, LOSS, STEP_MS, mark_not_finite
+from workbench.report.figures import STEP_MS
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.seeds import spread_text
+from workbench.report.series import GRADIENT_NORM, LOSS, mark_not_finite, recorded
 
 RIGHT, MISMATCH = "reward/right/fraction", "kl/policy_sampler/k3_mean"
 DURATIONS = ("time/sample_ms", "time/score_ms", STEP_MS)
@@ -74,19 +75,11 @@ def online_curves(runs: Runs) -> Figure:
 
     Configurations that differ in nothing but a seed share a broad line: their mean, over a tenth of the steps. Runs
     that sampled nothing, have no step yet or did not record a metric are named, not left out silently.
-
-    Args:
-        runs: a comparison, a run directory or several, or a sweep; runs may still be in progress.
-
-    Example:
-        >>> online_curves(sweep)   # doctest: +SKIP
     """
     comparison = _comparison(runs)
     lines = online_groups(comparison)
     if not lines:
-        figure = style.chart(1.2)
-        style.note(figure, "no run here samples its own rollouts (online.task)")
-        return figure
+        return style.empty("no run here samples its own rollouts (online.task)")
     width = max(len(c.steps) for members in lines.values() for c in members) // 10 | 1  # odd: as many before as after
     figure = style.chart(4.4)
     for panel, axes in zip(PANELS, figure.subplots(2, len(PANELS) // 2).flatten(), strict=True):
@@ -181,13 +174,14 @@ def _not_online(comparison: Comparison) -> list[str]:
 
 
 def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]], width: int) -> None:
-    missing, drawn, recorded, colors = [], [], {}, {}
-    for number, members in enumerate(lines.values()):
-        color, dash = style.SERIES[number % len(style.SERIES)], style.DASHES[number % len(style.DASHES)]
+    missing, drawn, raw, colors = [], [], {}, {}
+    looks = style.line_styles(list(lines))
+    for line, members in lines.items():
+        color = looks[line]["color"]
         series = {c.name: _values(c, panel.key) for c in members}
-        recorded |= {c.name: _recorded(c, panel.key) for c in members}
+        raw |= {c.name: recorded(c, panel.key) for c in members}
         colors |= dict.fromkeys(series, color)
-        missing += [c.name for c in members if c.steps and not recorded[c.name]]
+        missing += [c.name for c in members if c.steps and not raw[c.name]]
         for name, values in series.items():
             axes.plot(
                 list(values),
@@ -200,22 +194,13 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
                 markersize=3,
             )
         mean = smooth(series.values(), width)
-        axes.plot(list(mean), list(mean.values()), color=color, linestyle=dash, linewidth=1.8, gid="mean")
+        axes.plot(list(mean), list(mean.values()), linewidth=1.8, gid="mean", **looks[line])
         drawn += [value for values in series.values() for value in values.values()]
-    lost = mark_not_finite(
-        axes, {name: (list(values), list(values.values())) for name, values in recorded.items()}, colors, characters=34
-    )
+    lost = mark_not_finite(axes, raw, colors, characters=34)
     if lost:
         axes.set_xlabel("\n".join(filter(None, [axes.get_xlabel(), *lost])), loc="left")
     if missing:
-        axes.annotate(
-            "\n".join(["not recorded:", *missing]),
-            (0.02, 0.04),
-            xycoords="axes fraction",
-            fontsize=6.5,
-            color=style.MUTED,
-            va="bottom",
-        )
+        style.remark(axes, "\n".join(["not recorded:", *missing]), (0.02, 0.04), fontsize=6.5, va="bottom")
     if not drawn:
         axes.set_yticks([])
     elif panel.logarithmic and min(drawn) > 0:
@@ -230,13 +215,8 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
 def _values(c: Configuration, key: str) -> dict[int, float]:
     """Return step -> value, without values that have no place on an axis."""
     return {
-        step: style.drawable(value) for step, value in _recorded(c, key).items() if math.isfinite(style.drawable(value))
+        step: style.drawable(value) for step, value in recorded(c, key).items() if math.isfinite(style.drawable(value))
     }
-
-
-def _recorded(c: Configuration, key: str) -> dict[int, float]:
-    """Return step -> value, as recorded."""
-    return {record["step"]: float(record[key]) for record in c.steps if record.get(key) is not None}
 
 
 def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:
@@ -258,31 +238,15 @@ def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:
 
 
 def _legend(figure: Figure, lines: Mapping[str, Sequence[Configuration]], width: int, others: Sequence[str]) -> None:
-    handles = []
-    for number, (name, members) in enumerate(lines.items()):
-        handles.append(
-            Line2D(
-                [],
-                [],
-                color=style.SERIES[number % len(style.SERIES)],
-                linewidth=1.8,
-                linestyle=style.DASHES[number % len(style.DASHES)],
-                label=_label(name, members),
-            )
-        )
+    looks = style.line_styles(list(lines))
+    handles = [
+        Line2D([], [], linewidth=1.8, label=_label(name, members), **looks[name]) for name, members in lines.items()
+    ]
     how = "thin: each run as recorded" + (f"; broad: mean of seeds and of {width} steps" if width > 1 else "")
     handles.append(Line2D([], [], linestyle="none", label=how))
     if others:
         handles.append(Line2D([], [], linestyle="none", label=f"samples nothing, not shown: {', '.join(others)}"))
-    figure.legend(
-        handles=handles,
-        loc="outside upper left",
-        ncols=min(4, len(handles)),
-        frameon=False,
-        fontsize=7.5,
-        handlelength=3,
-        labelcolor=style.INK,
-    )
+    style.legend(figure, handles, "outside upper left", ncols=min(4, len(handles)))
 
 
 def _label(name: str, members: Sequence[Configuration]) -> str:
@@ -327,6 +291,3 @@ def _ends(members: Sequence[Configuration], key: str) -> tuple[Spread, Spread]:
 
 def _percent(value: float) -> str:
     return f"{100 * value:.0f} %"
-
-
-__all__ = ["online_answer", "online_curves", "online_groups", "online_table", "smooth"]

@@ -6,23 +6,32 @@ the same bytes. The verdicts come first, then the evidence, and the provenance a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.compare.seeds import seed_groups
-from workbench.records.directory import write_whole
 from workbench.report import figures, style
-from workbench.report.evidence import could_have_seen, declaration, divergence, relative_text, setting_text, warnings
+from workbench.report.evidence import (
+    changed_settings,
+    could_have_seen,
+    declaration,
+    divergence,
+    relative_text,
+    setting_text,
+    share_of_budget,
+    warnings,
+)
 from workbench.report.markup import Markup, breakable, join, table, tag
 from workbench.report.numbers import NONE, moment, near_one, share, significant
 from workbench.report.online import CAPTION as ONLINE_CAPTION
 from workbench.report.online import online_answer, online_curves, online_groups, online_table
 from workbench.report.seeds import seeds_by_step, seeds_table
-from workbench.report.show import show
 from workbench.report.style import VERDICT_STYLES, inline_svg
 from workbench.report.summary import (
     answer,
@@ -34,8 +43,6 @@ from workbench.report.summary import (
     verdict_style,
     where_it_ran,
 )
-
-__all__ = ["page", "show", "write_report"]
 
 STYLE_SHEET = Path(__file__).with_name("page.css")
 CAPTIONS = {
@@ -62,23 +69,17 @@ CPU_CAPTION = (
     "Ranks on CPU share this machine's cores: these times say what the run cost, not how fast a layout is. "
     "Memory on CPU is the whole process, Python and its libraries included."
 )
+WHOLE_CAPTION = (
+    "In float64 the whole gradient is judged by the parameter nearest to its budget; below float64 it has a measured "
+    "budget of its own."
+)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def write_report(comparison: Comparison, path: Path) -> Path:
-    """Write the report page, atomically.
+    """Write the report page, atomically, and return its path.
 
     A figure ``verdicts.svg`` that stands beside it, as a README shows it, is drawn again.
-
-    Args:
-        comparison: the comparison.
-        path: the HTML file.
-
-    Returns:
-        ``path``.
-
-    Example:
-        >>> write_report(comparison, Path("experiments/layout_parity/report.html"))   # doctest: +SKIP
     """
     figure = Path(path).with_name("verdicts.svg")
     if figure.exists():
@@ -88,18 +89,23 @@ def write_report(comparison: Comparison, path: Path) -> Path:
 
 def page(comparison: Comparison) -> str:
     """Return the report page as text."""
-    sections = [
-        *([("Online: reward and mismatch by step", online)] if online_groups(comparison) else []),
-        ("What differs between configurations", differences),
-        ("Verdicts", verdicts),
-        *([("Across seeds", across_seeds)] if seed_groups(comparison) else []),
-        ("Gradient norm by step", gradient_norm),
-        ("Per-parameter norm ratios", norm_ratios),
-        ("Importance ratios", importance_ratios),
-        ("Loss", loss),
-        ("Time and memory", time_and_memory),
-        ("Failed runs", failed_runs),
-        ("Provenance", provenance),
+    draw = functools.partial(_figure, comparison)
+    broad = BROAD_CAPTION if any(c.against and c.steps for c in comparison.configurations) else ""
+    sections: list[tuple[str, Markup]] = []
+    if online_groups(comparison):
+        online = join([draw(online_curves), online_table(comparison)])
+        sections.append(("Online: reward and mismatch by step", online))
+    sections += [("What differs between configurations", differences(comparison)), ("Verdicts", _verdicts(comparison))]
+    if seed_groups(comparison):
+        sections.append(("Across seeds", join([seeds_table(comparison), draw(seeds_by_step)])))
+    sections += [
+        ("Gradient norm by step", draw(figures.gradient_norm_by_step, more=broad)),
+        ("Per-parameter norm ratios", _norm_ratios(comparison)),
+        ("Importance ratios", draw(figures.importance_ratios)),
+        ("Loss", draw(figures.loss_by_step)),
+        ("Time and memory", _time_and_memory(comparison)),
+        ("Failed runs", _failed_runs(comparison)),
+        ("Provenance", provenance(comparison)),
     ]
     eyebrow = tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow")
     masthead = tag(
@@ -110,33 +116,21 @@ def page(comparison: Comparison) -> str:
         tiles(comparison),
     )
     opening = [masthead, "\n", tag("div", summary_table(comparison), class_="first")]
-    return document(comparison.experiment, opening, [(title, build(comparison)) for title, build in sections])
+    return document(comparison.experiment, opening, sections)
 
 
 def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, Any]]) -> str:
-    """Return a whole page as text: one self-contained HTML file.
-
-    Args:
-        name: name of the experiment, for the title.
-        opening: content above the table of contents.
-        sections: title and content of each section, in order.
-    """
+    """Return a whole page as text: one self-contained HTML file with a title, an opening and titled sections."""
     contents = [tag("a", title, href=f"#section-{i}") for i, (title, _) in enumerate(sections)]
     body = [tag("section", tag("h2", title), content, id=f"section-{i}") for i, (title, content) in enumerate(sections)]
-    head = join(
-        [
-            tag("meta", charset="utf-8"),
-            "\n",
-            tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-            "\n",
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            "\n",
-            tag("meta", name="color-scheme", content="light dark"),
-            "\n",
-            tag("title", f"{name} · workbench report"),
-            tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8"))),
-        ]
-    )
+    metas = [
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+    ]
+    sheets = tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8")))
+    head = join([*([meta, "\n"] for meta in metas), tag("title", f"{name} · workbench report"), sheets])
     main = tag(
         "main", join(opening), "\n", tag("nav", contents, aria_label="Contents"), "\n", [join([s, "\n"]) for s in body]
     )
@@ -174,7 +168,7 @@ def differences(comparison: Comparison) -> Markup:
         return tag("p", "Nothing: all configurations have the same settings.")
 
     def row(c: Configuration) -> list[Any]:
-        changed = figures.changed_settings(comparison, c)
+        changed = changed_settings(comparison, c)
         texts = {key: breakable(setting_text(settings[c.name].get(key))) for key in keys}
         return [
             tag("code", breakable(c.name)),
@@ -186,19 +180,11 @@ def differences(comparison: Comparison) -> Markup:
         "Every setting that is not the same in all configurations. Bold: other than in the "
         "configuration's own reference.",
     )
-    return join(
-        [
-            note,
-            table(
-                ["configuration", *(tag("code", breakable(key)) for key in keys)],
-                [row(c) for c in comparison.configurations],
-                class_="settings",
-            ),
-        ]
-    )
+    head = ["configuration", *(tag("code", breakable(key)) for key in keys)]
+    return join([note, table(head, [row(c) for c in comparison.configurations], class_="settings")])
 
 
-def verdicts(comparison: Comparison) -> Markup:
+def _verdicts(comparison: Comparison) -> Markup:
     """Tabulate the verdicts with their reasons, and the whole gradient's distance step by step."""
     rows = [
         [
@@ -216,7 +202,7 @@ def verdicts(comparison: Comparison) -> Markup:
             w.get("step"),
             significant(w.get("distance"), 2),
             significant(w.get("budget"), 2),
-            share(figures.share_of_budget(w.get("distance"), w.get("budget"))),
+            share(share_of_budget(w.get("distance"), w.get("budget"))),
             relative_text(w.get("relative_l2")),
             {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
             NONE if w.get("flipped_clips") is None else w["flipped_clips"],
@@ -224,68 +210,28 @@ def verdicts(comparison: Comparison) -> Markup:
         for c in comparison.configurations
         for w in c.whole_gradient
     ]
-    more = _details(
-        f"The whole gradient, step by step ({len(steps)} rows)",
-        join(
-            [
-                tag(
-                    "p",
-                    "In float64 the whole gradient is judged by the parameter nearest to its "
-                    "budget; below float64 it has a measured budget of its own.",
-                ),
-                table(
-                    [
-                        "configuration",
-                        "step",
-                        "distance",
-                        "budget",
-                        "÷ budget",
-                        "relative L2",
-                        "bitwise equal",
-                        "flipped clips",
-                    ],
-                    steps,
-                    numbers=(1, 2, 3, 4, 5, 7),
-                ),
-            ]
-        ),
-    )
-    return join(
-        [
-            table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"),
-            more if steps else None,
-        ]
-    )
+    head = ["configuration", "step", "distance", "budget", "÷ budget", "relative L2", "bitwise equal", "flipped clips"]
+    whole = join([tag("p", WHOLE_CAPTION), table(head, steps, numbers=(1, 2, 3, 4, 5, 7))])
+    more = _details(f"The whole gradient, step by step ({len(steps)} rows)", whole) if steps else None
+    return join([table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"), more])
 
 
-def online(comparison: Comparison) -> Markup:
-    """Draw the figure of online runs, and tabulate their begin and end."""
-    return join([_figure(comparison, online_curves), online_table(comparison)])
-
-
-def across_seeds(comparison: Comparison) -> Markup:
-    """Tabulate and draw configurations of several seeds, by mean and spread."""
-    return join([seeds_table(comparison), _figure(comparison, seeds_by_step)])
-
-
-def gradient_norm(comparison: Comparison) -> Markup:
-    """Draw the figure of gradient norms."""
-    compared = any(c.against and c.steps for c in comparison.configurations)
-    return _figure(comparison, figures.gradient_norm_by_step, more=BROAD_CAPTION if compared else "")
-
-
-def norm_ratios(comparison: Comparison) -> Markup:
+def _norm_ratios(comparison: Comparison) -> Markup:
     """Draw the figure of norm ratios; tabulate the parameters judged by the floor, and all numbers."""
     if not any(c.parameters for c in comparison.configurations):
         return tag("p", "No parameter's gradient was compared with another's.")
-    floored = _floored(comparison)
+    floored: dict[str, list[tuple[Configuration, ParameterDifference]]] = {}
+    for c in comparison.configurations:
+        for p in c.parameters:
+            if p.judged_by == "floor":
+                floored.setdefault(p.parameter, []).append((c, p))
     if floored:
         rows = [
             [
                 tag("code", name),
                 len({c.name for c, _ in entries}),
                 significant(max(p.norm for _, p in entries), 2),
-                share(max(figures.share_of_budget(p.distance, p.budget) for _, p in entries)),
+                share(max(share_of_budget(p.distance, p.budget) for _, p in entries)),
             ]
             for name, entries in floored.items()
         ]
@@ -301,17 +247,7 @@ def norm_ratios(comparison: Comparison) -> Markup:
     return join([_figure(comparison, figures.norm_ratios), floor, heading, tables])
 
 
-def importance_ratios(comparison: Comparison) -> Markup:
-    """Draw the figure of importance ratios."""
-    return _figure(comparison, figures.importance_ratios)
-
-
-def loss(comparison: Comparison) -> Markup:
-    """Draw the figure of losses."""
-    return _figure(comparison, figures.loss_by_step)
-
-
-def time_and_memory(comparison: Comparison) -> Markup:
+def _time_and_memory(comparison: Comparison) -> Markup:
     """Draw the figure of time and memory, with a warning where ranks shared a CPU."""
     notes = sorted({c.device_note for c in comparison.configurations if c.device_note} - {shared_note(comparison)})
     on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
@@ -324,7 +260,7 @@ def time_and_memory(comparison: Comparison) -> Markup:
     )
 
 
-def failed_runs(comparison: Comparison) -> Markup:
+def _failed_runs(comparison: Comparison) -> Markup:
     """List each failed run with its rank, exception and traceback."""
     failed = [c for c in comparison.configurations if c.verdict == "failed" or c.failure]
     if not failed:
@@ -366,20 +302,11 @@ def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure], *, mor
     return drawing(draw.__name__, CAPTIONS[draw.__name__] + more, draw(comparison))
 
 
-def _floored(comparison: Comparison) -> dict[str, list[tuple[Configuration, ParameterDifference]]]:
-    floored: dict[str, list[tuple[Configuration, ParameterDifference]]] = {}
-    for c in comparison.configurations:
-        for p in c.parameters:
-            if p.judged_by == "floor":
-                floored.setdefault(p.parameter, []).append((c, p))
-    return floored
-
-
 def _parameter_table(c: Configuration) -> Markup:
     """Tabulate all parameters in the first step that differs, or else in the step closest to its budget."""
     step = c.first_step
     if step is None:
-        step = max(c.parameters, key=lambda p: (figures.share_of_budget(p.distance, p.budget), -p.step)).step
+        step = max(c.parameters, key=lambda p: (share_of_budget(p.distance, p.budget), -p.step)).step
     shown = [p for p in c.parameters if p.step == step]
     rows = [
         [
@@ -389,7 +316,7 @@ def _parameter_table(c: Configuration) -> Markup:
             near_one(p.norm_ratio),
             significant(p.relative_l2, 2),
             near_one(p.cosine),
-            tag("span" if p.within else "b", share(figures.share_of_budget(p.distance, p.budget))),
+            tag("span" if p.within else "b", share(share_of_budget(p.distance, p.budget))),
             p.judged_by,
         ]
         for p in shown

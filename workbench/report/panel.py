@@ -10,27 +10,19 @@ command that does the same from a terminal.
 
 from __future__ import annotations
 
-import shlex
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ipywidgets
 
-from workbench.errors import RecordError
 from workbench.launch.cancel import cancel_run
-from workbench.launch.resume import read_record
-from workbench.launch.sweep import Sweep
-from workbench.records.directory import RunDirectory, project_root
-from workbench.records.lookup import look_up
-from workbench.report.log_tail import LogTail
+from workbench.records.directory import RunDirectory
 from workbench.report.markup import Markup, tag
-from workbench.report.rows import column_heads, heading, live_style, row, shared_place, table_of
-from workbench.report.trial import Trial, TrialReader, as_line, duration, elapsed_s
+from workbench.report.rows import as_line, column_heads, duration, heading, live_style, row, shared_place, table_of
+from workbench.report.trial import LogTail, Subject, Trial, TrialReader, elapsed_s, subject_of
 
 POLL_S = 0.3
 CONFIRM_S = 3.0
@@ -52,11 +44,8 @@ def attach(target: Any, *, poll_s: float = POLL_S) -> Panel:
 
     Raises:
         RecordError: there is no run.
-
-    Example:
-        >>> attach("experiments/layout_parity")   # doctest: +SKIP
     """
-    return Panel(_subject(target), poll_s=poll_s)
+    return Panel(subject_of(target), poll_s=poll_s)
 
 
 class Panel:
@@ -70,7 +59,7 @@ class Panel:
         poll_s: seconds between looks at the disk.
     """
 
-    def __init__(self, subject: _Subject, *, poll_s: float = POLL_S) -> None:
+    def __init__(self, subject: Subject, *, poll_s: float = POLL_S) -> None:
         self._subject = subject
         self._readers = [TrialReader(run) for run in subject.runs]
         self._trials: list[Trial] = []
@@ -359,87 +348,3 @@ def _log_markup(log: LogTail) -> Markup:
     text = log.text()
     head = f"... {log.passed_over} bytes passed over\n" if log.passed_over else ""
     return tag("pre", head, text)
-
-
-# ---- targets ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """Runs of a panel.
-
-    Attributes:
-        what: their common name.
-        runs: runs to follow.
-        began_ns: their launch, in nanoseconds since 1970; 0 if not recorded.
-        command: command that cancels them from a terminal.
-        unreadable: runs that cannot be opened, a line each.
-    """
-
-    what: str
-    runs: Sequence[RunDirectory]
-    began_ns: int = 0
-    command: str = ""
-    unreadable: tuple[str, ...] = ()
-
-
-def _subject(target: Any) -> _Subject:
-    if isinstance(target, Sweep):
-        record = read_record(target.experiment_dir / "runs")
-        its_own = record is not None and set(record["latest"].values()) == {run.path.name for run in target.runs}
-        return _Subject(
-            target.experiment_dir.name,
-            target.runs,
-            record["created_ns"] if record and its_own else 0,
-            _command(target.experiment_dir),
-        )
-    if isinstance(target, RunDirectory):
-        return _Subject(target.path.name, [target], 0, _command(target.path))
-    if not isinstance(target, str | Path):
-        return _several([_subject(each) for each in target])
-    match = look_up(target)
-    if match.experiment is None:
-        return _subject(match.opened()[0])
-    runs_dir = match.experiment / "runs"
-    record = read_record(runs_dir)
-    shown = match.runs
-    if record is not None:
-        order = list(record["latest"].values())
-        launched = [each for each in match.runs if each.path.name in order]
-        shown = tuple(sorted(launched, key=lambda each: order.index(each.path.name))) or shown
-    return _Subject(
-        match.experiment.name,
-        [each.run for each in shown if each.run is not None],
-        record["created_ns"] if record else 0,
-        _command(match.experiment),
-        tuple(f"{each.path.name}: {each.problem}" for each in shown if each.run is None),
-    )
-
-
-def _several(parts: Sequence[_Subject]) -> _Subject:
-    runs = list({run.path: run for part in parts for run in part.runs}.values())
-    if not runs:
-        raise RecordError(
-            "attach to no run",
-            found="an empty list",
-            rule="at least one run or experiment",
-            fix="give the folder of an experiment, such as experiments/layout_parity",
-        )
-    names = list(dict.fromkeys(run.path.parent.parent.name for run in runs))
-    return _Subject(
-        ", ".join(names),
-        runs,
-        0,
-        parts[0].command if len(parts) == 1 else "workbench cancel RUN",
-        tuple(line for part in parts for line in part.unreadable),
-    )
-
-
-def _command(folder: Path) -> str:
-    """Return the cancel command, for the project's root."""
-    project = project_root()
-    if folder.parent == project / "experiments":
-        name = folder.name
-    else:
-        name = str(folder.relative_to(project) if folder.is_relative_to(project) else folder)
-    return shlex.join(["workbench", "cancel", name])

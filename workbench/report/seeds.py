@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 from workbench.compare.comparison import Comparison
 from workbench.compare.seeds import SeedGroup, Spread, identical_notes, seed_groups
 from workbench.report import style
-from workbench.report.figures import GRADIENT_NORM, LOSS, mark_not_finite, worst_share
+from workbench.report.evidence import worst_share
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, share, significant
+from workbench.report.series import GRADIENT_NORM, LOSS, mark_not_finite, recorded
 
 CAPTION = (
     "Configurations that differ in nothing but a seed, taken together: mean ± standard deviation (n − 1) of their "
@@ -21,36 +22,20 @@ def seeds_by_step(comparison: Comparison) -> Figure:
     """Draw loss and gradient norm by step: the mean over seeds as a line, ± one standard deviation as a band."""
     groups = seed_groups(comparison)
     if not groups:
-        figure = style.chart(1.2)
-        style.note(figure, "no configuration was run with several seeds")
-        return figure
+        return style.empty("no configuration was run with several seeds")
     figure = style.chart(3.0)
     for axes, (key, title) in zip(
         figure.subplots(1, 2), ((LOSS, "loss"), (GRADIENT_NORM, "global gradient norm (L2)")), strict=True
     ):
-        recorded = {
-            c.name: (
-                [record["step"] for record in c.steps if record.get(key) is not None],
-                [record[key] for record in c.steps if record.get(key) is not None],
-            )
-            for group in groups
-            for c in group.members
-        }
-        lost = mark_not_finite(
-            axes,
-            recorded,
-            {c.name: _color(place) for place, group in enumerate(groups) for c in group.members},
-            characters=65,
-        )
+        series = {c.name: recorded(c, key) for group in groups for c in group.members}
+        colors = {c.name: _color(place) for place, group in enumerate(groups) for c in group.members}
+        lost = mark_not_finite(axes, series, colors, characters=65)
         style.tidy(axes, title=title, x="\n".join(["optimizer step", *lost]))
         for place, group in enumerate(groups):
-            drawn = {
-                c.name: {step: style.drawable(value) for step, value in zip(*recorded[c.name], strict=True)}
-                for c in group.members
-            }
+            drawn = [{s: style.drawable(value) for s, value in series[c.name].items()} for c in group.members]
             spreads = {
-                step: Spread.of([values.get(step) for values in drawn.values()])
-                for step in sorted({step for values in drawn.values() for step in values})
+                step: Spread.of([values.get(step) for values in drawn])
+                for step in sorted({step for values in drawn for step in values})
             }
             spreads = {step: spread for step, spread in spreads.items() if spread.count}
             alike = ", identical" if group.all_identical else ""

@@ -107,9 +107,7 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "
     if title:
         axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, pad=20 if y else 8)
     if y:
-        axes.annotate(
-            y, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", fontsize=7.5, color=MUTED
-        )
+        remark(axes, y, (0, 1), offset=(0, 7), fontsize=7.5)
     axes.set_xlabel(x, fontsize=7.5, color=MUTED, loc="left")
     return axes
 
@@ -187,19 +185,40 @@ def drawable(value: Any) -> float:
     return 0.0 if abs(value) < TINY else float(value)
 
 
-def note(figure: Figure, text: str) -> None:
-    """Write into the middle of an empty figure why it is empty."""
+def empty(text: str, *, height_inches: float = 1.2) -> Chart:
+    """Return an empty figure, with the reason in its middle."""
+    figure = chart(height_inches)
     figure.text(0.5, 0.5, text, ha="center", va="center", color=MUTED, fontsize=9)
+    return figure
+
+
+def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return a hue and a dash for each name."""
+    return {
+        name: {"color": SERIES[i % len(SERIES)], "linestyle": DASHES[i % len(DASHES)]} for i, name in enumerate(names)
+    }
+
+
+def marks(axes: Axes, x: Sequence[float], y: Sequence[float], color: str, marker: str, size: float, **how: Any) -> None:
+    """Draw marks without a line."""
+    axes.plot(x, y, color=color, marker=marker, markersize=size, linestyle="none", **how)
+
+
+def remark(
+    axes: Axes, text: str, place: tuple[float, float], *, offset: tuple[float, float] | None = None, **how: Any
+) -> None:
+    """Write a small text at a place of an axes, given as fractions, with an offset in points."""
+    shift = {} if offset is None else {"xytext": offset, "textcoords": "offset points"}
+    axes.annotate(text, place, xycoords="axes fraction", **shift, **{"color": MUTED, **how})
+
+
+def legend(figure: Figure, handles: Sequence[Any], loc: str, **how: Any) -> None:
+    """Draw a legend in this style outside of the axes."""
+    figure.legend(handles=handles, loc=loc, frameon=False, fontsize=7.5, labelcolor=INK, **{"handlelength": 3, **how})
 
 
 def svg_text(figure: Figure, *, transparent: bool = False, outlines: bool = False) -> str:
-    """Render the figure as SVG; the same figure gives the same bytes.
-
-    Args:
-        figure: the figure.
-        transparent: leave out the white ground.
-        outlines: draw letters as curves, where fonts may be missing; else text stays text.
-    """
+    """Render the figure as SVG; the same figure gives the same bytes."""
     buffer = io.StringIO()
     with rc_context(RC | {"svg.fonttype": "path" if outlines else "none"}):
         figure.savefig(buffer, format="svg", metadata=NO_METADATA, transparent=transparent)

@@ -1,27 +1,40 @@
-"""A run that is followed: read incrementally from its directory.
+"""A run that is followed: its records and its logs, read incrementally.
 
 A `TrialReader` reads only what is new: step records from where it stopped, the state while the run is in progress, and
-of a run that has ended only whether its state file has changed.
+of a run that has ended only whether its state file has changed. A `LogTail` reads the end of a growing log from where
+it stopped, as it is shown on a terminal, without its colours; of a line that overwrites itself, the last state.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import shlex
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from workbench.errors import WorkbenchError
-from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_summary
-from workbench.records.progress import Pace
-from workbench.report.numbers import NONE, significant
-from workbench.report.sparkline import sparkline_text
+from workbench.errors import RecordError, WorkbenchError
+from workbench.launch.resume import read_record
+from workbench.launch.sweep import Sweep
+from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.failures import failure_summary
+from workbench.records.lookup import look_up
+from workbench.records.progress import Pace, StepTail
+from workbench.records.provenance import project_root
 
 LOSS, GRADIENT_NORM, REWARD = "loss/total/sum", "gradient/norm/global", "reward/all/mean"
 
 GONE = "gone"
 """State of a run whose directory no longer exists."""
+
+LINES = 200
+_READ_BYTES = 64 * 1024  # per read; the beginning of what came faster than that is skipped
+_LINE_LETTERS = 2000
+_TERMINAL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,7 @@ class Trial:
 
 
 class TrialReader:
-    """Follow one run directory.
-
-    Example:
-        >>> reader = TrialReader(run)   # doctest: +SKIP
-        >>> reader.read().steps_done    # doctest: +SKIP
-        3
-    """
+    """Follow one run directory."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -155,71 +162,11 @@ class TrialReader:
         return "waits for its turn"
 
 
-def as_line(trial: Trial, *, names: int = 0) -> str:
-    """Format one trial as a line of text.
-
-    Args:
-        trial: the trial.
-        names: minimum width of the name, so that lines are aligned.
-
-    Example:
-        >>> as_line(Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, (0.5, 0.25), (1.0, 2.0), 3.0))
-        'cp2  running    2/4 steps  3 s     loss █▁ 0.250  gradient norm ▁█ 2.00'
-    """
-    cells = [
-        f"{trial.name:<{names}}",
-        f"{trial.state:<9}",
-        f"{trial.steps_done}/{trial.steps} steps",
-        f"{duration(trial.seconds):<6}",
-    ]
-    for label, values in (("loss", trial.loss), ("gradient norm", trial.gradient_norm), ("reward", trial.reward)):
-        if values:
-            cells.append(f"{label} {sparkline_text(values)} {last(values)}")
-    return "  ".join(filter(None, [*cells, left(trial), trial.note])).rstrip()
-
-
-def left(trial: Trial) -> str:
-    """Format the estimated time left, "" if unknown.
-
-    Example:
-        >>> left(Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, seconds_left=75.0))
-        '1 min 15 s left'
-    """
-    return "" if trial.seconds_left is None else f"{duration(trial.seconds_left)} left"
-
-
 def elapsed_s(trials: Sequence[Trial], began_ns: int = 0) -> float | None:
-    """Return whole seconds from the launch to the end of the last trial, or to now while one is in progress.
-
-    Args:
-        trials: all of them.
-        began_ns: time of the launch; 0 takes the first creation.
-    """
+    """Return whole seconds from the launch to the end of the last trial, or to now while one is in progress."""
     began = began_ns or min((trial.created_ns for trial in trials if trial.created_ns), default=0)
     over = max((trial.ended_ns for trial in trials), default=0) if all(trial.ended for trial in trials) else 0
     return float(max(0, (over or time.time_ns()) - began) // 10**9) if began else None
-
-
-def last(values: Sequence[float | None]) -> str:
-    """Format the last value, in few digits."""
-    return significant(values[-1]) if values else NONE
-
-
-def duration(seconds: float | None) -> str:
-    """Format a duration.
-
-    Example:
-        >>> duration(3.0), duration(3.25), duration(75.2), duration(7260), duration(None)
-        ('3 s', '3.2 s', '1 min 15 s', '2 h 1 min', '–')
-    """
-    if seconds is None:
-        return NONE
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds == int(seconds) else f"{seconds:.1f} s"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def _mark(run: RunDirectory) -> tuple[int, ...] | None:
@@ -251,3 +198,154 @@ def _longer(values: tuple[float | None, ...], new: list[dict[str, Any]], key: st
 
 def _one_line(error: WorkbenchError) -> str:
     return f"{error.parts['requested']}: {error.parts['found']}"
+
+
+# ---- logs -------------------------------------------------------------------------------------------------
+
+
+class LogTail:
+    """The last lines of one file.
+
+    Args:
+        path: of the log; it need not exist yet.
+        lines: number of lines to keep.
+
+    Attributes:
+        passed_over: bytes of the file that were skipped, because the log grew too fast.
+    """
+
+    def __init__(self, path: Path, lines: int = LINES) -> None:
+        self.path = path
+        self.passed_over = 0
+        self._lines: deque[str] = deque(maxlen=lines)
+        self._offset, self._rest = 0, b""
+        self._cut = False  # the current line lacks its beginning
+
+    def read(self) -> bool:
+        """Read what is new; return True if there was anything."""
+        try:
+            size = self.path.stat().st_size
+            if size == self._offset:
+                return False
+            if size < self._offset:  # the log was started again
+                self._lines.clear()
+                self._offset, self._rest, self.passed_over, self._cut = 0, b"", 0, False
+            begin = max(self._offset, size - _READ_BYTES)
+            with self.path.open("rb") as file:
+                file.seek(begin)
+                content = file.read(size - begin)
+        except OSError:
+            return False
+        if begin > self._offset:
+            self.passed_over += begin - self._offset
+            self._rest, self._cut = b"", True
+        self._offset = begin + len(content)
+        *whole, self._rest = (self._rest + content).split(b"\n")
+        if whole and self._cut:
+            whole[0], self._cut = b"... " + whole[0], False
+        self._lines.extend(map(_as_text, whole))
+        self._rest = self._rest[-_READ_BYTES:]
+        return bool(content)
+
+    def text(self) -> str:
+        """Return the last lines; the very last one may be incomplete."""
+        lines = [*self._lines, *([_as_text(self._rest)] if self._rest else [])]
+        return "\n".join(lines[-(self._lines.maxlen or LINES) :])
+
+
+def _as_text(line: bytes) -> str:
+    plain = _TERMINAL.sub(b"", line).rstrip(b"\r")
+    shown = plain.rpartition(b"\r")[2].decode("utf8", errors="replace")
+    shown = "".join(
+        letter if letter.isprintable() or letter == "\t" else "\N{REPLACEMENT CHARACTER}" for letter in shown
+    )
+    return shown if len(shown) <= _LINE_LETTERS else f"{shown[:_LINE_LETTERS]} ..."
+
+
+# ---- targets ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Runs that are followed together.
+
+    Attributes:
+        what: their common name.
+        runs: runs to follow.
+        began_ns: their launch, in nanoseconds since 1970; 0 if not recorded.
+        command: command that cancels them from a terminal.
+        unreadable: runs that cannot be opened, a line each.
+    """
+
+    what: str
+    runs: Sequence[RunDirectory]
+    began_ns: int = 0
+    command: str = ""
+    unreadable: tuple[str, ...] = ()
+
+
+def subject_of(target: Any) -> Subject:
+    """Return the runs of a target, see `workbench.report.panel.attach`.
+
+    Raises:
+        RecordError: there is no run.
+    """
+    if isinstance(target, Sweep):
+        record = read_record(target.experiment_dir / "runs")
+        its_own = record is not None and set(record["latest"].values()) == {run.path.name for run in target.runs}
+        return Subject(
+            target.experiment_dir.name,
+            target.runs,
+            record["created_ns"] if record and its_own else 0,
+            _command(target.experiment_dir),
+        )
+    if isinstance(target, RunDirectory):
+        return Subject(target.path.name, [target], 0, _command(target.path))
+    if not isinstance(target, str | Path):
+        return _several([subject_of(each) for each in target])
+    match = look_up(target)
+    if match.experiment is None:
+        return subject_of(match.opened()[0])
+    runs_dir = match.experiment / "runs"
+    record = read_record(runs_dir)
+    shown = match.runs
+    if record is not None:
+        order = list(record["latest"].values())
+        launched = [each for each in match.runs if each.path.name in order]
+        shown = tuple(sorted(launched, key=lambda each: order.index(each.path.name))) or shown
+    return Subject(
+        match.experiment.name,
+        [each.run for each in shown if each.run is not None],
+        record["created_ns"] if record else 0,
+        _command(match.experiment),
+        tuple(f"{each.path.name}: {each.problem}" for each in shown if each.run is None),
+    )
+
+
+def _several(parts: Sequence[Subject]) -> Subject:
+    runs = list({run.path: run for part in parts for run in part.runs}.values())
+    if not runs:
+        raise RecordError(
+            "attach to no run",
+            found="an empty list",
+            rule="at least one run or experiment",
+            fix="give the folder of an experiment, such as experiments/layout_parity",
+        )
+    names = list(dict.fromkeys(run.path.parent.parent.name for run in runs))
+    return Subject(
+        ", ".join(names),
+        runs,
+        0,
+        parts[0].command if len(parts) == 1 else "workbench cancel RUN",
+        tuple(line for part in parts for line in part.unreadable),
+    )
+
+
+def _command(folder: Path) -> str:
+    """Return the cancel command, for the project's root."""
+    project = project_root()
+    if folder.parent == project / "experiments":
+        name = folder.name
+    else:
+        name = str(folder.relative_to(project) if folder.is_relative_to(project) else folder)
+    return shlex.join(["workbench", "cancel", name])

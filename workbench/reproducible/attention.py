@@ -5,7 +5,6 @@ Letters: T packed tokens | t tokens of a rank | H key heads | d head dimension |
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.reproducible.blocks import RowBlocks
-from workbench.sharding.attention.key_values import pack_key_value
+from workbench.reproducible.modules import Pieces
+from workbench.sharding.attention.gathered import pack_key_value
 from workbench.sharding.collectives import all_max
 
 PARTIALS = 20
@@ -21,33 +21,18 @@ PARTIALS = 20
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    blocks: RowBlocks,
-    pieces: int,
-    kernels: ModuleType,
-    window: int | None,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, pieces: Pieces, window: int | None, scale: float
 ) -> Tensor:
     """Attention of this rank's queries over the row.
 
-    Args:
-        query: [1, Hq, t, d].
-        key: [1, H, t, d].
-        value: as key.
-        blocks: of the row.
-        pieces: canonical pieces of the heads that this rank holds.
-        kernels: module that computes them.
-        window: maximum tokens that a query attends to; None: its whole document.
-        scale: of the scores.
+    A query attends to at most ``window`` tokens, or to its whole document.
 
-    Shapes:   -> [1, Hq, t, d].
+    Shapes:   query [1, Hq, t, d], key and value [1, H, t, d] -> [1, Hq, t, d].
     Backward: every block gives a partial gradient of its keys and values; they are summed as integers in multiples of a
               power of two, set by each head's largest partial, over all blocks of all cp ranks. One gradient that is
               not finite makes all gradients of its head NaN.
     """
-    return _Attention.apply(query, key, value, blocks, pieces, kernels, window, scale)
+    return _Attention.apply(query, key, value, blocks, pieces, window, scale)
 
 
 class _Attention(Function):
@@ -58,11 +43,11 @@ class _Attention(Function):
         key: Tensor,
         value: Tensor,
         blocks: RowBlocks,
-        pieces: int,
-        kernels: ModuleType,
+        canonical: Pieces,
         window: int | None,
         scale: float,
     ) -> Tensor:
+        kernels, pieces = canonical.kernels, canonical.here
         ctx.blocks, ctx.pieces, ctx.kernels, ctx.scale = blocks, pieces, kernels, scale
         ctx.spans = blocks.spans(window)
         query_tHd, both_tHd = _tokens_first(query), pack_key_value(key, value)
@@ -90,16 +75,7 @@ class _Attention(Function):
             d_queries.append(d_query)
             d_both.append(_summed(ctx, partials, len(keys)))
         d_key, d_value = (torch.cat(halves, 1).to(both_tHd.dtype) for halves in zip(*d_both, strict=True))
-        return (
-            _heads_first(torch.cat(d_queries, 1)),
-            _heads_first(d_key),
-            _heads_first(d_value),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return *map(_heads_first, (torch.cat(d_queries, 1), d_key, d_value)), None, None, None, None
 
 
 def _gathered(both_tHd: Tensor, blocks: RowBlocks, pieces: int) -> list[tuple[Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.errors import ShardingError
 from workbench.sharding.attention import AttentionShard
-from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.shard import Block
 from workbench.sharding.collectives import gather_equal, scatter_sum
 from workbench.sharding.mesh import Axis
 

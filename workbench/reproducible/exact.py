@@ -17,10 +17,9 @@ from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs, check_targets
 from workbench.policy.model import Policy
 from workbench.reproducible import attention
 from workbench.reproducible.blocks import RowBlocks
-from workbench.reproducible.exact_sums import Accumulator, Leaves, check_range, exact_square_sums
+from workbench.reproducible.exact_sums import Accumulator, Leaves, Resolution, check_range, exact_square_sums
 from workbench.reproducible.logprobs import ExactHead, from_hidden
 from workbench.reproducible.modules import Pieces
-from workbench.reproducible.resolution import Resolution
 from workbench.reproducible.shards import local_parameters, sum_over_ranks
 from workbench.shapes import check_shapes
 from workbench.sharding.attention import AttentionShard
@@ -61,12 +60,10 @@ class Exact:
         self.undo()
 
     def start(self, scale: float = 1.0, bits: int | None = None) -> None:
-        """Begin a step: reset all sums.
+        """Begin a step: reset all sums, in multiples of 2^-bits, by default those of the resolution.
 
-        Args:
-            scale: a power of two that the loss is multiplied with; gradients are divided by it at the end. It keeps
-                losses that are divided by many tokens above the last bit of the sums.
-            bits: gradients are summed in multiples of 2^-bits; None: those of the resolution.
+        The scale is a power of two that the loss is multiplied with; gradients are divided by it at the end. It keeps
+        losses that are divided by many tokens above the last bit of the sums.
 
         Raises:
             SpecError: a scale that is not a power of two: dividing by it would round.
@@ -108,7 +105,7 @@ class Exact:
         def attend(
             query: Tensor, key: Tensor, value: Tensor, _: AttentionShard, window: int | None, scale: float
         ) -> Tensor:
-            return attention.attend(query, key, value, blocks, self.pieces.here, self.pieces.kernels, window, scale)
+            return attention.attend(query, key, value, blocks, self.pieces, window, scale)
 
         return self.policy.module_hidden_states(tokens_T, positions_T, replace(shard, attend=attend))
 
@@ -138,7 +135,7 @@ class Exact:
         outputs = frozenset(outputs)
         if unknown := sorted(outputs - set(OUTPUTS)):
             raise SpecError(
-                f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
+                f"token_logprobs: outputs = {', '.join(map(repr, unknown))}",
                 rule=f"any of {', '.join(OUTPUTS)}",
                 fix="request only those, in a tuple",
             )

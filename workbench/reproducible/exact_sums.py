@@ -2,7 +2,7 @@
 
 A partial gradient is rounded once, to a multiple of 2^-bits, and from then on only integers are added: over blocks,
 micro-batches and ranks, in any order and by any algorithm. The range check uses the largest partial and their number,
-which are the same in every layout.
+which are the same in every layout. `OutOfRange` says that the integers cannot hold the gradients.
 
 Letters: P parameters.
 """
@@ -13,13 +13,74 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.reproducible.resolution import OutOfRange
+from workbench.errors import SpecError, WorkbenchError
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Canonical pieces of a step, and resolution of its sums; runs with equal settings have equal bits.
+
+    Attributes:
+        block_tokens: tokens of a row that are computed together.
+        weight_chunks: pieces that a weight is computed in, a power of two: the largest tp to compare with.
+        bits: gradients are summed in multiples of 2^-bits.
+
+    Raises:
+        SpecError: a number of pieces that is not a power of two, or a block without tokens.
+    """
+
+    block_tokens: int
+    weight_chunks: int = 1
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        chunks = self.weight_chunks
+        if self.block_tokens < 1 or chunks < 1 or chunks & (chunks - 1):
+            raise SpecError(
+                f"block_tokens = {self.block_tokens}, weight_chunks = {chunks}",
+                rule="at least one token per block; the number of pieces of a weight is a power of two, because they "
+                "are added in pairs",
+                fix="choose block_tokens such as 128, and weight_chunks among 1, 2, 4, 8",
+            )
+
+
+class OutOfRange(WorkbenchError, ArithmeticError):
+    """Gradients that the integers of this step cannot hold; raised alike on every rank of every layout.
+
+    Attributes:
+        bits: sufficient bits, to recompute the step with. None: the gradients are not finite.
+    """
+
+    bits: int | None = None
+
+    @classmethod
+    def because(cls, found: str, bits: int | None) -> OutOfRange:
+        """Build the error from what was found, and the number of bits that the step needs."""
+        fix = (
+            "look for the cause: a learning rate, a ratio without a clip"
+            if bits is None
+            else f"compute the step again after exact.start(bits={bits})"
+        )
+        error = cls(
+            "exact sums of gradients",
+            found=found,
+            rule="the largest partial gradient fits into 62 bits with all that is added to it, and uses enough of them",
+            fix=fix,
+        )
+        error.bits = bits
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild the error from its two arguments."""
+        return type(self).because, (self.parts["found"], self.bits)
+
 
 USABLE_BITS = 62
 """Bits of an integer that are used."""
@@ -31,12 +92,7 @@ MARGIN = 4
 
 @dataclass
 class Leaves:
-    """Number of partial gradients added to one element: in the step, or per token and block for a parameter.
-
-    Attributes:
-        tokens: tokens of documents; for a parameter: partials per token.
-        blocks: the same for blocks that hold such tokens.
-    """
+    """Partial gradients added to one element: tokens of documents and blocks of a step, or per token and per block."""
 
     tokens: int = 0
     blocks: int = 0
@@ -75,13 +131,7 @@ class Accumulator:
         return self._total
 
     def add_at(self, kernels: ModuleType, rows_TD: Tensor, index_T: Tensor) -> None:
-        """Add a partial to each indexed row; deferred while the partials take less memory than all integers would.
-
-        Args:
-            kernels: module that adds them.
-            rows_TD: the partials.
-            index_T: row of the parameter; negative: none.
-        """
+        """Add a partial to each indexed row (negative: none); deferred while they take less memory than integers."""
         self._pending.append((kernels, rows_TD, index_T))
         pending_bytes = sum(rows.numel() * rows.element_size() for _, rows, _ in self._pending)
         if self._total is not None or 2 * pending_bytes > 8 * self.shape.numel():
@@ -97,13 +147,9 @@ class Accumulator:
             self._total = self.total
 
     def flush(self, own_rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """Reduce the sum so far over ranks, and keep this rank's rows only; collective. For sharded parameters.
+        """Reduce the sum so far over ranks, and keep and return this rank's rows only. For sharded parameters.
 
-        Args:
-            own_rows: sums integers over ranks and returns this rank's rows.
-
-        Returns:
-            This rank's rows of the sum of this step so far.
+        ``own_rows``, collective, sums integers over ranks and returns this rank's rows.
         """
         self.settle()
         if self.rows is None or self._total is not None:
@@ -115,17 +161,9 @@ class Accumulator:
 def check_range(
     accumulators: Sequence[Accumulator], names: Sequence[str], leaves: Leaves, bits: int, axes: Sequence[Axis]
 ) -> list[int]:
-    """Check that the integers can hold the partials of a step. Collective: maxima over all axes, sums over the first.
+    """Return the bits of the largest partial of each parameter in a step, 0 if all are zero, if the integers hold them.
 
-    Args:
-        accumulators: of every parameter.
-        names: of the parameters.
-        leaves: tokens and blocks that this rank computed.
-        bits: gradients are multiples of 2^-bits.
-        axes: dp_cp and tp.
-
-    Returns:
-        Bits of the largest partial of each parameter; 0 if all are zero.
+    Collective: maxima over all axes (dp_cp and tp), sums over the first. ``leaves`` are those of this rank.
 
     Raises:
         OutOfRange: they are too large, too small or not finite; alike on every rank.
@@ -171,14 +209,11 @@ def exact_sum(values: Tensor, *axes: Axis) -> float:
     """Sum of all elements on all ranks, bitwise independent of their order and distribution.
 
     Each is rounded to a multiple of a power of two that depends on the largest magnitude and the number of elements; a
-    sum of n is off by at most n 2^(log2(n) - 61) of the largest.
+    sum of n is off by at most n 2^(log2(n) - 61) of the largest. NaN if any element is not finite.
 
     Args:
         values: of any shape; float32 or wider.
         axes: axes whose ranks hold different elements.
-
-    Returns:
-        The sum; NaN if any element is not finite.
     """
 
     def total(one: Tensor, scale: Tensor) -> Tensor:

@@ -35,13 +35,10 @@ _PIECE = 2**20
 def row_fingerprints(values_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Tensor:
     """Sum of the mixed numbers of the elements of each row.
 
-    Args:
-        values_RC: [R, C] of any dtype.
-        rows_R: [R] long, on the same device; an element's index is the sum of its row's and its column's number.
-        columns_C: [C] long.
+    An element's index is the sum of its row's and its column's number.
 
     Formula:  sum over c of mix(bits of values[r, c] + GOLDEN * (rows[r] + columns[c])), modulo 2^64, signed.
-    Shapes:   [R, C] -> [R] long.
+    Shapes:   [R, C] of any dtype, [R] and [C] long, on one device -> [R] long.
     Backward: none.
 
     Example:
@@ -50,9 +47,9 @@ def row_fingerprints(values_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Te
     """
     bits_RC = values_RC.detach().contiguous().view(_BITS[values_RC.element_size()])
     if bits_RC.is_cuda and importlib.util.find_spec("triton") is not None:
-        from workbench.reproducible.kernels import triton_fingerprints
+        from workbench.reproducible.kernels import triton_rows
 
-        return triton_fingerprints.row_fingerprints(bits_RC, rows_R, columns_C)
+        return triton_rows.row_fingerprints(bits_RC, rows_R, columns_C)
     pieces = max(1, -(-bits_RC.numel() // _PIECE))  # bounds the memory of the mixed numbers
     columns_C = columns_C * _signed(GOLDEN)
     return torch.cat(
@@ -78,23 +75,12 @@ def fingerprint(values: Tensor) -> int:
 def fingerprints(
     values: Mapping[str, Any], shards: Mapping[str, ParameterShard], mesh: Mesh
 ) -> tuple[dict[str, int], tuple[str, ...]]:
-    """Fingerprints of the unsharded parameters (or gradients), from their shards. Collective.
+    """Fingerprints of the unsharded parameters (or gradients), from this rank's shards, in one order on all ranks.
 
-    Args:
-        values: this rank's shards, in the same order on every rank.
-        shards: sharding of each.
-        mesh: the axes.
-
-    Returns:
-        The fingerprints, the same on every rank; and the names of tensors whose replicas differ between ranks.
+    Collective. Returns also the names of tensors whose replicas differ between ranks; both are the same on every rank.
     """
-    names, is_sharded = (
-        list(values),
-        {
-            "tp": [shards[name].dim is not None for name in values],
-            "dp_cp": [shards[name].over_dp_cp for name in values],
-        },
-    )
+    names, by_name = list(values), [shards[name] for name in values]
+    is_sharded = {"tp": [one.dim is not None for one in by_name], "dp_cp": [one.over_dp_cp for one in by_name]}
     sizes = [
         values[name].shape[shards[name].dim or 0] if sharded else 0
         for name, sharded in zip(names, is_sharded["tp"], strict=True)
@@ -111,16 +97,11 @@ def fingerprints(
         largest_P, smallest_P = all_max(torch.stack([sums_P, ~sums_P]), mesh[axis])  # ~ reverses the order
         equal_P &= sharded_P | (largest_P == ~smallest_P)
         sums_P = torch.where(sharded_P, all_sum(sums_P, mesh[axis]), largest_P)
-    unequal = tuple(name for name, equal in zip(names, _everywhere(equal_P, mesh), strict=True) if not equal)
-    return dict(zip(names, map(_unsigned, sums_P), strict=True)), unequal
-
-
-def _everywhere(equal_P: Tensor, mesh: Mesh) -> list[bool]:
-    """True for each entry that is true on all ranks of the job."""
     unequal_P = (~equal_P).long()
     for axis in ("dp_cp", "tp"):
         unequal_P = all_max(unequal_P, mesh[axis])
-    return (unequal_P == 0).tolist()
+    unequal = tuple(name for name, count in zip(names, unequal_P.tolist(), strict=True) if count)
+    return dict(zip(names, map(_unsigned, sums_P), strict=True)), unequal
 
 
 def _of_piece(value: Any, shard: ParameterShard, longest: int, mesh: Mesh) -> Tensor:

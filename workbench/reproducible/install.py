@@ -15,11 +15,10 @@ from workbench.policy.model import Policy
 from workbench.policy.tensor_plan import tensor_plan
 from workbench.reproducible import modules
 from workbench.reproducible.exact import Exact
-from workbench.reproducible.exact_sums import Accumulator, Leaves
+from workbench.reproducible.exact_sums import Accumulator, Leaves, Resolution
 from workbench.reproducible.kernels import choose
 from workbench.reproducible.logprobs import ExactHead
 from workbench.reproducible.modules import Pieces
-from workbench.reproducible.resolution import Resolution
 from workbench.reproducible.shards import flush_layers
 from workbench.sharding.tensor_parallel import defer_input_sums, shard_range
 
@@ -45,11 +44,8 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
     """Switch a policy to reproducible mode, in place, until `Exact.remove`.
 
     `Policy.hidden_states` and `Policy.token_logprobs` are exact from then on. Backward adds gradients of weights to
-    exact sums; `Exact.reduce` finishes them.
-
-    Args:
-        policy: as `load_policy` returns it: sharded over tp, parameters sharded or not, checkpointing or not.
-        resolution: settings that the bits depend on.
+    exact sums; `Exact.reduce` finishes them. The policy is as `load_policy` returns it: sharded over tp, parameters
+    sharded or not, checkpointing or not.
 
     Raises:
         SpecError: a precision, a setting of the head or a module that is not known to be exact, by name; pieces that
@@ -97,11 +93,7 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
 def reproducibly(policy: Policy, *, block_tokens: int, weight_chunks: int = 1, bits: int = 32) -> Iterator[Exact]:
     """Compute a user-defined step with the same bits in every layout.
 
-    Args:
-        policy: as `load_policy` returns it; exact within the context, restored afterwards.
-        block_tokens: see `Resolution`, also for the others.
-        weight_chunks: the largest tp to compare with.
-        bits: of the sums.
+    The policy is exact within the context, and restored afterwards. Settings are those of `Resolution`.
 
     Raises:
         SpecError, ShardingError: see `install`.
@@ -132,12 +124,7 @@ def reproducibly(policy: Policy, *, block_tokens: int, weight_chunks: int = 1, b
 
 
 class _Swap:
-    """Replaces forwards of modules, and records the originals.
-
-    Args:
-        policy: owner of the modules.
-        pieces: canonical pieces.
-    """
+    """Replaces forwards of a policy's modules, and records the originals."""
 
     def __init__(self, policy: Policy, pieces: Pieces) -> None:
         self.policy, self.pieces = policy, pieces
@@ -158,9 +145,8 @@ class _Swap:
             if module.bias is not None:
                 into_bias = self._sums(module.bias, tokens=1)
             by_outputs = self._by_outputs[name]
-            self._set(
-                module, lambda x: modules.linear(x, module.weight, module.bias, by_outputs, into, into_bias, pieces)
-            )
+            sums = into, into_bias
+            self._set(module, lambda x: modules.linear(x, module.weight, module.bias, by_outputs, sums, pieces))
         elif isinstance(module, nn.Embedding):
             into, (first, _) = self._sums(module.weight, tokens=1), self._vocabulary()
             self._set(module, lambda tokens: modules.embedding(tokens, module.weight, first, into, pieces))
@@ -268,7 +254,7 @@ def _refuse_pieces(policy: Policy, chunks: int) -> None:
     wrong = [f"{count} {name}" for name, count in counts.items() if count % chunks]
     width = -(-size // chunks)
     if width * (chunks - 1) >= size or any(
-        width * (chunks // some) != -(-size // some) for some in _powers_of_two(chunks) if some > 1
+        width * (chunks // 2**power) != -(-size // 2**power) for power in range(1, chunks.bit_length())
     ):
         wrong.append(f"{size} tokens of a vocabulary")
     if chunks % tp:
@@ -281,7 +267,3 @@ def _refuse_pieces(policy: Policy, chunks: int) -> None:
             "may be short, if tp shards it at the same rows), and tp divides it",
             fix="choose a smaller power of two, not below tp",
         )
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return [2**power for power in range(largest.bit_length())]

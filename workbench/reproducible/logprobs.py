@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from workbench.reproducible.exact_sums import Accumulator
 from workbench.reproducible.modules import Pieces
-from workbench.reproducible.trees import sum_by_pairs, sum_over_pieces
+from workbench.reproducible.rows import sum_by_pairs, sum_over_pieces
 from workbench.sharding.collectives import gather_equal
 
 TOGETHER = 4096
@@ -57,17 +57,14 @@ class ExactHead:
 
     def logits(self, hidden_bD: Tensor, rows_vD: Tensor) -> Tensor:
         """Logits before division by the temperature, in float32. [b, D] -> [b, v]."""
-        return self.pieces.kernels.product(hidden_bD, rows_vD, len(hidden_bD), len(rows_vD), torch.float32)
+        return self.pieces.kernels.matmul(hidden_bD, rows_vD, len(hidden_bD), len(rows_vD), torch.float32)
 
 
 def from_hidden(hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor, head: ExactHead) -> tuple[Tensor, ...]:
     """Log-probability of each target, entropy, logsumexp and mean squared logit of each distribution.
 
-    Args:
-        hidden_TD: the same on every tp rank.
-        targets_T: ids in the whole vocabulary; negative: the token is ignored, returns 0 without gradient.
-        temperature_T: divides logits.
-        head: of this rank.
+    Hidden states are the same on every tp rank, targets ids in the whole vocabulary; a token with a negative one is
+    ignored: 0 without gradient.
 
     Shapes:   -> four of [T], float32, the same on every tp rank.
     Units:    nats.
@@ -82,13 +79,13 @@ class _FromHidden(Function):
         ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, head: ExactHead
     ) -> tuple[Tensor, ...]:
         hidden_TD = hidden_TD.contiguous()
-        block, say = head.pieces.block, head.pieces.kernels.say
+        block, statistics = head.pieces.block, head.pieces.kernels.piece_statistics
         outputs = []
         for hidden_bD, targets_b, divisor_b in _blocks(block, hidden_TD, targets_T, temperature_T):
             outputs.append(
                 torch.stack(
                     [
-                        say(head.logits(hidden_bD, rows_vD), targets_b - first, divisor_b)
+                        statistics(head.logits(hidden_bD, rows_vD), targets_b - first, divisor_b)
                         for first, rows_vD in head.parts()
                     ]
                 )
@@ -108,6 +105,7 @@ class _FromHidden(Function):
         gradients_4T = torch.stack(gradients).masked_fill(targets_T < 0, 0)
         gradients_4T[3] /= head.vocabulary
         together = block * max(1, TOGETHER // block)  # tokens
+        dtype = None if head.pieces.is_whole else torch.float32
         parts_T: list[list[Tensor]] = []
         for group in _blocks(together, hidden_TD, targets_T, temperature_T, merged_4T.T, gradients_4T.T):
             parts = []
@@ -115,7 +113,7 @@ class _FromHidden(Function):
                 d_tv = torch.empty(len(group[0]), len(rows_vD), dtype=hidden_TD.dtype, device=hidden_TD.device)
                 for d_bv, hidden_bD, targets_b, divisor_b, merged_b4, gradients_b4 in _blocks(block, d_tv, *group):
                     _, entropy_b, logsumexp_b, _ = merged_b4.T.contiguous()
-                    kernels.unsay(
+                    kernels.piece_gradient(
                         head.logits(hidden_bD, rows_vD),
                         targets_b - first,
                         divisor_b,
@@ -125,20 +123,9 @@ class _FromHidden(Function):
                         d_bv,
                     )
                 start = first - head.first
-                parts.append(
-                    kernels.product_back(
-                        d_tv, rows_vD, block, rows_vD.shape[1], None if head.pieces.is_whole else torch.float32
-                    )
-                )
-                kernels.add_outer(
-                    into.total[start : start + len(rows_vD)],
-                    into.peak,
-                    into.scale,
-                    d_tv,
-                    group[0],
-                    block,
-                    tuple(rows_vD.shape),
-                )
+                parts.append(kernels.matmul_backward(d_tv, rows_vD, block, rows_vD.shape[1], dtype))
+                total_vD = into.total[start : start + len(rows_vD)]
+                kernels.add_outer(total_vD, into.peak, into.scale, d_tv, group[0], block, tuple(rows_vD.shape))
             parts_T.append(parts)
         pieces_T = [torch.cat(blocks) for blocks in zip(*parts_T, strict=True)]
         return sum_over_pieces(pieces_T, head.pieces.tp).to(hidden_TD.dtype), None, None, None, None

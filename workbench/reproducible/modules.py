@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.reproducible.exact_sums import Accumulator
-from workbench.reproducible.trees import sum_over_pieces
+from workbench.reproducible.rows import sum_over_pieces
 from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis
 
@@ -45,56 +45,38 @@ class Pieces:
         return self.here == 1 and self.tp.size == 1
 
 
-def linear(
-    x: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    by_outputs: bool,
-    into: Accumulator,
-    into_bias: Accumulator | None,
-    pieces: Pieces,
-) -> Tensor:
+Sums = tuple[Accumulator, Accumulator | None]
+"""Exact sums of the gradients of a weight, with a partial per block, and of its bias, with a partial per token."""
+
+
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, by_outputs: bool, into: Sums, pieces: Pieces) -> Tensor:
     """Multiply x @ weight.T + bias, with outputs or inputs sharded over tp.
 
-    Args:
-        x: [..., K].
-        weight_NK: this rank's shard.
-        bias_N: of the outputs of this rank.
-        by_outputs: the pieces are rows of the weight (a column-parallel layer), not columns.
-        into: accumulates the weight's gradient, a partial per block.
-        into_bias: accumulates the bias's, a partial per token.
-        pieces: canonical pieces.
+    ``by_outputs``: the pieces are rows of this rank's shard of the weight (a column-parallel layer), not columns.
 
-    Shapes:   -> [..., N].
+    Shapes:   [..., K] -> [..., N].
     Layout:   tp: replicated in, sharded out by outputs; by inputs sharded in, replicated out.
     Backward: to x; by outputs the sum over the pieces of all tp ranks, by pairs.
     """
-    return _Linear.apply(x, weight_NK, bias_N, by_outputs, into, into_bias, pieces)
+    return _Linear.apply(x, weight_NK, bias_N, by_outputs, into, pieces)
 
 
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        by_outputs: bool,
-        into: Accumulator,
-        into_bias: Accumulator | None,
-        pieces: Pieces,
+        ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, by_outputs: bool, into: Sums, pieces: Pieces
     ) -> Tensor:
         x_TK = x.contiguous().flatten(0, -2)
         ctx.save_for_backward(x_TK)
         ctx.weight_NK, ctx.shape, ctx.by_outputs, ctx.pieces = weight_NK, x.shape, by_outputs, pieces
-        ctx.into, ctx.into_bias = into, into_bias
-        product, here = pieces.kernels.product, pieces.here
+        ctx.into = into
+        matmul, here = pieces.kernels.matmul, pieces.here
         height = len(weight_NK)
         if by_outputs or pieces.is_whole:
-            y_TN = product(x_TK, weight_NK, pieces.block, height // (here if by_outputs else 1))
+            y_TN = matmul(x_TK, weight_NK, pieces.block, height // (here if by_outputs else 1))
         else:
             parts = [
-                product(x_TK[:, some], weight_NK[:, some], pieces.block, height, torch.float32)
+                matmul(x_TK[:, some], weight_NK[:, some], pieces.block, height, torch.float32)
                 for some in _columns(x_TK, here)
             ]
             y_TN = sum_over_pieces(parts, pieces.tp).to(x.dtype)
@@ -104,22 +86,22 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x_TK,), weight_NK, pieces, into = ctx.saved_tensors, ctx.weight_NK, ctx.pieces, ctx.into
+        (x_TK,), weight_NK, pieces, (into, into_bias) = ctx.saved_tensors, ctx.weight_NK, ctx.pieces, ctx.into
         kernels, here, width = pieces.kernels, pieces.here, weight_NK.shape[1]
         dy_TN = dy.contiguous().flatten(0, -2)
         tile = (len(weight_NK) // here, width) if ctx.by_outputs else (len(weight_NK), width // here)
         kernels.add_outer(into.total, into.peak, into.scale, dy_TN, x_TK, pieces.block, tile)
-        if ctx.into_bias is not None:
-            kernels.add_rows(ctx.into_bias.total, ctx.into_bias.peak, into.scale, dy_TN)
+        if into_bias is not None:
+            kernels.add_rows(into_bias.total, into_bias.peak, into.scale, dy_TN)
         if not ctx.by_outputs or pieces.is_whole:
-            dx_TK = kernels.product_back(dy_TN, weight_NK, pieces.block, tile[1])
+            dx_TK = kernels.matmul_backward(dy_TN, weight_NK, pieces.block, tile[1])
         else:
             parts = [
-                kernels.product_back(dy_TN[:, some], weight_NK[some], pieces.block, width, torch.float32)
+                kernels.matmul_backward(dy_TN[:, some], weight_NK[some], pieces.block, width, torch.float32)
                 for some in _columns(dy_TN, here)
             ]
             dx_TK = sum_over_pieces(parts, pieces.tp).to(dy.dtype)
-        return dx_TK.view(ctx.shape), None, None, None, None, None, None
+        return dx_TK.view(ctx.shape), None, None, None, None, None
 
 
 def _columns(values_TK: Tensor, pieces: int) -> list[slice]:

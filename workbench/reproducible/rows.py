@@ -1,14 +1,15 @@
-"""Whole rows: redundant computation on every rank of a row, and sums over rows in a fixed order.
+"""Sums of floating-point numbers in an order that no layout changes: over rows, halves of a width, pairs of pieces.
 
-Losses and metrics sum over tokens. On the whole row, in the order of the row, these sums are bitwise the same on every
-rank that shares it, for any distribution of blocks; and a row has the same bits in every layout. Then only a few
-numbers per row remain to be summed, in the order of the rows' indices, not of the ranks.
+Losses and metrics sum over tokens. On the whole row, computed redundantly on every rank of it in the order of the row,
+these sums are bitwise the same on each rank, for any distribution of blocks; and a row has the same bits in every
+layout. Then only a few numbers per row remain to be summed, in the order of the rows' indices, not of the ranks.
 
-Letters: T tokens of a row | t tokens of a rank | R rows of a step | r rows of a rank | K numbers of a row.
+Letters: T tokens of a row | t tokens of a rank | R rows of a step | r rows of a rank | K numbers of a row | D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,7 @@ from workbench.sharding.plan import ShardPlan
 def whole_row(values_t: Tensor, plan: ShardPlan, axis: Axis, device: torch.device | str | None = None) -> Tensor:
     """Gather a row from all its ranks, in the order of the row; every rank must then compute the *same* with it.
 
-    Args:
-        values_t: this rank's part.
-        plan: shard plan of the row.
-        axis: the ranks that share the row.
-        device: of the result; None: that of this rank's part.
+    ``axis`` are the ranks that share the row; the result is on the device of this rank's part unless one is given.
 
     Shapes:   [t, ...] -> [T, ...].
     Layout:   cp: sharded(T) -> replicated.
@@ -52,12 +49,9 @@ class _WholeRow(Function):
 def rows_in_order(lines_rK: Tensor, numbers_r: Tensor, axis: Axis) -> Tensor:
     """Gather the values of all rows of a step, in the order of the rows' indices; the same on every rank.
 
-    Args:
-        lines_rK: [r, K] float64 values of each row of this rank; every rank of the axis has the same number of rows.
-        numbers_r: [r] the index of each row in the step, on the device of the axis.
-        axis: axis whose ranks hold different rows (dp).
+    Every rank of the axis (dp) has the same number of rows; their indices in the step are on the device of the axis.
 
-    Shapes: [r, K] -> [R, K].
+    Shapes: [r, K] float64, [r] -> [R, K].
     """
     numbered_rK = torch.cat([numbers_r[:, None].double(), lines_rK.detach().to(numbers_r.device)], dim=1)
     numbered_RK = gather_equal(numbered_rK, axis).flatten(0, 1).to(lines_rK.device)
@@ -75,3 +69,30 @@ def sum_in_order(lines_rK: Tensor, numbers_r: Tensor, axis: Axis) -> Tensor:
     for line_K in rows_in_order(lines_rK, numbers_r, axis):
         total_K = total_K + line_K
     return total_K
+
+
+def sum_by_pairs(pieces: Sequence[Tensor]) -> Tensor:
+    """Add neighbours, then neighbouring sums, until one is left; the number of pieces is a power of two."""
+    pieces = list(pieces)
+    while len(pieces) > 1:
+        pieces = [left + right for left, right in zip(pieces[::2], pieces[1::2], strict=True)]
+    return pieces[0]
+
+
+def sum_over_pieces(pieces: Sequence[Tensor], axis: Axis) -> Tensor:
+    """`sum_by_pairs` over the pieces of all tp ranks, in rank order: each rank sums the lower levels of the tree.
+
+    Layout: tp: sharded(pieces) in, replicated out. One all-gather.
+    """
+    return sum_by_pairs(gather_equal(sum_by_pairs(pieces), axis).unbind())
+
+
+def mean_by_halves(values_D: Tensor) -> Tensor:
+    """Mean over the last dimension, kept with size 1: elementwise sums of halves, so rows are independent."""
+    count = width = values_D.shape[-1]
+    while count > 1:
+        half, odd = divmod(count, 2)
+        rest = values_D[..., 2 * half : count]
+        values_D = values_D[..., :half] + values_D[..., half : 2 * half]
+        values_D, count = (torch.cat([values_D, rest], -1) if odd else values_D), half + odd
+    return values_D / width

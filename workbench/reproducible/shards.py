@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from workbench.policy.model import Policy, decoder_layers
 from workbench.reproducible.exact_sums import Accumulator
-from workbench.sharding.collectives import all_sum_, gather_equal, scatter_sum
+from workbench.sharding.collectives import all_sum_, buckets, gather_equal, scatter_sum
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
@@ -37,6 +37,11 @@ class LocalParameter:
     def sharded_over(self) -> tuple[str, ...]:
         """Axes whose ranks hold different elements."""
         return ("tp",) * (self.shard.dim is not None) + ("dp_cp",) * self.shard.over_dp_cp
+
+    @property
+    def dtype_and_elements(self) -> tuple[torch.dtype, int]:
+        """Its dtype and number of elements."""
+        return self.parameter.dtype, self.parameter.numel()
 
     @property
     def gradient(self) -> Tensor:
@@ -79,14 +84,8 @@ def sum_over_ranks(
 
     Collective over dp_cp, and over tp for replicated parameters that act on a rank's own heads.
 
-    Args:
-        accumulators: by name.
-        parameters: the parameters, by name.
-        mesh: the axes.
-        finish: converts integers to a gradient of a dtype, element by element.
-
-    Returns:
-        Name and gradient of each parameter, in an order that is the same on every rank.
+    ``finish`` converts integers to a gradient of a dtype, element by element. Parameters come in an order that is the
+    same on every rank.
     """
     sharded = {
         name: accumulators[name].flush(own_rows(mesh)) for name, one in parameters.items() if one.shard.over_dp_cp
@@ -98,12 +97,12 @@ def sum_over_ranks(
     ]
     all_sum_(partial, mesh["tp"])
     yield from ((name, finish(rows, parameters[name].parameter.dtype)) for name, rows in sharded.items())
-    for dtype, names in _buckets(parameters):
-        integers = (
-            torch.cat([accumulators[name].total.view(-1) for name in names])
-            if len(names) > 1
-            else accumulators[names[0]].total.view(-1)
-        )
+    replicated = [name for name, one in parameters.items() if not one.shard.over_dp_cp]
+    for names in buckets(replicated, BUCKET, lambda name: parameters[name].dtype_and_elements):
+        dtype = parameters[names[0]].parameter.dtype
+        flat = [accumulators[name].total.view(-1) for name in names]
+        integers = torch.cat(flat) if len(flat) > 1 else flat[0]
+        del flat
         for name in names:
             accumulators[name].release()
         elements, parts = len(integers), mesh["dp_cp"].size
@@ -115,21 +114,6 @@ def sum_over_ranks(
         pieces = whole.split([parameters[name].parameter.numel() for name in names])
         for name, piece in zip(names, pieces, strict=True):
             yield name, (piece if len(names) == 1 else piece.clone()).view(parameters[name].parameter.shape)
-
-
-def _buckets(parameters: Mapping[str, LocalParameter]) -> Iterator[tuple[torch.dtype, list[str]]]:
-    """Group consecutive replicated parameters of one dtype, up to `BUCKET` elements together; at least one."""
-    names, dtype, elements = [], torch.float32, 0
-    for name, one in parameters.items():
-        if one.shard.over_dp_cp:
-            continue
-        count = one.parameter.numel()
-        if names and (one.parameter.dtype != dtype or elements + count > BUCKET):
-            yield dtype, names
-            names, elements = [], 0
-        names, dtype, elements = [*names, name], one.parameter.dtype, elements + count
-    if names:
-        yield dtype, names
 
 
 def own_rows(mesh: Mesh) -> Callable[[Tensor], Tensor]:

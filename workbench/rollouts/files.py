@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors_torch
 from torch import Tensor
 
+from workbench.atomic import write_whole
 from workbench.errors import RecordError, ShapeError
 from workbench.rollouts.batch import Extension, RolloutBatch
 
@@ -136,8 +136,8 @@ def save(
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
-    _write_atomic(folder / TENSORS, content)
-    _write_atomic(folder / MANIFEST, f"{text}\n".encode())
+    write_whole(folder / TENSORS, content)
+    write_whole(folder / MANIFEST, f"{text}\n".encode())
     return manifest
 
 
@@ -269,20 +269,3 @@ def _damaged(path: Path, found: str) -> RecordError:
         rule=f"{TENSORS} and {MANIFEST} as `save` wrote them together, format version 1",
         fix="copy or create the rollout dataset again, and see `workbench rollouts check`",
     )
-
-
-def _write_atomic(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,14 +32,11 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import RecordError, ShapeError
-from workbench.rollouts.batch import RolloutBatch, as_tensor
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.columns import as_tensor
 
 _TRL_KEYS = {
-    "prompt_ids": "prompt_ids",
-    "prompt_mask": "prompt_mask",
-    "completion_ids": "completion_ids",
-    "completion_mask": "completion_mask",
-    "advantages": "advantages",
+    **{name: name for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")},
     "old_per_token_logps": "old_logprobs",
     "sampling_per_token_logps": "sampler_logprobs",
     "ref_per_token_logps": "ref_logprobs",

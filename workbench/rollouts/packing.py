@@ -3,6 +3,11 @@
 One optimizer step trains on some micro-batches of each data-parallel rank, one row each. Rows may differ in length and
 may be empty: a rank with nothing to train still enters every collective. `pack` deals a step into a given number of
 rows, `deal` follows a given assignment, and `fill` takes as many micro-batches of a given size as the step needs.
+
+All three take the documents of the whole optimizer step. Each document is padded up to a multiple of
+``document_multiple_of`` tokens, by padding right after it that belongs to no document, and then each row, which is
+never empty, to ``multiple_of``. Documents with one label in ``group_labels_N`` [N] go into one row, as a loss on pairs
+requires.
 """
 
 from __future__ import annotations
@@ -24,17 +29,10 @@ def pack(
     document_multiple_of: int = 1,
     group_labels_N: Tensor | None = None,
 ) -> list[RolloutBatch]:
-    """Deal the documents of a batch into rows of nearly equal length, and pad each document and each row.
+    """Deal the documents of a batch into dp * micro_batches rows of nearly equal length, and pad them.
 
     The longest document goes first, to the row that is shortest so far; within a row documents keep the order of the
     batch. The result depends on the lengths alone.
-
-    Args:
-        batch: the documents of the whole optimizer step.
-        rows: dp * micro_batches.
-        multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
-        document_multiple_of: so is each document, by padding right after it that belongs to no document.
-        group_labels_N: [N] labels; documents with one label go into one row, as a loss on pairs requires.
 
     Raises:
         SpecError: fewer than one row, or a multiple below one.
@@ -62,13 +60,7 @@ def pack(
 def deal(
     batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int = 1, document_multiple_of: int = 1
 ) -> list[RolloutBatch]:
-    """Build rows of given documents, in the given order, padded like those of `pack`.
-
-    Args:
-        batch: the documents of the whole optimizer step.
-        rows: indices of documents, row by row; a row may be empty.
-        multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
-        document_multiple_of: each document is padded up to a multiple of this many tokens first.
+    """Build rows of given documents (indices, row by row; a row may be empty), in the given order, padded.
 
     Raises:
         SpecError: a document is in no row, or in two.
@@ -93,19 +85,11 @@ def fill(
     document_multiple_of: int = 1,
     group_labels_N: Tensor | None = None,
 ) -> list[RolloutBatch]:
-    """Fill micro-batches of at most ``tokens`` tokens, one after another on all ranks, until no document is left.
+    """Fill micro-batches of at most ``tokens`` tokens, padding included, on all dp ranks, until no document is left.
 
     Documents are taken in the order of the batch: into the row of the first rank until the next does not fit, then of
     the second, and after the last rank into the next micro-batch. Every rank takes equally many, so the last ones may
     be empty. Their number is determined here, on the whole step; no count may depend on it.
-
-    Args:
-        batch: the documents of the whole optimizer step.
-        tokens: maximum length of a row, padding included.
-        ranks: dp.
-        multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
-        document_multiple_of: so is each document, by padding right after it that belongs to no document.
-        group_labels_N: [N] labels; documents with one label go into one row.
 
     Returns:
         The rows of the first rank in training order, then those of the second, ...

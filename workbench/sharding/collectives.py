@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.autograd import Function
 
 from workbench.sharding import flight, wire
 from workbench.sharding.mesh import Axis
+
+Item = TypeVar("Item")
 
 
 def sum_identity(partial: Tensor, axis: Axis) -> Tensor:
@@ -28,7 +30,7 @@ def sum_identity(partial: Tensor, axis: Axis) -> Tensor:
               afterwards.
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (g).
     """
-    return partial if axis.group is None else _SumIdentity.apply(partial, axis)
+    return _paired("sum_identity", _total, _same, partial, axis)
 
 
 def sum_sum(partial: Tensor, axis: Axis) -> Tensor:
@@ -36,7 +38,7 @@ def sum_sum(partial: Tensor, axis: Axis) -> Tensor:
 
     Backward: all-reduce sum of the gradients from each rank's part of the loss.
     """
-    return partial if axis.group is None else _SumSum.apply(partial, axis)
+    return _paired("sum_sum", _total, _total, partial, axis)
 
 
 def identity_sum(value: Tensor, axis: Axis) -> Tensor:
@@ -46,7 +48,7 @@ def identity_sum(value: Tensor, axis: Axis) -> Tensor:
               column-parallel layer, and the hidden states that a vocabulary-parallel head reads).
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (f).
     """
-    return value if axis.group is None else _IdentitySum.apply(value, axis)
+    return _paired("identity_sum", _same, _total, value, axis)
 
 
 def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -57,7 +59,7 @@ def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
               Keys and values of context-parallel attention need exactly this: a slice without the sum would
               lose what the other ranks' queries want from this rank's keys.
     """
-    return local if axis.group is None else _GatherScatter.apply(local, axis, dim)
+    return _paired("gather_scatter", _concatenated, _summed_piece, local, axis, dim)
 
 
 def scatter_gather(partial: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -67,7 +69,7 @@ def scatter_gather(partial: Tensor, axis: Axis, *, dim: int) -> Tensor:
     Backward: all-gather: each rank's part of the sum went into every piece.
     Source:   sequence parallelism, arXiv 2205.05198, section 4.2.2 (g-bar).
     """
-    return partial if axis.group is None else _ScatterGather.apply(partial, axis, dim)
+    return _paired("scatter_gather", _summed_piece, _concatenated, partial, axis, dim)
 
 
 def gather_slice(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -77,7 +79,7 @@ def gather_slice(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
     Backward: this rank's own piece. The incoming gradient is already complete on every rank; a sum over the ranks
               (`gather_scatter`) would be too large by the size of the axis.
     """
-    return local if axis.group is None else _GatherSlice.apply(local, axis, dim)
+    return _paired("gather_slice", _concatenated, _own_piece, local, axis, dim)
 
 
 def slice_gather(whole: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -87,7 +89,7 @@ def slice_gather(whole: Tensor, axis: Axis, *, dim: int) -> Tensor:
     Backward: all-gather: the gradient of the whole, the same on every rank again.
     Source:   sequence parallelism, arXiv 2205.05198; the scatter to the sequence-parallel region of Megatron-LM.
     """
-    return whole if axis.group is None else _SliceGather.apply(whole, axis, dim)
+    return _paired("slice_gather", _own_piece, _concatenated, whole, axis, dim)
 
 
 def all_sum(value: Tensor, axis: Axis) -> Tensor:
@@ -103,7 +105,7 @@ def all_sum_(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = 64 * 
     """
     if axis.group is None:
         return
-    for bucket in _buckets(tensors, bucket_bytes):
+    for bucket in buckets(map(Tensor.detach, tensors), bucket_bytes, lambda one: (one.dtype, one.nbytes)):
         in_place = len(bucket) == 1 and bucket[0].is_contiguous()
         flat = bucket[0].view(-1) if in_place else torch.cat([tensor.reshape(-1) for tensor in bucket])
         with _in("all_sum_", flat, axis):
@@ -135,16 +137,25 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
     return [piece[: int(n)].to(value.dtype) for piece, n in zip(pieces, lengths, strict=True)]
 
 
-def _buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Adjacent tensors of one dtype, as many as fit in a bucket, at least one."""
-    bucket: list[Tensor] = []
-    free_bytes = bucket_bytes
-    for tensor in map(Tensor.detach, tensors):
-        if bucket and (tensor.nbytes > free_bytes or tensor.dtype != bucket[0].dtype):
+def buckets(
+    items: Iterable[Item], limit: int, measure: Callable[[Item], tuple[torch.dtype, int]]
+) -> Iterator[list[Item]]:
+    """Group adjacent items of one dtype whose sizes add up to at most ``limit``; at least one item in each group.
+
+    Args:
+        items: of any kind.
+        limit: of the sum of sizes.
+        measure: returns the dtype and the size of an item.
+    """
+    bucket: list[Item] = []
+    free, last = limit, torch.float32
+    for item in items:
+        dtype, size = measure(item)
+        if bucket and (size > free or dtype != last):
             yield bucket
-            bucket, free_bytes = [], bucket_bytes
-        bucket.append(tensor)
-        free_bytes -= tensor.nbytes
+            bucket, free = [], limit
+        bucket.append(item)
+        free, last = free - size, dtype
     if bucket:
         yield bucket
 
@@ -217,11 +228,11 @@ def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> C
     """
     value = value.contiguous()
     with _in("start_rotation", value, axis, caller):
-        arrival = wire.start_rotation([value], axis.group, axis.rank, axis.size)
+        arrival = wire.start_rotation(value, axis.group, axis.rank, axis.size)
 
     def arrive() -> Tensor:
         with _in("end of rotation", value, axis, caller):
-            return arrival()[0]
+            return arrival()
 
     return arrive
 
@@ -240,95 +251,46 @@ def _reduced(name: str, value: Tensor, axis: Axis, *, largest: bool = False) -> 
     return out
 
 
-class _SumIdentity(Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
-        out = partial.clone(memory_format=torch.contiguous_format)
-        with _in("sum_identity", out, axis):
-            wire.all_reduce(out, axis.group)
-        return out
+def _paired(name: str, forth: _Operation, back: _Operation, tensor: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    return tensor if axis.group is None else _Paired.apply(tensor, name, forth, back, axis, dim)
+
+
+class _Paired(Function):
+    """A collective and its adjoint."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _SumSum(Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.caller = axis, flight.caller()
-        out = partial.clone(memory_format=torch.contiguous_format)
-        with _in("sum_sum", out, axis, ctx.caller):
-            wire.all_reduce(out, axis.group)
-        return out
+    def forward(
+        ctx: Any, tensor: Tensor, name: str, forth: _Operation, back: _Operation, axis: Axis, dim: int
+    ) -> Tensor:
+        caller = flight.caller()
+        ctx.back, ctx.arguments = back, (f"backward of {name}", axis, dim, caller)
+        return forth(tensor, name, axis, dim, caller)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        out = gradient.clone(memory_format=torch.contiguous_format)
-        with _in("backward of sum_sum", out, ctx.axis, ctx.caller):
-            wire.all_reduce(out, ctx.axis.group)
-        return out, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return ctx.back(gradient, *ctx.arguments), None, None, None, None, None
 
 
-class _IdentitySum(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
-        ctx.axis, ctx.caller = axis, flight.caller()
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        out = gradient.clone(memory_format=torch.contiguous_format)
-        with _in("backward of identity_sum", out, ctx.axis, ctx.caller):
-            wire.all_reduce(out, ctx.axis.group)
-        return out, None
+_Operation = Callable[[Tensor, str, Axis, int, str | None], Tensor]
+"""Function of a tensor, the name in flight records, the axis, a dimension of the tensor, and the caller."""
 
 
-class _GatherScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
-        return _concatenated("gather_scatter", local, axis, dim, ctx.caller)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _summed_piece("backward of gather_scatter", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
+def _same(value: Tensor, name: str, axis: Axis, dim: int, caller: str | None) -> Tensor:
+    return value.view_as(value)
 
 
-class _ScatterGather(Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
-        return _summed_piece("scatter_gather", partial, axis, dim, ctx.caller)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _concatenated("backward of scatter_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
+def _total(partial: Tensor, name: str, axis: Axis, dim: int, caller: str | None) -> Tensor:
+    out = partial.clone(memory_format=torch.contiguous_format)
+    with _in(name, out, axis, caller):
+        wire.all_reduce(out, axis.group)
+    return out
 
 
-class _GatherSlice(Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _concatenated("gather_slice", local, axis, dim, flight.caller())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.chunk(ctx.axis.size, dim=ctx.dim)[ctx.axis.rank].contiguous(), None, None
+def _own_piece(whole: Tensor, name: str, axis: Axis, dim: int, caller: str | None) -> Tensor:
+    return whole.chunk(axis.size, dim=dim)[axis.rank].contiguous()
 
 
-class _SliceGather(Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
-        return whole.chunk(axis.size, dim=dim)[axis.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _concatenated("backward of slice_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
-
-
-def _concatenated(name: str, local: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
+def _concatenated(local: Tensor, name: str, axis: Axis, dim: int, caller: str | None) -> Tensor:
     """Concatenate the tensors of all ranks along a dimension, without a copy if all dimensions before it are 1."""
     dim, local = dim % local.dim(), local.contiguous()
     before, tokens, after = local.shape[:dim], local.shape[dim], local.shape[dim + 1 :]
@@ -341,7 +303,7 @@ def _concatenated(name: str, local: Tensor, axis: Axis, dim: int, caller: str | 
     return gathered if in_place else gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _summed_piece(name: str, whole: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
+def _summed_piece(whole: Tensor, name: str, axis: Axis, dim: int, caller: str | None) -> Tensor:
     """This rank's piece, along a dimension, of the sum over ranks."""
     pieces_R = torch.stack(whole.chunk(axis.size, dim=dim))  # the first dimension is the owner
     own = torch.empty_like(pieces_R[0])

@@ -13,7 +13,7 @@ Source: PyTorch FSDP, arXiv 2304.11277; FSDP2's interface as in torch 2.11 to 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,11 +46,8 @@ def shard_parameters(
     stay tied. Gradients are reduced in every backward; micro-batches accumulate in the shards. Create the optimizer
     afterwards: it then holds the shards.
 
-    Args:
-        root: holds all parameters, whole, on any device; they move to that of the mesh unit by unit.
-        units: modules inside it whose weights are gathered and freed together.
-        shards: the current sharding of every parameter.
-        mesh: the axes.
+    The root holds all parameters, whole, on any device; they move to that of the mesh unit by unit. Units are modules
+    inside it whose weights are gathered and freed together.
 
     Returns:
         The new sharding of every parameter.
@@ -85,8 +82,8 @@ def shard_parameters(
         fully_shard(module, mesh=device_mesh)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_GatherParameters(axis))
-        module.set_custom_reduce_scatter(_ScatterGradients(axis))
+        module.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
+        module.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
@@ -108,30 +105,23 @@ def is_shard(value: Any) -> bool:
     return hasattr(value, "to_local")
 
 
-class _CustomCollective:
-    """Base of the collectives that replace FSDP2's own."""
+class _Collective:
+    """Replaces one of FSDP2's own collectives, under a name in flight records."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis, name: str, transfer: Callable[[Tensor, Tensor, dist.ProcessGroup], None]) -> None:
+        self.axis, self.name, self.transfer = axis, name, transfer
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _GatherParameters(_CustomCollective):
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        axis = self.axis
-        with flight.entering(
-            "gather_parameters", axis.name, axis.ranks, wire.group_name(group), input_tensor.shape, input_tensor.dtype
-        ):
-            wire.all_gather_into(output_tensor, input_tensor, group)
-
-
-class _ScatterGradients(_CustomCollective):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        *,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
     ) -> None:
         axis = self.axis
         if op != dist.ReduceOp.SUM:
@@ -142,6 +132,6 @@ class _ScatterGradients(_CustomCollective):
                 fix="use torch 2.11 to 2.13",
             )
         with flight.entering(
-            "scatter_gradients", axis.name, axis.ranks, wire.group_name(group), input_tensor.shape, input_tensor.dtype
+            self.name, axis.name, axis.ranks, wire.group_name(group), input_tensor.shape, input_tensor.dtype
         ):
-            wire.reduce_scatter_into(output_tensor, input_tensor, group)
+            self.transfer(output_tensor, input_tensor, group)

@@ -1,8 +1,7 @@
 """Flight recorder: each rank's collectives, entered and left, in a small file readable even after the rank was killed.
 
-A rank that hangs or was killed cannot report. So each rank keeps its last 1024 collectives (a step of a real model has
-some 500, and one step predicts the next) in a memory-mapped file. The kernel writes it to disk whatever happens to the
-process; no request and no message is needed.
+A rank that hangs or was killed cannot report. So each rank keeps its last collectives in a memory-mapped file. The
+kernel writes it to disk whatever happens to the process; no request and no message is needed.
 
 Each rank numbers the collectives of every process group independently. In a correct program entry #17 of a group is
 the same collective on all its ranks. Comparing the ranks' files therefore shows which ranks have not entered #17, and
@@ -40,7 +39,7 @@ from typing import Any
 from workbench.errors import RecordError
 
 CAPACITY = 1024
-"""Number of collectives kept per rank: at least one whole step of a real model, which has some 500."""
+"""Number of collectives kept per rank: at least one step of a real model, some 500; one step predicts the next."""
 
 _MAGIC = int.from_bytes(b"WBFLIGT1", sys.byteorder)
 _HEADER, _SLOT = 128, 256
@@ -60,7 +59,6 @@ _OWN = tuple(
         "bridge/crossing.py",
         "bridge/direct.py",
         "bridge/groups.py",
-        "bridge/replicas.py",
     )
 )
 
@@ -140,11 +138,7 @@ def start(path: Path, rank: int) -> None:
 
 
 def stop(*, ended: bool = True) -> None:
-    """Stop recording; a no-op if nothing is recorded.
-
-    Args:
-        ended: this rank has finished, and will enter no further collective.
-    """
+    """Stop recording; a no-op if nothing is recorded. ``ended``: this rank will enter no further collective."""
     global _flight
     if _flight is not None:
         _flight.close(ended)
@@ -163,16 +157,8 @@ def entering(
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager that records entering and leaving a collective; a no-op unless `start` was called.
 
-    A collective that raises is not marked as left: that is where the rank ended.
-
-    Args:
-        name: of the called function.
-        axis: name of the mesh axis.
-        ranks: global ranks of its process group.
-        group: name of the process group, the same on all its ranks.
-        shape: of this rank's tensor.
-        dtype: of that tensor.
-        caller: from `caller`; None: found from the stack.
+    A collective that raises is not marked as left: that is where the rank ended. Arguments are as in `Entry`; ``group``
+    is the name of the process group, the same on all its ranks, and ``caller`` is found from the stack if None.
     """
     if _flight is None:
         return _NOTHING

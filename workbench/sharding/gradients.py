@@ -6,18 +6,31 @@ more sum over tp, once per optimizer step.
 
 If parameters are sharded over dp x cp (`workbench.sharding.data_parallel`), backward has already summed over dp x cp,
 and a rank holds its shard of the sum.
+
+For a model sharded by an external trainer (`given_norms`, `given_gradient`), a parameter may be a plain tensor, whose
+gradient is assumed whole on every rank (one rank, DDP), or a DTensor (FSDP2, tensor parallelism by DTensor), whose
+placements describe the sharding. Sums run over the mesh dimensions that a gradient is sharded over, never over those
+that replicate it. A gradient that is still a partial sum is completed first, because the norm of a partial sum is
+meaningless. A gradient is ``parameter.grad``, or, if that is None, ``parameter.main_grad``: Megatron's DDP adds every
+gradient to that buffer as soon as it is computed, and removes ``grad``. All ranks pass the same parameters.
+
+Source: DTensor's placements as in torch 2.11 to 2.13. Why ``get_total_norm`` does not serve: pytorch/pytorch#180346
+        (plain tensors next to DTensors, two meshes) and #170862 (its result is a partial norm).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.sharding.collectives import all_gather, all_sum, all_sum_
-from workbench.sharding.mesh import Mesh
+from workbench.sharding.data_parallel import is_shard
+from workbench.sharding.mesh import Mesh, axis_of
 from workbench.sharding.tensor_parallel import ParameterShard, full_gradient, local_part
 
 
@@ -101,3 +114,109 @@ def copy_local_part(value: Tensor, whole: Tensor, shard: ParameterShard, mesh: M
         pieces = part.chunk(mesh["dp_cp"].size)
         part = pieces[mesh["dp_cp"].rank] if mesh["dp_cp"].rank < len(pieces) else part[:0]
     local.copy_(part)
+
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Name parts inserted by torch.compile and activation checkpointing."""
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by their names in the unwrapped model.
+
+    The prefix of DDP and the name parts of torch.compile and activation checkpointing are removed. Tied weights are one
+    parameter.
+
+    Example:
+        >>> list(trained_parameters(nn.ModuleDict({"_orig_mod": nn.Linear(2, 2, bias=False)})))
+        ['weight']
+    """
+    named = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    while named and all(name.startswith("module.") for name in named):
+        named = {name.removeprefix("module."): parameter for name, parameter in named.items()}
+    return named
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The local gradient of a parameter; None if there is none.
+
+    ``grad`` takes precedence: if both exist, the buffer is unused, or this gradient is not in it yet.
+    """
+    if parameter.grad is not None:
+        return parameter.grad
+    buffer = getattr(parameter, "main_grad", None)
+    return buffer if isinstance(buffer, Tensor) and buffer.shape == parameter.shape else None
+
+
+def in_buffers(parameters: Mapping[str, nn.Parameter]) -> bool:
+    """True if no parameter has a ``grad``, and some have a ``main_grad``."""
+    with_gradient = [parameter for parameter in parameters.values() if local_gradient(parameter) is not None]
+    return bool(with_gradient) and all(parameter.grad is None for parameter in with_gradient)
+
+
+@torch.no_grad()
+def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """L2 norm of every parameter's global gradient; 0 if there is none. Collective over the sharded dimensions.
+
+    One collective per dimension for all parameters that are sharded over the same dimensions of the same mesh.
+
+    Units: squares are summed in float64.
+    """
+    buckets: dict[tuple[DeviceMesh, tuple[int, ...]] | None, dict[str, Tensor]] = defaultdict(dict)
+    for name, parameter in parameters.items():
+        gradient = _completed(parameter)
+        local = gradient.to_local() if is_shard(gradient) else gradient
+        buckets[_sharded_over(gradient)][name] = _sum_of_squares(local)
+    norms = {}
+    for place, squares in buckets.items():
+        total = torch.stack(list(squares.values()))
+        if place is not None:
+            mesh, dims = place
+            total = total.to(mesh.device_type)
+            for dim in dims:
+                total = all_sum(total, axis_of(mesh.get_group(dim), _name(mesh, dim)))
+        norms |= dict(zip(squares, total.sqrt().tolist(), strict=True))
+    return {name: norms[name] for name in parameters}
+
+
+@torch.no_grad()
+def given_gradient(parameter: nn.Parameter) -> Tensor:
+    """A parameter's global gradient on every rank; zeros if there is none. Collective over the sharded dimensions.
+
+    Shares memory with the parameter's gradient if that is not sharded.
+    """
+    return whole_value(_completed(parameter))
+
+
+@torch.no_grad()
+def whole_value(value: Any) -> Tensor:
+    """Return a plain tensor unchanged and a DTensor in full. Collective over its sharded or partial dimensions."""
+    return (value.full_tensor() if is_shard(value) else value).detach()
+
+
+def _completed(parameter: nn.Parameter) -> Any:
+    """The gradient of a parameter with partial sums completed; zeros for none."""
+    local: Any = local_gradient(parameter)
+    gradient = torch.zeros_like(parameter) if local is None else local
+    if is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements):
+        from torch.distributed.tensor import Replicate
+
+        return gradient.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        )
+    return gradient
+
+
+def _sharded_over(gradient: Any) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh and the dimensions that a gradient is sharded over; None if every rank holds it whole."""
+    if not is_shard(gradient):
+        return None
+    dims = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return (gradient.device_mesh, dims) if dims else None
+
+
+def _name(mesh: DeviceMesh, dim: int) -> str:
+    return mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"dimension {dim}"

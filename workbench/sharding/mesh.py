@@ -1,19 +1,21 @@
 """The mesh: named axes dp, cp and tp over the ranks of a job.
 
 tp varies fastest, then cp, then dp: ranks that communicate most are neighbours. An axis of size 1 has no process
-group, so a single process needs no rendezvous.
+group, so a single process needs no rendezvous. `axis_of` and `axes_of` read the groups and device meshes of an external
+trainer.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.errors import ShardingError
 from workbench.sharding import flight
@@ -48,7 +50,7 @@ class Mesh:
     Attributes:
         axes: dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp split in two for hybrid
             attention: cp_inner, neighbours on cp, varies fastest; cp_outer, ranks with the same cp_inner coordinate.
-        device: device of this rank.
+        device: of this rank.
     """
 
     axes: Mapping[str, Axis]
@@ -90,17 +92,8 @@ def make_mesh(
 ) -> Mesh:
     """Create named axes over the ranks of the running job, or over this process alone.
 
-    Collective unless ``alone``: every rank calls it with the same sizes. Call `join` first if there is more than one
-    rank.
-
-    Args:
-        dp: data-parallel ranks.
-        cp: context-parallel ranks.
-        tp: tensor-parallel ranks.
-        ulysses: size of cp_inner, neighbours on cp.
-        device: device of this rank.
-        alone: treat this process as the whole job.
-        refused: unsupported axes.
+    Collective unless ``alone``, which treats this process as the whole job: every rank calls it with the same sizes.
+    Call `join` first if there is more than one rank. ``ulysses`` is the size of cp_inner, neighbours on cp.
 
     Raises:
         ShardingError: an axis that is not supported (pp, ep), or sizes whose product is not the world size.
@@ -142,7 +135,7 @@ def make_mesh(
         if dp == 1 or cp == 1:
             group = axes["dp"].group or axes["cp"].group
         else:
-            group = _flattened_group(dp, cp, tp)
+            group = _group_among(torch.arange(flat_size * tp).view(flat_size, tp).T)
         axes["dp_cp"] = _axis("dp_cp", flat_size, flat_rank, group)
         axes |= _inner_and_outer(axes["cp"], dp, tp, ulysses)
     return Mesh(axes, device)
@@ -161,23 +154,17 @@ def _inner_and_outer(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis
     groups = {name: axis.group if size == axis.size else None for name, size in sizes.items()}
     if 1 < inner < axis.size:
         grid = torch.arange(dp * axis.size * tp).view(dp, outer, inner, tp)
-        for name, lines in (("cp_inner", grid.movedim(2, -1)), ("cp_outer", grid.movedim(1, -1))):
-            for line in lines.flatten(0, -2).tolist():
-                group = dist.new_group(line)
-                if dist.get_rank() in line:
-                    groups[name] = group
+        groups = {"cp_inner": _group_among(grid.movedim(2, -1)), "cp_outer": _group_among(grid.movedim(1, -1))}
     return {name: _axis(name, sizes[name], ranks[name], groups[name]) for name in sizes}
 
 
-def _flattened_group(dp: int, cp: int, tp: int) -> dist.ProcessGroup:
-    """The group of ranks with this rank's tp coordinate; created in the same order on every rank."""
-    ranks = torch.arange(dp * cp * tp).view(dp * cp, tp)
+def _group_among(lines: torch.Tensor) -> dist.ProcessGroup | None:
+    """This rank's group, of those of all lines along the last dimension; created in the same order on every rank."""
     local_group = None
-    for column in range(tp):
-        group = dist.new_group(ranks[:, column].tolist())
-        if dist.get_rank() % tp == column:
+    for line in lines.flatten(0, -2).tolist():
+        group = dist.new_group(line)
+        if dist.get_rank() in line:
             local_group = group
-    assert local_group is not None, "every rank has a tp coordinate"
     return local_group
 
 
@@ -206,3 +193,98 @@ def leave() -> None:
     """Leave the job; a no-op if none was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+GivenGroup = Axis | dist.ProcessGroup | DeviceMesh
+"""One axis of a trainer: a workbench axis, a process group, or a device mesh of one dimension."""
+
+GivenMesh = Mesh | DeviceMesh
+"""All axes at once."""
+
+
+def axis_of(given: GivenGroup | None, name: str) -> Axis:
+    """Return the axis of an existing group. No collective.
+
+    Args:
+        given: the group; None: no group, an axis of one rank.
+        name: name of the axis in messages and flight records.
+
+    Raises:
+        ShardingError: a device mesh of several dimensions, or a group that this rank is not in.
+    """
+    if given is None:
+        return Axis(name)
+    if isinstance(given, Axis):
+        return given
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise ShardingError(
+                f"axis {name}",
+                found=f"a device mesh of {given.ndim} dimensions",
+                rule="an axis is one dimension",
+                fix=f'select one of them (mesh["{name}"]), or flatten them where they are created',
+            )
+        given = given.get_group()
+    if not isinstance(given, dist.ProcessGroup) or dist.get_rank(given) < 0:
+        raise ShardingError(
+            f"axis {name}",
+            found=f"{type(given).__name__}, which this rank is not in",
+            rule="every rank passes the group that it is a member of",
+            fix="create the groups on all ranks, and pass the one that contains this rank",
+        )
+    size = dist.get_world_size(given)
+    if size == 1:
+        return Axis(name)
+    return Axis(name, size, dist.get_rank(given), given, dist.get_process_group_ranks(given))
+
+
+def world_axis() -> Axis:
+    """All ranks of this process's job; an axis of one rank outside a job. No collective."""
+    return axis_of(dist.group.WORLD if dist.is_initialized() else None, "world")
+
+
+def axes_of(mesh: GivenMesh) -> tuple[Axis, tuple[Axis, ...]]:
+    """Return the context-parallel axis of a mesh and its data-parallel axes.
+
+    Args:
+        mesh: a workbench mesh; or a device mesh with dimensions "cp" and "dp", "dp_..." (either may be absent).
+
+    Raises:
+        ShardingError: a device mesh with other, unknown dimension names.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh["cp"], (mesh["dp"],)
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in names if name != "cp" and (name.split("_")[0] != "dp" or "cp" in name.split("_"))]
+    if unknown or not names:
+        raise ShardingError(
+            "axes of a device mesh",
+            found=f"dimensions {', '.join(names) or 'without names'}",
+            rule='its dimensions are "cp" and "dp" (or "dp_..."); tp ranks hold the same tokens '
+            "and do not count, and a dimension of both dp and cp does not tell which ranks "
+            "share rows",
+            fix='slice the mesh (mesh["dp", "cp"]), or pass cp= and dp= separately',
+        )
+    dp = tuple(axis_of(mesh[name], name) for name in names if name != "cp")
+    return axis_of(mesh["cp"] if "cp" in names else None, "cp"), dp
+
+
+def device_mesh_of(axis: Axis, device_type: str) -> DeviceMesh:
+    """Return a one-dimensional device mesh over the axis's own group, as torch's APIs take it.
+
+    Raises:
+        ShardingError: an axis without a process group.
+    """
+    if not isinstance(axis.group, dist.ProcessGroup):
+        raise ShardingError(
+            f"device mesh of axis {axis.name}",
+            found=f"{axis.size} rank(s) without a process group",
+            rule="torch's own code needs a process group",
+            fix="start one process per rank",
+        )
+    return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))
+
+
+def ranks_of(axes: Sequence[Axis]) -> int:
+    """Number of ranks spanned by several axes."""
+    return math.prod(axis.size for axis in axes)

@@ -34,13 +34,7 @@ class Multiples:
 
 
 def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -> Multiples:
-    """Return the multiples to which rows and documents are padded.
-
-    Args:
-        order: the name of an order.
-        cp: ranks that share a row.
-        block_tokens: of the balanced order.
-        tp: tp ranks under sequence parallelism; 1 without it.
+    """Return the multiples to which rows and documents are padded; tp is 1 without sequence parallelism.
 
     Formula: row = lcm(order's own, cp tp), the order's own being cp (contiguous, striped), 2 cp (zigzag,
              document_zigzag) or block_tokens cp (balanced); document = 2 cp for document_zigzag, else 1.
@@ -64,11 +58,7 @@ def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -
 
 
 def check_order(order: str) -> None:
-    """Raise if the order is unknown.
-
-    Raises:
-        ShardingError: an unknown order.
-    """
+    """Raise if the order is unknown."""
     if order not in ORDERS:
         raise ShardingError(
             f"shard plan with order {order!r}", rule=f"one of {', '.join(ORDERS)}", fix="correct layout.order"
@@ -78,9 +68,7 @@ def check_order(order: str) -> None:
 def document_lengths(document_ids_T: Tensor, multiple_of: int = 1) -> tuple[int, ...]:
     """Lengths of the documents of a packed row, each with its own padding, and of the padding at the end.
 
-    Args:
-        document_ids_T: [T] 0, 1, 2, ... along the row; `PADDING` after a document and at the end of the row.
-        multiple_of: multiple to which each document was padded.
+    Document ids, [T], are 0, 1, 2, ... along the row, and `PADDING` after a document and at the end of the row.
 
     Raises:
         ShardingError: a document that does not begin where the padding of the one before it ends.

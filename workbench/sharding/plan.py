@@ -108,14 +108,9 @@ class ShardPlan:
     ) -> ShardPlan:
         """Plan a row of ``num_tokens`` for ``cp`` ranks.
 
-        Args:
-            order: one of `workbench.sharding.orders.ORDERS`.
-            num_tokens: of the row, padding included.
-            cp: ranks that share it.
-            document_lengths: of the documents in the order of the row, each with its padding, and of the padding at
-                the end as a separate entry (`workbench.sharding.orders.document_lengths`). Orders in `BY_DOCUMENT`
-                need them; others use them for drawings and counts only.
-            block_tokens: of the balanced order.
+        Tokens of the row include padding. ``document_lengths`` are those of the documents in the order of the row, each
+        with its padding, and of the padding at the end as a separate entry (`orders.document_lengths`). Orders in
+        `BY_DOCUMENT` need them; others use them for drawings and counts only. The balanced order has ``block_tokens``.
 
         Raises:
             ShardingError: unknown order; a row or a document that does not divide; documents that are missing, or
@@ -163,9 +158,8 @@ class ShardPlan:
     def balance(self, document_ids_T: Tensor | None = None) -> Balance:
         """Count the (query, key) pairs that causal attention inside documents allows, rank by rank.
 
-        Args:
-            document_ids_T: [T] of the row; a run of padding sees itself. None: the documents of the plan with their
-                padding, or one document if it has none.
+        Documents are given by their ids, [T], where a run of padding sees itself, or are those of the plan with their
+        padding, or one document if it has none.
 
         Example:
             >>> ShardPlan.make("contiguous", num_tokens=8, cp=2).balance()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextvars
 import os
-import re
 import sys
 import threading
 import traceback
@@ -58,16 +57,9 @@ def simulate(
 ) -> list[Result]:
     """Call a function on every rank of a mesh, all of them in this process.
 
-    Args:
-        function: called with a rank's mesh. Ranks share the objects that it closes over, so each loads or copies its
-            own model.
-        dp: data-parallel ranks.
-        cp: context-parallel ranks.
-        tp: tensor-parallel ranks.
-        ulysses: size of the axis cp_inner, neighbours on cp; cp_outer spans the rest.
-        device: device of every rank.
-        timeout_s: a rank that computes this long without entering a collective ends the simulation. Its thread cannot
-            be stopped, and continues until it enters one.
+    The function is called with a rank's mesh, as of `make_mesh`. Ranks share the objects that it closes over, so each
+    loads or copies its own model. A rank that computes for ``timeout_s`` without entering a collective ends the
+    simulation; its thread cannot be stopped, and continues until it enters one.
 
     Returns:
         Return values in rank order: tp varies fastest, then cp, then dp.
@@ -370,11 +362,11 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 def _which(tensor: Tensor) -> tuple[tuple[str, str, str], str]:
     """The collective that a rank is in (name, shape, dtype), and its caller."""
     frame: FrameType | None = sys._getframe(3)
-    name = "exchange"
+    name, recorded = "exchange", ""
     while frame is not None and frame.f_code.co_filename in _OWN:
+        recorded = recorded or frame.f_locals.get("name", "")  # the name in flight records, where a helper has it
         name, frame = frame.f_code.co_qualname, frame.f_back
-    name = re.sub(r"^_(\w+)\.backward$", r"backward of \1", name).removeprefix("_").removesuffix(".forward")
-    name = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name).lower()
+    name = recorded or name
     shape = "x".join(map(str, tensor.shape)) or "scalar"
     return (name, shape, str(tensor.dtype).removeprefix("torch.")), _caller(frame)
 

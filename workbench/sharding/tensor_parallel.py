@@ -16,6 +16,7 @@ k experts of a token.
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +67,7 @@ def shard_range(size: int, axis: Axis, *, what: str) -> tuple[int, int]:
 
 
 def check_heads(heads: Mapping[str, int], axis: Axis) -> None:
-    """Raise if tp does not divide the heads.
-
-    Raises:
-        ShardingError: names each kind of head that does not divide.
-    """
+    """Raise if tp does not divide the heads, and name each kind of head that does not divide."""
     indivisible = {name: count for name, count in heads.items() if count % axis.size}
     if indivisible:
         raise ShardingError(
@@ -84,15 +81,14 @@ def check_heads(heads: Mapping[str, int], axis: Axis) -> None:
 def apply_tensor_parallel(
     model: nn.Module, plan: Mapping[str, str], axis: Axis, *, sequence_parallel: bool = False
 ) -> dict[str, ParameterShard]:
-    """Reduce a whole model to this rank's shard, in place.
+    """Reduce a model, of the same whole weights on every rank, to this rank's shard, in place.
 
     Args:
-        model: with the same whole weights on every rank.
-        plan: name pattern of modules, or of parameters of experts -> style, one of `STYLES`. Parameters that it does
-            not name stay whole.
+        model: the model.
+        plan: name pattern of modules, or of parameters of experts -> style, one of `STYLES`. Others stay whole.
         axis: the tensor-parallel axis.
         sequence_parallel: hold 1 / tp of the tokens between blocks. The plan then must name the embedding, where
-            tokens are sharded, and readers of the last hidden states must gather them (`Stream.all_of`).
+            tokens are sharded, and readers of the last hidden states must gather them (`Stream.all_tokens`).
 
     Returns:
         The sharding of every parameter, by its name in the model.
@@ -290,10 +286,6 @@ def _column(module: Any, name: str, stream: Stream, count: int = 1) -> dict[str,
     return {"weight": ParameterShard(dim, parts=parts), "bias": ParameterShard(0, parts=parts)}
 
 
-def _column_of_three(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
-    return _column(module, name, stream, count=3)
-
-
 def _column_gathered(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
     """Shard the outputs and gather them: the following layers are replicated, up to a row layer that splits again."""
     shards = _column(module, name, stream)
@@ -316,13 +308,14 @@ def _row(module: Any, name: str, stream: Stream, *, split: bool = False) -> dict
     return {"weight": ParameterShard(dim), "bias": ParameterShard(gradient_is_partial=stream.sharded)}
 
 
-def _row_of_whole(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
-    return _row(module, name, stream, split=True)
+def _cut_vocabulary(module: Any, name: str, stream: Stream) -> tuple[int, int]:
+    rows = shard_range(module.weight.shape[0], stream.axis, what=f"{name}: vocabulary")
+    _cut(module, "weight", [rows], 0)
+    return rows
 
 
 def _embedding(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
-    start, stop = shard_range(module.weight.shape[0], stream.axis, what=f"{name}: vocabulary")
-    _cut(module, "weight", [(start, stop)], 0)
+    start, stop = _cut_vocabulary(module, name, stream)
     module.padding_idx = None  # indexes the whole vocabulary, meaningless in a slice
     look_up = module.forward
 
@@ -343,10 +336,9 @@ def _positions(module: Any, name: str, stream: Stream) -> dict[str, ParameterSha
 
 def _head(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard]:
     """Shard an output head over the vocabulary. The head's code reads the weight and does not call forward."""
-    start, stop = shard_range(module.weight.shape[0], stream.axis, what=f"{name}: vocabulary")
-    _cut(module, "weight", [(start, stop)], 0)
+    rows = _cut_vocabulary(module, name, stream)
     if getattr(module, "bias", None) is not None:
-        _cut(module, "bias", [(start, stop)], 0)
+        _cut(module, "bias", [rows], 0)
     return {"weight": ParameterShard(0), "bias": ParameterShard(0)}
 
 
@@ -380,10 +372,10 @@ def _experts(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard
 
 STYLES: dict[str, Callable[[Any, str, Stream], dict[str, ParameterShard]]] = {
     "colwise": _column,
-    "colwise_of_three": _column_of_three,
+    "colwise_of_three": functools.partial(_column, count=3),
     "colwise_gather_output": _column_gathered,
     "rowwise": _row,
-    "rowwise_split_input": _row_of_whole,
+    "rowwise_split_input": functools.partial(_row, split=True),
     "moe_tp_experts": _experts,
     "embedding_rowwise": _embedding,
     "positions": _positions,

@@ -34,8 +34,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import ShardingError
-from workbench.sharding.given_groups import device_mesh_of
-from workbench.sharding.mesh import Axis
+from workbench.sharding.mesh import Axis, device_mesh_of
 
 PLACES = ("torch.distributed.tensor.experimental", "torch.distributed.tensor.experimental._attention")
 """Modules that have had `context_parallel`, the public one first."""
@@ -149,11 +148,7 @@ def torch_context_parallel(
 
 
 def check_rows(length: int, ranks: int, device_type: str, ring: TorchRing) -> None:
-    """Raise for rows that torch would not shard, or would shard differently.
-
-    Raises:
-        ShardingError: the device, or the length.
-    """
+    """Raise for rows, by their device or length, that torch would not shard, or would shard differently."""
     if device_type not in ring.devices:
         raise ShardingError(
             "torch's context parallelism",
@@ -199,26 +194,23 @@ def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _refuse_unsupported(query: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
-    rule, where = "causal attention over a row that is one document", "attention under torch's context parallelism"
-    if attn_mask is not None:
-        raise ShardingError(
-            where,
-            found=f"an attention mask of shape {tuple(attn_mask.shape)}",
-            rule=rule,
-            fix="pass the model no mask. transformers builds one from positions, which it interprets as "
+    where = "attention under torch's context parallelism"
+    mask = attn_mask is not None and f"an attention mask of shape {tuple(attn_mask.shape)}"
+    for found, fix in (
+        (
+            mask,
+            "pass the model no mask. transformers builds one from positions, which it interprets as "
             "packed documents: workbench.with_torch_attention(model) prevents that",
-        )
-    if dropout_p:
-        raise ShardingError(
-            where,
-            found=f"dropout of {dropout_p}",
-            rule=rule,
-            fix="model.eval(), or attention_dropout=0; gradients are otherwise as in training",
-        )
-    if not is_causal:
-        raise ShardingError(
-            where, found="attention that is not causal", rule=rule, fix="pass is_causal=True, and run encoders outside"
-        )
+        ),
+        (
+            dropout_p and f"dropout of {dropout_p}",
+            "model.eval(), or attention_dropout=0; gradients are otherwise as in training",
+        ),
+        (not is_causal and "attention that is not causal", "pass is_causal=True, and run encoders outside"),
+    ):
+        if found:
+            rule = "causal attention over a row that is one document"
+            raise ShardingError(where, found=found, rule=rule, fix=fix)
     if query.dtype not in HALF and query.shape[2] % EFFICIENT_MULTIPLE:
         raise ShardingError(
             where,

@@ -19,20 +19,12 @@ from torch import Tensor
 
 @runtime_checkable
 class SimulatedGroup(Protocol):
-    """A group of ranks simulated in one process."""
+    """A group of ranks simulated in one process; that of all ranks also has ``among(name, ranks)``, for subgroups."""
 
     rank: int
 
     def exchange(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, in rank order, once all have called. They must not be overwritten."""
-        ...
-
-
-class SimulatedWorld(SimulatedGroup, Protocol):
-    """A group of simulated ranks that can create subgroups."""
-
-    def among(self, name: str, ranks: Sequence[int]) -> SimulatedGroup | None:
-        """The group of some ranks; None if this rank is not one of them."""
         ...
 
 
@@ -48,15 +40,12 @@ def group_name(group: Group | None) -> str:
 
 
 def subgroup(world: Group, name: str, ranks: Sequence[int]) -> Group | None:
-    """Create a group of some ranks, in ascending order; None on other ranks. Collective over the job.
+    """Create a group of some ranks of the job, in ascending order; None on other ranks. Collective over the job.
 
-    Args:
-        world: any process group; for simulated ranks, the group of all of them.
-        name: its name among simulated ranks.
-        ranks: ranks of the whole job.
+    ``world`` is any process group; for simulated ranks, the group of all of them. They know it by its name.
     """
     if not isinstance(world, dist.ProcessGroup):
-        return cast(SimulatedWorld, world).among(name, ranks)
+        return cast(Any, world).among(name, ranks)
     group = dist.new_group(list(ranks))
     return group if dist.get_rank() in ranks else None
 
@@ -94,20 +83,6 @@ def all_gather(tensor: Tensor, group: Group, size: int) -> list[Tensor]:
     return [piece.clone() for piece in group.exchange(tensor.clone())]
 
 
-def reduce_scatter(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
-    """Sum R pieces over ranks, piece by piece; each rank gets the sum at its own index.
-
-    Shapes: [R, ...] -> [...].
-    """
-    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
-        own = torch.empty_like(pieces_R[0])
-        dist.reduce_scatter(own, list(pieces_R), group=group)
-        return own
-    whole_R = pieces_R.clone()  # reduce_scatter is absent from some gloo builds
-    all_reduce(whole_R, group)
-    return whole_R[rank].clone()
-
-
 def all_gather_into(whole: Tensor, own: Tensor, group: Group) -> None:
     """Gather the tensors of all ranks, flat and in rank order, into ``whole``."""
     if isinstance(group, dist.ProcessGroup):
@@ -142,14 +117,7 @@ def all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> Tensor:
-    """Exchange runs of rows between all ranks, in rank order.
-
-    Args:
-        rows: the rows that this rank sends to rank 0, then those to rank 1, ...
-        counts_RR: [R, R] long, on the host, the same on every rank: number of rows from rank to rank.
-        group: the ranks.
-        rank: this rank.
-    """
+    """Exchange runs of rows between all ranks, in rank order; see `collectives.exchange_rows`."""
     received = counts_RR[:, rank].tolist()
     if isinstance(group, dist.ProcessGroup):
         output = rows.new_empty(sum(received), *rows.shape[1:])
@@ -158,37 +126,31 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> T
     padded = rows.new_zeros(int(counts_RR.sum(1).max()), *rows.shape[1:])  # ``exchange`` needs one shape on all ranks
     padded[: len(rows)] = rows
     begins = counts_RR[:, :rank].sum(1).tolist()
-    return torch.cat(
+    sources = zip(group.exchange(padded), begins, received, strict=True)
+    return torch.cat([sent[begin : begin + count] for sent, begin, count in sources])
+
+
+def start_rotation(tensor: Tensor, group: Group, rank: int, size: int) -> Callable[[], Tensor]:
+    """Send a tensor to the next rank of the ring, and receive that of the rank before; all of one shape.
+
+    It must not be overwritten before the wait is over. Every rank of the group starts the same rotations in order.
+
+    Returns:
+        A function to call once, which waits and returns the received tensor.
+    """
+    after, before = (rank + 1) % size, (rank - 1) % size
+    if not isinstance(group, dist.ProcessGroup):
+        gathered = group.exchange(tensor.clone())
+        return lambda: gathered[before].clone()
+    received = torch.empty_like(tensor)
+    handles = dist.batch_isend_irecv(
         [
-            sent[begin : begin + count]
-            for sent, begin, count in zip(group.exchange(padded), begins, received, strict=True)
+            dist.P2POp(dist.isend, tensor, dist.get_global_rank(group, after), group),
+            dist.P2POp(dist.irecv, received, dist.get_global_rank(group, before), group),
         ]
     )
 
-
-def start_rotation(
-    tensors: Sequence[Tensor], group: Group, rank: int, size: int, step: int = 1
-) -> Callable[[], list[Tensor]]:
-    """Send tensors ``step`` ranks up the ring, and receive those from ``step`` ranks below.
-
-    The sent tensors must not be overwritten before the wait is over. Every rank of the group starts the same rotations
-    in the same order; tensors at one position of the list have one shape on all ranks.
-
-    Returns:
-        A function to call once, which waits and returns the received tensors.
-    """
-    after, before = (rank + step) % size, (rank - step) % size
-    if not isinstance(group, dist.ProcessGroup):
-        gathered = [group.exchange(tensor.clone()) for tensor in tensors]
-        return lambda: [pieces[before].clone() for pieces in gathered]
-    received = [torch.empty_like(tensor) for tensor in tensors]
-    operations: list[Any] = []
-    for tensor, arriving in zip(tensors, received, strict=True):
-        operations.append(dist.P2POp(dist.isend, tensor, dist.get_global_rank(group, after), group))
-        operations.append(dist.P2POp(dist.irecv, arriving, dist.get_global_rank(group, before), group))
-    handles = dist.batch_isend_irecv(operations)
-
-    def wait() -> list[Tensor]:
+    def wait() -> Tensor:
         for handle in handles:
             handle.wait()
         return received

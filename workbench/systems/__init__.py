@@ -16,8 +16,8 @@ _MODULES = {
     "replay": "replays",
     "case_settings": "replays",
     "explain": "explanations",
-    "contract_table": "contracts",
-    "scaling_contract": "contracts",
+    "contract_table": "translate",
+    "scaling_contract": "translate",
 }
 __all__ = list(_MODULES)
 

@@ -1,6 +1,7 @@
-"""Small seeded batches that tell two losses apart, with shapes that are hard for a loss.
+"""The verdict on two losses, by their canonical form or a small seeded batch that tells them apart.
 
-Documents of unequal lengths, one without a trained token and one with a single one, prompts and holes in the mask,
+The batches are hard for a loss:
+documents of unequal lengths, one without a trained token and one with a single one, prompts and holes in the mask,
 advantages of both signs that vary inside a document or not, ratios beyond every clip, a sampler and a reference that
 disagree, and every other field that a loss may read. Log ratios stay within 20.
 
@@ -9,12 +10,15 @@ Letters: T packed tokens | N documents | V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
+from workbench.losses.canonical import canonical, canonical_gradient
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.reference import token_logprobs_from_logits
 from workbench.reduction.evaluate import CORRECTION_WEIGHTS, evaluate_loss, loss_inputs
@@ -22,10 +26,34 @@ from workbench.reduction.weights import step_weights
 from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import LossSpec
 
+SEEDS = range(24)
+"""Batches that are searched for one that tells two losses apart."""
+TOLERANCE = 1e-7
+"""Relative difference above which a batch tells two losses apart: far above rounding, and above the effect of an
+epsilon in a count."""
+Verdict = Literal["same", "different", "cannot say"]
+"""Of two losses."""
 LENGTHS = ((5, 1, 7, 3, 4, 2), (6, 9, 1, 4), (3, 3, 8, 1, 2, 5, 4))
 """Lengths of a batch's documents, cycled by seed; no token of the second document trains."""
 SPREADS = (0.2, 0.6, 1.5, 0.02)
 """Standard deviation of log ratios, cycled by seed."""
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """A batch on which two losses differ.
+
+    Attributes:
+        seed: seed of `workbench.systems.counterexample.adversarial_row`.
+        losses: both losses.
+        gradient_norms: norms of the derivatives by the head output.
+        relative: relative distance of the losses, and of the gradients' worst element.
+    """
+
+    seed: int
+    losses: tuple[float, float]
+    gradient_norms: tuple[float, float]
+    relative: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -114,8 +142,8 @@ def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outc
     Args:
         spec: the loss.
         seed: of the batch.
-        temperature: None: the head output is that of `nasty_row`. Otherwise the policy starts from logits that give the
-            same log-probabilities at temperature 1, and divides them; the gradient is then by logits.
+        temperature: None: the head output is that of `adversarial_row`. Otherwise the policy starts from logits that
+            give the same log-probabilities at temperature 1, and divides them; the gradient is then by logits.
     """
     row, constants = adversarial_row(seed)
     if temperature is None:
@@ -131,7 +159,7 @@ def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outc
         leaves = [adversarial_logits(constants.logprobs_T).requires_grad_()]
         head_output = token_logprobs_from_logits(leaves[0], torch.zeros_like(row.targets_T), temperature=temperature)
     (weights,), totals = step_weights([row], spec)
-    evaluated = evaluate_loss(make_loss(spec), loss_inputs(row, head_output, totals), weights, row.loss_mask_T)
+    evaluated = evaluate_loss(build_loss(spec), loss_inputs(row, head_output, totals), weights, row.loss_mask_T)
     total = evaluated.scalars["total"].value
     gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     return Outcome(float(total.detach()), torch.cat([gradient.flatten() for gradient in gradients]))
@@ -161,3 +189,52 @@ def _relative(pair_2S: Tensor, floor: float = 0.0) -> float:
     same_S = (pair_2S[0] == pair_2S[1]) | pair_2S.isnan().all(0)
     relative_S = torch.where(same_S, 0.0, difference_S / scale_S)
     return float(torch.nan_to_num(relative_S, nan=1.0, posinf=1.0).max())
+
+
+# ---- the verdict -------------------------------------------------------------------------------------------------
+
+
+def compare(
+    one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | None = None
+) -> tuple[Verdict, bool | None, bool | None, Counterexample | None]:
+    """Return the verdict on two specs, on loss and gradient each, and the batch that tells them apart.
+
+    Args:
+        one: the first.
+        other: the second.
+        temperatures: divisors of the same logits; None: both see the same log-probabilities.
+    """
+    if temperatures is None and canonical(one) == canonical(other):
+        return "same", True, True, None
+    same_gradient = True if temperatures is None and canonical_gradient(one) == canonical_gradient(other) else None
+    heats = temperatures or (None, None)
+    first, losses_apart, gradients_apart = None, False, False
+    for seed in SEEDS:
+        pair = _outcome(one.model_dump_json(), seed, heats[0]), _outcome(other.model_dump_json(), seed, heats[1])
+        relative = relative_distance(*pair)
+        losses_apart, gradients_apart = (
+            losses_apart or relative[0] > TOLERANCE,
+            gradients_apart or relative[1] > TOLERANCE,
+        )
+        if first is None and max(relative) > TOLERANCE:
+            norms = pair[0].gradient_norm, pair[1].gradient_norm
+            first = Counterexample(seed, (pair[0].loss, pair[1].loss), norms, relative)
+        if losses_apart and (gradients_apart or same_gradient):
+            break
+    if first is None:
+        return "cannot say", None, same_gradient, None
+    return "different", False if losses_apart else None, False if gradients_apart else same_gradient, first
+
+
+def same_scaling(one: LossSpec, other: LossSpec) -> bool:
+    """True if two specs that are the same loss on one micro-batch stay equal when a step is split into several."""
+    return (
+        one.compat.scaling.counts == other.compat.scaling.counts
+        and one.compat.scaling.powers == other.compat.scaling.powers
+        and one.breaks == other.breaks
+    )
+
+
+@functools.lru_cache(maxsize=8192)
+def _outcome(spec: str, seed: int, temperature: float | None) -> Outcome:
+    return outcome(LossSpec.model_validate_json(spec), seed, temperature)

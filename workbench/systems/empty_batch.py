@@ -14,8 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from workbench.losses.auxiliary import value_loss
 from workbench.losses.clipped import clip_ratio
-from workbench.losses.value import value_loss
 
 
 def undefined() -> Tensor:
@@ -28,7 +28,8 @@ def _where_open(open_T: Tensor) -> Tensor:
 
 
 def clipped_mean_gradient(
-    log_ratio_T: Tensor,
+    policy_T: Tensor,
+    old_T: Tensor,
     advantages_T: Tensor,
     *,
     clip_low: float,
@@ -39,14 +40,16 @@ def clipped_mean_gradient(
     """[T] gradient of a mean over no token of the clipped surrogate: 0 where the clip or the clamp cuts, else NaN.
 
     Args:
-        log_ratio_T: [T] policy - old, also where nothing counts.
+        policy_T: [T] nats, also where nothing counts.
+        old_T: [T] likewise.
         advantages_T: [T] likewise.
         clip_low: see `workbench.losses.clipped.clip_ratio`.
         clip_high: likewise.
         dual_clip: likewise.
         log_clamp: bound of the log ratio.
     """
-    clamped_T = log_ratio_T.detach().clamp(-log_clamp, log_clamp)
+    log_ratio_T = policy_T.detach() - old_T
+    clamped_T = log_ratio_T.clamp(-log_clamp, log_clamp)
     cut_T = clip_ratio(clamped_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip).clipped_T
     assert cut_T is not None, "a clipped surrogate reports its cut tokens"
     return _where_open(~cut_T & (clamped_T == log_ratio_T))
@@ -75,8 +78,3 @@ def value_mean_gradient(values_T: Tensor, returns_T: Tensor, old_values_T: Tenso
         values_T.detach(), returns_T, torch.ones_like(values_T, dtype=torch.bool), old_values_T=old_values_T, clip=clip
     ).clipped_T
     return _where_open(torch.ones_like(values_T, dtype=torch.bool) if cut_T is None else ~cut_T)
-
-
-def log_ratio(policy_T: Tensor, other_T: Tensor) -> Tensor:
-    """[T] policy - other, in nats, on every token."""
-    return policy_T.detach() - other_T

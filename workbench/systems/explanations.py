@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from workbench.errors import WorkbenchError
-from workbench.losses.canonical import canonical, canonical_gradient
+from workbench.losses.canonical import canonical
 from workbench.specs.losses import SURROGATES, LossSpec
-from workbench.systems.back import FACTORS
-from workbench.systems.counterexample import Outcome, outcome, relative_distance
+from workbench.systems.counterexample import Counterexample, Verdict, compare, same_scaling
 from workbench.systems.registry import (
     Settings,
     System,
@@ -23,17 +22,11 @@ from workbench.systems.registry import (
     translate_settings,
     unit_temperature,
 )
+from workbench.systems.translate import FACTORS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Verdict = Literal["same", "different", "cannot say"]
-
-SEEDS = range(24)
-"""Batches that are searched for one that tells two losses apart."""
-TOLERANCE = 1e-7
-"""Relative difference above which a batch tells two losses apart: far above rounding, and above the effect of an
-epsilon in a count."""
 PROBES = (0.25, 1.5, 4.0, 0, 2)
 """Values that are tried in an option to see which settings it decides."""
 CLIPS = (
@@ -53,12 +46,8 @@ CLIPS = (
 DENOMINATORS = (
     "denominator",
     "denominator_constant",
-    "documents_counted",
-    "gradient_divisor",
-    "normalize_by_documents",
-    "scaling",
+    "compat",
     "truncated",
-    "entropy_denominator",
 )
 """Settings and groups that define denominators."""
 TEMPERATURE = "policy.temperature"
@@ -87,23 +76,6 @@ class Difference:
     options: tuple[str, str]
     silent: tuple[bool, bool]
     acts: bool
-
-
-@dataclass(frozen=True)
-class Counterexample:
-    """A batch on which two losses differ.
-
-    Attributes:
-        seed: seed of `workbench.systems.counterexample.adversarial_row`.
-        losses: both losses.
-        gradient_norms: norms of the derivatives by the head output.
-        relative: relative distance of the losses, and of the gradients' worst element.
-    """
-
-    seed: int
-    losses: tuple[float, float]
-    gradient_norms: tuple[float, float]
-    relative: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -220,52 +192,6 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
     )
 
 
-def compare(
-    one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | None = None
-) -> tuple[Verdict, bool | None, bool | None, Counterexample | None]:
-    """Return the verdict on two specs, on loss and gradient each, and the batch that tells them apart.
-
-    Args:
-        one: the first.
-        other: the second.
-        temperatures: divisors of the same logits; None: both see the same log-probabilities.
-    """
-    if temperatures is None and canonical(one) == canonical(other):
-        return "same", True, True, None
-    same_gradient = True if temperatures is None and canonical_gradient(one) == canonical_gradient(other) else None
-    heats = temperatures or (None, None)
-    first, losses_apart, gradients_apart = None, False, False
-    for seed in SEEDS:
-        pair = _outcome(one.model_dump_json(), seed, heats[0]), _outcome(other.model_dump_json(), seed, heats[1])
-        relative = relative_distance(*pair)
-        losses_apart, gradients_apart = (
-            losses_apart or relative[0] > TOLERANCE,
-            gradients_apart or relative[1] > TOLERANCE,
-        )
-        if first is None and max(relative) > TOLERANCE:
-            norms = pair[0].gradient_norm, pair[1].gradient_norm
-            first = Counterexample(seed, (pair[0].loss, pair[1].loss), norms, relative)
-        if losses_apart and (gradients_apart or same_gradient):
-            break
-    if first is None:
-        return "cannot say", None, same_gradient, None
-    return "different", False if losses_apart else None, False if gradients_apart else same_gradient, first
-
-
-def same_scaling(one: LossSpec, other: LossSpec) -> bool:
-    """True if two specs that are the same loss on one micro-batch stay equal when a step is split into several."""
-    return (
-        one.scaling.counts == other.scaling.counts
-        and one.scaling.powers == other.scaling.powers
-        and one.breaks == other.breaks
-    )
-
-
-@functools.lru_cache(maxsize=8192)
-def _outcome(spec: str, seed: int, temperature: float | None) -> Outcome:
-    return outcome(LossSpec.model_validate_json(spec), seed, temperature)
-
-
 # ---- setting by setting ----------------------------------------------------------------------------------------
 
 
@@ -285,8 +211,8 @@ def _differences(
         "surrogate.lower": ("surrogate.clip_low", "surrogate.bounds"),
     }
     acting |= {root for path in acting for root in roots.get(path, ())}
-    scaling = translations[0].spec.scaling, translations[1].spec.scaling
-    cancelled = [f"scaling.{name}" for name in FACTORS] if scaling[0].powers == scaling[1].powers else []
+    scaling = translations[0].spec.compat.scaling, translations[1].spec.compat.scaling
+    cancelled = [f"compat.scaling.{name}" for name in FACTORS] if scaling[0].powers == scaling[1].powers else []
     deciding = [decides(system, each) for system, each in zip(systems, settings, strict=True)]
     values_of = {path: (value, flat[1][path]) for path, value in flat[0].items()}
     if temperatures is not None:
@@ -386,11 +312,17 @@ def _topic(path: str) -> str:
     return {"correction": "correction", "kl": "KL"}.get(group, "other terms")
 
 
-def _flat(spec: BaseModel, prefix: str = "") -> dict[str, Any]:
+def _flat(spec: LossSpec) -> dict[str, Any]:
+    """Return every setting by its path; None for a parameter that only other surrogates have."""
+    parameters = dict.fromkeys(f"surrogate.{name}" for kind in SURROGATES.values() for name in kind.model_fields)
+    return {**parameters, **_fields(spec)}
+
+
+def _fields(spec: BaseModel, prefix: str = "") -> dict[str, Any]:
     flat = {}
     for name in type(spec).model_fields:
         value = getattr(spec, name)
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
+        flat |= _fields(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
     return flat
 
 

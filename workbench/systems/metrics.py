@@ -1,4 +1,4 @@
-"""Metrics of other systems, under their names and by their definitions; one module per system.
+"""Metrics of other systems, under their names and by their definitions; one module per system declares them.
 
 A name says little: `clip_ratio/region_mean` (TRL) looks at the sign of the advantage, `clipped_ratio_fraction`
 (Fast-LLM) does not and is a mean over documents. So no metric here is a similar one renamed: each has its own
@@ -8,28 +8,97 @@ batch.
 Read from the code and checked against numbers of Fast-LLM 7d61a1ba, TRL 1.16.0, verl 1dda039b, NeMo-RL 7ea279ab.
 Numbers that these systems compute wrongly, or under a misleading name, are not reproduced: see `left_out`.
 
-Letters: T packed tokens.
+Letters: T packed tokens | N documents of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.definitions import metric_table
-from workbench.metrics.policy import measure
-from workbench.metrics.quantities import ClipRule, DocumentSlots, Quantities
-from workbench.metrics.values import Value
+from workbench.metrics.definitions import AnyMetric, DocumentMetric, Metric, Weight, metric_table, statistic
+from workbench.metrics.policy import Quantities, measure
+from workbench.metrics.quantities import (
+    Advantage,
+    ClipRule,
+    Column,
+    DocumentSlots,
+    LogRatio,
+    beyond,
+    clip_rule,
+)
+from workbench.metrics.values import Mean, Reducer, Value
+from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec
-from workbench.systems.alias import Alias, PeerSettings, settings_of
 from workbench.systems.registry import SYSTEMS, load_system
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+class PeerSettings(NamedTuple):
+    """Settings that metric definitions of other systems depend on.
+
+    Attributes:
+        clip: the surrogate's clip; None: metrics of the clip are left out.
+        kind: kind of surrogate, as `workbench.specs.losses` names it.
+        num_documents: all documents of the step, also those in which nothing counts; what Fast-LLM, TRL's sequence
+            metrics and NeMo divide by. None: those with trained tokens.
+        kl_estimator: the estimator that the KL penalty uses; NeMo's error metrics take it too.
+        of_documents: the surrogate's ratio, and a correction's weight, is one of a document.
+        spec: the loss's settings; None: metrics that depend on them are left out.
+        single: shares of documents are rounded to single precision, as in systems that average flags.
+        only: prefixes of the names to report, if a function of the system reports only some; (): all.
+        given: counts of the whole step, if only a part of it is present.
+        token_advantages: the batch has one advantage per token, not per document, and the system's means follow that
+            shape.
+    """
+
+    clip: ClipRule | None
+    kind: str = "ppo"
+    num_documents: int | None = None
+    kl_estimator: str = "k3"
+    of_documents: bool = False
+    spec: LossSpec | None = None
+    single: bool = False
+    only: tuple[str, ...] = ()
+    given: GivenCounts = GivenCounts()
+    token_advantages: bool = False
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A metric of another system.
+
+    Attributes:
+        metric: its declaration; the key is the system's own name for it.
+        canonical: the workbench's key of the same number; None: no canonical metric is the same on every batch.
+        note: difference from what the name suggests.
+    """
+
+    metric: AnyMetric
+    canonical: str | None = None
+    note: str = ""
+
+
+def settings_of(loss_spec: LossSpec | None, slots: DocumentSlots | None = None) -> PeerSettings:
+    """Return the settings that other systems' definitions need, from those of a loss."""
+    clip = clip_rule(loss_spec)
+    number = None if slots is None else slots.number
+    if loss_spec is None:
+        return PeerSettings(clip, num_documents=number)
+    kind = loss_spec.surrogate.kind
+    return PeerSettings(
+        clip, kind, number, loss_spec.kl.estimator, clip is not None and clip.of_documents, spec=loss_spec
+    )
 
 
 def left_out() -> dict[tuple[str, str], str]:
@@ -93,3 +162,125 @@ def alias_table(system: str, settings: PeerSettings | None = None) -> pd.DataFra
     frame.insert(0, "canonical", [alias.canonical or "" for alias in chosen])
     frame["note"] = [alias.note for alias in chosen]
     return frame
+
+
+# ---- declarations ----------------------------------------------------------------------------------------------
+
+
+def token_metric(
+    key: str,
+    meaning: str,
+    unit: str,
+    column: Column,
+    reducer: Reducer | None = None,
+    weight: Weight = "token",
+    *,
+    canonical: str | None = None,
+    note: str = "",
+) -> Alias:
+    """Declare a metric of tokens, see `Metric`: their mean, unless another reducer is given."""
+    return Alias(Metric(key, meaning, unit, column, reducer or Mean(), weight), canonical, note)
+
+
+def document_metric(
+    key: str,
+    meaning: str,
+    unit: str,
+    columns: tuple[Column, ...],
+    read: Callable[..., float],
+    *,
+    extremes: tuple[Column, ...] = (),
+    by_length: bool = False,
+    canonical: str | None = None,
+    note: str = "",
+) -> Alias:
+    """Declare a metric of whole documents, see `DocumentMetric`; ``by_length``: each weighs its trained tokens."""
+    weight = "its trained tokens" if by_length else "1 a document"
+    return Alias(DocumentMetric(key, meaning, unit, columns, read, weight, extremes=extremes), canonical, note)
+
+
+def per_document(
+    key: str, meaning: str, make: Callable[..., Tensor], reduce: str, of: float | None = None, note: str = ""
+) -> Alias:
+    """Declare a statistic of a function of each document's log ratio (policy / old) and advantage."""
+    columns = LogRatio("policy", "old"), Advantage()
+    return document_metric(key, meaning, "1", columns, functools.partial(reduced, make, reduce, of), note=note)
+
+
+@dataclass(frozen=True)
+class Derived(Column):
+    """A function of other columns, token by token; missing where one of them is."""
+
+    make: Callable[..., Tensor]
+    columns: tuple[Column, ...]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """See `Column.needs`."""
+        return tuple(dict.fromkeys(name for column in self.columns for name in column.needs))
+
+    def of(self, q: Quantities) -> Tensor | None:
+        """See `Column.of`."""
+        values = [q.column(column) for column in self.columns]
+        return None if any(value_T is None for value_T in values) else self.make(*values)
+
+
+def negation(column: Column) -> Derived:
+    """Return 1 less a column of flags."""
+    return Derived(lambda flags_T: 1 - flags_T, (column,))
+
+
+def has_sign(sign: int) -> Derived:
+    """Return 1 where the advantage has a sign, else 0."""
+    return Derived(lambda advantages_T: (advantages_T * sign > 0).double(), (Advantage(),))
+
+
+def outside(column: Column, low: float | None = None, high: float | None = None) -> Derived:
+    """Return 1 where a column is below one bound or above the other, else 0."""
+    return Derived(functools.partial(is_outside, low, high), (column,))
+
+
+def is_outside(low: float | None, high: float | None, value: Tensor) -> Tensor:
+    """Return 1 where a value is below one bound or above the other, else 0."""
+    below = torch.zeros_like(value, dtype=torch.bool) if low is None else value < low
+    return (below if high is None else below | (value > high)).double()
+
+
+# ---- numbers of one document -----------------------------------------------------------------------------------
+
+
+def reduced(make: Callable[..., Tensor], reduce: str, of: float | None, tokens_N: Tensor, *sums_N: Tensor) -> float:
+    """Return a statistic of a function of each document; a mean may count more documents than have tokens."""
+    values_N = make(tokens_N, *sums_N)
+    if reduce == "mean" and of is not None:
+        return float(values_N.sum()) / of if of else math.nan
+    return statistic(reduce, values_N)
+
+
+def token_mean(
+    make: Callable[..., Tensor], tokens_N: Tensor, *sums_N: Tensor, epsilon: float = 1e-8, of: float | None = None
+) -> float:
+    """Return the mean over tokens, or over ``of`` tokens, of a function of their document."""
+    weight = (float(tokens_N.sum()) if of is None else of) + epsilon
+    return float((tokens_N * make(tokens_N, *sums_N)).sum()) / weight if weight else math.nan
+
+
+def ratio_of(tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor, epsilon: float = 0.0) -> Tensor:
+    """Return the geometric mean of a document's ratios; epsilon is added to its length."""
+    return (log_ratio_N / (tokens_N + epsilon)).exp()
+
+
+def clamped_of(clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor, epsilon: float = 0.0) -> Tensor:
+    """Return the same, clamped to a clip."""
+    return ratio_of(tokens_N, log_ratio_N, epsilon=epsilon).clamp(clip.lower, clip.upper)
+
+
+def k3_of(tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor) -> Tensor:
+    """Return the document's r - 1 - log r."""
+    mean_N = log_ratio_N / tokens_N
+    return torch.expm1(mean_N) - mean_N
+
+
+def outside_clip_of(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """Return 1 where the document's ratio lies in a region of the clip, by the sign of its mean advantage."""
+    return beyond(region, ratio_of(tokens_N, log_ratio_N), advantage_N / tokens_N, clip).double()

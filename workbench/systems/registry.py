@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.alias import Alias, PeerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.systems.case import Case
+    from workbench.systems.metrics import Alias, PeerSettings
     from workbench.systems.replays import Replayed
 
 SYSTEMS = (
@@ -70,25 +70,9 @@ class Translation:
     given: tuple[str, ...] = ()
 
 
-def _config_of(case: Case) -> Mapping[str, Any]:
-    return case.config
-
-
-def _no_counts(_: Any) -> None:
-    return None
-
-
 def unit_temperature(_: Any) -> float:
     """Return the temperature of a system whose loss starts from log-probabilities: it has none."""
     return 1.0
-
-
-def _no_aliases(_: PeerSettings) -> tuple[Alias, ...]:
-    return ()
-
-
-def _empty(_: Replayed) -> Mapping[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -106,7 +90,7 @@ class System:
         scaling: its contract, by the name of the backend or mode.
         replays: kind of case -> replay, for kinds beyond the common ones, and instead of them.
         case_settings: options of the policy loss from a case; some follow from the function's name.
-        temperature: divisor of the logits, from an instance of ``settings``; `undivided` if its loss starts from
+        temperature: divisor of the logits, from an instance of ``settings``; `unit_temperature` if its loss starts from
             log-probabilities.
         peer_settings: settings of its metrics; None: those of `settings_of`.
         metrics: numbers that are no alias, by name; they override aliases.
@@ -124,18 +108,18 @@ class System:
     settings: type[Settings]
     translate: Callable[[Any], Translation]
     back: Callable[[LossSpec], dict[str, Any]] | None = None
-    counts: Callable[[Any], GivenCounts | None] = _no_counts
+    counts: Callable[[Any], GivenCounts | None] = lambda _: None
     scaling: Mapping[str, ScalingSpec] = field(default_factory=dict)
     replays: Mapping[str, Callable[[Case], dict[str, Any]]] = field(default_factory=dict)
-    case_settings: Callable[[Case], Mapping[str, Any]] = _config_of
+    case_settings: Callable[[Case], Mapping[str, Any]] = lambda case: case.config
     temperature: Callable[[Any], float] = unit_temperature
     peer_settings: Callable[[Replayed], PeerSettings] | None = None
-    metrics: Callable[[Replayed], Mapping[str, float]] = _empty
-    outputs: Callable[[Replayed], Mapping[str, Tensor]] = _empty
+    metrics: Callable[[Replayed], Mapping[str, float]] = lambda _: {}
+    outputs: Callable[[Replayed], Mapping[str, Tensor]] = lambda _: {}
     arrays: tuple[str, ...] = ()
     arrays_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsupported_arrays: Mapping[str, str] = field(default_factory=dict)
-    aliases: Callable[[PeerSettings], Iterable[Alias]] = _no_aliases
+    aliases: Callable[[PeerSettings], Iterable[Alias]] = lambda _: ()
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 

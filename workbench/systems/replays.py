@@ -16,22 +16,21 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.build import make_loss, prepare_inputs
+from workbench.losses.auxiliary import value_loss
+from workbench.losses.build import build_loss, prepare_inputs
 from workbench.losses.kl import kl_term
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.quantities import DocumentSlots
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.reference import token_logprobs, token_logprobs_from_logits
 from workbench.reduction.denominators import GivenCounts
-from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
-from workbench.reduction.weighted_sum import reduce_terms
+from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs, reduce_terms
 from workbench.reduction.weights import TokenWeights, step_weights
 from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import LossSpec
-from workbench.systems import metrics as aliases
-from workbench.systems.case import Case, Options, logprobs_only
-from workbench.systems.inputs import check_arrays
-from workbench.systems.registry import Settings, System, Translation, load_system, parse_settings, translate_settings
+from workbench.systems.case import Case, Options, check_arrays, logprobs_only
+from workbench.systems.metrics import PeerSettings, as_named_by
+from workbench.systems.registry import Translation, load_system, parse_settings, translate_settings
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,11 @@ class Replayed:
     def slots(self) -> DocumentSlots:
         """Slots of the row's documents, as those of the step."""
         return DocumentSlots(0, int(self.row.document_ids_T.max()) + 1)
+
+    @property
+    def detached_inputs(self) -> LossInputs:
+        """Inputs of the loss without the policy's gradient."""
+        return replace(self.inputs, policy_logprobs_T=self.inputs.policy_logprobs_T.detach())
 
 
 def replay(
@@ -131,14 +135,8 @@ def case_settings(
 ) -> dict[str, Any]:
     """Return the options of a recorded call of a policy loss, as `loss_spec` and `explain` take them.
 
-    Most are in its ``config``; some follow from the function's name, from which arrays are there, or from their width.
-
-    Args:
-        source: as in `replay`.
-        kind: as in `replay`.
-        function: as in `replay`.
-        config: as in `replay`.
-        inputs: as in `replay`.
+    Arguments are those of `replay`. Most options are in ``config``; some follow from the function's name, from which
+    arrays are there, or from their width.
     """
     return dict(load_system(source).case_settings(Case.of(source, kind, function, config, inputs)))
 
@@ -173,7 +171,7 @@ def evaluate_as(
         tokens = replace(tokens, old_logprobs_T=torch.where(tokens.loss_mask_T, live_T, torch.zeros_like(live_T)))
     (weights,), totals = step_weights([tokens], translation.spec, given=given)
     inputs = loss_inputs(tokens, head_output, totals)
-    evaluated = evaluate_loss(make_loss(translation.spec), inputs, weights, tokens.loss_mask_T)
+    evaluated = evaluate_loss(build_loss(translation.spec), inputs, weights, tokens.loss_mask_T)
     return Replayed(
         case, settings, translation, tokens, head_output, prepare_inputs(inputs, translation.spec), weights, evaluated
     )
@@ -196,26 +194,33 @@ def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
     outputs = {"loss": total.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
     for name, value in system.outputs(replayed).items():
         outputs[name] = case.shaped(value) if value.shape == replayed.row.loss_mask_T.shape else value.detach()
-    return {**outputs, "metrics": metrics(replayed, system)}
+    return {**outputs, "metrics": case_metrics(replayed)}
 
 
-def metrics(replayed: Replayed, system: System) -> dict[str, float]:
-    """Return the metrics of the case under the system's names."""
+def case_metrics(replayed: Replayed) -> dict[str, float]:
+    """Return all metrics of the case under the system's names."""
+    system = load_system(replayed.case.system)
     peer = None if system.peer_settings is None else system.peer_settings(replayed)
-    values = aliases.as_named_by(
-        system.name,
-        _detached(replayed.inputs),
+    return {**named_metrics(replayed, peer), **system.metrics(replayed)}
+
+
+def named_metrics(
+    replayed: Replayed,
+    settings: PeerSettings | None,
+    spec: LossSpec | None = None,
+    terms: Mapping[str, Term] | None = None,
+) -> dict[str, float]:
+    """Return metrics by the system's definitions, see `as_named_by`; spec and terms may differ from the case's."""
+    values = as_named_by(
+        replayed.case.system,
+        replayed.detached_inputs,
         replayed.row.loss_mask_T,
-        terms=replayed.evaluated.terms,
-        loss_spec=replayed.translation.spec,
+        terms=replayed.evaluated.terms if terms is None else terms,
+        loss_spec=spec or replayed.translation.spec,
         slots=replayed.slots,
-        settings=peer,
+        settings=settings,
     )
-    return {**{name: value.finish() for name, value in values.items()}, **system.metrics(replayed)}
-
-
-def _detached(inputs: LossInputs) -> LossInputs:
-    return replace(inputs, policy_logprobs_T=inputs.policy_logprobs_T.detach())
+    return {name: value.finish() for name, value in values.items()}
 
 
 # ---- policy losses ---------------------------------------------------------------------------------------------
@@ -238,21 +243,19 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
     return {**outputs, "logprobs": case.shaped(head_output.logprobs_T)}
 
 
+def head(case: Case, temperature: float = 1.0) -> tuple[dict[str, Tensor], TokenLogprobs]:
+    """Return the leaves of an output head by the names of their gradients, and its output."""
+    names = [name for name in ("hidden", "weight", "bias") if case.get(name) is not None]
+    leaves = {f"grad_{name}": case[name].clone().requires_grad_() for name in names}
+    hidden_TD, weight_VD = leaves["grad_hidden"].flatten(0, -2), leaves["grad_weight"]
+    bias_V = leaves.get("grad_bias")
+    return leaves, token_logprobs(hidden_TD, weight_VD, case.targets_T, temperature=temperature, bias_V=bias_V)
+
+
 def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
     """Replay a policy loss from hidden states and an output head."""
     temperature = load_system(case.system).temperature(policy_settings(case))
-    leaves = {
-        f"grad_{name}": case[name].clone().requires_grad_()
-        for name in ("hidden", "weight", "bias")
-        if case.get(name) is not None
-    }
-    head_output = token_logprobs(
-        leaves["grad_hidden"].flatten(0, -2),
-        leaves["grad_weight"],
-        case.targets_T,
-        temperature=temperature,
-        bias_V=leaves.get("grad_bias"),
-    )
+    leaves, head_output = head(case, temperature)
     head_output.logprobs_T.retain_grad()
     row = {}
     if case.get("ref_hidden") is not None:
@@ -290,73 +293,75 @@ def logprobs(case: Case) -> dict[str, Any]:
 
 
 def aggregation(
-    spec_of: Callable[[Case], LossSpec],
-    counts_of: Callable[[Case], GivenCounts | None] | None = None,
-    *,
-    result: str = "loss",
-) -> Callable[[Case], dict[str, Any]]:
-    """Return the replay of a function that reduces values to one number.
+    case: Case, spec: LossSpec, given: GivenCounts | None = None, *, result: str = "loss"
+) -> dict[str, Any]:
+    """Replay a function that reduces values to one number.
 
     Args:
-        spec_of: from a case to a spec, of which denominator and scaling are used.
-        counts_of: from a case to the denominators that it was given.
+        case: source of the values.
+        spec: of which denominator and scaling are used.
+        given: counts that the case was given.
         result: the output's name.
     """
+    leaf = case["values"].clone().requires_grad_()
+    (weights,), _ = step_weights([case.row()], spec, given=given)
+    total = reduce_terms({"values": Term(leaf.reshape(-1))}, weights, case.loss_mask_T)["total"].value
+    total.backward()
+    return {result: total.detach(), "grad_values": leaf.grad, "metrics": {}}
 
-    def aggregated(case: Case) -> dict[str, Any]:
-        leaf = case["values"].clone().requires_grad_()
-        given = None if counts_of is None else counts_of(case)
-        (weights,), _ = step_weights([case.row()], spec_of(case), given=given)
-        total = reduce_terms({"values": Term(leaf.reshape(-1))}, weights, case.loss_mask_T)["total"].value
+
+def critic_loss(
+    case: Case, spec: LossSpec, given: GivenCounts | None = None, *, coefficient: float = 1.0, **options: Any
+) -> tuple[dict[str, Any], Term]:
+    """Replay a critic's loss; return its outputs, and its term without the coefficient.
+
+    Args:
+        case: source of values, returns and, for a clip, old values.
+        spec: of which denominator and scaling are used.
+        given: counts that the case was given.
+        coefficient: multiplies the loss.
+        options: settings of `workbench.losses.auxiliary.value_loss`.
+    """
+    leaf, counts_T = case["values"].clone().requires_grad_(), case.loss_mask_T
+    old_T = None if options.get("clip") is None else case["old_values"].reshape(-1)
+    term = value_loss(leaf.reshape(-1), case["returns"].reshape(-1), counts_T, old_values_T=old_T, **options)
+    (weights,), _ = step_weights([case.row()], spec, given=given)
+    total = reduce_terms({"value": replace(term, coefficient=coefficient)}, weights, counts_T)["total"].value
+    total.backward()
+    return {"loss": total.detach(), "grad_values": leaf.grad, "metrics": {}}, term
+
+
+def kl_estimator(case: Case, spec: LossSpec) -> dict[str, Any]:
+    """Replay an estimate of KL(policy || ref), on every token, and its sum if no cotangent is given.
+
+    Args:
+        case: source of the tokens.
+        spec: of which KL penalty (with coefficient 1) and denominator are used.
+    """
+    leaf, everywhere_T = case["logprobs"].clone().requires_grad_(), torch.ones_like(case.loss_mask_T)
+    old_T, ref_T = leaf.detach().reshape(-1), case["ref_logprobs"].reshape(-1)
+    (weights,), totals = step_weights([case.row()], spec)
+    row = case.row(loss_mask_T=everywhere_T, old_logprobs_T=old_T, ref_logprobs_T=ref_T)
+    term = kl_term(loss_inputs(row, logprobs_only(leaf.reshape(-1)), totals), spec.kl)
+    outputs = {"kl": case.shaped(term.values_T)}
+    if case.get("cotangent") is not None:
+        term.values_T.backward(case["cotangent"].reshape(-1))
+    else:
+        total = reduce_terms({"kl": term}, weights, case.loss_mask_T)["total"].value
         total.backward()
-        return {result: total.detach(), "grad_values": leaf.grad, "metrics": {}}
-
-    return aggregated
-
-
-def kl_estimator(spec_of: Callable[[Case], LossSpec]) -> Callable[[Case], dict[str, Any]]:
-    """Return the replay of an estimate of KL(policy || ref), on every token, and of its sum if no cotangent is given.
-
-    Args:
-        spec_of: from a case to a spec, of which KL penalty (with coefficient 1) and denominator are used.
-    """
-
-    def estimated(case: Case) -> dict[str, Any]:
-        spec, leaf = spec_of(case), case["logprobs"].clone().requires_grad_()
-        everywhere_T = torch.ones_like(case.loss_mask_T)
-        old_T, ref_T = leaf.detach().reshape(-1), case["ref_logprobs"].reshape(-1)
-        (weights,), totals = step_weights([case.row()], spec)
-        row = case.row(loss_mask_T=everywhere_T, old_logprobs_T=old_T, ref_logprobs_T=ref_T)
-        term = kl_term(loss_inputs(row, logprobs_only(leaf.reshape(-1)), totals), spec.kl)
-        outputs = {"kl": case.shaped(term.values_T)}
-        if case.get("cotangent") is not None:
-            term.values_T.backward(case["cotangent"].reshape(-1))
-        else:
-            total = reduce_terms({"kl": term}, weights, case.loss_mask_T)["total"].value
-            total.backward()
-            outputs["loss"] = total.detach()
-        return {**outputs, "grad_logprobs": leaf.grad, "metrics": {}}
-
-    return estimated
+        outputs["loss"] = total.detach()
+    return {**outputs, "grad_logprobs": leaf.grad, "metrics": {}}
 
 
-def is_correction(
-    model: type[Settings], translate: Callable[[Any], Translation], outputs: Callable[[Replayed], Mapping[str, Tensor]]
-) -> Callable[[Case], dict[str, Any]]:
-    """Return the replay of a correction alone: there is no live policy yet, so the old one takes its place.
+def evaluate_correction(case: Case, settings: Any, spec: LossSpec) -> Replayed:
+    """Evaluate a spec's correction alone: there is no live policy yet, so the old one takes its place.
 
     Args:
-        model: model of the correction's options.
-        translate: their translation, of which the spec's correction is used.
-        outputs: by name, from the policy term's extras ("raw_weight", "applied_weight", "kept", ...).
+        case: source of the tokens.
+        settings: the case's options.
+        spec: of which the correction is used.
     """
-
-    def corrected(case: Case) -> dict[str, Any]:
-        settings = parse_settings(model, case.config, where=case.system)
-        replayed = evaluate_as(case, logprobs_only(case["old_logprobs"].reshape(-1)), settings, translate(settings))
-        return {**outputs(replayed), "metrics": metrics(replayed, load_system(case.system))}
-
-    return corrected
+    return evaluate_as(case, logprobs_only(case["old_logprobs"].reshape(-1)), settings, Translation(spec))
 
 
 COMMON: Mapping[str, Callable[[Case], dict[str, Any]]] = {

@@ -1,13 +1,37 @@
-"""Translation of a system's options to a spec, and back where possible."""
+"""Translation of a system's options to a spec and back where possible, and scaling contracts.
+
+Options derived from a spec must translate back to the same spec. A scaling contract says what a system sums, divides
+and multiplies from the tokens of a micro-batch to the optimizer: one `ScalingSpec` per backend or mode, in
+``CONTRACTS`` of its `translate` module. `workbench.reduction` executes it: as ``loss.compat.scaling`` it is an axis of
+an ablation, and a run shows its effect on every gradient. Versions are those of the systems' modules; comments at each
+contract say what was read of gathers and schedules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from workbench.errors import SpecError
-from workbench.specs.losses import LossSpec
-from workbench.systems.registry import Translation, load_system, parse_settings, translate_settings
+from workbench.losses.canonical import canonical
+from workbench.reduction.scaling import scaling_factor
+from workbench.specs.losses import CorrectionSpec, KLSpec, LossSpec, ScalingSpec
+from workbench.systems.registry import (
+    SYSTEMS,
+    Settings,
+    Translation,
+    load_system,
+    parse_settings,
+    translate_settings,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FACTORS = ("multiplied_by", "divided_by", "replicated", "engine_multiplies", "engine_divides")
+"""Settings of a scaling contract that are factors."""
 
 
 def loss_spec(system: str, settings: Mapping[str, Any]) -> LossSpec:
@@ -50,3 +74,181 @@ def settings_for(system: str, spec: LossSpec) -> dict[str, Any]:
             fix="choose another system",
         )
     return declared.back(spec)
+
+
+# ---- the way back ------------------------------------------------------------------------------------------------
+
+
+def checked_back(
+    title: str,
+    spec: LossSpec,
+    model: type[Settings],
+    translate: Callable[[Any], Translation],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the options if they translate to the spec's loss in every layout, with the same penalty in the reward.
+
+    Two specs are the same loss if their canonical forms are equal (`workbench.losses.canonical`).
+
+    Args:
+        title: the system's title, for the message.
+        spec: the spec to express in the system's options.
+        model: model of its options.
+        translate: from its options to a spec.
+        settings: the closest options.
+
+    Raises:
+        SpecError: the system has no such loss; the message names what would differ.
+    """
+    round_trip = translate(parse_settings(model, settings, where=title)).spec
+    scaling, other = spec.compat.scaling, round_trip.compat.scaling
+    same_step = scaling.powers == other.powers and scaling.counts == other.counts
+    same_reward = _in_reward(spec) == _in_reward(round_trip)
+    same = same_step and same_reward and canonical(spec) == canonical(round_trip)
+    mismatches = [] if same else list(differences(spec, round_trip))
+    if mismatches:
+        entries = "; ".join(f"{path} = {value!r} ({title}: {other!r})" for path, value, other in mismatches[:5])
+        raise SpecError(
+            f"options of {title} for this loss",
+            found=entries,
+            rule=f"{title} has no option for this",
+            fix="change the spec, or choose another system",
+        )
+    return dict(settings)
+
+
+def differences(spec: BaseModel, other: BaseModel, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Return (path, value, the other's value) of every setting on which two specs differ.
+
+    Names of presets are ignored, and so are the factors of a scaling contract if their product is the same.
+    """
+    entries = []
+    for name in type(spec).model_fields:
+        left, right = getattr(spec, name), getattr(other, name, None)  # another surrogate has other settings
+        if isinstance(left, ScalingSpec) and isinstance(right, ScalingSpec) and left.powers == right.powers:
+            right = right.model_copy(update={factor: getattr(left, factor) for factor in FACTORS})
+        if isinstance(left, BaseModel) and isinstance(right, BaseModel):
+            entries += differences(left, right, f"{path}{name}.")
+        elif left != right and not (name == "name" or (name == "kind" and path == "correction.")):
+            entries.append((f"{path}{name}", left, right))
+    return entries
+
+
+def _in_reward(spec: LossSpec) -> KLSpec | None:
+    return spec.kl if spec.kl.coefficient and spec.kl.placement == "reward" else None
+
+
+def unsupported(title: str, subject: str, rule: str) -> SpecError:
+    """Return the error for a loss that a system does not have."""
+    return SpecError(f"options of {title} for {subject}", rule=rule, fix="change the spec, or choose another system")
+
+
+# ---- corrections that NeMo-RL and OpenRLHF have in common ---------------------------------------------------------
+
+
+def bounded_correction(kind: str | None, low: float | None, high: float | None, ratio: str = "token") -> dict[str, Any]:
+    """Return the correction by old / sampler of a type, as settings of a `CorrectionSpec`.
+
+    Args:
+        kind: "tis" truncates weights outside the bounds, "icepop" zeroes them, "seq-mask-tis" drops rows by their
+            geometric mean; None: no bounds.
+        low: lower bound.
+        high: upper bound.
+        ratio: see `CorrectionSpec`.
+    """
+    if kind == "seq-mask-tis":
+        return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
+    bounds = {} if kind is None else {"ratio_low": low, "ratio_high": high}
+    outside = "zero" if kind == "icepop" else "truncate"
+    return {"kind": "importance_sampling", "ratio": ratio, **bounds, "outside": outside}
+
+
+def bounds_of(correction: CorrectionSpec) -> tuple[str, float | None, float | None]:
+    """Return type and bounds of the correction that is closest to a spec's."""
+    if correction.gate != "none":
+        return "seq-mask-tis", correction.gate_low, correction.gate_high
+    return "icepop" if correction.outside == "zero" else "tis", correction.ratio_low, correction.ratio_high
+
+
+# ---- scaling contracts -------------------------------------------------------------------------------------------
+
+
+def scaling_contract(system: str, mode: str | None = None) -> ScalingSpec:
+    """Return the contract of a system, for ``loss.compat.scaling``.
+
+    Args:
+        system: one of `SYSTEMS`.
+        mode: its backend or mode; None: the first one.
+
+    Raises:
+        SpecError: unknown system or mode.
+    """
+    modes = load_system(system).scaling
+    if mode is None:
+        return next(iter(modes.values()))
+    if mode not in modes:
+        raise SpecError(
+            f"scaling contract {mode!r} of {system}",
+            rule=f"one of {', '.join(map(repr, modes))}",
+            fix="choose one of them",
+        )
+    return modes[mode]
+
+
+def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulation: int = 1) -> pd.DataFrame:
+    """Tabulate every system's contract and the factor that it leaves on a gradient, one row per system and mode.
+
+    Args:
+        dp: data-parallel ranks.
+        cp: context-parallel ranks that share a row.
+        micro_batches: forward and backward passes of a rank in one call of its engine's schedule.
+        accumulation: such calls in an optimizer step; for most systems one of these two numbers is 1.
+
+    Returns:
+        ``counts``: scope of the denominator. ``multiplies``, ``divides``: by the trainer, with numbers. ``engine``: its
+        operations on gradients. ``factor``: gradient over exact gradient if every micro-batch has as many tokens;
+        ``breaks``: invariants that it breaks.
+
+    Raises:
+        SpecError: a number below 1.
+    """
+    import pandas as pd
+
+    given = {"dp": dp, "cp": cp, "micro_batches": micro_batches, "accumulation": accumulation}
+    if min(given.values()) < 1:
+        raise SpecError(
+            "contract_table",
+            found=", ".join(f"{name} = {size}" for name, size in given.items()),
+            rule="ranks and passes are at least 1",
+            fix="correct the number",
+        )
+    passes = micro_batches * accumulation
+    sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": passes}
+
+    def factors(names: tuple[str, ...]) -> str:
+        return " x ".join(f"{name} ({sizes[name]})" for name in names)
+
+    lines = []
+    for system in SYSTEMS:
+        for mode, scaling in load_system(system).scaling.items():
+            factor = scaling_factor(scaling, dp=dp, cp=cp, micro_batches=passes)
+            parts = {"step": 1, "pass": passes, "micro_batch": dp * passes}[scaling.counts]
+            lines.append(
+                {
+                    "system": system,
+                    "mode": mode,
+                    "sums": "whole rows on every cp rank" if scaling.replicated else "its own tokens",
+                    "counts": scaling.counts.replace("_", "-"),
+                    "multiplies": factors(scaling.multiplied_by),
+                    "divides": factors(scaling.divided_by),
+                    "engine": _engine(scaling, factors),
+                    "factor": factor * parts,
+                    "breaks": ", ".join(scaling.breaks),
+                }
+            )
+    return pd.DataFrame(lines).set_index(["system", "mode"])
+
+
+def _engine(scaling: ScalingSpec, factors: Callable[[tuple[str, ...]], str]) -> str:
+    above, below = factors(scaling.engine_multiplies), factors(scaling.engine_divides)
+    return ", ".join(filter(None, ["sum", above and f"times {above}", below and f"over {below}"]))

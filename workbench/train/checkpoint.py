@@ -1,4 +1,4 @@
-"""Checkpoints of weights and optimizer state: full tensors in any layout, from which a run can resume.
+"""The policy of a run, and checkpoints: weights and optimizer state as full tensors, from which any layout can resume.
 
     checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the run's own precision
     checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``
@@ -19,15 +19,50 @@ from torch import Tensor
 
 from workbench import atomic as whole_files
 from workbench.errors import RecordError
-from workbench.policy.model import DTYPES, Policy, load_decoder
+from workbench.policy.decoder import load_decoder
+from workbench.policy.model import DTYPES, Policy, load_policy
 from workbench.policy.precision import cast, lift_to_float64
-from workbench.records.directory import RunDirectory, project_root
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import project_root
 from workbench.sharding.gradients import copy_local_part, full_tensor
 from workbench.sharding.mesh import Mesh
+from workbench.specs.run import RunSpec
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STEP_FOLDERS = ("tensors", "certificates", "traces", "rollouts")
 """Folders of a run directory with one entry per step, whose name begins with the step."""
+
+
+def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float) -> Policy:
+    """Load the decoder of a run and shard it for this rank.
+
+    Args:
+        spec: of the run.
+        mesh: the axes.
+        project: base folder of relative paths in the spec.
+        temperature: of the rollouts; divides logits unless the spec sets its own.
+
+    Raises:
+        SpecError: see `workbench.policy.model.load_policy`.
+    """
+    model, head, layout = spec.model, spec.policy, spec.layout
+    return load_policy(
+        model.source,
+        mesh=mesh,
+        precision=spec.precision,
+        temperature=head.temperature or temperature,
+        implementation=head.logprobs,
+        project=project,
+        tied=model.tied,
+        seed=model.seed,
+        fp32_head=head.fp32_head,
+        chunk_tokens=head.chunk_tokens,
+        keep_bytes=head.keep_bytes,
+        shard_parameters=layout.shard_parameters,
+        checkpointing=layout.checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        fused_loss=head.fused_loss,
+    )
 
 
 def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:

@@ -17,56 +17,32 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.metrics.quantities import DocumentSlots
+from workbench.losses.document_sums import DocumentSums
 from workbench.metrics.values import Value, finish_in_order
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import Policy
-from workbench.reduction.document_sums import ShardedSums
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepTotals, TokenWeights
 from workbench.reproducible import OutOfRange, reproducibly
 from workbench.reproducible.rows import sum_in_order, whole_row
 from workbench.rollouts.batch import PADDING
 from workbench.rollouts.targets import TrainingRow
-from workbench.sharding.mesh import Axis, Mesh
-from workbench.sharding.plan import ShardPlan
 from workbench.specs.run import RunSpec
+from workbench.train.rows import LocalRow
+from workbench.train.strategy import Reduced, StepStrategy, loss_after
 
 if TYPE_CHECKING:
-    from workbench.train.step import LocalRow, StepResult
+    from workbench.train.step import StepLoss, StepResult
 
 RETRIES = 6
 """Limit on the repetitions of a step whose sums overflow."""
-
-
-@dataclass(frozen=True)
-class WholeRow:
-    """The row on which every rank that shares it evaluates the loss: not split, without the padding at its end.
-
-    On the CPU, where any loss and metric is deterministic: a GPU sums documents with atomics. Some kilobytes a row are
-    copied each way while the GPU continues.
-
-    Attributes:
-        number: of the row in the step; see `row_numbers`.
-        row: the tokens, in the order of the row.
-        weights: as in `LocalRow`.
-        documents: as in `LocalRow`.
-        plan: how the row is split.
-        axis: the ranks that share it.
-    """
-
-    number: int
-    row: TrainingRow
-    weights: Mapping[str, TokenWeights]
-    documents: DocumentSlots
-    plan: ShardPlan
-    axis: Axis
 
 
 @contextmanager
@@ -96,20 +72,6 @@ def up_to_last_document(row: TrainingRow) -> TrainingRow:
     return row.map(lambda values_T: values_T[:length])
 
 
-def row_numbers(rows: Sequence[TrainingRow]) -> list[int]:
-    """Return the place of each row in the order of the rows' first targets in the source batch; empty rows come last.
-
-    Independent of the layout: of the rank that holds a row, and of the grouping of rows into micro-batches.
-    """
-
-    def first(row: TrainingRow) -> float:
-        targets = row.source_T[row.source_T != PADDING]
-        return int(targets.min()) if len(targets) else math.inf
-
-    order = sorted(range(len(rows)), key=lambda at: first(rows[at]))
-    return [order.index(at) for at in range(len(rows))]
-
-
 def power_of_two(rows: Sequence[TrainingRow], weights: Sequence[Mapping[str, TokenWeights]]) -> float:
     """Return the factor of the loss that makes the mean gradient weight of a trained target about 1.
 
@@ -121,31 +83,47 @@ def power_of_two(rows: Sequence[TrainingRow], weights: Sequence[Mapping[str, Tok
     return 2.0 ** -math.frexp(mean)[1] if 0 < mean < math.inf else 1.0
 
 
-def unsplit(local: LocalRow, head_output: TokenLogprobs) -> tuple[LocalRow, TokenLogprobs]:
-    """Return the whole row and the head outputs of all its tokens in the reproducible mode; else both unchanged.
+def whole_row_head(
+    policy: Policy, hidden_TD: Tensor, local: LocalRow, loss: StepLoss
+) -> tuple[LocalRow, TokenLogprobs]:
+    """Return the whole row and the head outputs of all its tokens, on every rank that shares it.
 
     Backward: each rank takes its own tokens of the gradient; see `whole_row`.
     """
-    whole = local.whole
-    if whole is None:
-        return local, head_output
+    whole, parts = local.whole, local.token_logprobs(policy, hidden_TD, loss.outputs)
     tokens = len(whole.row.tokens_T)
     head_output = TokenLogprobs(
-        *(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens] for part in head_output)
+        *(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens] for part in parts)
     )
-    sums = ShardedSums(whole.row, torch.arange(tokens), Axis("cp"))
+    sums = DocumentSums.of_row(whole.row)
     return replace(local, row=whole.row, weights=whole.weights, sums=sums, documents=whole.documents), head_output
 
 
-def in_row_order(
-    parts: Sequence[Mapping[str, Scalar]], metrics: Sequence[Mapping[str, Value]], rows: Sequence[LocalRow], mesh: Mesh
-) -> tuple[dict[str, Scalar], dict[str, float]]:
-    """Return the loss, term by term, and the final metrics of a step, from those of this rank's rows. float64."""
+def sum_in_row_order(
+    policy: Policy,
+    rows: Sequence[LocalRow],
+    parts: Sequence[Mapping[str, Scalar]],
+    metrics: Sequence[Mapping[str, Value]],
+) -> Reduced:
+    """Complete the gradients; return their norms, the loss term by term, and the final metrics. float64."""
+    policy.exact.reduce()
+    mesh, norms = policy.mesh, policy.exact.norms()
     numbers_r = torch.tensor([local.whole.number for local in rows if local.whole], device=mesh.device)
     lines = torch.stack([torch.stack([part.value.detach().double() for part in named.values()]) for named in parts])
     total = sum_in_order(lines, numbers_r, mesh["dp"])
     loss = {name: Scalar(value, frozenset()) for name, value in zip(parts[0], total.unbind(), strict=True)}
-    return loss, finish_in_order(metrics, numbers_r, mesh["dp"])
+    return norms, loss, finish_in_order(metrics, numbers_r, mesh["dp"])
+
+
+REPRODUCIBLE = StepStrategy(
+    weighed=lambda packed: [up_to_last_document(row) for row in packed],
+    # Only the network sees split rows: the loss and the metrics get the whole one.
+    to_split=lambda row: ({}, row.documents._replace(segment_lengths_T=None), row),
+    scaled=lambda totals, rows, weights: replace(totals, scale=power_of_two(rows, weights)),
+    head=whole_row_head,
+    row_loss=loss_after(whole_row_head),
+    reduce=sum_in_row_order,
+)
 
 
 def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
@@ -155,7 +133,7 @@ def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
     of a step does not depend on earlier steps.
 
     Raises:
-        SpecError: rows of the ordinary mode.
+        SpecError: rows of the ordinary mode; a fused step.
         OutOfRange: a gradient that is not finite, or no number of bits that fits.
     """
 
@@ -164,6 +142,12 @@ def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
         exact = policy.exact
         if exact is None:
             return step(policy, loss, rows, totals, **options)
+        if options.get("fused"):
+            raise SpecError(
+                "a fused step of a policy in the reproducible mode",
+                rule="the head of this mode computes all log-probabilities of a row before the loss",
+                fix="leave fused out",
+            )
         if any(local.whole is None for local in rows):
             raise SpecError(
                 "a step of a policy in the reproducible mode",

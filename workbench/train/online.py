@@ -19,7 +19,7 @@ import operator
 import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,39 +33,15 @@ from workbench.rollouts.task import Task, named_task
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh
+from workbench.specs.groups import AdvantageSpec
 from workbench.specs.losses import LossSpec
-from workbench.specs.run import AdvantageSpec, RunSpec
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.policies import build_policy
+from workbench.train.checkpoint import build_policy
+from workbench.train.rows import StepData, in_order, multiples
 
 MIXED_PROMPTS = "reward/mixed_prompts/fraction"
 """Step record: share of the prompts whose completions earned different rewards, and so have an advantage."""
-
-
-@dataclass(frozen=True)
-class StepData:
-    """The training data of one optimizer step.
-
-    Attributes:
-        documents: of the step.
-        source: the batch from which they were taken; per-token records are in its order.
-        numbers: statistics of the sampling, for the step's record.
-        fresh: True for the first step on that batch.
-    """
-
-    documents: RolloutBatch
-    source: RolloutBatch
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    fresh: bool = False
-
-
-def in_order(batch: RolloutBatch, documents_per_step: int | None, first: int = 0) -> Iterator[RolloutBatch]:
-    """Yield the documents of each optimizer step from step ``first``: in order, cyclically; None: all of them."""
-    if documents_per_step is None:
-        yield from itertools.repeat(batch)
-        return
-    for taken in itertools.count(first * documents_per_step, documents_per_step):
-        yield batch.select([(taken + i) % batch.num_documents for i in range(documents_per_step)])
 
 
 class Online:
@@ -192,7 +168,7 @@ class Online:
         """Raise an error if the longest completion fits no row: it could end the run hours later."""
         data, online = self.spec.data, self.spec.online
         together = online.answers if data.keep_groups or self.spec.loss.needs_pairs else 1
-        needed = flow.multiples(self.spec.layout, self.spec.reproducible)
+        needed = multiples(self.spec.layout, self.spec.reproducible)
         padded = -(-longest // needed.document) * needed.document
         row = data.multiple_of or needed.row
         if data.micro_batch_tokens is not None and together * padded > data.micro_batch_tokens // row * row:

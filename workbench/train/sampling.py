@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SpecError
+from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.precision import lift_to_float64
 from workbench.policy.sampling import Completion, generate
-from workbench.policy.tiny import tiny_qwen3
 from workbench.rollouts import files
-from workbench.rollouts.advantages import group_advantages
+from workbench.rollouts.advantages.groups import group_advantages
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.task import ArithmeticTask, Problem
 

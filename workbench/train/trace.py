@@ -1,4 +1,4 @@
-"""Traces of a step: fingerprints of every module's output and of its gradient, per block of tokens.
+"""Fingerprints of a step: its trace (every module's output and its gradient, per block of tokens) and its certificate.
 
 Two traces show in which module, and for which tokens, two runs diverge; `workbench.compare.bisect` reads them. A
 *station* is a tensor of the decoder's forward pass: the output of a module, or its input if that is no module's output
@@ -16,23 +16,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from workbench.atomic import from_json
 from workbench.errors import RecordError, SpecError
+from workbench.records.certificate import Certificate, label
 from workbench.records.directory import RunDirectory
-from workbench.reproducible.fingerprints import row_fingerprints
+from workbench.reproducible.fingerprints import fingerprint, fingerprints, row_fingerprints
 from workbench.rollouts.batch import PADDING
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
 from workbench.sharding.tensor_parallel import ParameterShard
+from workbench.train.rows import LocalRow
 
 if TYPE_CHECKING:
     from workbench.policy.model import Policy
-    from workbench.train.step import LocalRow
+    from workbench.train.step import StepResult
 
 TOKENS, LOGPROBS = "tokens", "logprobs"
 """The first station, and the last."""
@@ -314,3 +316,46 @@ def read_trace(run: RunDirectory, number: int) -> Trace | None:
 
 def _file(number: int) -> str:
     return f"traces/step{number:04d}.json"
+
+
+# -- the certificate of a step: one hash for each number that it made --------------------------------------------------
+
+
+class Marks(NamedTuple):
+    """Fingerprints of this job's gradients, or weights, by parameter name; and the parameters whose replicas differ."""
+
+    fingerprints: dict[str, int]
+    differing_replicas: tuple[str, ...]
+
+
+def fingerprint_gradients(policy: Policy) -> Marks:
+    """Fingerprint the current gradients. Collective."""
+    return _mark(policy, {name: parameter.grad for name, parameter in policy.model.named_parameters()})
+
+
+def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate:
+    """Return the certificate of a finished step. Collective.
+
+    Args:
+        policy: with the weights after the step.
+        result: of the step, with its tokens.
+        gradients: from `mark_gradients`, before they were clipped.
+    """
+    parameters = dict(policy.model.named_parameters())
+    weights = _mark(policy, parameters)
+    logprobs_S = result.tokens["policy_logprobs"]
+    labels = {"logprobs": label(logprobs_S.dtype, fingerprint(logprobs_S))}
+    for name, scalar in result.loss.items():
+        labels[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
+    for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
+        labels |= {f"{kind}/{name}": label(parameters[name].dtype, marks.fingerprints[name]) for name in order}
+    unlike = [
+        f"{kind}/{name}"
+        for kind, marks in (("gradient", gradients), ("weight", weights))
+        for name in marks.differing_replicas
+    ]
+    return Certificate(labels, tuple(unlike))
+
+
+def _mark(policy: Policy, values: Mapping[str, Any]) -> Marks:
+    return Marks(*fingerprints(values, policy.shards, policy.mesh))

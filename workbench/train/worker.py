@@ -26,21 +26,22 @@ from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.metrics.evidence import Evidence
 from workbench.policy.model import Policy
 from workbench.records.certificate import Certificate, write_certificate
-from workbench.records.directory import RunDirectory, provenance
+from workbench.records.directory import RunDirectory
 from workbench.records.progress import CONTINUES
+from workbench.records.provenance import provenance
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
 from workbench.sharding import flight
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.run import OptimizerSpec, RunSpec
+from workbench.specs.groups import OptimizerSpec
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.certify import certify, fingerprint_gradients
-from workbench.train.checkpoint import continue_run, save_checkpoint
+from workbench.train.checkpoint import build_policy, continue_run, save_checkpoint
 from workbench.train.exact import kernels_of, reproducible_mode
-from workbench.train.online import MIXED_PROMPTS, Online, StepData, in_order, with_advantages
-from workbench.train.policies import build_policy
-from workbench.train.trace import Tracer, write_trace
+from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
+from workbench.train.rows import StepData, in_order
+from workbench.train.trace import Tracer, certify, fingerprint_gradients, write_trace
 from workbench.train.watched import enable_diagnostics
 
 

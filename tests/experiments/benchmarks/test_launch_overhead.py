@@ -1,4 +1,4 @@
-"""The benchmark runs what it says it runs, pairs what belongs together, and says when a bar is missed."""
+"""The benchmark runs its declared workloads, pairs its measurements, and reports a missed bar."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 
 from experiments.benchmarks import launch_overhead
 from experiments.benchmarks.launch_overhead import BARS, format_record, measure, ranks_ready
+from workbench.atomic import from_json, to_json
 from workbench.errors import LaunchError
 from workbench.launch import processes
-from workbench.records.directory import from_json, process_alive, to_json
+from workbench.records.provenance import process_alive
 
 
 def test_a_torchx_job_and_the_bare_command_both_run_the_ranks(tmp_path):
@@ -54,8 +55,8 @@ def fake_times(monkeypatch, *, torchx, bare, ready):
 
 def test_the_overhead_is_taken_pair_by_pair_without_the_first(monkeypatch):
     fake_times(monkeypatch, torchx=[100.0, 3.0, 9.5, 4.25], bare=[1.0, 2.75, 9.0, 3.25], ready=0.125)
-    told = []
-    record = measure(pairs=3, report_progress=told.append)
+    reports = []
+    record = measure(pairs=3, report_progress=reports.append)
     assert record["torchx_job"]["torchx_s"] == [3.0, 9.5, 4.25]
     assert record["torchx_job"]["overhead_s"] == [0.25, 0.5, 1.0]
     assert record["torchx_job"]["overhead_median_s"] == 0.5
@@ -63,19 +64,19 @@ def test_the_overhead_is_taken_pair_by_pair_without_the_first(monkeypatch):
         "torchx_overhead_s": {"bar": 0.5, "median": 0.5, "holds": True},
         "ranks_ready_s": {"bar": 0.3, "median": 0.25, "holds": True},
     }  # the slower place counts
-    assert len(told) == 6
+    assert len(reports) == 6
     assert from_json(to_json(record)) == record
 
 
 @pytest.mark.parametrize(("torchx", "ready", "missed"), [(2.51, 0.1, "torchx_overhead_s"), (2.0, 0.2, "ranks_ready_s")])
-def test_a_missed_bar_is_said(monkeypatch, torchx, ready, missed):
+def test_a_missed_bar_is_reported(monkeypatch, torchx, ready, missed):
     fake_times(monkeypatch, torchx=[2.0, torchx], bare=[2.0, 2.0], ready=ready)
     record = measure(pairs=1)
     assert {name: bar["holds"] for name, bar in record["bars"].items()} == {name: name != missed for name in BARS}
-    said = format_record(record)
-    [line] = [line for line in said.splitlines() if "MISSED" in line]
+    text = format_record(record)
+    [line] = [line for line in text.splitlines() if "MISSED" in line]
     assert line.startswith(missed)
-    assert "ranks ready in a kernel: 2 ranks" in said
+    assert "ranks ready in a kernel: 2 ranks" in text
 
 
 def test_the_record_names_no_machine(monkeypatch):

@@ -6,16 +6,16 @@ import subprocess
 import sys
 
 from experiments.benchmarks import ready_rank, trivial_rank
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
 
 def test_it_is_the_trivial_rank_with_the_imports_of_a_real_one():
     assert ready_rank.main is trivial_rank.main
     command = "import sys, workbench.bench.{}; print('workbench.policy.model' in sys.modules)"
-    said = [
+    texts = [
         subprocess.run(
             [sys.executable, "-c", command.format(name)], capture_output=True, text=True, cwd=project_root()
         ).stdout.strip()
         for name in ("ready_rank", "trivial_rank")
     ]
-    assert said == ["True", "False"]
+    assert texts == ["True", "False"]

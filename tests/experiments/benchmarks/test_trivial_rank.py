@@ -1,4 +1,4 @@
-"""The rank that does next to nothing says when it had joined, and that it met the others."""
+"""The trivial rank reports the time at which it joined and a collective with the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
 
 def test_one_rank_alone_is_ready_between_its_start_and_its_end(tmp_path):

@@ -1,4 +1,4 @@
-"""The record of two modules: layouts against one rank, and what each check makes of each bug."""
+"""The record of two modules: layouts against one rank, and the result of each check for each bug."""
 
 import pytest
 
@@ -18,13 +18,13 @@ def test_layouts_and_faults_become_a_record(monkeypatch):
     assert fault["distance"] == pytest.approx(0.75)
     assert (fault["scales_encoder"], fault["passes_adam"], fault["diagnosis"]) == (True, True, "module_scaled")
     assert all(bar["holds"] for bar in record["bars"].values())
-    said = encoder_bridge.format_record(record)
-    assert "small: general, 78 parameters within" in said
-    assert "after one step of Adam passes" in said
+    text = encoder_bridge.format_record(record)
+    assert "small: general, 78 parameters within" in text
+    assert "after one step of Adam passes" in text
 
 
 @pytest.mark.slow
-def test_every_layout_holds_and_every_fault_is_seen():
+def test_every_layout_passes_and_every_fault_is_detected():
     record = encoder_bridge.measure()
     assert record["layouts"].keys() == SETTINGS.keys()
     assert [entry["path"] for entry in record["layouts"].values()][:4] == ["fan-in", "fan-out", "equal", "general"]

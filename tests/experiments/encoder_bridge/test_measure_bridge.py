@@ -1,4 +1,4 @@
-"""Bridges are measured in real processes, every way beside the others."""
+"""Bridges are measured in real processes, every path in the same run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def entry(milliseconds):
     }
 
 
-def test_a_record_has_medians_and_is_said_in_words(monkeypatch):
+def test_a_record_has_medians_and_a_summary(monkeypatch):
     monkeypatch.setattr(bridge, "torch", stand_in(torch, cuda=stand_in(torch.cuda, device_count=lambda: 0)))
     monkeypatch.setattr(
         bridge,
@@ -40,7 +40,7 @@ def test_a_record_has_medians_and_is_said_in_words(monkeypatch):
 
 
 def wrong_numbers(mesh, way=lambda out: out):
-    """Of an equal pair over four ranks, whose way is followed by another."""
+    """One of an equal pair over four ranks, followed by another path."""
     groups, how = GridGroups(mesh["dp"]), Delivery(order="zigzag")
     pair = bridge.pairs_of(4)["equal"]
     cross, sides = bridge._crossing(pair, how, False, groups, 8), sides_of(pair, how, [1, 1], 8)
@@ -49,22 +49,22 @@ def wrong_numbers(mesh, way=lambda out: out):
 
 def test_wrong_numbers_are_counted():
     assert simulate(wrong_numbers, dp=4) == [0] * 4
-    [found, *_] = simulate(lambda mesh: wrong_numbers(mesh, lambda out: out.flip(1)), dp=4)
-    assert found > 4 * 8 * 3
+    [result, *_] = simulate(lambda mesh: wrong_numbers(mesh, lambda out: out.flip(1)), dp=4)
+    assert result > 4 * 8 * 3
 
 
 @pytest.mark.parametrize(
     ("ranks", "paths"),
     [(2, {"fan-in", "equal"}), (4, {"fan-in", "fan-out", "equal"}), (8, {"fan-in", "fan-out", "equal"})],
 )
-def test_pairs_are_what_they_are_called(ranks, paths):
+def test_pairs_match_their_names(ranks, paths):
     pairs = bridge.pairs_of(ranks)
     assert set(pairs) == paths
     assert {name: pair.path for name, pair in pairs.items()} == {name: name for name in paths}
     assert {pair.source.size for pair in pairs.values()} == {ranks}
 
 
-def test_ranks_that_fail_are_said(monkeypatch):
+def test_failing_ranks_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(LaunchError, match="every rank ends with 0"):
         bridge._on(1, "none")

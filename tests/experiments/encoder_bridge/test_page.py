@@ -1,9 +1,9 @@
-"""The page of two modules says of each check what the record says, in the same bytes each time."""
+"""The page of two modules matches the record for each check, with reproducible bytes."""
 
 from pathlib import Path
 
 from experiments.encoder_bridge.page import answer, page, write_encoder_bridge_report
-from workbench.records.directory import from_json
+from workbench.atomic import from_json
 
 SAVED = Path(__file__).parents[3] / "experiments/encoder_bridge"
 
@@ -43,7 +43,7 @@ def record(distance=1e-14):
     }
 
 
-def test_the_answer_counts_what_each_check_sees():
+def test_the_summary_counts_detections_of_each_check():
     assert answer(record()) == (
         "Yes: in 1 pairs of layouts the farthest gradient of all parameters is 1.0e-14 off. Of 3 planted bugs "
         "gradients see 2; the usual check, weights after one step of Adam, lets 2 pass."

@@ -1,4 +1,4 @@
-"""The page of what bridges cost: the finding, every way, and both drawings of each pair."""
+"""The page of bridge costs: the summary, every path, and both drawings of each pair."""
 
 import copy
 import json
@@ -43,18 +43,18 @@ def test_the_finding_stands_first():
     )
 
 
-def test_ways_that_are_wrong_are_said_first():
+def test_wrong_paths_are_reported_first():
     assert "Some ways are wrong" in answer(RECORD | {"bars": {"exact": {"holds": False}}})
 
 
 def test_every_way_and_both_drawings_are_on_the_page():
-    said = page(RECORD)
-    assert said == page(copy.deepcopy(RECORD))
+    text = page(RECORD)
+    assert text == page(copy.deepcopy(RECORD))
     for words in ("another &lt;way&gt;", "3.00 MiB", "1.00, 7.50", "dp2 → cp2: fan-in", "dp2 → cp2: general", "abc"):
-        assert words in said, words
-    assert said.count("Ranks on CPU share") == 0
+        assert words in text, words
+    assert text.count("Ranks on CPU share") == 0
     assert page(RECORD | {"device": "cpu"}).count("Ranks on CPU share") == 1
-    assert "http" not in said.split("</style>")[-1]
+    assert "http" not in text.split("</style>")[-1]
 
 
 def test_the_page_is_written_whole(tmp_path):

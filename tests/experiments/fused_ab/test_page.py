@@ -1,4 +1,4 @@
-"""The page of the fused head against the plain one: budgets of one step, distances between curves, and words."""
+"""The page of the fused head against the plain one: budgets of one step, distances between curves, and text."""
 
 import math
 import os
@@ -30,10 +30,10 @@ from experiments.fused_ab.page import (
     write_fused_ab,
 )
 from tests.unit.report.test_page import Reader
+from workbench.atomic import to_json
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
 from workbench.errors import RecordError
 from workbench.launch.ablation import load_ablation
-from workbench.records.directory import to_json
 from workbench.rollouts.task import named_task
 from workbench.specs.run import RunSpec
 
@@ -169,18 +169,18 @@ def text():
 
 
 def test_a_row_a_run_with_distances_from_the_plain_head_in_float64():
-    found = step_table(step_one())
-    assert list(found["loss_off"]) == pytest.approx([0.0, 2e-7, 0.0, 4e-7], abs=1e-15)
-    assert list(found["norm_off"]) == pytest.approx([0.0, 1e-6, 4e-12, 2e-6], abs=1e-15)
-    assert list(found["gradient"]) == [None, None, 0.25, pytest.approx(0.6)]
+    table = step_table(step_one())
+    assert list(table["loss_off"]) == pytest.approx([0.0, 2e-7, 0.0, 4e-7], abs=1e-15)
+    assert list(table["norm_off"]) == pytest.approx([0.0, 1e-6, 4e-12, 2e-6], abs=1e-15)
+    assert list(table["gradient"]) == [None, None, 0.25, pytest.approx(0.6)]
 
 
 def test_budgets_are_those_of_verdicts_and_of_the_deviation_of_advantages():
-    found = step_table(step_one())
-    assert list(found["loss_budget"])[:3] == [None, None, 0.5e-12]
-    assert found.loc["fused-float32", "loss_budget"] == pytest.approx(5e-7)  # 2.5 times the plain head's error
-    assert list(found["norm_budget"])[::3] == [None, 5e-6]  # of the whole gradient
-    assert found.loc["fused-float64", "norm_budget"] == pytest.approx(5e-12, abs=0)  # root of 3^2 + 4^2
+    table = step_table(step_one())
+    assert list(table["loss_budget"])[:3] == [None, None, 0.5e-12]
+    assert table.loc["fused-float32", "loss_budget"] == pytest.approx(5e-7)  # 2.5 times the plain head's error
+    assert list(table["norm_budget"])[::3] == [None, 5e-6]  # of the whole gradient
+    assert table.loc["fused-float64", "norm_budget"] == pytest.approx(5e-12, abs=0)  # root of 3^2 + 4^2
     lucky = step_one()
     lucky.configurations[1] = first_step("plain-float32", 0.25, 1.0, precision="float32")
     assert step_table(lucky).loc["fused-float32", "loss_budget"] == 2.5 * 2**-23 * 0.5
@@ -190,7 +190,7 @@ def test_budgets_are_those_of_verdicts_and_of_the_deviation_of_advantages():
     ("change", "kept"),
     [({}, True), ({"verdict": "different"}, False), ({"budget": 1e-6}, False), ({"loss": 0.25 - 6e-7}, False)],
 )
-def test_all_budgets_hold_or_the_page_says_so(change, kept):
+def test_the_page_reports_a_broken_budget(change, kept):
     made = step_one(**{key: value for key, value in change.items() if key != "loss"})
     if "loss" in change:
         made.configurations[3].steps[0][LOSS] = change["loss"]
@@ -198,7 +198,7 @@ def test_all_budgets_hold_or_the_page_says_so(change, kept):
     assert ("All budgets hold." in answer_of_step(records(step_one=made))) is kept
 
 
-def test_runs_that_drew_other_answers_are_owned_up_to():
+def test_runs_with_different_completions_are_reported():
     apart = records().sampled | {"step_one": {"a": {"digests": ["aa"]}, "b": {"digests": ["bb"]}}}
     assert "did not draw the same completions" in answer_of_step(records(sampled=apart))
     assert "did not draw the same completions: nothing below is about the head" in page(records(sampled=apart))
@@ -208,7 +208,7 @@ def test_runs_that_drew_other_answers_are_owned_up_to():
 # ---- fifty steps ---------------------------------------------------------------------------------------
 
 
-def test_distances_between_curves_by_hand():
+def test_distances_between_curves_match_manual_values():
     reward, loss = (training_table(records()).loc[key] for key in (REWARD, LOSS))
     assert reward["first"] == reward["last"] == pytest.approx(0.5)  # three steps are both ends
     assert reward["fused_last"] == pytest.approx(0.55)
@@ -228,11 +228,11 @@ def test_either_end_is_ten_steps():
         [run(f"run-{fused}-{seed}", line, fused=fused, seed=seed) for fused in (False, True) for seed in both],
     )
     other = Comparison("other_rounding", "?", [run(f"run-{seed}", line, seed=seed) for seed in both])
-    found = training_table(records(fifty_steps=fifty, other_rounding=other)).loc[REWARD]
-    assert (found["first"], found["last"], found["fused_last"]) == (0.5, 1.0, 1.0)
+    result = training_table(records(fifty_steps=fifty, other_rounding=other)).loc[REWARD]
+    assert (result["first"], result["last"], result["fused_last"]) == (0.5, 1.0, 1.0)
 
 
-def test_when_runs_came_apart():
+def test_the_step_of_divergence_is_reported():
     assert partings(records()) == [
         Parting("fused", 0, record=2, answers=2, alike_last=0.25),
         Parting("fused", 1, record=None, answers=None, alike_last=1.0),
@@ -241,7 +241,7 @@ def test_when_runs_came_apart():
     ]
 
 
-def test_runs_of_other_seeds_or_lengths_are_not_laid_side_by_side():
+def test_runs_of_other_seeds_or_lengths_are_not_compared():
     short = Comparison("other_rounding", "?", [run("run-0", [0.1, 0.2])])
     with pytest.raises(RecordError, match="same seeds, and as many steps"):
         training_table(records(other_rounding=short))
@@ -265,12 +265,12 @@ def test_the_figure_draws_a_line_a_run_and_marks_each_distance():
     assert marks == [row["rounding"] / row["seeds"], row["fused_plain"] / row["seeds"]]
 
 
-def test_the_answer_says_where_the_reward_went_and_the_three_distances():
-    said = answer_of_training(records())
-    assert "reward goes from 0.500 to 0.500 with the plain head and to 0.550 with the fused one" in said
-    assert "lie 0.12 apart at one seed" in said
-    assert "sum in another order 0.12, and two seeds of one head 0.21" in said
-    assert "1.0 × 10⁻⁴ nats with the plain and 1.0 × 10⁻⁴ with the fused" in said
+def test_the_summary_has_the_reward_and_the_three_distances():
+    text = answer_of_training(records())
+    assert "reward goes from 0.500 to 0.500 with the plain head and to 0.550 with the fused one" in text
+    assert "lie 0.12 apart at one seed" in text
+    assert "sum in another order 0.12, and two seeds of one head 0.21" in text
+    assert "1.0 × 10⁻⁴ nats with the plain and 1.0 × 10⁻⁴ with the fused" in text
 
 
 def test_the_metric_furthest_beyond_rounding_is_named_with_its_sides():
@@ -320,7 +320,7 @@ def test_it_is_written_from_a_folder_and_a_failed_run_is_named(tmp_path):
 # ---- the experiment ------------------------------------------------------------------------------------
 
 
-def test_the_files_ask_for_what_the_page_reads():
+def test_the_ablation_files_record_everything_that_the_page_reads():
     one, fifty, other = (load_ablation(FOLDER / f"{name}.yaml").expand() for name in fused_ab.ABLATIONS)
     assert {run.spec.precision for run in one} == {"float64", "float32"}
     assert all(run.spec.record.gradients == "full" and run.spec.record.metrics == "full" for run in one)

@@ -1,4 +1,4 @@
-"""Layouts are timed on the same documents, held to one truth, and a layout that dies takes no other with it."""
+"""Layouts are timed on the same documents and compared with one ground truth; a dead layout stops no other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from experiments.entries import result_of
 from experiments.gpu_layouts import measure as layouts
 from experiments.gpu_layouts.measure import OldPolicy, Plan, draw_rollouts, perturb
-from workbench.policy.tiny import tiny_qwen3
-from workbench.records.directory import from_json, project_root
-from workbench.specs.run import RunSpec, parse_spec, read_yaml
+from workbench.atomic import from_json
+from workbench.policy.decoder import tiny_qwen3
+from workbench.records.provenance import project_root
+from workbench.specs.reading import parse_spec, read_yaml
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 
 PLANS = [
@@ -23,7 +25,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.model)
-def test_what_is_written_can_be_measured(plan):
+def test_written_rollouts_can_be_measured(plan):
     for name, workload in plan.workloads.items():
         assert plan.of(name)[0] == "one_rank"
         assert set(plan.of(name)) <= set(plan.layouts)
@@ -73,32 +75,32 @@ def result(step_ms, ranks, distances):
 
 
 def test_a_layout_is_judged_by_one_ranks_own_distance():
-    found = {
+    results = {
         "one_rank": result(8.0, 1, {"a": 0.03, "b": 0.0}),
         "near": result(4.0, 2, {"a": 0.04, "b": 0.01}),
         "far": result(4.0, 4, {"a": 0.03, "b": 0.05}),
         "dead": {"left_out": "why"},
     }
-    layouts._judge(found)
-    assert found["near"]["efficiency"] == 1.0
-    assert found["far"]["efficiency"] == 0.5
-    near, far = found["near"]["parity"], found["far"]["parity"]
+    layouts._judge(results)
+    assert results["near"]["efficiency"] == 1.0
+    assert results["far"]["efficiency"] == 0.5
+    near, far = results["near"]["parity"], results["far"]["parity"]
     assert near["distance_in_one_ranks"] == pytest.approx(17**0.5 / 3)
     assert (near["worst_parameter"], near["worst_in_one_ranks"]) == ("a", pytest.approx(4 / 3))
     # b: one rank was right by chance, and counts with its relative distance of the whole, 0.03 / 5 of 4
     assert (far["worst_parameter"], far["worst_in_one_ranks"]) == ("b", pytest.approx(0.05 / 0.024))
     assert (near["within"], far["within"]) == (True, False)
     assert "of_parameters" not in near
-    bars = layouts._bars({"w": found})
+    bars = layouts._bars({"w": results})
     assert bars["parity: worst layout in its budget"]["holds"] is False
     assert bars["layouts left out"] == {"bar": 0.0, "median": 1.0, "holds": False}
 
 
-def test_without_one_rank_there_is_nothing_to_hold_others_to():
-    found = {"one_rank": {"left_out": "not reached"}, "near": result(4.0, 2, {"a": 0.04, "b": 0.01})}
-    layouts._judge(found)
-    assert found["near"] == {"left_out": "no baseline; one_rank: not reached"}
-    bars = layouts._bars({"w": found})
+def test_without_the_one_rank_baseline_nothing_is_compared():
+    results = {"one_rank": {"left_out": "not reached"}, "near": result(4.0, 2, {"a": 0.04, "b": 0.01})}
+    layouts._judge(results)
+    assert results["near"] == {"left_out": "no baseline; one_rank: not reached"}
+    bars = layouts._bars({"w": results})
     assert bars["layouts left out"]["holds"] is False
 
 
@@ -107,19 +109,19 @@ def test_one_rank_prepares_measures_and_agrees_with_itself(tmp_path):
     (tmp_path / "plan.yaml").write_text(source.read_text())
     rank = layouts.Rank(tmp_path, torch.device("cpu"), 1)
     rank.prepare()
-    said = from_json((tmp_path / "float32_tiny.json").read_text())
-    assert 0.02 < said["clipped"] < 0.5
-    assert 0.05 < said["old_policy_apart_nats"] < 0.5
+    text = from_json((tmp_path / "float32_tiny.json").read_text())
+    assert 0.02 < text["clipped"] < 0.5
+    assert 0.05 < text["old_policy_apart_nats"] < 0.5
     rank.measure("float32_tiny", "one_rank")
-    found = result_of(tmp_path, "float32_tiny/one_rank")
-    assert found["ranks"] == 1
-    assert len(found["samples_ms"]) == 1
-    assert found["attention_max_over_mean"] == 1
-    assert 0 < found["parity"]["distance"] < 1e-5 * found["parity"]["norm"]
-    assert found["parity"]["loss"] == pytest.approx(said["loss"], rel=1e-5)
+    result = result_of(tmp_path, "float32_tiny/one_rank")
+    assert result["ranks"] == 1
+    assert len(result["samples_ms"]) == 1
+    assert result["attention_max_over_mean"] == 1
+    assert 0 < result["parity"]["distance"] < 1e-5 * result["parity"]["norm"]
+    assert result["parity"]["loss"] == pytest.approx(text["loss"], rel=1e-5)
 
 
-def test_a_layout_that_is_refused_says_why(tmp_path):
+def test_a_refused_layout_states_the_reason(tmp_path):
     (tmp_path / "plan.yaml").write_text((project_root() / "experiments/gpu_layouts/dry_run.yaml").read_text())
     rank = layouts.Rank(tmp_path, torch.device("cpu"), 1)
     layouts._save_model(rank.plan, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The page of what layouts cost: every layout is on it, those that were left out with their reason."""
+"""The page of layout costs: every layout is on it, those left out with the reason."""
 
 import copy
 import json
@@ -88,8 +88,8 @@ def test_the_finding_stands_first():
 
 
 def test_every_layout_is_on_the_page():
-    said = page(RECORD)
-    assert said == page(copy.deepcopy(RECORD))
+    text = page(RECORD)
+    assert text == page(copy.deepcopy(RECORD))
     for words in (
         "What do they cost?",
         "bfloat16, 4 packed rows of 32768 tokens",
@@ -102,8 +102,8 @@ def test_every_layout_is_on_the_page():
         "moved by 0.1 standard deviations",
         "rows of 8192 tokens; clip decisions are the truth",
     ):
-        assert words in said, words
-    assert "http" not in said.split("</style>")[-1].replace("http://www.w3.org", "")
+        assert words in text, words
+    assert "http" not in text.split("</style>")[-1].replace("http://www.w3.org", "")
 
 
 def test_a_workload_of_which_nothing_was_measured():
@@ -112,7 +112,7 @@ def test_a_workload_of_which_nothing_was_measured():
     assert "left out (not reached)" in page(nothing)
 
 
-def test_a_dry_run_says_that_it_is_none_of_speed():
+def test_a_dry_run_is_marked_as_meaningless_for_speed():
     assert "Ranks on CPU share" not in page(RECORD)
     assert "Ranks on CPU share" in page(RECORD | {"gpus": 0, "device": "cpu"})
 

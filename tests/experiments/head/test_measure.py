@@ -1,4 +1,4 @@
-"""The benchmark of the output head measures what it names, lists what it leaves out and holds bars to what it found."""
+"""The benchmark of the output head measures what it names, lists omissions and checks its bars."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_contenders_are_interleaved_and_the_broken_one_is_listed(work):
         Contender("elsewhere", "peer", three_gemms, "", "chunk", only=("A",)),
         Contender("broken", "peer", breaks, "", "chunk"),
     )
-    found = head._interleaved(work, contenders, 2, lambda line: None)
-    listed = found["contenders"]
+    result = head._interleaved(work, contenders, 2, lambda line: None)
+    listed = result["contenders"]
     assert set(listed) == {"three products", "missing", "broken"}
     assert listed["missing"]["left_out"] == "no-such-distribution is not installed"
     assert listed["broken"]["left_out"] == "RuntimeError: no such kernel"
@@ -60,7 +60,7 @@ def record():
         "absent": {"kind": "peer", "memory": "chunk", "left_out": "not installed"},
     }
     forward = {"one product": entry(1.0, "floor", "all tokens"), "token_logprobs, entropy": entry(1.04, extra_gib=0.05)}
-    found = {
+    results = {
         "device": "a device",
         "rounds": 1,
         "workloads": {
@@ -73,10 +73,10 @@ def record():
             }
         },
     }
-    return found | {"bars": head.bars(found)}
+    return results | {"bars": head.bars(results)}
 
 
-def test_bars_are_held_to_what_was_found():
+def test_bars_are_checked_against_measurements():
     bars = record()["bars"]
     assert bars["A: fused_loss"] == {"bar": 1.06, "median": 1.05, "holds": True}
     assert bars["A: gradient error"]["median"] == 4e-3
@@ -87,19 +87,19 @@ def test_bars_are_held_to_what_was_found():
     assert bars["A: best peer with memory of all tokens, times ours"]["holds"]
 
 
-def test_a_bar_without_numbers_does_not_hold():
-    found = record()
-    del found["workloads"]["A"]["forward_backward"]["contenders"]["slow"]
-    bar = head.bars(found)["A: best peer with memory of one chunk, times ours"]
+def test_a_bar_without_measurements_is_not_met():
+    result = record()
+    del result["workloads"]["A"]["forward_backward"]["contenders"]["slow"]
+    bar = head.bars(result)["A: best peer with memory of one chunk, times ours"]
     assert bar["median"] is None
     assert not bar["holds"]
-    assert "none, at least 1.3: MISSED" in head.format_record(found | {"bars": head.bars(found)})
+    assert "none, at least 1.3: MISSED" in head.format_record(result | {"bars": head.bars(result)})
 
 
 @pytest.mark.slow
 def test_it_runs_without_a_gpu():
-    found = head.measure(pairs=1, sizes=[SMALL])
-    timed = found["workloads"]["small"]["forward_backward"]["contenders"]
+    result = head.measure(pairs=1, sizes=[SMALL])
+    timed = result["workloads"]["small"]["forward_backward"]["contenders"]
     assert {c.name for c in BOTH if c.kind == "ours"} <= {name for name, entry in timed.items() if "ratio" in entry}
     assert timed["fused_loss"]["weight_error"] < 1e-4
-    assert found["bars"] == {}
+    assert result["bars"] == {}

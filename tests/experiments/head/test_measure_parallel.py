@@ -27,7 +27,7 @@ def test_without_the_record_of_one_gpu_there_is_no_page(tmp_path):
     assert head_parallel.write_page({}, tmp_path) is None
 
 
-def test_ranks_that_fail_are_said(monkeypatch):
+def test_failing_ranks_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(LaunchError, match="every rank ends with 0"):
         head_parallel._on(1, "none")

@@ -1,12 +1,12 @@
-"""The page of the output head's cost shows figures, bars and what was left out, in the same bytes each time."""
+"""The page of the output head's cost has figures, bars and omissions, with reproducible bytes."""
 
 from __future__ import annotations
 
 import pytest
 
 from experiments.head.page import answer, main, page, write_head_report
+from workbench.atomic import to_json
 from workbench.errors import RecordError
-from workbench.records.directory import to_json
 
 
 def entry(ratio, kind="ours", memory="chunk", **more):
@@ -69,7 +69,7 @@ def several():
     }
 
 
-def test_figures_bars_and_what_was_left_out():
+def test_figures_bars_and_omissions():
     text = page(record(), several())
     assert text.count("<figure") == 4
     assert "Left out: absent (not installed)" in text
@@ -77,7 +77,7 @@ def test_figures_bars_and_what_was_left_out():
     assert "A: 8192 × 4096, vocabulary 151936" in text
 
 
-def test_the_answer_counts_the_bars():
+def test_the_summary_counts_the_bars():
     assert answer(record()) == "On a device: fused_loss takes A 1.050 times three GEMMs. 1 of 2 bars hold."
     assert answer(record() | {"bars": {}}).endswith("No bar is stated for this device.")
 
@@ -92,10 +92,10 @@ def test_written_from_a_folder_in_the_same_bytes(tmp_path):
     assert main([str(tmp_path)]).read_text() == page(record(), several()) != alone
 
 
-def test_without_a_gpu_memory_is_said_to_be_unknown():
-    found = record() | {"longest_rows": {}}
-    for contender in found["workloads"]["A"]["forward_backward"]["contenders"].values():
+def test_memory_is_unknown_without_a_gpu():
+    result = record() | {"longest_rows": {}}
+    for contender in result["workloads"]["A"]["forward_backward"]["contenders"].values():
         contender["extra_gib"] = None
-    text = page(found)
+    text = page(result)
     assert "Not measured: memory is that of a GPU." in text
     assert text.count("<figure") == 1

@@ -1,4 +1,4 @@
-"""A workload looks like a language model's, and what float64 says of it is what autograd says."""
+"""A workload resembles a language model's, and its float64 ground truth matches autograd."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_workload_looks_like_a_language_model_s(work):
     assert work.advantages_T.unique().numel() == 2
 
 
-def test_the_truth_is_what_autograd_says(work):
+def test_the_ground_truth_matches_autograd(work):
     part = work.loss_of(TOKEN, work.documents(DOCUMENT))
     truth = Truth.of(work, part, rows=300)
     documents = work.documents(DOCUMENT)

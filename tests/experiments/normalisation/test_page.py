@@ -1,4 +1,4 @@
-"""The normalisation page: numbers by denominator, training by optimizer, whole, offline, and what is saved."""
+"""The normalisation page: numbers by denominator, training by optimizer, complete, offline, and its saved data."""
 
 import re
 from dataclasses import replace
@@ -22,6 +22,8 @@ from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
 from workbench.launch.ablation import load_ablation
 from workbench.reduction.denominators import DENOMINATORS
+from workbench.specs.losses import with_compat
+from workbench.specs.reading import parse_spec
 from workbench.specs.run import RunSpec
 
 FOLDER = Path(__file__).parents[3] / "experiments/normalisation"
@@ -53,7 +55,7 @@ def configuration(name, losses, norms, *, state="succeeded", **settings):
 
 def one_batch():
     def run(denominator, norm, *, twice=False, **more):
-        loss = {"denominator": denominator, "normalize_by_documents": twice} | more
+        loss = {"denominator": denominator, "compat": {"normalize_by_documents": twice}} | more
         return configuration(
             f"one-{denominator}-{twice}",
             [-0.25],
@@ -80,7 +82,7 @@ def fifty_steps():
             losses,
             norms,
             optimizer=optimizer,
-            loss={"denominator": "document_sum", "normalize_by_documents": twice},
+            loss={"denominator": "document_sum", "compat": {"normalize_by_documents": twice}},
         )
 
     runs = [
@@ -106,13 +108,13 @@ def text():
 
 
 def test_a_row_a_denominator_smallest_norm_first():
-    found = denominator_table(one_batch())
-    assert list(found.index) == ["constant", "token", "raw"]
-    assert list(found["divisor"]) == ["M C", "T", "1"]
-    assert list(found["norm"]) == [0.1, 0.6, 6.0]
-    assert list(found["coefficient"]) == [1.0, 0.5, 0.3 / 6]
-    assert list(found["norm_by_documents"]) == [None, 0.15, 1.5]
-    assert list(found["coefficient_by_documents"]) == [None, 1.0, 0.3 / 1.5]
+    result = denominator_table(one_batch())
+    assert list(result.index) == ["constant", "token", "raw"]
+    assert list(result["divisor"]) == ["M C", "T", "1"]
+    assert list(result["norm"]) == [0.1, 0.6, 6.0]
+    assert list(result["coefficient"]) == [1.0, 0.5, 0.3 / 6]
+    assert list(result["norm_by_documents"]) == [None, 0.15, 1.5]
+    assert list(result["coefficient_by_documents"]) == [None, 1.0, 0.3 / 1.5]
 
 
 def test_every_denominator_has_its_divisor_in_letters_that_are_explained():
@@ -138,11 +140,11 @@ def test_the_figure_marks_each_norm_and_the_threshold():
     ]
 
 
-def test_the_answer_counts_on_which_side_of_the_threshold_gradients_lie():
-    said = answer_of_batch(one_batch())
-    assert said.startswith("One batch of 4 documents has a gradient norm of 0.100 under constant and of 6.00 under raw")
-    assert "a clip at 0.3 acts under 2 of 3 denominators, and leaves 0.050 of the gradient under raw" in said
-    assert "once more it acts under 1 of 2" in said
+def test_the_summary_counts_gradients_on_each_side_of_the_threshold():
+    text = answer_of_batch(one_batch())
+    assert text.startswith("One batch of 4 documents has a gradient norm of 0.100 under constant and of 6.00 under raw")
+    assert "a clip at 0.3 acts under 2 of 3 denominators, and leaves 0.050 of the gradient under raw" in text
+    assert "once more it acts under 1 of 2" in text
 
 
 # ---- training ------------------------------------------------------------------------------------------
@@ -161,27 +163,27 @@ def test_a_row_an_optimizer_and_a_line_a_weight_of_the_gradient():
     assert [axes.get_yscale() for axes in figure.axes[:4]] == ["linear", "log", "log", "linear"]
 
 
-def test_the_table_says_what_each_run_came_to():
-    found = training_table(fifty_steps())
-    row = found.loc["AdamW, clipped at 0.3", "loss ÷ M"]
+def test_the_table_has_the_result_of_each_run():
+    table = training_table(fifty_steps())
+    row = table.loc["AdamW, clipped at 0.3", "loss ÷ M"]
     assert (row["first_norm"], row["median_norm"], row["median_coefficient"]) == (8.0, 4.0, 0.3 / 4)
     assert (row["steps_clipped"], row["steps"], row["last_loss"], row["last_kl"]) == (2, 3, -0.5, 0.02)
-    assert found.loc["SGD, no clipping", "loss ÷ M, gradient ÷ M²"]["steps_clipped"] == 0
+    assert table.loc["SGD, no clipping", "loss ÷ M, gradient ÷ M²"]["steps_clipped"] == 0
 
 
-def test_the_answer_says_how_far_the_losses_come_apart():
-    said = answer_of_training(fifty_steps())
-    assert "divided by M = 4 once more" in said
-    assert said.endswith(": 50 % (SGD, no clipping), 2.5 % (AdamW, clipped at 0.3).")
+def test_the_summary_states_the_distance_between_the_losses():
+    text = answer_of_training(fifty_steps())
+    assert "divided by M = 4 once more" in text
+    assert text.endswith(": 50 % (SGD, no clipping), 2.5 % (AdamW, clipped at 0.3).")
 
 
-def test_other_denominators_and_single_runs_are_named_as_what_they_are():
+def test_other_denominators_and_single_runs_are_labelled():
     runs = [
         configuration("a", [0.1], [1.0], loss={"denominator": "token"}),
-        configuration("b", [0.1], [1.0], loss={"denominator": "token", "normalize_by_documents": True}),
+        configuration("b", [0.1], [1.0], loss={"denominator": "token", "compat": {"normalize_by_documents": True}}),
     ]
-    found = training_table(Comparison("x", "?", runs))
-    assert list(found.index) == [
+    table = training_table(Comparison("x", "?", runs))
+    assert list(table.index) == [
         ("AdamW, no clipping", "denominator token"),
         ("AdamW, no clipping", "denominator token, gradient ÷ M once more"),
     ]
@@ -203,7 +205,7 @@ def test_the_page_is_whole_offline_and_well_formed(text):
     )
 
 
-def test_the_page_quotes_names_as_text_and_names_what_failed(text):
+def test_the_page_escapes_names_and_lists_failed_runs(text):
     assert "What of &lt;one&gt; batch?" in text
     assert "Failed, and not shown: broken (out of &lt;memory&gt;)" in text
     assert (
@@ -212,14 +214,14 @@ def test_the_page_quotes_names_as_text_and_names_what_failed(text):
     )
 
 
-def test_the_page_has_both_answers_figures_and_tables(text):
+def test_the_page_has_both_summaries_figures_and_tables(text):
     assert answer_of_batch(one_batch()) in text
     assert answer_of_training(fifty_steps()) in text
     assert [caption in text for caption in ('id="norms-by-denominator-caption"', 'id="training-caption"')] == [True] * 2
     assert '<th scope="row">AdamW, clipped at 0.3; loss ÷ M</th><td class="number">8.00</td>' in text
 
 
-def test_the_page_is_written_from_what_is_saved_and_is_the_same_every_time(tmp_path):
+def test_the_page_is_reproducible_from_the_saved_records(tmp_path):
     for comparison in (one_batch(), fifty_steps()):
         comparison.save(tmp_path / comparison.experiment / "comparison.json")
     assert normalisation.main([str(tmp_path)]) == tmp_path / "report.html"
@@ -233,7 +235,7 @@ def test_a_comparison_in_which_nothing_succeeded_is_refused():
         write_normalisation(FOLDER / "nowhere")
 
 
-# ---- what is saved -------------------------------------------------------------------------------------
+# ---- saved data ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", normalisation.PARTS)
@@ -241,17 +243,17 @@ def test_nothing_is_judged_and_saved_runs_have_the_settings_of_their_file(part):
     planned = load_ablation(FOLDER / f"{part}.yaml").expand()
     assert {plan.reference for plan in planned} == {""}
     saved = Comparison.load(FOLDER / part / "comparison.json")
-    assert {c.name: c.settings for c in saved.configurations} == {
-        plan.name: plan.spec.model_dump(mode="json") for plan in planned
-    }
+    settings = {c.name: c.settings | {"loss": with_compat(c.settings["loss"])} for c in saved.configurations}
+    ran = {name: parse_spec(RunSpec, given, where=name) for name, given in settings.items()}
+    assert ran == {plan.name: plan.spec for plan in planned}
     assert {(c.state, len(c.steps)) for c in saved.configurations} == {("succeeded", planned[0].spec.steps)}
 
 
-def test_one_batch_has_every_denominator_that_the_recording_allows():
-    found = denominator_table(Comparison.load(FOLDER / "one_batch/comparison.json"))
-    assert set(DENOMINATORS) - set(found.index) == {"rollout"}, "the recording has no rollout ids"
-    assert list(found["norm"] / found["norm_by_documents"]) == pytest.approx([72] * len(found), rel=1e-4)
-    assert found.loc["document_sum", "norm"] == pytest.approx(64 * found.loc["constant", "norm"], rel=1e-4)
+def test_one_batch_has_every_denominator_that_its_rollouts_allow():
+    result = denominator_table(Comparison.load(FOLDER / "one_batch/comparison.json"))
+    assert set(DENOMINATORS) - set(result.index) == {"rollout"}, "the recording has no rollout ids"
+    assert list(result["norm"] / result["norm_by_documents"]) == pytest.approx([72] * len(result), rel=1e-4)
+    assert result.loc["document_sum", "norm"] == pytest.approx(64 * result.loc["constant", "norm"], rel=1e-4)
 
 
 def test_the_saved_page_is_the_page_of_the_saved_runs():

@@ -1,4 +1,4 @@
-"""The page of ratios before the first step: numbers by temperature and head, who drew what, and words."""
+"""The page of ratios before the first step: numbers by temperature and head, identical samples, and text."""
 
 import math
 import os
@@ -24,10 +24,10 @@ from experiments.ratio_at_step_zero.page import (
     write_ratio_at_step_zero,
 )
 from tests.unit.report.test_page import Reader
+from workbench.atomic import to_json
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
 from workbench.launch.ablation import load_ablation
-from workbench.records.directory import to_json
 from workbench.specs.run import RunSpec
 
 PROJECT = Path(__file__).parents[3]
@@ -77,10 +77,10 @@ def records(**answers):
     }
     means = {"a": 1e-4, "b": 2e-3, "c": 0.03, "d": 3e-3, "e": 4e-3, "f": 5e-4}
     return Records(
-        {name: Comparison(name, "What of <it>?", found) for name, found in runs.items()},
+        {name: Comparison(name, "What of <it>?", result) for name, result in runs.items()},
         {
-            name: {c.name: spread(means[c.name], answers=answers.get(c.name, "aa")) for c in found}
-            for name, found in runs.items()
+            name: {c.name: spread(means[c.name], answers=answers.get(c.name, "aa")) for c in result}
+            for name, result in runs.items()
         },
     )
 
@@ -90,9 +90,9 @@ def text():
     return page(records())
 
 
-def test_a_row_a_run_with_what_its_record_and_metrics_say():
-    found = ratios(records())
-    assert list(found["head"]) == [
+def test_each_run_has_a_row_from_its_record_and_metrics():
+    result = ratios(records())
+    assert list(result["head"]) == [
         "bfloat16 logits",
         "float32 head",
         "bfloat16 logits",
@@ -100,11 +100,11 @@ def test_a_row_a_run_with_what_its_record_and_metrics_say():
         "bfloat16 logits",
         "float32 head",
     ]
-    assert list(found["mean_distance"]) == [1e-4, 2e-3, 0.03, 3e-3, 4e-3, 5e-4]
-    assert list(found["temperature"]) == [0.7, 0.7, 1.0, 0.7, 0.7, 0.7]
-    assert list(found["outside"]) == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0]
-    assert list(found["samples"]) == [0.8] * 6
-    assert list(found["sampler"]) == ["bfloat16"] * 4 + ["float32"] * 2
+    assert list(result["mean_distance"]) == [1e-4, 2e-3, 0.03, 3e-3, 4e-3, 5e-4]
+    assert list(result["temperature"]) == [0.7, 0.7, 1.0, 0.7, 0.7, 0.7]
+    assert list(result["outside"]) == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0]
+    assert list(result["samples"]) == [0.8] * 6
+    assert list(result["sampler"]) == ["bfloat16"] * 4 + ["float32"] * 2
 
 
 @pytest.mark.parametrize(("device", "head"), [("cuda", "float32 logits"), ("cpu", "bfloat16 logits")])
@@ -120,12 +120,12 @@ def test_a_temperature_left_out_is_the_samplers():
     assert ratios(made).loc[("bfloat16", "a"), "temperature"] == 0.7
 
 
-def test_the_answer_is_made_of_numbers():
-    said = answer(records())
-    assert "starts with log ratios 1.0 × 10⁻⁴ nats from 0 in the mean and 0.0010 at most, 0 % of tokens" in said
-    assert "without it, at 1, with 0.030 and 0.30, and 25 % outside" in said
-    assert "float32 head in the trainer alone makes the first 0.0020, and a trainer wholly in float32 0.0030" in said
-    assert "it is 0.0040 with bfloat16 logits and 5.0 × 10⁻⁴ with a float32 head" in said
+def test_the_summary_consists_of_numbers():
+    text = answer(records())
+    assert "starts with log ratios 1.0 × 10⁻⁴ nats from 0 in the mean and 0.0010 at most, 0 % of tokens" in text
+    assert "without it, at 1, with 0.030 and 0.30, and 25 % outside" in text
+    assert "float32 head in the trainer alone makes the first 0.0020, and a trainer wholly in float32 0.0030" in text
+    assert "it is 0.0040 with bfloat16 logits and 5.0 × 10⁻⁴ with a float32 head" in text
 
 
 def test_the_figure_draws_the_share_of_tokens_beyond_each_distance():
@@ -143,7 +143,7 @@ def test_the_figure_draws_the_share_of_tokens_beyond_each_distance():
         assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
 
 
-def test_the_page_says_who_drew_the_same(text):
+def test_the_page_lists_runs_with_identical_samples(text):
     assert "All runs with a bfloat16 sampler drew the same completions, 500 trained tokens." in text
     assert "All runs with a float32 sampler drew the same completions" in text
     assert "The runs with a bfloat16 sampler did not draw the same completions." in page(records(c="bb"))
@@ -176,7 +176,7 @@ def test_it_is_written_from_a_folder_and_a_failed_run_is_named(tmp_path):
         page(made)
 
 
-def test_the_files_ask_for_what_the_page_reads():
+def test_the_ablation_files_record_everything_that_the_page_reads():
     for name in ABLATIONS:
         for plan in load_ablation(FOLDER / f"{name}.yaml").expand():
             spec = plan.spec

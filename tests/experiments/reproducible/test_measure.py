@@ -1,4 +1,4 @@
-"""Both modes are measured on the same weights and documents, and what differs is counted and named."""
+"""Both modes are measured on the same weights and documents, and differences are counted and named."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import torch
 
 from experiments.reproducible import measure as bench
 from experiments.reproducible.measure import Plan
+from workbench.atomic import from_json, to_json
 from workbench.errors import SpecError
-from workbench.records.directory import from_json, project_root, to_json
+from workbench.records.provenance import project_root
 from workbench.report import style
-from workbench.specs.run import parse_spec, read_yaml
+from workbench.specs.reading import parse_spec, read_yaml
 from workbench.train import step as flow
+from workbench.train.rows import multiples
 
 FOLDER = project_root() / "experiments/reproducible"
 PLANS = {name: parse_spec(Plan, read_yaml(FOLDER / name), where=name) for name in ("reproducible.yaml", "dry_run.yaml")}
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_what_is_written_can_be_measured(plan, tmp_path):
+def test_written_rollouts_can_be_measured(plan, tmp_path):
     rank_plan = tmp_path / "plan.yaml"
     rank_plan.write_text(next((FOLDER / name).read_text() for name, other in PLANS.items() if other is plan))
     rank = bench.Rank(tmp_path, torch.device("cpu"), 1)
@@ -30,7 +32,7 @@ def test_what_is_written_can_be_measured(plan, tmp_path):
         assert workload.bars is not None or not workload.timed
         for layout in plan.of(name):
             spec = rank.spec(workload, plan.layouts[layout], "reproducible")
-            assert workload.row_tokens % flow.multiples(spec.layout, spec.reproducible).row == 0
+            assert workload.row_tokens % multiples(spec.layout, spec.reproducible).row == 0
 
 
 def test_every_layout_cuts_the_step_into_the_same_rows(tmp_path):
@@ -48,7 +50,7 @@ def test_every_layout_cuts_the_step_into_the_same_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(0, {1, 2}), (1, {1}), (2, {1, 2}), (4, {1, 2, 4})])
-def test_a_machine_takes_what_it_has_gpus_for(gpus, ranks):
+def test_a_machine_runs_the_layouts_that_fit_its_gpus(gpus, ranks):
     plan = PLANS["reproducible.yaml"]
     entries = plan.entries(gpus)
     assert set(entries) == ranks
@@ -69,17 +71,17 @@ def steps(*prints):
 
 def test_tensors_of_other_bits_are_counted_and_the_first_is_named():
     here, there = {"logprobs": "1", "weight/a": "2"}, {"logprobs": "1", "weight/a": "3"}
-    found = {
+    results = {
         "one_rank": {"steps": steps(here, here)},
         "cp2": {"steps": steps(here, there)},
         "dead": {"left_out": "why"},
         "timed": {"timed": {}},
     }
-    bench.compare_certificates(found)
-    assert found["one_rank"]["same"]["fast"] == {"tensors": 4, "equal": 4, "first": None}
-    assert found["cp2"]["same"]["reproducible"] == {"tensors": 4, "equal": 3, "first": "step 1: weight/a"}
-    assert found["cp2"]["steps"]["fast"] == [{"certificate": "c"}, {"certificate": "c"}]
-    assert "same" not in found["dead"]
+    bench.compare_certificates(results)
+    assert results["one_rank"]["same"]["fast"] == {"tensors": 4, "equal": 4, "first": None}
+    assert results["cp2"]["same"]["reproducible"] == {"tensors": 4, "equal": 3, "first": "step 1: weight/a"}
+    assert results["cp2"]["steps"]["fast"] == [{"certificate": "c"}, {"certificate": "c"}]
+    assert "same" not in results["dead"]
 
 
 def timed(step_ms, peak_gib):
@@ -111,8 +113,8 @@ def test_bars():
             "hidden_1024": {"dp4": {"timed": {"fast": timed(100, 10), "reproducible": timed(181, 12)}}},
         }
     }
-    said = bench.bars(plan, [good, bad])
-    assert {name for name, bar in said.items() if not bar["holds"]} == {
+    output = bench.bars(plan, [good, bad])
+    assert {name for name, bar in output.items() if not bar["holds"]} == {
         "tensors of other bits than one rank's",
         "error of the gradient, of the fast mode's",
         "left out",
@@ -156,7 +158,7 @@ def test_some_workloads_can_be_chosen():
         ("void at::native::elementwise_kernel<>", "elementwise and copies"),
     ],
 )
-def test_kernels_are_named_by_what_they_are_for(kernel, group):
+def test_kernels_are_labelled_by_purpose(kernel, group):
     assert bench.group_of(kernel) == group
 
 
@@ -169,15 +171,15 @@ def test_one_rank_measures_both_modes_on_the_same_weights(tmp_path):
     rank = bench.Rank(tmp_path, torch.device("cpu"), 1)
     rank.prepare()
     rank.measure("float32", "one_rank")
-    found = from_json((tmp_path / "float32.one_rank.json").read_text())
+    result = from_json((tmp_path / "float32.one_rank.json").read_text())
     for mode in bench.MODES:
-        assert 0 < found["accuracy"][mode] < 1e-5
-        assert [step["unlike"] for step in found["steps"][mode]] == [[], []]
-    losses = [[step["loss"] for step in found["steps"][mode]] for mode in bench.MODES]
+        assert 0 < result["accuracy"][mode] < 1e-5
+        assert [step["unlike"] for step in result["steps"][mode]] == [[], []]
+    losses = [[step["loss"] for step in result["steps"][mode]] for mode in bench.MODES]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][0] != losses[0][1]
-    assert [step["bits"] for step in found["steps"]["reproducible"]] == [32, 32]
-    assert found["steps"]["fast"][0]["certificate"] != found["steps"]["reproducible"][0]["certificate"]
+    assert [step["bits"] for step in result["steps"]["reproducible"]] == [32, 32]
+    assert result["steps"]["fast"][0]["certificate"] != result["steps"]["reproducible"][0]["certificate"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The page of what the reproducible mode costs: both modes, every layout, and what was left out with its reason."""
+"""The page of the reproducible mode's cost: both modes, every layout, and omissions with their reason."""
 
 import copy
 import json
@@ -7,18 +7,18 @@ import pytest
 
 from experiments.reproducible.page import answer, main, page
 from workbench.errors import RecordError
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
 
 def timed(step_ms, peak_gib, groups=True):
-    found = {
+    results = {
         "warm_ms": [900.0, 700.0],
         "samples_ms": [step_ms - 1, step_ms, step_ms + 2],
         "step_ms": step_ms,
         "prepare_ms": 12.0,
         "peak_gib": peak_gib,
     }
-    return found | (
+    return results | (
         {"groups_ms": {"attention": 30.0, "matrix products": 60.0}, "kernels": 1234, "longest": []} if groups else {}
     )
 
@@ -91,8 +91,8 @@ def test_the_finding_stands_first():
 
 
 def test_everything_is_on_the_page():
-    said = page(RECORD)
-    assert said == page(copy.deepcopy(RECORD))
+    output = page(RECORD)
+    assert output == page(copy.deepcopy(RECORD))
     for words in (
         "Does it hold?",
         "left out (out of memory &lt;here&gt;)",
@@ -109,15 +109,15 @@ def test_everything_is_on_the_page():
         "qwen3-8b with 4 layers",
         "blocks of 2048 tokens",
     ):
-        assert words in said, words
-    assert "http" not in said.split("</style>")[-1].replace("http://www.w3.org", "")
+        assert words in output, words
+    assert "http" not in output.split("</style>")[-1].replace("http://www.w3.org", "")
 
 
-def test_a_dry_run_says_that_it_is_none_of_speed():
+def test_a_dry_run_is_marked_as_meaningless_for_speed():
     dry = copy.deepcopy(RECORD)
     dry["machines"][0]["gpus"] = 0
-    for found in dry["machines"][0]["workloads"]["long"]["one_rank"]["timed"].values():
-        del found["groups_ms"]
+    for result in dry["machines"][0]["workloads"]["long"]["one_rank"]["timed"].values():
+        del result["groups_ms"]
     assert "Not measured without a GPU" in page(dry)
 
 

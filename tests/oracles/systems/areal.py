@@ -1,4 +1,4 @@
-"""What AReaL's actor and critic losses are, token by token in float64 (cbff54d6). Imports nothing of the workbench."""
+"""AReaL's actor and critic losses, token by token in float64 (cbff54d6). Imports nothing of the workbench."""
 
 import math
 
@@ -24,7 +24,7 @@ def _metric(kind, old, sampler):
 
 
 def _reject(rule, sequences, old, sampler):
-    """Token -> whether it is kept, and its weight."""
+    """Return token -> whether it survives, and its weight."""
     lower, upper = rule["lower"], rule["upper"]
 
     def inside(value):
@@ -92,13 +92,13 @@ def policy_loss(function, config, arrays):
                 tau = config["tau_pos"] if a > 0 else config["tau_neg"]
                 value = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * a
             elif "cispo" in function:
-                held = torch.clamp(ratio, 1 - config["eps_clip"], 1 + high).detach()
-                value = -held * a * flat[t]
-                clipped += int((held != ratio).item() and keep)
+                clamped = torch.clamp(ratio, 1 - config["eps_clip"], 1 + high).detach()
+                value = -clamped * a * flat[t]
+                clipped += int((clamped != ratio).item() and keep)
             else:
-                held = torch.clamp(ratio, 1 - config["eps_clip"], 1 + high)
-                value = torch.maximum(-a * ratio, -a * held)
-                clipped += int((-a * ratio < -a * held).item())
+                clamped = torch.clamp(ratio, 1 - config["eps_clip"], 1 + high)
+                value = torch.maximum(-a * ratio, -a * clamped)
+                clipped += int((-a * ratio < -a * clamped).item())
                 if config["c_clip"] is not None:
                     dual += int((config["c_clip"] * abs(a) < value).item())
                     value = torch.clamp(value, max=config["c_clip"] * abs(a))
@@ -106,17 +106,17 @@ def policy_loss(function, config, arrays):
                 total = total + value * weight / number
     total = total + flat.sum() * 0.0
     total.backward()
-    found = {
+    results = {
         "loss": total.detach(),
         "grad_logprobs": x.grad,
         "importance_weight": ratios.reshape(shape),
         "metrics": {"clip_fraction": clipped / number, "dual_clip_fraction": dual / number},
     }
     if rule is not None:
-        found |= {"behave_is_weight": behave.reshape(shape), "kept_mask": keeps.reshape(shape)}
+        results |= {"behave_is_weight": behave.reshape(shape), "kept_mask": keeps.reshape(shape)}
         changed = [t for t in kept if (not kept[t] if rule["action"] == "mask" else raw[t] != weights[t])]
-        found["metrics"]["filtered_fraction"] = len(changed) / number
-    return found
+        results["metrics"]["filtered_fraction"] = len(changed) / number
+    return results
 
 
 def critic(config, arrays):

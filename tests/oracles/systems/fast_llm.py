@@ -1,4 +1,4 @@
-"""What Fast-LLM's losses are, token by token in float64 (7d61a1ba). Imports nothing of the workbench."""
+"""Fast-LLM's losses, token by token in float64 (7d61a1ba). Imports nothing of the workbench."""
 
 import numpy as np
 import torch

@@ -78,8 +78,8 @@ def _metrics(options, terms, rows, tokens):
             clipped += (ratio < low and advantage < 0) or (ratio > high and advantage > 0)
         if terms["beta"]:
             divergence += math.fsum(row.divergence.detach().tolist())
-    found = {"clip_fraction": clipped / tokens}
-    return found | ({"kl": divergence / tokens} if options["beta"] else {})
+    results = {"clip_fraction": clipped / tokens}
+    return results | ({"kl": divergence / tokens} if options["beta"] else {})
 
 
 def dpo(options, arrays):
@@ -109,7 +109,7 @@ def dpo(options, arrays):
 
 
 def pair(options, chosen, rejected):
-    """The loss of one pair, from what the policy implies of both."""
+    """Return the loss of one pair, from its implied rewards."""
     beta, flipped, s = options["beta"], options["label_smoothing"], torch.sigmoid
     margin = beta * (chosen - rejected)
     kinds = {

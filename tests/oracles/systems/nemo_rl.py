@@ -1,4 +1,4 @@
-"""What NeMo-RL computes, row by row in float64 (NVIDIA-NeMo/RL 7ea279ab). Imports nothing of the workbench.
+"""NeMo-RL's losses, row by row in float64 (NVIDIA-NeMo/RL 7ea279ab). Imports nothing of the workbench.
 
 Arrays are [rows, tokens] tensors, aligned to the token that is predicted. Every count that divides has 1e-8 more.
 """
@@ -33,7 +33,7 @@ def tokens_of(mask, row):
 
 
 def policy_loss(c, arrays):
-    """Loss, gradient and metrics of the clipped loss; c holds every option, and the global counts."""
+    """Return loss, gradient and metrics of the clipped loss; c has every option, and the global counts."""
     x = arrays["logprobs"].clone().requires_grad_()
     s, f, a, m = (arrays[name] for name in ("rollout_logprobs", "ref_logprobs", "advantages", "mask"))
     sampled = arrays.get("sample_mask", torch.ones(len(x), dtype=torch.float64))
@@ -272,12 +272,12 @@ def reinforce_plus_plus(c, arrays):
         for i in range(shape[0])
         for t in range(shape[1])
     ]
-    found = whitened(flat, m.reshape(-1).tolist(), ddof=0, floor=True, tiny=0.0)
-    return torch.tensor(found, dtype=torch.float64).reshape(shape)
+    result = whitened(flat, m.reshape(-1).tolist(), ddof=0, floor=True, tiny=0.0)
+    return torch.tensor(result, dtype=torch.float64).reshape(shape)
 
 
 def gae(c, arrays):
-    """(advantages, returns), masked tokens carrying what the next trained one has."""
+    """Return (advantages, returns), masked tokens carrying the value of the next trained one."""
     m, v = arrays["mask"], arrays["values"].tolist()
     advantages, returns = torch.zeros(2, *m.shape, dtype=torch.float64)
     for i in range(len(m)):
@@ -301,8 +301,8 @@ def gae(c, arrays):
                 out[i, t] = sum((c["gae_gamma"] * lam) ** k * step for k, step in enumerate(steps))
     returns += arrays["values"]
     if c["normalize_advantages"]:
-        found = whitened(advantages.reshape(-1).tolist(), m.reshape(-1).tolist(), ddof=1, floor=False, tiny=TINY)
-        advantages = torch.tensor(found, dtype=torch.float64).reshape(m.shape)
+        result = whitened(advantages.reshape(-1).tolist(), m.reshape(-1).tolist(), ddof=1, floor=False, tiny=TINY)
+        advantages = torch.tensor(result, dtype=torch.float64).reshape(m.shape)
     return torch.where(m > 0, advantages, 0.0), returns
 
 

@@ -1,4 +1,4 @@
-"""What the GRPO step of the torchtitan fork is, row by row in float64 (94d6abd4). Imports nothing of the workbench.
+"""The GRPO step of the torchtitan fork, row by row in float64 (94d6abd4). Imports nothing of the workbench.
 
 Two of its mistakes are left out, as wherever these numbers are compared: the gradient of its sequence ratio (twice the
 right one), and the geometric importance weight (one of the batch in place of the row's).
@@ -35,10 +35,10 @@ def step(config, arrays):
         for t in range(width):
             ratio = torch.exp(log_ratio[t])
             ratios[b, t] = ratio.detach()
-            held = ratio
+            clamped = ratio
             if not on_policy:
-                held = torch.clamp(ratio, max=high) if reward[b, t] > 0 else torch.clamp(ratio, min=low)
-            losses[b, t] = -reward[b, t] * held * weights[b, t]
+                clamped = torch.clamp(ratio, max=high) if reward[b, t] > 0 else torch.clamp(ratio, min=low)
+            losses[b, t] = -reward[b, t] * clamped * weights[b, t]
     entropy = (log_p.exp() * log_p).sum(-1) * config["entropy_loss_weight"]
     logit = ((config["logit_loss_weight"] * z) ** 2).mean(-1)
     losses = (
@@ -123,7 +123,7 @@ def _spread(name, values, mask):
 
 
 def _importance(options, arrays, old, mask):
-    """Weights of every position, and what is reported of them."""
+    """Return the weights of every position, and their reported metrics."""
     weights = torch.ones_like(old)
     if "rollout_logprobs" not in arrays:
         return weights, {}
@@ -179,8 +179,8 @@ def masked(function, config, arrays):
 def reward_norm(config, arrays):
     """Rewards against their group, one rank."""
     rewards, groups = torch.tensor(arrays["rewards"]), torch.tensor(arrays["group_ids"])
-    found = torch.zeros_like(rewards)
+    result = torch.zeros_like(rewards)
     for group in groups.unique():
         members = rewards[groups == group]
-        found[groups == group] = (members - members.mean()) / (members.std() + config["eps"])
-    return {"advantages": found}
+        result[groups == group] = (members - members.mean()) / (members.std() + config["eps"])
+    return {"advantages": result}

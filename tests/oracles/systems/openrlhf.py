@@ -1,4 +1,4 @@
-"""What OpenRLHF computes, row by row in float64 (OpenRLHF/OpenRLHF 3c3be623). Imports nothing of the workbench."""
+"""OpenRLHF's losses, row by row in float64 (OpenRLHF/OpenRLHF 3c3be623). Imports nothing of the workbench."""
 
 import math
 
@@ -10,7 +10,7 @@ def tokens_of(mask, row):
 
 
 def shares(c, mask, *, by_token):
-    """Row -> what each of its tokens is multiplied with."""
+    """Return row -> the factor of each of its tokens."""
     lengths = [len(tokens_of(mask, i)) for i in range(len(mask))]
     if by_token:
         count = c.get("batch_num_tokens")
@@ -22,7 +22,7 @@ def shares(c, mask, *, by_token):
 
 
 def policy_loss(c, arrays):
-    """Loss, gradient and metrics; c holds every option."""
+    """Return loss, gradient and metrics; c has every option."""
     x = arrays["logprobs"].clone().requires_grad_()
     o, s, a, m = (arrays[name] for name in ("old_logprobs", "rollout_logprobs", "advantages", "mask"))
     gspo, corrected = c["policy_loss_type"] == "gspo", c["enable_vllm_is_correction"]

@@ -1,4 +1,4 @@
-"""What one step of PipelineRL is, document by document in float64 (58d39345). Imports nothing of the workbench."""
+"""One step of PipelineRL, document by document in float64 (58d39345). Imports nothing of the workbench."""
 
 import statistics
 
@@ -63,14 +63,14 @@ def rl_step(config, arrays):
         shown = ratio
         if config["policy_loss"] == "gspo":
             whole, mean = torch.exp((x - o).mean()), a.mean()
-            held = torch.clamp(whole, 1 - low, 1 + high)
+            clamped = torch.clamp(whole, 1 - low, 1 + high)
             if weight.sum() > 0:
-                total = total - weight.sum() * torch.minimum(whole * mean, held * mean)
-            outside = torch.full_like(x, float((held != whole).item() and weight.sum().item() > 0))
+                total = total - weight.sum() * torch.minimum(whole * mean, clamped * mean)
+            outside = torch.full_like(x, float((clamped != whole).item() and weight.sum().item() > 0))
         else:
             if config["policy_loss"] == "ppo":
-                held = torch.clamp(ratio, 1 - low, 1 + high)
-                value, outside = torch.minimum(ratio * signal, held * signal), (held != ratio).double()
+                clamped = torch.clamp(ratio, 1 - low, 1 + high)
+                value, outside = torch.minimum(ratio * signal, clamped * signal), (clamped != ratio).double()
             else:
                 outside = (ratio > 1 + high).double()
                 shown = torch.clamp(ratio, 0, 1 + high)
@@ -121,14 +121,14 @@ def rl_step(config, arrays):
 
 def leave_one_out(config, rewards, group_ids):
     """Rewards against the mean of the others, over the deviation of all."""
-    found = []
+    results = []
     for i, reward in enumerate(rewards):
         members = [float(r) for r, g in zip(rewards, group_ids, strict=True) if g == group_ids[i]]
         if len(members) == 1:
-            found.append(0.0)
+            results.append(0.0)
             continue
         difference = reward - (sum(members) - reward) / (len(members) - 1)
-        found.append(
+        results.append(
             difference / (statistics.stdev(members) + 1e-4) if config["divide_advantage_by_std"] else difference
         )
-    return {"advantages": torch.tensor(found, dtype=torch.float64)}
+    return {"advantages": torch.tensor(results, dtype=torch.float64)}

@@ -1,4 +1,4 @@
-"""What prime-rl's loss is, document by document in float64 (PrimeIntellect-ai/prime-rl 559b4477). No workbench here."""
+"""prime-rl's loss, document by document in float64 (PrimeIntellect-ai/prime-rl 559b4477). No workbench here."""
 
 import math
 
@@ -67,7 +67,7 @@ def compute_loss(c, arrays):
     x = arrays["logprobs"].clone().requires_grad_()
     q, a, f = (arrays[name].tolist() for name in ("rollout_logprobs", "advantages", "ref_logprobs"))
     index, mask = arrays["document_index"].tolist(), arrays["mask"].tolist()
-    loss, found = 0.0 * x.sum(), {}
+    loss, result = 0.0 * x.sum(), {}
     for name in ("rl", "ce", "ref_kl"):
         weights = arrays.get(f"{name}_weights")
         if weights is None and name != "rl":
@@ -86,6 +86,6 @@ def compute_loss(c, arrays):
             }[name](values, tokens)
             loss = loss + total / c[f"{name}_scale"]
             for key, value in numbers.items():
-                found.setdefault(f"doc_{key}", []).append(value)
+                result.setdefault(f"doc_{key}", []).append(value)
     loss.backward()
-    return {"loss": loss.detach(), "grad_logprobs": x.grad, **found}
+    return {"loss": loss.detach(), "grad_logprobs": x.grad, **result}

@@ -1,4 +1,4 @@
-"""What slime's policy loss is, sample by sample in float64 (THUDM/slime 624b824a). Imports nothing of the workbench."""
+"""slime's policy loss, sample by sample in float64 (THUDM/slime 624b824a). Imports nothing of the workbench."""
 
 import torch
 
@@ -32,13 +32,13 @@ def policy_loss(config, arrays):
         for t in kept:
             gap = mean if config["advantage_estimator"] == "gspo" else old[t] - x[t]
             ratio, a = torch.exp(-gap), advantage[t]
-            held = torch.clamp(ratio, 1 - low, 1 + high)
+            clamped = torch.clamp(ratio, 1 - low, 1 + high)
             if config["advantage_estimator"] == "cispo":
-                value = -held.detach() * a * x[t]
-                clipped += share * (held != ratio).item()
+                value = -clamped.detach() * a * x[t]
+                clipped += share * (clamped != ratio).item()
             else:
-                value = torch.maximum(-ratio * a, -held * a)
-                clipped += share * (-held * a > -ratio * a).item()
+                value = torch.maximum(-ratio * a, -clamped * a)
+                clipped += share * (-clamped * a > -ratio * a).item()
                 if config["eps_clip_c"] is not None and a < 0:
                     value = torch.minimum(value, -config["eps_clip_c"] * a)
             if dropped and a < 0:
@@ -71,7 +71,7 @@ def policy_loss(config, arrays):
 
 
 def logprobs(config, arrays):
-    """Log-probabilities among kept tokens, entropies of all, the gradient of their inner product with cotangents."""
+    """Return log-probabilities on the support, entropies of all, the gradient of their product with cotangents."""
     logits = torch.tensor(arrays["logits"], requires_grad=True)
     values, entropies = [], []
     for t, target in enumerate(arrays["targets"]):

@@ -29,13 +29,13 @@ def policy_loss(options, arrays):
         loss = sum(sums) / len(rows) / steps
     else:
         loss = sum(sums) / (max(options["num_items_in_batch"], 1) * steps / options["steps_per_generation"])
-    found = metrics(options, arrays, rows, tokens)
+    result = metrics(options, arrays, rows, tokens)
     if options["entropy_coef"]:
-        found["policy_loss"] = loss.item() * (1 if kind in ("dapo", "cispo", "vespo") else steps)
+        result["policy_loss"] = loss.item() * (1 if kind in ("dapo", "cispo", "vespo") else steps)
         chosen = [float(h) for row in rows for h, kept in zip(row.entropies, row.confident, strict=True) if kept]
         loss = loss - options["entropy_coef"] * math.fsum(chosen) / max(len(chosen), 1) / steps
     loss.backward()
-    return {"loss": loss.item(), "grad_logprobs": leaf.grad, "metrics": found}
+    return {"loss": loss.item(), "grad_logprobs": leaf.grad, "metrics": result}
 
 
 class Row:
@@ -125,14 +125,14 @@ def threshold(options, rows):
 def metrics(options, arrays, rows, tokens):
     """Under TRL's names."""
     counted = [row for row in rows if row.count]
-    found = {"entropy": math.fsum(float(h) for row in counted for h in row.entropies) / tokens}
+    results = {"entropy": math.fsum(float(h) for row in counted for h in row.entropies) / tokens}
     if options["beta"]:
-        found["kl"] = math.fsum(float(value) for row in counted for value in row.divergence.detach()) / tokens
+        results["kl"] = math.fsum(float(value) for row in counted for value in row.divergence.detach()) / tokens
     of_rows = options["importance_sampling_level"] == "sequence" and arrays["advantages"].dim() == 1
     kind = options["loss_type"]
 
     def flags(row, low, high):
-        """Whether the ratio is beyond a bound in the direction that the advantage pushes: (below, above) a token."""
+        """Return per token whether the ratio is beyond a bound in the advantage's direction: (below, above)."""
         cap = math.inf if options["delta"] is None or kind == "cispo" else options["delta"]
         ratios = [min(r, cap) for r in row.ratio.detach().tolist()]
         pairs = list(zip(ratios, row.advantages.tolist(), strict=True))
@@ -145,31 +145,31 @@ def metrics(options, arrays, rows, tokens):
         return sum(sum(of(row)) for row in counted) / tokens
 
     if kind == "cispo":
-        found["cispo_clip_ratio"] = mean(lambda row: flags(row, -math.inf, options["epsilon_high"])[1])
+        results["cispo_clip_ratio"] = mean(lambda row: flags(row, -math.inf, options["epsilon_high"])[1])
     elif kind == "vespo":
         weights = [[row.gamma(a) for a in row.advantages.tolist()] for row in counted]
         if arrays["advantages"].dim() == 1:
-            found["vespo/phi_seq_mean"] = (sum(w[0] for w in weights) + len(rows) - len(counted)) / len(rows)
+            results["vespo/phi_seq_mean"] = (sum(w[0] for w in weights) + len(rows) - len(counted)) / len(rows)
         else:
-            found["vespo/phi_seq_mean"] = sum(sum(w) for w in weights) / tokens
+            results["vespo/phi_seq_mean"] = sum(sum(w) for w in weights) / tokens
     elif kind != "sapo":
         low, high = 1 - options["epsilon_low"], 1 + options["epsilon_high"]
-        found["clip_ratio/low_mean"] = mean(lambda row: flags(row, low, high)[0])
-        found["clip_ratio/high_mean"] = mean(lambda row: flags(row, low, high)[1])
-        found["clip_ratio/region_mean"] = found["clip_ratio/low_mean"] + found["clip_ratio/high_mean"]
+        results["clip_ratio/low_mean"] = mean(lambda row: flags(row, low, high)[0])
+        results["clip_ratio/high_mean"] = mean(lambda row: flags(row, low, high)[1])
+        results["clip_ratio/region_mean"] = results["clip_ratio/low_mean"] + results["clip_ratio/high_mean"]
         shares = [[sum(side) / row.count for side in flags(row, low, high)] for row in counted]
         if of_rows and len(counted) < len(rows):
             shares.append([0.0, 0.0])
-        found["clip_ratio/low_min"] = min(share[0] for share in shares)
-        found["clip_ratio/high_max"] = max(share[1] for share in shares)
-    return found
+        results["clip_ratio/low_min"] = min(share[0] for share in shares)
+        results["clip_ratio/high_max"] = max(share[1] for share in shares)
+    return results
 
 
 def is_weights(options, arrays):
     """The correction for vLLM: one weight a token (1 where nothing counts), or one a row."""
     low = -math.inf if options["clip_min"] is None else options["clip_min"]
     high = math.inf if options["clip_max"] is None else options["clip_max"]
-    found = []
+    results = []
     for old, sampler, mask in zip(arrays["old_logprobs"], arrays["rollout_logprobs"], arrays["mask"], strict=True):
         gaps = [
             float(o - s) if m and not math.isnan(float(s)) else 0.0 for o, s, m in zip(old, sampler, mask, strict=True)
@@ -178,10 +178,10 @@ def is_weights(options, arrays):
             gaps = [math.fsum(gaps)]
         ratios = [math.exp(gap) for gap in gaps]
         if options["mode"].endswith("truncate"):
-            found.append([min(max(ratio, low), high) for ratio in ratios])
+            results.append([min(max(ratio, low), high) for ratio in ratios])
         else:
-            found.append([ratio if low <= ratio <= high else 0.0 for ratio in ratios])
-    return found
+            results.append([ratio if low <= ratio <= high else 0.0 for ratio in ratios])
+    return results
 
 
 def advantages(options, rewards, weights):
@@ -211,17 +211,17 @@ def _columns_normalised(rewards, size):
 
 def _standardised(values, number, scale, size):
     """(v - mean of its group) / (deviation + 1e-4); None where there is none, or one value has no deviation."""
-    found = []
+    results = []
     for start in range(0, number, size):
         group = values[start : start + size]
         known = [v for v in group if v is not None]
         spread = _deviation([v for v in values if v is not None] if scale == "batch" else known)
         for v in group:
             if v is None or (scale != "none" and spread is None):
-                found.append(None)
+                results.append(None)
             else:
-                found.append((v - math.fsum(known) / len(known)) / (1.0 if scale == "none" else spread + 1e-4))
-    return found
+                results.append((v - math.fsum(known) / len(known)) / (1.0 if scale == "none" else spread + 1e-4))
+    return results
 
 
 def _deviation(values):

@@ -1,4 +1,4 @@
-"""What verl computes, token by token in plain floats, from the formulas of its functions (1dda039b).
+"""verl's losses, token by token in plain floats, from the formulas of its functions (1dda039b).
 
 Arrays are rectangles: a row is a sequence. Slopes are written out, not differentiated. ``single`` rounds shares of
 sequences to single precision, as means of flags are in verl's losses.
@@ -28,7 +28,7 @@ def mean(values):
 
 
 def weights(mode, mask, info):
-    """[B, T] what a token's value is multiplied with; ``mask`` may be smaller than the batch's."""
+    """Return the factor [B, T] of a token's value; ``mask`` may be smaller than the batch's."""
     dp, count, lengths = info.get("dp_size", 1), info.get("batch_num_tokens"), mask.sum(1)
     rows = info.get("global_batch_size") or max((lengths > 0).sum(), 1)
     out = np.zeros(mask.shape)
@@ -47,7 +47,7 @@ def weights(mode, mask, info):
 
 
 def is_mean_over_nothing(mode, mask, info):
-    """agg_loss divides by what it counts, without a guard: 0 / 0, unless the count was handed in."""
+    """agg_loss divides by its own count, without a guard: 0 / 0, unless the count was given."""
     count = {"token-mean": info.get("batch_num_tokens"), "token-sum": 1}.get(mode, info.get("global_batch_size"))
     return count is None and not mask.any()
 
@@ -112,20 +112,20 @@ def policy_loss(mode, config, batch):
     special = {"gspo": _gspo, "geo_mean": _geo_mean, "clip_cov": _clip_cov, "kl_cov": _kl_cov}.get(mode)
     if special is not None:
         return special(c, info, x, o, a, mask, given)
-    found = {at: point(mode, c, x[at], o[at], a[at]) for at in tokens(mask)}
+    results = {at: point(mode, c, x[at], o[at], a[at]) for at in tokens(mask)}
     by = "seq-mean-token-mean" if mode == "sapo" else c.get("loss_agg_mode", "token-mean")
     bounded = mode not in ("dro", "reinforce")
     metrics = (
         {}
         if mode == "gpg"
-        else {"actor/ppo_kl": mean([held(o[at] - x[at]) if bounded else o[at] - x[at] for at in found])}
+        else {"actor/ppo_kl": mean([held(o[at] - x[at]) if bounded else o[at] - x[at] for at in results])}
     )
     if mode not in ("gpg", "dro", "reinforce"):
         metrics |= {
-            "actor/pg_clipfrac": mean([f[2] for f in found.values()]),
-            "actor/pg_clipfrac_lower": mean([f[3] for f in found.values()]),
+            "actor/pg_clipfrac": mean([f[2] for f in results.values()]),
+            "actor/pg_clipfrac_lower": mean([f[3] for f in results.values()]),
         }
-    return _summed(found, weights(by, mask, info), given, mask.shape, metrics)
+    return _summed(results, weights(by, mask, info), given, mask.shape, metrics)
 
 
 def _summed(found, w, given, shape, metrics):
@@ -138,7 +138,7 @@ def _summed(found, w, given, shape, metrics):
 
 
 def _gspo(c, info, x, o, a, mask, given):
-    found, cuts = {}, []
+    result, cuts = {}, []
     for i in range(len(x)):
         own = [at for at in tokens(mask) if at[0] == i]
         s = sum(x[at] - o[at] for at in own) / max(len(own), 1)
@@ -149,13 +149,13 @@ def _gspo(c, info, x, o, a, mask, given):
             if cut:
                 value, derivative = -a[at] * (1 + c["high"] if a[at] > 0 else 1 - c["low"]), 0.0
             cuts.append(cut)
-            found[at] = (value, derivative)
+            result[at] = (value, derivative)
     metrics = {
         "actor/pg_clipfrac": mean(cuts),
         "actor/pg_clipfrac_lower": 0.0,
         "actor/ppo_kl": mean([o[at] - x[at] for at in tokens(mask)]),
     }
-    return _summed(found, weights("seq-mean-token-mean", mask, info), given, mask.shape, metrics)
+    return _summed(result, weights("seq-mean-token-mean", mask, info), given, mask.shape, metrics)
 
 
 def _geo_mean(c, info, x, o, a, mask, given):
@@ -193,7 +193,7 @@ def _covariances(x, a, mask):
 
 def _clip_cov(c, info, x, o, a, mask, given):
     """The share must be 1: verl draws a smaller one at random."""
-    found, chosen = {}, []
+    result, chosen = {}, []
     for at, cov in _covariances(x, a, mask).items():
         r = math.exp(x[at] - o[at])
         top, bottom = (1 + c["high"], -math.inf) if a[at] > 0 else (math.inf, 1 - c["low"])
@@ -201,21 +201,21 @@ def _clip_cov(c, info, x, o, a, mask, given):
         selected = not cut and c["clip_cov_lb"] < cov < c["clip_cov_ub"]
         chosen.append(selected)
         value, slope = -a[at] * min(max(r, bottom), top), 0.0 if cut else -a[at] * r
-        found[at] = (0.0, 0.0) if selected else (value, slope)
-    metrics = {"actor/pg_clipfrac": mean(chosen), "actor/ppo_kl": mean([o[at] - x[at] for at in found])}
-    return _summed(found, weights(c["loss_agg_mode"], mask, info), given, mask.shape, metrics)
+        result[at] = (0.0, 0.0) if selected else (value, slope)
+    metrics = {"actor/pg_clipfrac": mean(chosen), "actor/ppo_kl": mean([o[at] - x[at] for at in result])}
+    return _summed(result, weights(c["loss_agg_mode"], mask, info), given, mask.shape, metrics)
 
 
 def _kl_cov(c, info, x, o, a, mask, given):
     cov = _covariances(x, a, mask)
     greatest = sorted(cov, key=lambda at: -cov[at])[: max(1, int(len(cov) * c["kl_cov_ratio"]))]
     coefficient = 1.0 if c["ppo_kl_coef"] is None else c["ppo_kl_coef"]
-    found = {}
+    results = {}
     for at in cov:
         d, pull = x[at] - o[at], coefficient * (at in greatest)
-        found[at] = (-a[at] * math.exp(d) + pull * abs(d), -a[at] * math.exp(d) + pull * np.sign(d))
+        results[at] = (-a[at] * math.exp(d) + pull * abs(d), -a[at] * math.exp(d) + pull * np.sign(d))
     metrics = {"actor/ppo_kl": mean([abs(x[at] - o[at]) for at in cov])}
-    return _summed(found, weights(c["loss_agg_mode"], mask, info), given, mask.shape, metrics)
+    return _summed(results, weights(c["loss_agg_mode"], mask, info), given, mask.shape, metrics)
 
 
 def bypass(config, batch):
@@ -227,12 +227,12 @@ def bypass(config, batch):
     agg = {"loss_agg_mode": config["loss_agg_mode"], "global_batch_info": info}
     smaller = {**batch, "mask": kept, "old_logprobs": batch["rollout_logprobs"]}
     if settings["loss_type"] == "ppo_clip":
-        found = policy_loss("vanilla", agg, smaller)
+        result = policy_loss("vanilla", agg, smaller)
     else:
-        found = policy_loss("reinforce", agg, smaller if w is None else {**smaller, "is_weights": w})
+        result = policy_loss("reinforce", agg, smaller if w is None else {**smaller, "is_weights": w})
     if is_mean_over_nothing(config["loss_agg_mode"], kept, info):
-        found = found | {"loss": math.nan}
-    return found | {"metrics": found["metrics"] | metrics}
+        result = result | {"loss": math.nan}
+    return result | {"metrics": result["metrics"] | metrics}
 
 
 # ---- rollout correction ------------------------------------------------------------------------------------------
@@ -358,10 +358,10 @@ def _importance(settings, gap, mask, single):
 
 def _rejection(settings, gap, mask, single):
     options = list(dict.fromkeys(part.strip() for part in settings["rollout_rs"].split(",")))
-    said = str(settings["rollout_rs_threshold"]).split(",")
+    text = str(settings["rollout_rs_threshold"]).split(",")
     own, left, metrics = tokens(mask), mask.copy(), {}
     rows = [i for i in range(len(mask)) if mask[i].sum()]
-    for option, threshold in zip(options, said * len(options) if len(said) == 1 else said, strict=True):
+    for option, threshold in zip(options, text * len(options) if len(text) == 1 else text, strict=True):
         level, kind = option.rsplit("_", 1)
         low, high = limits(threshold)
         if kind == "k1":
@@ -381,7 +381,7 @@ def _rejection(settings, gap, mask, single):
         seen = list(value.values()) if level == "token" else list(whole.values())
         beyond = (lambda flags: mean(flags)) if level == "token" else (lambda flags: share(flags, single))
         bottom, sequences = low if kind == "k1" else 0.0, list(whole.values())
-        found = {
+        results = {
             "mean": mean(list(value.values())),
             "max": max(seen),
             "min": min(seen),
@@ -398,8 +398,8 @@ def _rejection(settings, gap, mask, single):
             "seq_masked_fraction": plain([any(out[at] for at in own if at[0] == i) for i in rows]),
         }
         if kind == "k1":
-            found["seq_fraction_low"] = share([v < low for v in sequences], single)
-        metrics |= {f"rollout_rs_{option}_{name}": number for name, number in found.items()}
+            results["seq_fraction_low"] = share([v < low for v in sequences], single)
+        metrics |= {f"rollout_rs_{option}_{name}": number for name, number in results.items()}
     metrics["rollout_rs_masked_fraction"] = mean([left[at] == 0 for at in own])
     metrics["rollout_rs_seq_masked_fraction"] = share([left[i].sum() < mask[i].sum() for i in range(len(mask))], single)
     return left, metrics
@@ -548,14 +548,14 @@ def _otb(name, config, batch):
                 energy[i, t] = total
     lengths, out = mask.sum(1), np.zeros(mask.shape)
     for (i, t), k in step.items():
-        mine = [
+        own = [
             j
             for j in range(len(mask))
             if batch["group_ids"][j] == batch["group_ids"][i] and (name == "optimal_token_baseline" or lengths[j])
         ]
-        others = [lengths[j] for j in mine if j != i]
+        others = [lengths[j] for j in own if j != i]
         alone = not others or (config.get("handle_zero_tail", True) and k >= max(others) < lengths[i])
-        at_step = [at for at, other in step.items() if other == k and at[0] in mine]
+        at_step = [at for at, other in step.items() if other == k and at[0] in own]
         top, bottom = (
             sum(energy[at] * v for at, v in zip(at_step, values, strict=True))
             for values in ([returns[at] for at in at_step], [1.0] * len(at_step))

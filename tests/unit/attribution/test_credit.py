@@ -70,7 +70,9 @@ def tensor(values):
 )
 def test_credit_is_the_oracles_gradient_with_the_oracles_weights(name, denominator):
     documents, batch, policy_T = step(3, low=1e-3, high=1e3, rubbish=True)
-    spec = LossSpec(name=name, denominator=denominator, gradient_divisor=4.0, normalize_by_documents=True)
+    spec = LossSpec(
+        name=name, denominator=denominator, compat={"gradient_divisor": 4.0, "normalize_by_documents": True}
+    )
     shaped = [{"tokens": d["mask"], "loss_mask": d["mask"]} for d in documents]
     weights = [
         [gradient_weight(shaped, number, denominator, gradient_divisor=4.0, normalize_by_documents=True)]
@@ -79,8 +81,8 @@ def test_credit_is_the_oracles_gradient_with_the_oracles_weights(name, denominat
     ]
     credit = token_credit(batch, spec, policy_T)
     _, gradient = ORACLES[spec.surrogate.kind]
-    said = {key: value for key, value in spec.surrogate.parameters.items() if value != "token"}  # the default
-    parameters = {key: value for key, value in said.items() if value is not None or not key.startswith("log_")}
+    text = {key: value for key, value in spec.surrogate.parameters.items() if value != "token"}  # the default
+    parameters = {key: value for key, value in text.items() if value is not None or not key.startswith("log_")}
     expected_T = torch.cat([tensor(one) for one in gradient(documents, weights, **parameters)])
     assert expected_T.abs().max() > 0
     torch.testing.assert_close(credit.credit_T, expected_T, rtol=1e-10, atol=1e-14)
@@ -178,7 +180,7 @@ def test_a_loss_without_advantages_acts_where_they_are_0():
     assert credit.shares()["acts"] == 1.0
 
 
-def test_what_vanishes_without_a_reason_says_so():
+def test_an_unexplained_zero_gradient_is_labelled():
     credit = token_credit(five_tokens(), LossSpec(name="grpo", surrogate={"coefficient": 0.0}))
     assert {fate: part for fate, part in credit.shares().items() if part} == {
         "zero advantage": 0.25,
@@ -194,7 +196,7 @@ def test_a_clipped_token_may_still_have_the_credit_of_another_term():
     assert credit.credit_T[2] != 0
 
 
-def test_extras_lie_beside_their_tokens():
+def test_extras_are_aligned_with_tokens():
     batch = five_tokens(sampler_logprobs=[0.0, -2.0, -1.0, -1.0, -1.5])
     credit = token_credit(batch, LossSpec(name="grpo", correction={"kind": "tis"}))
     raw_T, applied_T = (credit.extras_T[name][batch.loss_mask_T] for name in ("raw_weight", "applied_weight"))
@@ -235,7 +237,7 @@ def test_log_probabilities_of_another_batch_are_refused():
         token_credit(five_tokens(), LossSpec(), torch.zeros(4))
 
 
-def test_what_the_batch_lacks_is_named():
+def test_missing_fields_of_the_batch_are_named():
     with pytest.raises(SpecError, match="no ref_logprobs"):
         token_credit(replace(five_tokens(), ref_logprobs_T=None), LossSpec(kl={"coefficient": 0.1}))
 

@@ -1,4 +1,4 @@
-"""The command line answers at once, from a bare source tree, and says mistakes in words."""
+"""The command line is fast from a bare source tree, and reports user errors without a traceback."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import sys
 import pytest
 
 from workbench.cli import VERBS, main
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
 BOUND_S = 1.5  # of a core; 0.1 s on a quiet machine, and importing torch alone would take 2 s
 
 
 def cpu_s_of_children():
-    """What the children took that have ended: a busy machine changes how long they wait, and hardly this."""
+    """CPU time of the ended children: load changes their waiting time, and hardly this."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def test_help_answers_at_once_from_a_source_tree(tmp_path):
+def test_help_is_fast_from_a_source_tree(tmp_path):
     """No installation and no git: PYTHONPATH alone, in a folder of its own."""
     env = {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(project_root()), *sys.path])}
     begin = cpu_s_of_children()
@@ -53,7 +53,7 @@ def test_every_verb_has_help(verb, capsys):
     assert f"workbench {verb}" in capsys.readouterr().out
 
 
-def test_no_verb_is_the_users_to_mend(capsys):
+def test_a_missing_verb_prints_usage(capsys):
     assert main([]) == 2
     assert "usage: workbench" in capsys.readouterr().out
 
@@ -68,7 +68,7 @@ def test_the_version(capsys):
     assert capsys.readouterr().out.startswith("workbench 0.")
 
 
-def test_a_mistake_is_said_in_words_with_exit_code_2(tmp_path):
+def test_a_user_error_has_exit_code_2(tmp_path):
     spec = tmp_path / "mine.yaml"
     spec.write_text("layout: {cp: 2, ordr: zigzag}\n")
     command = [sys.executable, "-m", "workbench", "run", str(spec)]
@@ -87,16 +87,16 @@ def test_notes_on_an_error_are_printed_too(monkeypatch, capsys):
         error.add_note("rank 3 of 8")
         raise error
 
-    monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "main", fail)
+    monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "lab", fail)
     assert main(["lab"]) == 2
     assert "rank 3 of 8" in capsys.readouterr().err
 
 
-def test_interrupting_says_so(monkeypatch, capsys):
+def test_an_interrupt_is_reported(monkeypatch, capsys):
     def interrupt(arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "main", interrupt)
+    monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "lab", interrupt)
     assert main(["lab"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -106,10 +106,10 @@ def test_rollouts_reach_their_verbs(tmp_path, capsys):
     assert "RecordError" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_said_in_words(monkeypatch, capsys):
+def test_a_full_disk_is_reported(monkeypatch, capsys):
     def full(arguments):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
 
-    monkeypatch.setattr(importlib.import_module("workbench.cli.ls"), "main", full)
-    assert main(["ls"]) == 2
-    assert "workbench ls: No space left on device: runs/x\n  do: free disk space" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "lab", full)
+    assert main(["lab"]) == 2
+    assert "workbench lab: No space left on device: runs/x\n  do: free disk space" in capsys.readouterr().err

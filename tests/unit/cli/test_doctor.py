@@ -1,4 +1,4 @@
-"""`workbench doctor`: what is wrong with a machine is said with what to do, and names neither host nor user."""
+"""`workbench doctor`: every problem has a fix, and no host or user is named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def met(monkeypatch):
-    """What the ranks say when they meet; no process is started."""
+    """Output of the ranks of the rendezvous; no process is started."""
     facts = dict(FACTS)
     monkeypatch.setattr(doctor, "check_rendezvous", lambda: facts)
     return facts
@@ -44,7 +44,7 @@ def about(what, found):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """A search path with nothing but what a test puts there."""
+    """A search path with nothing but the test's own programs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -57,8 +57,8 @@ def path(tmp_path, monkeypatch):
 
 class TestAllOfIt:
     def test_is_looked_at(self, met, project):
-        found = examine(project)
-        assert [finding.about for finding in found][:4] == ["python", "packages", "torch", "rendezvous"]
+        result = examine(project)
+        assert [finding.about for finding in result][:4] == ["python", "packages", "torch", "rendezvous"]
         assert {
             "triton",
             "cores",
@@ -73,9 +73,9 @@ class TestAllOfIt:
             "schedulers",
             "extras",
             "runs",
-        } <= {finding.about for finding in found}
-        assert {finding.verdict for finding in found} <= {"ok", "note", "problem"}
-        assert all(finding.fix for finding in found if finding.verdict == "problem")
+        } <= {finding.about for finding in result}
+        assert {finding.verdict for finding in result} <= {"ok", "note", "problem"}
+        assert all(finding.fix for finding in result if finding.verdict == "problem")
 
     def test_names_no_host_and_no_user(self, met, project, monkeypatch):
         monkeypatch.setenv("HOME", str(project))
@@ -86,11 +86,11 @@ class TestAllOfIt:
 
     def test_one_thing_that_cannot_be_looked_at_does_not_hide_the_rest(self, met, project, monkeypatch):
         monkeypatch.setattr(doctor, "psutil", stand_in(psutil, virtual_memory=lambda: 1 / 0))
-        found = examine(project)
-        broken = about("memory", found)
+        result = examine(project)
+        broken = about("memory", result)
         assert broken.verdict == "problem"
         assert broken.says == "the check failed: ZeroDivisionError: division by zero"
-        assert about("runs", found).verdict == "ok"
+        assert about("runs", result).verdict == "ok"
 
     def test_leaves_nothing_behind(self, met, project):
         examine(project)
@@ -98,7 +98,7 @@ class TestAllOfIt:
 
 
 class TestVerb:
-    def test_prints_a_line_each_and_what_to_do(self, monkeypatch, capsys):
+    def test_prints_one_line_per_check_and_the_fix(self, monkeypatch, capsys):
         monkeypatch.setattr(
             doctor,
             "_findings",
@@ -114,8 +114,8 @@ class TestVerb:
         ]
 
     def test_a_problem_is_exit_code_1(self, monkeypatch, capsys):
-        found = Finding("disk", "problem", "full", "make room")
-        monkeypatch.setattr(doctor, "_findings", lambda project: iter([found]))
+        result = Finding("disk", "problem", "full", "make room")
+        monkeypatch.setattr(doctor, "_findings", lambda project: iter([result]))
         assert main(["doctor", "--json"]) == 1
         assert json.loads(capsys.readouterr().out) == [
             {"about": "disk", "verdict": "problem", "says": "full", "fix": "make room"}
@@ -126,7 +126,7 @@ class TestVerb:
 
 
 class TestTorch:
-    def test_says_its_build(self, met, project):
+    def test_reports_its_build(self, met, project):
         assert about("torch", examine(project)) == Finding("torch", "ok", "2.13.0+cpu (for CPU only, no NCCL, gloo)")
         assert about("rendezvous", examine(project)).says == (
             "2 ranks met through gloo in 20 ms, after 2.0 s of loading torch"
@@ -141,9 +141,9 @@ class TestTorch:
             raise LaunchError("let 2 ranks meet", found="no end after 60 s", rule="they meet", fix="mend /etc/hosts")
 
         monkeypatch.setattr(doctor, "check_rendezvous", fail)
-        found = examine(project)
-        assert about("rendezvous", found) == Finding("rendezvous", "problem", "no end after 60 s", "mend /etc/hosts")
-        assert about("torch", found).verdict == "note"
+        result = examine(project)
+        assert about("rendezvous", result) == Finding("rendezvous", "problem", "no end after 60 s", "mend /etc/hosts")
+        assert about("torch", result).verdict == "note"
 
     def test_gpus_that_a_cpu_build_cannot_use_are_noted(self, met, project, path):
         path("nvidia-smi", "print('NVIDIA X')\nprint('NVIDIA X')")
@@ -152,14 +152,14 @@ class TestTorch:
     def test_a_cuda_build_that_sees_no_gpu_is_a_problem(self, met, project, path):
         path("nvidia-smi", "print('NVIDIA X')")
         met["cuda"] = "13.0"
-        found = about("CUDA", examine(project))
-        assert (found.verdict, "the driver may be too old" in found.says) == ("problem", True)
+        result = about("CUDA", examine(project))
+        assert (result.verdict, "the driver may be too old" in result.says) == ("problem", True)
 
     def test_several_gpus_need_nccl(self, met, project):
         met.update(cuda="13.0", gpus=["NVIDIA X (9.0)"] * 2)
-        found = examine(project)
-        assert about("CUDA", found).says == "NVIDIA X (9.0), NVIDIA X (9.0)"
-        assert about("NCCL", found).verdict == "problem"
+        result = examine(project)
+        assert about("CUDA", result).says == "NVIDIA X (9.0), NVIDIA X (9.0)"
+        assert about("NCCL", result).verdict == "problem"
         met["nccl"] = "2.27"
         assert not [finding for finding in examine(project) if finding.about == "NCCL"]
 
@@ -172,14 +172,14 @@ class TestTorch:
 class TestPackages:
     def test_a_missing_one_is_a_problem(self, monkeypatch):
         monkeypatch.setattr(doctor, "NEEDED", ("pydantic", "no-such-package"))
-        found = doctor._packages()
-        assert (found.verdict, found.says.endswith("no-such-package missing")) == ("problem", True)
+        result = doctor._packages()
+        assert (result.verdict, result.says.endswith("no-such-package missing")) == ("problem", True)
 
-    def test_extras_say_how_to_get_them(self, monkeypatch):
+    def test_extras_have_an_install_command(self, monkeypatch):
         monkeypatch.setattr(doctor, "_version", lambda package: "1.0" if package == "mlflow-skinny" else "")
-        found = doctor._extras()
-        assert (found.verdict, "mlflow 1.0" in found.says) == ("ok", True)
-        assert found.fix == "if you need them: pip install 'workbench[wandb,trackio,tensorboard,kubernetes]'"
+        result = doctor._extras()
+        assert (result.verdict, "mlflow 1.0" in result.says) == ("ok", True)
+        assert result.fix == "if you need them: pip install 'workbench[wandb,trackio,tensorboard,kubernetes]'"
 
     def test_a_folder_of_its_name_is_not_a_package(self, tmp_path, monkeypatch):
         (tmp_path / "emptyname").mkdir()
@@ -199,14 +199,14 @@ class TestPackages:
 
 
 class TestMachine:
-    def test_gpus_with_memory_and_who_computes_on_them(self, path):
+    def test_gpus_are_listed_with_memory_and_processes(self, path):
         path("nvidia-smi", "print('0, NVIDIA X, 10 MiB, 80 GiB' if 'query-gpu' in sys.argv[1] else '77, 5 GiB')")
         first, busy = doctor._gpus()
         assert (first.about, first.says) == ("GPU 0", "NVIDIA X, 10 MiB of 80 GiB used")
         assert (busy.verdict, busy.says) == ("note", "computing: process 77 (5 GiB)")
 
     @pytest.mark.parametrize("program", ["sys.exit(9)", "print('')"])
-    def test_a_driver_that_says_nothing_is_no_gpu(self, path, program):
+    def test_a_silent_driver_means_no_gpu(self, path, program):
         path("nvidia-smi", program)
         assert [finding.says for finding in doctor._gpus()] == ["none: runs take the CPU and gloo"]
 
@@ -219,16 +219,16 @@ class TestMachine:
     def test_a_disk_that_is_slow_to_keep_a_record_is_noted(self, project, monkeypatch):
         monkeypatch.setattr(doctor, "shutil", stand_in(shutil, disk_usage=lambda folder: Usage(2**41, 0, 2**40)))
         monkeypatch.setattr(doctor, "_write_speed", lambda folder: (2**28, 250.0))
-        found = doctor._disk(project)
-        assert (found.verdict, found.says) == ("note", "1.0 TiB free, 256 MiB/s written, 250.0 ms for a record")
+        result = doctor._disk(project)
+        assert (result.verdict, result.says) == ("note", "1.0 TiB free, 256 MiB/s written, 250.0 ms for a record")
 
     def test_a_folder_that_cannot_be_written_is_a_problem(self, project, monkeypatch):
         def refuse(folder):
             raise PermissionError(13, "Permission denied", str(folder))
 
         monkeypatch.setattr(doctor, "_write_speed", refuse)
-        found = doctor._disk(project)
-        assert (found.verdict, found.says) == ("problem", "experiments cannot be written: Permission denied")
+        result = doctor._disk(project)
+        assert (result.verdict, result.says) == ("problem", "experiments cannot be written: Permission denied")
 
     def test_speed_is_measured(self, project):
         speed, flush_ms = doctor._write_speed(project)
@@ -265,7 +265,7 @@ class TestMachine:
             "a rank of the default ablation takes 0.5 GiB; run fewer at a time",
         )
 
-    def test_browsers_and_schedulers_are_found_by_their_commands(self, path):
+    def test_browsers_and_schedulers_are_detected_by_command(self, path):
         assert doctor._browser().verdict == "note"
         assert doctor._schedulers().says == "this machine"
         for name in ("chromium-browser", "sbatch"):
@@ -282,11 +282,11 @@ class TestProject:
         lost = make_run(parity, "b", state="lost")
         broken = make_run(parity, "c")
         (broken.path / "config.json").write_text("{")
-        found = doctor._runs(project)
-        assert found.says == (
+        result = doctor._runs(project)
+        assert result.says == (
             f"3 under experiments; 1 lost: parity/{lost.path.name}; 1 unreadable: parity/{broken.path.name}"
         )
-        assert (found.verdict, found.fix) == ("note", "run the ablation again to finish the missing runs")
+        assert (result.verdict, result.fix) == ("note", "run the ablation again to finish the missing runs")
 
     def test_a_place_that_is_no_project_is_noted(self, tmp_path):
         assert doctor._project(tmp_path).says == f"{tmp_path}, without a folder data and experiments"

@@ -21,6 +21,6 @@ def test_the_command(tmp_path):
     assert command[-1] == "--no-browser"
 
 
-def test_without_notebooks_it_says_so(tmp_path):
+def test_missing_notebooks_are_reported(tmp_path):
     with pytest.raises(LaunchError, match="no notebooks"):
         verb.lab_command(tmp_path)

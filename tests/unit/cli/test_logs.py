@@ -1,4 +1,4 @@
-"""`workbench logs`: every line once, by rank, until the run ends; Ctrl-C detaches and says so."""
+"""`workbench logs`: every line once, by rank, until the run ends; Ctrl-C detaches with a message."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestTail:
         assert [f"{rank} {line}" for rank, line in tail_lines(run, lines=lines)] == expected
 
     @pytest.mark.parametrize("block", [1, 2, 3, 7])
-    def test_wherever_blocks_end(self, run, block, monkeypatch):
+    def test_block_boundaries_do_not_matter(self, run, block, monkeypatch):
         monkeypatch.setattr(logs, "_BLOCK", block)
         run.log_path(0).write_text("first\nsecond\n\nfourth\n")
         for lines in range(6):
@@ -73,7 +73,7 @@ class TestTail:
 
 
 class TestFollow:
-    def test_every_line_once_and_whole_until_the_run_has_ended(self, run, monkeypatch):
+    def test_every_line_is_printed_exactly_once_until_the_run_ends(self, run, monkeypatch):
         monkeypatch.setattr(logs, "_POLL_S", 0.001)
         with run.log_path(0).open("a") as log, run.log_path(1).open("a") as other:
             seen, lines = [], follow_lines(run, lines=1)
@@ -101,7 +101,7 @@ class TestFollow:
         run.set_state("failed")
         assert list(lines) == [(1, "x"), (1, "y")]
 
-    def test_a_log_that_is_begun_anew_is_read_anew(self, run, monkeypatch):
+    def test_a_restarted_log_is_read_from_the_start(self, run, monkeypatch):
         monkeypatch.setattr(logs, "_POLL_S", 0.001)
         lines = follow_lines(run, ranks=[0], lines=1)
         assert next(lines) == (0, "c")
@@ -119,7 +119,7 @@ class TestFollow:
 
 
 class TestVerb:
-    def test_lines_say_their_rank_where_there_are_several(self, run, capsys):
+    def test_lines_have_rank_prefixes_with_several_ranks(self, run, capsys):
         assert main(["logs", "cp2", "--lines", "1"]) == 0
         assert capsys.readouterr().out == "[rank 0] c\n[rank 1] unfinished\n"
 
@@ -132,13 +132,13 @@ class TestVerb:
         main(["logs", "cp2", "--rank", "0"])
         assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\r\n"
 
-    def test_on_a_terminal_what_it_would_obey_is_written_out(self, run, capsys, monkeypatch):
+    def test_control_sequences_are_escaped_on_a_terminal(self, run, capsys, monkeypatch):
         run.log_path(0).write_text("\x1b[31mred\x1b]0;owned\x07 10%\r20%\r\n")
         monkeypatch.setattr(logs, "sys", stand_in(sys, stdout=stand_in(sys.stdout, isatty=lambda: True)))
         main(["logs", "cp2", "--rank", "0"])
         assert capsys.readouterr().out == r"\x1b[31mred\x1b]0;owned\x07 10%\r20%" + "\n"
 
-    def test_follows_until_the_end_and_says_how_it_ended(self, run, capsys):
+    def test_follows_until_the_end_and_reports_the_outcome(self, run, capsys):
         ending = threading.Timer(0.3, run.set_state, ["succeeded"])
         ending.start()
         assert main(["logs", "cp2", "-f", "--rank", "0", "--lines", "1"]) == 0
@@ -146,7 +146,7 @@ class TestVerb:
         out, err = capsys.readouterr()
         assert (out, err) == ("c\n", f"{run.path.name} has ended: succeeded\n")
 
-    def test_before_any_rank_has_begun_it_says_so(self, project, capsys):
+    def test_reports_that_no_rank_has_started(self, project, capsys):
         waiting = make_run(project / "experiments" / "parity", "later", state="pending")
         assert main(["logs", "later"]) == 0
         assert capsys.readouterr().err == f"no rank of {waiting.path.name} has started; it is pending\n"
@@ -162,7 +162,7 @@ class TestVerb:
         assert "the number of a rank, or all" in capsys.readouterr().err
 
 
-def test_ctrl_c_detaches_says_so_and_leaves_the_run_alone(run, project):
+def test_ctrl_c_detaches_and_leaves_the_run_alone(run, project):
     source = str(Path(workbench.__file__).parents[1])
     command = [*INTERRUPTIBLE, sys.executable, "-m", "workbench", "logs", "cp2", "-f"]
     with subprocess.Popen(

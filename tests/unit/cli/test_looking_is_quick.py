@@ -1,4 +1,4 @@
-"""Whoever only looks waits for nothing: neither torch nor pandas nor matplotlib is loaded for it."""
+"""Read-only verbs are fast: they load neither torch nor pandas nor matplotlib."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def needed_s():
 
 
 @pytest.mark.parametrize("arguments", LOOKING, ids=" ".join)
-def test_looking_loads_nothing_heavy_and_answers_at_once(project, arguments, needed_s):
+def test_read_only_verbs_import_nothing_heavy_and_return_at_once(project, arguments, needed_s):
     command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(workbench.__file__).parents[1])}
     seconds = []

@@ -22,7 +22,7 @@ ARRAYS = {
 }
 
 
-def test_jsonl_becomes_a_recording(tmp_path, capsys):
+def test_jsonl_becomes_a_rollout_dataset(tmp_path, capsys):
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps(RECORD | {"reward": r, "group_id": "p"}) + "\n" for r in (1.0, 0.0)))
     import_(source, tmp_path / "out", temperature=0.6)
@@ -37,7 +37,7 @@ def test_jsonl_becomes_a_recording(tmp_path, capsys):
     assert "1 groups have different rewards" in shown
 
 
-def test_parquet_becomes_a_recording(tmp_path):
+def test_parquet_becomes_a_rollout_dataset(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -46,7 +46,7 @@ def test_parquet_becomes_a_recording(tmp_path):
     assert files.load(tmp_path / "out").tokens_T.tolist() == [5, 6, 10, 11]
 
 
-def test_npz_becomes_a_recording_and_other_arrays_must_be_named(tmp_path):
+def test_npz_becomes_a_rollout_dataset_and_other_arrays_must_be_named(tmp_path):
     np.savez(tmp_path / "a.npz", **{k: np.asarray(v) for k, v in ARRAYS.items()}, pixel_values=np.zeros(3))
     with pytest.raises(ValueError, match="unknown keys pixel_values"):
         import_(tmp_path / "a.npz", tmp_path / "out")
@@ -69,7 +69,7 @@ def test_import_does_not_overwrite_by_accident(tmp_path):
     import_(tmp_path / "a.jsonl", tmp_path / "out", overwrite=True)
 
 
-def test_check_refuses_a_truncated_recording_by_name(tmp_path, capsys):
+def test_check_refuses_a_truncated_rollout_dataset_by_name(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps(RECORD))
     import_(tmp_path / "a.jsonl", tmp_path / "out")
     path = tmp_path / "out" / "rollouts.safetensors"
@@ -90,7 +90,7 @@ def test_check_refuses_a_truncated_recording_by_name(tmp_path, capsys):
         ("equal rewards", "all recorded advantages are zero, and no group has different rewards"),
     ],
 )
-def test_check_says_that_nothing_can_be_trained_on(tmp_path, capsys, case, reason):
+def test_check_reports_a_dataset_without_signal(tmp_path, capsys, case, reason):
     files.save(rollouts(case), tmp_path / "out", provenance={})
     assert main(["rollouts", "check", str(tmp_path / "out")]) == 1
     shown = capsys.readouterr().out
@@ -107,7 +107,7 @@ def test_check_says_that_nothing_can_be_trained_on(tmp_path, capsys, case, reaso
         ("advantages of both signs", "dpo", 1, "  refused: a loss on preference pairs needs groups with rewards"),
     ],
 )
-def test_check_asks_what_the_loss_needs(tmp_path, capsys, case, loss, code, line):
+def test_check_requires_the_fields_of_the_loss(tmp_path, capsys, case, loss, code, line):
     files.save(rollouts(case), tmp_path / "out", provenance={})
     assert main(["rollouts", "check", str(tmp_path / "out"), "--loss", loss]) == code
     shown = capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_check_refuses_a_loss_that_is_none(tmp_path, capsys):
     assert "did you mean 'dpo'?" in capsys.readouterr().err
 
 
-def test_check_says_what_can_be_trained_on(tmp_path, capsys):
+def test_check_reports_what_can_be_trained(tmp_path, capsys):
     files.save(rollouts("advantages of both signs"), tmp_path / "out", provenance={})
     assert main(["rollouts", "check", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -133,14 +133,14 @@ def test_check_says_what_can_be_trained_on(tmp_path, capsys):
     assert "warning" not in shown
 
 
-def test_importing_what_cannot_be_trained_on_is_done_and_said(tmp_path, capsys):
+def test_importing_untrainable_rollouts_succeeds_with_a_warning(tmp_path, capsys):
     source = tmp_path / "a.jsonl"
     source.write_text(json.dumps(RECORD | {"advantage": 0.0}) + "\n")
     assert main(["rollouts", "import", str(source), str(tmp_path / "out")]) == 0
     assert "vacuous: all recorded advantages are zero" in capsys.readouterr().out
 
 
-def test_check_shows_what_is_absent(tmp_path, capsys):
+def test_check_lists_absent_fields(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps(RECORD | {"completion_loss_mask": [0, 0]}))
     import_(tmp_path / "a.jsonl", tmp_path / "out")
     shown = capsys.readouterr().out

@@ -1,27 +1,19 @@
-"""`workbench status`: what differs, how far, how each rank does, who is waited for, and why it failed."""
+"""`workbench ls` and `status`: what differs, how far, how each rank does, who is waited for, and why it failed."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 import pytest
 
 from tests.helpers.hand_made import make_run, step_record
-from workbench.cli import main, status
-from workbench.cli.status import describe
+from tests.helpers.waiting_ranks import one_waits
+from workbench.atomic import to_json, write_whole
+from workbench.cli import main
+from workbench.cli.status import list_lines
 from workbench.errors import ShapeError
-from workbench.records.directory import RunDirectory, to_json, write_whole
-from workbench.sharding import flight
-
-ABLATION = """
-question: Same?
-base: {steps: 4}
-axes: {precision: [float64, float32]}
-reference: one_rank
-truth: one_rank-float64
-configurations: {first: {layout: {tp: 2}}, one_rank: {}, cp2: {layout: {cp: 2}}}
-"""
+from workbench.launch import status
+from workbench.launch.status import Listed, list_runs, status_of
 
 
 @pytest.fixture
@@ -36,22 +28,8 @@ def parity(project):
     return project / "experiments" / "parity"
 
 
-def one(name):
-    [found] = describe(name)
-    return found
-
-
 class TestOneRun:
-    def test_says_how_far_it_is_and_what_it_last_recorded(self, parity):
-        make_run(parity, "cp2", state="running", done=3, layout={"cp": 2}, fields={"device_note": "no GPU here"})
-        found = one("cp2")
-        assert (found.state, found.steps_done, found.steps) == ("running", 3, 4)
-        assert found.last["loss/total/sum"] == pytest.approx(0.35)
-        assert found.step_ms == 41.5  # of 41 and 42: the first took 1000 and is left out
-        assert (found.world_size, found.device, found.backend) == (2, "cpu", "processes")
-        assert found.device_note == "no GPU here"
-
-    def test_in_words(self, parity, capsys):
+    def test_describes_the_run(self, parity, capsys):
         make_run(parity, "one_rank")
         make_run(parity, "cp2", at_s=1, done=3, state="cancelled", layout={"cp": 2})
         assert main(["status", "cp2"]) == 0
@@ -89,7 +67,7 @@ class TestOneRun:
             ),
         ],
     )
-    def test_says_what_a_comparison_with_it_could_see(self, parity, capsys, counts, lines):
+    def test_reports_the_evidence_of_a_comparison(self, parity, capsys, counts, lines):
         counted = {
             "evidence/documents/sum": 8,
             "evidence/gradient_documents/sum": 6,
@@ -106,8 +84,7 @@ class TestOneRun:
         assert read["evidence"]["trained_tokens"] == 2 * counted["evidence/trained_tokens/sum"]
 
     def test_a_record_of_an_earlier_version_has_no_evidence(self, parity, capsys):
-        make_run(parity, "cp2")
-        assert one("cp2").evidence is None
+        assert status_of(make_run(parity, "cp2")).evidence is None
         main(["status", "cp2"])
         assert "evidence" not in capsys.readouterr().out
 
@@ -119,23 +96,23 @@ class TestOneRun:
 
     def test_where_it_runs(self, parity, capsys):
         make_run(parity, "a", fields={"backend": "slurm", "handle": "slurm://x/77"}, layout={"cp": 2})
-        make_run(parity, "b", fields={"handle": "processes://77"})  # of no use to anybody
+        make_run(parity, "b", fields={"handle": "processes://77"})  # unusable
         main(["status", "a"])
         main(["status", "b"])
         out = capsys.readouterr().out
         assert "  where      2 ranks on cpu, slurm, slurm://x/77\n" in out
         assert "  where      1 rank on cpu, processes\n" in out
 
-    def test_what_it_goes_on_with(self, parity, capsys):
+    def test_reports_the_run_that_it_continues(self, parity, capsys):
         records = [{"step": number} | ({"run/continues": "cp2-0badcafe"} if number == 2 else {}) for number in range(4)]
         make_run(parity, "cp2", fields={"continues": "cp2-0badcafe"}, records=records)
         make_run(parity, "dp2", fields={"continues": "dp2-0badcafe"}, done=0, state="pending")
         main(["status", "cp2"])
         main(["status", "dp2"])
-        said = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "  continues " in line]
-        assert said == ["with cp2-0badcafe from step 2", "with dp2-0badcafe"]
+        texts = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "  continues " in line]
+        assert texts == ["with cp2-0badcafe from step 2", "with dp2-0badcafe"]
 
-    def test_time_left_and_reward_of_a_run_that_goes_on(self, parity, capsys):
+    def test_time_left_and_reward_of_a_resumed_run(self, parity, capsys):
         records = [
             {
                 "step": number,
@@ -153,118 +130,37 @@ class TestOneRun:
         assert "about 1 min 0 s left\n" in out
         assert "gradient norm 1.00000, reward 0.250\n" in out
 
-    def test_a_cancel_that_was_asked_for_is_said_until_it_ends(self, parity, capsys):
+    def test_a_requested_cancel_is_shown_until_the_end(self, parity, capsys):
         make_run(parity, "cp2", state="running").request_cancel("test")
         main(["status", "cp2"])
         assert "running, cancellation requested" in capsys.readouterr().out
 
-    def test_a_lost_run_says_what_to_do(self, parity, capsys):
+    def test_a_lost_run_has_a_fix(self, parity, capsys):
         make_run(parity, "cp2", state="lost")
         main(["status", "cp2"])
         assert "no process is left that could end it; run it again to finish what is missing" in capsys.readouterr().out
 
-    def test_damaged_records_are_said_and_the_rest_is_shown(self, parity, capsys):
+    def test_damaged_records_are_reported_and_the_rest_is_shown(self, parity, capsys):
         run = make_run(parity, "cp2")
         metrics = run.path / "metrics.jsonl"
         metrics.write_bytes(metrics.read_bytes().replace(b'"step": 1', b'"step": 9'))
-        found = one("cp2")
-        assert (found.problem, found.steps_done, found.last) == ("line 2 of 4 is damaged", 4, {})
+        result = status_of(run)
+        assert (result.problem, result.steps_done, result.last) == ("line 2 of 4 is damaged", 4, {})
         main(["status", "cp2"])
         assert "damaged  line 2 of 4 is damaged" in capsys.readouterr().out
 
-    def test_a_damaged_exit_record_is_said(self, parity):
-        run = make_run(parity, "cp2", state="failed")
-        (run.path / "ranks" / "rank00000.exit.json").write_text("{")
-        assert "rank00000.exit.json" in one("cp2").problem
-
-    def test_without_steps(self, parity):
-        make_run(parity, "cp2", state="pending", done=0)
-        found = one("cp2")
-        assert (found.step_ms, found.last, found.seconds, found.started_ns) == (None, {}, None, None)
-
-
-class TestSettings:
-    def test_are_held_against_the_first_run(self, parity):
-        make_run(parity, "b_first", at_s=0, seed=3)
-        make_run(parity, "a_second", at_s=1, seed=4, loss={"surrogate": {"clip_low": 0.1}})
-        found = one("a_second")
-        assert found.compared_with == "b_first"
-        assert found.settings == {"loss.surrogate.clip_low": [0.2, 0.1], "seed": [3, 4]}
-        assert (one("b_first").compared_with, one("b_first").settings) == ("", {})
-
-    def test_against_the_reference_where_the_ablation_names_one(self, parity):
-        parity.mkdir(parents=True)
-        (parity / "ablation.yaml").write_text(ABLATION)
-        make_run(parity, "first-float32", at_s=0, layout={"tp": 2})
-        make_run(parity, "one_rank-float32", at_s=1)
-        make_run(parity, "cp2-float32", at_s=2, layout={"cp": 2})
-        assert one("cp2-float32").compared_with == "one_rank-float32"
-        assert one("cp2-float32").settings == {"layout.cp": [1, 2]}
-        assert one("one_rank-float32").compared_with == ""
-
-    def test_an_ablation_that_cannot_be_read_leaves_the_first(self, parity):
-        parity.mkdir(parents=True)
-        (parity / "ablation.yaml").write_text("configurations: [")
-        make_run(parity, "first", at_s=0)
-        make_run(parity, "cp2", at_s=1, layout={"cp": 2})
-        assert one("cp2").compared_with == "first"
-
 
 class TestRanks:
-    def test_size_and_last_line_of_each_log_and_how_it_ended(self, parity):
-        make_run(
-            parity,
-            "cp4",
-            state="failed",
-            layout={"cp": 4},
-            rank=1,
-            error=ShapeError("split"),
-            logs={0: "one\ntwo\n\n", 1: "x" * 40_000 + "\nlast", 2: ""},
-        )
-        ranks = one("cp4").ranks
-        assert [(rank.rank, rank.log_bytes, rank.last_line, rank.ended) for rank in ranks] == [
-            (0, 9, "two", ""),
-            (1, 40_005, "last", "exception"),
-            (2, 0, "", ""),
-            (3, None, "", ""),
-        ]
-
-    def test_one_that_succeeded_says_so(self, parity):
-        make_run(parity, "a", logs={0: "done\n"})
-        assert [rank.ended for rank in one("a").ranks] == ["well"]
-
-    def test_the_collective_that_it_is_in(self, parity, monkeypatch):
-        run = make_run(parity, "cp2", state="running", layout={"cp": 2})
-        with _one_waits(run):
-            monkeypatch.setattr(status, "_PATIENCE_S", 0.0)
-            found = one("cp2")
-        assert found.ranks[0].inside.startswith("all_reduce over cp [#2")
-        assert found.ranks[1].inside == ""
-        [wait] = found.waiting
-        assert (wait.rank, wait.stack) == (1, "")
-        assert wait.message.startswith("rank 1 has not come to all_reduce over cp [#2")
-
-    def test_a_short_wait_is_none(self, parity):
-        run = make_run(parity, "cp2", state="running", layout={"cp": 2})
-        with _one_waits(run):
-            assert one("cp2").waiting == []
-
     def test_the_stack_that_the_watchdog_took_is_shown(self, parity, monkeypatch, capsys):
         run = make_run(parity, "cp2", state="running", layout={"cp": 2})
         monkeypatch.setattr(status, "_PATIENCE_S", 0.0)
         noted = {"waiting": [{"rank": 1, "stack": "in sleep\x1b[2J"}]}
         write_whole(run.path / "ranks" / "waiting.json", to_json(noted))
-        with _one_waits(run):
+        with one_waits(run):
             main(["status", "cp2"])
         out = capsys.readouterr().out
         assert "  waiting    rank 1 has not come to all_reduce" in out
         assert out.endswith("where rank 1 is:\n  in sleep\\x1b[2J\n")
-
-    def test_nobody_is_waited_for_after_the_end(self, parity, monkeypatch):
-        monkeypatch.setattr(status, "_PATIENCE_S", 0.0)
-        run = make_run(parity, "cp2", state="cancelled", layout={"cp": 2})
-        with _one_waits(run):
-            assert one("cp2").waiting == []
 
 
 class TestFailure:
@@ -282,7 +178,7 @@ class TestFailure:
                 stack="File step.py, line 3",
             )
         run.write_exit(0, {"cp": 0}, ConnectionError("closed"))
-        assert one("cp2").failure["rank"] == 1
+        assert status_of(run).failure["rank"] == 1
         main(["status", "cp2"])
         out = capsys.readouterr().out
         assert "failed: rank 1 ShapeError (hang): split 7 tokens; found: an odd\n" in out
@@ -294,7 +190,7 @@ class TestFailure:
 
 
 class TestExperiment:
-    def test_counts_runs_and_says_where_to_read_on(self, parity, capsys):
+    def test_counts_runs_and_names_the_next_command(self, parity, capsys):
         make_run(parity, "a", at_s=0)
         make_run(parity, "b", at_s=1)
         failed = make_run(parity, "c", at_s=2, state="failed", done=1, error=ValueError("no"))
@@ -310,10 +206,10 @@ class TestExperiment:
         main(["status", "parity", "--json"])
         assert [read["name"] for read in json.loads(capsys.readouterr().out)] == ["a", "b"]
 
-    def test_who_is_waited_for_in_it(self, parity, capsys, monkeypatch):
+    def test_names_the_rank_that_is_waited_for(self, parity, capsys, monkeypatch):
         monkeypatch.setattr(status, "_PATIENCE_S", 0.0)
         run = make_run(parity, "cp2", state="running", layout={"cp": 2})
-        with _one_waits(run):
+        with one_waits(run):
             main(["status", "parity"])
         assert "\ncp2: rank 1 has not come to all_reduce" in capsys.readouterr().out
 
@@ -325,15 +221,85 @@ class TestExperiment:
         assert capsys.readouterr().out.startswith("parity: 2 runs, 1 succeeded, 1 unreadable\n")
 
 
-@contextlib.contextmanager
-def _one_waits(run: RunDirectory):
-    """Rank 0 stands in a second all_reduce, to which rank 1 has not come."""
-    with contextlib.ExitStack() as inside:
-        for rank in (1, 0):
-            flight.start(run.path / "ranks" / f"rank{rank:05d}.flight", rank)
-            with flight.entering("all_reduce", "cp", range(2), "cp", (4,), "float32"):
-                pass
-            if rank == 0:
-                inside.enter_context(flight.entering("all_reduce", "cp", range(2), "cp", (4,), "float32"))
-        yield
-    flight.stop()
+@pytest.fixture
+def listed(project):
+    parity, other = project / "experiments" / "parity", project / "experiments" / "other"
+    make_run(parity, "cp2", at_s=5, state="failed", done=2, layout={"cp": 2}, rank=1, error=ValueError("an\nodd row"))
+    make_run(parity, "one_rank", at_s=0, took_s=75.25)
+    make_run(other, "tp2", at_s=3, state="lost", done=1, layout={"tp": 2})
+    make_run(parity, "cp4", at_s=9, state="pending", done=0, layout={"cp": 4})
+    return project
+
+
+def test_as_a_table(listed, capsys):
+    assert main(["ls"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["EXPERIMENT", "RUN", "STATE", "STEPS", "WHEN", "TOOK", "WHERE", "WHY"]
+    assert rows[0].split()[:4] == ["parity", "one_rank", "succeeded", "4/4"]
+    assert "1 min 15 s" in rows[0]
+    assert rows[2].endswith("2 x cpu, processes  rank 1 ValueError: an")
+
+
+def test_of_one_experiment_its_name_is_not_repeated(listed, capsys):
+    main(["ls", "parity"])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[0] == "RUN"
+    assert len(rows) == 3
+
+
+def test_older_attempts_need_a_flag(listed, capsys):
+    again = make_run(listed / "experiments" / "parity", "cp2", at_s=7, layout={"cp": 2})
+    assert [run.state for run in list_runs("parity", project=listed) if run.name == "cp2"] == ["succeeded"]
+    main(["ls", "experiments/parity", "--all"])
+    out = capsys.readouterr().out
+    assert again.path.name in out
+    assert f"{again.path.name.removesuffix('-2')} " in out  # two of one name are distinguished by their folders
+
+
+def test_a_run_that_cannot_be_read_is_listed(listed, capsys):
+    [run] = [run for run in list_runs("parity", project=listed) if run.name == "one_rank"]
+    (listed / "experiments" / "parity" / "runs" / run.folder / "config.json").write_text("{")
+    main(["ls", "parity"])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "one_rank" in line]
+    assert "unreadable" in line
+    assert "JSONDecodeError" in line
+
+
+def test_as_json(listed, capsys):
+    assert main(["ls", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [Listed(**run) for run in read] == list_runs(project=listed)
+
+
+def test_an_empty_list_explains_the_first_step(tmp_path, monkeypatch, capsys):
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["ls"]) == 0
+    assert "begin with: workbench run" in capsys.readouterr().out
+
+
+def test_no_such_experiment(listed, capsys):
+    assert main(["ls", "nothing"]) == 2
+    assert "no run or experiment of that name" in capsys.readouterr().err
+
+
+def test_control_sequences_are_escaped(listed, capsys):
+    make_run(
+        listed / "experiments" / "parity",
+        "tp4",
+        at_s=20,
+        state="failed",
+        fields={"name": "tp4\x1b[31m"},
+        error=ValueError("\x1b]0;owned\x07"),
+    )
+    main(["ls"])
+    out = capsys.readouterr().out
+    assert r"tp4\x1b[31m" in out
+    assert r"\x1b]0;owned\x07" in out
+    assert "\x1b" not in out
+
+
+def test_a_line_is_as_long_as_the_terminal():
+    run = Listed("e", "n", "n-1", "failed", 1, 2, 10**18, 1.0, 1, "cpu", "here", "because " * 40)
+    assert max(map(len, list_lines([run], letters=80))) == 80
+    assert max(map(len, list_lines([run]))) > 300

@@ -25,7 +25,7 @@ from workbench.cli.terminal import print_lines, safe, safe_lines, size, table, w
         ("grün 中 ∑", "grün 中 ∑"),
     ],
 )
-def test_what_a_terminal_would_obey_is_written_out(hostile, shown):
+def test_control_sequences_are_escaped(hostile, shown):
     assert safe(hostile) == shown
 
 
@@ -33,12 +33,12 @@ def test_lines_stay_lines():
     assert safe_lines("a\x1b\nb\r") == ["a\\x1b", "b\\r"]
 
 
-def test_columns_stand_and_empty_ones_go():
+def test_columns_are_aligned_and_empty_ones_dropped():
     assert table([["a", "", "bb"], ["ccc", "", "d\x1b"]], ("X", "Y", "Z")) == ["X    Z", "a    bb", "ccc  d\\x1b"]
     assert table([]) == []
 
 
-def test_a_narrow_terminal_cuts_and_says_so():
+def test_a_narrow_terminal_truncates_with_a_mark():
     assert table([["abc", "defgh"]], width=7) == ["abc  d…"]
     assert table([["abc", "de"]], width=7) == ["abc  de"]
 
@@ -51,7 +51,7 @@ def test_a_terminal_without_the_letters_gets_their_numbers():
     assert output.buffer.getvalue() == b"gr\\xfcn\nplain\n"
 
 
-def test_what_goes_elsewhere_is_not_cut(capsys):
+def test_output_to_a_file_is_not_truncated(capsys):
     assert width() is None
 
 

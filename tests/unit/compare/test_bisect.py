@@ -1,4 +1,4 @@
-"""Where two runs part: whatever is planted is named, with its block of tokens, and nothing where nothing was."""
+"""Bisection of two runs: a planted change is named with its block of tokens, and equal runs have none."""
 
 from pathlib import Path
 
@@ -30,31 +30,40 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 def parted(a, b, **given):
-    found = bisect(a, b, block_tokens=8, project=PROJECT, **given).divergence
-    assert found is not None
-    return found
+    result = bisect(a, b, block_tokens=8, project=PROJECT, **given).divergence
+    assert result is not None
+    return result
 
 
 class TestPlanted:
     def test_one_bit_forward(self, monkeypatch):
         plant(monkeypatch, UP, place=17, loads=[1])
-        found = parted(BASE, BASE)
-        assert (found.step, found.way, found.tensor, found.row, found.block) == (0, "forward", UP, 0, 2)
-        assert (found.tokens, found.before, found.blocks) == ((16, 24), "model.layers.1.mlp.act_fn", 2)
-        assert f"step 0, forward: the output of {UP}, row 0, tokens 16 to 23 (block 2); 2 of its " in found.description
+        divergence = parted(BASE, BASE)
+        assert (divergence.step, divergence.way, divergence.tensor, divergence.row, divergence.block) == (
+            0,
+            "forward",
+            UP,
+            0,
+            2,
+        )
+        assert (divergence.tokens, divergence.before, divergence.blocks) == ((16, 24), "model.layers.1.mlp.act_fn", 2)
+        assert (
+            f"step 0, forward: the output of {UP}, row 0, tokens 16 to 23 (block 2); 2 of its "
+            in divergence.description
+        )
 
     def test_one_bit_backward(self, monkeypatch):
         plant(monkeypatch, UP, place=17, loads=[1], backward=True)
-        found = parted(BASE, BASE)
-        assert (found.way, found.tensor, found.block) == ("backward", UP, 2)
-        assert found.description.startswith(
+        divergence = parted(BASE, BASE)
+        assert (divergence.way, divergence.tensor, divergence.block) == ("backward", UP, 2)
+        assert divergence.description.startswith(
             f"step 0, backward: the gradient of the output of {UP}, row 0, tokens 16 to 23"
         )
 
     def test_in_the_reproducible_mode_in_another_layout(self, monkeypatch):
         plant(monkeypatch, UP, place=3, loads=[1])  # the first of two ranks; its fourth token is the row's
-        found = parted(EXACT, EXACT.merged({"layout": {"cp": 2, "order": "zigzag"}}))
-        assert (found.way, found.tensor, found.block) == ("forward", UP, 0)
+        divergence = parted(EXACT, EXACT.merged({"layout": {"cp": 2, "order": "zigzag"}}))
+        assert (divergence.way, divergence.tensor, divergence.block) == ("forward", UP, 0)
 
     def test_in_a_later_step(self, monkeypatch):
         step, calls = worker.flow.clip_gradients, []
@@ -68,8 +77,8 @@ class TestPlanted:
 
         monkeypatch.setattr(worker.flow, "clip_gradients", grown)
         two = BASE.merged({"steps": 2})
-        found = parted(two, two)
-        assert (found.step, found.way, found.tensor) == (1, "weights", f"{UP}.weight")
+        divergence = parted(two, two)
+        assert (divergence.step, divergence.way, divergence.tensor) == (1, "weights", f"{UP}.weight")
 
 
 class TestSettings:
@@ -84,48 +93,50 @@ class TestSettings:
         ],
     )
     def test_each_parts_where_it_acts(self, changes, way, tensor):
-        found = parted(BASE, BASE.merged(changes))
-        assert (found.way, found.tensor) == (way, tensor)
+        divergence = parted(BASE, BASE.merged(changes))
+        assert (divergence.way, divergence.tensor) == (way, tensor)
 
-    def test_sums_over_ranks_are_told_from_what_is_summed(self):
+    def test_sums_over_ranks_are_distinguished_from_their_inputs(self):
         tp2 = EXACT.merged({"layout": {"tp": 2}})
-        found = parted(tp2, tp2.merged({"reproducible": {"bits": 12}}))
-        assert (found.way, found.tensor, found.block) == ("gradients", "model.norm.weight", None)
-        assert found.description == "step 0, gradients: the gradient of model.norm.weight, whose pieces were the same"
+        divergence = parted(tp2, tp2.merged({"reproducible": {"bits": 12}}))
+        assert (divergence.way, divergence.tensor, divergence.block) == ("gradients", "model.norm.weight", None)
+        assert (
+            divergence.description == "step 0, gradients: the gradient of model.norm.weight, whose pieces were the same"
+        )
 
     def test_ordinary_blocks_of_another_size(self):
-        found = parted(EXACT, EXACT.merged({"reproducible": {"block_tokens": 16}}))
-        assert found.way == "forward"
-        assert found.tensor.startswith("model.layers.0.")
+        divergence = parted(EXACT, EXACT.merged({"reproducible": {"block_tokens": 16}}))
+        assert divergence.way == "forward"
+        assert divergence.tensor.startswith("model.layers.0.")
 
 
 class TestEqual:
     def test_a_repeated_run(self):
-        found = bisect(BASE, BASE, project=PROJECT)
-        assert found.equal
-        said, seen, *warnings = str(found).splitlines()
-        assert said == "a and b: the same bits in 1 step: 59 tensors on the way, the loss, every gradient and weight"
+        bisection = bisect(BASE, BASE, project=PROJECT)
+        assert bisection.equal
+        text, seen, *warnings = str(bisection).splitlines()
+        assert text == "a and b: the same bits in 1 step: 59 tensors on the way, the loss, every gradient and weight"
         assert seen.startswith("  could have seen: gradient on ")
-        assert [line.startswith("  warning: ") for line in warnings] == [True] * len(found.evidence.warnings)
+        assert [line.startswith("  warning: ") for line in warnings] == [True] * len(bisection.evidence.warnings)
 
     def test_layouts_of_the_reproducible_mode(self):
-        found = bisect(EXACT, EXACT.merged({"layout": {"dp": 2, "tp": 2}}), names=("one", "four"), project=PROJECT)
-        assert found.equal
-        assert str(found).splitlines()[1] == (
+        bisection = bisect(EXACT, EXACT.merged({"layout": {"dp": 2, "tp": 2}}), names=("one", "four"), project=PROJECT)
+        assert bisection.equal
+        assert str(bisection).splitlines()[1] == (
             "  one was run with data.micro_batches = 4, so that both have the same rows"
         )
 
     @pytest.mark.parametrize("case", ["advantages of zero", "empty loss mask", "equal rewards"])
     def test_the_same_bits_of_nothing_are_vacuous(self, case, tmp_path):
         spec = ran(tmp_path, case, "one").spec
-        found = bisect(spec, spec.merged({"optimizer": {"weight_decay": 0.0}}), project=PROJECT)
-        assert (found.verdict, found.equal, found.divergence) == ("vacuous", False, None)
-        assert str(found).startswith("a and b: vacuous, no ")
+        bisection = bisect(spec, spec.merged({"optimizer": {"weight_decay": 0.0}}), project=PROJECT)
+        assert (bisection.verdict, bisection.equal, bisection.divergence) == ("vacuous", False, None)
+        assert str(bisection).startswith("a and b: vacuous, no ")
 
     def test_the_same_bits_that_are_not_finite_are_an_unsound_baseline(self):
-        found = module.Bisection("a", "b", None, 1, 59, {}, not_finite="step 0: the loss is nan")
-        assert (found.verdict, found.equal) == ("unsound baseline", False)
-        assert str(found).startswith("a and b: unsound baseline, step 0: the loss is nan: the same bits in 1 step")
+        result = module.Bisection("a", "b", None, 1, 59, {}, not_finite="step 0: the loss is nan")
+        assert (result.verdict, result.equal) == ("unsound baseline", False)
+        assert str(result).startswith("a and b: unsound baseline, step 0: the loss is nan: the same bits in 1 step")
 
 
 class TestRuns:
@@ -142,11 +153,11 @@ class TestRuns:
         traced = BASE.merged({"record": {"certificate": True, "trace_tokens": 8}})
         one, two = ran("one", traced), ran("two", traced.merged({"policy": {"temperature": 0.9}}))
         monkeypatch.setattr(module, "run_here", None)
-        found = bisect(one, two)
-        assert (found.a, found.b, found.divergence.tensor) == ("one", "two", "logprobs")
+        bisection = bisect(one, two)
+        assert (bisection.a, bisection.b, bisection.divergence.tensor) == ("one", "two", "logprobs")
         assert bisect(one.path, str(one.path)).equal
 
-    def test_others_are_run_again_to_the_step_that_is_known_to_differ(self, ran, monkeypatch):
+    def test_other_runs_are_repeated_up_to_the_differing_step(self, ran, monkeypatch):
         certified = BASE.merged({"record": {"certificate": True}, "steps": 3})
         one, two = ran("one", certified), ran("two", certified.merged({"optimizer": {"learning_rate": 2e-3}}))
         again, steps = module.run_here, []
@@ -159,7 +170,7 @@ class TestRuns:
         assert bisect(one, two, project=PROJECT).divergence.way == "weights"
         assert steps == [1, 1]
 
-    def test_clip_decisions_of_another_run_are_found_again(self, ran):
+    def test_clip_decisions_of_another_run_are_reused(self, ran):
         ran("one", BASE)
         taker = ran("taker", BASE.merged({"frozen_clip": "one"}))
         assert bisect(taker, taker, project=PROJECT).equal
@@ -182,7 +193,7 @@ class TestRows:
     def test_padding_at_the_end_of_a_row_is_none_of_it(self):
         assert bisect(EXACT, EXACT.merged({"data": {"multiple_of": 160}}), project=PROJECT).equal
 
-    def test_inputs_are_said_as_such(self):
+    def test_inputs_are_labelled(self):
         words = module.Divergence(0, "forward", f"x{INPUT}", 1, 0, (0, 8), 1, 2, "y").description
         assert words == (
             "step 0, forward: the input of x (from attention, a sum or a product before it), row 1, "

@@ -1,4 +1,4 @@
-"""Two runs by their certificates, hand-made: the first step, tensor and element that differ, and what is not known."""
+"""Two runs by their certificates, synthetic: the first differing step, tensor and element, and missing entries."""
 
 import math
 
@@ -17,7 +17,7 @@ EXACT = {"reproducible": {"block_tokens": 8}}
 
 
 def tensors(**changed):
-    """What one step came to; the names are those of a certificate."""
+    """The certificate entries of one step, under their real names."""
     drawn = torch.Generator().manual_seed(0)
     made = {
         "logprobs": torch.randn(6, generator=drawn),
@@ -48,23 +48,23 @@ def run(root, name, steps, *, kept=("gradients", "tokens"), certified=True, **se
     )
     directory = RunDirectory.create(root, name, spec)
     directory.set_state("running")
-    for number, said in enumerate(steps):
-        unlike, numbers = said.pop("unlike", ()), said.pop("numbers", {})
-        line = {"step": number, "loss/total/sum": float(said["loss/total/sum"]), "gradient/norm/global": 1.0} | numbers
+    for number, text in enumerate(steps):
+        unlike, numbers = text.pop("unlike", ()), text.pop("numbers", {})
+        line = {"step": number, "loss/total/sum": float(text["loss/total/sum"]), "gradient/norm/global": 1.0} | numbers
         if "gradients" in kept:
             directory.write_tensors(
                 f"step{number:04d}.gradients",
-                {name.removeprefix("gradient/"): value for name, value in said.items() if name.startswith("gradient/")},
+                {name.removeprefix("gradient/"): value for name, value in text.items() if name.startswith("gradient/")},
             )
         if "tokens" in kept:
             flags = {name: torch.zeros(6, dtype=torch.bool) for name in ("clipped", "would_clip", "trained")}
             directory.write_tensors(
                 f"step{number:04d}.tokens",
-                {"policy_logprobs": said["logprobs"], "old_logprobs": said["logprobs"], **flags},
+                {"policy_logprobs": text["logprobs"], "old_logprobs": text["logprobs"], **flags},
             )
         if certified:
             certificate = Certificate(
-                {name: f"{value.dtype} {fingerprint(value):016x}" for name, value in said.items()}, unlike
+                {name: f"{value.dtype} {fingerprint(value):016x}" for name, value in text.items()}, unlike
             )
             write_certificate(directory, number, certificate)
             line["certificate"] = certificate.hash
@@ -85,43 +85,43 @@ def compared(tmp_path):
 
 class TestTheFirstThatDiffers:
     def test_nothing_does(self, compared):
-        found = compared(tensors(), tensors())
-        assert found.equal
-        assert str(found) == (
+        result = compared(tensors(), tensors())
+        assert result.equal
+        assert str(result) == (
             "mine against ref: the certificate of all 2 steps is the reference's: loss, "
             "log-probabilities, gradients and weights are the same bits"
         )
 
     def test_is_named_with_its_element(self, compared):
         wrong = tensors(**ulp("gradient/head", (1, 1)), **ulp("weight/head", (0, 0)), **ulp("gradient/embedding", 2))
-        found = compared(tensors(), wrong)
-        assert (found.step, found.differing) == (1, ("gradient/head", "gradient/embedding", "weight/head"))
-        assert found.element.place == (1, 1)
-        assert found.element.value == float(wrong["gradient/head"][1, 1]) != found.element.reference
-        assert "step 1: certificates part at gradient/head and 2 more of 6 tensors; element [1, 1] " in found.why
-        assert found.why.endswith("the first of 1 in 6")
+        result = compared(tensors(), wrong)
+        assert (result.step, result.differing) == (1, ("gradient/head", "gradient/embedding", "weight/head"))
+        assert result.element.place == (1, 1)
+        assert result.element.value == float(wrong["gradient/head"][1, 1]) != result.element.reference
+        assert "step 1: certificates part at gradient/head and 2 more of 6 tensors; element [1, 1] " in result.why
+        assert result.why.endswith("the first of 1 in 6")
 
     def test_may_be_a_log_probability_or_the_loss(self, compared):
         assert compared(tensors(**ulp("logprobs", 4))).element.place == (4,)
-        found = compared(tensors(**ulp("loss/total/sum", ())))
-        assert (found.element.value, found.element.reference) == (0.5000000000000001, 0.5)
-        assert found.why.endswith("0.5000000000000001 against 0.5")
+        result = compared(tensors(**ulp("loss/total/sum", ())))
+        assert (result.element.value, result.element.reference) == (0.5000000000000001, 0.5)
+        assert result.why.endswith("0.5000000000000001 against 0.5")
 
     def test_sign_of_zero_counts(self, compared):
         zero, minus = torch.zeros(6), torch.zeros(6)
         minus[3] = -0.0
-        found = compared(tensors(logprobs=minus), reference=[tensors(logprobs=zero)])
-        assert (found.element.place, str(found.element).split(",")[0]) == ((3,), "element [3] -0.0 against 0.0")
+        result = compared(tensors(logprobs=minus), reference=[tensors(logprobs=zero)])
+        assert (result.element.place, str(result.element).split(",")[0]) == ((3,), "element [3] -0.0 against 0.0")
 
-    def test_has_no_element_where_none_was_kept(self, compared):
+    def test_has_no_element_if_none_was_recorded(self, compared):
         assert compared(tensors(**ulp("weight/head", (0, 0)))).element is None
         assert compared(tensors(**ulp("gradient/head", (0, 0))), kept=()).element is None
 
     def test_replicas_that_differ_are_never_equal(self, compared):
         wrong = tensors() | {"unlike": ("weight/head",)}
-        found = compared(wrong, reference=[dict(wrong)])
-        assert not found.equal
-        assert "ranks hold different replicas of weight/head" in found.why
+        result = compared(wrong, reference=[dict(wrong)])
+        assert not result.equal
+        assert "ranks hold different replicas of weight/head" in result.why
 
 
 COUNTED = {
@@ -140,10 +140,10 @@ class TestVerdicts:
         return compared(tensors() | {"numbers": mine}, reference=[tensors() | {"numbers": reference or mine}])
 
     def test_counts_are_stated_and_equal_is_equal(self, compared):
-        found = self.judged(compared, COUNTED)
-        assert (found.verdict, found.equal, found.vacuous) == ("equal", True, "")
-        assert found.evidence.gradient_documents == 1
-        assert found.evidence.warnings
+        verdict = self.judged(compared, COUNTED)
+        assert (verdict.verdict, verdict.equal, verdict.vacuous) == ("equal", True, "")
+        assert verdict.evidence.gradient_documents == 1
+        assert verdict.evidence.warnings
 
     @pytest.mark.parametrize(
         ("numbers", "reason"),
@@ -158,20 +158,20 @@ class TestVerdicts:
         ],
     )
     def test_the_same_bits_of_nothing_are_vacuous(self, compared, numbers, reason):
-        found = self.judged(compared, numbers)
-        assert (found.verdict, found.equal) == ("vacuous", True)
-        assert found.vacuous.startswith(reason)
-        assert found.why.startswith(f"vacuous: {reason}")
-        assert found.why.endswith("so the same certificate of the step proves nothing")
+        verdict = self.judged(compared, numbers)
+        assert (verdict.verdict, verdict.equal) == ("vacuous", True)
+        assert verdict.vacuous.startswith(reason)
+        assert verdict.why.startswith(f"vacuous: {reason}")
+        assert verdict.why.endswith("so the same certificate of the step proves nothing")
 
     @pytest.mark.parametrize("numbers", [{"gradient/norm/global": math.nan}, {"loss/total/sum": math.inf}])
     def test_a_reference_that_is_not_finite_is_unsound(self, compared, numbers):
-        found = self.judged(compared, numbers)
-        assert (found.verdict, found.equal) == ("unsound baseline", True)
-        assert found.why.startswith("unsound baseline (step 0: the ")
+        verdict = self.judged(compared, numbers)
+        assert (verdict.verdict, verdict.equal) == ("unsound baseline", True)
+        assert verdict.why.startswith("unsound baseline (step 0: the ")
         assert self.judged(compared, numbers, COUNTED).verdict == "equal"
 
-    def test_other_bits_are_different_before_the_reference_diverges_and_unsound_from_there(self, tmp_path):
+    def test_different_bits_before_and_after_the_baseline_diverges(self, tmp_path):
         fine, broken = {"numbers": COUNTED}, {"numbers": COUNTED | {"loss/total/sum": math.nan}}
         wrong = ulp("gradient/head", (0, 0))
         reference = run(tmp_path, "ref", [tensors() | fine, tensors() | broken])
@@ -198,7 +198,7 @@ class TestWhatIsNotThere:
 
 
 class TestInAnAblation:
-    """Verdicts by bits: no truth, no gradients on disk."""
+    """Verdicts by bits: no ground truth, no gradients on disk."""
 
     @pytest.fixture
     def judged(self, tmp_path):
@@ -212,29 +212,29 @@ class TestInAnAblation:
         return judge
 
     def test_the_same_bits_are_equal(self, judged):
-        found = judged([tensors(), tensors()], **EXACT)
-        assert (found.verdict, found.parameters) == ("equal", [])
-        assert "the same bits" in found.why
+        verdict = judged([tensors(), tensors()], **EXACT)
+        assert (verdict.verdict, verdict.parameters) == ("equal", [])
+        assert "the same bits" in verdict.why
 
     def test_one_bit_is_different(self, judged):
-        found = judged([tensors(), tensors(**ulp("gradient/head", (2, 0)))], kept=("gradients", "tokens"), **EXACT)
-        assert (found.verdict, found.first_step, found.first_parameter) == ("different", 1, "head")
-        assert [(row.step, row.parameter) for row in found.parameters if not row.within] == [(1, "head")]
-        assert "element [2, 0]" in found.why
+        verdict = judged([tensors(), tensors(**ulp("gradient/head", (2, 0)))], kept=("gradients", "tokens"), **EXACT)
+        assert (verdict.verdict, verdict.first_step, verdict.first_parameter) == ("different", 1, "head")
+        assert [(row.step, row.parameter) for row in verdict.parameters if not row.within] == [(1, "head")]
+        assert "element [2, 0]" in verdict.why
 
     def test_a_weight_alone_is_different(self, judged):
-        found = judged([tensors(**ulp("weight/head", (2, 0))), tensors()], **EXACT)
-        assert (found.verdict, found.first_step, found.first_parameter) == ("different", 0, None)
+        verdict = judged([tensors(**ulp("weight/head", (2, 0))), tensors()], **EXACT)
+        assert (verdict.verdict, verdict.first_step, verdict.first_parameter) == ("different", 0, None)
 
     def test_in_the_ordinary_mode_equal_bits_need_no_truth_either(self, judged):
         assert judged([tensors(), tensors()]).verdict == "equal"
-        found = judged([tensors(), tensors(**ulp("weight/head", (0, 0)))])
-        assert found.verdict == "failed"
-        assert "float64 truth" in found.why
+        verdict = judged([tensors(), tensors(**ulp("weight/head", (0, 0)))])
+        assert verdict.verdict == "failed"
+        assert "float64 truth" in verdict.why
 
-    def test_in_the_ordinary_mode_budgets_decide_and_the_certificate_is_told(self, judged):
-        found = judged(
+    def test_budgets_decide_in_the_ordinary_mode_and_the_certificate_informs(self, judged):
+        verdict = judged(
             [tensors(), tensors(**ulp("weight/head", (0, 0)))], kept=("gradients", "tokens"), precision="float64"
         )
-        assert found.verdict == "equal"
-        assert found.why.endswith("certificates part at weight/head, alone of 6 tensors")
+        assert verdict.verdict == "equal"
+        assert verdict.why.endswith("certificates part at weight/head, alone of 6 tensors")

@@ -1,4 +1,4 @@
-"""Several draws of one configuration: who belongs together, and what their mean and spread are."""
+"""Several draws of one configuration: their groups, mean and spread."""
 
 import math
 from dataclasses import replace
@@ -22,8 +22,8 @@ def comparison(*configurations):
     return Comparison("x", "?", list(configurations))
 
 
-def test_what_differs_only_in_a_seed_belongs_together():
-    found = seed_groups(
+def test_runs_that_differ_only_in_a_seed_form_a_group():
+    result = seed_groups(
         comparison(
             configuration("a-0", seed=0),
             configuration("a-1", seed=1),
@@ -33,13 +33,13 @@ def test_what_differs_only_in_a_seed_belongs_together():
             configuration("c", steps=3),
         )
     )
-    assert [(group.name, [c.name for c in group.members], group.seeds) for group in found] == [
+    assert [(group.name, [c.name for c in group.members], group.seeds) for group in result] == [
         ("a", ["a-0", "a-1", "a-2"], ["0", "1", "2"]),
         ("b", ["b-0", "b-1"], ["0", "1"]),
     ]
 
 
-def test_weights_of_the_model_are_a_draw_too_and_clip_decisions_of_the_same_draw_do_not_count():
+def test_model_seeds_count_as_draws_and_frozen_clips_of_one_draw_do_not():
     [group] = seed_groups(
         comparison(
             configuration("f32-0", model={"seed": 0}, frozen_clip="f64-0"),
@@ -62,7 +62,7 @@ def test_mean_and_deviation_are_taken_by_step_over_those_that_recorded_it():
     assert (by_step[1].count, by_step[1].mean, math.isnan(by_step[1].deviation)) == (1, 5.0, True)
 
 
-def test_what_is_not_a_number_is_no_draw():
+def test_a_nan_is_no_draw():
     assert Spread.of([1.0, float("nan"), None, 3.0, float("inf")]) == Spread(2, 2.0, pytest.approx(math.sqrt(2)), 1, 3)
     assert Spread.of([None]).count == 0
 
@@ -94,7 +94,7 @@ def test_members_of_which_every_recorded_bit_is_the_same_are_identical():
 @pytest.mark.parametrize(
     ("other", "same"), [((1.0, math.nan), True), ((1.0,), False), ((1.0, math.inf), False), ((-1.0, math.nan), False)]
 )
-def test_what_is_not_a_number_is_identical_to_itself_and_a_shorter_run_is_not(other, same):
+def test_nan_equals_itself_and_a_shorter_run_does_not(other, same):
     [group] = seed_groups(comparison(drawn("a-0", 0, 1.0, math.nan), drawn("a-1", 1, *other)))
     assert group.all_identical == same
     assert bool(group.identical_note()) == same
@@ -111,7 +111,7 @@ def test_runs_that_recorded_nothing_are_not_identical():
     assert not group.all_identical
 
 
-def test_identical_runs_of_several_configurations_are_told_in_one_sentence():
+def test_identical_runs_of_several_configurations_share_one_sentence():
     both = comparison(
         *(
             replace(

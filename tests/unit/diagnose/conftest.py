@@ -1,4 +1,4 @@
-"""Records made by hand: a gradient, a loss, tokens of three documents on two ranks."""
+"""Synthetic records: a gradient, a loss, tokens of three documents on two ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ways to divide a loss, and what a factor may equal."""
+"""Ways to divide a loss, and the possible meanings of a factor."""
 
 import pytest
 import torch
@@ -15,26 +15,26 @@ def by_hand(labels):
     return float(torch.stack(means).mean()), float(torch.stack(means).sum())
 
 
-def test_every_way_is_what_its_words_say():
-    found = {
+def test_every_denominator_matches_its_description():
+    results = {
         (way.kind, way.description.rpartition(", ")[2]): way.loss
         for way in ways(make_record().steps[0], CONTEXT | {"micro_batches": 1})
     }
     values = tokens()["losses"][TRAINED]
-    assert found["", "all trained tokens of the step"] == pytest.approx(float(values.mean()))
-    assert found["", "nothing"] == pytest.approx(float(values.sum()))
-    assert found["", "all tokens and padding"] == pytest.approx(float(values.sum()) / 210)
+    assert results["", "all trained tokens of the step"] == pytest.approx(float(values.mean()))
+    assert results["", "nothing"] == pytest.approx(float(values.sum()))
+    assert results["", "all tokens and padding"] == pytest.approx(float(values.sum()) / 210)
     for kind, labels in (("documents", tokens()["documents"]), ("shards", tokens()["shards"])):
         mean, total = by_hand(labels[TRAINED])
-        assert found[kind, "averaged"] == pytest.approx(mean)
-        assert found[kind, "summed"] == pytest.approx(total)
-    assert {kind for kind, _ in found} == {"", "documents", "shards"}, "one row, and no kind twice"
+        assert results[kind, "averaged"] == pytest.approx(mean)
+        assert results[kind, "summed"] == pytest.approx(total)
+    assert {kind for kind, _ in results} == {"", "documents", "shards"}, "one row, and no kind twice"
 
 
 def test_a_loss_is_recognised():
-    found = ways(make_record().steps[0], CONTEXT)
-    assert [way.kind for way in reproduced(found, by_hand(tokens()["shards"][TRAINED])[0], 1e-9)] == ["shards"]
-    assert reproduced(found, 123.0, 1e-9) == []
+    result = ways(make_record().steps[0], CONTEXT)
+    assert [way.kind for way in reproduced(result, by_hand(tokens()["shards"][TRAINED])[0], 1e-9)] == ["shards"]
+    assert reproduced(result, 123.0, 1e-9) == []
 
 
 def test_without_values_nothing_is_reproduced():
@@ -71,23 +71,23 @@ def test_sizes_of_one_and_unknown_sizes_explain_nothing():
     assert names_of(0.123456, sizes(CONTEXT, COUNTS), 1e-6) == []
 
 
-def test_a_loss_that_is_known_well_tells_more_ways():
+def test_a_more_precise_loss_separates_more_denominators():
     step, context = make_record().steps[0], CONTEXT | {"micro_batches": 1}
-    found = {(way.kind, way.description): way.loss for way in ways(step, context, exact=True)}
+    results = {(way.kind, way.description): way.loss for way in ways(step, context, exact=True)}
     usual = {(way.kind, way.description): way.loss for way in ways(step, context)}
-    assert usual.items() <= found.items()
-    assert len(usual) < len(found) == len(ways(step, context, exact=True)), "no way twice"
+    assert usual.items() <= results.items()
+    assert len(usual) < len(results) == len(ways(step, context, exact=True)), "no way twice"
     values, labels = tokens()["losses"], tokens()["documents"]
     sums = [float(values[TRAINED & (labels == one)].sum()) for one in range(3)]
-    assert found["documents", "the mean over each document's tokens, over all trained tokens"] == pytest.approx(
+    assert results["documents", "the mean over each document's tokens, over all trained tokens"] == pytest.approx(
         (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / 11
     )
-    assert found["documents", "each document's sum over all its tokens, prompts too, averaged"] == pytest.approx(
+    assert results["documents", "each document's sum over all its tokens, prompts too, averaged"] == pytest.approx(
         sum(sums) / 6 / 3
     )
-    assert found["documents", "each document's sum times its tokens, over all trained tokens"] == pytest.approx(
+    assert results["documents", "each document's sum times its tokens, over all trained tokens"] == pytest.approx(
         (4 * sums[0] + 4 * sums[1] + 3 * sums[2]) / 11
     )
-    assert found["documents", "the mean over each document's tokens, averaged, empty ones too"] == pytest.approx(
+    assert results["documents", "the mean over each document's tokens, averaged, empty ones too"] == pytest.approx(
         (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / (COUNTS["documents"] + COUNTS["masked_documents"])
     )

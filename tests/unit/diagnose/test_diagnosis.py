@@ -1,4 +1,4 @@
-"""Ranking, what is missing, and experiments that split the suspects."""
+"""Ranking, missing inputs, and experiments that split the suspects."""
 
 import math
 from dataclasses import replace
@@ -21,14 +21,14 @@ def pair(scale=1.0, **context):
     return make_record(context), make_record(context, scale=scale)
 
 
-def test_a_layout_without_what_a_cause_needs_rules_it_out():
-    found = diagnose_records(*pair(1 / 2, cp=1, dp=2))
-    assert found.causes[0].name == "over_dp"
-    assert "over_cp" not in [cause.name for cause in found.causes]
+def test_a_layout_without_the_needs_of_a_cause_rules_it_out():
+    diagnosis = diagnose_records(*pair(1 / 2, cp=1, dp=2))
+    assert diagnosis.causes[0].name == "over_dp"
+    assert "over_cp" not in [cause.name for cause in diagnosis.causes]
 
 
 @pytest.mark.parametrize(("documents", "packed"), [(4, False), (5, False), (6, True)])
-def test_a_record_that_says_no_ranks_is_of_one_and_packs_where_documents_outnumber_micro_batches(documents, packed):
+def test_a_record_without_ranks_is_one_rank_that_may_pack_documents(documents, packed):
     """Five micro-batches, and tokens of later documents differ."""
 
     def record(by):
@@ -37,17 +37,17 @@ def test_a_record_that_says_no_ranks_is_of_one_and_packs_where_documents_outnumb
         made = make_record(counts=COUNTS | {"documents": float(documents)}, tokens=there)
         return replace(made, context={name: size for name, size in made.context.items() if name != "dp"})
 
-    found = diagnose_records(record(0.0), record(-1.0))
-    assert ("attention_across_documents" in [cause.name for cause in found.causes]) == packed
+    diagnosis = diagnose_records(record(0.0), record(-1.0))
+    assert ("attention_across_documents" in [cause.name for cause in diagnosis.causes]) == packed
 
 
 def test_the_next_experiment_splits_the_suspects():
-    found = diagnose_records(*pair(1 / 3, **TWINS))
-    assert found.suspects == ("over_dp", "over_micro_batches")
-    experiment = found.next_experiment()
+    diagnosis = diagnose_records(*pair(1 / 3, **TWINS))
+    assert diagnosis.suspects == ("over_dp", "over_micro_batches")
+    experiment = diagnosis.next_experiment()
     assert experiment.changes == {"layout": {"dp": 1}}
     assert (experiment.excludes, experiment.leaves) == (("over_dp",), ("over_micro_batches",))
-    assert "next: one data-parallel rank; it would rule out over_dp" in str(found)
+    assert "next: one data-parallel rank; it would rule out over_dp" in str(diagnosis)
 
 
 @pytest.mark.parametrize("guilty", ["dp", "micro_batches"])
@@ -59,31 +59,33 @@ def test_experiments_are_run_until_one_suspect_is_left(guilty):
         context = dict(TWINS) | changes.get("layout", {}) | changes.get("data", {})
         return pair(1 / context[guilty], **context)
 
-    found = diagnose(*pair(1 / 3, **TWINS), run=run)
+    diagnosis = diagnose(*pair(1 / 3, **TWINS), run=run)
     assert asked == [{"layout": {"dp": 1}}]
-    assert found.suspects == (f"over_{guilty}",)
-    assert found.tried[0].equal == (guilty == "dp")
-    assert f"tried one data-parallel rank: {'equal' if guilty == 'dp' else 'still different'}" in str(found)
-    assert found.next_experiment() is None
+    assert diagnosis.suspects == (f"over_{guilty}",)
+    assert diagnosis.tried[0].equal == (guilty == "dp")
+    assert f"tried one data-parallel rank: {'equal' if guilty == 'dp' else 'still different'}" in str(diagnosis)
+    assert diagnosis.next_experiment() is None
 
 
-def test_no_more_experiments_than_asked():
-    found = diagnose(*pair(1 / 3, **TWINS), run=lambda changes: pair(1 / 3, **TWINS), experiments=0)
-    assert found.tried == ()
+def test_at_most_the_requested_experiments_run():
+    diagnosis = diagnose(*pair(1 / 3, **TWINS), run=lambda changes: pair(1 / 3, **TWINS), experiments=0)
+    assert diagnosis.tried == ()
 
 
-def test_a_cause_says_what_it_lacked():
-    found = diagnose_records(norms_alone(make_record(loss=0.3)), norms_alone(make_record(loss=0.4, scale=130 / 149)))
-    assert found["other_count"].missing == ("tokens",)
-    assert "not recorded: tokens" in str(found)
+def test_a_cause_states_what_is_missing():
+    diagnosis = diagnose_records(
+        norms_alone(make_record(loss=0.3)), norms_alone(make_record(loss=0.4, scale=130 / 149))
+    )
+    assert diagnosis["other_count"].missing == ("tokens",)
+    assert "not recorded: tokens" in str(diagnosis)
     with pytest.raises(SpecError, match="cause 'times_cp'"):
-        found["times_cp"]
+        diagnosis["times_cp"]
 
 
-def test_what_no_cause_explains_is_said():
+def test_an_unexplained_difference_is_reported():
     record = Record({}, (RecordedStep(0, loss=1.0),), "one")
-    found = diagnose_records(record, Record({}, (RecordedStep(0, loss=2.0),), "two"))
-    assert (found.equal, found.causes[0].name) == (False, "unknown")
+    diagnosis = diagnose_records(record, Record({}, (RecordedStep(0, loss=2.0),), "two"))
+    assert (diagnosis.equal, diagnosis.causes[0].name) == (False, "unknown")
 
 
 @pytest.mark.parametrize("other", [Record({}, ()), Record({}, (RecordedStep(0, loss=1.0),))])
@@ -94,8 +96,8 @@ def test_nothing_in_common_is_refused(other):
 
 def test_folders_are_taken(tmp_path):
     right, wrong = pair(1 / 2)
-    found = diagnose(right.save(tmp_path / "right"), str(wrong.save(tmp_path / "wrong")))
-    assert found.causes[0].name == "over_cp"
+    diagnosis = diagnose(right.save(tmp_path / "right"), str(wrong.save(tmp_path / "wrong")))
+    assert diagnosis.causes[0].name == "over_cp"
 
 
 class TestVerdicts:
@@ -103,37 +105,37 @@ class TestVerdicts:
 
     @pytest.mark.parametrize("case", CASES)
     def test_runs_that_train_nothing_are_never_equal(self, case, tmp_path):
-        found = diagnose(
+        diagnosis = diagnose(
             ran(tmp_path, case, "one"), ran(tmp_path, case, "cp2", layout={"cp": 2}, faults=["missing_cp_factor"])
         )
-        assert found.verdict == "vacuous"
-        assert not found.equal
-        assert found.headline.startswith("vacuous: no ")
-        assert "could have seen: gradient on 0 of " in str(found)
-        assert "no_difference" not in str(found)
+        assert diagnosis.verdict == "vacuous"
+        assert not diagnosis.equal
+        assert diagnosis.headline.startswith("vacuous: no ")
+        assert "could have seen: gradient on 0 of " in str(diagnosis)
+        assert "no_difference" not in str(diagnosis)
 
     def test_the_same_fault_on_rollouts_that_train_is_different(self, tmp_path):
-        found = diagnose(
+        diagnosis = diagnose(
             ran(tmp_path, "advantages of both signs", "one"),
             ran(tmp_path, "advantages of both signs", "cp2", layout={"cp": 2}, faults=["missing_cp_factor"]),
         )
-        assert (found.verdict, found.causes[0].name) == ("different", "over_cp")
-        assert "could have seen: gradient on 4 of 8 documents (50.0%)" in str(found)
+        assert (diagnosis.verdict, diagnosis.causes[0].name) == ("different", "over_cp")
+        assert "could have seen: gradient on 4 of 8 documents (50.0%)" in str(diagnosis)
 
     @pytest.mark.parametrize("kept", [("gradients", "gradient_norms"), ("gradient_norms",), ("gradients",)])
-    def test_records_of_others_whose_gradients_are_zero_in_both_are_vacuous(self, kept):
+    def test_external_records_with_two_zero_gradients_are_vacuous(self, kept):
         zero = make_record(scale=0.0, loss=0.0).steps[0]
         step = RecordedStep(0, loss=0.0, **{name: getattr(zero, name) for name in kept})
-        found = diagnose_records(*(Record({"cp": 2}, [step], name) for name in ("right", "recorded")))
-        assert found.verdict == "vacuous"
-        assert str(found).startswith("recorded against right: vacuous: every gradient is zero in every step")
+        diagnosis = diagnose_records(*(Record({"cp": 2}, [step], name) for name in ("right", "recorded")))
+        assert diagnosis.verdict == "vacuous"
+        assert str(diagnosis).startswith("recorded against right: vacuous: every gradient is zero in every step")
 
-    def test_equal_records_are_equal_and_say_by_what(self):
-        found = diagnose_records(make_record(), make_record())
-        assert (found.verdict, found.equal) == ("equal", True)
+    def test_equal_records_are_equal_and_state_the_evidence(self):
+        diagnosis = diagnose_records(make_record(), make_record())
+        assert (diagnosis.verdict, diagnosis.equal) == ("equal", True)
         assert (
             "could have seen: 11 trained tokens in 3 of 3 documents, a gradient in 1 of 1 steps; unknown: "
-            "clipped tokens, gradient tokens" in str(found)
+            "clipped tokens, gradient tokens" in str(diagnosis)
         )
 
     def test_a_gradient_against_none_is_different_whichever_has_it(self):
@@ -154,17 +156,17 @@ class TestVerdicts:
     )
     @pytest.mark.parametrize("suspect", [{}, {"loss": math.nan}, {"scale": 0.5}])
     def test_a_trusted_record_that_is_not_finite_is_an_unsound_baseline(self, broken, said, suspect):
-        found = diagnose_records(make_record(**broken), make_record(**suspect))
-        assert found.verdict == "unsound baseline"
-        assert found.headline == f"unsound baseline: {said}"
-        assert [cause.name for cause in found.causes] == ["unsound_baseline"]
-        assert found.next_experiment() is None
+        diagnosis = diagnose_records(make_record(**broken), make_record(**suspect))
+        assert diagnosis.verdict == "unsound baseline"
+        assert diagnosis.headline == f"unsound baseline: {said}"
+        assert [cause.name for cause in diagnosis.causes] == ["unsound_baseline"]
+        assert diagnosis.next_experiment() is None
 
     def test_a_suspect_that_is_not_finite_is_the_suspects_own(self):
-        found = diagnose_records(make_record(), make_record(loss=math.nan))
-        assert (found.verdict, found.causes[0].name) == ("different", "not_finite")
+        diagnosis = diagnose_records(make_record(), make_record(loss=math.nan))
+        assert (diagnosis.verdict, diagnosis.causes[0].name) == ("different", "not_finite")
 
-    def test_what_differs_before_the_trusted_record_diverges_stands(self):
+    def test_a_difference_before_the_trusted_record_diverges_counts(self):
         def two(scale, loss):
             return Record(
                 {"cp": 2, "precision": "float64"},
@@ -178,25 +180,25 @@ class TestVerdicts:
         assert diagnose_records(two(1.0, math.inf), two(1.0, math.inf)).verdict == "unsound baseline"
 
     @pytest.mark.parametrize("kept", [{"gradient_norms": {"a": 0.0}}, {"gradients": {"a": torch.zeros(3)}}])
-    def test_zero_and_zero_are_not_told_as_agreement(self, kept):
+    def test_two_zeros_are_not_reported_as_agreement(self, kept):
         zero = RecordedStep(0, loss=0.0, metrics={"x": 1.0}, **kept)
         other = RecordedStep(0, loss=0.0, metrics={"x": 2.0}, **kept)
-        found = diagnose_records(Record({}, [zero]), Record({}, [other]))
-        assert found.verdict == "different"
-        assert "loss and gradient unknown or zero in both; 1 of 1 metrics differ" in str(found)
-        assert "gradient are right" not in str(found)
+        diagnosis = diagnose_records(Record({}, [zero]), Record({}, [other]))
+        assert diagnosis.verdict == "different"
+        assert "loss and gradient unknown or zero in both; 1 of 1 metrics differ" in str(diagnosis)
+        assert "gradient are right" not in str(diagnosis)
 
     def test_an_experiment_that_shows_nothing_leaves_the_scores(self):
         def run(changes):
             return make_record(scale=0.0, loss=0.0), make_record(scale=0.0, loss=0.0)
 
-        found = diagnose(*pair(1 / 3, **TWINS), run=run, experiments=1)
-        assert found.suspects == ("over_dp", "over_micro_batches")
-        assert "tried one data-parallel rank: vacuous" in str(found)
+        diagnosis = diagnose(*pair(1 / 3, **TWINS), run=run, experiments=1)
+        assert diagnosis.suspects == ("over_dp", "over_micro_batches")
+        assert "tried one data-parallel rank: vacuous" in str(diagnosis)
 
 
 class TestDamage:
-    """Stored gradients that are not what was recorded are refused, never judged."""
+    """Stored gradients that differ from the recorded ones are refused, never judged."""
 
     def test_a_flipped_bit_in_a_run_is_refused_by_name(self, tmp_path):
         one, two = (ran(tmp_path, "advantages of both signs", name) for name in ("one", "two"))

@@ -1,4 +1,4 @@
-"""What differs between two records, step by step."""
+"""Differences between two records, step by step."""
 
 import math
 from dataclasses import replace
@@ -12,10 +12,10 @@ from workbench.diagnose.record import Record, RecordedStep
 
 
 def test_a_record_is_equal_to_itself(right):
-    found = compare_records(right, make_record())
-    assert found.first.differs == ()
-    assert found.first.known == ("loss", "gradient", "metrics", "tokens")
-    assert found.first.factor == pytest.approx(1)
+    comparison = compare_records(right, make_record())
+    assert comparison.first.differs == ()
+    assert comparison.first.known == ("loss", "gradient", "metrics", "tokens")
+    assert comparison.first.factor == pytest.approx(1)
 
 
 @pytest.mark.parametrize("only_norms", [False, True])
@@ -46,7 +46,7 @@ def test_one_parameter_among_many(right):
     assert step.parameters[name].cosine == pytest.approx(1)
 
 
-def test_a_gradient_that_is_next_to_nothing_is_held_to_a_floor():
+def test_a_tiny_gradient_is_compared_with_a_floor():
     name = "model.norm.weight"
     nothing, else_ = (
         make_record({"precision": "float32"}, changes={name: gradients()[name] * size}) for size in (1e-12, 2e-12)
@@ -55,18 +55,18 @@ def test_a_gradient_that_is_next_to_nothing_is_held_to_a_floor():
     assert compare_records(nothing, make_record({"precision": "float32"})).first.differs == ("gradient",)
 
 
-def test_what_rounding_may_do_does_not_hang_on_the_size_of_all_gradients():
+def test_the_rounding_tolerance_does_not_depend_on_the_total_gradient():
     """A loss in other units, such as one that is divided by a million tokens, has as many digits."""
     bf16 = {"precision": "bfloat16"}
-    found = [
+    results = [
         compare_records(make_record(bf16, scale=size), make_record(bf16, scale=2 * size)).first
         for size in (1.0, 2.0**-10, 2.0**10)
     ]
-    assert [step.noise for step in found] == [found[0].noise] * 3
-    assert [step.gradient_same for step in found] == [False] * 3
+    assert [step.noise for step in results] == [results[0].noise] * 3
+    assert [step.gradient_same for step in results] == [False] * 3
 
 
-def test_losses_are_held_to_the_gradient_where_they_cancel():
+def test_cancelling_losses_are_compared_with_the_gradient():
     one, two = (make_record({"precision": "float32"}, loss=loss) for loss in (1e-9, 3e-6))
     assert compare_records(one, two).first.loss_same
     assert compare_records(one, make_record({"precision": "float32"}, loss=0.25)).first.loss_same is False
@@ -92,7 +92,7 @@ def test_a_record_may_end_with_the_last_token_that_it_saw(right):
 
 
 @pytest.mark.parametrize(("steps", "differs"), [(0, True), (1, False)])
-def test_a_token_in_twenty_may_drift_once_weights_have_moved(steps, differs):
+def test_one_token_in_twenty_may_drift_after_an_update(steps, differs):
     laid = {"trained": torch.ones(40).bool(), "policy_logprobs": torch.zeros(40)}
     moved = laid | {"policy_logprobs": torch.zeros(40).index_fill(0, torch.tensor([7, 9]), 0.5)}
     before = [RecordedStep(number, loss=1.0) for number in range(steps)]
@@ -102,20 +102,20 @@ def test_a_token_in_twenty_may_drift_once_weights_have_moved(steps, differs):
     assert compare_records(one, three).first.differs == ("tokens",)
 
 
-def test_what_is_not_a_number_is_named(right):
+def test_a_nan_is_named(right):
     name = "lm_head.weight"
     step = compare_records(right, make_record(loss=math.nan, changes={name: torch.full((40,), math.nan)})).first
     assert step.not_finite == ("loss", name)
     assert "gradient" in step.differs
 
 
-def test_the_first_step_that_differs_is_found(right):
+def test_the_first_differing_step_is_returned(right):
     def steps(*losses):
         return replace(right, steps=tuple(RecordedStep(number, loss=loss) for number, loss in enumerate(losses)))
 
-    found = compare_records(steps(1.0, 2.0, 3.0), steps(1.0, 2.5, 9.0))
-    assert found.first.number == 1
-    assert [step.loss for step in found.pair] == [2.0, 2.5]
+    comparison = compare_records(steps(1.0, 2.0, 3.0), steps(1.0, 2.5, 9.0))
+    assert comparison.first.number == 1
+    assert [step.loss for step in comparison.pair] == [2.0, 2.5]
     assert len(compare_records(steps(1.0, 2.0), steps(1.0)).steps) == 1
 
 
@@ -159,9 +159,9 @@ def test_clip_decisions_count_where_they_hang_on_the_same_numbers():
         turned["clipped"][8] = True
     rounded["policy_logprobs"] = rounded["policy_logprobs"] + 0.01
     right, other = bf16(tokens=mine), noisy(0.9)
-    said = compare_records(right, bf16(tokens=theirs, changes=other)).first
-    assert int(said.tokens["clipped"].sum()) == 1
-    assert said.differs == ("gradient", "tokens")
+    text = compare_records(right, bf16(tokens=theirs, changes=other)).first
+    assert int(text.tokens["clipped"].sum()) == 1
+    assert text.differs == ("gradient", "tokens")
     hanging = compare_records(right, bf16(tokens=rounded, changes=other)).first
     assert "clipped" not in hanging.tokens
     assert hanging.differs == ()
@@ -170,7 +170,7 @@ def test_clip_decisions_count_where_they_hang_on_the_same_numbers():
     )
 
 
-def test_a_gradient_that_has_shrunk_is_held_to_what_it_was():
+def test_a_shrunken_gradient_is_compared_with_its_earlier_size():
     def two(size, wrong):
         first = bf16()
         later = replace(
@@ -182,7 +182,7 @@ def test_a_gradient_that_has_shrunk_is_held_to_what_it_was():
     assert compare_records(two(0.1, 0), two(0.1, 1.0)).steps[1].differs == ()
 
 
-def test_a_loss_that_cancels_is_held_to_what_it_sums():
+def test_a_cancelling_loss_is_compared_with_its_summands():
     one, far = (
         make_record(
             {"precision": "float32"}, loss=loss, changes={name: 0 * values for name, values in gradients().items()}
@@ -207,11 +207,11 @@ def test_a_loss_that_cancels_is_held_to_what_it_sums():
 @pytest.mark.parametrize(("turned", "compared"), [((8, 9, 10), 1), ((), 2)])
 def test_weights_after_a_step_that_rounding_made_another_are_not_compared(turned, compared):
     def two(clipped, moved, later):
-        said = tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(clipped).long())}
-        said["policy_logprobs"] = said["policy_logprobs"] + moved
-        first = bf16(tokens=said)
+        text = tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(clipped).long())}
+        text["policy_logprobs"] = text["policy_logprobs"] + moved
+        first = bf16(tokens=text)
         return replace(first, steps=(first.steps[0], replace(first.steps[0], number=1, metrics={"reward": later})))
 
-    found = compare_records(two((), 0.0, 1.0), two(turned, 0.01, 5.0))
-    assert len(found.steps) == compared
-    assert (found.first.differs == ("metrics",)) == (compared == 2)
+    comparison = compare_records(two((), 0.0, 1.0), two(turned, 0.01, 5.0))
+    assert len(comparison.steps) == compared
+    assert (comparison.first.differs == ("metrics",)) == (compared == 2)

@@ -1,4 +1,4 @@
-"""What two correct records may differ by."""
+"""Tolerances between two correct records."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_the_lower_precision_decides(first, second, like):
     assert Noise.between({"precision": second}, {"precision": first}, 0) == alone
 
 
-def test_who_does_not_say_is_taken_for_float32():
+def test_an_unknown_precision_is_taken_as_float32():
     assert Noise.between({}, {"precision": "float64"}, 0) == Noise.between({"precision": "float32"}, {}, 0)
     assert Noise.between({"precision": "fp8"}, {}, 0) == Noise.between({}, {}, 0)
 
@@ -40,7 +40,7 @@ def test_where_nothing_was_rounded_forward_less_may_differ(name):
     assert same.metric < usual.metric
 
 
-def test_clip_decisions_that_turn_and_tokens_that_cancel_leave_room_for_the_gradient_alone():
+def test_flipped_clips_and_cancelling_tokens_widen_only_gradient_tolerances():
     usual = Noise.between({"precision": "bfloat16"}, {}, 1)
     assert usual.with_flips(0) == usual
     assert usual.with_flips(0.04).gradient == pytest.approx(1.0)
@@ -49,7 +49,7 @@ def test_clip_decisions_that_turn_and_tokens_that_cancel_leave_room_for_the_grad
     assert usual.as_tokens_cancel(0.1) == usual == usual.as_tokens_cancel(float("inf"))
 
 
-def test_how_much_is_clipped_says_nothing_in_low_precision():
+def test_the_clip_fraction_proves_nothing_in_low_precision():
     bars = {name: Noise.between({"precision": name}, {"precision": name}, 0) for name in ("float32", "bfloat16")}
     assert bars["bfloat16"].of_metric("clip/region/fraction") == float("inf")
     assert bars["float32"].of_metric("clip/region/fraction") == bars["float32"].metric

@@ -9,13 +9,14 @@ from tests.helpers.hand_records import make_record, norms_alone
 from workbench.diagnose import diagnose
 from workbench.diagnose.record import Record, RecordedStep, whole
 from workbench.errors import RecordError
-from workbench.records.directory import RunDirectory, project_root
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import project_root
 from workbench.rollouts.files import load
 from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
 
 
-def test_a_folder_gives_back_what_was_saved(tmp_path):
+def test_a_folder_round_trips(tmp_path):
     record = make_record()
     record.save(tmp_path / "mine")
     back = Record.of(tmp_path / "mine")
@@ -91,7 +92,7 @@ def test_a_run_without_steps_is_refused(tmp_path):
         Record.of(run.path)
 
 
-def test_it_says_what_it_holds():
+def test_describes_its_contents():
     assert repr(norms_alone(make_record({"tp": 1}))) == (
         "Record(made: 1 step; dp=3, cp=2, micro_batches=5, precision=float64; loss, gradient_norms, counts)"
     )
@@ -107,7 +108,7 @@ ONLINE = {
 }
 
 
-def test_a_run_that_sampled_is_a_record_of_what_it_sampled(tmp_path):
+def test_an_online_run_is_a_record_of_its_samples(tmp_path):
     run = RunDirectory.create(tmp_path, "online", RunSpec.model_validate(ONLINE))
     run_here(run, project_root())
     record = Record.of(run)
@@ -119,7 +120,7 @@ def test_a_run_that_sampled_is_a_record_of_what_it_sampled(tmp_path):
         assert set(batch.document_ids_T[step.tokens["rows"] >= 0].tolist()) == set(chosen)
 
 
-def test_a_run_that_kept_nothing_of_what_it_sampled_has_no_counts(tmp_path):
+def test_an_online_run_without_saved_samples_has_no_counts(tmp_path):
     run = RunDirectory.create(tmp_path, "online", RunSpec.model_validate(ONLINE | {"record": {"tokens": False}}))
     run_here(run, project_root())
     record = Record.of(run)
@@ -128,9 +129,9 @@ def test_a_run_that_kept_nothing_of_what_it_sampled_has_no_counts(tmp_path):
 
 
 def test_a_fault_of_an_online_run_is_diagnosed(tmp_path):
-    found = []
+    results = []
     for name, changes in (("right", {}), ("wrong", {"faults": ["missing_cp_factor"]})):
         spec = RunSpec.model_validate(ONLINE | {"steps": 1, "layout": {"cp": 2, "order": "zigzag"}} | changes)
-        found.append(RunDirectory.create(tmp_path, name, spec))
-        run_here(found[-1], project_root())
-    assert str(diagnose(*found).causes[0].name) == "over_cp"
+        results.append(RunDirectory.create(tmp_path, name, spec))
+        run_here(results[-1], project_root())
+    assert str(diagnose(*results).causes[0].name) == "over_cp"

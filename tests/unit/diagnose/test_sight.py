@@ -1,4 +1,4 @@
-"""The evidence in a record: counts of the workbench as they are, of others what is there; the rest is unknown."""
+"""The evidence in a record: counts of the workbench as they are, of others as far as recorded; the rest is unknown."""
 
 import math
 
@@ -24,31 +24,31 @@ def record(*steps):
 
 
 def test_counts_of_the_workbench_are_taken_as_they_are():
-    found = sight_of(record(*[{"evidence": COUNTED, "gradient_norms": {"w": 1.0}}] * 2), [0, 1])
-    assert found.summary() == (
+    evidence = sight_of(record(*[{"evidence": COUNTED, "gradient_norms": {"w": 1.0}}] * 2), [0, 1])
+    assert evidence.summary() == (
         "gradient on 4 of 16 documents (25.0%), 80 of 200 trained tokens (40.0%); clipped 60.0%; counted over 2 steps"
     )
-    assert len(found.warnings) == 3
-    assert found.as_json()["gradient_documents"] == 4
+    assert len(evidence.warnings) == 3
+    assert evidence.as_json()["gradient_documents"] == 4
 
 
-def test_of_another_record_tokens_say_what_trains_and_what_is_unknown():
+def test_tokens_of_an_external_record_show_what_trains():
     made = make_record()
     tokens = dict(made.steps[0].tokens)
     tokens["clipped"] = tokens["trained"] & (tokens["documents"] < 2)
-    found = sight_of(make_record(tokens=tokens), [0])
-    assert (found.trained_tokens, found.trained_documents, found.documents) == (11, 3, 3)
-    assert found.clipped_tokens == 8
-    assert found.zero_steps == 0
-    assert found.warnings == ("72.7% of the trained tokens are clipped",)
-    assert found.summary().endswith("unknown: gradient tokens")
-    assert found.as_json()["gradient_tokens"] is None
+    evidence = sight_of(make_record(tokens=tokens), [0])
+    assert (evidence.trained_tokens, evidence.trained_documents, evidence.documents) == (11, 3, 3)
+    assert evidence.clipped_tokens == 8
+    assert evidence.zero_steps == 0
+    assert evidence.warnings == ("72.7% of the trained tokens are clipped",)
+    assert evidence.summary().endswith("unknown: gradient tokens")
+    assert evidence.as_json()["gradient_tokens"] is None
 
 
-def test_of_losses_and_norms_alone_the_counts_say_it():
-    found = sight_of(norms_alone(make_record()), [0])
-    assert (found.trained_tokens, found.trained_documents, found.documents) == (130, 11, 13)
-    assert found.summary() == (
+def test_counts_suffice_without_tokens():
+    evidence = sight_of(norms_alone(make_record()), [0])
+    assert (evidence.trained_tokens, evidence.trained_documents, evidence.documents) == (130, 11, 13)
+    assert evidence.summary() == (
         "130 trained tokens in 11 of 13 documents, a gradient in 1 of 1 steps; unknown: clipped tokens, gradient tokens"
     )
 
@@ -74,23 +74,23 @@ def test_of_losses_and_norms_alone_the_counts_say_it():
         ),
     ],
 )
-def test_nothing_to_compare_is_told_from_little_and_from_unknown(fields, nothing):
+def test_nothing_to_compare_is_distinguished_from_little_and_unknown(fields, nothing):
     assert sight_of(record(fields), [0]).nothing == nothing
 
 
 def test_a_step_without_a_gradient_among_others_is_a_warning():
-    found = sight_of(record({"gradient_norms": {"a": 0.0}}, {"gradient_norms": {"a": 1.0}}), [0, 1])
-    assert found.nothing == ""
-    assert found.warnings == ("every gradient is zero in 1 of 2 steps",)
+    evidence = sight_of(record({"gradient_norms": {"a": 0.0}}, {"gradient_norms": {"a": 1.0}}), [0, 1])
+    assert evidence.nothing == ""
+    assert evidence.warnings == ("every gradient is zero in 1 of 2 steps",)
     assert sight_of(record({"gradient_norms": {"a": 0.0}}, {"gradient_norms": {"a": 1.0}}), [0]).nothing
 
 
 def test_documents_that_mostly_do_not_train_are_a_warning():
-    found = sight_of(record({"counts": {"trained_tokens": 9.0, "documents": 1.0, "masked_documents": 3.0}}), [0])
-    assert found.warnings == ("only 1 of 4 documents (25.0%) have a trained token",)
+    evidence = sight_of(record({"counts": {"trained_tokens": 9.0, "documents": 1.0, "masked_documents": 3.0}}), [0])
+    assert evidence.warnings == ("only 1 of 4 documents (25.0%) have a trained token",)
 
 
-def test_the_weaker_of_two_is_the_one_without_anything_and_then_the_one_with_fewer_tokens():
+def test_the_weaker_record_has_nothing_or_fewer_tokens():
     much, little = Sight(1, 100, zero_steps=0), Sight(1, 3, zero_steps=0)
     none, unknown = Sight(1, 1000, zero_steps=1), Sight(1)
     assert fewest(much, little) is fewest(little, much) is little
@@ -107,7 +107,7 @@ def test_the_weaker_of_two_is_the_one_without_anything_and_then_the_one_with_few
         ({"loss": 1.0}, ""),
     ],
 )
-def test_what_is_not_finite_is_named(fields, said):
-    found = not_finite(RecordedStep(0, **fields))
-    assert said in found
-    assert bool(found) is bool(said)
+def test_a_non_finite_value_is_named(fields, said):
+    result = not_finite(RecordedStep(0, **fields))
+    assert said in result
+    assert bool(result) is bool(said)

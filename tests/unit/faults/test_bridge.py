@@ -1,4 +1,4 @@
-"""Faults of two modules say what they are, stand at seams that are there, and leave them whole."""
+"""Faults of two modules describe themselves, name existing seams, and restore them."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("name", BRIDGE_FAULTS)
-def test_a_fault_says_what_it_is(name):
+def test_a_fault_describes_itself(name):
     fault = BRIDGE_FAULTS[name]
     assert fault.family in FAMILIES
     assert all([fault.what, fault.origin, fault.signature])
@@ -35,7 +35,7 @@ def test_its_seam_is_there_and_whole_again_afterwards(name):
 
 @pytest.mark.parametrize(("slot", "taken"), [(0, 1), (1, 2), (2, 0)])
 def test_the_neighbours_slot_is_the_next_and_the_first_ones_for_the_last(slot, taken):
-    """Two slots alone would not tell the next from the one before."""
+    """With two slots alone, the next and the one before would be the same."""
 
     def own_slot(values, direct):
         return values[direct.slot]
@@ -45,5 +45,5 @@ def test_the_neighbours_slot_is_the_next_and_the_first_ones_for_the_last(slot, t
     assert BRIDGE_FAULTS["gradient_of_next_slot"].broken(own_slot)(["a", "b", "c"], direct) == "abc"[taken]
 
 
-def test_no_run_of_one_module_can_ask_for_one():
+def test_bridge_faults_are_not_accepted_by_single_module_runs():
     assert not BRIDGE_FAULTS.keys() & set(fault_names())

@@ -11,7 +11,7 @@ from workbench.train import step
 
 
 def at(seam):
-    """What stands at a seam now."""
+    """The function at a seam now."""
     return pkgutil.resolve_name(seam if ":" in seam else f"workbench.train.step:{seam}")
 
 
@@ -74,9 +74,9 @@ def test_a_seam_may_be_a_method_of_a_class_anywhere(invented):
 
 
 @pytest.mark.parametrize(
-    "seam", ["workbench.train.step:ShardPlan.make", "workbench.sharding.collectives:_SumSum.backward"]
+    "seam", ["workbench.sharding.plan:ShardPlan.make", "workbench.sharding.collectives:_Paired.backward"]
 )
-def test_class_methods_and_static_methods_stay_what_they_are(seam, invented):
+def test_class_methods_and_static_methods_keep_their_kind(seam, invented):
     owner = at(seam.rpartition(".")[0])
     held = vars(owner)[seam.rpartition(".")[2]]
     invented(seam)
@@ -92,7 +92,7 @@ def test_class_methods_and_static_methods_stay_what_they_are(seam, invented):
     [
         ("no_such_function", "found: nothing of that name"),
         ("workbench.sharding.mesh:Mesh.is_first", "found: property"),
-        ("PADDING", "found: int"),
+        ("workbench.rollouts.batch:PADDING", "found: int"),
     ],
 )
 def test_a_seam_that_is_no_function_is_refused_and_stays(seam, found, invented):
@@ -103,7 +103,7 @@ def test_a_seam_that_is_no_function_is_refused_and_stays(seam, found, invented):
     assert Mesh.is_first is held
 
 
-def test_an_unknown_fault_is_refused_with_the_known_ones():
+def test_an_unknown_fault_is_refused_with_the_valid_names():
     with pytest.raises(SpecError, match=r"one of .*document_sum_without_adjoint, .*local_denominator, "):
         load_fault("local_denominators")
 

@@ -1,4 +1,4 @@
-"""An ablation unfolds into named runs, and every mistake in it is said before anything starts."""
+"""An ablation expands into named runs, and every error in it is reported before anything starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec, load_ablation, select
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
 TEXT = """
 question: Same gradient?
@@ -51,7 +51,7 @@ class TestExpansion:
         assert runs["fault"].faults == ("missing_cp_factor",)
         assert runs["one_rank-float32"].layout.world_size == 1
 
-    def test_a_configuration_has_the_last_word_over_the_base(self):
+    def test_a_configuration_overrides_the_base(self):
         ablation = AblationSpec(
             reference="a",
             base={"steps": 4, "loss": {"surrogate": {"clip_low": 0.1}}},
@@ -62,7 +62,7 @@ class TestExpansion:
         runs = {run.name: run.spec for run in ablation.expand()}
         assert [(runs[name].seed, runs[name].loss.surrogate.clip_low) for name in "ab"] == [(0, 0.1), (2, 0.3)]
 
-    def test_references_and_truth_come_first_wherever_they_stand(self):
+    def test_references_and_truth_come_first_in_any_order(self):
         ablation = AblationSpec(
             reference="z",
             truth="exact",
@@ -167,7 +167,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("text", "words"), [("", "a NoneType"), ("- a\n- b", "a list"), ("a: [1,\nb: 2", "valid YAML")]
     )
-    def test_what_is_no_ablation(self, write, text, words):
+    def test_an_invalid_ablation_is_refused(self, write, text, words):
         assert words in self.refused(write(text))
 
     def test_a_file_that_is_not_there(self, tmp_path):
@@ -175,7 +175,7 @@ class TestRefusals:
 
     BELOW = "base: {precision: bfloat16}\nreference: a\nconfigurations: {a: {seed: 7}, b: {layout: {cp: 2}}}\n"
 
-    def test_below_float64_a_truth_is_asked_for_with_an_example_that_works(self, write):
+    def test_below_float64_a_truth_is_required_with_a_working_example(self, write):
         message = self.refused(write(self.BELOW))
         assert "truth is missing\n  found: below float64 and compared with a reference: b\n" in message
         truth, extra = message.rpartition("write ")[2].split(" and ")
@@ -200,7 +200,7 @@ class TestRefusals:
             ("record: {gradients: norms}", "record.gradients norms against full"),
         ],
     )
-    def test_what_cannot_be_laid_beside_its_reference(self, write, changes, found):
+    def test_a_run_that_cannot_be_compared_with_its_reference_is_refused(self, write, changes, found):
         message = self.refused(
             write(
                 "reference: a\ntruth: t\nextra: {t: {precision: float64}}\n"
@@ -213,7 +213,7 @@ class TestRefusals:
         ("changes", "found"),
         [("steps: 2", "steps 1 against 2"), ("record: {gradients: none}", "record.gradients full against none")],
     )
-    def test_what_cannot_be_laid_beside_the_truth(self, write, changes, found):
+    def test_a_run_that_cannot_be_compared_with_the_truth_is_refused(self, write, changes, found):
         message = self.refused(
             write(
                 f"reference: a\ntruth: t\nextra: {{t: {{precision: float64, {changes}}}}}\n"
@@ -231,7 +231,7 @@ class TestRefusals:
         )
         assert "record.gradients norms against norms" in message
 
-    def test_two_reproducible_runs_are_held_by_bits_and_need_neither_truth_nor_gradients(self, write):
+    def test_reproducible_runs_are_compared_bitwise_without_truth_or_gradients(self, write):
         text = (
             "base: {record: {gradients: none}, reproducible: {block_tokens: 8}}\nreference: a\n"
             "configurations: {a: {}, b: {layout: {cp: 2}}}\n"
@@ -250,7 +250,7 @@ class TestRefusals:
             ("reproducible: {bits: 40}", "reproducible block_tokens=8 bits=40 against block_tokens=8"),
         ],
     )
-    def test_what_cannot_have_the_bits_of_its_reference(self, write, changes, found):
+    def test_a_run_that_cannot_match_the_bits_of_its_reference_is_refused(self, write, changes, found):
         message = self.refused(
             write(
                 "base: {reproducible: {block_tokens: 8}}\nreference: a\n"
@@ -268,11 +268,11 @@ class TestRefusals:
         )
         assert [run.name for run in planned.expand()] == ["a", "b"]
 
-    def test_one_spec_alone_may_record_what_it_likes(self, write):
+    def test_a_single_spec_may_record_anything(self, write):
         [run] = load_ablation(write("record: {gradients: none}", "mine.yaml")).expand()
         assert run.spec.record.gradients == "none"
 
-    def test_an_unknown_fault_names_the_known_ones(self, write):
+    def test_an_unknown_fault_lists_the_valid_names(self, write):
         message = self.refused(write(TEXT.replace("[missing_cp_factor]", "[missing_cp_fcator]")))
         assert "1 of 5 runs cannot be used" in message
         assert "fault: unknown fault missing_cp_fcator (known: " in message
@@ -294,11 +294,11 @@ class TestSelection:
     def names(self, planned):
         return [run.name for run in planned]
 
-    def test_takes_what_the_chosen_are_held_against(self, write):
+    def test_includes_the_references_of_the_selected_runs(self, write):
         planned = load_ablation(write(TEXT)).expand()
         assert self.names(select(planned, ["cp2-float32"])) == ["one_rank-float64", "one_rank-float32", "cp2-float32"]
 
-    def test_a_configuration_means_all_its_runs(self, write):
+    def test_a_configuration_selects_all_its_runs(self, write):
         planned = load_ablation(write(TEXT)).expand()
         assert self.names(select(planned, ["cp2"])) == [
             "one_rank-float64",
@@ -311,7 +311,7 @@ class TestSelection:
         with pytest.raises(SpecError, match="did you mean 'fault'"):
             select(load_ablation(write(TEXT)).expand(), ["fualt"])
 
-    def test_takes_the_run_whose_clip_decisions_are_needed(self):
+    def test_includes_the_run_that_provides_clip_decisions(self):
         planned = AblationSpec(
             reference="a",
             base={"precision": "float64"},
@@ -319,7 +319,7 @@ class TestSelection:
         ).expand()
         assert self.names(select(planned, ["c"])) == ["a", "b", "c"]
 
-    def test_takes_what_the_needed_need(self):
+    def test_dependencies_are_transitive(self):
         """The chosen run has a reference, which takes the clip decisions of a third, which takes those of a fourth."""
         planned = AblationSpec(
             reference="a",

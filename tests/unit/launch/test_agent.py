@@ -1,4 +1,4 @@
-"""The agent watches its ranks, says how they ended, leaves with the process that started it, and takes them along."""
+"""The agent watches its ranks, reports how they ended, exits with the process that started it, and ends them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import pytest
 from tests.helpers import watched_worker
 from workbench.launch.agent import own_ranks
 from workbench.launch.failure_analysis import record_end
-from workbench.records.directory import RunDirectory, process_alive, project_root
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import process_alive, project_root
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
 from workbench.train.watched import flight_path
 
-# The agent of the test has a child, as torch.distributed.run has, and does `on_sigterm` when told to stop.
+# The agent of the test has a child, as torch.distributed.run has, and does `on_sigterm` on request.
 AGENT = """
 import os, signal, subprocess, sys, time
 sys.path.insert(0, {root!r})
@@ -53,10 +54,10 @@ def test_it_leaves_when_its_parent_was_killed(on_sigterm):
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         _, alive = psutil.wait_procs(family, timeout=60)
-        said = "" if alive else parent.stdout.read()
+        text = "" if alive else parent.stdout.read()
     try:
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-        assert ("told to stop" in said) == (on_sigterm == "stop")
+        assert ("told to stop" in text) == (on_sigterm == "stop")
     finally:
         for process in alive:
             process.kill()
@@ -98,7 +99,7 @@ def job(folder, *faults, hang_s=2.0, **settings):
 
 
 def ended(run, agent):
-    """Wait for the end of a job, and say how many seconds after its first collective it came."""
+    """Wait for the end of a job, and return how many seconds after its first collective it came."""
     code = agent.wait(timeout=120)
     assert record_end(run, "failed" if code else "succeeded") == "failed"
     return time.time() - flight.read(flight_path(run, 0)).entries[0].entered_ns / 1e9
@@ -147,7 +148,7 @@ def test_a_rank_that_hangs_outside_is_named_while_it_hangs_and_after_the_time_ou
     ("fault", "cause", "words"),
     [("kill", "killed", "rank 1 was killed by SIGKILL"), ("memory", "out of memory", "no room for the batch")],
 )
-def test_a_rank_that_died_is_the_cause_and_the_other_says_where_it_waited(tmp_path, fault, cause, words):
+def test_a_dead_rank_is_the_cause_and_the_other_reports_its_wait(tmp_path, fault, cause, words):
     with job(tmp_path, fault) as (run, agent):
         ended(run, agent)
     failure = run.failure()

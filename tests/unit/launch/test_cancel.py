@@ -12,7 +12,8 @@ import pytest
 
 from workbench.launch import cancel as module
 from workbench.launch.cancel import cancel_run
-from workbench.records.directory import RunDirectory, process_alive, this_process
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import process_alive, this_process
 from workbench.specs.run import RunSpec
 
 
@@ -28,13 +29,13 @@ def described(process):
 GONE = {"pid": 2**22 + 1, "create_time": 0.0}
 
 
-def test_what_has_ended_stays_as_it_ended(run):
+def test_an_ended_run_keeps_its_state(run):
     run.set_state("failed")
     assert cancel_run(run) == "failed"
     assert not run.cancel_requested
 
 
-def test_a_launcher_that_lives_is_asked_and_waited_for(run):
+def test_a_live_launcher_is_requested_and_awaited(run):
     run.note(launcher=this_process())
 
     def launcher():
@@ -54,7 +55,7 @@ def test_a_launcher_that_does_nothing_is_not_waited_for_for_ever(run):
     assert run.cancel_requested
 
 
-def test_what_a_launcher_of_another_machine_submitted_is_cancelled_at_the_cluster(run, monkeypatch):
+def test_a_run_submitted_from_another_machine_is_cancelled_at_the_cluster(run, monkeypatch):
     asked = []
 
     class Job:
@@ -103,7 +104,7 @@ def test_a_process_that_inherited_the_pid_is_never_signalled(run):
         stranger.kill()
 
 
-def test_on_a_cluster_the_scheduler_is_asked(run, monkeypatch):
+def test_the_scheduler_is_queried_on_a_cluster(run, monkeypatch):
     asked = []
 
     class Job:

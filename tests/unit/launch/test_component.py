@@ -10,7 +10,7 @@ import pytest
 
 from workbench.launch.component import Cluster, run_job
 from workbench.launch.devices import Placement
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 
 CPU = Placement("cpu")
 GPUS = Placement("cuda", gpus=("3", "7"))
@@ -62,7 +62,7 @@ def test_gpus_are_given_out_by_us():
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
-def test_gpus_are_counted_as_nvidia_smi_counts_them_unless_the_user_says_otherwise(monkeypatch, given, expected):
+def test_gpus_are_counted_in_nvidia_smi_order_unless_set_by_the_user(monkeypatch, given, expected):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     if given:
         monkeypatch.setenv("CUDA_DEVICE_ORDER", given)
@@ -80,10 +80,10 @@ class TestOnACluster:
         ("placement", "memory_mb", "expected"),
         [(CPU, None, 2 * 4096), (GPUS, None, 2 * 16384), (CPU, 500, 1000), (CPU, 0, 0)],
     )
-    def test_memory_is_asked_for_by_rank(self, placement, memory_mb, expected):
+    def test_memory_is_requested_per_rank(self, placement, memory_mb, expected):
         assert role_of(placement, cluster=Cluster(memory_mb=memory_mb)).resource.memMB == expected
 
-    def test_what_the_container_needs(self):
+    def test_the_container_has_its_requirements(self):
         role = role_of(cluster=Cluster("/opt/python", image="img:1", mounts=("type=volume", "src=c", "dst=/shared")))
         [mount] = role.mounts
         assert (role.entrypoint, role.image, mount.src, mount.dst_path) == ("/opt/python", "img:1", "c", "/shared")

@@ -1,4 +1,4 @@
-"""From what killed, hung and surviving ranks leave behind to the first death in words; nothing runs here."""
+"""From the files of killed, hung and surviving ranks to the root cause; nothing runs here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError
-from workbench.launch.failure_analysis import coordinates_of, oom_kills, own_threads, place_of, record_end
+from workbench.launch.failure_analysis import coordinates_of, own_threads, place_of, record_end
+from workbench.launch.watchdog import oom_kills
 from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
@@ -50,7 +51,7 @@ Root Cause (first observed failure):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of four ranks that goes on."""
+    """A run of four ranks that is still running."""
     run = RunDirectory.create(tmp_path, "x", RunSpec(layout={"cp": 2, "tp": 2}))
     run.set_state("running")
     yield run
@@ -91,7 +92,7 @@ class TestNothingToSay:
 
 
 class TestException:
-    def test_the_rank_that_raised_keeps_its_words_and_the_others_say_where_they_waited(self, run):
+    def test_the_failing_rank_keeps_its_message_and_the_others_their_waits(self, run):
         run.write_exit(1, {}, ShapeError("split 7 tokens"))
         flew(run, 0, "a", stays=True)
         last_stack_path(run, 0).write_text(STACK)
@@ -118,7 +119,7 @@ class TestException:
             ),
         ],
     )
-    def test_memory_that_a_rank_asked_for_in_vain(self, run, error):
+    def test_a_failed_allocation_of_a_rank(self, run, error):
         run.write_exit(2, {}, error)
         codes(run, r2=1)
         record_end(run, "failed")
@@ -187,7 +188,7 @@ class TestKilled:
 
 
 class TestHang:
-    def test_after_a_time_out_the_rank_that_had_not_come_is_named_with_the_stack_that_was_seen(self, run):
+    def test_after_a_time_out_the_missing_rank_is_named_with_its_stack(self, run):
         for rank in (0, 2, 3):
             run.write_exit(rank, {}, RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
             flew(run, rank, "a", "b", stays=True)
@@ -212,7 +213,7 @@ class TestHang:
             flew(run, rank, *habit, "a", "b", stays=True)
         flew(run, 1, *habit, "a", "c", stays=True)
 
-    def test_who_skipped_a_collective_is_to_blame_for_the_abort_of_another(self, run):
+    def test_a_rank_that_skipped_a_collective_is_blamed_for_the_abort(self, run):
         self.skipped(run)
         codes(run, r0=-6, r1=-15)
         last_stack_path(run, 1).write_text(STACK)
@@ -224,7 +225,7 @@ class TestHang:
         assert "look for a branch that ranks take differently" in failure["message"]
         assert "SIGABRT" in run.exits()[0]["message"]
 
-    def test_what_the_guilty_raised_in_a_collective_is_an_echo_and_its_traceback_the_place(self, run):
+    def test_an_error_inside_a_collective_is_an_echo_with_the_place(self, run):
         self.skipped(run)
         try:
             raise RuntimeError("Received data size doesn't match expected size")
@@ -233,9 +234,9 @@ class TestHang:
         record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
         assert "Traceback (most recent call last)" in run.failure()["stack"]
-        assert "it was at tests/unit/launch/test_deaths.py:" in run.failure()["message"]
+        assert "it was at tests/unit/launch/test_failure_analysis.py:" in run.failure()["message"]
 
-    def test_what_the_guilty_raised_elsewhere_is_its_own(self, run):
+    def test_an_error_outside_of_collectives_is_the_cause(self, run):
         self.skipped(run)
         run.write_exit(1, {}, ValueError("bad luck"))
         record_end(run, "failed")
@@ -249,7 +250,7 @@ class TestHang:
         record_end(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "killed")
 
-    def test_lost_connections_among_ranks_that_were_equally_far_blame_nobody(self, run):
+    def test_lost_connections_among_equally_advanced_ranks_blame_none(self, run):
         for rank in range(4):
             flew(run, rank, "a", "b", stays=True)
             run.write_exit(rank, {}, PEER)
@@ -268,7 +269,7 @@ class TestHang:
         for rank in range(4):
             flew(run, rank, "a", "b", stays=True)
 
-    def test_a_rank_that_came_too_late_is_named_from_what_was_seen(self, run):
+    def test_a_late_rank_is_named_from_recorded_evidence(self, run):
         """It came when the others had given up, so that in the end all were equally far."""
         self.late(run)
         run.write_exit(0, {}, RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
@@ -278,7 +279,7 @@ class TestHang:
         assert "rule: no rank is waited for longer than timeout_s = 120" in run.failure()["message"]
         assert "in run_step" in run.failure()["stack"]
 
-    def test_who_was_late_once_is_not_to_blame_for_a_lost_connection(self, run):
+    def test_an_earlier_straggler_is_not_blamed_for_a_lost_connection(self, run):
         self.late(run)
         run.write_exit(0, {}, PEER)
         record_end(run, "failed")
@@ -308,7 +309,7 @@ class TestHang:
         record_end(run, "failed")
         assert run.failure()["also"] == dict.fromkeys((0, 2, 3), "b over dp_cp [#2, train/step.py:9]")
 
-    def test_what_the_watchdog_wrote_stands(self, run):
+    def test_the_verdict_of_the_watchdog_stays(self, run):
         self.skipped(run)
         run.write_exit(0, {}, RuntimeError("said by the watchdog"), cause="hang")
         codes(run, r1=-15, r2=-9, r3=-6, r0=-9)
@@ -321,7 +322,7 @@ class TestHang:
             3: "killed",
         }, "it stopped the others too"
 
-    def test_whom_the_watchdog_stopped_first_was_not_killed_from_outside(self, run):
+    def test_a_rank_stopped_first_by_the_watchdog_was_not_killed_externally(self, run):
         self.skipped(run)
         run.write_exit(0, {}, RuntimeError("said by the watchdog"), cause="hang")
         codes(run, r1=-15, r2=-15, r3=-9)
@@ -345,7 +346,7 @@ class TestStopped:
         run.write_json("ranks/stopped.json", {"0": 7})
         codes(run, r1=1, r2=1, r3=1, r0=-9)
 
-    def test_the_rank_that_stopped_is_named_and_not_whoever_killed_it(self, run):
+    def test_the_stopped_rank_is_named_and_not_its_killer(self, run):
         self.stopped(run, 1, 2, 3)
         record_end(run, "failed")
         failure = run.failure()
@@ -366,7 +367,7 @@ class TestStopped:
         assert (run.failure()["rank"], run.failure()["cause"]) == (0, "killed")
 
     def test_a_rank_that_stopped_inside_a_collective_is_named_too(self, run):
-        """Nobody is behind anybody then."""
+        """All ranks are equally advanced then."""
         for rank in range(4):
             flew(run, rank, "a", stays=True)
         for rank in (0, 1, 3):
@@ -400,7 +401,7 @@ class TestStopped:
 
 class TestEarlyExit:
     @pytest.mark.parametrize("noted", [True, False], ids=["code 0", "codes of failed ranks only"])
-    def test_a_rank_that_left_is_named_with_what_it_did_last_and_who_waited(self, run, noted):
+    def test_an_early_exit_has_the_last_action_and_the_waiting_ranks(self, run, noted):
         for rank in (0, 2, 3):
             flew(run, rank, "a", "b", stays=True)
         run.write_exit(0, {}, PEER)
@@ -423,7 +424,7 @@ class TestEarlyExit:
         assert "timeout_s" not in failure["message"]
         assert failure["also_failed"] == [0, 2, 3]
 
-    def test_a_rank_that_said_that_it_was_done(self, run):
+    def test_a_rank_that_reported_its_end(self, run):
         for rank in (0, 2, 3):
             flew(run, rank, "a", "b", stays=True)
             run.write_exit(rank, {}, PEER)
@@ -434,7 +435,7 @@ class TestEarlyExit:
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "early exit")
         assert "it reported that its part was done" in run.failure()["message"]
 
-    def test_a_rank_that_was_told_to_stop_did_not_leave(self, run):
+    def test_a_rank_that_received_sigterm_did_not_exit_early(self, run):
         """It left a stack, and has no code where only those of failed ranks are noted."""
         flew(run, 0, "a", "b", stays=True)
         run.write_exit(0, {}, RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
@@ -471,7 +472,7 @@ class TestNobodySpoke:
         assert "rank 0 was in a over dp_cp" in failure["message"]
         assert run.exits()[0]["message"].splitlines()[1] == "  found: the agent had failed"
 
-    def test_a_job_that_ended_well_without_saying_so_failed(self, run):
+    def test_a_job_that_ended_without_a_record_failed(self, run):
         assert record_end(run, "succeeded") == "failed"
         assert "none recorded that the run succeeded" in run.failure()["message"]
         assert run.status == "failed"
@@ -483,7 +484,7 @@ def test_a_rank_has_a_place_on_the_mesh(tmp_path):
     assert places == [(dp, cp, tp) for dp in range(2) for cp in range(3) for tp in range(2)]
 
 
-def test_a_stack_says_where_it_stands():
+def test_a_stack_names_its_location():
     assert place_of(STACK.replace("/usr/lib/python3.11/site-packages", "...")).startswith("/work/somewhere")
     assert place_of(own_threads(STACK).replace("/usr/lib/python3.11/site-packages", "...")) == (
         "workbench/sharding/gradients.py:28 in sum_gradients"
@@ -494,7 +495,7 @@ def test_a_stack_says_where_it_stands():
     assert place_of("nothing") == "an unknown place"
 
 
-def test_of_the_stacks_only_those_that_work_are_kept():
+def test_only_active_stacks_are_reported():
     kept = own_threads(STACK)
     assert kept.startswith("Current thread")
     assert "watched.py" not in kept
@@ -534,7 +535,7 @@ def test_codes_are_read_in_the_order_in_which_ranks_ended(run):
     ("backend", "log"),
     [("processes", "ranks/agent.log"), ("slurm", "torchx/slurm-*.err"), ("torchx", "torchx/*/*/trainer/0/stderr.log")],
 )
-def test_who_never_spoke_is_looked_for_where_this_backend_writes(tmp_path, backend, log):
+def test_silent_ranks_are_searched_in_the_backends_logs(tmp_path, backend, log):
     run = RunDirectory.create(tmp_path, "cp2", RunSpec(), backend=backend)
     assert record_end(run, "failed") == "failed"
     assert f"read {log} in" in run.failure()["message"]

@@ -38,7 +38,7 @@ def test_a_rank_ends_as_the_interpreter_would_have(ends, code, capsys):
     assert ("no" in capsys.readouterr().err) == ("no" in str(ends))
 
 
-def test_ranks_are_not_forked_once_cuda_is_initialised(monkeypatch):
+def test_ranks_are_not_forked_after_cuda_is_initialised(monkeypatch):
     forks._refuse_initialised_cuda()  # torch is loaded here, and that is no reason
     initialised = stand_in(torch, cuda=stand_in(torch.cuda, is_initialized=lambda: True))
     monkeypatch.setattr(forks, "sys", stand_in(sys, modules=sys.modules | {"torch": initialised}))

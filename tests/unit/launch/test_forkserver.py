@@ -1,4 +1,4 @@
-"""The fork server as a program: what it loads, what it knows, and when it leaves."""
+"""The fork server as a program: its preloads, its environment, and its exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.interruptible import INTERRUPTIBLE
 from workbench.launch import forkserver
 from workbench.launch.processes import PRELOAD
-from workbench.records.directory import process_alive
+from workbench.records.provenance import process_alive
 
 PROGRAM = Path(forkserver.__file__)
 
@@ -47,7 +47,7 @@ def server():
         process.communicate()
 
 
-def test_it_is_ready_when_all_is_loaded_and_leaves_when_nobody_wants_more(server):
+def test_is_ready_after_loading_and_exits_when_unused(server):
     process, here = server("json", "wave")
     assert here.recv(1) == forkserver.READY
     assert process.poll() is None
@@ -55,14 +55,14 @@ def test_it_is_ready_when_all_is_loaded_and_leaves_when_nobody_wants_more(server
     assert process.wait(60) == 0
 
 
-def test_it_runs_nothing_beside_what_it_forks(server):
+def test_runs_nothing_but_its_forks(server):
     """A thread that does not survive a fork could hold a lock for ever: numpy's is one."""
     process, here = server("json")
     assert here.recv(1) == forkserver.READY
     assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
 
 
-def test_what_cannot_be_loaded_is_said(server):
+def test_an_import_error_is_reported(server):
     process, here = server("no_such_library")
     assert here.recv(1) == b""
     assert process.wait(60) != 0
@@ -77,7 +77,7 @@ def test_ctrl_c_is_not_for_it(server):
     assert process.poll() is None
 
 
-def test_a_copy_imports_from_where_it_is_told_and_leaves_no_zombie(server, tmp_path):
+def test_a_fork_imports_from_the_given_path_and_leaves_no_zombie(server, tmp_path):
     (tmp_path / "workbench" / "launch").mkdir(parents=True)
     for package in ("workbench", "workbench/launch"):
         (tmp_path / package / "__init__.py").touch()
@@ -94,17 +94,17 @@ def test_a_copy_imports_from_where_it_is_told_and_leaves_no_zombie(server, tmp_p
         there.close()
         here.settimeout(120)
         here.sendall(f"{tmp_path}\nhello".encode())
-        pid, path, said = here.recv(999).decode().split()
-        assert (path, said) == (str(tmp_path), "hello")
+        pid, path, text = here.recv(999).decode().split()
+        assert (path, text) == (str(tmp_path), "hello")
         assert int(pid) != process.pid
-        assert here.recv(1) == b""  # nobody else holds the copy's end
+        assert here.recv(1) == b""  # no other process has the fork's end
     until = time.monotonic() + 60
     while psutil.Process(process.pid).children():
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
-def test_it_leaves_with_its_parent_even_if_somebody_holds_its_input(tmp_path):
+def test_exits_with_its_parent_even_if_its_input_stays_open(tmp_path):
     """A child that the parent forked keeps a copy of every file that the parent had open."""
     script = f"""
 import os, socket, subprocess, sys, time
@@ -132,7 +132,7 @@ time.sleep(60)
         child.kill()
 
 
-def test_neither_the_program_nor_what_it_loads_is_of_the_workbench():
+def test_neither_the_server_nor_its_preloads_import_the_workbench():
     """Copies would not see edits of it."""
     imported = [
         alias.name

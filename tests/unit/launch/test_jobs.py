@@ -1,4 +1,4 @@
-"""Talking to torchx: the exact request, no signal handler replaced, nothing asked about a job that has ended."""
+"""The torchx seam: the exact request, no signal handler replaced, no query about a job that has ended."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from tests.helpers.audited import audited
 from tests.helpers.programs import write_program
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
-from workbench.launch import jobs
+from workbench.launch import component, jobs
 from workbench.launch.devices import Placement
-from workbench.records.directory import RunDirectory, process_alive, project_root
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import process_alive, project_root
 from workbench.specs.run import RunSpec
 
 CPU, GPUS = Placement("cpu"), Placement("cuda", gpus=("0", "1"))
@@ -51,7 +52,7 @@ def described(scheduler, placement=GPUS, *, name="cp2_zigzag-float64", run=RUN, 
 
 @pytest.fixture
 def nothing_is_contacted():
-    """No socket and no process, whatever is asked for; what tries finds nothing, and is seen."""
+    """No socket and no process; any attempt finds nothing, and is recorded."""
     tried = []
 
     def refuse(event, arguments):
@@ -113,7 +114,7 @@ class TestDryRun:
             f"PYTHONPATH={project_root()},TORCHX_JOB_ID=slurm://torchx/$SLURM_JOB_ID"
         )
 
-    def test_a_slurm_job_on_cpu_asks_for_no_gpu(self):
+    def test_a_slurm_job_on_cpu_requests_no_gpu(self):
         text = described("slurm", CPU, memory_mb="500", python="/shared/venv/bin/python")
         assert "gpu" not in text
         assert "--mem=1000" in text.split()
@@ -147,8 +148,8 @@ class TestDryRun:
         ]
         assert task["template"]["spec"]["restartPolicy"] == "Never"
 
-    @pytest.mark.parametrize("scheduler", jobs.SCHEDULERS)
-    def test_the_same_question_has_the_same_answer(self, scheduler):
+    @pytest.mark.parametrize("scheduler", component.SCHEDULERS)
+    def test_the_same_request_has_the_same_result(self, scheduler):
         options = NEEDED if scheduler == "kubernetes" else {}
         first = described(scheduler, **options)
         assert described(scheduler, **options) == first
@@ -166,7 +167,7 @@ class TestDryRun:
             assert label[-1].isalnum()
 
     def test_nothing_is_made(self, tmp_path):
-        for scheduler in jobs.SCHEDULERS:
+        for scheduler in component.SCHEDULERS:
             described(scheduler, run=tmp_path / "runs" / "x", **(NEEDED if scheduler == "kubernetes" else {}))
         assert list(tmp_path.iterdir()) == []
 
@@ -185,18 +186,18 @@ class TestOptions:
             ("lsf", {}, "one of local_cwd, slurm, kubernetes"),
         ],
     )
-    def test_what_is_unknown_missing_or_wrong_is_named(self, scheduler, options, said):
+    def test_unknown_missing_and_wrong_options_are_named(self, scheduler, options, said):
         with pytest.raises(LaunchError) as caught:
             described(scheduler, **options)
         assert said in str(caught.value)
 
-    def test_every_option_says_what_it_means(self):
-        assert jobs.options_of("local_cwd") == {}
-        slurm = jobs.options_of("slurm")
+    def test_every_option_has_a_help_text(self):
+        assert component.options_of("local_cwd") == {}
+        slurm = component.options_of("slurm")
         assert {"partition", "time", "comment", "constraint", "mail-user", "mail-type", "python", "memory_mb"} <= set(
             slurm
         )
-        kubernetes = jobs.options_of("kubernetes")
+        kubernetes = component.options_of("kubernetes")
         assert {name for name, meaning in kubernetes.items() if meaning.endswith("(needed)")} == {"queue", "image"}
         assert all({**slurm, **kubernetes}.values())
 
@@ -204,9 +205,9 @@ class TestOptions:
         with pytest.raises(LaunchError, match=r"WB_RUN_DIR=/shared/a,b"):
             described("slurm", run=Path("/shared/a,b"))
 
-    def test_kubernetes_without_its_package_is_said_in_words(self, monkeypatch):
+    def test_a_missing_kubernetes_package_is_reported(self, monkeypatch):
         without = stand_in(importlib.util, find_spec=lambda name: None)
-        monkeypatch.setattr(jobs, "importlib", stand_in(importlib, util=without))
+        monkeypatch.setattr(component, "importlib", stand_in(importlib, util=without))
         with pytest.raises(LaunchError, match="pip install kubernetes"):
             described("kubernetes", **NEEDED)
 
@@ -228,8 +229,8 @@ def request(*command):
 
 def local(tmp_path, *command):
     app = request(*command)
-    plan = jobs._runner().dryrun(app, "local_cwd", cfg={"log_dir": str(tmp_path)})
-    return jobs._start_local(jobs._Request("local_cwd", app, plan))
+    plan = component.runner().dryrun(app, "local_cwd", cfg={"log_dir": str(tmp_path)})
+    return jobs._start_local(component.Request("local_cwd", app, plan))
 
 
 def wait(job, timeout_s=120.0):
@@ -243,12 +244,12 @@ def wait(job, timeout_s=120.0):
 class TestLocalJob:
     def test_signal_handlers_stay_as_they_were(self, tmp_path):
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-        jobs._runner.cache_clear()
+        component.runner.cache_clear()
         local(tmp_path, "true").cancel()
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
     @pytest.mark.parametrize(("command", "expected"), [("true", "succeeded"), ("false", "failed")])
-    def test_it_ends_and_says_how(self, tmp_path, command, expected):
+    def test_reports_its_end(self, tmp_path, command, expected):
         assert wait(local(tmp_path, command)) == expected
 
     def test_an_ended_job_is_never_signalled_again(self, tmp_path):
@@ -258,7 +259,7 @@ class TestLocalJob:
         with audited(lambda event, arguments: signalled.append(arguments) if event in ("os.kill", "os.killpg") else 0):
             assert job.poll() == "succeeded"
             job.cancel()
-            jobs._runner().close()  # what a scheduler does when it is deleted
+            component.runner().close()  # a scheduler does this when it is deleted
         assert signalled == []
 
     def test_cancel_stops_the_process_that_it_names(self, tmp_path):
@@ -271,7 +272,7 @@ class TestLocalJob:
 
     # torchx leaves its log files open when a job does not start
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_what_cannot_start_is_said_in_words(self, tmp_path):
+    def test_a_failed_start_is_reported(self, tmp_path):
         with pytest.raises(LaunchError, match="start job job"):
             local(tmp_path, "/no/such/program")
 
@@ -286,7 +287,7 @@ class TestLocalJob:
 
 # ---- on a cluster that we play -------------------------------------------------------------------------
 
-SLURM = {  # what torchx says to Slurm, and what Slurm 23 answers; a job is a local process in a session of its own
+SLURM = {  # requests of torchx to Slurm, and responses of Slurm 23; a job is a local process in its own session
     "sbatch": """
         import os, pathlib, re, subprocess, sys
         home, arguments = pathlib.Path({home!r}), sys.argv[1:]
@@ -374,7 +375,7 @@ def submit(run, worker="tests.helpers.fake_worker", **options):
 
 
 class TestSlurm:
-    def test_a_run_goes_through_it_from_submission_to_end(self, slurm, run):
+    def test_a_run_goes_from_submission_to_end(self, slurm, run):
         job = submit(run)
         assert job.handle == "slurm://torchx/1000"
         assert job.poll() == "running"
@@ -382,9 +383,9 @@ class TestSlurm:
         assert run.state["state"] == "succeeded"
         assert [record["ranks/all/sum"] for record in run.steps()] == [2.0, 2.0, 2.0]
         assert "job exited with code 0" in (run.path / "torchx" / "slurm-1000.out").read_text()
-        assert jobs.job_of(job.handle).poll() == "succeeded"  # as another process asks
+        assert jobs.job_of(job.handle).poll() == "succeeded"  # as another process requests
 
-    def test_what_was_shown_is_what_was_submitted(self, slurm, run):
+    def test_the_shown_request_is_the_submitted_one(self, slurm, run):
         shown = jobs.describe(
             "cp2", run.path, 2, CPU, project=run.path, worker="json.tool", scheduler="slurm", options={"python": "true"}
         )
@@ -405,7 +406,7 @@ class TestSlurm:
         assert other.poll() == "running"
         other.cancel()
         assert other.poll() == "cancelled"
-        assert wait(job) == "cancelled"  # although Slurm says "CANCELLED by 1000", which torchx 0.7 does not know
+        assert wait(job) == "cancelled"  # although Slurm reports "CANCELLED by 1000", which torchx 0.7 does not know
         assert [
             process for process in psutil.wait_procs(family, timeout=120)[1] if process.status() != psutil.STATUS_ZOMBIE
         ] == []
@@ -415,19 +416,19 @@ class TestSlurm:
         assert wait(job, 60) == "failed"
         assert "no" in jobs.agent_output(run.path / "torchx")
 
-    def test_what_is_refused_is_said_in_its_words(self, slurm, run):
+    def test_a_rejection_quotes_the_scheduler(self, slurm, run):
         with pytest.raises(LaunchError) as caught:
             submit(run, partition="nowhere")
         assert "submit run cp2 to slurm" in str(caught.value)
         assert "sbatch: error: invalid partition specified: nowhere" in str(caught.value)
         assert "file system that the cluster's nodes see" in str(caught.value)
 
-    def test_a_machine_without_slurm_is_said_in_words(self, run, monkeypatch, tmp_path):
+    def test_a_machine_without_slurm_is_refused(self, run, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(LaunchError, match="no sbatch on this machine"):
             submit(run)
 
-    def test_without_accounting_the_run_directory_says_how_it_ended(self, slurm, run):
+    def test_the_run_directory_has_the_outcome_without_accounting(self, slurm, run):
         (slurm / "no_accounting").touch()
         job = submit(run, WAITING)
         assert job.poll() == "running"
@@ -438,7 +439,7 @@ class TestSlurm:
         job.cancel()
         assert (slurm / "1000.cancelled").exists()
 
-    def test_the_cluster_is_not_asked_all_the_time(self, slurm, run, monkeypatch):
+    def test_the_cluster_is_polled_at_intervals(self, slurm, run, monkeypatch):
         monkeypatch.setattr(jobs, "POLL_INTERVAL_S", 60.0)
         job = submit(run, WAITING)
         ask, asked = job._ask, []
@@ -446,7 +447,7 @@ class TestSlurm:
         assert [job.poll() for _ in range(5)] == ["running"] * 5
         assert asked == [None]
 
-    def test_a_job_that_nobody_knows_has_failed_at_last(self, slurm, monkeypatch):
+    def test_an_unknown_job_fails_after_a_grace_period(self, slurm, monkeypatch):
         job = jobs.job_of("slurm://torchx/77")
         assert job.poll() == "running"  # accounting may be late
         monkeypatch.setattr(jobs, "UNKNOWN_FOR_S", 0.0)

@@ -1,4 +1,4 @@
-"""Ranks from ready processes: quick, each in its place, and gone with whoever launched them, however that ends."""
+"""Ranks from ready processes: fast, each in its place, and gone with their launcher, however that ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.helpers.interruptible import INTERRUPTIBLE, UNINTERRUPTIBLE
 from workbench.errors import LaunchError
 from workbench.launch import forks, processes
 from workbench.launch.devices import Placement
-from workbench.records.directory import EXIT_CODES, RunDirectory, process_alive, project_root, this_process
+from workbench.records.directory import RunDirectory
+from workbench.records.failures import EXIT_CODES
+from workbench.records.provenance import process_alive, project_root, this_process
 from workbench.specs.run import RunSpec
 
 CPU = Placement("cpu")
@@ -36,7 +38,7 @@ def no_server_is_left():
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts ranks that act as told; at the end all of them must be gone."""
+    """Starts ranks that run commands; at the end all of them must be gone."""
     started = []
 
     def start(*acts, ranks=2, placement=CPU, worker=ACTING):
@@ -78,7 +80,7 @@ def wait(job, within_s=120.0):
 
 
 def told(run, name, within_s=120.0):
-    """What a rank told, as soon as it does."""
+    """The report of a rank, as soon as it exists."""
     until = time.monotonic() + within_s
     while not (path := run.path / f"{name}.json").exists():
         assert time.monotonic() < until, f"nobody told {name}; {[f.read_text() for f in run.path.glob('ranks/*.log')]}"
@@ -121,7 +123,7 @@ class TestARank:
         assert "WB_PARENT_PID" not in seen["environment"]
         assert seen["folder"] == str(tmp_path)
 
-    def test_sees_what_libraries_read_while_they_are_loaded(self, start, monkeypatch):
+    def test_a_changed_environment_starts_a_new_server(self, start, monkeypatch):
         """The running one is not disturbed by the new server."""
         first, run = start("wait", ranks=1)
         told(run, "waiting0")
@@ -145,8 +147,8 @@ class TestARank:
         assert path[0] == str(project_root())
         assert not [entry for entry in path if entry.endswith("workbench/launch")]
 
-    def test_holds_no_file_of_its_agent_and_reads_nothing(self, start):
-        """A rank that held the agent's connection would hide the agent's death from the launcher."""
+    def test_keeps_no_file_of_its_agent_open_and_reads_nothing(self, start):
+        """A rank that kept the agent's connection open would hide the agent's death from the launcher."""
         job, run = start(ranks=2)
         assert wait(job) == "succeeded"
         for rank in (0, 1):
@@ -162,10 +164,10 @@ class TestARank:
     def test_writes_to_its_own_log(self, start):
         _, run = start("print", "wait", ranks=2)
         told(run, "waiting1")
-        said = run.log_path(1).read_text()  # while it goes on: nothing waits in a buffer
-        assert "rank 1 says this\n" in said
-        assert "and its shell says that\n" in said
-        assert "rank 0" not in said
+        text = run.log_path(1).read_text()  # while it runs: nothing waits in a buffer
+        assert "rank 1 says this\n" in text
+        assert "and its shell says that\n" in text
+        assert "rank 0" not in text
 
     def test_meets_the_others(self, start):
         job, run = start("meet", ranks=4)
@@ -178,7 +180,7 @@ class TestEnds:
         ("act", "ranks", "state", "codes"),
         [("print", 2, "succeeded", {0: 0, 1: 0}), ("exit_3", 1, "failed", {0: 3}), ("say_no", 1, "failed", {0: 1})],
     )
-    def test_the_exit_codes_are_told_and_written(self, start, act, ranks, state, codes):
+    def test_exit_codes_are_reported_and_written(self, start, act, ranks, state, codes):
         job, run = start(act, ranks=ranks)
         assert wait(job) == state
         assert job.exit_codes == codes
@@ -207,7 +209,7 @@ class TestEnds:
         assert [record["ranks/all/sum"] for record in run.steps()] == [2.0, 2.0, 2.0]
         assert run.state["agent"]["pid"] == job.agent["pid"]
 
-    def test_a_worker_that_cannot_be_imported_is_refused_at_once(self, start):
+    def test_a_worker_that_fails_to_import_is_refused_at_once(self, start):
         with pytest.raises(LaunchError) as caught:
             start(worker="tests.helpers.no_such_worker")
         assert "No module named 'tests.helpers.no_such_worker'" in str(caught.value)
@@ -222,7 +224,7 @@ class TestEnds:
 
 
 class TestCancel:
-    def test_it_ends_the_ranks_and_what_they_started(self, start):
+    def test_ends_the_ranks_and_their_children(self, start):
         job, run = start("child", "wait", ranks=2)
         children = [(pid, psutil.Process(pid).create_time()) for pid in (told(run, "child0"), told(run, "child1"))]
         assert all(process_alive(*child) for child in children)
@@ -260,10 +262,10 @@ class TestNothingIsLeft:
         family = family_of(job)
         assert len(family) == 3
         os.kill(job.agent["pid"], signal.SIGKILL)
-        assert_gone(family, 5)  # of themselves: nobody has looked yet
+        assert_gone(family, 5)  # without a poll so far
         assert wait(job, 5) == "failed"
 
-    def test_the_run_goes_on_when_the_server_dies_and_the_next_one_finds_another(self, start):
+    def test_a_run_survives_its_server_and_the_next_one_gets_another(self, start):
         job, run = start("wait", ranks=1)
         told(run, "waiting0")
         before = processes.server_process()
@@ -327,7 +329,7 @@ time.sleep({stay_s})
 
 
 class TestTheServer:
-    def test_that_cannot_start_is_said_in_words(self, monkeypatch, start):
+    def test_a_failed_start_is_reported_too(self, monkeypatch, start):
         processes.shut_down()
         monkeypatch.setattr(processes, "PRELOAD", ("no_such_library",))
         with pytest.raises(LaunchError, match="No module named 'no_such_library'"):
@@ -345,8 +347,8 @@ class TestTheServer:
             assert told(run, f"seen{rank}")["cpu_s"] < 1.5  # since its fork; loading torch alone takes 2 s of a core
 
 
-def test_a_job_is_remembered_while_it_goes_on(start):
-    """Whoever forgets it must not end it by that."""
+def test_a_running_job_is_remembered(start):
+    """Dropping the handle must not end the job."""
     import gc
 
     job, run = start("wait", ranks=1)

@@ -1,4 +1,4 @@
-"""Two processes of this machine meet, or it is said why not, and neither is left."""
+"""Two processes of this machine connect, or the reason is reported, and neither is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workbench.launch import rendezvous
 from workbench.launch.rendezvous import check_rendezvous
 
 
-def test_two_ranks_meet_and_say_what_torch_is():
+def test_two_ranks_connect_and_report_their_torch():
     import torch
 
     facts = check_rendezvous(timeout_s=120)
@@ -41,7 +41,7 @@ class TestWithoutLuck:
 
         return replace
 
-    def test_the_last_line_of_each_rank_is_said(self, rank):
+    def test_the_last_line_of_each_rank_is_reported(self, rank):
         started = rank("import os, sys; print('much')\nsys.exit('/home/me/lib.py: no interface ' + os.environ['RANK'])")
         with pytest.raises(LaunchError, match=r"rank 0: \.\.\./lib\.py: no interface 0; rank 1: ") as caught:
             check_rendezvous(timeout_s=120)

@@ -1,14 +1,17 @@
-"""What an experiment has already: the record of the last sweep, and who may stand for whom."""
+"""Existing runs of an experiment: the record of the last sweep, and which runs may replace which."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 
 import pytest
 
+import workbench
 from workbench.errors import LaunchError, RecordError, SpecError
 from workbench.launch.ablation import PlannedRun
 from workbench.launch.resume import (
+    identify,
     interrupted,
     launch_lock,
     mark_lost,
@@ -19,7 +22,8 @@ from workbench.launch.resume import (
     sweep_identity,
     write_record,
 )
-from workbench.records.directory import RunDirectory, this_process
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import this_process
 from workbench.specs.run import RunSpec
 
 INPUTS = {"recording": "r", "checkpoint": "c", "code": "k"}
@@ -39,7 +43,7 @@ def made(folder, planned, state="succeeded", **noted):
 IDENTITY = {"inputs": INPUTS, "device": "cpu"}
 
 
-def test_a_place_where_nothing_can_be_written_is_refused_in_words(tmp_path):
+def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(LaunchError, match="FileExistsError"), launch_lock(tmp_path / "runs"):
         pass
@@ -89,7 +93,7 @@ def test_the_identity_of_a_sweep_is_its_content_and_not_its_order():
 
 
 class TestRecord:
-    def test_a_trial_answers_for_nothing_and_a_part_leaves_the_rest(self, tmp_path):
+    def test_a_trial_replaces_nothing_and_a_subset_keeps_the_rest(self, tmp_path):
         both, one = [plan("a"), plan("b")], plan("a", steps=3)
         first = [made(tmp_path, each) for each in both]
         write_record(tmp_path, both, first, trial=False)
@@ -129,12 +133,12 @@ class TestChanged:
         assert caught.value.parts["found"] == "a: layout.cp 1 -> 2, steps 1 -> 2, another checkpoint"
         assert "--force" in caught.value.parts["fix"]
 
-    def test_a_run_of_another_version_is_refused_in_words(self, tmp_path, before):
+    def test_a_run_of_another_version_is_refused(self, tmp_path, before):
         (before.path / "config.json").write_text('{"layuot": {}}')
         with pytest.raises(SpecError, match=r"a: a-.* is of another version"):
             refuse_changed(tmp_path, [plan("a")], [INPUTS])
 
-    def test_a_folder_that_was_deleted_binds_nobody(self, tmp_path, before):
+    def test_a_deleted_folder_has_no_effect(self, tmp_path, before):
         with pytest.raises(SpecError):
             refuse_changed(tmp_path, [plan("a", steps=2)], [INPUTS])
         before.path.rename(tmp_path / "elsewhere")
@@ -149,7 +153,7 @@ class TestRunning:
             refuse_running(tmp_path, [plan("a")])
         refuse_running(tmp_path, [plan("a", steps=2), plan("b")])
 
-    def test_what_is_lost_is_written_down_and_in_nobodys_way(self, tmp_path):
+    def test_a_lost_run_is_recorded_and_does_not_block(self, tmp_path):
         run = RunDirectory.create(tmp_path, "a", RunSpec())
         run.note(launcher=this_process() | {"create_time": 0.0})
         refuse_running(tmp_path, [plan("a")])
@@ -190,13 +194,13 @@ class TestInterrupted:
         self.kept(anew, 20)
         assert interrupted(tmp_path, plan("b"), IDENTITY)[0].path == anew.path
 
-    def test_without_a_checkpoint_there_is_nothing_to_go_on_with(self, tmp_path):
+    def test_without_a_checkpoint_there_is_no_resume(self, tmp_path):
         made(tmp_path, plan("a"), "failed")
         run = made(tmp_path, plan("b"), "failed")
         (run.path / "checkpoints" / ".step0020").mkdir(parents=True)  # being made when it was killed
         assert [interrupted(tmp_path, plan(name), IDENTITY) for name in ("a", "b")] == [(None, "")] * 2
 
-    def test_what_goes_on_is_not_taken_from_whoever_runs_it(self, tmp_path):
+    def test_a_running_run_is_not_taken_over(self, tmp_path):
         self.kept(made(tmp_path, plan("a"), "running"), 20)
         assert interrupted(tmp_path, plan("a"), IDENTITY) == (None, "")
 
@@ -208,14 +212,137 @@ class TestInterrupted:
             ({"device": "cuda", "inputs": INPUTS | {"task": "t"}}, "another device, another task"),
         ],
     )
-    def test_another_device_or_input_is_another_run_and_that_is_said(self, tmp_path, other, what):
+    def test_another_device_or_input_is_another_run_with_a_reason(self, tmp_path, other, what):
         run = self.kept(made(tmp_path, plan("a"), "failed"), 20)
-        found, said = interrupted(tmp_path, plan("a"), IDENTITY | other)
-        assert (found, said) == (None, f"starts again, not from {run.path.name} at step 20: {what}")
+        result, text = interrupted(tmp_path, plan("a"), IDENTITY | other)
+        assert (result, text) == (None, f"starts again, not from {run.path.name} at step 20: {what}")
         assert interrupted(tmp_path, plan("a", steps=2), IDENTITY) == (None, "")
 
-    def test_the_furthest_of_the_same_inputs_is_taken_before_one_of_others_that_came_further(self, tmp_path):
+    def test_the_furthest_run_of_the_same_inputs_is_resumed(self, tmp_path):
         run = self.kept(made(tmp_path, plan("a"), "failed"), 20)
         other = self.kept(made(tmp_path, plan("a"), "failed"), 40)
         other.note(device="cuda")
         assert interrupted(tmp_path, plan("a"), IDENTITY)[0].path == run.path
+
+
+# ---- Inputs of a run are found before it starts, and identified by content: a folder may change ----
+
+
+SPEC = RunSpec(data={"path": "data/own"}, model={"source": "models/own"})
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with a rollout dataset and a checkpoint, and a current folder elsewhere."""
+    for name, text in {
+        "data/own/manifest.json": "{}",
+        "models/own/config.json": "{}",
+        "models/own/model.safetensors": "weights",
+    }.items():
+        path = tmp_path / "project" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "project"
+
+
+def identity(project, spec=SPEC):
+    return identify([spec], project)[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data/own/manifest.json", "models/own/config.json", "models/own/model.safetensors", "models/own/more.safetensors"],
+)
+def test_another_content_is_another_identity(project, name):
+    before = identity(project)
+    (project / name).write_text("changed")
+    assert identity(project) != before
+
+
+def test_equal_content_has_one_identity_in_any_place(project):
+    before = identity(project)
+    (project / "data/own").rename(project / "data/copy")
+    (project / "models").rename(project / "checkpoints")
+    again = RunSpec(data={"path": "data/copy"}, model={"source": str(project / "checkpoints/own")})
+    assert identity(project, again) == before
+    assert str(project) not in json.dumps(before)
+
+
+def test_another_code_is_another_identity(project, monkeypatch):
+    package = project / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(workbench, "__file__", str(package / "__init__.py"))
+    codes = [identity(project)["code"]]
+    for text in ("x = 1", "x = 2"):
+        (package / "more.py").write_text(text)
+        after = identity(project)
+        codes.append(after["code"])
+    assert len(set(codes)) == 3
+    monkeypatch.setattr(workbench, "__version__", "0.0.0")
+    assert identity(project)["versions"] != after["versions"]
+
+
+@pytest.mark.parametrize("source", ["tiny-qwen3", "Qwen/Qwen3-0.6B", "gpt2"])
+def test_a_model_that_is_no_folder_is_identified_by_its_name(project, source):
+    assert identity(project, SPEC.merged({"model": {"source": source}}))["checkpoint"] == source
+
+
+def refused(project, changes):
+    with pytest.raises(SpecError) as caught:
+        identity(project, SPEC.merged(changes))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("setting", ["data.path", "model.source"])
+def test_a_folder_that_is_not_there_is_named_with_where_it_was_searched(project, setting):
+    group, name = setting.split(".")
+    message = refused(project, {group: {name: "some/where/else"}})
+    assert message.startswith(f"{setting} = 'some/where/else'\n  found: nothing of that kind at {project}/some")
+    assert f"a relative path begins at the project root, {project}" in message
+
+
+@pytest.mark.parametrize("setting", ["data.path", "model.source"])
+def test_a_folder_that_is_there_from_the_current_folder_is_pointed_out(project, tmp_path, setting):
+    here = tmp_path / "elsewhere/mine"
+    here.mkdir()
+    (here / "manifest.json").write_text("{}")
+    (here / "config.json").write_text("{}")
+    group, name = setting.split(".")
+    message = refused(project, {group: {name: "mine"}})
+    assert f"although there is at {here}, relative to the current folder" in message
+    assert message.endswith(f"write {setting}: {here}")
+
+
+def test_a_folder_without_a_configuration_is_no_checkpoint(project):
+    assert "a checkpoint folder with config.json" in refused(project, {"model": {"source": "models"}})
+
+
+class TestTask:
+    SPEC = RunSpec(
+        model={"source": "models/own"}, data={"advantages": {"name": "grpo"}}, online={"task": "tasks/own.py:Own"}
+    )
+
+    @pytest.fixture
+    def project(self, project):
+        (project / "tasks").mkdir()
+        (project / "tasks/own.py").write_text("class Own: ...")
+        (project / "data/own/manifest.json").unlink()  # no rollout dataset is read
+        return project
+
+    def test_a_task_is_identified_by_its_file(self, project):
+        before = identity(project, self.SPEC)
+        assert "recording" not in before
+        (project / "tasks/own.py").write_text("class Own: right_reward = 2")
+        assert identity(project, self.SPEC) != before
+
+    def test_the_task_of_this_package_by_its_name(self, project):
+        named = self.SPEC.merged({"online": {"task": "arithmetic"}})
+        assert identity(project, named)["task"] == "arithmetic"
+
+    @pytest.mark.parametrize("task", ["tasks/another.py:Own", "tasks/own.py", "arithmetics"])
+    def test_a_task_that_is_not_there_is_refused_before_anything_starts(self, project, task):
+        with pytest.raises(SpecError, match=f"online.task = '{task}'"):
+            identity(project, self.SPEC.merged({"online": {"task": task}}))

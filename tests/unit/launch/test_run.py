@@ -1,4 +1,4 @@
-"""Launching: one failure never stops the rest, and every way to end is found and described.
+"""Launching: one failure never stops the rest, and every kind of end is detected and described.
 
 The three real jobs of the suite's launching tests are in `jobs`; everything else is in process.
 """
@@ -18,7 +18,8 @@ from workbench.launch import resume
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch, requests
 from workbench.launch.sweep import Sweep
-from workbench.records.directory import RunDirectory, this_process
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import this_process
 
 FAKE = fake_worker.__name__
 
@@ -32,7 +33,7 @@ def _faults_of_the_fake_worker():
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder that holds a recording, as far as launching looks."""
+    """A folder that contains a rollout dataset, as far as launching checks."""
     recording = tmp_path / "data/own"
     recording.mkdir(parents=True)
     (recording / "manifest.json").write_text("{}")
@@ -69,7 +70,7 @@ class TestJobs:
         assert run.exits()[0]["cause"] == "peer"
         assert len(run.steps()) == 1
 
-    def test_the_rank_that_was_killed_is_found_and_described(self, jobs):
+    def test_a_killed_rank_is_identified_and_described(self, jobs):
         run = jobs[0]["killed"]
         failure = run.failure()
         assert run.status == "failed"
@@ -115,7 +116,7 @@ class TestHere:
         assert runs[2].steps()[1]["device"] == "cpu"
         assert [event.state for event in events if event.number] == ["succeeded", "failed", "succeeded"]
 
-    def test_a_failure_is_told_with_what_was_found(self, tmp_path, project, monkeypatch):
+    def test_a_failure_is_reported_with_its_evidence(self, tmp_path, project, monkeypatch):
         def fail(run, project):
             raise ShapeError("split 7 tokens", found="an odd row", rule="even", fix="pad")
 
@@ -145,13 +146,13 @@ class TestHere:
             launch(ablation, tmp_path, where="here", worker=FAKE)
         assert list(tmp_path.iterdir()) == []
 
-    def test_the_reason_for_a_device_is_kept(self, tmp_path, monkeypatch):
+    def test_the_reason_for_a_device_is_recorded(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", "")
         ablation = AblationSpec(reference="a", configurations={"a": {}})
         [run] = launch(ablation, tmp_path, where="here", worker=FAKE)
         assert (run.state["device"], run.state["device_note"]) == ("cpu", "no GPU here")
 
-    def test_a_recording_that_is_not_there_is_refused_and_nothing_is_made(self, tmp_path):
+    def test_a_missing_rollout_dataset_is_refused_and_nothing_is_created(self, tmp_path):
         with pytest.raises(SpecError, match=r"data\.path = 'data/own'"):
             launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=tmp_path)
         assert list(tmp_path.iterdir()) == []
@@ -164,7 +165,7 @@ class TestHere:
             ("bad", 0, {"a": "succeeded", "bad": "cancelled"}),
         ],
     )
-    def test_interrupting_leaves_no_folder_of_what_never_started(self, tmp_path, project, name, number, left):
+    def test_an_interrupt_leaves_no_folder_of_unstarted_runs(self, tmp_path, project, name, number, left):
         def interrupt(event):
             if (event.name, event.number) == (name, number):
                 raise KeyboardInterrupt
@@ -174,7 +175,7 @@ class TestHere:
         runs = [RunDirectory.open(path) for path in (tmp_path / "runs").iterdir() if path.is_dir()]
         assert {run.name: run.status for run in runs} == left
 
-    def test_a_run_that_is_interrupted_is_cancelled_whatever_its_worker_says(self, tmp_path, project, monkeypatch):
+    def test_an_interrupted_run_is_cancelled_whatever_its_worker_reports(self, tmp_path, project, monkeypatch):
         def interrupted(run, project):
             run.set_state("failed")
             raise KeyboardInterrupt
@@ -185,7 +186,7 @@ class TestHere:
         folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
         assert [RunDirectory.open(path).status for path in folders] == ["cancelled"]
 
-    def test_running_again_does_only_what_is_missing(self, tmp_path, project):
+    def test_a_second_launch_runs_only_what_is_missing(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         first = launch(self.ABLATION, tmp_path, **options)
         again = launch(self.ABLATION, tmp_path, **options)
@@ -194,7 +195,7 @@ class TestHere:
         assert {run.path for run in fresh}.isdisjoint({run.path for run in [*first, *again]})
 
     @pytest.mark.parametrize("damage", ["cut", "missing"])
-    def test_a_run_whose_record_is_damaged_stands_for_nothing_and_is_run_again(self, tmp_path, project, damage):
+    def test_a_run_with_a_damaged_record_is_run_again(self, tmp_path, project, damage):
         ablation = AblationSpec(reference="a", base=BASE, configurations={"a": {}, "b": {"seed": 1}})
         first = launch(ablation, tmp_path, where="here", project=project, worker=FAKE)
         path = first.runs[1].path / "metrics.jsonl"
@@ -204,28 +205,28 @@ class TestHere:
         assert again.runs[0].path == first.runs[0].path
         assert again.runs[1].path != first.runs[1].path
         assert len(again.runs[1].steps()) == 2
-        [said] = {event.device_note for event in events if event.name == "b"}
-        assert said.startswith(
+        [text] = {event.device_note for event in events if event.name == "b"}
+        assert text.startswith(
             f"runs again, because the record of the earlier run is damaged: {first.runs[1].path.name}/metrics.jsonl: "
         )
-        assert said.endswith(
+        assert text.endswith(
             "no such file" if damage == "missing" else "1 whole records; the last line is cut or damaged"
         )
         assert path.parent.is_dir(), "the damaged one is kept"
 
-    def test_what_was_interrupted_goes_on_where_its_checkpoint_stands_unless_all_is_fresh(self, tmp_path, project):
+    def test_an_interrupted_run_resumes_from_its_checkpoint_unless_fresh(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         failed = launch(self.ABLATION, tmp_path, **options).runs[1]
         (failed.path / "checkpoints" / "step0001").mkdir(parents=True)
-        told = []
-        again = launch(self.ABLATION, tmp_path, on_event=told.append, **options).runs[1]
+        reports = []
+        again = launch(self.ABLATION, tmp_path, on_event=reports.append, **options).runs[1]
         fresh = launch(self.ABLATION, tmp_path, fresh=True, **options).runs[1]
         assert (again.state["continues"], fresh.state.get("continues")) == (failed.path.name, None)
-        said = {str(event).rpartition("(")[2] for event in told if event.name == again.name}
-        assert any(f"resumes from {failed.path.name} at step 1)" in words for words in said)
+        texts = {str(event).rpartition("(")[2] for event in reports if event.name == again.name}
+        assert any(f"resumes from {failed.path.name} at step 1)" in words for words in texts)
         assert failed.status == "failed"
 
-    def test_what_changed_is_refused_in_words_and_nothing_is_made_unless_forced(self, tmp_path, project):
+    def test_changed_settings_are_refused_and_nothing_is_created_unless_forced(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         first = launch(self.ABLATION, tmp_path, **options)
         before = sorted(path.name for path in (tmp_path / "runs").iterdir())
@@ -239,7 +240,7 @@ class TestHere:
         with pytest.raises(SpecError, match="steps 3 -> 2"):
             launch(self.ABLATION, tmp_path, **options)
 
-    def test_a_trial_is_not_held_to_earlier_runs_and_answers_for_nothing(self, tmp_path, project):
+    def test_a_trial_is_not_compared_with_earlier_runs_and_replaces_none(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         first = launch(self.ABLATION, tmp_path, **options)
         changed = self.ABLATION.model_copy(update={"base": BASE | {"steps": 3}})
@@ -248,7 +249,7 @@ class TestHere:
         again = launch(self.ABLATION, tmp_path, **options)
         assert again.runs[0].path == first.runs[0].path
 
-    def test_a_changed_recording_is_refused(self, tmp_path, project):
+    def test_a_changed_rollout_dataset_is_refused(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         launch(self.ABLATION, tmp_path, **options)
         (project / "data/own/manifest.json").write_text('{"another": "recording"}')
@@ -267,7 +268,7 @@ class TestHere:
         reference="a", base=BASE, configurations={"a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}}
     )
 
-    def test_a_run_knows_the_very_run_whose_clip_decisions_it_takes(self, tmp_path, project):
+    def test_a_run_names_the_source_of_its_clip_decisions(self, tmp_path, project):
         """Also here they run in that order, whatever the order of the ablation, and older runs do not count."""
         events = []
         for seed in (0, 1, 0):
@@ -295,7 +296,7 @@ class TestHere:
         assert {run.path for run in first}.isdisjoint({run.path for run in second})
 
 
-def test_the_same_is_not_run_twice_at_once(tmp_path, project):
+def test_one_experiment_does_not_run_twice_at_once(tmp_path, project):
     started = RunDirectory.create(tmp_path / "runs", "a", TestHere.ABLATION.expand()[0].spec)
     started.note(launcher=this_process())
     words = rf"already running or waiting: {started.path.name} \(pending, process {os.getpid()}\)"
@@ -307,7 +308,7 @@ def test_the_same_is_not_run_twice_at_once(tmp_path, project):
     assert started.state["state"] == "lost"
 
 
-def test_two_who_launch_the_same_at_once_do_not_both_run_it(tmp_path, project, monkeypatch):
+def test_two_simultaneous_launches_run_it_only_once(tmp_path, project, monkeypatch):
     def slowly(*arguments):
         refuse_running(*arguments)
         both.wait(0.5)  # the other one looks, too, before anything is made
@@ -340,6 +341,6 @@ class TestRequests:
             assert all(words in request and FAKE not in request for request in shown.values())
         assert not (tmp_path / "x").exists()
 
-    def test_a_way_that_asks_no_scheduler_is_refused(self, tmp_path):
+    def test_a_way_without_a_scheduler_is_refused(self, tmp_path):
         with pytest.raises(LaunchError, match="no scheduler is asked"):
             requests(TestHere.ABLATION.expand(), tmp_path, where="processes")

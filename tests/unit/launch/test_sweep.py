@@ -1,4 +1,4 @@
-"""A sweep in this process: what starts when, what ends how, and what is left; with jobs that only pretend."""
+"""A sweep in this process: starts, ends, and leftovers; with simulated jobs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import time
 import pytest
 
 from workbench.errors import LaunchError, RecordError
-from workbench.launch import sweep as sweeping
+from workbench.launch import task as tasks
 from workbench.launch.ablation import PlannedRun
 from workbench.launch.devices import Placement
-from workbench.launch.sweep import Sweep, Task
+from workbench.launch.sweep import Sweep
+from workbench.launch.task import Task
 from workbench.records.directory import RunDirectory
 from workbench.specs.run import RunSpec
 
 
 class Pretended:
-    """A job that runs until it is told how it ended."""
+    """A job that runs until its end is set."""
 
     handle = "pretended"
 
@@ -54,7 +55,7 @@ class Scheduler:
 
 @pytest.fixture
 def leases(monkeypatch):
-    """Devices that are free, as `slots.take` sees them; what is taken is gone until it is released."""
+    """Free devices, as `devices.take` sees them; taken ones are gone until released."""
     free = {"core": ["0", "1"], "gpu": ["4", "5"]}
 
     class Lease:
@@ -69,7 +70,7 @@ def leases(monkeypatch):
 
     noted = free["noted"] = []
 
-    def take(kind, wanted, of, *, who):
+    def take(kind, wanted, of, *, requester):
         wanted = min(wanted, len(of))
         chosen = [name for name in free[kind] if name in of][:wanted]
         if len(chosen) < wanted:
@@ -77,8 +78,8 @@ def leases(monkeypatch):
         free[kind] = [name for name in free[kind] if name not in chosen]
         return Lease(kind, chosen)
 
-    monkeypatch.setattr(sweeping, "take", take)
-    monkeypatch.setattr(sweeping, "cores", lambda: ["0", "1"])
+    monkeypatch.setattr(tasks, "take", take)
+    monkeypatch.setattr(tasks, "cores", lambda: ["0", "1"])
     return free
 
 
@@ -102,7 +103,7 @@ def begin(tasks, folder, **options):
 
 @pytest.mark.usefixtures("leases")
 class TestOrder:
-    def test_it_is_back_at_once_and_as_many_ranks_run_as_there_are_cores(self, tmp_path):
+    def test_returns_at_once_and_runs_as_many_ranks_as_cores(self, tmp_path):
         sweep, jobs = begin([task(tmp_path, "a"), task(tmp_path, "b"), task(tmp_path, "c", 4)], tmp_path)
         assert not sweep.done
         until(lambda: set(jobs) == {"a", "b"})
@@ -126,7 +127,7 @@ class TestOrder:
             job.end("succeeded")
         sweep.wait(10)
 
-    def test_a_run_waits_for_the_one_whose_clip_decisions_it_takes(self, tmp_path):
+    def test_a_run_waits_for_the_source_of_its_clip_decisions(self, tmp_path):
         sweep, jobs = begin([task(tmp_path, "b", frozen_clip="a"), task(tmp_path, "a")], tmp_path)
         until(lambda: "a" in jobs)
         time.sleep(0.3)
@@ -164,7 +165,7 @@ class TestEnds:
         assert sorted(leases["core"]) == ["0", "1"]
 
     @pytest.mark.usefixtures("leases")
-    def test_cancelling_ends_what_runs_and_what_waits(self, tmp_path):
+    def test_cancelling_ends_running_and_waiting_runs(self, tmp_path):
         events = []
         sweep, jobs = begin([task(tmp_path, "a", 2), task(tmp_path, "b", 2), task(tmp_path, "c", 2)], tmp_path)
         until(lambda: "a" in jobs)
@@ -178,7 +179,7 @@ class TestEnds:
         assert sweep.states()["b"] == "succeeded"
 
     @pytest.mark.usefixtures("leases")
-    def test_a_stranger_is_not_cancelled_and_neither_is_anyone_else(self, tmp_path):
+    def test_an_unknown_name_cancels_nothing(self, tmp_path):
         sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
         with pytest.raises(LaunchError, match="cancel b"):
             sweep.cancel("a", "b")
@@ -188,7 +189,7 @@ class TestEnds:
         sweep.wait(10)
 
     @pytest.mark.usefixtures("leases")
-    def test_waiting_has_an_end_and_says_who_goes_on(self, tmp_path):
+    def test_waiting_times_out_and_names_running_runs(self, tmp_path):
         sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
         with pytest.raises(LaunchError, match=r"wait 0\.2 s.*\n.*a"):
             sweep.wait(0.2)
@@ -197,7 +198,7 @@ class TestEnds:
         assert sweep.wait(10).done
 
     @pytest.mark.usefixtures("leases")
-    def test_an_interpreter_that_ends_leaves_no_job_and_no_folder_of_what_never_started(self, tmp_path):
+    def test_interpreter_exit_leaves_no_job_and_no_unstarted_folder(self, tmp_path):
         sweep, jobs = begin([task(tmp_path, "a", 2), task(tmp_path, "b", 2)], tmp_path)
         until(lambda: "a" in jobs)
         sweep._leave()
@@ -206,7 +207,7 @@ class TestEnds:
         assert {path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()} == {"a"}
 
     @pytest.mark.usefixtures("leases")
-    def test_an_interpreter_that_ends_leaves_what_a_cluster_runs_alone(self, tmp_path):
+    def test_interpreter_exit_leaves_cluster_jobs_alone(self, tmp_path):
         scheduler = Scheduler()
         sweep = Sweep([task(tmp_path, "a", 2), task(tmp_path, "b", 2)], tmp_path).in_jobs(scheduler, leased=False)
         until(lambda: set(scheduler.jobs) == {"a", "b"})
@@ -216,7 +217,7 @@ class TestEnds:
         assert sweep.states() == {"a": "running", "b": "running"}
 
     @pytest.mark.usefixtures("leases")
-    def test_a_run_whose_folder_is_removed_does_not_stop_the_others(self, tmp_path):
+    def test_a_removed_folder_does_not_stop_the_others(self, tmp_path):
         sweep, jobs = begin([task(tmp_path, name) for name in "abc"], tmp_path)
         until(lambda: set(jobs) == {"a", "b"})
         for run in (sweep.runs[0], sweep.runs[2]):  # one that runs, one that waits
@@ -246,7 +247,7 @@ class TestEnds:
         assert sweep.states() == {"a": "cancelled", "b": "succeeded"}
 
     @pytest.mark.usefixtures("leases")
-    def test_a_job_that_cannot_be_cancelled_does_not_keep_anybody_waiting(self, tmp_path):
+    def test_an_uncancellable_job_does_not_block(self, tmp_path):
         def refuse():
             raise LaunchError("cancel pretended", found="no answer")
 
@@ -259,7 +260,7 @@ class TestEnds:
             sweep.wait(10)
 
     @pytest.mark.usefixtures("leases")
-    def test_what_breaks_the_watching_is_raised_to_who_waits_and_nothing_stays_open(self, tmp_path):
+    def test_a_watcher_error_is_raised_to_the_waiter_and_nothing_stays_open(self, tmp_path):
         def on_event(event):
             raise RuntimeError("the listener broke")
 
@@ -271,7 +272,7 @@ class TestEnds:
 
 
 @pytest.mark.usefixtures("leases")
-def test_a_folder_that_somebody_removed_ends_its_run_only_and_is_told(tmp_path):
+def test_a_removed_folder_ends_only_its_run_and_is_reported(tmp_path):
     sweep, jobs = begin([task(tmp_path, "a"), task(tmp_path, "b")], tmp_path)
     until(lambda: set(jobs) == {"a", "b"})
     sweep.runs[0].path.rename(tmp_path / "elsewhere")  # at once: a folder that is emptied is written to meanwhile
@@ -285,7 +286,7 @@ def test_a_folder_that_somebody_removed_ends_its_run_only_and_is_told(tmp_path):
 
 
 @pytest.mark.usefixtures("leases")
-def test_events_come_on_the_thread_of_who_follows(tmp_path):
+def test_events_arrive_on_the_followers_thread(tmp_path):
     threads, events = set(), []
 
     def listen(event):
@@ -305,7 +306,7 @@ def test_events_come_on_the_thread_of_who_follows(tmp_path):
 
 
 @pytest.mark.usefixtures("leases")
-def test_who_follows_a_second_time_is_back_at_once(tmp_path):
+def test_a_second_follow_returns_at_once(tmp_path):
     sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
     until(lambda: "a" in jobs)
     jobs["a"].end("succeeded")
@@ -321,11 +322,11 @@ def test_who_follows_a_second_time_is_back_at_once(tmp_path):
 
 
 @pytest.mark.usefixtures("leases")
-def test_time_left_is_told_by_the_pace_of_the_last_steps(tmp_path):
-    told = []
+def test_time_left_uses_the_pace_of_recent_steps(tmp_path):
+    reports = []
 
     def listen(event):
-        told.append(event)
+        reports.append(event)
         done = event.steps_done
         if event.state == "running" and done < 2:
             jobs["a"].run.append_step({"step": done, "time/ended_ns": 30 * 10**9 * done})
@@ -335,5 +336,5 @@ def test_time_left_is_told_by_the_pace_of_the_last_steps(tmp_path):
     sweep, jobs = begin([task(tmp_path, "a", steps=5)], tmp_path)
     until(lambda: "a" in jobs)
     sweep.follow(listen)
-    assert [(event.steps_done, event.seconds_left) for event in told] == [(0, None), (1, None), (2, 90.0), (2, None)]
-    assert str(told[2]).endswith(" s, 90 s left")
+    assert [(event.steps_done, event.seconds_left) for event in reports] == [(0, None), (1, None), (2, 90.0), (2, None)]
+    assert str(reports[2]).endswith(" s, 90 s left")

@@ -15,17 +15,17 @@ TRUTH = {"a": torch.zeros(4, dtype=torch.float64), "b": torch.ones(3, dtype=torc
 
 
 def write(folder, name, far, *, allocated=(), **more):
-    """A run whose weights are so far from the truth, in each parameter."""
+    """A run whose weights have a given distance to the ground truth, in each parameter."""
     weights = {key: value + far.get(key, 0.0) / value.numel() ** 0.5 for key, value in TRUTH.items()}
     save_file(weights, folder / f"{name}.safetensors")
     if name != "start":
-        said = {
+        text = {
             "losses": [1.0, 0.5],
             "step_ms": 2.0,
             "allocated_bytes": list(allocated),
             "reserved_bytes": list(allocated),
         }
-        (folder / f"{name}.json").write_text(json.dumps(said | more))
+        (folder / f"{name}.json").write_text(json.dumps(text | more))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_distances_are_over_those_of_one_rank(runs):
 def test_each_bar_can_be_missed(runs, bar, name, far, more):
     write(runs, name, far, **({} if name == "off_by_ranks" else {"same_on_all_ranks": True}) | more)
     record = verify.compared(runs, 2)
-    assert [key for key, found in record["bars"].items() if not found["holds"]] == [bar]
+    assert [key for key, result in record["bars"].items() if not result["holds"]] == [bar]
     assert record["verdict"] == ("unsound baseline" if bar == "sight" else "different")
 
 
@@ -91,7 +91,7 @@ def in_words(record):
 
 
 class TestVerdicts:
-    """Equal weights prove something only if they were trained, and if one rank and the truth are finite."""
+    """Equal weights prove something only if they were trained, and if one rank and the ground truth are finite."""
 
     def test_weights_that_did_not_move_are_vacuous(self, runs):
         for name in ("start", "one_rank0", "one_rank1", "one_rank2", "off_by_ranks"):
@@ -128,7 +128,7 @@ class TestVerdicts:
     def test_a_training_too_short_to_be_seen_is_an_unsound_baseline(self, runs):
         write(runs, "start", {"a": 50.0})
         record = verify.compared(runs, 2)
-        assert [key for key, found in record["bars"].items() if not found["holds"]] == ["moved"]
+        assert [key for key, result in record["bars"].items() if not result["holds"]] == ["moved"]
         assert record["verdict"] == "unsound baseline"
 
     def test_the_record_that_is_published_has_a_verdict_too(self):
@@ -143,7 +143,7 @@ def test_weights_that_are_no_numbers_miss_the_bars_whichever_run_has_them(runs, 
     write(runs, "ours_mean", {}, same_on_all_ranks=True)
     write(runs, name, {"a": 3.0, "b": float("nan")}, same_on_all_ranks=True)
     record = verify.compared(runs, 2)
-    assert [key for key, found in record["bars"].items() if not found["holds"]] == ["distance", "parameter"]
+    assert [key for key, result in record["bars"].items() if not result["holds"]] == ["distance", "parameter"]
     assert record["runs"][name]["worst_parameter"] == "b"
 
 
@@ -152,19 +152,19 @@ def test_memory_is_flat_if_it_is_after_the_fifth_step(runs):
     assert verify.compared(runs, 2)["bars"]["growth"] == {"bar": 0, "found": 0, "holds": True}
 
 
-def test_it_is_said_in_words(runs):
+def test_the_record_is_formatted(runs):
     record = {"task": {"model": "m", "steps": 7, "rows": 2, "tokens": 64}, "device": "thing", "seconds": 3.0}
     record |= verify.compared(runs, 2)
-    said = verify.format_record(record)
-    assert "torch_sum: 1.36 times that" in said
-    assert said.endswith("2 ranks and one rank train the same weights")
+    text = verify.format_record(record)
+    assert "torch_sum: 1.36 times that" in text
+    assert text.endswith("2 ranks and one rank train the same weights")
     record["bars"]["same"]["holds"] = False
     record["verdict"] = "different"
     assert "do NOT agree" in verify.format_record(record)
     assert "same: True, bar True: MISSED" in verify.format_record(record)
 
 
-def test_what_cannot_be_asked_is_refused(monkeypatch):
+def test_an_invalid_request_is_refused(monkeypatch):
     for wrong in ({"gpus": 1}, {"gpus": 0, "ranks": 1}, {"gpus": 0, "model": "huge"}, {"gpus": 0, "steps": 0}):
         with pytest.raises(SpecError, match="at least two ranks"):
             verify.measure(**wrong)
@@ -173,9 +173,9 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
         verify.measure(gpus=2)
 
 
-def test_ranks_that_fail_say_why(tmp_path, monkeypatch):
-    said = "print('starting'); raise OSError('no cable')"
-    monkeypatch.setattr(verify, "_command", lambda ranks, folder: [verify.sys.executable, "-c", said])
+def test_failing_ranks_report_the_reason(tmp_path, monkeypatch):
+    text = "print('starting'); raise OSError('no cable')"
+    monkeypatch.setattr(verify, "_command", lambda ranks, folder: [verify.sys.executable, "-c", text])
     with pytest.raises(LaunchError, match="found: OSError: no cable"):
         verify._job(1, tmp_path, 60.0)
 

@@ -1,4 +1,4 @@
-"""What a rank of `workbench verify` trains on: batches that come back from disk, losses that are one, gradients too."""
+"""Inputs of a rank of `workbench verify`: batches that come back from disk, losses that are one, gradients too."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ def test_masks_are_unequal_and_the_last_batch_is_one_ranks(batches):
 def test_old_log_probabilities_are_of_the_token_itself(batches):
     model, batch = make_model(TASK.model, CPU), batches[0]
     with torch.no_grad():
-        said = model(input_ids=batch["tokens"], use_cache=False).logits.log_softmax(-1)
-    own = torch.stack([said[b, torch.arange(127), batch["tokens"][b, 1:]] for b in range(2)])
+        text = model(input_ids=batch["tokens"], use_cache=False).logits.log_softmax(-1)
+    own = torch.stack([text[b, torch.arange(127), batch["tokens"][b, 1:]] for b in range(2)])
     assert (batch["old_logprobs"][:, 1:] - own).abs().max() < 0.6
 
 
 def test_the_order_of_rows_is_rounding_and_a_factor_is_not(batches):
-    found = {}
+    results = {}
     for name, backward in {
         "plain": on_whole_rows(torch.tensor([0, 1])),
         "turned": on_whole_rows(torch.tensor([1, 0])),
         "half": on_whole_rows(torch.tensor([0, 1]), 0.5),
     }.items():
         model = make_model(TASK.model, CPU)
-        said = train(model, backward, batches, TASK, mesh=single_process_mesh())
-        found[name] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), said
+        text = train(model, backward, batches, TASK, mesh=single_process_mesh())
+        results[name] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), text
     start = torch.cat([parameter.detach().flatten() for parameter in make_model(TASK.model, CPU).parameters()])
-    moved = (found["plain"][0] - start).norm()
-    assert (found["turned"][0] - found["plain"][0]).norm() < 1e-5 * moved
-    assert (found["half"][0] - found["plain"][0]).norm() > 0.3 * moved
-    assert found["turned"][1]["losses"] == pytest.approx(found["plain"][1]["losses"], rel=1e-5)
-    assert (len(found["plain"][1]["losses"]), found["plain"][1]["allocated_bytes"]) == (2, [])
+    moved = (results["plain"][0] - start).norm()
+    assert (results["turned"][0] - results["plain"][0]).norm() < 1e-5 * moved
+    assert (results["half"][0] - results["plain"][0]).norm() > 0.3 * moved
+    assert results["turned"][1]["losses"] == pytest.approx(results["plain"][1]["losses"], rel=1e-5)
+    assert (len(results["plain"][1]["losses"]), results["plain"][1]["allocated_bytes"]) == (2, [])
 
 
 def test_where_torch_cannot_train_only_ours_does():
@@ -82,20 +82,20 @@ def trained(folder):
     ring = lend_to_cpu()
     torch_context_parallel.torch_ring = lambda: ring
     Task.attentions = lambda task: ("torch", "ours")
-    found = {
-        name: [parameter.detach() for parameter in model.parameters()] + [said["same_on_all_ranks"]]
-        for name, model, said in several_ranks(TASK, folder, CPU)
+    results = {
+        name: [parameter.detach() for parameter in model.parameters()] + [text["same_on_all_ranks"]]
+        for name, model, text in several_ranks(TASK, folder, CPU)
     }
-    return {name: (torch.cat([p.flatten() for p in parts]), same) for name, (*parts, same) in found.items()}
+    return {name: (torch.cat([p.flatten() for p in parts]), same) for name, (*parts, same) in results.items()}
 
 
-def test_two_ranks_train_what_one_does(batches, tmp_path):
+def test_two_ranks_train_like_one(batches, tmp_path):
     verify_rank.save_file(saved(batches), tmp_path / "batches.safetensors")
     model = make_model(TASK.model, CPU)
     train(model, on_whole_rows(torch.tensor([0, 1])), batches, TASK, mesh=single_process_mesh())
     expected = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    for found in run_ranks(trained, 2, tmp_path / "ranks", tmp_path):
-        assert list(found) == ["torch_sum", "torch_mean", "ours_sum", "ours_mean"]
-        for weights, same in found.values():
+    for result in run_ranks(trained, 2, tmp_path / "ranks", tmp_path):
+        assert list(result) == ["torch_sum", "torch_mean", "ours_sum", "ours_mean"]
+        for weights, same in result.values():
             assert same
             assert (weights - expected).norm() < 1e-6 * expected.norm()

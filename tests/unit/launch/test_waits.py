@@ -1,4 +1,4 @@
-"""Who waits for whom, from hand-made records of ranks."""
+"""Waiting ranks, from synthetic records of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AXES = {"cp": 7, "tp": 8}
 
 
 def record(rank, *collectives, members=(0, 1), waits=False, begun=0, ended=False, before=0):
-    """What a rank recorded: one second for each collective, written "name shape axis"; the last is not left if it
+    """The record of a rank: one second for each collective, written "name shape axis"; the last is not left if it
     waits."""
     entries, seqs = [], {}
     for index, each in enumerate(collectives):
@@ -43,7 +43,7 @@ def found(*records, ended=(), ranks=None):
     return find_waits(views, views if ranks is None else ranks, ended)
 
 
-def test_nobody_is_waited_for_while_all_are_equally_far():
+def test_no_rank_is_waited_for_while_all_are_equally_advanced():
     assert found(record(0, "a", "b", waits=True), record(1, "a", "b", waits=True)) == []
 
 
@@ -69,7 +69,7 @@ def test_where_the_host_runs_ahead_the_counts_decide():
     assert (wait.rank, wait.entry.name, wait.entry.entered_ns) == (1, "b", SECOND)
 
 
-def test_who_waits_itself_is_not_to_blame():
+def test_a_waiting_rank_is_not_to_blame():
     """Rank 1 has not come to rank 0's collective, because rank 2 has not come to its own."""
     waits = found(
         record(0, "a", waits=True), record(1, "x 2 tp", members=(1, 2), waits=True), record(2, members=(1, 2))
@@ -99,7 +99,7 @@ def test_a_rank_that_is_not_judged_is_left_out():
     assert found(record(0, "a", "b", members=(0, 1), waits=True), ranks=(0,)) == []
 
 
-def test_what_was_written_over_is_not_missing():
+def test_an_overwritten_entry_is_not_missing():
     """Rank 0's ring has lost the world's entries, rank 1's has not."""
     lost = record(0, "a", "a", before=CAPACITY + 5)
     kept = FlightView(1, 1, CAPACITY + 7, 0, False, (*record(1, "join 2 tp").entries, *lost.entries))
@@ -156,7 +156,7 @@ def test_without_a_habit_most_ranks_are_right():
     assert (wait.rank, wait.waiting) == (0, (1, 2))
 
 
-def test_where_nothing_decides_that_is_said():
+def test_an_undecidable_case_is_reported():
     [wait] = found(record(0, "a"), record(1, "b"))
     assert (wait.rank, wait.certain) == (1, True)
     assert wait.why == (
@@ -169,7 +169,7 @@ def test_shapes_and_names_must_agree(other):
     assert found(record(0, "a 2"), record(1, other))[0].kind == "skipped"
 
 
-def test_a_mismatch_hides_what_follows_from_it():
+def test_a_mismatch_hides_its_consequences():
     waits = found(
         record(0, *STEP, *STEP, "q 4", "k 2", waits=True), record(1, *STEP, *STEP, "q 4", "v 2", "o 4", waits=True)
     )
@@ -182,7 +182,7 @@ class TestRing:
         habit = ("a", "b 2 tp") * 3
         return record(0, *habit, "a", waits=waits), record(1, *habit, "b 2 tp", waits=waits)
 
-    def test_ranks_that_wait_for_each_other_never_go_on(self):
+    def test_ranks_that_wait_for_each_other_deadlock(self):
         [wait] = found(*self.two())
         assert (wait.kind, wait.rank, wait.waiting) == ("deadlock", 1, (0,)), "rank 1 left its habit"
         assert wait.why == (
@@ -206,7 +206,7 @@ def test_certain_ones_come_first():
     assert [(wait.rank, wait.kind) for wait in waits] == [(2, "ended"), (1, "behind")]
 
 
-def test_ranks_in_words():
+def test_ranks_are_formatted():
     assert format_ranks([3]) == "rank 3"
     assert format_ranks(range(5)) == "ranks 0, 1, 2, 3 and 4"
     assert format_ranks(range(6)) == "ranks 0, 1, 2 and 3 more"

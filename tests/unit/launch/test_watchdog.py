@@ -1,4 +1,4 @@
-"""Who is named, who is ended, and who is left alone; with real processes that only pretend to compute."""
+"""The watchdog names, ends and spares the right ranks; with real processes that only pretend to compute."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_rank_that_is_deaf_to_sigterm_is_killed(tmp_path, monkeypatch):
         dog.stop()
 
 
-def test_a_rank_that_ended_while_others_wait_for_it_is_named_over_its_own_word(tmp_path):
+def test_a_rank_that_ended_early_is_named_over_its_own_report(tmp_path):
     with pretended_ranks(tmp_path, "a (b", "a end") as (run, ranks):
         ranks[1].wait(timeout=120)
         assert run.exits()[1]["ok"]
@@ -88,7 +88,7 @@ def stopped(run):
 
 
 def test_a_stopped_rank_is_named_as_such_and_the_agents_kill_is_not_blamed(tmp_path):
-    """What a backend's time-out does: the peer fails, and the agent kills what does not end on SIGTERM."""
+    """The effect of a backend's time-out: the peer fails, and the agent kills what does not end on SIGTERM."""
     with pretended_ranks(tmp_path, "a (b", "a |60") as (run, ranks):
         ranks[1].send_signal(signal.SIGSTOP)
         dog = Watchdog(run, pids_of(ranks), hang_s=0.5, poll_s=0.1).start()
@@ -121,7 +121,7 @@ def test_a_stopped_rank_that_is_waited_for_too_long_is_ended_and_named_as_such(t
     assert "state T of /proc" in run.failure()["message"]
 
 
-def test_a_rank_that_goes_on_is_stopped_no_more(tmp_path):
+def test_a_resumed_rank_is_no_longer_stopped(tmp_path):
     with pretended_ranks(tmp_path, "a (b", "a |60") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
         ranks[1].send_signal(signal.SIGSTOP)
@@ -164,7 +164,7 @@ def test_a_rank_that_is_waited_for_longer_than_the_spec_allows_is_ended(tmp_path
     assert " in main\n" in failure["stack"]
 
 
-def test_nobody_is_named_before_its_time(tmp_path):
+def test_no_rank_is_named_too_early(tmp_path):
     with pretended_ranks(tmp_path, "a (b", "a |300") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks), hang_s=300.0)
         for _ in range(3):
@@ -195,7 +195,7 @@ def test_a_record_of_another_process_does_not_count(tmp_path):
         assert ranks[2].poll() is None
 
 
-def test_where_a_rank_says_why_it_failed_nobody_else_is_blamed(tmp_path, monkeypatch):
+def test_no_other_rank_is_blamed_if_one_reports_its_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(watching, "_GONE_S", 0.2)
     with pretended_ranks(tmp_path, "a (b", "a raise") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks))
@@ -206,8 +206,8 @@ def test_where_a_rank_says_why_it_failed_nobody_else_is_blamed(tmp_path, monkeyp
     assert run.failure()["exception"] == "ValueError"
 
 
-def test_a_rank_that_is_about_to_say_why_it_failed_may_say_it(tmp_path):
-    """gloo aborts the wrong collective of a rank that skipped one: its own words have the place, its stack has not."""
+def test_a_rank_gets_time_to_report_its_failure(tmp_path):
+    """gloo aborts the wrong collective of a rank that skipped one: its own message has the place, its stack has not."""
     with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a c says") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks))
         wait_until(lambda: dog.look() or "in write_exit" in dog.stack_of(1))
@@ -219,16 +219,16 @@ def test_a_rank_that_is_about_to_say_why_it_failed_may_say_it(tmp_path):
 
 
 @pytest.mark.parametrize(("patience_s", "ended"), [(0.5, True), (60.0, False)])
-def test_of_a_process_that_is_gone_without_a_word_its_parent_may_speak_first(tmp_path, monkeypatch, patience_s, ended):
+def test_the_parent_of_a_silently_dead_process_reports_first(tmp_path, monkeypatch, patience_s, ended):
     monkeypatch.setattr(watching, "_GONE_S", patience_s)
     with pretended_ranks(tmp_path, "a (b", "a gone") as (run, ranks):
-        dog, found = Watchdog(run, pids_of(ranks)), []
+        dog, result = Watchdog(run, pids_of(ranks)), []
         for _ in range(6):
-            found.append(dog.look())
-            if found[-1]:
+            result.append(dog.look())
+            if result[-1]:
                 break
             time.sleep(0.5)
-        assert any(found) is ended
+        assert any(result) is ended
         assert (run.failure() is not None) is ended
 
 
@@ -239,7 +239,7 @@ def test_ranks_that_move_are_not_compared(tmp_path, monkeypatch):
         assert Watchdog(run, pids_of(ranks)).look() is False
 
 
-def test_a_watchdog_that_fails_goes_on(tmp_path, monkeypatch, capfd):
+def test_a_failing_watchdog_continues(tmp_path, monkeypatch, capfd):
     with pretended_ranks(tmp_path, "a |300") as (run, ranks):
         calls = []
 
@@ -255,7 +255,7 @@ def test_a_watchdog_that_fails_goes_on(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(("after", "noted"), [(5, {"oom_kills": 2}), (3, None)])
-def test_what_the_machine_killed_for_memory_is_noted(tmp_path, monkeypatch, after, noted):
+def test_an_oom_kill_is_noted(tmp_path, monkeypatch, after, noted):
     counts = iter([3, after])
     monkeypatch.setattr(watching, "oom_kills", lambda: next(counts))
     with pretended_ranks(tmp_path, "-") as (run, ranks):

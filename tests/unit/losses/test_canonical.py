@@ -1,4 +1,4 @@
-"""Specs with one canonical form are one loss: each rule holds in numbers, and its near misses do not."""
+"""Specs with one canonical form are one loss: each rule holds numerically, and its near misses do not."""
 
 import pytest
 
@@ -22,11 +22,11 @@ def loss(surrogate=PPO, **settings):
 SAME = {
     "names": (loss(), LossSpec(name="dapo")),
     "local count of one micro-batch": (loss(denominator="local_token"), loss(denominator="token")),
-    "contract": (loss(scaling={"counts": "micro_batch", "engine_divides": ["dp"]}), loss()),
-    "epsilon": (loss(scaling={"count_epsilon": 1e-8, "mean_epsilon": 1e-8}), loss()),
+    "contract": (loss(compat={"scaling": {"counts": "micro_batch", "engine_divides": ["dp"]}}), loss()),
+    "epsilon": (loss(compat={"scaling": {"count_epsilon": 1e-8, "mean_epsilon": 1e-8}}), loss()),
     "penalty of weight 0": (loss(kl={"coefficient": 0.0, "estimator": "k1"}), loss()),
     "penalty in the reward": (loss(kl=K3 | {"placement": "reward"}), loss()),
-    "documents that divide nothing": (loss(documents_counted="all"), loss()),
+    "documents that divide nothing": (loss(compat={"documents_counted": "all"}), loss()),
     "constant 1": (loss(denominator="constant", denominator_constant=1.0), loss(denominator="document_sum")),
     "correction that does nothing": (loss(correction={"kind": "none", "denominator": "original"}), loss()),
     "weight bounded by 0 below": (loss(correction={"kind": "tis", "ratio_low": 0.0}), loss(correction={"kind": "tis"})),
@@ -74,7 +74,7 @@ SAME = {
         loss(old_policy="current", kl=K3),
     ),
     "bonus per token": (
-        loss(entropy_coefficient=0.1, entropy_denominator="local_token"),
+        loss(entropy_coefficient=0.1, compat={"entropy_denominator": "local_token"}),
         loss(entropy_coefficient=0.1),
     ),
 }
@@ -90,13 +90,16 @@ FAR = {
 }
 DIFFERENT = {
     "bound": (loss(), loss(PPO | {"clip_high": 0.2})),
-    "large epsilon": (loss(scaling={"count_epsilon": 0.5}), loss()),
-    "empty documents as tokens": (loss(scaling={"least_tokens": 1}), loss()),
+    "large epsilon": (loss(compat={"scaling": {"count_epsilon": 0.5}}), loss()),
+    "empty documents as tokens": (loss(compat={"scaling": {"least_tokens": 1}}), loss()),
     "documents that divide once more": (
-        loss(documents_counted="all", normalize_by_documents=True),
-        loss(normalize_by_documents=True),
+        loss(compat={"documents_counted": "all", "normalize_by_documents": True}),
+        loss(compat={"normalize_by_documents": True}),
     ),
-    "documents that divide": (loss(denominator="document", documents_counted="all"), loss(denominator="document")),
+    "documents that divide": (
+        loss(denominator="document", compat={"documents_counted": "all"}),
+        loss(denominator="document"),
+    ),
     "constant 2": (loss(denominator="constant", denominator_constant=2.0), loss(denominator="document_sum")),
     "weight bounded below": (loss(correction={"kind": "tis", "ratio_low": 0.9}), loss(correction={"kind": "tis"})),
     "squared with a clamp": (
@@ -158,17 +161,17 @@ DIFFERENT = {
         loss(GSPO, denominator="document_sum", correction=KEPT),
     ),
     "luspo with an epsilon beside L": (
-        loss(LUSPO, denominator="document", scaling={"length_epsilon": 0.5}),
-        loss(GSPO, denominator="document_sum", scaling={"length_epsilon": 0.5}),
+        loss(LUSPO, denominator="document", compat={"scaling": {"length_epsilon": 0.5}}),
+        loss(GSPO, denominator="document_sum", compat={"scaling": {"length_epsilon": 0.5}}),
     ),
     "luspo per token": (loss(LUSPO), loss(GSPO)),
     "advantage of the document": (loss(GSPO | {"advantage_level": "document"}), loss(GSPO)),
     "bonus of undecided tokens": (
-        loss(entropy_coefficient=0.1, entropy_denominator="local_token", top_entropy_share=0.5),
+        loss(entropy_coefficient=0.1, compat={"entropy_denominator": "local_token"}, top_entropy_share=0.5),
         loss(entropy_coefficient=0.1, top_entropy_share=0.5),
     ),
     "bonus per document": (
-        loss(entropy_coefficient=0.1, denominator="document", entropy_denominator="local_token"),
+        loss(entropy_coefficient=0.1, denominator="document", compat={"entropy_denominator": "local_token"}),
         loss(entropy_coefficient=0.1, denominator="document"),
     ),
 }
@@ -204,9 +207,9 @@ def test_on_policy_and_reinforce_share_the_gradient_only():
     one, other = LossSpec(name="on_policy"), LossSpec(name="reinforce")
     assert canonical(one) != canonical(other)
     assert canonical_gradient(one) == canonical_gradient(other)
-    found = [relative_distance(outcome(one, seed), outcome(other, seed)) for seed in SEEDS]
-    assert max(gradient for _, gradient in found) < 1e-12
-    assert max(number for number, _ in found) > 0.1
+    results = [relative_distance(outcome(one, seed), outcome(other, seed)) for seed in SEEDS]
+    assert max(gradient for _, gradient in results) < 1e-12
+    assert max(number for number, _ in results) > 0.1
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -1,4 +1,4 @@
-"""PPO's clip and its bounds for negative advantages, by hand at every corner and against the oracle."""
+"""PPO's clip and its bounds for negative advantages, with manual values at every corner and against the oracle."""
 
 import math
 
@@ -120,7 +120,7 @@ def test_frozen_decisions_win_and_each_side_keeps_its_bound(ratio, advantage, va
     assert policy.grad.item() == 0.0
 
 
-def test_frozen_decisions_also_open_what_would_be_clipped():
+def test_frozen_decisions_also_unclip():
     policy, given = one(1.5, 2.0, frozen_clip_T=torch.tensor([False]))
     clipped_surrogate(given, clip_low=0.2, clip_high=0.28).values_T.sum().backward()
     assert policy.grad.item() == pytest.approx(-3.0)
@@ -144,7 +144,7 @@ def test_bounds_keep_the_precision_of_the_ratio():
     assert (value.dtype, value.item()) == (torch.float64, -1.28)
 
 
-def test_beyond_the_clamp_of_the_log_ratio_the_value_is_held_and_there_is_no_gradient():
+def test_beyond_the_log_ratio_clamp_the_value_is_constant_without_gradient():
     for ratio, silent in ((math.e**1.4, False), (math.e**1.6, True)):
         policy, given = one(ratio, -2.0)
         term = clipped_surrogate(given, clip_low=0.2, clip_high=0.28, log_clamp=1.5)
@@ -155,7 +155,7 @@ def test_beyond_the_clamp_of_the_log_ratio_the_value_is_held_and_there_is_no_gra
         assert not bool(term.clipped_T)
 
 
-def test_who_was_cut_off_by_a_bound_that_only_negative_advantages_have_is_said():
+def test_tokens_cut_by_a_bound_of_negative_advantages_are_flagged():
     policy = torch.tensor([2.0, 2.0, 0.3, -0.5], dtype=torch.float64).log1p()
     zero = torch.zeros(4, dtype=torch.float64)
     inputs = LossInputs(policy, zero, torch.tensor([-1.0, 1.0, -1.0, -1.0], dtype=torch.float64))

@@ -148,8 +148,8 @@ def test_weights_and_verdicts_are_the_oracles(settings, seed, low, high):
     documents = weighed_documents(seed, low=low, high=high)
     _, inputs = weighed_row(documents)
     inputs = replace(inputs, statistics=step_statistics([inputs], spec))
-    found = correct(inputs, spec)
-    for column, actual in enumerate((found.raw_weights_T, found.weights_T, found.kept_T.double())):
+    corrected = correct(inputs, spec)
+    for column, actual in enumerate((corrected.raw_weights_T, corrected.weights_T, corrected.kept_T.double())):
         expected = flat([[float(token[column]) for token in tokens] for tokens in wanted(documents, spec)])
         expected[-3:] = 1.0 if column == 0 else 0.0  # padding
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
@@ -193,7 +193,7 @@ def test_nothing_of_a_correction_carries_a_gradient(settings):
     assert [leaf.grad for leaf in leaves[1:]] == [None, None]
 
 
-def test_a_rejected_token_contributes_exactly_nothing_whatever_its_loss_is():
+def test_a_rejected_token_contributes_exactly_zero():
     inputs = LossInputs(
         torch.zeros(3), torch.zeros(3), torch.ones(3), sampler_logprobs_T=torch.tensor([0.0, -9.0, 0.0])
     )
@@ -205,7 +205,7 @@ def test_a_rejected_token_contributes_exactly_nothing_whatever_its_loss_is():
     assert term.coefficient == 0.5
 
 
-def test_extras_have_both_weights_and_keep_what_was_there():
+def test_extras_have_both_weights_and_keep_earlier_entries():
     mu = torch.tensor([0.0, math.log(3.0), math.log(0.1)], dtype=torch.float64)
     zero = torch.zeros(3, dtype=torch.float64)
     inputs = LossInputs(zero, mu, zero, sampler_logprobs_T=zero, loss_mask_T=torch.tensor([True, True, False]))
@@ -223,21 +223,21 @@ def test_without_a_correction_the_term_is_untouched():
     assert apply_correction(term, inputs, CorrectionSpec()) is term
 
 
-def test_what_lies_under_the_mask_changes_nothing():
+def test_masked_values_change_nothing():
     spec = CorrectionSpec(**SPECS["everything"])
-    found = []
+    results = []
     for rubbish in (True, False):
         documents = nasty_documents(4, low=0.5, high=2.0, rubbish=rubbish)
-        if found:  # the same numbers on trained tokens, harmless ones elsewhere
+        if results:  # the same numbers on trained tokens, harmless ones elsewhere
             for document, other in zip(documents, nasty_documents(4, low=0.5, high=2.0), strict=True):
                 for name in ("policy", "old", "sampler", "advantages"):
                     document[name] = [
                         v if counts else 0.0 for v, counts in zip(other[name], document["mask"], strict=True)
                     ]
         _, inputs = packed(documents)
-        found.append(correct(replace(inputs, statistics=step_statistics([inputs], spec)), spec))
-    torch.testing.assert_close(found[0].weights_T, found[1].weights_T, rtol=0, atol=0)
-    assert torch.isfinite(found[0].raw_weights_T).all()
+        results.append(correct(replace(inputs, statistics=step_statistics([inputs], spec)), spec))
+    torch.testing.assert_close(results[0].weights_T, results[1].weights_T, rtol=0, atol=0)
+    assert torch.isfinite(results[0].raw_weights_T).all()
 
 
 def test_sum_and_mean_over_a_document_are_two_weights():
@@ -270,7 +270,7 @@ def rows_of(documents, cut):
 @pytest.mark.parametrize(
     "settings", [SPECS["batch_normalized"], SPECS["normalised documents"], SPECS["everything"], {"m2_threshold": 0.2}]
 )
-def test_a_step_statistic_does_not_depend_on_how_the_step_is_cut(settings):
+def test_a_step_statistic_does_not_depend_on_the_split(settings):
     spec = CorrectionSpec(**settings)
     documents = nasty_documents(5, low=0.3, high=3.0)
     statistics = [step_statistics(rows_of(documents, cut), spec) for cut in (1, 4, 7)]
@@ -284,7 +284,7 @@ def test_a_step_statistic_does_not_depend_on_how_the_step_is_cut(settings):
     torch.testing.assert_close(weights_T, expected_T, rtol=1e-12, atol=0)
 
 
-def test_a_statistic_of_the_micro_batch_depends_on_the_cut_and_the_spec_says_so():
+def test_a_micro_batch_statistic_depends_on_the_split_as_declared():
     documents = nasty_documents(5, low=0.3, high=3.0)
     for settings in ({"kind": "batch_normalized"}, {"m2_threshold": 0.2}):
         spec = CorrectionSpec(**settings, population="micro_batch")
@@ -294,7 +294,7 @@ def test_a_statistic_of_the_micro_batch_depends_on_the_cut_and_the_spec_says_so(
         assert not torch.equal(*weights)
 
 
-def test_a_missing_step_statistic_is_refused_in_words():
+def test_a_missing_step_statistic_is_refused():
     _, inputs = packed(nasty_documents(0))
     with pytest.raises(SpecError, match="step_statistics"):
         correct(inputs, CorrectionSpec(kind="batch_normalized"))
@@ -348,7 +348,7 @@ def test_a_step_in_which_nothing_trains_has_statistics_that_harm_nothing():
         },
     ],
 )
-def test_survivors_of_whole_rows_are_what_the_loss_keeps_after_the_split(settings):
+def test_survivors_of_whole_rows_match_those_after_the_split(settings):
     """Each document once as part of a whole row, before any policy, and once in a training row of other neighbours."""
     spec = CorrectionSpec(**settings, denominator="survivors")
     documents = [
@@ -380,7 +380,7 @@ def test_survivors_of_whole_rows_are_what_the_loss_keeps_after_the_split(setting
     assert 0 < counted < int(row.loss_mask_T.sum())
 
 
-def test_gated_counts_what_gates_keep_though_a_bound_makes_its_weight_0():
+def test_gated_counts_tokens_with_weight_0_inside_the_gates():
     mu = torch.tensor([0.0, 2.0, 0.1, -3.0], dtype=torch.float64)
     zero = torch.zeros(4, dtype=torch.float64)
     inputs = LossInputs(zero, mu, -torch.ones(4).double(), sampler_logprobs_T=zero)
@@ -388,25 +388,25 @@ def test_gated_counts_what_gates_keep_though_a_bound_makes_its_weight_0():
     assert survivors(inputs, CorrectionSpec(**spec, denominator="survivors")).tolist() == [True, False, True, False]
     gated = CorrectionSpec(**spec, opsm_threshold=-9.0, denominator="gated")
     assert survivors(inputs, gated).tolist() == [True, True, True, False]
-    found = correct(inputs, gated)
-    assert not found.kept_T.any()
-    assert found.passed_T.tolist() == [True, True, True, False]
-    assert found.bounded_weights_T.tolist() == pytest.approx([1.0, 0.0, math.exp(0.1), 0.0])
+    corrected = correct(inputs, gated)
+    assert not corrected.kept_T.any()
+    assert corrected.passed_T.tolist() == [True, True, True, False]
+    assert corrected.bounded_weights_T.tolist() == pytest.approx([1.0, 0.0, math.exp(0.1), 0.0])
 
 
-def test_given_weights_that_are_not_given_are_refused_in_words():
+def test_missing_given_weights_are_refused():
     zero = torch.zeros(2)
     with pytest.raises(SpecError, match="no correction_weights in the batch"):
         correct(LossInputs(zero, zero, zero), CorrectionSpec(ratio="given"))
 
 
-def test_survivors_of_the_live_policy_are_refused_in_words():
+def test_survivors_of_the_live_policy_are_refused():
     _, inputs = packed(nasty_documents(0))
     with pytest.raises(SpecError, match="live policy"):
         survivors(inputs, CorrectionSpec(kind="opsm"))
 
 
-def test_a_correction_without_sampler_logprobs_is_refused_in_words():
+def test_a_correction_without_sampler_logprobs_is_refused():
     zero = torch.zeros(3)
     with pytest.raises(SpecError, match="no sampler_logprobs"):
         correct(LossInputs(zero, zero, zero), CorrectionSpec(kind="tis"))
@@ -482,8 +482,8 @@ LONG = (
     ],
 )
 def test_weights_are_those_of_other_systems(settings, old, sampler, weights):
-    found = correct(one_document(old, sampler), CorrectionSpec(**settings)).weights_T
-    torch.testing.assert_close(found, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=0)
+    result = correct(one_document(old, sampler), CorrectionSpec(**settings)).weights_T
+    torch.testing.assert_close(result, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 def test_verls_seq_mean_k1_is_the_geometric_gate_with_reversed_bounds():
@@ -513,8 +513,8 @@ def test_verls_seq_mean_k1_is_the_geometric_gate_with_reversed_bounds():
             assert correct(one_document(old, sampler), spec).kept_T.tolist() == [kept] * len(old)
 
 
-def test_nothing_else_of_the_inputs_is_needed_and_a_shared_sum_is_asked_for():
-    """A sequence-level weight asks `document_sums`, so documents that straddle ranks get their whole sum."""
+def test_no_other_inputs_are_needed_and_shared_sums_are_requested():
+    """A sequence-level weight uses `document_sums`, so documents that straddle ranks get their whole sum."""
 
     class Doubled:
         def document(self, values_T):
@@ -551,7 +551,7 @@ def test_nothing_else_of_the_inputs_is_needed_and_a_shared_sum_is_asked_for():
         ({"ratio": "document_mean"}, lambda gaps: sum(gaps) / len(gaps)),
     ],
 )
-def test_the_log_of_a_documents_correction_adds_tokens_and_counts_a_document_once(settings, log_weight):
+def test_a_document_correction_adds_token_logs_and_counts_a_document_once(settings, log_weight):
     documents = nasty_documents(1, low=0.5, high=2.5)
     _, inputs = packed(documents)
     spec = CorrectionSpec(**settings, enters="sequence_weight")
@@ -570,13 +570,13 @@ def test_a_weight_that_enters_elsewhere_multiplies_nothing_and_gates_still_rejec
         ratio="token", ratio_high=1.2, outside="zero", enters="sequence_weight", opsm_threshold=0.0
     )
     gated = CorrectionSpec(opsm_threshold=0.0)
-    found, expected = correct(inputs, entering), correct(inputs, gated)
-    assert torch.equal(found.kept_T, expected.kept_T)
-    assert torch.equal(found.weights_T, expected.kept_T.double())
-    assert 0 < int(found.kept_T.sum()) < int(inputs.loss_mask_T.sum())
+    result, expected = correct(inputs, entering), correct(inputs, gated)
+    assert torch.equal(result.kept_T, expected.kept_T)
+    assert torch.equal(result.weights_T, expected.kept_T.double())
+    assert 0 < int(result.kept_T.sum()) < int(inputs.loss_mask_T.sum())
 
 
-def test_a_token_that_the_sampler_did_not_score_is_neutral_only_if_asked():
+def test_an_unscored_token_is_neutral_only_on_request():
     old, sampler = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, math.nan, -0.5])
     inputs = LossInputs(torch.tensor([-1.0, -9.0, -0.5]), old, -torch.ones(3), sampler)
     neutral = {"unscored": "neutral"}
@@ -586,7 +586,7 @@ def test_a_token_that_the_sampler_did_not_score_is_neutral_only_if_asked():
     assert correct(inputs, CorrectionSpec(ratio="document_sum", **neutral)).weights_T.tolist() == pytest.approx(
         [math.exp(0.5)] * 3
     )
-    # The mean of sampler - policy is (-0.5 + 0 + 0) / 3: the middle token says nothing, and is one of three.
+    # The mean of sampler - policy is (-0.5 + 0 + 0) / 3: the middle token contributes nothing, and is one of three.
     kept = [
         correct(inputs, CorrectionSpec(opsm_threshold=threshold, **neutral)).kept_T.tolist()
         for threshold in (-0.16, -0.17)
@@ -598,10 +598,10 @@ def test_a_token_that_the_sampler_did_not_score_is_neutral_only_if_asked():
 def test_weights_of_a_whole_row_are_shared_by_the_tokens_that_count():
     weights_BT = torch.tensor([[2.0, 4.0, 1.0, 8.0], [0.0, math.nan, 1.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
     counts_BT = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
-    found = on_counted_tokens(weights_BT, counts_BT)
-    assert found.tolist()[0] == pytest.approx([8.0, 8.0, 1.0, 1.0])  # 64 over two tokens
-    assert found.tolist()[1] == pytest.approx([1e-8, 1.0, 1.0, 1.0])
-    assert found.tolist()[2] == [1.0] * 4
+    result = on_counted_tokens(weights_BT, counts_BT)
+    assert result.tolist()[0] == pytest.approx([8.0, 8.0, 1.0, 1.0])  # 64 over two tokens
+    assert result.tolist()[1] == pytest.approx([1e-8, 1.0, 1.0, 1.0])
+    assert result.tolist()[2] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -612,7 +612,7 @@ def test_a_weight_that_is_none_enters_nowhere(settings, rule):
         CorrectionSpec(**settings)
 
 
-def test_a_token_that_was_not_sampled_is_rejected_and_enters_no_ratio_of_its_document():
+def test_an_unsampled_token_is_rejected_and_enters_no_document_ratio():
     zero = torch.zeros(5, dtype=torch.float64)
     sampler = torch.tensor([-0.5, 1.0, -1.5, -0.2, 1.0], dtype=torch.float64)
     inputs = LossInputs(
@@ -626,16 +626,16 @@ def test_a_token_that_was_not_sampled_is_rejected_and_enters_no_ratio_of_its_doc
     spec = CorrectionSpec(
         ratio="document_mean", unsampled="drop", gate="ratio", gate_level="document_min", gate_low=0.1
     )
-    found = correct(inputs, spec)
-    assert found.weights_T.tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]  # (-0.5 + 0.5) / 2 = 0; of three it would not be
-    assert found.kept_T.tolist() == [True, False, True, False, False]
+    corrected = correct(inputs, spec)
+    assert corrected.weights_T.tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]  # (-0.5 + 0.5) / 2 = 0; of three it would not be
+    assert corrected.kept_T.tolist() == [True, False, True, False, False]
     opsm = CorrectionSpec(opsm_threshold=0.1, unsampled="drop")  # mean of 0.5 and -0.5; of all three it is 0.67
     assert correct(replace(inputs, advantages_T=zero - 1), opsm).kept_T.tolist() == [True, False, True, False, False]
     taken = correct(inputs, CorrectionSpec(ratio="document_mean"))
     assert taken.weights_T[0].item() == pytest.approx(math.exp(-2 / 3), rel=1e-14)
 
 
-def test_beyond_a_gate_that_truncates_a_bound_says_what_it_changed():
+def test_a_truncating_gate_reports_changed_weights():
     mu = torch.tensor([0.5, 0.1, -0.5], dtype=torch.float64)
     zero = torch.zeros(3, dtype=torch.float64)
     inputs = LossInputs(zero, mu, zero + 1, sampler_logprobs_T=zero, document_ids_T=torch.tensor([0, 0, 1]))
@@ -648,7 +648,7 @@ def test_beyond_a_gate_that_truncates_a_bound_says_what_it_changed():
         gate_high=1.3,
         gate_action="truncate",
     )
-    found = correct(inputs, spec)
-    assert found.weights_T.tolist() == [1.2, math.exp(0.1), math.exp(-0.5)]
-    assert found.truncated_T.tolist() == [True, False, False]
-    assert found.kept_T.all()
+    corrected = correct(inputs, spec)
+    assert corrected.weights_T.tolist() == [1.2, math.exp(0.1), math.exp(-0.5)]
+    assert corrected.truncated_T.tolist() == [True, False, False]
+    assert corrected.kept_T.all()

@@ -1,4 +1,4 @@
-"""What is the same loss under another name, by the weights of whole steps: identities that hold, and where they end.
+"""One loss under two names, by the weights of whole steps: identities that hold, and their limits.
 
 (Identity c, GSPO-token and GSPO, is in surrogates/test_sequence.py.)
 """
@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from workbench.losses import LossInputs, make_loss
+from workbench.losses import LossInputs, build_loss
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.packing import pack
@@ -51,7 +51,7 @@ def step(lengths, *, kl=0.0, **loss):
         document_ids_T=row.document_ids_T,
         lengths_T=row.lengths_T,
     )
-    terms = make_loss(spec)(inputs)
+    terms = build_loss(spec)(inputs)
     total = sum(
         (term.coefficient * torch.where(row.loss_mask_T, term.values_T, 0.0) * weights["policy"].loss_T).sum()
         for term in terms.values()

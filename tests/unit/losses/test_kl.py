@@ -103,7 +103,7 @@ def test_weighted_k3_with_a_live_weight_has_the_gradient_of_k2_times_the_weight(
 
 
 @pytest.mark.parametrize("importance", ["none", "old", "sampler"])
-def test_weighted_k1_with_a_live_weight_has_the_gradient_of_the_weight_times_one_minus_d(importance):
+def test_live_weighted_k1_has_the_gradient_u_times_one_minus_d(importance):
     policy, others = some(1)
     _, k1 = slopes(policy, {"estimator": "k1", "gradient": "score", "importance": importance}, **dict(others))
     anchor = {"none": policy, "old": others["old"], "sampler": others["sampler_logprobs_T"]}[importance]
@@ -128,7 +128,7 @@ def test_every_kind_of_gradient_has_the_same_value():
             torch.testing.assert_close(value, values[0], rtol=1e-14, atol=1e-15)
 
 
-def test_in_expectation_k1_path_says_nothing_and_score_says_the_gradient_of_the_kl():
+def test_in_expectation_k1_path_is_zero_and_score_is_the_kl_gradient():
     """Exact expectation over a vocabulary: sum_v p_v grad(...)."""
     g = torch.Generator().manual_seed(7)
     logits = torch.randn(9, generator=g, dtype=torch.float64, requires_grad=True)
@@ -169,7 +169,7 @@ def test_a_token_that_a_clamp_cut_off_cannot_make_its_gradient_nan(gradient, cla
     assert torch.isfinite(term.values_T).all()
 
 
-def test_importance_of_a_policy_far_above_its_sampler_is_cut_by_the_output_clamp_without_nan():
+def test_the_output_clamp_bounds_a_large_importance_without_nan():
     policy = torch.tensor([-1.0], requires_grad=True)
     inputs = LossInputs(policy, torch.tensor([-1000.0]), torch.ones(1), ref_logprobs_T=torch.tensor([-2.0]))
     term = kl_term(inputs, KLSpec(coefficient=1.0, gradient="score", importance="old", output_clamp=10.0))
@@ -178,7 +178,7 @@ def test_importance_of_a_policy_far_above_its_sampler_is_cut_by_the_output_clamp
     assert policy.grad.item() == 0.0
 
 
-def test_missing_policies_and_misplaced_penalties_are_refused_in_words():
+def test_missing_policies_and_misplaced_penalties_are_refused():
     zero = torch.zeros(2)
     with pytest.raises(SpecError, match="no ref_logprobs"):
         kl_term(LossInputs(zero, zero, zero), KLSpec(coefficient=0.1))
@@ -201,7 +201,7 @@ def test_the_penalty_in_the_reward_is_the_oracles_estimate_of_old_against_ref(es
         spec = KLSpec(
             coefficient=0.2, estimator=estimator, placement="reward", input_clamp=input_clamp, output_clamp=output_clamp
         )
-        found = kl_in_reward(inputs.old_logprobs_T.requires_grad_(), inputs.ref_logprobs_T, inputs.loss_mask_T, spec)
+        result = kl_in_reward(inputs.old_logprobs_T.requires_grad_(), inputs.ref_logprobs_T, inputs.loss_mask_T, spec)
         expected = [
             [
                 0.2
@@ -214,8 +214,8 @@ def test_the_penalty_in_the_reward_is_the_oracles_estimate_of_old_against_ref(es
             ]
             for d in documents
         ]
-        torch.testing.assert_close(found, flat(expected), rtol=1e-12, atol=1e-14)
-        assert not found.requires_grad
+        torch.testing.assert_close(result, flat(expected), rtol=1e-12, atol=1e-14)
+        assert not result.requires_grad
 
 
 # ---- numbers of other systems ------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_nemo_rls_k3_with_tight_clamps():
     )
 
 
-def test_nemo_rls_penalty_in_its_loss_carries_the_score_gradient_and_none_where_a_clamp_binds():
+def test_nemo_rl_penalty_has_the_score_gradient_and_none_beyond_a_clamp():
     """NeMo-RL 7ea279ab, ClippedPGLossFn(kl 0.05, k3, input clamp 0.5, output clamp 0.1), times its token count.
 
     Tokens whose surrogate is clipped, so that the penalty is all of the gradient: unclamped, unclamped, clamped.

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from workbench.losses import LossInputs
-from workbench.losses.surrogates import SURROGATES
+from workbench.losses.build import SURROGATES
 
 CASES = json.loads(Path(__file__).with_name("peer_cases.json").read_text())
 
@@ -32,7 +32,7 @@ def weights(case, inputs):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case["kind"] != "dpo"], ids=name)
-def test_is_what_the_peer_computed(case):
+def test_matches_the_peer(case):
     policy_T = row(case, "policy").requires_grad_()
     sampler_T = row(case, "sampler")
     old_T = row(case, "old") if "old" in case else sampler_T if sampler_T is not None else policy_T.detach()

@@ -67,7 +67,7 @@ def test_a_margin_beyond_every_exponent_is_finite():
         assert policy_T.grad.tolist() == pytest.approx([slope, -slope], abs=1e-7)
 
 
-def test_implied_rewards_are_sums_or_means_over_documents_and_0_for_an_empty_one():
+def test_implied_rewards_are_sums_or_means_and_0_for_an_empty_document():
     documents = pairs(1)
     policy_T, inputs = packed(documents)
     for against, average in (("ref", False), ("ref", True), (None, False), (None, True)):
@@ -129,7 +129,7 @@ def test_a_margin_beyond_every_exponent_has_a_finite_loss():
     assert pair_losses(gap_P, torch.zeros_like(gap_P)).tolist() == pytest.approx([0.0, 1e4])
 
 
-def test_what_is_implied_of_sums_that_are_known_is_their_difference():
+def test_implied_rewards_of_given_sums_are_their_difference():
     policy_P = torch.tensor([-3.0, -5.0], requires_grad=True)
     implied_P = implied_rewards(policy_P, torch.tensor([-4.0, -2.0]))
     implied_P.sum().backward()
@@ -137,7 +137,7 @@ def test_what_is_implied_of_sums_that_are_known_is_their_difference():
     assert policy_P.grad.tolist() == [1.0, 1.0]
 
 
-def test_the_mean_over_pairs_leaves_out_those_that_do_not_count_and_takes_the_step_s_number():
+def test_the_mean_over_pairs_skips_uncounted_pairs_and_uses_the_steps_count():
     values_P = torch.tensor([2.0, math.nan, 4.0], dtype=torch.float64)
     counts_P = torch.tensor([1.0, 0.0, 1.0])
     assert mean_over_pairs(values_P, counts_P).item() == 3.0

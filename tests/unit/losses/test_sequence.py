@@ -1,13 +1,15 @@
 """One ratio a document: against the oracle, with documents that are empty, of one token, or in several turns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.helpers.loss_batches import nasty_documents, packed, random_weights, weighted_total
 from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_the_oracle
-from workbench.losses import LocalSums, LossInputs
+from workbench.losses import DocumentSums, LossInputs
+from workbench.losses.build import SURROGATES
 from workbench.losses.sequence import gmpo
-from workbench.losses.surrogates import SURROGATES
 
 TIGHT = {"clip_low": 0.1, "clip_high": 0.15}
 SHAPE = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}
@@ -44,22 +46,6 @@ def test_gradient_is_the_slope_of_the_oracle(kind, parameters):
     assert_finite_differences(kind, parameters, seed=4)
 
 
-class Recording(LocalSums):
-    """Local sums that remember what was asked."""
-
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.requested = []
-
-    def document(self, values_T):
-        self.requested.append("document")
-        return super().document(values_T)
-
-    def segment(self, values_T):
-        self.requested.append("segment")
-        return super().segment(values_T)
-
-
 @pytest.mark.parametrize(
     ("kind", "parameters", "asked"),
     [
@@ -71,14 +57,20 @@ class Recording(LocalSums):
         ("gspo", {"level": "segment"}, ["segment"] * 2),
     ],
 )
-def test_what_crosses_ranks_goes_through_the_sums_that_are_handed_in(kind, parameters, asked):
+def test_sums_across_ranks_use_the_given_function(kind, parameters, asked):
     documents = nasty_documents(0)
     _, plain = packed(documents)
-    sums = Recording(plain.document_ids_T, plain.loss_mask_T)
+    local, requested = DocumentSums(plain.document_ids_T, plain.loss_mask_T), []
+
+    def record(kind, values_T):
+        requested.append(kind)
+        return getattr(local, kind)(values_T)
+
+    sums = replace(local, instead=record)
     lengths_T = plain.document_lengths_T
     _, inputs = packed(documents, sums=sums, lengths_T=lengths_T)
     values_T = SURROGATES[kind](inputs, **parameters).values_T
-    assert sums.requested == asked  # every rank must make the same calls, so their number is part of the contract
+    assert requested == asked  # every rank must make the same calls, so their number is part of the contract
     torch.testing.assert_close(values_T, SURROGATES[kind](plain, **parameters).values_T, equal_nan=True)
 
 
@@ -170,10 +162,10 @@ def test_a_correction_is_a_factor_of_vespos_whole_weight():
     moved = [{**d, "old": [old - 0.3 / max(1, sum(d["mask"])) for old in d["old"]]} for d in documents]
     _, shifted = packed(moved)
     expected = SURROGATES["vespo"](shifted, **SHAPE).extras["sequence_weight"]
-    found = SURROGATES["vespo"](inputs, **SHAPE, log_correction_T=torch.full_like(inputs.advantages_T, 0.3))
+    result = SURROGATES["vespo"](inputs, **SHAPE, log_correction_T=torch.full_like(inputs.advantages_T, 0.3))
     counts_T = inputs.loss_mask_T
-    torch.testing.assert_close(found.extras["sequence_weight"][counts_T], expected[counts_T], rtol=1e-12, atol=0)
-    assert not torch.equal(found.values_T[counts_T], SURROGATES["vespo"](inputs, **SHAPE).values_T[counts_T])
+    torch.testing.assert_close(result.extras["sequence_weight"][counts_T], expected[counts_T], rtol=1e-12, atol=0)
+    assert not torch.equal(result.values_T[counts_T], SURROGATES["vespo"](inputs, **SHAPE).values_T[counts_T])
 
 
 def test_a_gamma_weight_that_overflows_is_none():

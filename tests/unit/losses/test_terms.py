@@ -1,4 +1,4 @@
-"""What a loss is given: shapes, lengths, and that nothing under the mask gets through."""
+"""Inputs of a loss: shapes, lengths, and masked values that never matter."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError, SpecError
-from workbench.losses import LossInputs, Term, make_loss
+from workbench.losses import LossInputs, Term, build_loss
 from workbench.specs.losses import LossSpec
 
 MASK = torch.tensor([True, False, True, True])
@@ -32,7 +32,7 @@ def test_inputs_of_other_lengths_are_refused():
         (lambda i: i.counted_advantages_T, [1.0, 0.0, 2.0, 0.0], None),
     ],
 )
-def test_what_does_not_count_is_0_and_has_no_gradient(view, values, slope):
+def test_uncounted_tokens_are_0_without_gradient(view, values, slope):
     policy_T, given = inputs()
     seen_T = view(given)
     assert seen_T.tolist() == values
@@ -64,23 +64,23 @@ def test_a_policy_that_is_not_there_is_named(policy):
         given.log_ratio(policy)
 
 
-def test_a_term_is_weighed_by_the_denominator_unless_it_says_otherwise():
+def test_a_term_uses_the_denominator_weight_by_default():
     assert (Term(torch.zeros(1)).weight, Term(torch.zeros(1)).coefficient) == ("policy", 1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "luspo", "gmpo", "vespo"])
-def test_half_precision_is_lifted_and_gives_what_its_values_give_in_float32(name, dtype):
+def test_half_precision_is_upcast_with_identical_results(name, dtype):
     g = torch.Generator().manual_seed(0)
     policy_T = -torch.rand(1000, generator=g)
     given = [(policy_T + 0.02 * torch.randn(1000, generator=g)).to(dtype), torch.ones(1000, dtype=dtype)]
-    found = []
+    results = []
     for lift in (torch.Tensor.clone, torch.Tensor.float):
         leaf_T = lift(policy_T.to(dtype)).detach().requires_grad_()
-        values_T = make_loss(LossSpec(name=name))(LossInputs(leaf_T, *map(lift, given)))["policy"].values_T
+        values_T = build_loss(LossSpec(name=name))(LossInputs(leaf_T, *map(lift, given)))["policy"].values_T
         values_T.sum().backward()
-        found.append((values_T.detach(), leaf_T.grad.to(dtype)))
-    for half_T, full_T in zip(*found, strict=True):
+        results.append((values_T.detach(), leaf_T.grad.to(dtype)))
+    for half_T, full_T in zip(*results, strict=True):
         torch.testing.assert_close(half_T, full_T, rtol=0, atol=0)
 
 
@@ -90,7 +90,7 @@ def test_a_long_document_is_counted_in_half_precision():
 
 
 @pytest.mark.parametrize("name", ["loss_mask_T", "frozen_clip_T"])
-def test_a_mask_of_numbers_is_refused_in_words(name):
+def test_a_numeric_mask_is_refused(name):
     zeros_T = torch.zeros(3)
     with pytest.raises(ShapeError, match=f"{name}(.|\\n)*a mask is bool"):
         LossInputs(zeros_T, zeros_T, zeros_T, **{name: torch.ones(3)})

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.metric_rows import inputs_of, nasty_documents, segment_lengths
-from workbench.metrics.cost import StepClock, metrics_cost, peak_bytes
+from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
@@ -17,21 +17,11 @@ def test_clock_counts_milliseconds():
     assert 15 < clock.step_ms < 2000
 
 
-def test_peak_grows_with_what_is_held():
+def test_peak_memory_grows_with_live_tensors():
     before = peak_bytes(torch.device("cpu"))
     ballast = torch.ones(before // 4 + 32_000_000)  # more than the peak so far
     assert peak_bytes(torch.device("cpu")) >= before + 64_000_000
     del ballast
-
-
-def test_basic_metrics_are_few_launches():
-    cost = metrics_cost(tokens=257, documents=5, repeats=2)
-    full = metrics_cost(tokens=257, documents=5, repeats=2, level="full")
-    assert 40 < cost.launches < 110  # 5 us each to launch, and a step takes 100 ms: half a percent at most
-    assert cost.launches * 3 < full.launches
-    assert cost.metrics > 30
-    assert 0 < cost.issue_ms <= cost.total_ms
-    assert cost.share_of(2 * cost.total_ms) == 0.5
 
 
 class NoWaiting(TorchDispatchMode):

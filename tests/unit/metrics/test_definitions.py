@@ -11,15 +11,14 @@ from workbench.metrics.definitions import (
     declared,
     document_clip,
     document_ratio,
-    markdown_table,
     metric_table,
     statistic,
 )
 from workbench.metrics.quantities import ClipRule, One
-from workbench.metrics.values import Maximum, Mean, Sum
+from workbench.metrics.values import Maximum, Mean
 
 
-def test_every_metric_states_what_it_is():
+def test_every_metric_describes_itself():
     table = metric_table()
     assert table.index.is_unique
     assert all(re.fullmatch(r"[a-z_]+/[a-z0-9_]+/[a-z0-9_]+", key) for key in table.index)
@@ -78,9 +77,3 @@ def test_statistics_of_no_documents():
     assert statistic("sum", none) == statistic("squared_sum", none) == 0
     assert (statistic("min", none), statistic("max", none)) == (float("inf"), float("-inf"))
     assert all(math.isnan(statistic(name, none)) for name in ("mean", "std", "effective_samples"))
-
-
-def test_the_table_in_markdown_has_a_line_a_metric():
-    lines = markdown_table([Metric("a/b/sum", "x | y", "1", One(), Sum())]).splitlines()
-    assert len(lines) == 3
-    assert "x \\| y" in lines[2]

@@ -1,10 +1,10 @@
-"""Which tokens and documents have a gradient: counted alike in every layout, head and mode, and by a slow loop."""
+"""Tokens and documents with a gradient: counted alike in every layout, head and mode, and by a slow loop."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.unit.compare.test_soundness import batch
+from tests.unit.compare.test_reading import batch
 from workbench.metrics.evidence import SPARSE, Evidence, split_evidence, weaker
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.files import load, save

@@ -25,7 +25,7 @@ def test_a_parameter_belongs_to_one_group(name, group, layer):
     assert parameter_layer(name) == layer
 
 
-def test_every_parameter_of_the_models_here_is_known():
+def test_every_parameter_of_the_models_here_has_a_group():
     policy = load_policy("tiny-qwen3", tied=False)
     groups = {parameter_group(name) for name, _ in policy.model.named_parameters()}
     assert groups == {"embedding", "attention", "norm", "mlp", "head"}

@@ -10,7 +10,7 @@ from tests.helpers.metric_rows import inputs_of, nasty_documents, segment_length
 from tests.helpers.ranks import reductions_counted, run_ranks
 from tests.oracles import metrics as oracle
 from workbench.errors import SpecError
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
@@ -40,25 +40,27 @@ def test_metrics_of_two_trained_tokens_and_one_that_is_not():
         entropy_T=torch.tensor([0.5, 1.5, 9.0]),
         loss_mask_T=torch.tensor([True, True, False]),
     )
-    terms = make_loss(LossSpec(kl={"coefficient": 0.1}))(inputs)
-    found = finished(inputs, terms, inputs.loss_mask_T, "basic")
-    assert found["tokens/trained/sum"] == 2
-    assert found["ratio/policy_old/mean"] == pytest.approx(1.45)
-    assert found["ratio/policy_old/std"] == pytest.approx(0.55)
-    assert found["ratio/policy_old/max"] == pytest.approx(2.0)
-    assert found["ratio/policy_old/min"] == pytest.approx(0.9)
-    assert found["ratio/policy_old/sum"] == pytest.approx(2.9)
-    assert found["ratio/policy_old/squared_sum"] == pytest.approx(4.81)
-    assert found["ratio/policy_old/effective_samples"] == pytest.approx(2.9**2 / 4.81)
-    assert found["clip/policy/fraction"] == found["clip/region/fraction"] == found["clip/sign_aware/fraction"] == 0.5
-    assert found["entropy/policy/mean"] == 1.0
-    assert found["advantage/all/mean"] == -1.0
-    assert found["logprob/policy/mean"] == pytest.approx(math.log(1.8) / 2)
-    assert (found["advantage/all/min"], found["advantage/all/max"]) == (-3.0, 1.0)
+    terms = build_loss(LossSpec(kl={"coefficient": 0.1}))(inputs)
+    metrics = finished(inputs, terms, inputs.loss_mask_T, "basic")
+    assert metrics["tokens/trained/sum"] == 2
+    assert metrics["ratio/policy_old/mean"] == pytest.approx(1.45)
+    assert metrics["ratio/policy_old/std"] == pytest.approx(0.55)
+    assert metrics["ratio/policy_old/max"] == pytest.approx(2.0)
+    assert metrics["ratio/policy_old/min"] == pytest.approx(0.9)
+    assert metrics["ratio/policy_old/sum"] == pytest.approx(2.9)
+    assert metrics["ratio/policy_old/squared_sum"] == pytest.approx(4.81)
+    assert metrics["ratio/policy_old/effective_samples"] == pytest.approx(2.9**2 / 4.81)
+    assert (
+        metrics["clip/policy/fraction"] == metrics["clip/region/fraction"] == metrics["clip/sign_aware/fraction"] == 0.5
+    )
+    assert metrics["entropy/policy/mean"] == 1.0
+    assert metrics["advantage/all/mean"] == -1.0
+    assert metrics["logprob/policy/mean"] == pytest.approx(math.log(1.8) / 2)
+    assert (metrics["advantage/all/min"], metrics["advantage/all/max"]) == (-3.0, 1.0)
     k3 = [math.expm1(-math.log(r)) + math.log(r) for r in (2.0, 0.9)]
-    assert found["kl/policy_ref/k3_mean"] == pytest.approx(sum(k3) / 2)
-    assert "kl/policy_sampler/k3_mean" not in found
-    assert "documents/trained/sum" not in found, "nobody said which token belongs to which document"
+    assert metrics["kl/policy_ref/k3_mean"] == pytest.approx(sum(k3) / 2)
+    assert "kl/policy_sampler/k3_mean" not in metrics
+    assert "documents/trained/sum" not in metrics, "nobody said which token belongs to which document"
 
 
 def test_three_definitions_of_clipped_are_three_numbers():
@@ -66,10 +68,10 @@ def test_three_definitions_of_clipped_are_three_numbers():
     advantages = torch.tensor([1.0, -1.0, -1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     everywhere = torch.ones(6, dtype=torch.bool)
     inputs = LossInputs(ratios.log(), torch.zeros(6, dtype=torch.float64), advantages)
-    found = finished(inputs, make_loss(LossSpec())(inputs), everywhere, "basic", LossSpec())
-    assert found["clip/region/fraction"] == pytest.approx(4 / 6)
-    assert found["clip/sign_aware/fraction"] == found["clip/policy/fraction"] == pytest.approx(2 / 6)
-    assert found["clip/gradient_zero/fraction"] == pytest.approx(4 / 6)
+    metrics = finished(inputs, build_loss(LossSpec())(inputs), everywhere, "basic", LossSpec())
+    assert metrics["clip/region/fraction"] == pytest.approx(4 / 6)
+    assert metrics["clip/sign_aware/fraction"] == metrics["clip/policy/fraction"] == pytest.approx(2 / 6)
+    assert metrics["clip/gradient_zero/fraction"] == pytest.approx(4 / 6)
 
 
 def test_weights_of_a_correction_raw_and_applied():
@@ -78,16 +80,16 @@ def test_weights_of_a_correction_raw_and_applied():
     zeros, counts = torch.zeros(4, dtype=torch.float64), torch.tensor([True, True, True, False])
     term = Term(zeros, extras={"raw_weight": raw, "applied_weight": applied, "kept": applied > 0})
     inputs = LossInputs(zeros, zeros, zeros + 1)
-    found = finished(inputs, {"policy": term}, counts)
-    assert found["weight/raw/mean"] == 4.5
-    assert (found["weight/raw/min"], found["weight/raw/max"]) == (0.5, 9.0)
-    assert found["weight/applied/mean"] == pytest.approx(2.5 / 3)
-    assert found["weight/raw/effective_samples"] == pytest.approx(13.5**2 / 97.25)
-    assert found["weight/applied/effective_samples"] == pytest.approx(2.5**2 / 4.25)
-    assert found["weight/kept/fraction"] == pytest.approx(2 / 3)
-    assert found["weight/truncated/fraction"] == pytest.approx(1 / 3)
-    assert found["weight/dropped/sum"] == 1
-    assert found["clip/gradient_zero/fraction"] == pytest.approx(1 / 3)
+    metrics = finished(inputs, {"policy": term}, counts)
+    assert metrics["weight/raw/mean"] == 4.5
+    assert (metrics["weight/raw/min"], metrics["weight/raw/max"]) == (0.5, 9.0)
+    assert metrics["weight/applied/mean"] == pytest.approx(2.5 / 3)
+    assert metrics["weight/raw/effective_samples"] == pytest.approx(13.5**2 / 97.25)
+    assert metrics["weight/applied/effective_samples"] == pytest.approx(2.5**2 / 4.25)
+    assert metrics["weight/kept/fraction"] == pytest.approx(2 / 3)
+    assert metrics["weight/truncated/fraction"] == pytest.approx(1 / 3)
+    assert metrics["weight/dropped/sum"] == 1
+    assert metrics["clip/gradient_zero/fraction"] == pytest.approx(1 / 3)
     stated = Term(zeros, extras={**term.extras, "truncated": torch.tensor([True, True, False, False])})
     assert finished(inputs, {"policy": stated}, counts)["weight/truncated/fraction"] == pytest.approx(2 / 3)
 
@@ -97,9 +99,9 @@ def test_the_correction_of_a_loss_reaches_the_metrics():
     inputs, mask = inputs_of(documents)
     spec = LossSpec(correction={"kind": "tis", "ratio_high": 1.1})
     inputs = replace(inputs, loss_mask_T=mask)
-    found = finished(inputs, make_loss(spec)(inputs), mask, "basic", spec)
-    assert found["weight/applied/mean"] < found["weight/raw/mean"]
-    assert found["weight/raw/max"] > 1.1
+    metrics = finished(inputs, build_loss(spec)(inputs), mask, "basic", spec)
+    assert metrics["weight/applied/mean"] < metrics["weight/raw/mean"]
+    assert metrics["weight/raw/max"] > 1.1
 
 
 def test_levels():
@@ -146,13 +148,13 @@ def held_to(expected, found, *, least):
 def test_canonical_metrics_are_the_oracles(seed):
     documents = nasty_documents(seed)
     expected = oracle.canonical(documents, lower=0.8, upper=1.28)
-    found = finish_metrics(pieces_of(documents, PPO), ALONE)
-    held_to(expected, found, least=100)
+    metrics = finish_metrics(pieces_of(documents, PPO), ALONE)
+    held_to(expected, metrics, least=100)
     assert expected["tokens/nonfinite/sum"] == 3
-    missing = {key for key in expected if key not in found}
+    missing = {key for key in expected if key not in metrics}
     assert missing == set()
     quantile = sorted(oracle.ratio("policy", "old")(t) for _, t in oracle.counted(documents, "policy", "old"))
-    assert found["ratio/policy_old/p99"] == pytest.approx(quantile[math.ceil(0.99 * len(quantile)) - 1], rel=0.0101)
+    assert metrics["ratio/policy_old/p99"] == pytest.approx(quantile[math.ceil(0.99 * len(quantile)) - 1], rel=0.0101)
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
@@ -169,18 +171,18 @@ def test_any_cut_into_ranks_and_micro_batches_gives_the_numbers_of_one_pass(spec
         assert cut[key] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), key
 
 
-def test_a_step_in_which_nothing_counts_says_so():
+def test_a_step_without_counted_tokens_is_reported():
     documents = [d | {"mask": [0] * len(d["mask"])} for d in nasty_documents(0)]
-    found = finish_metrics(pieces_of(documents, PPO, parts=2), ALONE)
-    assert found["tokens/trained/sum"] == found["documents/trained/sum"] == found["segments/trained/sum"] == 0
-    assert math.isnan(found["ratio/policy_old/mean"])
-    assert math.isnan(found["ratio_document/policy_old/mean"])
-    assert (found["advantage/all/min"], found["advantage/all/max"]) == (math.inf, -math.inf)
+    metrics = finish_metrics(pieces_of(documents, PPO, parts=2), ALONE)
+    assert metrics["tokens/trained/sum"] == metrics["documents/trained/sum"] == metrics["segments/trained/sum"] == 0
+    assert math.isnan(metrics["ratio/policy_old/mean"])
+    assert math.isnan(metrics["ratio_document/policy_old/mean"])
+    assert (metrics["advantage/all/min"], metrics["advantage/all/max"]) == (math.inf, -math.inf)
 
 
 def test_a_surrogate_of_documents_is_clipped_by_documents():
     documents = nasty_documents(5, infinite=False)
-    found = finish_metrics(pieces_of(documents, GSPO), ALONE)
+    metrics = finish_metrics(pieces_of(documents, GSPO), ALONE)
     ratios = iter(oracle.document_ratios(documents))
     outside = cut = total = 0
     for document in documents:
@@ -190,28 +192,28 @@ def test_a_surrogate_of_documents_is_clipped_by_documents():
             outside += length * (ratio < 0.97 or ratio > 1.04)
             cut += length * ((ratio < 0.97 and advantage < 0) or (ratio > 1.04 and advantage > 0))
             total += length
-    assert found["clip/region/fraction"] == pytest.approx(outside / total)
-    assert found["clip/sign_aware/fraction"] == pytest.approx(cut / total)
+    assert metrics["clip/region/fraction"] == pytest.approx(outside / total)
+    assert metrics["clip/sign_aware/fraction"] == pytest.approx(cut / total)
     assert 0 < cut < outside
 
 
 def on_ranks(documents):
-    """Rank 1 holds nothing, rank 3 only tokens that do not count; the others share the tokens unevenly."""
+    """Rank 1 has nothing, rank 3 only uncounted tokens; the others share the tokens unevenly."""
     axis = make_mesh(dp=2, cp=2)["dp_cp"]
     tokens = [(place, keep) for place, keep in enumerate(k for d in documents for k in d["mask"])]
     labels = [(0 if place % 3 else 2) if keep else 3 for place, keep in tokens]
-    mine = [place % 2 if label == axis.rank else 9 for place, label in enumerate(labels)]
+    local = [place % 2 if label == axis.rank else 9 for place, label in enumerate(labels)]
     with reductions_counted() as sizes:
-        found = finish_metrics(pieces_of(documents, PPO, mine, 2), axis)
-    return found, len(sizes)
+        metrics = finish_metrics(pieces_of(documents, PPO, local, 2), axis)
+    return metrics, len(sizes)
 
 
 def test_four_ranks_take_two_collectives_for_all_metrics_together(tmp_path):
     documents = nasty_documents(2)
     expected = oracle.canonical(documents, lower=0.8, upper=1.28)
-    for found, collectives in run_ranks(on_ranks, 4, tmp_path, documents):
+    for result, collectives in run_ranks(on_ranks, 4, tmp_path, documents):
         assert collectives == 2
-        held_to(expected, found, least=100)
+        held_to(expected, result, least=100)
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce", "sft", "dpo", "dro", "kl_cov", "sapo", "gmpo", "clip_cov"])
@@ -234,7 +236,7 @@ def test_the_share_without_gradient_is_that_of_autograd(name, advantage):
         group_ids_T=torch.zeros_like(ids_T),
     )
     spec = LossSpec(name=name)
-    terms = make_loss(spec)(inputs)
+    terms = build_loss(spec)(inputs)
     (slope_T,) = torch.autograd.grad(terms["policy"].values_T[mask_T].sum(), policy_T)
-    found = policy_metrics(inputs, terms, mask_T, "basic", spec)["clip/gradient_zero/fraction"].finish()
-    assert found == pytest.approx(float((slope_T[mask_T] == 0).double().mean()))
+    result = policy_metrics(inputs, terms, mask_T, "basic", spec)["clip/gradient_zero/fraction"].finish()
+    assert result == pytest.approx(float((slope_T[mask_T] == 0).double().mean()))

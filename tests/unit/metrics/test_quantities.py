@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from workbench.losses.terms import LossInputs, Term
+from workbench.metrics.policy import Quantities
 from workbench.metrics.quantities import (
     KL,
     Advantage,
@@ -21,7 +22,6 @@ from workbench.metrics.quantities import (
     NonFinite,
     One,
     PolicyCut,
-    Quantities,
     Ratio,
     SampledEntropy,
     TermValue,
@@ -130,7 +130,7 @@ def test_token_clips_are_unknown_where_the_ratio_is_a_documents():
     assert quantities([0.0], [0.0]).column(Clip("outside")) is None
 
 
-def test_what_the_policy_term_says():
+def test_columns_of_the_policy_term():
     zeros = torch.zeros(4)
     term = Term(
         zeros,
@@ -222,7 +222,7 @@ def test_a_terms_values_are_a_column_without_their_coefficient():
     assert (column.tolist(), column.requires_grad, known.column(TermValue("entropy"))) == ([1.0, 2.0], False, None)
 
 
-def test_the_cut_of_the_policy_term_is_its_own_and_the_dual_bound_is_counted_by_itself():
+def test_clipping_of_the_policy_term_and_the_dual_bound_are_separate():
     cut_T, dual_T = torch.tensor([True, True, False]), torch.tensor([False, True, False])
     terms = {"policy": Term(torch.zeros(3), clipped_T=cut_T, extras={"dual_clipped": dual_T})}
     q = quantities([0.0] * 3, [0.0] * 3, terms=terms)

@@ -1,4 +1,4 @@
-"""What a rollout batch could show: counts of tokens, documents and advantages, and reasons where there are none."""
+"""The trainable part of a rollout batch: counts of tokens, documents and advantages, and reasons if there is none."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.vacuous_rollouts import CASES, rollouts
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs
 from workbench.metrics.trainable import Trainable
 from workbench.reduction.evaluate import token_values
@@ -15,7 +15,7 @@ from workbench.specs.losses import PRESETS, LossSpec
 
 
 def batch(*documents):
-    """Documents of one prompt token and two completion tokens, given what each has besides."""
+    """Documents of one prompt token and two completion tokens, with further fields of each."""
     usual = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantages": 0.0, "old_logprobs": [0.0, -1.0, -1.0]}
     return RolloutBatch.from_documents([usual | given for given in documents], temperature=1.0)
 
@@ -28,13 +28,13 @@ def grouped(*rewards, **given):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_batch_that_trains_nothing_says_why(case):
+def test_every_untrainable_batch_has_a_reason(case):
     assert Trainable.of(rollouts(case)).nothing
     assert Trainable.of(rollouts("advantages of both signs")).nothing == ""
 
 
 def test_tokens_count_by_mask_and_advantage():
-    found = Trainable.of(
+    trainable = Trainable.of(
         batch(
             {"advantages": 1.0},
             {"advantages": [0.0, 0.0, 2.0]},
@@ -42,22 +42,29 @@ def test_tokens_count_by_mask_and_advantage():
             {"advantages": 1.0, "loss_mask": [0, 0, 0]},
         )
     )
-    assert (found.documents, found.tokens) == (4, 12)
-    assert (found.trained_documents, found.trained_tokens) == (3, 6)
-    assert (found.advantage_documents, found.advantage_tokens) == (2, 3)
-    assert (found.nothing, found.warnings) == ("", ())
+    assert (trainable.documents, trainable.tokens) == (4, 12)
+    assert (trainable.trained_documents, trainable.trained_tokens) == (3, 6)
+    assert (trainable.advantage_documents, trainable.advantage_tokens) == (2, 3)
+    assert (trainable.nothing, trainable.warnings) == ("", ())
 
 
 def test_groups_count_by_rewards_that_are_not_their_mean():
-    found = Trainable.of(grouped([1.0, 0.0, 0.5], [1.0, 1.0], [0.3], [0.1, 0.1, 0.1]))
-    assert (found.groups, found.mixed_groups, found.single_groups, found.group_documents) == (4, 1, 1, 2)
-    assert found.nothing == ""
+    trainable = Trainable.of(grouped([1.0, 0.0, 0.5], [1.0, 1.0], [0.3], [0.1, 0.1, 0.1]))
+    assert (trainable.groups, trainable.mixed_groups, trainable.single_groups, trainable.group_documents) == (
+        4,
+        1,
+        1,
+        2,
+    )
+    assert trainable.nothing == ""
 
 
 def test_a_document_that_does_not_train_has_no_part_in_its_group():
-    found = Trainable.of(batch({"reward": 1.0, "group_id": 0}, {"reward": 0.0, "group_id": 0, "loss_mask": [0, 0, 0]}))
-    assert (found.mixed_groups, found.single_groups) == (0, 1)
-    assert found.nothing == "all recorded advantages are zero, and every group has one document"
+    trainable = Trainable.of(
+        batch({"reward": 1.0, "group_id": 0}, {"reward": 0.0, "group_id": 0, "loss_mask": [0, 0, 0]})
+    )
+    assert (trainable.mixed_groups, trainable.single_groups) == (0, 1)
+    assert trainable.nothing == "all recorded advantages are zero, and every group has one document"
 
 
 @pytest.mark.parametrize(
@@ -108,9 +115,9 @@ def test_a_share_below_half_is_a_warning(made, warnings):
     ],
 )
 def test_a_loss_on_pairs_needs_pairs(made, reason):
-    found = Trainable.of(made).nothing_for(LossSpec(name="dpo"))
-    assert reason in found
-    assert bool(found) == bool(reason)
+    result = Trainable.of(made).nothing_for(LossSpec(name="dpo"))
+    assert reason in result
+    assert bool(result) == bool(reason)
 
 
 def test_only_losses_without_advantages_do_without_them():
@@ -133,6 +140,6 @@ def test_losses_that_do_without_advantages_are_those_named(name):
         rewards_T=1 + place_T,
         document_ids_T=torch.arange(4) // 2,
     )
-    loss = make_loss(spec)
+    loss = build_loss(spec)
     moves = not torch.equal(token_values(loss(inputs)), token_values(loss(replace(inputs, advantages_T=3 - place_T))))
     assert moves == spec.surrogate.reads_advantages

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.ranks import reductions_counted, run_ranks
 from workbench.errors import SpecError
+from workbench.metrics.policy import OfDocuments
 from workbench.metrics.values import (
     Count,
     Deviation,
@@ -15,7 +16,6 @@ from workbench.metrics.values import (
     Maximum,
     Mean,
     Minimum,
-    OfDocuments,
     Quantile,
     Share,
     SquaredSum,
@@ -42,11 +42,9 @@ REDUCERS = {
     "share": Share(of=7.0),
     "std": Deviation(1.0),
     "ess": EffectiveSampleSize(),
-    "ess_share": EffectiveSampleSize(True),
     "max": Maximum(),
     "min": Minimum(),
     "log_mean_exp": LogMeanExp(),
-    "log_sum_exp": LogMeanExp(mean=False),
     "median": Quantile(0.5),
 }
 
@@ -67,11 +65,9 @@ EXPECTED = {
     "share": 8 / 7,
     "std": math.sqrt(3),
     "ess": 64 / 28,
-    "ess_share": 16 / 28,
     "max": 5.0,
     "min": 1.0,
     "log_mean_exp": math.log((3 * math.e + math.exp(5)) / 4),
-    "log_sum_exp": math.log(3 * math.e + math.exp(5)),
 }
 
 
@@ -86,36 +82,36 @@ def test_micro_batches_merge_by_count_and_an_empty_one_changes_nothing():
         all_kinds([], []),
         all_kinds([1.0, 1.0, 5.0], [1, 1, 1]),
     ]
-    found = finish_metrics(pieces, ALONE)
-    assert found.pop("median") == pytest.approx(1.0, rel=0.01)
-    assert found == close(EXPECTED)  # a mean of means would say 1.67
+    metrics = finish_metrics(pieces, ALONE)
+    assert metrics.pop("median") == pytest.approx(1.0, rel=0.01)
+    assert metrics == close(EXPECTED)  # a mean of means would be 1.67
 
 
-def test_nothing_finishes_as_what_it_is():
+def test_an_empty_value_finishes_as_nan_or_its_identity():
     for piece in (all_kinds([3.0], [0]), all_kinds([], [])):
-        found = finish_metrics([piece], ALONE)
-        unknown = {name for name, value in found.items() if math.isnan(value)}
-        assert unknown == {"mean", "std", "ess", "ess_share", "log_mean_exp", "median"}
-        assert (found["max"], found["min"], found["log_sum_exp"]) == (-math.inf, math.inf, -math.inf)
-        assert [found[name] for name in ("sum", "squares", "count", "mean_eps", "share")] == [0.0] * 5
+        metrics = finish_metrics([piece], ALONE)
+        unknown = {name for name, value in metrics.items() if math.isnan(value)}
+        assert unknown == {"mean", "std", "ess", "log_mean_exp", "median"}
+        assert (metrics["max"], metrics["min"]) == (-math.inf, math.inf)
+        assert [metrics[name] for name in ("sum", "squares", "count", "mean_eps", "share")] == [0.0] * 5
 
 
 def on_ranks():
     mesh = make_mesh(dp=4)
-    mine = [([1.0], [1]), ([0.0], [0]), ([1.0, 1.0, 77.0], [1, 1, 0]), ([5.0], [1])][mesh["dp"].rank]
+    local = [([1.0], [1]), ([0.0], [0]), ([1.0, 1.0, 77.0], [1, 1, 0]), ([5.0], [1])][mesh["dp"].rank]
     table = OfDocuments(longest, columns=1, documents=2)
     rank = torch.tensor([mesh["dp"].rank // 2])
-    metrics = all_kinds(*mine) | {"documents": table.table([torch.ones(1)], torch.tensor([True]), rank)}
+    metrics = all_kinds(*local) | {"documents": table.table([torch.ones(1)], torch.tensor([True]), rank)}
     with reductions_counted() as sizes:
-        found = finish_metrics([metrics], mesh["dp_cp"])
-    return found, len(sizes)
+        result = finish_metrics([metrics], mesh["dp_cp"])
+    return result, len(sizes)
 
 
 def test_ranks_merge_in_two_collectives_and_an_empty_rank_changes_nothing(tmp_path):
-    for found, collectives in run_ranks(on_ranks, 4, tmp_path):
-        assert found.pop("median") == pytest.approx(1.0, rel=0.01)
-        assert found.pop("documents") == 2.0  # each document lies on two ranks
-        assert found == close(EXPECTED)
+    for result, collectives in run_ranks(on_ranks, 4, tmp_path):
+        assert result.pop("median") == pytest.approx(1.0, rel=0.01)
+        assert result.pop("documents") == 2.0  # each document lies on two ranks
+        assert result == close(EXPECTED)
         assert collectives == 2
 
 
@@ -125,7 +121,7 @@ def test_deviation_does_not_cancel():
     assert deviation.finish() == pytest.approx(1e-9, rel=1e-6)
 
 
-def test_a_log_mean_is_known_where_the_mean_overflows():
+def test_a_log_mean_is_finite_where_the_mean_overflows():
     values, everywhere = torch.tensor([800.0, 801.0]), torch.ones(2, dtype=torch.bool)
     assert LogMeanExp().over(values, everywhere).finish() == pytest.approx(801 + math.log((1 + math.exp(-1)) / 2))
     impossible = torch.tensor([-math.inf, -math.inf])
@@ -134,12 +130,12 @@ def test_a_log_mean_is_known_where_the_mean_overflows():
 
 
 def test_a_nan_that_counts_is_not_hidden():
-    found = finish_metrics([all_kinds([1.0, math.nan], [1, 1]), all_kinds([2.0], [1])], ALONE)
-    assert all(math.isnan(value) for name, value in found.items() if name != "count")
-    assert found["count"] == 3
+    metrics = finish_metrics([all_kinds([1.0, math.nan], [1, 1]), all_kinds([2.0], [1])], ALONE)
+    assert all(math.isnan(value) for name, value in metrics.items() if name != "count")
+    assert metrics["count"] == 3
 
 
-def test_a_count_is_whole_whatever_its_shares_add_up_to():
+def test_a_count_is_an_integer_whatever_its_shares():
     thirds = torch.full((3,), 1 / 3, dtype=torch.float64)
     count = Count().over(torch.zeros(3), torch.ones(3, dtype=torch.bool), thirds)
     sevenths = Count().over(torch.zeros(7), torch.ones(7, dtype=torch.bool), torch.full((7,), 1 / 7).double())
@@ -149,8 +145,8 @@ def test_a_count_is_whole_whatever_its_shares_add_up_to():
 @pytest.mark.parametrize("q", [0.01, 0.5, 0.99])
 def test_a_quantile_is_within_its_accuracy(q):
     values = torch.exp(2 * torch.randn(4001, dtype=torch.float64))
-    found = Quantile(q).over(values, torch.ones(4001, dtype=torch.bool)).finish()
-    assert found == pytest.approx(float(values.quantile(q, interpolation="lower")), rel=0.0101)
+    result = Quantile(q).over(values, torch.ones(4001, dtype=torch.bool)).finish()
+    assert result == pytest.approx(float(values.quantile(q, interpolation="lower")), rel=0.0101)
 
 
 def test_metrics_that_differ_between_micro_batches_are_refused():
@@ -192,14 +188,14 @@ def test_any_split_in_any_order_gives_the_number_of_one_pass(name, data):
     tokens = data.draw(TOKENS)
     if name == "count":  # its weights are shares that add up to whole things
         tokens = [(value, mask, 1.0) for value, mask, _ in tokens]
-    if name in ("median", "ess", "ess_share"):
+    if name in ("median", "ess"):
         tokens = [(abs(value) if math.isfinite(value) else 0.0, mask, weight) for value, mask, weight in tokens]
     labels = data.draw(st.lists(st.integers(0, 4), min_size=len(tokens), max_size=len(tokens)))
     pieces = [
         total(reducer, [t for t, label in zip(tokens, labels, strict=True) if label == part]) for part in range(5)
     ]
     order = data.draw(st.permutations(pieces))
-    left = right = reducer.identity()
+    left = right = total(reducer, [])
     for piece in order:
         left = left.merge(piece)
     for piece in reversed(order):
@@ -233,11 +229,11 @@ def test_a_table_of_documents_is_the_same_however_documents_are_cut(data):
         if counts:
             sums[document] = sums.get(document, 0.0) + value
     pieces = [table([t for t, label in zip(tokens, labels, strict=True) if label == part]) for part in range(3)]
-    merged = reducer.identity().merge(pieces[2]).merge(pieces[0]).merge(pieces[1])
+    merged = table([]).merge(pieces[2]).merge(pieces[0]).merge(pieces[1])
     assert merged.finish() == pytest.approx(max(sums.values(), default=-1.0), abs=1e-12)
 
 
-def test_a_table_of_documents_has_maxima_beside_sums_and_ranks_without_a_document_change_none():
+def test_a_document_table_has_sums_and_maxima_and_empty_ranks_change_nothing():
     def read(tokens_N, sum_N, most_N):
         return float((100 * most_N + sum_N).max()) if len(tokens_N) else -1.0
 
@@ -245,13 +241,14 @@ def test_a_table_of_documents_has_maxima_beside_sums_and_ranks_without_a_documen
     values = torch.tensor([-3.0, -1.0, 50.0, -2.0], dtype=torch.float64)
     ids, mask = torch.tensor([0, 0, 1, 2]), torch.tensor([True, True, False, True])
     parts = [reducer.table([values[at]], mask[at], ids[at], [values[at]]) for at in ([0, 3], [1], [2])]
+    nothing = reducer.table([values[:0]], mask[:0], ids[:0], [values[:0]])
     for order in ((0, 1, 2), (2, 1, 0)):
-        merged = reducer.identity()
+        merged = nothing
         for number in order:
             merged = merged.merge(parts[number])
         assert merged.finish() == -104.0  # of document 0: the greatest is -1 and the sum -4
         assert finish_metrics([{"a": parts[number]} for number in order], ALONE) == {"a": -104.0}
-    assert reducer.identity().finish() == -1.0
+    assert nothing.finish() == -1.0
     assert parts[2].finish() == -1.0
 
 
@@ -270,13 +267,13 @@ def test_rows_in_any_order_finish_to_the_same_bits():
         shuffled = [rows[at] for at in order]
         assert finish_in_order(shuffled, order, ALONE) == expected
         merged.append(finish_metrics(shuffled, ALONE))
-    assert any(found != merged[0] for found in merged), "the numbers must tell orders apart"
+    assert any(result != merged[0] for result in merged), "the numbers must tell orders apart"
 
 
 def test_an_empty_row_changes_no_bit():
     draw = torch.Generator().manual_seed(4)
     rows = [all_kinds(torch.randn(5, generator=draw).tolist(), [1] * 5) for _ in range(3)]
-    nothing = {name: reducer.identity() for name, reducer in REDUCERS.items()}
+    nothing = {name: total(reducer, []) for name, reducer in REDUCERS.items()}
     for place in (-1, 1, 9):
         assert finish_in_order([*rows, nothing], torch.tensor([0, 1, 2, place]), ALONE) == finish_in_order(
             rows, torch.arange(3), ALONE

@@ -1,4 +1,4 @@
-"""The door and every function behind it, on dp x cp = 2 x 2 ranks against one rank that holds everything."""
+"""The public API and every function behind it, on dp x cp = 2 x 2 ranks against one rank with all tokens."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def everything(function):
 
 
 def on_four(function, engine):
-    """The same values by rank, and what the engine makes of the gradients."""
+    """The same values by rank, and the engine's reduction of the gradients."""
 
     def rank(align, d, c):
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-        mine = [part[d, :, c::2] for part in (HIDDEN, OLD, REF, ADVANTAGES, MASK)]
-        value = function(align, logprobs(weight, mine[0]), *mine[1:])
+        local = [part[d, :, c::2] for part in (HIDDEN, OLD, REF, ADVANTAGES, MASK)]
+        value = function(align, logprobs(weight, local[0]), *local[1:])
         value.backward()
         return value.item(), weight.grad
 
@@ -97,9 +97,9 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_ranks_have_value_and_gradient_of_one(name, engine):
     expected, gradient = everything(FUNCTIONS[name])
-    values, found = on_four(FUNCTIONS[name], engine)
+    values, result = on_four(FUNCTIONS[name], engine)
     assert values == pytest.approx([expected] * 4, rel=1e-13)
-    assert found == pytest.approx(float(gradient), rel=1e-12)
+    assert result == pytest.approx(float(gradient), rel=1e-12)
     assert abs(float(gradient)) > 1e-4
 
 
@@ -158,17 +158,17 @@ def test_micro_batches_are_parts_of_one_loss():
         )
 
     expected, gradient = everything(whole)
-    values, found = on_four(cut, "mean")
+    values, result = on_four(cut, "mean")
     assert values == pytest.approx([expected] * 4, rel=1e-13)
-    assert found == pytest.approx(float(gradient), rel=1e-12)
+    assert result == pytest.approx(float(gradient), rel=1e-12)
 
 
-def test_advantages_of_documents_are_counted_once():
+def test_document_advantages_are_counted_only_once():
     of_documents = ADVANTAGES[:, :, 0]
-    found = on_ranks(
+    by_rank = on_ranks(
         lambda align, d, c: align.advantage_statistics(of_documents[d], of="documents", correction=1), dp=2, cp=2
     )
-    for statistics in found:
+    for statistics in by_rank:
         assert int(statistics.count) == 6
         assert statistics.std.item() == pytest.approx(of_documents.std().item(), rel=1e-12)
     tokens = on_ranks(
@@ -196,11 +196,11 @@ def test_where_nothing_counts_all_is_zero(engine):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_rank_on_which_nothing_counts_brings_what_others_bring(name):
+def test_a_rank_without_counted_tokens_enters_the_same_collectives(name):
     def rank(align, d, c):
-        mine = [part[d, :, c::2] for part in (HIDDEN, OLD, REF, ADVANTAGES, MASK)]
+        local = [part[d, :, c::2] for part in (HIDDEN, OLD, REF, ADVANTAGES, MASK)]
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-        FUNCTIONS[name](align, logprobs(weight, mine[0]), *mine[1:]).backward()
+        FUNCTIONS[name](align, logprobs(weight, local[0]), *local[1:]).backward()
 
     first, *others = collectives(rank, dp=2, cp=2, engine="mean")
     assert others == [first] * 3
@@ -208,11 +208,11 @@ def test_a_rank_on_which_nothing_counts_brings_what_others_bring(name):
     assert 2 <= len(first) <= 6 + 2 * backward, first
 
 
-def test_packed_rows_say_where_documents_are():
+def test_packed_rows_need_document_ids():
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     mask, values = MASK[0, 0], ADVANTAGES[0, 0]
-    found = on_ranks(lambda align, d, c: align.document_sums(values[c::2], mask[c::2], documents=ids[c::2]), cp=2)
-    for c, sums in enumerate(found):
+    by_rank = on_ranks(lambda align, d, c: align.document_sums(values[c::2], mask[c::2], documents=ids[c::2]), cp=2)
+    for c, sums in enumerate(by_rank):
         expected = [float(values[(ids == i) & mask].sum()) for i in ids[c::2]]
         assert sums.tolist() == pytest.approx(expected)
 
@@ -232,14 +232,14 @@ def test_the_door_takes_meshes_and_groups():
     assert align_loss(engine="sum").factor == 1
 
 
-def test_it_says_the_factor_and_why():
+def test_the_factor_is_reported_with_its_reason():
     mesh = Mesh({"dp": Axis("dp", 3), "cp": Axis("cp", 2)}, torch.device("cpu"))
-    said = repr(align_loss(mesh, engine="mean"))
-    assert said.startswith("Alignment(loss * 6: gradients are averaged over 6 ranks (dp=3 x cp=2)")
+    text = repr(align_loss(mesh, engine="mean"))
+    assert text.startswith("Alignment(loss * 6: gradients are averaged over 6 ranks (dp=3 x cp=2)")
     assert "loss * 1: gradients are summed" in repr(align_loss(mesh, engine="sum"))
 
 
-def test_mistakes_are_said():
+def test_user_errors_are_reported():
     with pytest.raises(SpecError, match="engine = 'average'"):
         align_loss(engine="average")
     with pytest.raises(SpecError, match="both a mesh and groups"):

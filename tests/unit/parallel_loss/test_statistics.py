@@ -19,26 +19,26 @@ def test_mean_and_std_are_those_of_all_tokens(correction):
     def rank(align, _, c):
         return mean_and_std(VALUES[c], MASK[c], (align.cp,), correction=correction)
 
-    for found in on_ranks(rank, cp=3):
-        assert float(found.mean) == pytest.approx(float(everything.mean()), rel=1e-6)
-        assert float(found.std) == pytest.approx(float(everything.std(correction=correction)), rel=1e-6)
-        assert (int(found.count), found.mean.dtype) == (5, torch.float32)
+    for result in on_ranks(rank, cp=3):
+        assert float(result.mean) == pytest.approx(float(everything.mean()), rel=1e-6)
+        assert float(result.std) == pytest.approx(float(everything.std(correction=correction)), rel=1e-6)
+        assert (int(result.count), result.mean.dtype) == (5, torch.float32)
 
 
 def test_a_large_offset_costs_no_digits():
-    found = mean_and_std(torch.tensor([1e6, 1e6 + 1, 1e6 + 2]), torch.ones(3, dtype=torch.bool), (), correction=0)
-    assert float(found.std) == pytest.approx((2 / 3) ** 0.5, rel=1e-6)
+    result = mean_and_std(torch.tensor([1e6, 1e6 + 1, 1e6 + 2]), torch.ones(3, dtype=torch.bool), (), correction=0)
+    assert float(result.std) == pytest.approx((2 / 3) ** 0.5, rel=1e-6)
 
 
 def test_of_nothing_there_is_no_spread():
-    found = mean_and_std(torch.full((2,), torch.nan), torch.zeros(2, dtype=torch.bool), (), correction=1)
-    assert (float(found.mean), float(found.std), int(found.count)) == (0.0, 0.0, 0)
+    result = mean_and_std(torch.full((2,), torch.nan), torch.zeros(2, dtype=torch.bool), (), correction=1)
+    assert (float(result.mean), float(result.std), int(result.count)) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("correction", [0, 1])
 def test_one_value_is_its_own_mean_without_a_spread(correction):
-    found = mean_and_std(VALUES[0], torch.tensor([False, True, False]), (), correction=correction)
-    assert (float(found.mean), float(found.std), int(found.count)) == (-2.0, 0.0, 1)
+    result = mean_and_std(VALUES[0], torch.tensor([False, True, False]), (), correction=correction)
+    assert (float(result.mean), float(result.std), int(result.count)) == (-2.0, 0.0, 1)
 
 
 def test_a_rank_without_any_place_has_no_maximum():

@@ -1,4 +1,4 @@
-"""An encoder cut over tp and cp says what the whole one says, or is refused in words."""
+"""An encoder sharded over tp and cp matches the unsharded one, or raises an error."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from tests.helpers.bars import assert_float64_parity
 from workbench.errors import ShardingError, SpecError
 from workbench.policy import encoder, tensor_plan
+from workbench.policy.decoder import TINY_VISION, VISION_SIZES
 from workbench.policy.encoder import make_encoder
-from workbench.policy.tiny import TINY_VISION, VISION_SIZES
 from workbench.sharding.gradients import full_gradients, sum_gradients
 from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import apply_tensor_parallel
@@ -18,7 +18,7 @@ WEIGHTS = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(2), dtyp
 
 
 def found(mesh, name, order="contiguous"):
-    """Features of three images, which of them this rank holds, and whole gradients of a weighted sum of all."""
+    """Features of three images, those of this rank, and full gradients of a weighted sum of all."""
     made = make_encoder(TINY_VISION[name](seed=4), 16, mesh=mesh, precision="float64", seed=5, order=order)
     features = made.features(PIXELS)
     places_s = made.places_Rs[mesh["cp"].rank]
@@ -54,7 +54,7 @@ def test_whole_features_are_those_of_the_stock_model():
     torch.testing.assert_close(made.features(PIXELS), expected, rtol=0, atol=1e-5)  # its softmax is of float32
 
 
-def test_what_cannot_be_is_refused_in_words():
+def test_invalid_settings_are_refused():
     with pytest.raises(SpecError, match="pooling head"):
         make_encoder(SiglipVisionModel(SiglipVisionConfig(**VISION_SIZES)), 16)
     with pytest.raises(ShardingError, match="4 encoder heads"):
@@ -63,7 +63,7 @@ def test_what_cannot_be_is_refused_in_words():
         simulate(lambda mesh: found(mesh, "tiny-clip"), cp=2)
 
 
-def test_a_plan_that_is_not_meant_for_it_is_found_by_measuring(monkeypatch):
+def test_a_wrong_plan_is_detected_by_measurement(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(tensor_plan.NAMES, "out_proj", "rowwise_split_input")
         with pytest.raises(
@@ -83,7 +83,7 @@ def test_a_plan_that_is_not_meant_for_it_is_found_by_measuring(monkeypatch):
         simulate(lambda mesh: found(mesh, "tiny-siglip"), tp=2)
 
 
-def test_attention_that_does_not_gather_is_found_by_measuring(monkeypatch):
+def test_attention_that_does_not_gather_is_detected_by_measurement(monkeypatch):
     monkeypatch.setattr(encoder, "gather_scatter", lambda local, axis, *, dim: local)
     with pytest.raises(SpecError, match=r"over tp=1, cp=2\n  found: features off by"):
         simulate(lambda mesh: found(mesh, "tiny-siglip"), cp=2)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from workbench.errors import ShardingError, SpecError
-from workbench.policy import model
-from workbench.policy.model import ATTENTION, load_policy
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy import attention, model
+from workbench.policy.attention import SHARDED
+from workbench.policy.decoder import tiny_qwen3
+from workbench.policy.model import load_policy
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.gradients import full_gradients
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
@@ -21,7 +22,7 @@ def one_rank(documents):
     return AttentionShard.make(ShardPlan.make("contiguous", num_tokens=len(ids), cp=1), ids, Axis("cp"))
 
 
-def test_packed_documents_give_what_each_gives_alone():
+def test_packed_documents_match_separate_ones():
     policy = load_policy("tiny-qwen3", precision="float64", seed=1)
     tokens = torch.tensor([3, 1, 4, 1, 5, 9, 2])
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3])
@@ -30,7 +31,7 @@ def test_packed_documents_give_what_each_gives_alone():
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-13)
 
 
-def test_what_the_first_layer_reads_may_be_given():
+def test_inputs_of_the_first_layer_may_be_given():
     policy = load_policy("tiny-qwen3", precision="float64", seed=1)
     tokens, positions, shard = torch.tensor([3, 1, 4, 1]), torch.arange(4), one_rank([0, 0, 0, 0])
     words = policy.embeddings(tokens)
@@ -48,28 +49,28 @@ def test_what_the_first_layer_reads_may_be_given():
 
 def test_the_temperature_divides_logits_in_every_implementation():
     hidden, targets = torch.randn(5, 64, dtype=torch.float64), torch.tensor([0, 18, 3, 7, 7])
-    found = [
+    results = [
         load_policy("tiny-qwen3", precision="float64", temperature=temperature, implementation=name)
         .token_logprobs(hidden, targets)[0]
         .detach()
         for temperature in (0.7, 1.0)
         for name in ("reference", "vocabulary_parallel", "chunked")
     ]
-    for cooler, plain in zip(found[:3], found[3:], strict=True):
-        torch.testing.assert_close(cooler, found[0], rtol=0, atol=1e-12)
-        torch.testing.assert_close(plain, found[3], rtol=0, atol=1e-12)
+    for cooler, plain in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(cooler, results[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(plain, results[3], rtol=0, atol=1e-12)
         assert (cooler - plain).abs().max() > 0.1
 
 
-def test_a_temperature_of_each_token_replaces_the_policys_own_in_every_implementation():
+def test_a_temperature_per_token_replaces_the_policys_in_every_implementation():
     hidden, targets = torch.randn(5, 64, dtype=torch.float64), torch.tensor([0, 18, 3, 7, 7])
     temperatures = torch.tensor([1.0, 0.7, 1.0, 0.7, 0.7], dtype=torch.float64)
     for name in ("reference", "vocabulary_parallel", "chunked"):
         policy = load_policy("tiny-qwen3", precision="float64", temperature=0.7, implementation=name)
-        found = policy.token_logprobs(hidden, targets, temperatures)
+        output = policy.token_logprobs(hidden, targets, temperatures)
         cooler = policy.token_logprobs(hidden, targets)
         plain = policy.token_logprobs(hidden, targets, torch.ones(5, dtype=torch.float64))
-        for mixed, at_07, at_1 in zip(found[:3], cooler[:3], plain[:3], strict=True):
+        for mixed, at_07, at_1 in zip(output[:3], cooler[:3], plain[:3], strict=True):
             torch.testing.assert_close(mixed, torch.where(temperatures == 0.7, at_07, at_1), rtol=0, atol=1e-12)
             assert (at_07 - at_1).abs().max() > 0.01
 
@@ -78,7 +79,7 @@ def test_a_checkpoint_folder_loads_and_equals_the_stock_model(tmp_path):
     stock = tiny_qwen3(19, seed=2)
     stock.save_pretrained(tmp_path / "policy")
     policy = load_policy("policy", project=tmp_path, temperature=0.7)
-    assert policy.model.config._attn_implementation == ATTENTION
+    assert policy.model.config._attn_implementation == SHARDED
     tokens = torch.tensor([3, 1, 4, 1, 5])
     hidden = policy.hidden_states(tokens, torch.arange(5), one_rank([0] * 5))
     logprobs, entropy, *_ = policy.token_logprobs(hidden[:-1], tokens[1:])
@@ -88,7 +89,7 @@ def test_a_checkpoint_folder_loads_and_equals_the_stock_model(tmp_path):
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1)[:-1], rtol=0, atol=2e-6)
 
 
-def test_a_checkpoint_that_is_not_there_is_refused_in_words(tmp_path):
+def test_a_missing_checkpoint_is_refused(tmp_path):
     with pytest.raises(SpecError, match="a hub id that can be reached, or tiny-qwen3 or tiny-qwen3-moe"):
         load_policy("no/such-model", project=tmp_path)
 
@@ -195,12 +196,12 @@ def test_sliding_windows_are_those_of_the_stock_model(kind, more, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "more"), WINDOWED)
-def test_a_window_that_is_not_handed_on_is_found_by_measuring_however_long_it_is(kind, more, tmp_path, monkeypatch):
+def test_an_ignored_window_is_detected_by_measurement_at_any_length(kind, more, tmp_path, monkeypatch):
     small(kind, tmp_path, **more)
     monkeypatch.setattr(
-        model,
+        attention,
         "sharded_attention",
-        lambda *tensors, sliding_window=None, whole=model.sharded_attention, **rest: whole(*tensors, **rest),
+        lambda *tensors, sliding_window=None, whole=attention.sharded_attention, **rest: whole(*tensors, **rest),
     )
     with pytest.raises(SpecError, match="packed run"):
         load_policy(kind, project=tmp_path)
@@ -216,11 +217,11 @@ def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path):
     stock = tiny_qwen3(19)
     stock.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
     with pytest.raises(SpecError, match="layers of type 'chunked_attention'"):
-        model._refuse_unknown(stock)
+        attention.refuse_unknown(stock)
 
 
 def test_checkpointing_computes_layers_again_and_changes_no_bit():
-    tokens, shard, found = torch.tensor([3, 1, 4, 1, 5]), one_rank([0] * 5), []
+    tokens, shard, result = torch.tensor([3, 1, 4, 1, 5]), one_rank([0] * 5), []
     for checkpointing in (False, True):
         policy, calls = load_policy("tiny-qwen3", seed=1, checkpointing=checkpointing), []
         for layer in policy.model.model.layers:
@@ -229,8 +230,10 @@ def test_checkpointing_computes_layers_again_and_changes_no_bit():
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
             hidden = policy.hidden_states(tokens, torch.arange(5), shard)
         hidden.square().sum().backward()
-        found.append((hidden, [p.grad for p in policy.model.parameters() if p.grad is not None], len(calls), sum(kept)))
-    plain, again = found
+        result.append(
+            (hidden, [p.grad for p in policy.model.parameters() if p.grad is not None], len(calls), sum(kept))
+        )
+    plain, again = result
     assert (plain[2], again[2]) == (3, 6)
     assert again[3] < plain[3] / 4
     assert torch.equal(plain[0], again[0])
@@ -238,7 +241,7 @@ def test_checkpointing_computes_layers_again_and_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
 
 
-def test_checkpointing_without_layers_is_refused_in_words():
+def test_checkpointing_without_layers_is_refused():
     class Bare(torch.nn.Linear):
         base_model = torch.nn.Linear(1, 1)
         config = tiny_qwen3(19).config
@@ -265,7 +268,7 @@ def test_checkpointing_without_layers_is_refused_in_words():
         ),
     ],
 )
-def test_what_the_configuration_does_to_logits_is_done_by_the_head(kind, more, option, value, tmp_path):
+def test_logit_options_of_the_configuration_go_to_the_head(kind, more, option, value, tmp_path):
     stock = small(kind, tmp_path, **more)
     for implementation in ("reference", "vocabulary_parallel", "chunked"):
         policy = load_policy(kind, project=tmp_path, implementation=implementation)
@@ -278,7 +281,7 @@ def test_what_the_configuration_does_to_logits_is_done_by_the_head(kind, more, o
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=5e-6)
 
 
-def test_what_the_configuration_says_and_the_model_does_not_do_is_found_by_measuring(tmp_path):
+def test_ignored_options_of_the_configuration_are_detected_by_measurement(tmp_path):
     model = tiny_qwen3(19)
     model.config.final_logit_softcapping = 0.5
     model.save_pretrained(tmp_path / "capped")
@@ -286,7 +289,7 @@ def test_what_the_configuration_says_and_the_model_does_not_do_is_found_by_measu
         load_policy("capped", project=tmp_path)
 
 
-def test_what_would_be_left_out_silently_is_refused_by_name(tmp_path):
+def test_silently_unsupported_options_are_refused_by_name(tmp_path):
     small("Gemma2", tmp_path, attn_logit_softcapping=50.0, head_dim=8)
     with pytest.raises(SpecError, match=r"attn_logit_softcapping = 50\.0"):
         load_policy("Gemma2", project=tmp_path)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from workbench.errors import SpecError
+from workbench.policy.decoder import tiny_qwen3, tiny_qwen3_moe
 from workbench.policy.precision import cast, lift_to_float64
-from workbench.policy.tiny import tiny_qwen3, tiny_qwen3_moe
 
 
 def test_norms_and_rotary_keep_float64_digits():
@@ -22,7 +22,7 @@ def test_norms_and_rotary_keep_float64_digits():
 
 def test_rotary_keeps_the_scaling_of_its_attention():
     rotary = lift_to_float64(tiny_qwen3(19)).model.rotary_emb
-    rotary.attention_scaling = 1.5  # what yarn sets; it is 1 in the default type
+    rotary.attention_scaling = 1.5  # set by yarn; it is 1 in the default type
     cos, sin = rotary(torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[0, 7]]))
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, 2.25), rtol=0, atol=1e-14)
 
@@ -49,7 +49,7 @@ def test_routers_and_experts_keep_float64_digits(normalised):
     assert mixture(x).dtype == torch.float64
 
 
-def test_rotary_frequencies_of_a_bfloat16_policy_are_those_of_a_checkpoint_loaded_in_bfloat16(tmp_path):
+def test_rotary_frequencies_match_a_checkpoint_loaded_in_bfloat16(tmp_path):
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -71,11 +71,11 @@ class OddRouter(nn.Module):
     pass
 
 
-def test_a_norm_it_does_not_know_is_refused_by_name():
+def test_an_unknown_norm_is_refused_by_name():
     with pytest.raises(SpecError, match="OddNorm at 0"):
         lift_to_float64(nn.Sequential(OddNorm()))
 
 
-def test_a_router_it_does_not_know_is_refused_by_name():
+def test_an_unknown_router_is_refused_by_name():
     with pytest.raises(SpecError, match="OddRouter at 0"):
         lift_to_float64(nn.Sequential(OddRouter()))

@@ -1,4 +1,4 @@
-"""The sampler writes what its decoder means: padding, cached keys and company of others change nothing."""
+"""The sampler follows its decoder: padding, KV cache and batch change nothing."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from workbench.errors import SpecError
-from workbench.policy.model import load_decoder
+from workbench.policy.decoder import load_decoder
 from workbench.policy.precision import lift_to_float64
 from workbench.policy.sampling import Sampler, by_uniforms, generate
 
@@ -30,23 +30,23 @@ def written(found, uniforms_NM, prompts=PROMPTS, *, temperature=0.7, end_ids=(EN
 
 
 @pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
-def test_an_answer_does_not_depend_on_those_it_is_written_with(source):
+def test_a_completion_does_not_depend_on_its_batch(source):
     """Shorter prompts are padded on the left; alone nothing is."""
-    found, uniforms_NM = sampler(source), uniforms(1, len(PROMPTS), 10)
-    together = written(found, uniforms_NM)
+    result, uniforms_NM = sampler(source), uniforms(1, len(PROMPTS), 10)
+    together = written(result, uniforms_NM)
     assert len({tuple(answer.tokens) for answer in together}) == len(PROMPTS)
     for prompt, uniforms_M, answer in zip(PROMPTS, uniforms_NM, together, strict=True):
-        [alone] = written(found, uniforms_M[None], [prompt])
+        [alone] = written(result, uniforms_M[None], [prompt])
         assert answer.tokens == alone.tokens
         assert answer.logprobs == pytest.approx(alone.logprobs, rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.3])
 def test_logprobs_are_those_of_the_whole_document_at_the_temperature(temperature):
-    found = sampler()
+    result = sampler()
     model = lift_to_float64(load_decoder("tiny-qwen3").eval())
     for prompt, answer in zip(
-        PROMPTS, written(found, uniforms(2, len(PROMPTS), 9), temperature=temperature), strict=True
+        PROMPTS, written(result, uniforms(2, len(PROMPTS), 9), temperature=temperature), strict=True
     ):
         with torch.no_grad():
             logits_TV = model(input_ids=torch.tensor([[*prompt, *answer.tokens]]), use_cache=False).logits[0]
@@ -68,7 +68,7 @@ def test_places_are_counted_from_the_first_token_of_the_prompt():
         assert answer.logprobs == pytest.approx(alone.logprobs, rel=0, abs=1e-12)
 
 
-def test_an_answer_ends_with_the_first_of_any_end_symbol_or_at_the_limit():
+def test_a_completion_ends_with_the_first_end_symbol_or_at_the_limit():
     ends = (END, 3, 11)
     answers = written(sampler(), uniforms(3, 40, 6), [PROMPTS[0]] * 40, temperature=1.0, end_ids=ends)
     ended = [answer for answer in answers if set(answer.tokens) & set(ends)]
@@ -80,22 +80,22 @@ def test_an_answer_ends_with_the_first_of_any_end_symbol_or_at_the_limit():
     assert all(len(answer.tokens) == len(answer.logprobs) for answer in answers)
 
 
-def test_nothing_is_computed_after_the_last_answer_has_ended():
-    found, places = sampler(), []
+def test_nothing_is_computed_after_the_last_completion_has_ended():
+    result, places = sampler(), []
 
     def choose(logprobs_NV, place):
         places.append(place)
         return torch.tensor([END if place == 1 else 4, END if place == 2 else 5])
 
-    answers = found.answers(PROMPTS[:2], choose, temperature=1.0, max_new_tokens=9, end_ids=(END,))
+    answers = result.answers(PROMPTS[:2], choose, temperature=1.0, max_new_tokens=9, end_ids=(END,))
     assert [answer.tokens for answer in answers] == [[4, END], [5, 5, END]]
     assert places == [0, 1, 2]
 
 
 def test_half_precision_is_lifted_before_the_softmax():
     answers = written(sampler(precision="bfloat16"), uniforms(4, len(PROMPTS), 4))
-    said = [value for answer in answers for value in answer.logprobs]
-    assert any(float(torch.tensor(value, dtype=torch.bfloat16)) != value for value in said)
+    outputs = [value for answer in answers for value in answer.logprobs]
+    assert any(float(torch.tensor(value, dtype=torch.bfloat16)) != value for value in outputs)
 
 
 def test_arguments_of_the_model_are_handed_on():
@@ -142,7 +142,7 @@ def test_tokens_are_drawn_in_the_order_of_the_vocabulary():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("u", "expected"), [(0.0, 1), (0.4999, 1), (0.5001, 3), (math.nextafter(1.0, 0.0), 3)])
-def test_what_has_no_probability_is_never_drawn(u, expected, dtype):
+def test_impossible_tokens_are_never_drawn(u, expected, dtype):
     logprobs_NV = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]], dtype=dtype).log()
     assert by_uniforms(torch.tensor([[u]], dtype=torch.float64))(logprobs_NV, 0).tolist() == [expected]
 
@@ -158,30 +158,30 @@ def test_sums_that_miss_one_by_rounding_leave_no_gap():
 # ---- weights -----------------------------------------------------------------------------------------------------
 
 
-def test_answers_are_of_the_weights_that_were_taken_last():
-    found, uniforms_NM = sampler(), uniforms(8, len(PROMPTS), 5)
-    before = written(found, uniforms_NM)
+def test_completions_use_the_weights_loaded_last():
+    result, uniforms_NM = sampler(), uniforms(8, len(PROMPTS), 5)
+    before = written(result, uniforms_NM)
     other = lift_to_float64(load_decoder("tiny-qwen3", seed=1))
-    found.load_weights({name: parameter.detach() for name, parameter in other.named_parameters()})
-    after = written(found, uniforms_NM)
+    result.load_weights({name: parameter.detach() for name, parameter in other.named_parameters()})
+    after = written(result, uniforms_NM)
     assert after != before
     expected = Sampler("tiny-qwen3", precision="float64", seed=1)
     assert after == written(expected, uniforms_NM)
 
 
 def test_weights_are_rounded_to_the_samplers_own_precision():
-    found = sampler(precision="bfloat16")
-    weights = {name: torch.rand_like(p, dtype=torch.float32) for name, p in found.model.named_parameters()}
-    found.load_weights(weights)
-    for name, parameter in found.model.named_parameters():
+    result = sampler(precision="bfloat16")
+    weights = {name: torch.rand_like(p, dtype=torch.float32) for name, p in result.model.named_parameters()}
+    result.load_weights(weights)
+    for name, parameter in result.model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, weights[name].bfloat16())
 
 
 @pytest.mark.parametrize("change", [{"model.norm.weight": None}, {"model.norm.bias": torch.zeros(1)}])
 def test_weights_of_another_model_are_refused(change):
-    found = sampler()
-    weights = {name: p.detach() for name, p in found.model.named_parameters()} | change
+    result = sampler()
+    weights = {name: p.detach() for name, p in result.model.named_parameters()} | change
     weights = {name: value for name, value in weights.items() if value is not None}
     with pytest.raises(SpecError, match=f"only one of the two has {next(iter(change))}"):
-        found.load_weights(weights)
+        result.load_weights(weights)

@@ -1,4 +1,4 @@
-"""A decoder that is cut over two ranks has the whole one's log-probabilities and gradients, or is refused in words."""
+"""A decoder sharded over two ranks has the unsharded one's log-probabilities and gradients, or raises an error."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from workbench.errors import SpecError
 from workbench.policy import tensor_plan as plans
+from workbench.policy.decoder import tiny_qwen3, tiny_qwen3_moe
 from workbench.policy.model import load_policy
-from workbench.policy.tiny import tiny_qwen3, tiny_qwen3_moe
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.gradients import full_gradients, sum_gradients
 from workbench.sharding.mesh import make_mesh
@@ -80,26 +80,26 @@ def all_of_them(folder, tp):
 
 def test_a_cut_decoder_is_the_whole_one_or_is_refused(folder, tmp_path):
     whole = all_of_them(folder, 1)
-    for found in run_ranks(all_of_them, 2, tmp_path, folder, 2):
-        assert "tensor parallelism of model type 'bitnet' over tp=2" in found.pop(("BitNet", False))[0]
-        assert "over tp=2 with sequence_parallel" in found.pop(("BitNet", True))[0]
-        assert "do: leave sequence_parallel out" in found.pop(("GPT2", True))[0]  # views by the shape of the row
-        for (kind, sharded), (logprobs, of_kind) in found.items():
+    for result in run_ranks(all_of_them, 2, tmp_path, folder, 2):
+        assert "tensor parallelism of model type 'bitnet' over tp=2" in result.pop(("BitNet", False))[0]
+        assert "over tp=2 with sequence_parallel" in result.pop(("BitNet", True))[0]
+        assert "do: leave sequence_parallel out" in result.pop(("GPT2", True))[0]  # views by the shape of the row
+        for (kind, sharded), (logprobs, of_kind) in result.items():
             expected_logprobs, expected = whole[kind, False]
             torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-12)
             assert_float64_parity(of_kind, expected, context=f"{kind}, tokens {'sharded' if sharded else 'whole'}")
 
 
 def wrongly_planned(folder):
-    """GPT-2 whose three projections are cut as if they were one: shapes fit, numbers do not."""
+    """GPT-2 whose three projections are sharded as if they were one: shapes fit, numbers do not."""
     plans.NAMES["c_attn"] = "colwise"
     return gradients("GPT2", folder, 2, False)[0]
 
 
-def test_a_plan_that_is_not_meant_for_a_model_is_found_by_measuring(folder, tmp_path):
-    for said in run_ranks(wrongly_planned, 2, tmp_path, folder):
-        assert "hidden states off by" in said
-        assert "rule: sharded and unsharded model give the same hidden states" in said
+def test_a_wrong_plan_is_detected_by_measurement(folder, tmp_path):
+    for text in run_ranks(wrongly_planned, 2, tmp_path, folder):
+        assert "hidden states off by" in text
+        assert "rule: sharded and unsharded model give the same hidden states" in text
 
 
 def test_lines_for_layers_that_a_model_lacks_are_left_out():

@@ -3,7 +3,7 @@ import torch
 
 from tests.oracles.step import document_logprobs, exact
 from workbench.losses.corrections import CORRECTION_WEIGHTS
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.decoder import tiny_qwen3
 from workbench.prove.arrangement import one_rank_policy
 from workbench.prove.documents import NEAR, SPREAD, draw_documents, silent_documents, to_batch
 
@@ -30,9 +30,9 @@ def test_they_are_hard_on_a_loss_and_the_same_for_the_same_seed(documents):
 def test_recorded_logprobs_stand_near_the_policys_own(documents):
     told = [{"tokens": list(document.tokens)} for document in documents]
     with torch.no_grad():
-        said = document_logprobs(exact(tiny_qwen3(19)), told)
+        text = document_logprobs(exact(tiny_qwen3(19)), told)
     far = []
-    for document, line in zip(documents, said, strict=True):
+    for document, line in zip(documents, text, strict=True):
         gaps = [old - float(own) for old, own in zip(document.old_logprobs[1:], line[1:], strict=True)]
         far += [(document, max(map(abs, gaps)))] if gaps else []
     assert {gap < 10 * NEAR for _, gap in far} == {True, False}, "some are as good as on-policy, some are not"
@@ -51,7 +51,7 @@ def test_pairs_are_trained_both_or_neither():
         assert one.reward != other.reward
 
 
-def test_a_batch_has_every_field_that_a_loss_may_ask_for(documents):
+def test_a_batch_has_every_field_that_a_loss_may_read(documents):
     batch = to_batch(documents)
     assert batch.num_trained_tokens == sum(document.trained for document in documents)
     assert batch.sampler_logprobs_T.dtype == batch.old_logprobs_T.dtype == torch.float64

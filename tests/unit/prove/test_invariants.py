@@ -1,10 +1,10 @@
-"""What each invariant changes, and what it leaves alone."""
+"""The change of each invariant, and everything that it leaves alone."""
 
 import pytest
 
 from workbench.prove.arrangement import one_rank_policy, one_row
-from workbench.prove.documents import draw_documents
-from workbench.prove.invariants import DECLARED, INVARIANTS, dealt, straddled
+from workbench.prove.documents import Document, draw_documents
+from workbench.prove.invariants import DECLARED, INVARIANTS, Case, Invariant, dealt, shrink, smaller_cases, straddled
 from workbench.sharding.orders import ORDERS
 from workbench.specs.losses import LossSpec
 
@@ -36,7 +36,7 @@ def pairs(invariant, documents, **settings):
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS.values(), ids=INVARIANTS)
-def test_a_law_changes_what_it_is_about_and_nothing_else(invariant, documents):
+def test_an_invariant_changes_its_subject_and_nothing_else(invariant, documents):
     changes = set()
     for plain, changed in pairs(invariant, documents):
         differ = {name for name, value in vars(plain).items() if value != getattr(changed, name)}
@@ -55,7 +55,7 @@ def test_a_law_changes_what_it_is_about_and_nothing_else(invariant, documents):
     [invariant for invariant in INVARIANTS.values() if not invariant.idle],
     ids=lambda invariant: invariant.name,
 )
-def test_only_the_law_about_idle_ranks_makes_rows_without_work(invariant, documents):
+def test_only_the_idle_rank_invariant_makes_rows_without_work(invariant, documents):
     trained = [document for document in documents if document.trained]
     for pair in pairs(invariant, (*trained[:4], *(document.silent() for document in documents))):
         for arrangement in pair:
@@ -89,7 +89,7 @@ def test_orders_of_micro_batches_and_rows_differ_in_order_only(documents):
     assert sizes == {1, 2}
 
 
-def test_what_is_added_trains_nothing_and_lies_anywhere(documents):
+def test_added_documents_train_nothing_and_may_lie_anywhere(documents):
     places = set()
     for plain, changed in pairs(INVARIANTS["masked_rows"], documents):
         count = len(plain.documents)
@@ -101,7 +101,7 @@ def test_what_is_added_trains_nothing_and_lies_anywhere(documents):
     assert len(places) > 4
 
 
-def test_an_idle_rank_holds_padding_or_what_is_of_no_use(documents):
+def test_an_idle_rank_has_padding_or_masked_documents(documents):
     kinds = set()
     for plain, changed in pairs(INVARIANTS["empty_ranks"], documents):
         assert plain.documents == changed.documents
@@ -141,8 +141,66 @@ def test_a_case_is_the_same_for_the_same_number(documents):
     assert case["micro_batches"] == 1
 
 
-def test_every_word_that_a_spec_declares_is_known():
+def test_every_declarable_name_is_known():
     declared = {word for name in ("bnpo", "clip_cov") for word in LossSpec(name=name).breaks}
-    declared |= set(LossSpec(documents_counted="all", denominator="document").breaks)
+    declared |= set(LossSpec(compat={"documents_counted": "all"}, denominator="document").breaks)
     assert declared == set(DECLARED)
     assert {invariant for invariants in DECLARED.values() for invariant in invariants} <= set(INVARIANTS)
+
+
+LAW = Invariant("made up", "nothing", {"ranks": (2, 3, 4), "kind": (0, 1)}, lambda case: None)
+
+
+def document(length, group=0):
+    zeros = (0.0,) * length
+    return Document((1,) * length, (True,) * length, zeros, zeros, zeros, zeros, zeros, 0.0, group, 0)
+
+
+def case(*lengths, **numbers):
+    return Case(tuple(document(length, at) for at, length in enumerate(lengths)), tuple(numbers.items()))
+
+
+def shape(found):
+    return [len(each.tokens) for each in found.documents], dict(found.numbers)
+
+
+def test_the_smallest_failing_case_is_returned():
+    def fails(smaller):
+        lengths = [len(each.tokens) for each in smaller.documents]
+        return max(lengths) >= 5 and len(lengths) >= 2 and smaller["ranks"] >= 3
+
+    shrunk = shrink(case(9, 4, 12, 3, 7, ranks=4, kind=1), LAW, fails, lambda: True)
+    assert sorted(shape(shrunk)[0]) == [1, 5]
+    assert shape(shrunk)[1] == {"ranks": 3, "kind": 0}
+
+
+def test_an_unconditional_failure_shrinks_to_one_token():
+    assert shape(shrink(case(9, 4, 3, ranks=2, kind=1), LAW, lambda _: True, lambda: True)) == (
+        [1],
+        {"ranks": 2, "kind": 0},
+    )
+
+
+def test_a_case_that_cannot_be_smaller_stays():
+    start = case(9, 4, ranks=4, kind=1)
+    assert shrink(start, LAW, lambda _: False, lambda: True) == start
+
+
+def test_when_time_is_over_the_best_so_far_is_given_back():
+    tries = iter([True, True, False])
+    shrunk = shrink(case(8, 8, 8, 8, ranks=2, kind=0), LAW, lambda _: True, lambda: next(tries))
+    assert shape(shrunk)[0] == [8], "half of them gone, and half again"
+
+
+def test_greatest_steps_come_first():
+    steps = [shape(smaller) for smaller in smaller_cases(case(4, 4, 6, 1, ranks=3, kind=0), LAW)]
+    assert steps[0] == ([4, 4, 6, 1], {"ranks": 2, "kind": 0}), "fewer ranks make all that follows cheaper"
+    assert [len(lengths) for lengths, _ in steps[1:7]] == [2, 2, 3, 3, 3, 3]
+    assert [lengths for lengths, _ in steps[7:]] == [
+        [2, 4, 6, 1],
+        [3, 4, 6, 1],
+        [4, 2, 6, 1],
+        [4, 3, 6, 1],
+        [4, 4, 3, 1],
+        [4, 4, 5, 1],
+    ]

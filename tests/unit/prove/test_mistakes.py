@@ -36,7 +36,7 @@ def test_a_mistake_is_refuted_with_its_factor(name):
     assert example.plain != example.changed
 
 
-def test_a_factor_has_the_size_that_its_name_says():
+def test_a_factor_matches_its_name():
     half = refuted("cp left out", ["cp_degree"], rounds=1, budget_s=60)["cp_degree"]
     assert half.factor == pytest.approx(0.5, rel=1e-9)
     assert half.counterexample.changed.startswith("cp=2")
@@ -56,7 +56,7 @@ def dp_plus_cp(batch, outputs, totals):
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_what_is_wrong_only_with_two_axes_at_once_is_refuted_in_any_number_of_rounds(rounds):
+def test_a_bug_of_two_axes_is_refuted_in_any_number_of_rounds(rounds):
     proof = prove(dp_plus_cp, engine="mean", invariants=["dp_split", "together"], rounds=rounds, budget_s=60)
     assert proof.broken == ("together",), proof
     assert proof["together"].factor == pytest.approx(3 / 4, rel=1e-9)
@@ -65,7 +65,7 @@ def test_what_is_wrong_only_with_two_axes_at_once_is_refuted_in_any_number_of_ro
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_breaks_just_the_laws_that_it_is_known_to_break(name):
+def test_a_bug_breaks_exactly_its_known_invariants(name):
     proof = refuted(name, PLAIN_LAWS, rounds=3, budget_s=600)
     assert set(proof.broken) == MISTAKES[name].breaks, proof
     assert not proof.untried

@@ -11,7 +11,7 @@ def proof(*verdicts):
     return Proof("mine", tuple(InvariantResult(f"invariant{at}", "", verdict) for at, verdict in enumerate(verdicts)))
 
 
-def test_it_is_ok_if_every_law_was_tried_and_no_undeclared_one_is_broken():
+def test_ok_needs_every_invariant_tested_and_no_undeclared_break():
     assert proof("holds", "declared", "skipped", "declared, but holds").ok
     assert not proof("holds", "broken").ok
     assert not proof("holds", "not tried").ok, "what was not tried is not kept"
@@ -21,11 +21,12 @@ def test_the_verdict_is_a_clause():
     assert proof("holds", "holds").verdict == "keeps all 2 invariants"
     assert proof("holds", "skipped").verdict == "keeps all 1 invariant"
     assert proof("holds", "not tried").verdict == "keeps 1 invariant; 1 not tried"
-    assert proof("holds", "broken", "declared").verdict == "breaks law1; breaks law2, as declared; keeps 1 invariant"
-    assert proof("declared, but holds").kept == ("law0",)
+    mixed = proof("holds", "broken", "declared").verdict
+    assert mixed == "breaks invariant1; breaks invariant2, as declared; keeps 1 invariant"
+    assert proof("declared, but holds").kept == ("invariant0",)
 
 
-def test_laws_are_found_by_name():
+def test_invariants_are_found_by_name():
     whole = make_proof()
     assert (whole.broken, whole.declared, whole.untried, whole.kept) == (
         ("cp_degree",),
@@ -38,7 +39,7 @@ def test_laws_are_found_by_name():
         whole["pp"]
 
 
-def test_its_text_is_a_table_and_the_counterexamples_that_nobody_declared():
+def test_the_text_has_a_table_and_the_undeclared_counterexamples():
     lines = str(make_proof()).splitlines()
     assert lines[0] == (
         "cp_left_out (engine mean): breaks cp_degree; breaks packing_order, as declared; keeps 1 invariant; "

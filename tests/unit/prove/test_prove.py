@@ -1,15 +1,15 @@
-"""`prove`: what it takes, and losses that a user just wrote."""
+"""`prove`: its inputs, and user losses."""
 
 import pytest
 import torch
 
 import workbench as wb
-from tests.helpers.trainer_losses import RIGHT
-from workbench.errors import SpecError
+from tests.helpers.trainer_losses import RIGHT, cp_left_out, token_mean_undoing_the_average
+from workbench.errors import SpecError, VerdictError
 from workbench.losses.terms import Term
-from workbench.prove import CONSTANT, as_subject, prove
-from workbench.specs.losses import PRESETS
-from workbench.specs.run import LossSpec, RunSpec
+from workbench.prove import CONSTANT, as_subject, assert_proved, prove
+from workbench.specs.losses import PRESETS, LossSpec
+from workbench.specs.run import RunSpec
 
 SAMPLE = ("gspo", "dpo")
 
@@ -24,7 +24,7 @@ def sapo_by_hand(inputs):
 
 
 def centred_here(inputs):
-    """Wrong: the mean advantage of whatever tokens this rank happens to hold."""
+    """Wrong: the mean advantage of this rank's own tokens."""
     advantages_T = inputs.counted_advantages_T
     centred_T = advantages_T - advantages_T.sum() / inputs.counts_T.sum().clamp_min(1)
     return {"policy": Term(-inputs.log_ratio().exp() * centred_T)}
@@ -35,7 +35,7 @@ def test_it_is_public():
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_preset_keeps_every_law(name):
+def test_a_preset_keeps_every_invariant(name):
     proof = prove(name, rounds=1, budget_s=120)
     assert proof.ok, proof
     assert not proof.declared
@@ -46,7 +46,7 @@ def test_a_preset_keeps_every_law(name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_keeps_every_law_or_breaks_what_it_declares(name, seed):
+def test_every_preset_keeps_every_invariant_or_breaks_declared_ones(name, seed):
     proof = prove(name, seed=seed, rounds=6, budget_s=600)
     assert proof.ok, proof
     assert "declared, but holds" not in {invariant.verdict for invariant in proof.invariants}, proof
@@ -96,12 +96,12 @@ def test_a_loss_that_divides_by_a_constant_gets_one():
         (({"surogate": {}},), "did you mean 'surrogate'"),
     ],
 )
-def test_what_is_no_loss_is_refused(arguments, words):
+def test_an_invalid_loss_is_refused(arguments, words):
     with pytest.raises(SpecError, match=words):
         prove(*arguments)
 
 
-def test_arguments_that_do_not_go_together_are_refused():
+def test_conflicting_arguments_are_refused():
     with pytest.raises(SpecError, match="an engine is about a trainer's function"):
         prove("grpo", engine="sum")
     with pytest.raises(SpecError, match="a spec goes with a function"):
@@ -118,7 +118,7 @@ def test_a_function_of_other_arguments_is_refused_with_the_form_that_it_has():
         prove(sapo_by_hand, engine="sum")
 
 
-def test_no_laws_are_no_proof():
+def test_no_invariants_are_no_proof():
     with pytest.raises(SpecError, match="at least one invariant"):
         prove("grpo", invariants=[])
 
@@ -129,3 +129,27 @@ def test_a_function_that_gives_no_terms_is_refused():
 
     with pytest.raises(SpecError, match=r"one_number\(inputs\)\n  found: a Tensor"):
         prove(one_number, invariants=["padding"], rounds=1)
+
+
+CHEAP = {"engine": "mean", "rounds": 1, "budget_s": 60}
+
+
+def test_a_loss_that_keeps_its_invariants_passes_with_its_proof():
+    proof = assert_proved(token_mean_undoing_the_average, invariants=["cp_degree", "tp"], **CHEAP)
+    assert proof.kept == ("cp_degree", "tp")
+
+
+def test_one_that_does_not_fails_with_the_table_and_the_counterexample():
+    with pytest.raises(AssertionError) as failure:
+        assert_proved(cp_left_out, invariants=["cp_degree"], **CHEAP)
+    words = str(failure.value)
+    assert isinstance(failure.value, VerdictError)
+    assert words.startswith("prove cp_left_out (engine mean)\n  found: cp_left_out (engine mean): breaks cp_degree")
+    assert "cp_degree  broken" in words
+    assert "(1 / cp)" in words
+    assert "document 0: " in words
+
+
+def test_an_untested_invariant_is_no_pass():
+    with pytest.raises(VerdictError, match="1 not tried"):
+        assert_proved(token_mean_undoing_the_average, invariants=["cp_degree"], engine="mean", budget_s=0)

@@ -1,4 +1,4 @@
-"""The search itself: what it counts, what it calls broken, and what it does when time is short."""
+"""The search itself: its counts, its verdicts, and its behaviour when time is short."""
 
 import math
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from workbench.errors import SpecError
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.losses.terms import Term
 from workbench.prove.invariants import INVARIANTS
 from workbench.prove.searching import search
@@ -16,14 +16,14 @@ from workbench.specs.run import RunSpec
 
 def subject(name, **settings):
     spec = RunSpec(loss={"name": name}, **settings)
-    return WorkbenchSubject(name, spec, make_loss(spec.loss))
+    return WorkbenchSubject(name, spec, build_loss(spec.loss))
 
 
 def run(who, *invariants, rounds=1, budget_s=60.0, seed=0):
     return search(who, [INVARIANTS[name] for name in invariants], seed=seed, rounds=rounds, budget_s=budget_s)
 
 
-def test_a_law_that_is_declared_and_broken_is_no_failure():
+def test_a_declared_break_is_no_failure():
     proof = run(subject("bnpo"), "micro_batch_split", "micro_batch_order", "cp_degree")
     assert [invariant.verdict for invariant in proof.invariants] == ["declared", "holds", "holds"]
     assert proof.ok
@@ -31,15 +31,17 @@ def test_a_law_that_is_declared_and_broken_is_no_failure():
     assert 0 < proof["cp_degree"].worst < 1e-12
 
 
-def test_a_law_that_is_declared_and_holds_is_said_so():
-    spec = RunSpec(loss={"name": "grpo", "scaling": {"counts": "pass"}})  # each pass of all dp ranks has its count
-    proof = run(WorkbenchSubject("grpo", spec, make_loss(spec.loss)), "dp_split", "packing_order")
+def test_a_declared_invariant_that_holds_is_reported():
+    spec = RunSpec(
+        loss={"name": "grpo", "compat": {"scaling": {"counts": "pass"}}}
+    )  # each pass of all dp ranks has its count
+    proof = run(WorkbenchSubject("grpo", spec, build_loss(spec.loss)), "dp_split", "packing_order")
     assert [invariant.verdict for invariant in proof.invariants] == ["declared, but holds", "declared"]
     assert proof["dp_split"].why == "the spec declares 'dp'"
     assert proof.kept == ("dp_split",)
 
 
-def test_a_known_bug_is_found_and_cut_down_with_its_factor():
+def test_a_known_bug_is_detected_and_shrunk_with_its_factor():
     proof = run(subject("grpo", faults=["missing_cp_factor"]), "cp_degree", "cp_order", "together", rounds=2)
     assert proof.broken == ("cp_degree",)
     invariant = proof["cp_degree"]
@@ -59,7 +61,7 @@ def test_a_bug_that_turns_the_gradient_has_no_factor():
     assert "loss" not in proof["cp_degree"].differing, "the value is right, only its gradient is not"
 
 
-def test_without_time_nothing_is_kept():
+def test_without_time_nothing_is_cached():
     proof = run(subject("grpo"), "dp_split", "tp", budget_s=0.0)
     assert proof.untried == ("dp_split", "tp")
     assert not proof.ok
@@ -74,7 +76,7 @@ def test_the_same_seed_tries_the_same_cases():
 
 @dataclass(frozen=True)
 class Spoiled:
-    """A step whose loss is no number anywhere, or whose ranks of a invariant raise."""
+    """A step whose loss is NaN on every rank, or whose ranks raise under an invariant."""
 
     run_spec: RunSpec
     right: WorkbenchSubject
@@ -85,11 +87,11 @@ class Spoiled:
     def step(self, policy, rows, totals):
         if policy.mesh["dp"].size > 1:
             raise KeyError("rank")
-        found = self.right.step(policy, rows, totals)
+        result = self.right.step(policy, rows, totals)
         return (
-            replace(found, gradients={name: g * math.nan for name, g in found.gradients.items()})
+            replace(result, gradients={name: g * math.nan for name, g in result.gradients.items()})
             if self.everywhere
-            else found
+            else result
         )
 
 
@@ -130,7 +132,7 @@ def padding_of_the_shard(inputs):
     return {"policy": Term(-inputs.log_ratio().exp() * inputs.counted_advantages_T * share)}
 
 
-def test_what_is_declared_of_micro_batches_excuses_no_empty_rank():
+def test_a_micro_batch_declaration_excuses_no_empty_rank():
     spec = RunSpec(loss={"name": "bnpo"})
     assert "cp" not in spec.loss.breaks
     who = WorkbenchSubject("shard", spec, padding_of_the_shard, from_spec=False)
@@ -141,7 +143,7 @@ def test_what_is_declared_of_micro_batches_excuses_no_empty_rank():
     assert declared["empty_ranks"].verdict == "declared"
 
 
-def test_a_rank_that_has_nothing_to_train_is_the_business_of_one_law():
+def test_an_idle_rank_is_covered_by_one_invariant_only():
     proof = run(
         NeedsWork(RunSpec(), subject("grpo")),
         "dp_split",
@@ -159,7 +161,7 @@ def test_a_rank_that_has_nothing_to_train_is_the_business_of_one_law():
     assert (cut_idle.broken, cut_idle["cp_degree"].cases) == ((), 1), "and others were drawn instead"
 
 
-def test_what_has_no_numbers_on_one_rank_is_refused():
+def test_a_loss_without_finite_numbers_on_one_rank_is_refused():
     with pytest.raises(SpecError, match="one rank has finite numbers"):
         run(Spoiled(RunSpec(), subject("grpo"), everywhere=True), "padding")
 
@@ -175,7 +177,7 @@ def test_a_loss_that_remembers_is_refused():
         run(WorkbenchSubject("remembers", RunSpec(), remembers, from_spec=False), "padding")
 
 
-def test_an_error_that_one_rank_does_not_have_breaks_a_law():
+def test_an_error_absent_on_one_rank_breaks_an_invariant():
     proof = run(Spoiled(RunSpec(), subject("grpo"), everywhere=False), "dp_split", "padding")
     assert proof.broken == ("dp_split",)
     assert (proof["dp_split"].differing, proof["dp_split"].counterexample.description) == (
@@ -184,7 +186,7 @@ def test_an_error_that_one_rank_does_not_have_breaks_a_law():
     )
 
 
-def test_what_never_has_a_gradient_is_not_proved():
+def test_a_loss_without_any_gradient_is_not_proved():
     def silent(inputs):
         return {"policy": Term(0.0 * inputs.counted_logprobs_T)}
 

@@ -8,8 +8,15 @@ import torch
 
 from tests.helpers.planted_ulp import plant
 from workbench.errors import RecordError
-from workbench.records.certificate import Certificate, compared_bitwise, read_certificate
+from workbench.records.certificate import (
+    Certificate,
+    check_certificate,
+    compared_bitwise,
+    fingerprint_label,
+    read_certificate,
+)
 from workbench.records.directory import RunDirectory
+from workbench.records.integrity import check_gradients
 from workbench.reproducible.fingerprints import fingerprint
 from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
@@ -41,17 +48,17 @@ def hashes(run):
 
 
 class TestOfARun:
-    def test_is_made_of_the_tensors_that_the_run_kept(self, ran):
+    def test_is_made_of_the_recorded_tensors(self, ran):
         run = ran()
-        found = read_certificate(run, 0)
+        result = read_certificate(run, 0)
         gradients, tokens = run.read_tensors("step0000.gradients"), run.read_tensors("step0000.tokens")
-        assert found.fingerprints["logprobs"] == f"float32 {fingerprint(tokens['policy_logprobs']):016x}"
+        assert result.fingerprints["logprobs"] == f"float32 {fingerprint(tokens['policy_logprobs']):016x}"
         for name, gradient in gradients.items():
-            assert found.fingerprints[f"gradient/{name}"] == f"float32 {fingerprint(gradient):016x}", name
+            assert result.fingerprints[f"gradient/{name}"] == f"float32 {fingerprint(gradient):016x}", name
         total = torch.tensor(run.steps()[0]["loss/total/sum"], dtype=torch.float64)
-        assert found.fingerprints["loss/total/sum"] == f"float64 {fingerprint(total):016x}"
+        assert result.fingerprints["loss/total/sum"] == f"float64 {fingerprint(total):016x}"
         assert run.steps()[0]["gradient/clip/coefficient"] < 1, "gradients are kept as they were before clipping"
-        assert found.hash == run.steps()[0]["certificate"]
+        assert result.hash == run.steps()[0]["certificate"]
 
     def test_stands_in_the_order_of_computation(self, ran):
         names = list(read_certificate(ran(steps=1), 0).fingerprints)
@@ -69,7 +76,7 @@ class TestOfARun:
         assert {name.partition("/")[0] for name in differing} == {"weight"}
         assert len(differing) == 36, "every parameter moved by another length"
 
-    def test_a_repeated_run_has_the_same_and_is_off_unless_asked_for(self, ran):
+    def test_a_repeated_run_has_the_same_and_is_off_by_default(self, ran):
         assert hashes(ran()) == hashes(ran())
         assert hashes(ran(record={"certificate": None}, steps=1)) == [None]
         assert not list(ran(record={"certificate": None}, steps=1).path.glob("certificates/*"))
@@ -96,7 +103,7 @@ class TestInTheReproducibleMode:
         assert hashes(ran(**EXACT, steps=1)) != expected
         assert hashes(ran(**EXACT, steps=1)) == expected, "and only there"
 
-    def test_both_must_be_in_it_to_be_held_by_bits(self):
+    def test_both_must_have_one_to_be_compared_bitwise(self):
         exact, fast = RunSpec.model_validate(BASE).merged(EXACT), RunSpec.model_validate(BASE)
         assert compared_bitwise(exact, exact)
         assert not compared_bitwise(exact, fast)
@@ -127,12 +134,68 @@ class TestOnDisk:
             lambda content: content.replace("float32 ", "float64 ", 1),
         ],
     )
-    def test_what_was_changed_is_refused(self, ran, change):
+    def test_a_modified_file_is_refused(self, ran, change):
         run = ran(steps=1)
         file = run.path / "certificates" / "step0000.json"
         file.write_text(change(file.read_text()))
         with pytest.raises(RecordError, match="certificates/step0000"):
             read_certificate(run, 0)
 
-    def test_none_was_asked_for(self, ran):
+    def test_none_without_a_request(self, ran):
         assert read_certificate(ran(steps=1), 7) is None
+
+
+WHERE = "record mine: tensors/step0000.gradients"
+
+
+@pytest.fixture
+def gradients():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(6, 8, generator=generator) for name in ("a.weight", "b.weight", "c.weight")}
+
+
+def norms_of(gradients):
+    return {name: float(values.double().norm()) for name, values in gradients.items()}
+
+
+def problem(check, *arguments):
+    """The damage that a check reports, "" if none."""
+    try:
+        check(*arguments, where=WHERE)
+    except RecordError as error:
+        return error.parts["found"]
+    return ""
+
+
+def flip(values, at, bit):
+    """Another tensor with one bit of one element flipped."""
+    bits = values.clone().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    bits.view(-1)[at] ^= 1 << bit
+    return bits.view(values.dtype)
+
+
+class TestCertificate:
+    @pytest.fixture
+    def certificate(self, gradients):
+        return Certificate({f"gradient/{name}": fingerprint_label(values) for name, values in gradients.items()})
+
+    def test_of_the_stored_bits_passes(self, gradients, certificate):
+        assert problem(check_certificate, gradients, certificate) == ""
+
+    def test_sees_the_last_bit_of_an_element_that_no_norm_shows(self, gradients, certificate):
+        least = int(gradients["c.weight"].abs().argmin())
+        damaged = gradients | {"c.weight": flip(gradients["c.weight"], least, 0)}
+        assert problem(check_gradients, damaged, norms_of(gradients)) == ""
+        result = problem(check_certificate, damaged, certificate)
+        assert result.startswith("parameter c.weight has fingerprint float32 ")
+        assert ", certified float32 " in result
+
+    def test_sees_another_dtype(self, gradients, certificate):
+        stored = {name: values.double() for name, values in gradients.items()}
+        assert "a.weight has fingerprint float64" in problem(check_certificate, stored, certificate)
+
+    def test_ignores_differing_replicas(self, gradients, certificate):
+        stored = gradients | {"a.weight": gradients["a.weight"] + 1}
+        assert "a.weight" in problem(check_certificate, stored, certificate)
+        unlike = Certificate(certificate.fingerprints, ("gradient/a.weight",))
+        assert problem(check_certificate, stored, unlike) == ""

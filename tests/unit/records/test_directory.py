@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +15,12 @@ import torch
 
 from tests.helpers.stand_in import stand_in
 from workbench import atomic as whole_files
-from workbench.errors import RecordError, ShapeError, SpecError
-from workbench.records import directory as store
-from workbench.records.directory import RunDirectory, StepTail, this_process
+from workbench.errors import RecordError, SpecError
+from workbench.records import provenance
+from workbench.records.directory import RunDirectory
+from workbench.records.integrity import check_whole
+from workbench.records.progress import StepTail
+from workbench.records.provenance import this_process
 from workbench.specs.run import RunSpec
 
 
@@ -33,7 +35,7 @@ class TestMaking:
         assert run.status == "pending"
         assert run.name == "cp2"
 
-    def test_what_is_there_is_never_touched(self, run):
+    def test_an_existing_directory_is_never_modified(self, run):
         run.append_step({"step": 0})
         again = RunDirectory.create(run.path.parent, "cp2", run.spec)
         third = RunDirectory.create(run.path.parent, "cp2", run.spec)
@@ -66,7 +68,7 @@ class TestMaking:
         newer = RunDirectory.create(root, "cp2", run.spec)
         (root / "cp2-broken").mkdir()
         (root / "cp2-broken" / "config.json").write_text("{")
-        assert [found.path for found in RunDirectory.find(root, "cp2")] == [run.path, newer.path]
+        assert [result.path for result in RunDirectory.find(root, "cp2")] == [run.path, newer.path]
 
 
 class TestState:
@@ -84,17 +86,17 @@ class TestState:
         with pytest.raises(RecordError, match="one of pending, running"):
             run.set_state("finished")
 
-    def test_a_run_is_lost_when_nobody_is_left_who_could_end_it(self, run):
+    def test_a_run_is_lost_if_no_process_is_left_to_end_it(self, run):
         process = subprocess.Popen([sys.executable, "-c", ""])
         gone = this_process() | {"pid": process.pid}
         process.wait()
         run.note(launcher=gone)
-        assert run.status == "lost"  # it waits for nobody
+        assert run.status == "lost"  # it waits for no rank
         run.note(launcher=this_process())
         assert run.status == "pending"
         run.set_state("running")
         run.note(rank0=gone)
-        assert run.status == "running"  # whoever launched it will say how it ended
+        assert run.status == "running"  # its launcher will record the end
         run.note(launcher=gone, agent=gone)
         assert run.status == "lost"
 
@@ -103,7 +105,7 @@ class TestState:
         run.note(rank0=this_process() | {"create_time": psutil.Process().create_time() - 100})
         assert run.status == "lost"
 
-    def test_a_process_of_before_the_reboot_is_gone_and_one_of_another_machine_cannot_be_judged(self, run):
+    def test_a_process_before_a_reboot_is_gone_and_a_remote_one_is_unknown(self, run):
         run.set_state("running")
         run.note(rank0=this_process() | {"boot": "before"})
         assert run.status == "lost"
@@ -115,7 +117,7 @@ class TestState:
         created = psutil.Process(process.pid).create_time()
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
-        assert not store.process_alive(process.pid, created)
+        assert not provenance.process_alive(process.pid, created)
         process.wait()
 
     @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ class TestState:
             ("succeeded", "running", "succeeded"),
         ],
     )
-    def test_an_end_is_final_but_for_what_the_first_rank_cannot_know(self, run, first, second, stands):
+    def test_an_end_is_final_except_for_causes_unknown_to_the_first_rank(self, run, first, second, stands):
         run.set_state(first, why="first")
         assert run.set_state(second) == stands
         assert run.state["state"] == stands
@@ -151,7 +153,7 @@ class TestState:
             thread.join()
         assert sum(key.startswith("field") for key in run.state) == 80
 
-    def test_somebody_may_ask_for_the_end(self, run):
+    def test_a_cancel_can_be_requested(self, run):
         assert not run.cancel_requested
         run.request_cancel("a test")
         assert RunDirectory.open(run.path).cancel_requested
@@ -175,7 +177,7 @@ class TestSteps:
         assert run.steps() == [record]
 
     @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-    def test_numbers_that_json_has_no_word_for_come_back_too(self, run, value):
+    def test_numbers_outside_of_json_round_trip(self, run, value):
         run.append_step({"step": 0, "value": float(value), "text": value, "nested": [{"deep": float(value)}]})
         line = (run.path / "metrics.jsonl").read_text()
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not standard JSON"))
@@ -197,7 +199,7 @@ class TestSteps:
         run.append_step({"step": 2})
         assert [record["step"] for record in run.steps()] == [0, 2]
 
-    def test_a_tail_gives_each_record_once_and_a_torn_one_when_it_is_whole(self, run):
+    def test_a_tail_returns_each_record_once_and_a_torn_one_when_complete(self, run):
         tail = StepTail(run)
         assert tail.new() == []
         _write_steps(run, 2)
@@ -256,9 +258,9 @@ class TestSteps:
         path.write_bytes(content[: max(0, len(content) - cut)])
         if not found:
             assert [record["step"] for record in run.steps()] == [0, 1, 2]
-            run.check_whole()
+            check_whole(run)
             return
-        for read in (run.steps, run.check_whole, lambda: run.read_gradients(0)):
+        for read in (run.steps, lambda: check_whole(run)):
             with pytest.raises(RecordError) as caught:
                 read()
             assert caught.value.parts["requested"] == f"read {run.path.name}/metrics.jsonl"
@@ -301,19 +303,13 @@ class TestSteps:
         with pytest.raises(RecordError, match="2 whole records"):
             run.steps()
 
-    def test_gradients_come_in_the_order_of_the_model(self, run):
-        assert list(self.whole(run).read_gradients(1)) == ["b", "a"]
-
     def test_a_file_without_a_parameter_is_damaged(self, run):
         run = self.whole(run)
         run.write_tensors("step0001.gradients", {"a": torch.ones(2)})
-        for read in (run.check_whole, lambda: run.read_gradients(1)):
-            with pytest.raises(RecordError) as caught:
-                read()
-            assert caught.value.parts["requested"] == f"read {run.path.name}/tensors/step0001.gradients.safetensors"
-            assert caught.value.parts["found"] == "no b"
-        with pytest.raises(RecordError, match="step 3"):
-            run.read_gradients(3)
+        with pytest.raises(RecordError) as caught:
+            check_whole(run)
+        assert caught.value.parts["requested"] == f"read {run.path.name}/tensors/step0001.gradients.safetensors"
+        assert caught.value.parts["found"] == "no b"
 
     @pytest.mark.parametrize("left", [0, 20, -1, None])
     def test_a_file_of_tensors_that_is_cut_or_gone_is_damaged(self, run, left):
@@ -322,7 +318,7 @@ class TestSteps:
         content = path.read_bytes()
         path.unlink() if left is None else path.write_bytes(content[:left])
         with pytest.raises(RecordError, match=r"read .*tensors/step0002\.gradients\.safetensors"):
-            run.check_whole()
+            check_whole(run)
 
     def test_no_file_is_no_steps(self, run):
         assert run.steps() == []
@@ -361,7 +357,7 @@ class TestSteps:
         assert run.steps() == [{"step": 0, "value": 0.0}, {"step": 1, "again": True}]
 
     @pytest.mark.parametrize("record", [{}, {"crc32": 1}, {"step": 0, "tensor": torch.zeros(2)}])
-    def test_what_cannot_be_a_record_is_refused(self, run, record):
+    def test_an_invalid_record_is_refused(self, run, record):
         with pytest.raises(RecordError):
             run.append_step(record)
         assert run.steps() == []
@@ -377,7 +373,7 @@ class TestTensors:
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
-    def test_tied_and_transposed_ones_are_kept_too(self, run):
+    def test_tied_and_transposed_tensors_are_saved_too(self, run):
         weight = torch.randn(4, 6, requires_grad=True)
         run.write_tensors("step0000.gradients", {"head": weight, "embedding": weight, "turned": weight.T})
         actual = run.read_tensors("step0000.gradients")
@@ -391,7 +387,7 @@ class TestTensors:
         with pytest.raises(RecordError, match=r"step0001\.tokens\.safetensors"):
             run.read_tensors("step0001.tokens")
 
-    def test_missing_ones_are_refused_in_words(self, run):
+    def test_missing_tensors_are_refused(self, run):
         with pytest.raises(RecordError, match="run again, with record settings that keep these tensors"):
             run.read_tensors("step0000.tokens")
 
@@ -400,137 +396,6 @@ class TestTensors:
         run.write_json("provenance.json", {"x": 1})
         assert json.loads((run.path / "provenance.json").read_text()) == {"x": 1}
         assert [path for path in run.path.rglob("*") if ".tmp" in path.name] == []
-
-
-class TestFailure:
-    def test_a_run_without_failures_has_none(self, run):
-        run.write_exit(0, {"cp": 0}, None)
-        assert run.failure() is None
-
-    def test_the_first_real_failure_wins_over_an_earlier_lost_connection(self, run):
-        run.write_exit(0, {"cp": 0}, RuntimeError("[gloo/pair.cc:534] Connection closed by peer [::1]:23"))
-        time.sleep(0.001)
-        run.write_exit(1, {"cp": 1}, ShapeError("split 7 tokens", found="7", rule="even", fix="pad"))
-        run.write_exit(2, {"cp": 2}, ValueError("later"))
-        failure = run.failure()
-        assert (failure["rank"], failure["coordinates"], failure["exception"]) == (1, {"cp": 1}, "ShapeError")
-        assert failure["also_failed"] == [0, 2]
-        assert failure["message"].startswith("split 7 tokens")
-
-    def test_lost_connections_alone_give_the_earliest(self, run):
-        run.write_exit(1, {}, ConnectionResetError("reset"))
-        time.sleep(0.001)
-        run.write_exit(0, {}, ConnectionResetError("reset"))
-        assert run.failure()["rank"] == 1
-
-    def test_the_traceback_is_kept_without_machine_paths(self, run, tmp_path):
-        try:
-            raise ValueError(f"cannot read {tmp_path}/secret/data.json")
-        except ValueError as error:
-            run.write_exit(3, {}, error)
-        failure = run.failure()
-        assert 'raise ValueError(f"cannot read' in failure["traceback"]
-        assert 'File "tests/unit/records/test_directory.py"' in failure["traceback"]
-        assert str(tmp_path) not in json.dumps(failure)
-        assert "data.json" in failure["message"]
-
-    def test_the_agent_may_fail_before_any_rank(self, run):
-        run.write_exit(None, {}, RuntimeError("no port"))
-        assert run.failure()["rank"] is None
-
-    @pytest.mark.parametrize(
-        ("error", "cause"),
-        [
-            (MemoryError(), "out of memory"),
-            (RuntimeError("CUDA out of memory. Tried to allocate"), "out of memory"),
-            (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
-            (torch.OutOfMemoryError("x"), "out of memory"),
-            (ConnectionResetError("reset"), "peer"),
-            (ValueError("7"), "exception"),
-        ],
-    )
-    def test_the_cause_is_read_from_the_error_unless_it_is_said(self, run, error, cause):
-        run.write_exit(0, {}, error)
-        assert run.failure()["cause"] == cause
-        run.write_exit(0, {}, error, cause="hang", waited_in="all_sum", stack="File here")
-        failure = run.failure()
-        assert (failure["cause"], failure["waited_in"], failure["stack"]) == ("hang", "all_sum", "File here")
-
-
-class TestFailureInShort:
-    def test_says_why_where_the_exception_does_not(self, run):
-        run.write_exit(1, {}, RuntimeError("rank 1 was killed"), cause="killed")
-        assert store.failure_summary(run.failure()) == "rank 1 RuntimeError (killed): rank 1 was killed"
-
-    def test_says_what_was_asked_and_what_was_found(self, run):
-        run.write_exit(1, {}, ShapeError("split 7 tokens", found="an odd\nrow", rule="even", fix="pad"))
-        assert store.failure_summary(run.failure()) == "rank 1 ShapeError: split 7 tokens; found: an odd"
-
-    def test_of_any_other_error_the_first_line(self, run):
-        run.write_exit(None, {}, ValueError("no\nmore"))
-        assert store.failure_summary(run.failure()) == "ValueError: no"
-        assert store.failure_summary({"exception": "cancelled"}) == "cancelled"
-
-
-class TestConnectionErrors:
-    def test_wrapped_in_words_it_stays_one(self):
-        def gather():
-            try:
-                raise RuntimeError("Connection reset by peer")
-            except RuntimeError as error:
-                raise RecordError("gather metrics") from error
-
-        with pytest.raises(RecordError) as caught:
-            gather()
-        assert store.is_connection_error(caught.value)
-
-    def test_one_while_cleaning_up_does_not_hide_the_failure(self):
-        def train():
-            try:
-                raise ValueError("nan")
-            finally:
-                raise ConnectionError("while leaving")
-
-        with pytest.raises(ConnectionError) as caught:
-            train()
-        assert not store.is_connection_error(caught.value)
-
-    def test_torchs_own_kinds_are_known(self):
-        assert store.is_connection_error(torch.distributed.DistNetworkError("x"))
-        assert not store.is_connection_error(ValueError("7 tokens"))
-
-
-class TestProvenance:
-    def test_says_what_made_the_numbers_and_not_where(self, monkeypatch, tmp_path):
-        root = store.project_root()
-        program, spec = root / ".venv" / "bin" / "workbench", tmp_path / "spec.yaml"
-        monkeypatch.setattr(store, "sys", stand_in(sys, argv=[str(program), "run", str(spec)]))
-        actual = store.provenance(root, seed=3)
-        assert actual["argv"] == [".venv/bin/workbench", "run", ".../spec.yaml"]
-        assert actual["versions"]["torch"] == torch.__version__
-        assert actual["seed"] == 3
-        text = json.dumps(actual)
-        assert str(root) not in text
-        assert socket.gethostname() not in (actual["cpu"], actual["system"])
-
-    def test_works_without_git(self, monkeypatch, tmp_path):
-        monkeypatch.setenv("PATH", str(tmp_path))
-        assert store.provenance(tmp_path)["git"] == {"commit": "unknown", "dirty": "unknown"}
-
-    def test_text_keeps_only_what_says_which_file_is_meant(self, tmp_path):
-        text = f"{tmp_path}/data/a.json and /opt/site-packages/torch/nn.py, a/b, and http://host/x/y"
-        assert store.without_machine_paths(text, tmp_path) == (
-            "data/a.json and .../torch/nn.py, a/b, and http://host/x/y"
-        )
-
-
-class TestProjectRoot:
-    def test_is_where_data_is(self, tmp_path):
-        (tmp_path / "data").mkdir()
-        assert store.project_root(tmp_path) == tmp_path.resolve()
-
-    def test_is_the_source_tree_elsewhere(self, tmp_path):
-        assert (store.project_root(tmp_path) / "workbench" / "errors.py").exists()
 
 
 def _write_steps(run, count):
@@ -547,13 +412,13 @@ def _damage(run, *, line):
 
 
 @pytest.mark.parametrize("content", ["{}", "null", "[]", '{"name": "cp2", "state": "bogus"}', '{"state": "pending"}'])
-def test_a_state_that_says_none_is_a_damaged_one(tmp_path, content):
+def test_a_state_file_without_a_state_is_damaged(tmp_path, content):
     run = RunDirectory.create(tmp_path, "cp2", RunSpec())
     other = RunDirectory.create(tmp_path, "cp2", RunSpec())
     (run.path / "state.json").write_text(content)
     with pytest.raises(RecordError, match=r"a mapping with a name and a state"):
         RunDirectory.open(run.path)
-    assert [found.path for found in RunDirectory.find(tmp_path, "cp2")] == [other.path]
+    assert [result.path for result in RunDirectory.find(tmp_path, "cp2")] == [other.path]
 
 
 def test_a_job_that_waits_on_a_cluster_is_not_lost_with_its_launcher(tmp_path):

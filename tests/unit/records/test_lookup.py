@@ -1,4 +1,4 @@
-"""What a person types means one run or one experiment, or is refused with the candidates named."""
+"""A user's text selects one run or one experiment, or is refused with the candidates."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ import shutil
 import pytest
 
 from tests.helpers.hand_made import make_run
+from workbench.atomic import to_json, write_whole
 from workbench.errors import RecordError
-from workbench.records.directory import to_json, write_whole
-from workbench.records.lookup import (
-    experiment_at,
-    experiment_folder,
-    experiments,
-    look_up,
-    runs_of,
-    shell_name,
-    steps_recorded,
-)
+from workbench.records.lookup import experiment_at, experiment_folder, experiments, look_up, runs_of, shell_name
+from workbench.records.progress import steps_recorded
 
 
 @pytest.fixture
@@ -40,19 +33,19 @@ def parity(project):
 
 
 def folders(runs):
-    return [found.path.name for found in runs]
+    return [result.path.name for result in runs]
 
 
 class TestRunsOf:
     def test_the_newest_of_each_name_oldest_first(self, parity):
-        names = [(found.name, found.run.status) for found in runs_of(parity)]
+        names = [(result.name, result.run.status) for result in runs_of(parity)]
         assert names == [("one_rank", "succeeded"), ("cp2", "succeeded"), ("cp2_zigzag", "succeeded")]
 
     def test_every_attempt(self, parity):
-        assert [found.name for found in runs_of(parity, every=True)] == ["one_rank", "cp2", "cp2", "cp2_zigzag"]
+        assert [result.name for result in runs_of(parity, every=True)] == ["one_rank", "cp2", "cp2", "cp2_zigzag"]
 
-    def test_an_older_attempt_that_answers_for_the_experiment_is_shown_too(self, parity):
-        old, new = (found.path.name for found in runs_of(parity, every=True) if found.name == "cp2")
+    def test_an_older_attempt_used_by_the_experiment_is_listed_too(self, parity):
+        old, new = (result.path.name for result in runs_of(parity, every=True) if result.name == "cp2")
         write_whole(parity / "runs" / "sweep.json", to_json({"runs": {"cp2": old}, "latest": {"cp2": new}}))
         assert [folder for folder in folders(runs_of(parity)) if folder.startswith("cp2-")] == [old, new]
 
@@ -60,7 +53,7 @@ class TestRunsOf:
         (parity / "runs" / "sweep.json").write_text("[")
         assert len(runs_of(parity)) == 3
 
-    def test_what_cannot_be_opened_is_said_and_not_hidden(self, parity):
+    def test_an_unreadable_run_is_reported_and_not_hidden(self, parity):
         [_, cp2, _] = runs_of(parity)
         (cp2.path / "config.json").write_text('{"layuot": {}}')
         [_, broken, _] = runs_of(parity)
@@ -68,10 +61,10 @@ class TestRunsOf:
         assert "layuot" in broken.problem
 
     @pytest.mark.parametrize("content", ["[]", "{", '{"state": "failed"}', '{"state": "failed", "name": "x"}', ""])
-    def test_a_damaged_state_is_said_too(self, parity, content):
+    def test_a_damaged_state_is_reported_too(self, parity, content):
         [one_rank, *_] = runs_of(parity)
         (one_rank.path / "state.json").write_text(content)
-        [broken] = [found for found in runs_of(parity, every=True) if found.path == one_rank.path]
+        [broken] = [result for result in runs_of(parity, every=True) if result.path == one_rank.path]
         assert broken.run is None
         assert broken.problem
 
@@ -98,36 +91,36 @@ class TestLookUp:
         assert look_up(project / "mine.yaml", project).experiment == project / "mine"
         assert experiment_folder(project / "mine.yaml") == project / "mine"
 
-    def test_a_name_means_its_newest_attempt_though_other_names_begin_so(self, project, parity):
-        [found] = look_up("cp2", project).runs
-        assert (found.name, found.run.status) == ("cp2", "succeeded")
-        assert found.path.name.endswith("-2")
+    def test_a_name_selects_its_newest_attempt_despite_longer_names(self, project, parity):
+        [result] = look_up("cp2", project).runs
+        assert (result.name, result.run.status) == ("cp2", "succeeded")
+        assert result.path.name.endswith("-2")
 
-    def test_the_folders_name_means_just_that_attempt(self, project, parity):
-        old = next(found.path.name for found in runs_of(parity, every=True) if found.name == "cp2")
-        [found] = look_up(old, project).runs
-        assert found.run.status == "failed"
+    def test_a_folder_name_selects_just_that_attempt(self, project, parity):
+        old = next(result.path.name for result in runs_of(parity, every=True) if result.name == "cp2")
+        [result] = look_up(old, project).runs
+        assert result.run.status == "failed"
 
     def test_the_beginning_of_a_name_is_enough(self, project):
-        [found] = look_up("cp2_z", project).runs
-        assert found.name == "cp2_zigzag"
+        [result] = look_up("cp2_z", project).runs
+        assert result.name == "cp2_zigzag"
 
     def test_several_are_listed(self, project):
         with pytest.raises(RecordError, match=r"2 runs: other/one_rank-\w{8}, parity/one_rank-\w{8}"):
             look_up("one_rank", project)
 
     def test_experiment_and_run_together_mean_one(self, project):
-        [found] = look_up("other/one_rank", project).runs
-        assert found.experiment_dir.name == "other"
+        [result] = look_up("other/one_rank", project).runs
+        assert result.experiment_dir.name == "other"
 
-    def test_a_long_list_is_cut_and_says_so(self, project, parity):
+    def test_a_long_list_is_truncated_with_a_mark(self, project, parity):
         for number in range(12):
             make_run(parity, f"seed{number}", seed=number)
         with pytest.raises(RecordError, match=r"and 4 more") as caught:
             look_up("", project)
         assert caught.value.parts["found"].count("parity/") == 11
 
-    def test_a_slip_of_the_hand_names_the_nearest(self, project):
+    def test_a_typo_suggests_the_nearest_name(self, project):
         with pytest.raises(RecordError, match="did you mean cp2_zigzag"):
             look_up("cp2_zagzig", project)
 
@@ -135,7 +128,7 @@ class TestLookUp:
         with pytest.raises(RecordError, match="workbench ls"):
             look_up("quite something else", project)
 
-    def test_an_experiment_without_runs_says_how_to_start_them(self, project):
+    def test_an_experiment_without_runs_explains_how_to_start_them(self, project):
         with pytest.raises(RecordError, match=r"none yet[\s\S]*workbench run empty/ablation\.yaml"):
             look_up("empty", project)
 
@@ -148,7 +141,7 @@ class TestLookUp:
         assert "\x1b" not in str(caught.value)
         assert r"cp2\x1b[2J-0badcafe" in str(caught.value)
 
-    def test_opening_refuses_what_cannot_be_opened(self, project, parity):
+    def test_opening_refuses_an_unreadable_run(self, project, parity):
         [_, cp2, _] = runs_of(parity)
         (cp2.path / "config.json").write_text("{")
         with pytest.raises(RecordError, match=cp2.path.name):
@@ -156,7 +149,7 @@ class TestLookUp:
 
 
 class TestExperiments:
-    def test_are_those_that_hold_runs(self, project):
+    def test_experiments_are_folders_with_runs(self, project):
         assert [path.name for path in experiments(project)] == ["other", "parity"]
         assert experiments(project / "nowhere") == []
 
@@ -167,11 +160,11 @@ class TestExperiments:
 
 
 class TestSpelled:
-    def test_what_it_says_means_that_run(self, project, parity):
-        for found in (found for folder in experiments(project) for found in runs_of(folder, every=True)):
-            said = shell_name(found.path, project)
-            assert said == f"{found.experiment_dir.name}/{found.path.name}"
-            assert [same.path for same in look_up(said, project).runs] == [found.path]
+    def test_a_printed_name_selects_that_run(self, project, parity):
+        for result in (result for folder in experiments(project) for result in runs_of(folder, every=True)):
+            text = shell_name(result.path, project)
+            assert text == f"{result.experiment_dir.name}/{result.path.name}"
+            assert [same.path for same in look_up(text, project).runs] == [result.path]
 
     def test_elsewhere_it_is_a_path_for_the_shell(self, project, monkeypatch):
         run = make_run(project / "my own", "a")

@@ -1,4 +1,4 @@
-"""How long a run will take yet, from the ends of its last steps."""
+"""Remaining time of a run, from the ends of its last steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def ends(*seconds):
 
 
 @pytest.mark.parametrize("records", [[], ends(3), [{"step": 0}, {"step": 1}]])
-def test_before_two_steps_have_ended_nobody_knows(records):
+def test_is_unknown_before_two_steps(records):
     assert Pace(records).seconds_left(4) is None
 
 
@@ -20,7 +20,7 @@ def test_steps_of_which_every_third_samples_are_all_counted():
     assert Pace(ends(0, 8, 10, 12, 20, 22, 24)).seconds_left(6) == pytest.approx(24.0)
 
 
-def test_the_pause_before_a_run_goes_on_is_no_step():
+def test_the_pause_before_a_resume_is_no_step():
     first, second = ends(1000, 1006)
     pace = Pace([*ends(0, 2, 4), first | {CONTINUES: "earlier-0badcafe"}])
     assert pace.seconds_left(3) is None

@@ -1,4 +1,4 @@
-"""Recording another trainer's run: what is written is what the model had, on one rank, under DDP and under FSDP2."""
+"""Recording an external trainer: the record matches the model, on one rank, under DDP and under FSDP2."""
 
 import math
 import subprocess
@@ -91,7 +91,7 @@ class TestAlone:
             "trainer": "mine",
         }
 
-    def test_a_step_by_hand_needs_no_optimizer_and_a_step_may_say_nothing(self, folder):
+    def test_a_manual_step_needs_no_optimizer_and_may_be_empty(self, folder):
         model = model_of()
         recorder = Recorder(folder, model)
         loss = loss_of(model, DATA)
@@ -217,7 +217,7 @@ class TestAlone:
         assert "take_gradients() after backward and before zero_grad()" in caught.value.parts["fix"]
         assert steps_of(folder) == []
 
-    def test_a_trained_parameter_without_a_gradient_is_zero_and_named_and_a_frozen_one_left_out(self, folder):
+    def test_a_missing_gradient_is_zero_and_named_and_a_frozen_one_is_left_out(self, folder):
         model = model_of()
         model[0].bias.requires_grad_(False)
         loss_of(model, DATA).backward()
@@ -240,7 +240,7 @@ class TestAlone:
         optimizer.step()
         assert len(steps_of(folder)) == 1
 
-    def test_what_cannot_be_recorded_is_refused_in_words(self, folder):
+    def test_invalid_records_are_refused(self, folder):
         class FullyShardedDataParallel(nn.Module):
             pass
 
@@ -272,7 +272,7 @@ class TestAlone:
 
 
 def train_on_ranks(folder):
-    """Under DDP and FSDP2, with a rank that has less to say than the other; and the norms each rank sees."""
+    """Under DDP and FSDP2, with a rank that has fewer entries than the other; and the norms each rank sees."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -311,7 +311,7 @@ def train_on_ranks(folder):
     recorder = Recorder(folder / "tp", trained(), ranks=neighbours["dp"])
     partial = DTensor.from_local(torch.tensor(1.0 + rank), neighbours["tp"], [Partial()])
     recorder.step(partial, counts={"documents": 6}, tokens={"ratios": torch.ones(3)})
-    with pytest.raises(RecordError, match="never replaced"):  # on every rank, and nobody waits for another
+    with pytest.raises(RecordError, match="never replaced"):  # on every rank, without waiting
         Recorder(folder / "ddp", cases["ddp"][0])
     with pytest.raises(RecordError, match="no gradient in any of 4"):  # likewise
         Recorder(folder / "none", model_of()).step()

@@ -1,4 +1,4 @@
-"""The folder of a record: what is written comes back, and what is damaged, missing or of another version is named."""
+"""The folder of a record: written data come back; damaged, missing and incompatible data are named."""
 
 import math
 
@@ -20,7 +20,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_what_is_written_comes_back(folder):
+def test_a_record_round_trips(folder):
     assert files.is_record(folder)
     assert not files.is_record(folder.parent)
     assert files.read_context(folder) == {"dp": 2, "order": "zigzag"}
@@ -84,6 +84,6 @@ def test_a_context_that_is_damaged_or_of_another_version_is_refused(folder, cont
         files.read_context(folder)
 
 
-def test_no_record_is_refused_in_words(tmp_path):
+def test_a_missing_record_is_refused(tmp_path):
     with pytest.raises(RecordError, match="a folder that a recorder wrote"):
         files.read_context(tmp_path)

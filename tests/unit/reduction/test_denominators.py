@@ -1,4 +1,4 @@
-"""The table of a step's documents, and each divisor by hand; `test_weights` has them against the oracle."""
+"""The table of a step's documents, and each divisor against manual values; `test_weights` uses the oracle."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def with_empty(step):
 
 
 @pytest.mark.parametrize("name", DENOMINATORS)
-def test_divisor_by_hand(name):
+def test_divisors_match_manual_values(name):
     spec = LossSpec(denominator=name, denominator_constant=10.0 if name == "constant" else None)
     trained, everyone = BY_HAND[name]
     assert DENOMINATORS[name](table(), spec).tolist() == trained
@@ -64,7 +64,7 @@ def test_tokens_of_rewarded_documents_alone():
     assert positive_token(table(), LossSpec()).tolist() == [4, torch.inf, 4, 4]
 
 
-def test_what_any_spec_offers_needs_no_field():
+def test_denominators_of_any_spec_need_no_field():
     bare = table()
     bare = StepDocuments(**bare.__dict__ | {"rewards_N": None, "group_ids_N": None, "rollout_ids_N": None})
     for denominator in ALWAYS.values():

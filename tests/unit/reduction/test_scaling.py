@@ -1,4 +1,4 @@
-"""Scaling contracts multiply into the weights what a trainer and its engine would do."""
+"""Scaling contracts multiply into the weights the factors of a trainer and its engine."""
 
 import pytest
 import torch
@@ -33,11 +33,11 @@ def rows(*lengths):
 
 
 def first_weights(lengths, scaling, given=None, cut=None, **loss):
-    weights, _ = step_weights(rows(*lengths), LossSpec(scaling=scaling, **loss), given, cut)
+    weights, _ = step_weights(rows(*lengths), LossSpec(compat={"scaling": scaling}, **loss), given, cut)
     return [float(named["policy"].gradient_T.max()) for named in weights]
 
 
-def test_a_spec_that_says_nothing_has_the_factor_one_in_every_layout():
+def test_an_empty_contract_has_factor_one_in_every_layout():
     assert scaling_factor(ScalingSpec(), dp=2, cp=3, micro_batches=5) == 1
     assert ScalingSpec().breaks == ()
 
@@ -55,13 +55,13 @@ def test_names_are_sizes():
     assert scaling.powers == {"dp": 0, "cp": 0, "micro_batches": 1}
 
 
-def test_what_does_not_cancel_is_a_law_that_breaks():
+def test_an_uncancelled_factor_breaks_an_invariant():
     assert ScalingSpec(engine_divides=("dp_cp",)).breaks == ("dp", "cp")
     assert ScalingSpec(engine_divides=("dp_cp",), multiplied_by=("cp", "dp")).breaks == ()
     assert ScalingSpec(counts="micro_batch").breaks == ("micro_batch", "packing", "dp")
     assert ScalingSpec(counts="pass").breaks == ("micro_batch", "packing", "dp")
     assert ScalingSpec(least_tokens=1).breaks == ("masked_rows",)
-    assert LossSpec(scaling={"engine_divides": ["cp"]}).breaks == ("cp",)
+    assert LossSpec(compat={"scaling": {"engine_divides": ["cp"]}}).breaks == ("cp",)
 
 
 def test_counts_are_those_of_the_step_of_a_pass_or_of_a_micro_batch():
@@ -81,10 +81,10 @@ def test_a_mean_of_means_is_the_local_denominator():
 
 
 @pytest.mark.parametrize(("counts", "elsewhere"), [("step", 12), ("pass", 4), ("micro_batch", 1)])
-def test_a_local_mean_knows_how_many_others_share_its_count(counts, elsewhere):
+def test_a_local_mean_counts_the_ranks_that_share_it(counts, elsewhere):
     given = GivenCounts(dp=4, micro_batches=3)
-    found = first_weights([(3, 1)], ScalingSpec(counts=counts), given, denominator="local_token")
-    assert found == pytest.approx([1 / (4 * elsewhere)])
+    result = first_weights([(3, 1)], ScalingSpec(counts=counts), given, denominator="local_token")
+    assert result == pytest.approx([1 / (4 * elsewhere)])
 
 
 def test_counts_that_are_given_win_and_leave_the_engine_out():
@@ -94,7 +94,7 @@ def test_counts_that_are_given_win_and_leave_the_engine_out():
     assert first_weights([(3, 1)], scaling, given, denominator="document_sum") == pytest.approx([4 / 3 / 8])
 
 
-def test_epsilons_are_added_to_what_divides():
+def test_epsilons_are_added_to_divisors():
     scaling = ScalingSpec(count_epsilon=0.5, length_epsilon=0.25)
     assert first_weights([(3, 1)], scaling) == pytest.approx([1 / 4.5])
     assert first_weights([(3,)], scaling, denominator="document") == pytest.approx([1 / (1.5 * 3.25)])
@@ -109,7 +109,7 @@ def test_an_empty_document_may_count_as_a_token():
 
 def test_the_reported_loss_has_the_same_factor():
     weights, _ = step_weights(
-        rows((2,)), LossSpec(scaling={"engine_divides": ["dp_cp"]}), step_layout=StepLayout(dp=1, cp=4)
+        rows((2,)), LossSpec(compat={"scaling": {"engine_divides": ["dp_cp"]}}), step_layout=StepLayout(dp=1, cp=4)
     )
     assert float(weights[0]["policy"].loss_T.max()) == pytest.approx(1 / 8)
     assert torch.equal(weights[0]["policy"].loss_T, weights[0]["policy"].gradient_T)

@@ -42,12 +42,12 @@ def by_source(count=1, name="policy", which="loss_T", documents=DOCUMENTS, **set
     """Weight of each token of the batch, put where its target stands."""
     split = rows(documents, count)
     weights, _ = step_weights(split, LossSpec(**settings))
-    found = torch.zeros(sum(len(d["tokens"]) for d in documents), dtype=torch.float64)
+    result = torch.zeros(sum(len(d["tokens"]) for d in documents), dtype=torch.float64)
     for row, named in zip(split, weights, strict=True):
         weight_T = getattr(named[name], which)
         assert not weight_T[~row.loss_mask_T].any()
-        found[row.source_T[row.loss_mask_T]] = weight_T[row.loss_mask_T]
-    return found.tolist()
+        result[row.source_T[row.loss_mask_T]] = weight_T[row.loss_mask_T]
+    return result.tolist()
 
 
 def expected(weight, documents=DOCUMENTS):
@@ -65,7 +65,7 @@ SETTINGS["constant"]["denominator_constant"] = 8.0
 @pytest.mark.parametrize("counted", ["trained", "all"])
 @pytest.mark.parametrize("denominator", SETTINGS)
 def test_weights_are_those_of_the_formula_and_of_the_step_not_of_a_row(denominator, counted):
-    settings = SETTINGS[denominator] | {"documents_counted": counted}
+    settings = SETTINGS[denominator] | {"compat": {"documents_counted": counted}}
     truth = expected(lambda d: document_weight(DOCUMENTS, d, denominator, constant=8.0, documents_counted=counted))
     assert sum(truth) > 0
     for count in (1, 2, 3, 7):
@@ -76,14 +76,14 @@ def test_a_spec_offers_the_denominators_that_there_are():
     assert set(LossSpec.model_fields["denominator"].annotation.__args__) == set(DENOMINATORS)
 
 
-def test_a_local_denominator_says_which_laws_it_breaks_and_breaks_them():
+def test_a_local_denominator_declares_its_broken_invariants_and_breaks_them():
     assert LossSpec(denominator="local_token").breaks == ("micro_batch", "packing", "dp")
     assert LossSpec(denominator="token").breaks == ()
     assert by_source(1, denominator="local_token") == by_source(1, denominator="token")
     assert by_source(3, denominator="local_token") != by_source(1, denominator="local_token")
 
 
-def test_a_local_denominator_is_the_mean_over_rows_of_their_token_means():
+def test_a_local_denominator_is_the_mean_over_rows_of_token_means():
     split = rows(count=3)
     ends = (torch.tensor([len(m) for m in MASKS]).cumsum(0) - 1).tolist()  # a document's last token is a target
     place = [next((n for n, row in enumerate(split) if end in row.source_T.tolist()), 0) for end in ends]
@@ -125,8 +125,8 @@ def test_no_positive_document_gives_weights_of_zero():
 @pytest.mark.parametrize("denominator", ["token", "document_sum"])
 def test_the_gradient_may_be_divided_once_more_and_the_loss_is_not(denominator, changes):
     for count in (1, 3):
-        loss = by_source(count, denominator=denominator, **changes)
-        gradient = by_source(count, which="gradient_T", denominator=denominator, **changes)
+        loss = by_source(count, denominator=denominator, compat=changes)
+        gradient = by_source(count, which="gradient_T", denominator=denominator, compat=changes)
         assert loss == by_source(1, denominator=denominator)
         truth = expected(lambda d: gradient_weight(DOCUMENTS, d, denominator, **changes))
         assert gradient == pytest.approx(truth, rel=1e-15)
@@ -134,9 +134,9 @@ def test_the_gradient_may_be_divided_once_more_and_the_loss_is_not(denominator, 
 
 
 def test_loss_over_m_with_gradient_over_m_squared():
-    """The factor of ServiceNow/Fast-LLM#502: M documents, a gradient M times smaller than the loss says."""
-    loss = by_source(denominator="document_sum", normalize_by_documents=True)
-    gradient = by_source(which="gradient_T", denominator="document_sum", normalize_by_documents=True)
+    """The factor of ServiceNow/Fast-LLM#502: M documents, a gradient M times smaller than that of the loss."""
+    loss = by_source(denominator="document_sum", compat={"normalize_by_documents": True})
+    gradient = by_source(which="gradient_T", denominator="document_sum", compat={"normalize_by_documents": True})
     assert {w for w in loss if w} == {1 / 4}
     assert {w for w in gradient if w} == {1 / 16}
 
@@ -154,9 +154,8 @@ def test_one_tensor_serves_for_both_where_they_are_the_same():
 def test_a_step_without_trained_tokens_has_weight_zero(denominator):
     idle = [d | {"loss_mask": [0] * len(d["tokens"])} for d in DOCUMENTS]
     constant = 8.0 if denominator == "constant" else None
-    weights, totals = step_weights(
-        rows(idle, 2), LossSpec(denominator=denominator, denominator_constant=constant, normalize_by_documents=True)
-    )
+    spec = LossSpec(denominator=denominator, denominator_constant=constant, compat={"normalize_by_documents": True})
+    weights, totals = step_weights(rows(idle, 2), spec)
     assert totals == StepTotals(0, 0)
     for named in weights:
         for pair in named.values():
@@ -191,7 +190,7 @@ def test_a_constant_denominator_without_its_constant_is_refused():
         step_weights(plain_rows(), LossSpec(denominator="constant"))
 
 
-def test_a_constant_beside_another_denominator_is_refused():
+def test_a_constant_with_another_denominator_is_refused():
     with pytest.raises(ValueError, match="not used by the denominator 'token'"):
         LossSpec(denominator_constant=8.0)
 
@@ -224,15 +223,17 @@ def test_only_the_policy_term_is_divided_by_survivors(denominator):
         },
     ]
     row = shift_targets(RolloutBatch.from_documents(documents))
-    found = {}
+    results = {}
     for counted in ("original", "survivors"):
         spec = LossSpec(denominator=denominator, correction={"kind": "icepop", "denominator": counted})
-        (found[counted],), _ = step_weights([row], spec)
-    for name in set(found["original"]) - {"policy"}:  # their terms keep their values on rejected tokens
-        torch.testing.assert_close(found["survivors"][name].loss_T, found["original"][name].loss_T, rtol=0, atol=0)
-    torch.testing.assert_close(found["original"]["penalty"].loss_T, found["original"]["policy"].loss_T, rtol=0, atol=0)
-    assert not torch.equal(found["survivors"]["policy"].loss_T, found["original"]["policy"].loss_T)
-    assert float(found["survivors"]["positive_token"].loss_T.sum()) == pytest.approx(1.0)
+        (results[counted],), _ = step_weights([row], spec)
+    for name in set(results["original"]) - {"policy"}:  # their terms keep their values on rejected tokens
+        torch.testing.assert_close(results["survivors"][name].loss_T, results["original"][name].loss_T, rtol=0, atol=0)
+    torch.testing.assert_close(
+        results["original"]["penalty"].loss_T, results["original"]["policy"].loss_T, rtol=0, atol=0
+    )
+    assert not torch.equal(results["survivors"]["policy"].loss_T, results["original"]["policy"].loss_T)
+    assert float(results["survivors"]["positive_token"].loss_T.sum()) == pytest.approx(1.0)
 
 
 def test_loss_weights_multiply_every_weight_of_a_target_and_no_count():
@@ -240,19 +241,19 @@ def test_loss_weights_multiply_every_weight_of_a_target_and_no_count():
     row, scale_T = split[0], torch.arange(len(split[0].loss_mask_T)) / 4.0
     weighed = replace(row, extensions=row.extensions | {LOSS_WEIGHTS: torch.where(row.loss_mask_T, scale_T, torch.nan)})
     (plain,), totals = step_weights([row], LossSpec())
-    (found,), same = step_weights([weighed], LossSpec())
+    (result,), same = step_weights([weighed], LossSpec())
     assert totals == same
-    for name, pair in found.items():
+    for name, pair in result.items():
         torch.testing.assert_close(pair.loss_T, plain[name].loss_T * scale_T)
         torch.testing.assert_close(pair.gradient_T, plain[name].gradient_T * scale_T)
 
 
 def test_an_epsilon_is_added_to_the_tokens_of_documents_with_a_reward_too():
-    spec = LossSpec(scaling={"count_epsilon": 0.5})
+    spec = LossSpec(compat={"scaling": {"count_epsilon": 0.5}})
     (plain,), _ = step_weights(rows(), LossSpec())
-    (found,), _ = step_weights(rows(), spec)
+    (result,), _ = step_weights(rows(), spec)
     tokens = 1 / plain["positive_token"].loss_T.max()
-    torch.testing.assert_close(found["positive_token"].loss_T.max(), 1 / (tokens + 0.5))
+    torch.testing.assert_close(result["positive_token"].loss_T.max(), 1 / (tokens + 0.5))
 
 
 def test_documents_that_were_cut_off_weigh_nothing_and_stay_in_every_count():

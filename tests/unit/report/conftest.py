@@ -1,4 +1,4 @@
-"""One comparison for the whole storey; it is frozen data, so tests share it."""
+"""One comparison for all tests of the layer; it is frozen data, so tests share it."""
 
 import pytest
 

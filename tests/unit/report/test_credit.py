@@ -96,7 +96,7 @@ def test_a_clipped_token_with_credit_of_another_term_shows_the_credit():
     )
 
 
-def test_titles_say_name_and_shares():
+def test_titles_have_names_and_shares():
     figure = credit_map(batch(), credits())
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "icepop\n50 % of tokens act · 17 % clipped · 17 % rejected · 17 % zero advantage",
@@ -117,18 +117,18 @@ def test_shares_are_never_rounded_to_nothing_or_to_all():
     )
 
 
-def test_letters_stand_in_cells_and_beside_them():
+def test_letters_are_in_cells_and_next_to_them():
     figure = credit_map(batch(), credits(), decode=LETTERS.__getitem__)
     for axes in figure.axes[:2]:
-        found = {
+        results = {
             (text.get_position()[0] - 0.5, text.get_position()[1]): text
             for text in axes.texts
             if len(text.get_text()) == 1
         }
-        assert Counter(text.get_text() for text in found.values()) == Counter("abcdaefgah")
-        assert found[0, 0].get_color() == style.MUTED, "a prompt"
-        assert found[2, 0].get_color() != style.MUTED
-        assert len({found[place].get_color() for place in ((1, 0), (2, 0))}) == 2, "light on a deep hue"
+        assert Counter(text.get_text() for text in results.values()) == Counter("abcdaefgah")
+        assert results[0, 0].get_color() == style.MUTED, "a prompt"
+        assert results[2, 0].get_color() != style.MUTED
+        assert len({results[place].get_color() for place in ((1, 0), (2, 0))}) == 2, "light on a deep hue"
 
 
 def test_no_letters_where_a_cell_is_too_narrow():
@@ -174,7 +174,7 @@ def test_a_step_without_any_credit_can_be_drawn():
     }
 
 
-def test_the_drawing_holds_no_picture_and_is_the_same_every_time():
+def test_the_drawing_has_no_bitmap_and_is_reproducible():
     texts = [style.inline_svg(credit_map(batch(), credits(), decode=LETTERS.__getitem__), prefix="x") for _ in range(2)]
     assert texts[0] == texts[1]
     assert not re.search(r"<image|data:", texts[0]), "the page's policy forbids pictures"
@@ -189,6 +189,6 @@ def test_the_drawing_holds_no_picture_and_is_the_same_every_time():
         ({"batch": batch().select([0])}, "icepop, plain of another batch"),
     ],
 )
-def test_what_does_not_fit_is_refused(how, words):
+def test_mismatched_shapes_are_refused(how, words):
     with pytest.raises(SpecError, match=words):
         credit_map(**({"batch": batch(), "credits": credits()} | how))

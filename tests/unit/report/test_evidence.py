@@ -1,4 +1,4 @@
-"""What belongs next to a verdict: size of the error, divergence, declared breaks, evidence, settings that differ."""
+"""Facts next to a verdict: size of the error, divergence, declared breaks, evidence, settings that differ."""
 
 import math
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from workbench.compare.comparison import Comparison, Configuration
+from workbench.report import evidence
 from workbench.report.evidence import (
     could_have_seen,
     declaration,
@@ -18,8 +19,7 @@ from workbench.report.evidence import (
     warnings,
 )
 from workbench.report.page import page
-from workbench.report.show import as_text
-from workbench.report.summary import answer, summary_table, tiles
+from workbench.report.summary import answer, as_text, summary_table, tiles
 from workbench.specs.run import RunSpec
 
 
@@ -72,9 +72,9 @@ def row(comparison, name):
     ],
 )
 def test_a_run_diverges_where_loss_or_gradient_stops_being_finite(losses, norms, step):
-    found = configuration("a", losses=losses, norms=norms)
-    assert diverged_step(found) == step
-    assert divergence(found) == ("" if step is None else f"diverged at step {step}")
+    result = configuration("a", losses=losses, norms=norms)
+    assert diverged_step(result) == step
+    assert divergence(result) == ("" if step is None else f"diverged at step {step}")
 
 
 def test_a_step_that_did_not_record_its_loss_has_not_diverged():
@@ -119,7 +119,7 @@ def test_a_relative_error_is_written_for_people(value, text):
     assert relative_text(value) == text
 
 
-def test_a_loss_that_declares_what_it_breaks_is_said_to_next_to_its_verdict():
+def test_declared_breaks_are_shown_next_to_the_verdict():
     loss = {"name": "bnpo"}
     both = compared(
         reference(loss=loss), configuration("mb2", verdict="different", loss=loss, data={"micro_batches": 2})
@@ -138,21 +138,21 @@ def test_configurations_that_differ_in_a_setting_have_different_subtitles():
     assert "micro_batches 2" in row(both, "b")
 
 
-def test_a_value_that_most_configurations_share_is_left_out_of_subtitles_and_many_are_counted():
+def test_a_common_value_is_left_out_of_subtitles_and_many_are_counted():
     many = compared(
         reference(),
         configuration("b"),
         configuration("c", layout={"cp": 2}, faults=["missing_cp_factor"]),
         configuration("d", steps=3, seed=7, data={"micro_batches": 2}, optimizer={"learning_rate": 0.5}),
     )
-    found = differing_settings(many)
-    assert [found[name] for name in ("one", "b", "c")] == ["", "", ""]
-    assert found["d"].count("·") == 3
-    assert found["d"].endswith("1 more")
+    result = differing_settings(many)
+    assert [result[name] for name in ("one", "b", "c")] == ["", "", ""]
+    assert result["d"].count("·") == 3
+    assert result["d"].endswith("1 more")
     assert differing_settings(compared(reference(), configuration("b"))) == {"one": "", "b": ""}
 
 
-def test_settings_of_one_last_name_are_told_apart():
+def test_settings_with_one_last_name_are_distinguished():
     both = compared(reference(), configuration("b", seed=1, model={"seed": 2}))
     assert differing_settings(both)["b"] == "model.seed 2 · seed 1"
 
@@ -164,7 +164,7 @@ def test_an_infinite_setting_is_shown_as_such():
     assert [setting_text(value) for value in (-math.inf, [0.5, math.inf], False)] == ["−∞", "0.5 ∞", "no"]
 
 
-def test_evidence_is_told_once_where_all_share_it_and_per_row_where_not():
+def test_shared_evidence_is_shown_once_and_other_evidence_per_row():
     shares = {
         "trained_share": 0.5,
         "gradient_token_share": 1.0,
@@ -203,7 +203,7 @@ def test_evidence_that_was_not_recorded_leaves_no_line(evidence):
         ("unsound baseline", "1 has an unsound baseline"),
     ],
 )
-def test_verdicts_that_say_nothing_of_the_gradient_do_not_count_as_agreeing(verdict, sentence):
+def test_verdicts_without_a_gradient_do_not_count_as_agreeing(verdict, sentence):
     both = compared(reference(), configuration("a"), configuration("b", verdict=verdict))
     assert answer(both).startswith("1 of 2 configurations keeps the gradient of its reference.")
     assert sentence in answer(both)
@@ -211,3 +211,41 @@ def test_verdicts_that_say_nothing_of_the_gradient_do_not_count_as_agreeing(verd
     assert verdict in row(both, "b")
     assert verdict in as_text(both)
     assert verdict in page(both)
+
+
+def test_worst_share_looks_at_every_parameter_and_step(comparison):
+    c = comparison["tp2-float64"]
+    lone = replace(c.parameters[-1], distance=7.0, budget=2.0)
+    assert evidence.worst_share(replace(c, parameters=[*c.parameters[:-1], lone])) == 3.5
+    assert evidence.worst_share(replace(c, parameters=[], whole_gradient=[])) is None
+
+
+@pytest.mark.parametrize(
+    ("distance", "budget", "share"),
+    [
+        (1.0, 4.0, 0.25),
+        (0.0, 0.0, 0.0),
+        (1e-30, 0.0, math.inf),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (None, 1.0, None),
+        (1.0, None, None),
+    ],
+)
+def test_share_of_budget_hides_nothing(distance, budget, share):
+    assert evidence.share_of_budget(distance, budget) == share
+
+
+def test_groups_have_every_configuration_once(comparison):
+    grouped = evidence.groups(comparison)
+    assert list(grouped) == ["one_rank-float64", "one_rank-float32"]
+    assert sorted(c.name for members in grouped.values() for c in members) == sorted(
+        c.name for c in comparison.configurations
+    )
+    assert all(members[0].name == reference for reference, members in grouped.items())
+
+
+def test_changed_settings_are_those_that_leave_the_reference(comparison):
+    changed = evidence.changed_settings(comparison, comparison["fault_missing_cp_factor"])
+    assert changed == {"layout.cp": 2, "layout.order": "zigzag", "faults": ["missing_cp_factor"]}
+    assert evidence.changed_settings(comparison, comparison["one_rank-float32"]) == {}

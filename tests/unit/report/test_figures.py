@@ -1,6 +1,5 @@
-"""Figures: what is drawn is what the comparison holds, nothing is left out in silence, nothing is shown."""
+"""Figures: they draw the comparison, omit nothing silently, and open no window."""
 
-import itertools
 import math
 import sys
 from dataclasses import replace
@@ -9,7 +8,7 @@ import pytest
 
 from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS
 from workbench.compare.comparison import VERDICTS, Comparison
-from workbench.report import figures, style
+from workbench.report import evidence, figures, style
 
 ALL = [
     figures.verdicts,
@@ -45,60 +44,10 @@ def test_a_figure_has_units_and_is_not_shown(draw, comparison):
 
 
 @pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
-def test_an_empty_comparison_gives_a_figure_that_says_why(draw, comparison):
+def test_an_empty_comparison_gives_a_figure_with_a_reason(draw, comparison):
     bare = replace(comparison["one_rank-float64"], steps=[], parameters=[], ratios={}, whole_gradient=[])
     empty = Comparison("empty", "Nothing?", [bare])
     assert any(word in " ".join(texts(draw(empty))) for word in ("recorded", "nothing to compare"))
-
-
-@pytest.mark.parametrize(
-    ("draw", "key"), [(figures.gradient_norm_by_step, figures.GRADIENT_NORM), (figures.loss_by_step, figures.LOSS)]
-)
-def test_lines_by_step_are_the_records(draw, key, comparison):
-    figure = draw(comparison)
-    lines = drawn_lines(figure)
-    assert set(lines) == {c.name for c in ran(comparison)}
-    for c in ran(comparison):
-        assert list(lines[c.name].get_xdata()) == [step["step"] for step in c.steps]
-        assert list(lines[c.name].get_ydata()) == [step[key] for step in c.steps]
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["one_rank-float64", "one_rank-float32"]
-    assert [len(axes.lines) for axes in figure.axes] == [9, 5]
-
-
-def test_lines_of_the_same_kind_look_the_same_in_both_panels_and_others_do_not(comparison):
-    looks = figures.series_styles(comparison)
-    assert looks["cp2_zigzag-float64"] == looks["cp2_zigzag-float32"]
-    assert looks["cp2_zigzag-float64"].label == "cp2_zigzag"
-    assert len(set(looks.values())) == 9
-    beside_reference = [look for look in set(looks.values()) if look.marker]
-    assert len({look.color for look in beside_reference}) == 8
-    assert len({look.marker for look in beside_reference}) == 8
-
-
-def test_agreeing_lines_take_turns_on_one_path(comparison):
-    figure = figures.loss_by_step(comparison)
-    lines = drawn_lines(figure)
-    agreeing = [c for c in ran(comparison) if c.verdict == "equal"]
-    turns = [lines[c.name]._unscaled_dash_pattern for c in agreeing]
-    assert len(agreeing) == 5
-    assert [offset for offset, _ in turns] == [0, 3, 6, 9, 12]
-    assert {tuple(pattern) for _, pattern in turns} == {(3, 12)}
-
-
-def test_the_legend_names_every_kind_once(comparison):
-    legend = figures.gradient_norm_by_step(comparison).legends[0]
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == [
-        "one_rank (reference)",
-        "cp2_contiguous",
-        "cp2_zigzag",
-        "tp2",
-        "dp2_cp2",
-        "cp2_tp2",
-        "fault_local_denominator",
-        "fault_missing_cp_factor",
-        "fault_shift_after_shard",
-    ]
 
 
 def test_norm_ratios_are_the_comparison_s_in_the_model_s_order(comparison):
@@ -142,25 +91,25 @@ def test_norm_ratios_beyond_the_axis_are_arrows_at_its_edge(ratio, arrow, said, 
     assert said in texts(figure)
 
 
-def test_norm_ratios_beyond_the_axis_are_told_from_the_least_to_the_greatest(comparison):
+def test_norm_ratios_beyond_the_axis_are_listed_as_a_range(comparison):
     c, many = comparison["tp2-float64"], [comparison["one_rank-float64"]]
     first, second, *others = c.parameters
     for i in range(1, 8):  # the order of a set would turn some of these round
         ratios = (900 + 10 * i, 100 * i)
         parameters = [replace(p, norm_ratio=ratio) for p, ratio in zip((first, second), ratios, strict=True)]
         many.append(replace(c, name=f"tp2-{i}", parameters=[*parameters, *others]))
-    said = [text for text in texts(figures.norm_ratios(Comparison("x", "?", many))) if text.startswith("> ")]
-    assert said == [f"> {100 * i} to {900 + 10 * i}" for i in range(1, 8)]
+    message = [text for text in texts(figures.norm_ratios(Comparison("x", "?", many))) if text.startswith("> ")]
+    assert message == [f"> {100 * i} to {900 + 10 * i}" for i in range(1, 8)]
 
 
-def test_norm_ratios_count_what_is_not_a_number(comparison):
+def test_norm_ratios_count_nan(comparison):
     c = comparison["tp2-float64"]
     changed = replace(c, parameters=[replace(c.parameters[0], norm_ratio=math.nan), *c.parameters[1:]])
     figure = figures.norm_ratios(Comparison("x", "?", [comparison["one_rank-float64"], changed]))
     assert "1 not a number" in texts(figure)
 
 
-def test_many_configurations_go_on_in_a_second_row(comparison):
+def test_many_configurations_use_a_second_row(comparison):
     c = comparison["tp2-float64"]
     many = [comparison["one_rank-float64"], *(replace(c, name=f"tp2-{i}") for i in range(14))]
     figure = figures.norm_ratios(Comparison("x", "?", many))
@@ -188,7 +137,7 @@ def test_importance_ratios_show_the_clip_bounds(comparison):
         assert axes.get_xlim()[1] > 1.28
 
 
-def test_importance_ratios_of_a_fault_that_lie_far_off_are_counted_in_words(comparison):
+def test_distant_importance_ratios_of_a_fault_are_counted_in_the_text(comparison):
     fault = comparison["fault_shift_after_shard"]
     far = replace(fault, ratios={"0": {"edges": [1e-4, 1e-3, 1.0, 1.1], "counts": [3, 0, 9]}})
     figure = figures.importance_ratios(Comparison("x", "?", [comparison["one_rank-float64"], far]), steps=[0])
@@ -196,36 +145,7 @@ def test_importance_ratios_of_a_fault_that_lie_far_off_are_counted_in_words(comp
     assert figure.axes[0].get_xlim()[0] > 0.7
 
 
-@pytest.mark.parametrize(("far", "low", "scale"), [(1.0, 0.01, "linear"), (90.0, 0.01, "log"), (90.0, -0.01, "asinh")])
-def test_a_fault_far_away_does_not_flatten_what_agrees(far, low, scale, comparison):
-    reference, fault = comparison["one_rank-float64"], comparison["fault_missing_cp_factor"]
-    sound = replace(reference, steps=[{"step": 0, figures.LOSS: low}, {"step": 1, figures.LOSS: 0.5}])
-    wrong = replace(fault, steps=[{"step": 0, figures.LOSS: far}])
-    axes = figures.loss_by_step(Comparison("x", "?", [sound, wrong])).axes[0]
-    assert axes.get_yscale() == scale
-    assert any("logarithmic" in text.get_text() for text in axes.texts) == (scale != "linear")
-
-
-@pytest.mark.parametrize("low", [-0.0112, -0.0474, -3.0, -80.0])
-@pytest.mark.parametrize("high", [5.4, 90.0, 1e6, 1e12])
-def test_ticks_around_zero_do_not_collide(low, high, comparison):
-    reference, fault = comparison["one_rank-float64"], comparison["fault_missing_cp_factor"]
-    sound = replace(reference, steps=[{"step": 0, figures.LOSS: -0.0112}, {"step": 1, figures.LOSS: -0.0245}])
-    wrong = replace(fault, steps=[{"step": 0, figures.LOSS: high}, {"step": 1, figures.LOSS: low}])
-    figure = figures.loss_by_step(Comparison("x", "?", [sound, wrong]))
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
-    assert axes.get_yscale() == "asinh"
-    bottom, top = axes.get_ylim()
-    boxes = sorted(
-        (label.get_window_extent() for label in axes.get_yticklabels() if bottom <= label.get_position()[1] <= top),
-        key=lambda box: box.y0,
-    )
-    assert len(boxes) >= 3
-    assert all(below.y1 < above.y0 for below, above in itertools.pairwise(boxes))
-
-
-def test_importance_ratios_take_the_steps_asked_for(comparison):
+def test_importance_ratios_use_the_requested_steps(comparison):
     figure = figures.importance_ratios(comparison, steps=[2])
     assert len(figure.axes) == 2
     assert "step 2, share of trained tokens" in texts(figure)
@@ -255,47 +175,9 @@ def test_verdicts_end_at_the_worst_share_of_the_budget(comparison):
         for line in axes.lines
         if line.get_marker() in ("o", "s", "D")
     }
-    assert ends == {name: figures.worst_share(comparison[name]) for name in rows if name != FAILED}
+    assert ends == {name: evidence.worst_share(comparison[name]) for name in rows if name != FAILED}
     assert "≠ different, factor 0.500 (1 / cp)" in texts(figure)
     assert "× failed" in texts(figure)
-
-
-def test_worst_share_looks_at_every_parameter_and_step(comparison):
-    c = comparison["tp2-float64"]
-    lone = replace(c.parameters[-1], distance=7.0, budget=2.0)
-    assert figures.worst_share(replace(c, parameters=[*c.parameters[:-1], lone])) == 3.5
-    assert figures.worst_share(replace(c, parameters=[], whole_gradient=[])) is None
-
-
-@pytest.mark.parametrize(
-    ("distance", "budget", "share"),
-    [
-        (1.0, 4.0, 0.25),
-        (0.0, 0.0, 0.0),
-        (1e-30, 0.0, math.inf),
-        (math.nan, 1.0, math.inf),
-        (1.0, math.nan, math.inf),
-        (None, 1.0, None),
-        (1.0, None, None),
-    ],
-)
-def test_share_of_budget_hides_nothing(distance, budget, share):
-    assert figures.share_of_budget(distance, budget) == share
-
-
-def test_groups_keep_every_configuration_once(comparison):
-    grouped = figures.groups(comparison)
-    assert list(grouped) == ["one_rank-float64", "one_rank-float32"]
-    assert sorted(c.name for members in grouped.values() for c in members) == sorted(
-        c.name for c in comparison.configurations
-    )
-    assert all(members[0].name == reference for reference, members in grouped.items())
-
-
-def test_changed_settings_are_those_that_leave_the_reference(comparison):
-    changed = figures.changed_settings(comparison, comparison["fault_missing_cp_factor"])
-    assert changed == {"layout.cp": 2, "layout.order": "zigzag", "faults": ["missing_cp_factor"]}
-    assert figures.changed_settings(comparison, comparison["one_rank-float32"]) == {}
 
 
 def test_every_verdict_can_be_drawn():

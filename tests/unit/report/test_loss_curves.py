@@ -9,7 +9,8 @@ import torch
 from workbench.errors import SpecError
 from workbench.losses import ratio_curves
 from workbench.report import style
-from workbench.report.loss_curves import bounds_of, line_styles, loss_curves, name_specs
+from workbench.report.loss_curves import bounds_of, loss_curves, name_specs
+from workbench.report.style import line_styles
 from workbench.specs.losses import PRESETS, LossSpec
 
 DAPO = LossSpec(name="dapo")
@@ -92,7 +93,7 @@ def test_the_same_losses_give_the_same_bytes():
     assert style.svg_text(loss_curves(DAPO)) == style.svg_text(loss_curves(DAPO))
 
 
-def test_names_say_what_differs_where_presets_are_the_same():
+def test_names_have_the_differences_of_equal_presets():
     specs = [
         LossSpec(name="ppo"),
         LossSpec(name="ppo", surrogate={"clip_high": 0.3}, kl={"coefficient": 0.1}),
@@ -104,18 +105,18 @@ def test_names_say_what_differs_where_presets_are_the_same():
     assert list(name_specs({"mine": DAPO})) == ["mine"]
 
 
-def test_no_two_of_many_lines_look_alike():
+def test_no_two_of_many_lines_look_the_same():
     looks = [tuple(map(repr, look.values())) for look in line_styles([str(i) for i in range(10)]).values()]
     assert len(set(looks)) == 10
 
 
-def test_the_range_can_be_said():
+def test_the_range_can_be_set():
     axes = loss_curves(DAPO, ratios=(0.5, 1.1)).axes[0]
     assert axes.get_xlim() == (0.5, 1.1)
     assert verticals(axes) == pytest.approx([0.8])
 
 
 @pytest.mark.parametrize("how", [{"specs": []}, {"advantages": ()}, {"ratios": (1.0, 2.0)}, {"ratios": (0.0, 2.0)}])
-def test_what_cannot_be_drawn_is_refused(how):
+def test_a_loss_that_cannot_be_drawn_is_refused(how):
     with pytest.raises(SpecError, match="at least one of each, and a range of ratios above 0 with 1 inside"):
         loss_curves(**({"specs": DAPO} | how))

@@ -1,4 +1,4 @@
-"""The explorer: its picture is what its controls say, without a browser."""
+"""The explorer: its figure follows its controls, without a browser."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_the_sign_and_the_choice_of_losses():
     assert "Choose a loss" in explorer.drawing.value
 
 
-def test_bounds_go_to_losses_that_clip_a_tokens_ratio_at_lengths_from_1():
+def test_bounds_apply_to_losses_that_clip_token_ratios():
     assert with_bounds("dapo", 0.3, 0.4).surrogate.clip_high == 0.4
     for name in ("gspo", "gmpo", "cispo", "cispo_absolute", "reinforce"):
         assert not takes_bounds(LossSpec(name=name))

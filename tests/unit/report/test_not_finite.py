@@ -1,4 +1,4 @@
-"""Numbers that are not finite, or that no axis holds: every figure is drawn, and says what it could not place."""
+"""Non-finite numbers, or numbers beyond an axis: every figure is drawn, and reports the values that it omits."""
 
 import math
 import re
@@ -9,14 +9,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
-from workbench.report import figures, style
+from workbench.report import evidence, figures, style
 from workbench.report.loss_curves import loss_curves
 from workbench.report.numbers import mebibytes, milliseconds, near_one, share, significant
 from workbench.report.online import online_curves, online_table
 from workbench.report.page import page
+from workbench.report.rows import sparkline, sparkline_text
 from workbench.report.seeds import seeds_by_step, seeds_table
-from workbench.report.show import as_text
-from workbench.report.sparkline import sparkline, sparkline_text
+from workbench.report.series import GRADIENT_NORM, LOSS
+from workbench.report.summary import as_text
 from workbench.specs.losses import LossSpec
 from workbench.specs.run import RunSpec
 
@@ -34,8 +35,8 @@ FIGURES = [
     online_curves,
 ]
 METRICS = (
-    figures.LOSS,
-    figures.GRADIENT_NORM,
+    LOSS,
+    GRADIENT_NORM,
     figures.STEP_MS,
     figures.PEAK_BYTES,
     "reward/all/mean",
@@ -101,11 +102,11 @@ def test_ratios_of_one_extreme_value_are_drawn(value):
 def test_every_number_has_a_text_a_sparkline_and_a_row(value):
     for write in (significant, near_one, share, milliseconds, mebibytes):
         assert re.search(r"\d|∞|not a number", write(value))
-    for series in ([value], [1.0, value], [value] * 3, []):
-        drawn = sparkline(series, label="loss")
+    for values in ([value], [1.0, value], [value] * 3, []):
+        drawn = sparkline(values, label="loss")
         assert "nan" not in drawn
         assert '"inf' not in drawn
-        assert len(sparkline_text(series)) == len(series)
+        assert len(sparkline_text(values)) == len(values)
     everything = comparison_of(lambda: value)
     assert as_text(everything)
     assert seeds_table(everything)
@@ -125,14 +126,14 @@ def lines(*series, **changes):
             RunSpec(steps=3).model_dump(mode="json"),
             against="run0" if at else "",
             verdict="equal" if at else "reference",
-            steps=[{"step": step, figures.LOSS: loss} for step, loss in enumerate(losses)],
+            steps=[{"step": step, LOSS: loss} for step, loss in enumerate(losses)],
         )
         for at, losses in enumerate(series)
     ]
     return figures.loss_by_step(Comparison("x", "?", [replace(made[0], **changes), *made[1:]]))
 
 
-def test_a_line_ends_where_it_stops_being_finite_and_the_figure_says_where():
+def test_a_line_ends_at_the_first_non_finite_value_with_a_note():
     figure = lines([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, math.nan, math.inf])
     axes = figure.axes[0]
     line = next(line for line in axes.lines if line.get_label() == "run1")
@@ -143,13 +144,13 @@ def test_a_line_ends_where_it_stops_being_finite_and_the_figure_says_where():
     assert axes.get_ylim()[1] < 6
 
 
-def test_a_value_that_comes_back_is_told_from_a_run_that_is_lost():
+def test_a_recovering_run_is_distinguished_from_a_diverged_one():
     assert "not finite at step 1: run0" in lines([1.0, math.inf, 3.0]).axes[0].get_xlabel()
     assert "at 2 of 4 steps, first at step 0" in lines([math.nan, 1.0, math.nan, 3.0]).axes[0].get_xlabel()
     assert "not finite" not in lines([1.0, 2.0]).axes[0].get_xlabel()
 
 
-def test_a_value_that_no_axis_holds_does_not_flatten_the_rest_and_is_told():
+def test_a_value_beyond_any_axis_does_not_flatten_the_rest_and_is_reported():
     axes = lines([1.0, 2.0, 1e300]).axes[0]
     assert axes.get_ylim()[1] < 10
     assert "not finite or beyond 10¹⁰⁰ from step 2: run0" in axes.get_xlabel()
@@ -169,14 +170,14 @@ def histogram(edges, counts, **surrogate):
     )
 
 
-def test_ratios_with_an_infinite_edge_are_drawn_as_far_as_they_go_and_the_rest_is_counted():
+def test_ratios_with_an_infinite_edge_are_drawn_in_part_and_counted():
     axes = histogram([0.0, 0.5, 1.0, math.inf], [1.0, 2.0, 1.0]).axes[0]
     [stairs] = axes.patches
     assert list(stairs.get_data().edges) == [0.0, 0.5, 1.0]
     assert any("25 % of one" in text.get_text() for text in axes.texts)
 
 
-def test_ratios_that_are_all_infinite_leave_an_empty_panel_that_says_so():
+def test_all_infinite_ratios_give_an_empty_panel_with_a_note():
     axes = histogram([0.0, 0.5, 1.0, math.inf], [0.0, 0.0, 4.0]).axes[0]
     assert not axes.patches
     assert any("100 % of one" in text.get_text() for text in axes.texts)
@@ -192,7 +193,7 @@ def test_a_loss_without_an_upper_clip_has_curves():
     assert style.svg_text(figure)
 
 
-def test_a_distance_beyond_the_axis_is_an_arrow_and_the_relative_error_stands_beside_it():
+def test_a_distance_beyond_the_axis_is_an_arrow_with_its_relative_error():
     spec = RunSpec().model_dump(mode="json")
     made = [Configuration("one", spec)] + [
         Configuration(
@@ -215,8 +216,8 @@ def test_a_distance_beyond_the_axis_is_an_arrow_and_the_relative_error_stands_be
 
 @pytest.mark.parametrize("budget", [math.inf, math.nan])
 def test_a_budget_that_is_not_finite_judges_nothing(budget):
-    assert figures.share_of_budget(1.0, budget) == math.inf
-    assert figures.share_of_budget(math.inf, budget) == math.inf
+    assert evidence.share_of_budget(1.0, budget) == math.inf
+    assert evidence.share_of_budget(math.inf, budget) == math.inf
 
 
 def test_durations_that_are_not_finite_leave_the_others():

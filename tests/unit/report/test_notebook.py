@@ -1,4 +1,4 @@
-"""The notebook beside the page: executed, whole, about this comparison, and quiet about the machine."""
+"""The notebook next to the page: executed, complete, about this comparison, without machine names."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How numbers are written: what differs must not look the same, what is missing must not look like 0."""
+"""Number formatting: different numbers must not look the same, missing ones must not look like 0."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_a_ratio_close_to_one_keeps_its_distance_from_one(value, text):
     assert near_one(value) == text
 
 
-def test_units_are_said():
+def test_units_are_shown():
     assert milliseconds(38.25) == "38.2 ms"
     assert milliseconds(12_345) == "12.3 s"
     assert mebibytes(3 * 2**20) == "3.00 MiB"

@@ -1,4 +1,4 @@
-"""The figure and section of online runs: every run and number is there, and what is not there is named."""
+"""The figure and section of online runs: every run and number is there, and missing ones are named."""
 
 import re
 from dataclasses import replace
@@ -48,14 +48,14 @@ def two_losses():
 
 def drawn(figure):
     """Title of a panel -> {line's id: its values}; broad lines count up."""
-    found = {}
+    results = {}
     for axes in figure.axes:
         lines = [line for line in axes.lines if line.get_gid()]
-        found[axes.get_title(loc="left")] = {
+        results[axes.get_title(loc="left")] = {
             f"{line.get_gid()}{at if line.get_gid() == 'mean' else ''}": list(line.get_ydata())
             for at, line in enumerate(lines)
         }
-    return found
+    return results
 
 
 def said(figure):
@@ -82,7 +82,7 @@ def test_every_panel_has_every_run_with_every_number_and_the_mean_of_seeds():
     assert "grpo: 2 seeds | cispo | thin: each run as recorded" in said(figure)
 
 
-def test_only_the_mismatch_is_logarithmic_and_a_mismatch_of_nothing_is_drawn_all_the_same():
+def test_only_the_mismatch_is_logarithmic_also_at_zero():
     scales = {axes.get_title(loc="left"): axes.get_yscale() for axes in online_curves(two_losses()).axes}
     assert {title for title, scale in scales.items() if scale == "log"} == {"sampler and trainer apart"}
     low, high = online_curves(two_losses()).axes[4].get_ylim()
@@ -113,7 +113,7 @@ def test_a_value_that_is_no_number_leaves_a_gap_only():
     assert list(figure.axes[1].lines[0].get_xdata()) == [0, 1, 2, 3]
 
 
-def test_what_has_no_step_and_what_samples_nothing_is_named():
+def test_runs_without_steps_or_samples_are_named():
     plain = Configuration("replayed", RunSpec().model_dump(mode="json"), steps=records(0))
     waiting = configuration("grpo-1", 1, steps=[], state="pending")
     gone = Configuration("gone", {}, state="failed", verdict="failed")
@@ -122,7 +122,7 @@ def test_what_has_no_step_and_what_samples_nothing_is_named():
     assert "samples nothing, not shown: replayed, gone" in words
 
 
-def test_runs_on_disk_are_drawn_while_they_go_on(tmp_path):
+def test_running_runs_on_disk_are_drawn(tmp_path):
     runs = [RunDirectory.create(tmp_path, "a", spec(seed)) for seed in (0, 1)]
     nothing = online_curves(runs)
     assert "no step recorded, pending" in said(nothing)
@@ -133,7 +133,7 @@ def test_runs_on_disk_are_drawn_while_they_go_on(tmp_path):
     assert drawn(online_curves(runs[0]))["reward"]["run-a"] == [number(KEYS[0], 0, 0)]
 
 
-def test_runs_that_sample_nothing_make_a_figure_that_says_so(tmp_path):
+def test_runs_without_samples_give_a_figure_with_a_note(tmp_path):
     assert "online.task" in said(online_curves(RunDirectory.create(tmp_path, "a", RunSpec())))
 
 
@@ -148,7 +148,7 @@ def test_two_groups_of_one_name_stay_two():
     assert [len(members) for members in online_groups(Comparison("x", "?", made)).values()] == [2, 2]
 
 
-def test_runs_that_are_held_against_a_reference_have_lines_and_no_sentence():
+def test_compared_runs_have_lines_and_no_sentence():
     judged = configuration("other_seed", 1, against="one_rank", verdict="different")
     comparison = Comparison("x", "?", [configuration("one_rank"), judged])
     assert list(online_groups(comparison)) == ["one_rank", "other_seed"]
@@ -169,7 +169,7 @@ def test_the_broad_line_is_a_mean_over_a_tenth_of_the_steps():
     assert smooth([{0: 1.0}, {0: 2.0, 1: 4.0}], 1) == {0: 1.5, 1: 4.0}
 
 
-def test_the_answer_says_how_each_began_and_ended():
+def test_the_summary_has_the_first_and_last_values_of_each_run():
     climbing = [record | {KEYS[1]: 0.25 + step / 100} for step, record in enumerate(records(0, 40))]
     comparison = two_losses()
     comparison.configurations[2] = replace(comparison.configurations[2], steps=climbing)
@@ -199,7 +199,7 @@ def test_the_page_has_the_section_with_figure_and_table_for_online_runs_only():
     assert "there is nothing to compare" in page(recorded)
 
 
-def test_a_failed_online_run_is_counted_beside_what_the_others_came_to():
+def test_a_failed_online_run_is_counted_next_to_the_others():
     lost = configuration("b", state="failed", verdict="failed", steps=[], failure={"exception": "lost"})
     text = page(Comparison("x", "?", [configuration("a"), lost]))
     assert "1 failed and has no verdict." in text
@@ -213,6 +213,6 @@ def test_many_steps_have_few_ticks():
 
 def test_the_notebook_of_an_online_experiment_draws_it():
     sources = [source for kind, source in _cells(two_losses(), "comparison.json") if kind == "code"]
-    assert "wb.online_curves(comparison)" in sources
+    assert "wb.report.online.online_curves(comparison)" in sources
     recorded = Comparison("x", "?", [Configuration("a", RunSpec().model_dump(mode="json"))])
     assert not any("online" in source for _, source in _cells(recorded, "comparison.json"))

@@ -30,7 +30,7 @@ HOSTILE = '<script>alert("1")</script>&\'"><img src=x onerror=y>'
 
 
 class Reader(html.parser.HTMLParser):
-    """Every tag with its attributes, every id, the text, and whether tags close as they opened."""
+    """Every tag with its attributes, every id, the text, and whether tags are balanced."""
 
     VOID = frozenset({"meta", "br", "wbr"})
 
@@ -85,7 +85,7 @@ def test_the_page_names_no_address_and_loads_nothing(text, read):
     assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_the_page_is_well_formed_and_every_id_is_there_once(read):
+def test_the_page_is_well_formed_with_unique_ids(read):
     assert read.crossed == []
     assert read.open == []
     ids = Counter(a["id"] for _, a in read.tags if "id" in a)
@@ -125,7 +125,7 @@ def test_every_configuration_is_in_the_summary(text, comparison):
         assert f'<span class="name">{c.name}</span>' in summary
 
 
-def test_what_differs_shows_changed_settings_in_bold(text):
+def test_changed_settings_are_bold(text):
     rows = section(text, "What differs between configurations").split("<tr>")
     row = next(row for row in (row.replace("<wbr>", "") for row in rows) if "fault_missing_cp_factor" in row)
     assert re.findall(r"<b>(.*?)</b>", row) == ["missing_cp_factor", "2", "zigzag"]
@@ -143,7 +143,7 @@ def test_parameters_judged_by_the_floor_are_listed_and_all_parameters_are_there(
     assert details.count("0 of 36 parameters out of budget") == 9
 
 
-def test_without_floored_parameters_the_page_says_so(comparison):
+def test_no_floored_parameters_are_reported(comparison):
     c = comparison["tp2-float64"]
     own = replace(c, parameters=[replace(p, judged_by="gradient") for p in c.parameters])
     assert "none needed the floor" in page(Comparison("x", "?", [comparison["one_rank-float64"], own]))
@@ -168,7 +168,7 @@ def test_a_failed_run_shows_rank_coordinates_exception_and_traceback(text):
     assert "File &quot;workbench/train/worker.py&quot;, line 88" in part
 
 
-def test_without_failed_runs_the_page_says_so(comparison):
+def test_no_failed_runs_are_reported(comparison):
     well = Comparison("x", "?", [comparison["one_rank-float64"], comparison["tp2-float64"]])
     assert "None: every run ended well." in page(well)
 
@@ -226,7 +226,7 @@ def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, 
     assert path.read_text() == "before"
 
 
-def test_a_figure_that_stands_beside_the_page_is_drawn_again(comparison, tmp_path):
+def test_a_figure_next_to_the_page_is_redrawn(comparison, tmp_path):
     (tmp_path / "verdicts.svg").write_text("of another comparison")
     write_report(comparison, tmp_path / "report.html")
     assert (tmp_path / "verdicts.svg").read_text() == style.svg_text(figures.verdicts(comparison), outlines=True)

@@ -12,8 +12,8 @@ from ipywidgets.widgets import widget as registry
 
 from tests.helpers.audited import files_opened
 from tests.helpers.trials import HOSTILE, Writer, make_run, make_sweep, rename, wait_for, write_steps
+from workbench.atomic import to_json, write_whole
 from workbench.errors import RecordError
-from workbench.records.directory import to_json, write_whole
 from workbench.report import panel as module
 from workbench.report.panel import Panel, attach
 
@@ -52,10 +52,10 @@ def confirm(which):
     which.click()
 
 
-# ---- what it is about -------------------------------------------------------------------------------------
+# ---- targets --------------------------------------------------------------------------------------------------
 
 
-def test_an_experiment_is_what_was_launched_last_in_its_order(experiment, attached):
+def test_an_experiment_is_its_last_launch_in_order(experiment, attached):
     names = ["c", "a", "b"]
     runs = {name: make_run(experiment, name) for name in sorted(names)}
     make_run(experiment, "older")
@@ -72,7 +72,7 @@ def test_an_experiment_that_no_launcher_described_shows_the_newest_of_each_name(
     assert attached(str(experiment)).trials[0].folder == second.path.name != first.path.name
 
 
-def test_one_run_or_several_in_whatever_form(experiment, attached):
+def test_accepts_one_run_or_several_in_any_form(experiment, attached):
     a, b = make_run(experiment, "a"), make_run(experiment, "b")
     assert [t.name for t in attached(a.path).trials] == ["a"]
     assert [t.name for t in attached(a).trials] == ["a"]
@@ -85,7 +85,7 @@ def test_a_sweep_shows_its_runs(experiment, attached):
     assert repr(shown).startswith("exp: 2 pending, 0 s")
 
 
-def test_time_is_counted_from_the_launch_and_not_from_an_earlier_run_that_is_taken_again(experiment, attached):
+def test_time_counts_from_the_launch_also_for_reused_runs(experiment, attached):
     sweep = make_sweep(experiment, "a", "b")
     sweep.runs[0].note(created_ns=time.time_ns() - 3600 * 10**9)
     assert repr(attached(sweep)).startswith("exp: 2 pending, 1 h 0 min")
@@ -97,7 +97,7 @@ def test_time_is_counted_from_the_launch_and_not_from_an_earlier_run_that_is_tak
 
 
 @pytest.mark.parametrize("target", ["nowhere-to-be-found", []])
-def test_what_holds_no_run_is_refused_in_words(target):
+def test_a_target_without_runs_is_refused(target):
     with pytest.raises(RecordError, match=r"do: "):
         attach(target)
 
@@ -200,7 +200,7 @@ def test_many_looks_at_runs_that_ended_read_nothing(experiment, attached):
     assert shown._trouble.value == ""
 
 
-def test_a_look_at_runs_that_go_on_reads_their_state_and_what_is_new(experiment, attached):
+def test_an_update_of_running_runs_reads_only_state_and_new_records(experiment, attached):
     run = make_run(experiment, "a", steps=3000)
     run.set_state("running")
     write_steps(run, [0.5] * 200)
@@ -241,7 +241,7 @@ def test_a_folder_that_disappears_breaks_nothing(experiment, attached):
     assert shown.live
 
 
-def test_what_goes_wrong_is_said_in_the_panel_and_passes(experiment, attached, monkeypatch):
+def test_an_error_is_shown_in_the_panel_and_clears(experiment, attached, monkeypatch):
     make_run(experiment, "a")
     shown = attached(experiment, poll_s=60)
 
@@ -304,7 +304,7 @@ def test_a_log_that_is_not_followed_stands_still(experiment, attached):
 # ---- cancelling -------------------------------------------------------------------------------------------
 
 
-def test_one_click_asks_again_and_is_forgotten(experiment, attached, monkeypatch):
+def test_one_click_asks_for_confirmation_and_expires(experiment, attached, monkeypatch):
     monkeypatch.setattr(module, "CONFIRM_S", 0.3)
     run = make_run(experiment, "a")
     shown = attached(experiment)
@@ -338,7 +338,7 @@ def test_a_confirmed_click_cancels_that_trial_and_no_other(experiment, attached)
     writers[0].leave.set()
 
 
-def test_cancel_all_ends_all_that_go_on(experiment, attached):
+def test_cancel_all_ends_all_running_runs(experiment, attached):
     writers = [Writer(make_run(experiment, name, steps=1000)) for name in "ab"]
     ended = make_run(experiment, "c")
     ended.set_state("succeeded")
@@ -352,7 +352,7 @@ def test_cancel_all_ends_all_that_go_on(experiment, attached):
     assert wait_for(lambda: shown._cancel_all.button.disabled)
 
 
-def test_what_cannot_be_cancelled_is_said(experiment, attached, monkeypatch):
+def test_a_failed_cancel_is_reported(experiment, attached, monkeypatch):
     def fail(*_, **__):
         raise OSError(HOSTILE)
 
@@ -364,7 +364,7 @@ def test_what_cannot_be_cancelled_is_said(experiment, attached, monkeypatch):
     assert "<script" not in shown._trouble.value
 
 
-def test_a_callback_that_fails_raises_nothing_and_says_so_until_the_next(experiment, attached, monkeypatch):
+def test_a_failing_callback_raises_nothing_and_is_reported(experiment, attached, monkeypatch):
     make_run(experiment, "a")
     shown = attached(experiment, poll_s=60)
 
@@ -380,7 +380,7 @@ def test_a_callback_that_fails_raises_nothing_and_says_so_until_the_next(experim
     assert shown._trouble.value == ""
 
 
-def test_one_that_cannot_be_asked_keeps_no_other_going(experiment, attached, monkeypatch):
+def test_an_unresponsive_run_does_not_block_the_others(experiment, attached, monkeypatch):
     gone, there = make_run(experiment, "a"), make_run(experiment, "b")
     shown = attached(experiment, poll_s=60)
     shutil.rmtree(gone.path)
@@ -391,7 +391,7 @@ def test_one_that_cannot_be_asked_keeps_no_other_going(experiment, attached, mon
     assert there.path.name not in shown._trouble.value
 
 
-def test_buttons_say_what_they_do_and_when(experiment, attached):
+def test_buttons_have_labels_and_states(experiment, attached):
     make_run(experiment, "a")
     assert button(attached(experiment), "a").tooltip == (
         "Cancel a: click, and click again within 3 s. A busy kernel answers when its cell has ended."
@@ -416,7 +416,7 @@ def test_closing_ends_the_thread_and_every_widget(experiment):
     assert repr(shown).startswith("exp: 1 pending")
 
 
-def test_a_panel_that_nobody_holds_or_shows_ends(experiment):
+def test_an_unreferenced_hidden_panel_ends(experiment):
     make_run(experiment, "a")
     before = set(registry._instances)
     shown = attach(experiment, poll_s=FAST_S)
@@ -440,7 +440,7 @@ def test_a_panel_on_a_page_lives_without_a_name(experiment):
     assert wait_for(lambda: not thread.is_alive())
 
 
-def test_its_thread_does_not_hold_the_interpreter(experiment, attached):
+def test_its_thread_does_not_block_interpreter_exit(experiment, attached):
     make_run(experiment, "a")
     assert attached(experiment)._thread.daemon
 

@@ -16,7 +16,7 @@ from workbench.compare.certificates import CertificateComparison
 from workbench.compare.comparison import Comparison
 from workbench.diagnose import diagnose
 from workbench.launch.ablation import AblationSpec
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 from workbench.report import rich
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.bridge import Grid, GridPair
@@ -56,7 +56,7 @@ def test_the_list_names_types_that_are_there(nouns):
     assert {(type(noun).__module__, type(noun).__name__) for noun in nouns} == set(rich.DRAWN)
 
 
-def test_ipython_draws_each_and_says_each_in_text(nouns):
+def test_ipython_draws_each_with_a_text_version(nouns):
     shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     rich.register(shell)
     for noun in nouns:
@@ -68,7 +68,7 @@ def test_ipython_draws_each_and_says_each_in_text(nouns):
         assert "tensor(" not in bundle["text/plain"]
 
 
-def test_a_derived_type_is_drawn_as_what_it_derives_from():
+def test_a_derived_type_is_drawn_like_its_base():
     class OurSpec(RunSpec):
         """With a setting of our own."""
 
@@ -80,7 +80,7 @@ def test_other_things_are_not_drawn():
         rich.as_html(3)
 
 
-def test_what_is_drawn_is_balanced(nouns):
+def test_drawn_markup_is_balanced(nouns):
     for noun in nouns:
         open_elements = []
 

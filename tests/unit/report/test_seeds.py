@@ -9,7 +9,7 @@ from workbench.compare.comparison import Comparison, Configuration
 from workbench.compare.seeds import Spread
 from workbench.report.page import page
 from workbench.report.seeds import seeds_by_step, spread_text
-from workbench.report.show import as_text
+from workbench.report.summary import as_text
 from workbench.specs.run import RunSpec
 
 
@@ -66,10 +66,10 @@ def test_the_band_is_one_deviation_wide():
     assert sorted({round(y, 9) for _, y in corners}) == pytest.approx([1.0, 2.0, 3.0, 4.0])
 
 
-def test_no_seeds_are_said_to_be_none():
+def test_an_experiment_without_seeds_is_reported():
     assert "several seeds" in seeds_by_step(made([1])).texts[0].get_text()
 
 
-def test_a_spread_of_one_and_of_none_is_said():
+def test_a_spread_of_one_and_of_none_is_labelled():
     assert spread_text(Spread.of([2.0])) == "2.00 (one seed)"
     assert spread_text(Spread.of([])) == "–"

@@ -67,7 +67,7 @@ def test_every_verdict_has_a_sign_and_hue_of_its_own():
     ("low", "high", "ticks"),
     [(-0.09, 8.0, [0, 0.1, 1]), (-8.0, 0.09, [-1, -0.1, 0]), (-0.01, 0.5, [-0.01, 0, 0.01, 0.1]), (0.01, 1e-3, [0])],
 )
-def test_decades_around_zero_leave_out_what_is_too_near(low, high, ticks):
+def test_decades_around_zero_omit_values_too_close(low, high, ticks):
     assert style.DecadesAroundZero(0.02).tick_values(low, high) == ticks
 
 

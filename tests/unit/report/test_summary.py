@@ -1,25 +1,38 @@
-"""The verdicts at a glance: the sentence counts right, and faults are told apart from surprises."""
+"""The verdicts at a glance: the sentence counts correctly, and faults are distinguished from surprises."""
 
 from dataclasses import replace
 
+import pytest
+
 from tests.helpers.comparisons import FAILED
 from workbench.compare.comparison import Comparison
+from workbench.report import summary as module
 from workbench.report.page import page
-from workbench.report.summary import _Scale, answer, shared_note, summary_table, tiles, where_it_ran
+from workbench.report.summary import (
+    _Scale,
+    answer,
+    as_html,
+    as_text,
+    shared_note,
+    show,
+    summary_table,
+    tiles,
+    where_it_ran,
+)
 
 
 def only(comparison, *names):
     return Comparison("some", "?", [comparison[name] for name in names])
 
 
-def test_the_answer_counts_every_verdict(comparison):
+def test_the_summary_counts_every_verdict(comparison):
     assert answer(comparison) == (
         "9 of 13 configurations keep the gradient of their reference. "
         "3 differ, each with a known fault switched on. 1 failed and has no verdict."
     )
 
 
-def test_the_answer_says_when_a_difference_has_no_known_fault(comparison):
+def test_the_summary_reports_a_difference_without_a_known_fault(comparison):
     fault = comparison["fault_missing_cp_factor"]
     surprise = replace(fault, name="surprise", settings=fault.settings | {"faults": []})
     both = Comparison("x", "?", [comparison["one_rank-float64"], fault, surprise])
@@ -28,24 +41,24 @@ def test_the_answer_says_when_a_difference_has_no_known_fault(comparison):
     assert answer(alone) == "0 of 1 configurations keep the gradient of their reference. 1 differs."
 
 
-def test_the_answer_warns_of_a_fault_that_was_not_seen(comparison):
+def test_the_summary_warns_of_an_undetected_fault(comparison):
     unseen = replace(comparison["fault_missing_cp_factor"], verdict="equal")
-    found = Comparison("x", "?", [comparison["one_rank-float64"], unseen])
-    assert "Not seen, although a fault was switched on: fault_missing_cp_factor." in answer(found)
+    result = Comparison("x", "?", [comparison["one_rank-float64"], unseen])
+    assert "Not seen, although a fault was switched on: fault_missing_cp_factor." in answer(result)
 
 
-def test_the_answer_keeps_its_grammar_for_one(comparison):
+def test_the_summary_uses_the_singular_for_one(comparison):
     both = only(comparison, "one_rank-float64", "tp2-float64", "fault_missing_cp_factor")
     assert answer(both) == (
         "1 of 2 configurations keeps the gradient of its reference. 1 differs, with a known fault switched on."
     )
 
 
-def test_the_answer_of_references_alone(comparison):
+def test_the_summary_of_references_alone(comparison):
     assert "nothing to compare" in answer(only(comparison, "one_rank-float64"))
 
 
-def test_a_row_holds_verdict_factor_meaning_and_first_difference(comparison):
+def test_a_row_has_verdict_factor_meaning_and_first_difference(comparison):
     row = summary_table(only(comparison, "one_rank-float64", "fault_missing_cp_factor")).split("<tr")[-1]
     for part in ("different", "× 0.500", "1 / cp", "step 0", "embed_<wbr>tokens", "fault: missing_cp_factor"):
         assert part in row
@@ -57,7 +70,7 @@ def test_a_failed_row_names_rank_and_exception(comparison):
     assert "failed" in row
 
 
-def test_a_device_that_was_not_asked_for_is_marked(comparison):
+def test_an_unrequested_device_is_marked(comparison):
     note = "asked for 4 GPUs, 0 here"
     assert f">{note}</mark>" in where_it_ran(comparison, comparison["dp2_cp2-float64"])
     assert "<mark" not in where_it_ran(comparison, comparison["tp2-float64"])
@@ -66,7 +79,7 @@ def test_a_device_that_was_not_asked_for_is_marked(comparison):
     assert f"ran on CPU with gloo: {note}" in made
 
 
-def test_a_machine_without_gpus_is_said_once_and_marks_no_row(comparison):
+def test_a_machine_without_gpus_is_mentioned_once_and_marks_no_row(comparison):
     everywhere = [replace(c, device_note="no GPU here") for c in comparison.configurations]
     bare = replace(comparison, configurations=everywhere)
     assert shared_note(bare) == "no GPU here"
@@ -79,7 +92,7 @@ def test_a_machine_without_gpus_is_said_once_and_marks_no_row(comparison):
     assert shared_note(replace(bare, configurations=[*everywhere, not_started])) == "no GPU here"
 
 
-def test_bit_for_bit_is_said(comparison):
+def test_bitwise_equality_is_reported(comparison):
     c = comparison["tp2-float64"]
     same = replace(
         c,
@@ -98,10 +111,54 @@ def test_tiles_lead_to_rows(comparison):
         assert table.count(f'id="configuration-{index}"') == 1
 
 
-def test_the_scale_holds_the_budget_inside_and_every_value_in_order():
+def test_the_scale_has_the_budget_inside_and_every_value_in_order():
     scale = _Scale([1e-3, 0.3, 5e11])
     places = [scale.place(value) for value in (0.0, 1e-3, 0.3, 1.0, 2.0, 5e11, float("inf"))]
     assert places == sorted(places)
     assert places[0] == 0
     assert 20 < scale.place(1.0) < 80
     assert places[-1] == 100
+
+
+# ---- show: the same verdicts as HTML and as text, for whichever the front end can read ----
+
+
+@pytest.fixture
+def displayed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "_display", calls.append)
+    return calls
+
+
+def test_show_hands_over_html_and_its_text_twin(comparison, displayed):
+    assert show(comparison) is None
+    [data] = displayed
+    assert data == {"text/html": as_html(comparison), "text/plain": as_text(comparison)}
+
+
+def test_html_and_text_agree_on_every_configuration(comparison):
+    made, text = as_html(comparison).replace("<wbr>", ""), as_text(comparison)
+    lines = {line.split()[1]: line for line in text.splitlines()[3:]}
+    assert set(lines) == {c.name for c in comparison.configurations}
+    for c in comparison.configurations:
+        assert c.verdict in lines[c.name]
+        assert f'<span class="name">{c.name}</span>' in made
+    assert "× 0.500 (1 / cp)  step 0, model.embed_tokens.weight" in lines["fault_missing_cp_factor"]
+    assert lines["cp2_tp2-float32"].endswith("rank 1: ShardingError")
+
+
+def test_the_style_stays_inside_its_element(comparison):
+    style = as_html(comparison).partition("<style>")[2].partition("</style>")[0]
+    depth, selectors, current = 0, [], ""
+    for letter in style:
+        if letter == "{":
+            if depth == 0:
+                selectors.append(current.rpartition("*/")[2].strip())
+            depth, current = depth + 1, ""
+        elif letter == "}":
+            depth, current = depth - 1, ""
+        else:
+            current += letter
+    assert depth == 0
+    assert selectors
+    assert all(".workbench" in selector or selector.startswith("@media print") for selector in selectors)

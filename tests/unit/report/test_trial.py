@@ -1,4 +1,4 @@
-"""TrialReader: a run as it goes on, told whatever its directory looks like."""
+"""TrialReader: a running run, readable whatever the state of its directory."""
 
 import json
 import math
@@ -8,8 +8,9 @@ import pytest
 
 from tests.helpers.audited import files_opened
 from tests.helpers.trials import make_run, write_steps
-from workbench.records.directory import is_process_alive
-from workbench.report.trial import GONE, Trial, TrialReader, as_line, duration, elapsed_s
+from workbench.records.provenance import is_process_alive
+from workbench.report.rows import as_line, duration
+from workbench.report.trial import GONE, LogTail, Trial, TrialReader, elapsed_s
 
 
 @pytest.fixture
@@ -65,13 +66,13 @@ def test_a_step_that_records_no_loss_keeps_its_place(run):
     assert TrialReader(run).read().loss == (None, 0.5)
 
 
-def test_who_asked_for_the_end_is_not_left_in_doubt(run):
+def test_a_requested_cancel_is_shown(run):
     run.set_state("running")
     run.request_cancel("a test")
     assert TrialReader(run).read().note == "cancellation requested"
 
 
-def test_it_says_whose_clip_decisions_it_waits_for(run, tmp_path):
+def test_names_the_run_whose_clip_decisions_it_awaits(run, tmp_path):
     decides = make_run(tmp_path / "exp", "one_rank64")
     run.note(frozen_clip_run=decides.path.name)
     reader = TrialReader(run)
@@ -80,7 +81,7 @@ def test_it_says_whose_clip_decisions_it_waits_for(run, tmp_path):
     assert reader.read().note == "waits for its turn"
 
 
-def test_a_lost_run_says_what_to_do(run):
+def test_a_lost_run_has_a_fix(run):
     nobody = {"pid": 2**22 + 1, "create_time": 0.0}
     assert not is_process_alive(nobody)
     run.set_state("running")
@@ -90,7 +91,7 @@ def test_a_lost_run_says_what_to_do(run):
     assert "launch again" in trial.note
 
 
-def test_a_damaged_record_is_said_and_the_state_still_followed(run):
+def test_a_damaged_record_is_reported_and_the_state_is_still_followed(run):
     reader = TrialReader(run)
     (run.path / "metrics.jsonl").write_bytes(b"nonsense\nmore nonsense\nand more\n")
     trial = reader.read()
@@ -119,7 +120,7 @@ def test_a_folder_that_is_removed_is_gone(run):
     assert (trial.state, trial.ended, trial.note, trial.loss) == (GONE, True, "its folder was removed", (0.5,))
 
 
-def test_a_line_holds_everything_and_no_more_columns_than_there_is_to_say():
+def test_a_line_has_everything_and_no_empty_columns():
     trial = Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, (0.5, 0.25), (1.0, math.nan), 3.0, note="a note")
     assert as_line(trial, names=6) == (
         "cp2     running    2/4 steps  3 s     loss █▁ 0.250  gradient norm ▅× not a number  a note"
@@ -168,3 +169,92 @@ def test_time_left_and_reward_of_a_run_that_samples(run):
     assert as_line(reader.read()).endswith("reward ▁▅█ 0.200  10 s left")
     run.set_state("succeeded")
     assert reader.read().seconds_left is None
+
+
+# ---- LogTail: the last lines of a file that grows, is restarted, or is very long ----
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rank00000.log"
+
+
+def append(path, content):
+    with path.open("ab") as file:
+        file.write(content)
+
+
+def test_a_log_that_is_not_there_yet_has_nothing_new(path):
+    tail = LogTail(path)
+    assert not tail.read()
+    append(path, b"one\n")
+    assert tail.read()
+    assert tail.text() == "one"
+
+
+def test_each_read_returns_only_new_lines(path):
+    tail = LogTail(path)
+    append(path, b"one\ntw")
+    assert tail.read()
+    assert tail.text() == "one\ntw"
+    assert not tail.read()
+    append(path, b"o\nthree\n")
+    assert tail.read()
+    assert tail.text() == "one\ntwo\nthree"
+
+
+def test_only_the_last_lines_are_returned(path):
+    tail = LogTail(path, lines=3)
+    append(path, b"".join(b"%d\n" % number for number in range(10)) + b"rest")
+    tail.read()
+    assert tail.text() == "8\n9\nrest"
+
+
+def test_a_restarted_file_is_read_from_the_start(path):
+    tail = LogTail(path)
+    append(path, b"a long first line of an earlier attempt\n")
+    tail.read()
+    path.write_bytes(b"new\n")
+    assert tail.read()
+    assert tail.text() == "new"
+
+
+def test_of_a_flood_the_beginning_is_passed_over_and_counted(path):
+    tail = LogTail(path)
+    append(path, b"first\n")
+    tail.read()
+    append(path, b"x" * 99 + b"\n" + b"y" * 200_000 + b"\nlast\n")
+    tail.read()
+    assert tail.text().splitlines()[0] == "first"
+    assert tail.text().splitlines()[1].startswith("... yyy")
+    assert tail.text().splitlines()[1].endswith(" ...")
+    assert tail.text().splitlines()[2:] == ["last"]
+    assert tail.passed_over == path.stat().st_size - 6 - 64 * 1024
+
+
+def test_a_letter_cut_by_a_look_is_whole_in_the_end(path):
+    tail = LogTail(path)
+    euro = "€\n".encode()
+    append(path, euro[:2])
+    tail.read()
+    append(path, euro[2:])
+    tail.read()
+    assert tail.text() == "€"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"\x1b[31mred\x1b[0m\n", "red"),
+        (b"\x1b]0;title\x07words\n", "words"),
+        (b" 10%\r 50%\r100%\n", "100%"),
+        (b"windows\r\n", "windows"),
+        (b"\xff\x00bell\x07\n", "\ufffd\ufffdbell\ufffd"),
+        (b"tab\there\n", "tab\there"),
+    ],
+)
+def test_shows_what_a_terminal_would_show(path, written, shown):
+    tail = LogTail(path)
+    append(path, written)
+    tail.read()
+    assert tail.text() == shown

@@ -1,4 +1,4 @@
-"""Exact attention means attention, and marks what is not finite."""
+"""Exact attention matches attention, and marks non-finite values."""
 
 import math
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ import torch
 from workbench.reproducible import attention
 from workbench.reproducible.blocks import RowBlocks
 from workbench.reproducible.kernels import plain
+from workbench.reproducible.modules import Pieces
 from workbench.sharding.attention import AttentionShard, sharded_attention
 from workbench.sharding.mesh import Axis
 from workbench.sharding.plan import ShardPlan
@@ -33,7 +34,7 @@ def attended(mesh, pieces, window, spoil=None):
         d_out[places.expand(1, 4, -1) == 6] = spoil
     for one in inputs:
         one.requires_grad_()
-    out = attention.attend(*inputs, blocks, pieces, plain, window, 0.3)
+    out = attention.attend(*inputs, blocks, Pieces(plain, 4, pieces, Axis("tp")), window, 0.3)
     out.backward(d_out)
     return places, [out.detach(), *(one.grad for one in inputs)]
 
@@ -46,7 +47,7 @@ def whole(found):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_it_is_attention_inside_documents_the_same_bits_over_any_ranks(window, pieces):
-    found = whole(simulate(lambda mesh: attended(mesh, pieces, window), cp=2))
+    result = whole(simulate(lambda mesh: attended(mesh, pieces, window), cp=2))
     *inputs, d_out = drawn()
     for one in inputs:
         one.requires_grad_()
@@ -55,10 +56,10 @@ def test_it_is_attention_inside_documents_the_same_bits_over_any_ranks(window, p
     )
     out = sharded_attention(None, *inputs, None, shard=shard, scaling=0.3, sliding_window=window)[0].transpose(1, 2)
     out.backward(d_out)
-    for actual, expected in zip(found, [out.detach(), *(one.grad for one in inputs)], strict=True):
+    for actual, expected in zip(result, [out.detach(), *(one.grad for one in inputs)], strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
     alone = whole(simulate(lambda mesh: attended(mesh, pieces, window)))
-    assert all(torch.equal(actual, expected) for actual, expected in zip(found, alone, strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(result, alone, strict=True))
 
 
 @pytest.mark.parametrize("spoil", [math.inf, -math.inf, math.nan])

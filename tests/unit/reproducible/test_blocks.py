@@ -1,4 +1,4 @@
-"""Rows as blocks: who holds which, what each of them looks at, and what is no row of blocks."""
+"""Rows as blocks: their ranks, the keys of each, and rows that do not split."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_a_block_looks_at_its_documents_from_their_beginning():
         assert int(span.seen.allowed_qk.sum()) == int(whole[span.queries].sum())
 
 
-def test_a_window_shortens_what_a_block_looks_at():
+def test_a_window_shortens_the_keys_of_a_block():
     near = torch.arange(16)[:, None] - torch.arange(16) < 3
     seen = DOCUMENTS[:, None].eq(DOCUMENTS).tril() & near
     for span in blocks_of("contiguous", 1, 4).spans(3):
@@ -47,7 +47,7 @@ def test_tokens_and_blocks_of_documents_are_counted():
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "balanced"])
-def test_values_are_gathered_in_the_order_of_the_row_and_sums_go_back(order):
+def test_values_are_gathered_in_row_order_and_sums_return(order):
     def there_and_back(mesh):
         rows = blocks_of(order, 4, 2 if order == "zigzag" else 4, mesh["cp"])
         own = (rows.own_B[:, None] * rows.block + torch.arange(rows.block)).flatten()
@@ -69,7 +69,7 @@ def test_values_are_gathered_in_the_order_of_the_row_and_sums_go_back(order):
         ("contiguous", 4, {"algorithm": "ulysses"}, "use attention gathered"),
     ],
 )
-def test_what_is_no_row_of_blocks_is_refused(order, block, how, words):
+def test_a_row_that_does_not_split_into_blocks_is_refused(order, block, how, words):
     with pytest.raises(ShardingError, match=words):
         blocks_of(order, 2, block, **how)
 

@@ -1,4 +1,4 @@
-"""The same bits on simulated ranks of every layout, and numbers that mean what the ordinary ones mean."""
+"""The same bits on simulated ranks of every layout, and numbers that match the ordinary ones."""
 
 import functools
 import math
@@ -47,30 +47,30 @@ def differing(found, expected):
 
 
 @pytest.mark.parametrize(("numbers", "sizes", "plan_of", "more"), LAYOUTS)
-def test_every_layout_says_the_same_bits(numbers, sizes, plan_of, more):
+def test_every_layout_gives_the_same_bits(numbers, sizes, plan_of, more):
     precision, tied = numbers
-    found = simulate(
+    by_rank = simulate(
         lambda mesh: own_step(mesh, plan_of, Resolution(BLOCK, 2), precision=precision, tied=tied, **more), **sizes
     )
-    assert differing(found, alone(precision, tied)) == []
-    assert set().union(*found) == set(alone(precision, tied))
+    assert differing(by_rank, alone(precision, tied)) == []
+    assert set().union(*by_rank) == set(alone(precision, tied))
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"tp": 2}])
 def test_the_ordinary_computation_does_not(sizes):
-    found = simulate(lambda mesh: own_step(mesh, in_order("contiguous"), Resolution(BLOCK, 2), exact=False), **sizes)
-    assert len(differing(found, alone("float32", True, exact=False))) > 20
+    by_rank = simulate(lambda mesh: own_step(mesh, in_order("contiguous"), Resolution(BLOCK, 2), exact=False), **sizes)
+    assert len(differing(by_rank, alone("float32", True, exact=False))) > 20
 
 
 def test_other_pieces_are_other_bits():
-    found = own_step(
+    result = own_step(
         single_process_mesh(), in_order("contiguous"), Resolution(2 * BLOCK, 2), precision="float32", tied=True
     )
-    assert differing([found], alone("float32", True))
+    assert differing([result], alone("float32", True))
 
 
 @pytest.mark.parametrize(("precision", "far"), [("float32", 3e-6), ("bfloat16", 0.03)])
-def test_it_means_what_the_ordinary_computation_means(precision, far):
+def test_matches_the_ordinary_computation(precision, far):
     exact, fast = alone(precision, False), alone(precision, False, exact=False)
     assert len(fast) > 40
     for name, value in fast.items():
@@ -127,33 +127,33 @@ def test_one_ulp_in_one_weight_reaches_everything():
         with torch.no_grad():
             weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(math.inf))
 
-    found = own_step(single_process_mesh(), in_order("contiguous"), Resolution(BLOCK, 2), spoil=nudge)
-    assert len(differing([found], alone("float32", True))) > 40
+    result = own_step(single_process_mesh(), in_order("contiguous"), Resolution(BLOCK, 2), spoil=nudge)
+    assert len(differing([result], alone("float32", True))) > 40
 
 
 def test_a_power_of_two_in_the_loss_takes_nothing_but_its_bits():
     policy = load_policy("tiny-qwen3")
     exact = install(policy, Resolution(BLOCK))
-    found = []
+    results = []
     for scale in (1.0, 2.0**-9):
         exact.start(scale, bits=32 if scale == 1 else 41)
         backward_of(policy, scale)
         exact.reduce()
-        found.append({name: parameter.grad.clone() for name, parameter in policy.model.named_parameters()})
-    assert differing(found[1:], found[0]) == []
+        results.append({name: parameter.grad.clone() for name, parameter in policy.model.named_parameters()})
+    assert differing(results[1:], results[0]) == []
 
 
-def test_tokens_and_blocks_of_a_step_are_counted_over_its_micro_batches_and_anew_in_the_next():
-    """Whether integers fit is decided from how many partials are added."""
+def test_tokens_and_blocks_are_counted_over_the_micro_batches_of_a_step():
+    """The number of added partials decides if integers fit."""
     policy = load_policy("tiny-qwen3")
     exact = install(policy, Resolution(BLOCK))
-    found = []
+    results = []
     for micro_batches in (2, 1):
         exact.start()
         for _ in range(micro_batches):
             backward_of(policy, 1.0)
-        found.append((exact.leaves.tokens, exact.leaves.blocks))
-    assert found == [(2 * TOKENS, 2 * TOKENS // BLOCK), (TOKENS, TOKENS // BLOCK)]
+        results.append((exact.leaves.tokens, exact.leaves.blocks))
+    assert results == [(2 * TOKENS, 2 * TOKENS // BLOCK), (TOKENS, TOKENS // BLOCK)]
 
 
 def test_a_target_that_is_no_token_is_refused():
@@ -182,21 +182,21 @@ def backward_of(policy, factor):
     ("factor", "bits", "words"),
     [(2.0**30, 32, "more than fit with 32 bits"), (2.0**-30, 32, "fewer than 16"), (1.0, 55, "more than fit with 55")],
 )
-def test_out_of_range_says_which_bits_fit_alike_on_every_rank(factor, bits, words):
+def test_out_of_range_gives_the_same_fitting_bits_on_every_rank(factor, bits, words):
     def until_it_fits(mesh):
         policy = load_policy("tiny-qwen3", mesh=mesh)
         exact = install(policy, Resolution(BLOCK, 2, bits))
-        said = []
+        outputs = []
         while True:
-            exact.start(factor, said[-1][1] if said else bits)
+            exact.start(factor, outputs[-1][1] if outputs else bits)
             backward_of(policy, factor)
             try:
                 exact.reduce()
             except OutOfRange as error:
                 assert all(parameter.grad is None for parameter in policy.model.parameters())
-                said.append((str(error), error.bits))
+                outputs.append((str(error), error.bits))
             else:
-                return said, exact.norms(), min(filter(None, exact.used_bits.values()))
+                return outputs, exact.norms(), min(filter(None, exact.used_bits.values()))
 
     one = until_it_fits(single_process_mesh())
     assert words in one[0][0][0]
@@ -216,7 +216,7 @@ def own_norms():
 
 
 @pytest.mark.parametrize("factor", [math.inf, math.nan])
-def test_what_is_not_finite_is_said_in_words(factor):
+def test_a_non_finite_gradient_raises_an_error(factor):
     def step(mesh):
         policy = load_policy("tiny-qwen3", mesh=mesh)
         exact = install(policy, Resolution(BLOCK))
@@ -236,14 +236,14 @@ def test_a_scale_that_would_round_is_refused():
     exact.start(2.0**-20)
 
 
-def test_autocast_is_refused_in_words():
+def test_autocast_is_refused():
     policy = load_policy("tiny-qwen3")
     install(policy, Resolution(BLOCK))
     with pytest.raises(SpecError, match="autocast is on"), torch.autocast("cpu", dtype=torch.bfloat16):
         backward_of(policy, 1.0)
 
 
-def test_a_step_is_begun_and_reduced_once():
+def test_a_step_is_started_and_reduced_once():
     policy = load_policy("tiny-qwen3")
     exact = install(policy, Resolution(BLOCK))
     with pytest.raises(SpecError, match=r"exact\.norms\(\)"):

@@ -1,36 +1,41 @@
 """Sums that no order and no rank changes, and the range in which they are exact."""
 
 import math
+import pickle
 
 import pytest
 import torch
 
+from workbench.errors import SpecError
 from workbench.reproducible.exact_sums import (
     MARGIN,
     MINIMUM_BITS,
     USABLE_BITS,
     Accumulator,
     Leaves,
+    OutOfRange,
+    Resolution,
     check_range,
     exact_sum,
 )
 from workbench.reproducible.kernels import plain
-from workbench.reproducible.resolution import OutOfRange
 from workbench.sharding.mesh import Axis
 from workbench.sharding.simulated import simulate
 
 ALONE = [Axis("dp_cp"), Axis("tp")]
 
 
-def test_an_exact_sum_knows_no_order_and_no_ranks():
+def test_an_exact_sum_does_not_depend_on_order_or_ranks():
     values = torch.randn(1000, dtype=torch.float64) * 10.0 ** torch.randint(-12, 12, (1000,))
     expected = exact_sum(values)
     assert expected == pytest.approx(math.fsum(values.tolist()), rel=1e-12)
     assert exact_sum(values[torch.randperm(1000)]) == expected
     for dp, cp in ((2, 1), (1, 4), (2, 2)):
         dealt = values.view(-1, dp * cp)
-        found = simulate(lambda mesh, dealt=dealt: exact_sum(dealt[:, mesh["dp_cp"].rank], mesh["dp_cp"]), dp=dp, cp=cp)
-        assert set(found) == {expected}
+        by_rank = simulate(
+            lambda mesh, dealt=dealt: exact_sum(dealt[:, mesh["dp_cp"].rank], mesh["dp_cp"]), dp=dp, cp=cp
+        )
+        assert set(by_rank) == {expected}
 
 
 def test_an_ordinary_sum_does():
@@ -39,10 +44,10 @@ def test_an_ordinary_sum_does():
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_makes_the_sum_so(bad):
+def test_a_non_finite_value_makes_the_sum_non_finite(bad):
     assert math.isnan(exact_sum(torch.tensor([1.0, bad])))
-    found = simulate(lambda mesh: exact_sum(torch.tensor([bad if mesh["dp"].rank else 1.0]), mesh["dp"]), dp=2)
-    assert [math.isnan(one) for one in found] == [True, True]
+    by_rank = simulate(lambda mesh: exact_sum(torch.tensor([bad if mesh["dp"].rank else 1.0]), mesh["dp"]), dp=2)
+    assert [math.isnan(one) for one in by_rank] == [True, True]
 
 
 def test_sums_of_zeros_and_of_nothing_are_zero():
@@ -58,7 +63,7 @@ def filled(peak, per=None):
     return one
 
 
-def test_partials_that_fit_say_how_many_bits_they_use():
+def test_fitting_partials_report_the_bits_that_they_use():
     three = [filled(1.5), filled(0.0), filled(0.25)]
     assert check_range(three, ["a", "b", "c"], Leaves(10, 5), 32, ALONE) == [33, 0, 31]
 
@@ -82,7 +87,7 @@ def test_partials_of_every_token_are_counted():
         check_range([filled(peak, per_token)], ["a"], Leaves(7, 1), 32, ALONE)
 
 
-def test_too_few_bits_ask_for_more_where_there_are_any():
+def test_too_few_bits_request_more_if_available():
     small = math.ldexp(1.0, MINIMUM_BITS - 34)
     with pytest.raises(OutOfRange, match="fewer than 16") as raised:
         check_range([filled(small), filled(1.0)], ["a", "b"], Leaves(10, 1), 32, ALONE)
@@ -91,7 +96,7 @@ def test_too_few_bits_ask_for_more_where_there_are_any():
     assert check_range([filled(small), filled(large)], ["a", "b"], Leaves(10, 1), 32, ALONE)[0] == MINIMUM_BITS - 1
 
 
-def test_every_rank_says_the_same_of_what_one_of_them_saw():
+def test_every_rank_reports_a_value_seen_by_one():
     def check(mesh):
         leaves = Leaves(0, 1)
         try:
@@ -100,9 +105,9 @@ def test_every_rank_says_the_same_of_what_one_of_them_saw():
             return error.bits, str(error)
         return None
 
-    found = simulate(check, dp=2, tp=2)
-    assert len(set(found)) == 1
-    assert found[0][0] == USABLE_BITS - 40 - 2 - MARGIN
+    by_rank = simulate(check, dp=2, tp=2)
+    assert len(set(by_rank)) == 1
+    assert by_rank[0][0] == USABLE_BITS - 40 - 2 - MARGIN
 
 
 def test_flushed_rows_are_those_of_everything():
@@ -114,7 +119,7 @@ def test_flushed_rows_are_those_of_everything():
     assert one.flush(lambda total: total[:2] * 10).tolist() == [[10, 20], [30, 40]]
 
 
-def test_rows_that_wait_are_added_when_they_are_asked_for_or_take_too_much():
+def test_queued_rows_are_added_on_request_or_above_a_limit():
     rows, index = torch.tensor([[1.0, 2.0], [4.0, -8.0]]), torch.tensor([3, 3])
     for times, waits in ((1, True), (20, False)):
         one = Accumulator(torch.Size([4, 2]), torch.device("cpu"), Leaves())
@@ -129,9 +134,23 @@ def test_rows_that_wait_are_added_when_they_are_asked_for_or_take_too_much():
         assert not one.total.any()
 
 
-def test_range_knows_of_rows_that_wait():
+def test_the_range_includes_queued_rows():
     one = Accumulator(torch.Size([64, 2]), torch.device("cpu"), Leaves(tokens=1))
     one.start(32)
     one.add_at(plain, torch.tensor([[torch.nan, 0.0]]), torch.tensor([0]))
     with pytest.raises(OutOfRange, match="not finite"):
         check_range([one], ["embedding"], Leaves(1, 1), 32, [Axis("dp_cp")])
+
+
+@pytest.mark.parametrize(("tokens", "chunks"), [(0, 1), (8, 0), (8, 3), (8, -2), (-1, 1)])
+def test_pieces_that_make_no_sense_are_refused(tokens, chunks):
+    with pytest.raises(SpecError, match="a power of two"):
+        Resolution(tokens, chunks)
+
+
+def test_an_error_keeps_its_bits_when_it_is_pickled():
+    for bits in (27, None):
+        error = pickle.loads(pickle.dumps(OutOfRange.because("a peak", bits)))
+        assert error.bits == bits
+        assert "a peak" in str(error)
+    assert "exact.start(bits=27)" in str(OutOfRange.because("a peak", 27))

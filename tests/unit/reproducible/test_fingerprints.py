@@ -1,4 +1,4 @@
-"""A fingerprint is what a plain loop says it is, sees every bit and every place, and no layout changes it."""
+"""A fingerprint matches a plain loop, detects every bit and every position, and no layout changes it."""
 
 from dataclasses import dataclass
 
@@ -44,8 +44,8 @@ class TestOneTensor:
     def test_mixes_as_published(self):
         # The first numbers of SplitMix64 from seed 0, as every implementation's test has them.
         assert [splitmix(0, count) for count in (1, 2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
-        said = row_fingerprints(torch.zeros(2, 1), torch.tensor([1, 2]), torch.tensor([0]))
-        assert [int(number) & LAST for number in said] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+        output = row_fingerprints(torch.zeros(2, 1), torch.tensor([1, 2]), torch.tensor([0]))
+        assert [int(number) & LAST for number in output] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
 
     def test_every_single_bit_counts(self):
         values, seen = drawn(4, 4), set()
@@ -63,7 +63,7 @@ class TestOneTensor:
         assert fingerprint(values) == fingerprint(values.view(3, 4)), "places count, in row-major order"
         assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
 
-    def test_long_tensors_go_piece_by_piece(self, monkeypatch):
+    def test_long_tensors_are_processed_in_pieces(self, monkeypatch):
         values = drawn(40, 8)
         whole = fingerprint(values)
         monkeypatch.setattr("workbench.reproducible.fingerprints._PIECE", 50)
@@ -80,7 +80,7 @@ class TestOneTensor:
 
 @dataclass
 class Dealt:
-    """What FSDP2 leaves of a parameter on a rank: the shape of all of it, and a piece."""
+    """FSDP2's view of a parameter on a rank: the shape of all of it, and a piece."""
 
     shape: torch.Size
     piece: Tensor
@@ -142,21 +142,21 @@ class TestOverRanks:
             return fingerprints(dealt, shards, mesh)
 
         whole = {name: fingerprint(values) for name, values in WHOLE.items()}
-        for said in simulate(rank, **sizes):
-            assert said == (whole, ())
+        for text in simulate(rank, **sizes):
+            assert text == (whole, ())
 
     def test_one_rank_needs_no_group(self):
         assert fingerprints(WHOLE, SHARDS, single_process_mesh())[0]["row"] == fingerprint(WHOLE["row"])
 
     @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"tp": 3}])
-    def test_replicas_that_are_not_alike_are_named(self, sizes):
+    def test_differing_replicas_are_named(self, sizes):
         def rank(mesh):
-            mine = dict(WHOLE)
+            local = dict(WHOLE)
             if mesh["tp"].rank == mesh["tp"].size - 1 and mesh["dp_cp"].rank == mesh["dp_cp"].size - 1:
-                mine["norm"] = WHOLE["norm"].clone()
-                mine["norm"][2] = torch.nextafter(mine["norm"][2], torch.tensor(9.0))
-            return fingerprints(mine, dict.fromkeys(WHOLE, ParameterShard()), mesh)
+                local["norm"] = WHOLE["norm"].clone()
+                local["norm"][2] = torch.nextafter(local["norm"][2], torch.tensor(9.0))
+            return fingerprints(local, dict.fromkeys(WHOLE, ParameterShard()), mesh)
 
-        said = simulate(rank, **sizes)
-        assert {unlike for _, unlike in said} == {("norm",)}
-        assert all(found == said[0][0] for found, _ in said)
+        output = simulate(rank, **sizes)
+        assert {unlike for _, unlike in output} == {("norm",)}
+        assert all(result == output[0][0] for result, _ in output)

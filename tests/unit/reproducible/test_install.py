@@ -1,4 +1,4 @@
-"""Modules are swapped and put back, and what nobody knows to be exact is refused by name."""
+"""Modules are swapped and restored, and modules not known to be exact are refused by name."""
 
 import doctest
 
@@ -61,11 +61,11 @@ def test_one_thread_computes_inside():
         torch.set_num_threads(before)
 
 
-def test_the_example_does_what_it_says():
+def test_the_documented_example_works():
     (example,) = doctest.DocTestFinder().find(reproducibly, "reproducibly", globs={})
-    found = doctest.DocTestRunner().run(example)
-    assert found.failed == 0
-    assert found.attempted > 10
+    result = doctest.DocTestRunner().run(example)
+    assert result.failed == 0
+    assert result.attempted > 10
 
 
 def test_an_error_inside_puts_everything_back_too():
@@ -75,7 +75,7 @@ def test_an_error_inside_puts_everything_back_too():
     assert policy.exact is None
 
 
-def test_it_is_installed_once():
+def test_a_second_install_is_refused():
     policy = load_policy("tiny-qwen3")
     exact = install(policy, Resolution(BLOCK))
     with pytest.raises(SpecError, match="computes exactly already"):
@@ -94,7 +94,7 @@ def test_it_is_installed_once():
         ("tiny-qwen3", {}, 32, "19 tokens of a vocabulary"),
     ],
 )
-def test_what_is_not_known_to_be_exact_is_refused_by_name(source, load, chunks, words):
+def test_modules_not_known_to_be_exact_are_refused_by_name(source, load, chunks, words):
     policy = load_policy(source, **load)
     with pytest.raises(SpecError, match=words):
         install(policy, Resolution(BLOCK, chunks))
@@ -102,7 +102,7 @@ def test_what_is_not_known_to_be_exact_is_refused_by_name(source, load, chunks, 
     assert "forward" not in vars(policy.model.get_input_embeddings())
 
 
-def test_what_is_not_trained_or_would_drop_out_is_refused():
+def test_untrained_parameters_and_dropout_are_refused():
     policy = load_policy("tiny-qwen3")
     policy.model.model.norm.weight.requires_grad_(False)
     policy.model.train()
@@ -133,7 +133,7 @@ def test_more_ranks_than_pieces_and_sequence_parallelism_are_refused():
     assert simulate(with_one_piece, tp=2) == [None, None]
 
 
-def test_what_the_exact_head_does_not_know_is_refused():
+def test_options_unsupported_by_the_exact_head_are_refused():
     policy = load_policy("tiny-qwen3")
     hidden = torch.zeros(32, 64)
     with reproducibly(policy, block_tokens=BLOCK):

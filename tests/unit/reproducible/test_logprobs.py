@@ -1,4 +1,4 @@
-"""What the exact head says is what the reference says, and so are its gradients."""
+"""The exact head matches the reference, and so do its gradients."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def said(mesh, chunks, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("dtype", "far", "chunks"), [(torch.float32, 1e-5, 1), (torch.bfloat16, 0.1, 1), (torch.float32, 1e-5, 4)]
 )
-def test_it_says_what_the_reference_says_in_one_piece_of_the_vocabulary_and_in_several(dtype, far, chunks):
+def test_matches_the_reference_with_one_and_several_vocabulary_chunks(dtype, far, chunks):
     hidden, weight, targets, temperature, gradients = problem()
     hidden, weight = hidden.to(dtype).double().requires_grad_(), weight.to(dtype).double().requires_grad_()
     expected = token_logprobs(
@@ -52,23 +52,23 @@ def test_it_says_what_the_reference_says_in_one_piece_of_the_vocabulary_and_in_s
         outputs=("entropy", "logsumexp", "mean_squared_logit"),
     )[:4]
     sum((one * gradient).sum() for one, gradient in zip(expected, gradients, strict=True)).backward()
-    (found,) = simulate(lambda mesh: said(mesh, chunks, dtype))
-    for actual, wanted in zip(found, [*(one.detach() for one in expected), hidden.grad, weight.grad], strict=True):
-        torch.testing.assert_close(actual.double(), wanted, rtol=far, atol=far)
+    (result,) = simulate(lambda mesh: said(mesh, chunks, dtype))
+    for actual, outputs in zip(result, [*(one.detach() for one in expected), hidden.grad, weight.grad], strict=True):
+        torch.testing.assert_close(actual.double(), outputs, rtol=far, atol=far)
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_over_tp_it_is_the_same_bits(chunks):
     (alone,) = simulate(lambda mesh: said(mesh, chunks))
     for tp in (2, 4)[: chunks // 2]:
-        found = simulate(lambda mesh: said(mesh, chunks), tp=tp)
-        for of_rank in found:
-            assert all(torch.equal(actual, wanted) for actual, wanted in zip(of_rank[:5], alone[:5], strict=True))
-        assert torch.equal(torch.cat([of_rank[5] for of_rank in found]), alone[5])
+        by_rank = simulate(lambda mesh: said(mesh, chunks), tp=tp)
+        for of_rank in by_rank:
+            assert all(torch.equal(actual, outputs) for actual, outputs in zip(of_rank[:5], alone[:5], strict=True))
+        assert torch.equal(torch.cat([of_rank[5] for of_rank in by_rank]), alone[5])
 
 
-def test_an_ignored_token_says_nothing_and_moves_nothing():
-    (found,) = simulate(lambda mesh: said(mesh, 1))
-    assert [float(one[4]) for one in found[:4]] == [0.0, 0.0, 0.0, 0.0]
-    assert float(found[4][4].abs().max()) == 0.0
-    assert float(found[4][5].abs().max()) > 0.0
+def test_an_ignored_token_has_no_output_and_no_gradient():
+    (result,) = simulate(lambda mesh: said(mesh, 1))
+    assert [float(one[4]) for one in result[:4]] == [0.0, 0.0, 0.0, 0.0]
+    assert float(result[4][4].abs().max()) == 0.0
+    assert float(result[4][5].abs().max()) > 0.0

@@ -1,4 +1,4 @@
-"""Layers in pieces: what they compute, where gradients of weights go, and that tp changes no bit."""
+"""Layers in pieces: their results, their weight gradients, and the same bits under tp."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_a_linear_layer_in_pieces_is_a_linear_layer(by_outputs, here):
     layer(x).backward(dy)
     weight, bias, own_x = layer.weight.detach(), layer.bias.detach(), x.detach().clone().requires_grad_()
     into, into_bias = sums(weight), sums(bias)
-    y = modules.linear(own_x, weight, bias, by_outputs, into, into_bias, Pieces(plain, 4, here, Axis("tp")))
+    y = modules.linear(own_x, weight, bias, by_outputs, (into, into_bias), Pieces(plain, 4, here, Axis("tp")))
     y.backward(dy)
     torch.testing.assert_close(y, layer(x))
     torch.testing.assert_close(own_x.grad, x.grad)
@@ -60,7 +60,7 @@ def test_over_tp_a_linear_layer_is_the_same_bits(by_outputs, dtype):
         own_x = (x if by_outputs else mine(x, 2)).clone().requires_grad_()
         own_weight = mine(weight, dim)
         into = sums(own_weight)
-        y = modules.linear(own_x, own_weight, None, by_outputs, into, None, Pieces(plain, 4, 4 // tp.size, tp))
+        y = modules.linear(own_x, own_weight, None, by_outputs, (into, None), Pieces(plain, 4, 4 // tp.size, tp))
         y.backward(mine(dy, 2) if by_outputs else dy)
         return y.detach(), own_x.grad, into.total
 
@@ -105,10 +105,10 @@ def test_an_embedding_over_tp_looks_up_and_counts_every_token():
     (alone,) = simulate(look_up)
     assert torch.equal(alone[0], weight[tokens])
     torch.testing.assert_close(alone[1].double().mul(2.0**-40).float(), expected)
-    found = simulate(look_up, tp=2)
-    for y, _ in found:
+    by_rank = simulate(look_up, tp=2)
+    for y, _ in by_rank:
         assert torch.equal(y.view(torch.int32), alone[0].view(torch.int32))
-    assert torch.equal(torch.cat([total for _, total in found]), alone[1])
+    assert torch.equal(torch.cat([total for _, total in by_rank]), alone[1])
 
 
 def test_an_activation_by_pieces_is_that_of_each_element():

@@ -41,10 +41,10 @@ def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, mon
         held = local_parameters(policy)
         return dict(sum_over_ranks(exact.accumulators, held, mesh, plain_half))
 
-    for found in simulate(summed, dp=ranks):
-        assert set(found) == set(given)
+    for result in simulate(summed, dp=ranks):
+        assert set(result) == set(given)
         for name, total in given.items():
-            assert torch.equal(found[name], plain_half(total, torch.float32)), name
+            assert torch.equal(result[name], plain_half(total, torch.float32)), name
 
 
 def held_of(sizes):
@@ -73,26 +73,26 @@ def test_neighbours_are_summed_together_until_a_bucket_is_full(sizes, together, 
         finished.append((len(total), dtype))
         return total.to(dtype)
 
-    found = dict(sum_over_ranks(accumulators, held, single_process_mesh(), finish))
+    results = dict(sum_over_ranks(accumulators, held, single_process_mesh(), finish))
     assert finished == [(size, first) for size in together]
-    assert [one_number(values) for values in found.values()] == list(range(1, len(sizes) + 1))
+    assert [one_number(values) for values in results.values()] == list(range(1, len(sizes) + 1))
 
 
 def test_neighbours_of_two_dtypes_are_finished_in_their_own():
     held, accumulators = held_of([(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.float32), (5, torch.bfloat16)])
-    found = dict(sum_over_ranks(accumulators, held, single_process_mesh(), torch.Tensor.to))
-    assert [values.dtype for values in found.values()] == [one.parameter.dtype for one in held.values()]
-    assert [one_number(values) for values in found.values()] == [1, 2, 3, 4]
+    results = dict(sum_over_ranks(accumulators, held, single_process_mesh(), torch.Tensor.to))
+    assert [values.dtype for values in results.values()] == [one.parameter.dtype for one in held.values()]
+    assert [one_number(values) for values in results.values()] == [1, 2, 3, 4]
 
 
-def test_what_fills_a_bucket_alone_is_not_copied_and_of_a_shared_bucket_each_keeps_its_own_memory_only(monkeypatch):
+def test_a_bucket_of_one_is_not_copied_and_a_shared_one_frees_its_memory(monkeypatch):
     """The integers of an embedding are the largest of a step, and a small gradient that is kept keeps no bucket."""
     monkeypatch.setattr(shards, "BUCKET", 10)
     held, accumulators = held_of([(12, torch.float32), (3, torch.float32), (4, torch.float32)])
     where = [accumulator.total.data_ptr() for accumulator in accumulators.values()]
-    found = [values for _, values in sum_over_ranks(accumulators, held, single_process_mesh(), as_they_are)]
-    assert found[0].data_ptr() == where[0]
-    assert [values.untyped_storage().nbytes() for values in found] == [12 * 8, 3 * 8, 4 * 8]
+    results = [values for _, values in sum_over_ranks(accumulators, held, single_process_mesh(), as_they_are)]
+    assert results[0].data_ptr() == where[0]
+    assert [values.untyped_storage().nbytes() for values in results] == [12 * 8, 3 * 8, 4 * 8]
 
 
 def plain_half(total, dtype):
@@ -106,12 +106,12 @@ def test_each_rank_gets_its_rows_of_the_sum(rows):
     def own(mesh):
         return own_rows(mesh)(total * 10 ** mesh["dp_cp"].rank)
 
-    found = simulate(own, dp=2, cp=2)
-    assert torch.equal(torch.cat(found), total * 1111)
-    assert [len(part) for part in found] == [len(part) for part in [*total.chunk(4), *[[]] * 4][:4]]
+    by_rank = simulate(own, dp=2, cp=2)
+    assert torch.equal(torch.cat(by_rank), total * 1111)
+    assert [len(part) for part in by_rank] == [len(part) for part in [*total.chunk(4), *[[]] * 4][:4]]
 
 
-def test_whole_parameters_are_summed_over_the_ranks_whose_tokens_or_heads_differ():
+def test_full_parameters_are_summed_over_ranks_with_other_tokens_or_heads():
     def summed(mesh):
         policy = load_policy("tiny-qwen3", mesh=mesh)
         exact = install(policy, Resolution(4, 2))

@@ -1,4 +1,4 @@
-"""RolloutBatch: what a row is, what it refuses, and that cutting and padding lose nothing."""
+"""RolloutBatch: contents of a row, refused inputs, and lossless splitting and padding."""
 
 from dataclasses import replace
 
@@ -155,7 +155,7 @@ def test_extensions_move_with_their_tokens():
         ("turns", "docs", "extension turns has level 'docs', not token or document"),
     ],
 )
-def test_an_extension_has_a_name_and_a_known_level_of_its_own(name, level, words):
+def test_an_extension_needs_a_new_name_and_a_valid_level(name, level, words):
     with pytest.raises(ShapeError, match=words):
         replace(make_batch(), extensions={name: Extension(torch.zeros(6), level, "turn", "Which turn.")})
 

@@ -1,4 +1,4 @@
-"""A recording comes back bit for bit, or is refused with the name of the file that is wrong."""
+"""A rollout dataset comes back bit for bit, or is refused with the name of the wrong file."""
 
 import json
 from dataclasses import fields, replace
@@ -80,7 +80,7 @@ def test_fields_that_are_absent_stay_absent(tmp_path):
     assert batch.rewards_N is None
 
 
-def test_manifest_says_what_every_tensor_is(folder):
+def test_the_manifest_describes_every_tensor(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["version"] == 1
     assert manifest["temperature"] == 0.7
@@ -97,7 +97,7 @@ def test_every_field_has_a_meaning():
     assert set(files.MEANINGS) == {f.name for f in fields(RolloutBatch) if "level" in f.metadata}
 
 
-def test_truncated_recording_is_refused_by_name(folder):
+def test_a_truncated_rollout_dataset_is_refused_by_name(folder):
     path = folder / "rollouts.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-7])
@@ -131,7 +131,7 @@ def test_missing_file_is_refused_by_name(folder, name):
         files.load(folder)
 
 
-def test_missing_folder_is_said(tmp_path):
+def test_a_missing_folder_is_reported(tmp_path):
     with pytest.raises(RecordError, match="no such folder"):
         files.load(tmp_path / "nowhere")
 
@@ -189,7 +189,7 @@ def test_pickle_is_never_loaded(folder):
         files.load(folder)
 
 
-def test_a_recording_is_not_overwritten_by_accident(folder):
+def test_a_rollout_dataset_is_not_overwritten_by_accident(folder):
     before = (folder / "manifest.json").read_bytes()
     with pytest.raises(RecordError, match="not overwritten by accident"):
         files.save(make_batch(), folder)
@@ -198,15 +198,15 @@ def test_a_recording_is_not_overwritten_by_accident(folder):
     assert files.load(folder).num_documents == 1
 
 
-def test_a_writer_that_dies_leaves_no_recording_rather_than_a_mixed_one(folder, monkeypatch):
-    real = files._write_atomic
+def test_a_killed_writer_leaves_no_partial_rollout_dataset(folder, monkeypatch):
+    real = files.write_whole
 
     def dies_before_the_manifest(path, content):
         if path.name == "manifest.json":
             raise KeyboardInterrupt
         real(path, content)
 
-    monkeypatch.setattr(files, "_write_atomic", dies_before_the_manifest)
+    monkeypatch.setattr(files, "write_whole", dies_before_the_manifest)
     with pytest.raises(KeyboardInterrupt):
         files.save(make_batch().select([0]), folder, overwrite=True)
     with pytest.raises(RecordError, match=r"manifest\.json\n  found: no such file"):
@@ -239,7 +239,7 @@ def test_float64_values_come_back_in_float64(tmp_path):
     assert batch.advantages_T.dtype == torch.float32
 
 
-def test_provenance_that_json_cannot_hold_is_refused(tmp_path):
+def test_provenance_outside_of_json_is_refused(tmp_path):
     with pytest.raises(ShapeError, match="provenance"):
         files.save(make_batch(), tmp_path, provenance={"rate": float("nan")})
     assert list(tmp_path.iterdir()) == []

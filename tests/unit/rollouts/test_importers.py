@@ -144,7 +144,7 @@ def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path):
         read_jsonl(path)
 
 
-def test_whole_number_groups_are_kept_as_they_are(tmp_path):
+def test_integer_groups_are_unchanged(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0] | {"group_id": 7}, RECORDS[1] | {"group_id": 3}])
     assert read_jsonl(path).group_ids_N.tolist() == [7, 3]
 
@@ -181,7 +181,7 @@ def test_record_that_breaks_a_rule_is_refused_with_line_and_key(tmp_path, change
     assert str(path) in str(caught.value)
 
 
-def test_a_word_after_numbers_is_refused(tmp_path):
+def test_text_after_numbers_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0] | {"group_id": 3}, RECORDS[1]])
     with pytest.raises(RecordError, match="line 2: group_id\n  found: 'prompt-a'"):
         read_jsonl(path)
@@ -270,7 +270,7 @@ def test_refused_arrays_are_named_as_trl_names_them_and_with_their_file(tmp_path
     assert str(caught.value).startswith("read_trl")
     assert "old_logprobs" not in str(caught.value)
     if changes.get("ref_per_token_logps"):
-        return  # numpy would save words
+        return  # numpy would save strings
     path = tmp_path / "a.npz"
     np.savez(path, **{name: np.asarray(value) for name, value in arrays.items()})
     with pytest.raises(ShapeError, match=words) as caught:

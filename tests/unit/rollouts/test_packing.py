@@ -34,11 +34,11 @@ def test_longest_first_to_the_shortest_row():
     assert [row.tokens_T.tolist() for row in rows] == [[1] * 5 + [4] * 2, [2] * 3 + [3] * 4]
 
 
-def test_every_token_lands_once():
+def test_every_token_is_placed_exactly_once():
     batch = make_batch([7, 1, 12, 3, 3, 5, 9])
     rows = pack(batch, rows=3, multiple_of=4)
-    found = sorted(source for row in rows for source in row.source_T.tolist() if source >= 0)
-    assert found == list(range(batch.num_tokens))
+    results = sorted(source for row in rows for source in row.source_T.tolist() if source >= 0)
+    assert results == list(range(batch.num_tokens))
     for row in rows:
         real = row.source_T >= 0
         assert row.tokens_T[real].tolist() == batch.tokens_T[row.source_T[real]].tolist()
@@ -67,11 +67,11 @@ def test_impossible_settings_are_refused(settings):
 
 
 def documents_of(rows):
-    """Which documents lie in each row, by the token that names them."""
+    """Return the documents of each row, by the token that names them."""
     return [sorted({token - 1 for token in row.tokens_T[row.source_T >= 0].tolist()}) for row in rows]
 
 
-def test_documents_that_belong_together_go_into_one_row():
+def test_labelled_documents_share_a_row():
     batch, pairs = make_batch([9, 2, 8, 2, 7, 2]), torch.tensor([5, 5, 3, 3, 4, 4])
     assert documents_of(pack(batch, rows=3)) != [[0, 1], [2, 3], [4, 5]]
     assert documents_of(pack(batch, rows=3, group_labels_N=pairs)) == [[0, 1], [2, 3], [4, 5]]
@@ -98,20 +98,20 @@ def test_padding_never_takes_a_row_over_its_size():
     assert documents_of(rows) == [[0, 1], [2, 3]]
 
 
-def test_what_belongs_together_is_taken_together():
+def test_labelled_documents_are_taken_as_a_whole():
     batch, pairs = make_batch([5, 3, 4, 2]), torch.tensor([0, 1, 0, 1])
     assert documents_of(fill(batch, tokens=9)) == [[0, 1], [2, 3]]
     assert documents_of(fill(batch, tokens=9, group_labels_N=pairs)) == [[0, 2], [1, 3]]
 
 
-def test_a_document_that_no_row_can_hold_is_refused():
+def test_a_document_longer_than_a_row_is_refused():
     with pytest.raises(SpecError, match=r"document\(s\) \[1\] of 9 tokens(.|\n)*allow at least 12 tokens"):
         fill(make_batch([2, 9]), tokens=11, multiple_of=4)
     with pytest.raises(SpecError, match=r"document\(s\) \[0, 1\] of 11 tokens"):
         fill(make_batch([2, 9]), tokens=10, group_labels_N=torch.tensor([0, 0]))
 
 
-def test_documents_are_dealt_as_told_in_the_order_told():
+def test_documents_are_dealt_in_the_given_rows_and_order():
     batch = make_batch([5, 3, 4, 2])
     rows = deal(batch, [[3, 0], [], [2, 1]], multiple_of=4)
     assert [row.tokens_T.tolist() for row in rows] == [[4] * 2 + [1] * 5 + [0], [0] * 4, [3] * 4 + [2] * 3 + [0]]
@@ -146,7 +146,7 @@ def test_rows_are_level_with_the_padding_of_documents():
     assert [row.num_tokens for row in rows] == [16, 16]
 
 
-def test_micro_batches_hold_the_padding_of_documents():
+def test_micro_batches_include_document_padding():
     assert documents_of(fill(make_batch([3, 3, 3]), tokens=9)) == [[0, 1, 2]]
     assert documents_of(fill(make_batch([3, 3, 3]), tokens=9, document_multiple_of=4)) == [[0, 1], [2]]
     with pytest.raises(SpecError, match=r"document\(s\) \[1\] of 12 tokens with their padding to multiples of 4"):

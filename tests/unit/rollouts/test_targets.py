@@ -59,7 +59,7 @@ def test_no_trained_token_is_lost_or_added():
     assert int(shift_targets(row).loss_mask_T.sum()) == row.num_trained_tokens
 
 
-def test_what_does_not_train_is_nothing_whatever_it_was():
+def test_untrained_values_are_zero():
     row, nan = make_row(), torch.tensor(float("nan"))
     names = ("advantages_T", "old_logprobs_T", "ref_logprobs_T")
     untrained = {name: torch.where(row.loss_mask_T, getattr(row, name), nan) for name in names}
@@ -102,7 +102,7 @@ def test_to_changes_real_numbers_only():
     assert row.loss_mask_T.dtype == torch.bool
 
 
-def test_every_token_knows_how_many_of_its_whole_document_count():
+def test_every_token_has_the_trained_length_of_its_document():
     shifted = shift_targets(make_row())
     assert shifted.lengths_T.tolist() == [2, 2, 2, 1, 1, 1, 1, 1]
     half = shifted.map(lambda values: values[::2])
@@ -124,7 +124,7 @@ def test_values_of_a_document_lie_on_each_of_its_tokens():
     assert shifted.rewards_T.tolist() == [0.5, 0.5, 0.5, 1.0, -2.0, -2.0, 0, 0]
 
 
-def test_what_a_batch_does_not_have_is_none():
+def test_absent_fields_are_none():
     shifted = shift_targets(make_row())
     assert (shifted.rewards_T, shifted.group_ids_T, shifted.rollout_ids_T) == (None, None, None)
 
@@ -141,7 +141,7 @@ def test_rollout_ids_of_another_kind_are_refused(extension):
         shift_targets(replace(make_row(), extensions={"rollout_ids": extension}))
 
 
-def test_what_a_model_reads_stays_at_its_own_token():
+def test_model_inputs_stay_at_their_own_token():
     values = torch.tensor([3, -1, 4, -1, 5, 6, -1, -1])
     both = {at: Extension(values, "token", "number", "A number.", pad=-1, at=at) for at in ("input", "target")}
     shifted = shift_targets(replace(make_row(), extensions=both))

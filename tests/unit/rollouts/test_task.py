@@ -1,4 +1,4 @@
-"""The task: problems can be checked by anyone, and the reward is what it says."""
+"""The task: problems can be checked independently, and the reward matches its definition."""
 
 import pytest
 
@@ -89,7 +89,7 @@ def test_reward(completion, expected_reward):
 @pytest.mark.parametrize(
     "prompt", ["37+85=", "^37+85", "^37+=", "^=", "^3-5=", "^3-5+9=", "^9-(3-5)=", "^(3+4=", "^5="]
 )
-def test_reward_of_an_answer_to_no_problem_is_refused(prompt):
+def test_a_reward_without_a_problem_is_refused(prompt):
     with pytest.raises(ShapeError, match="no such expression"):
         TASK.reward(prompt, "1$")
 
@@ -160,8 +160,8 @@ def test_the_arithmetic_is_a_task_by_its_name(tmp_path):
 
 
 def test_a_class_or_an_object_of_a_file_is_a_task(tasks):
-    made, found = (named_task(f"mine/tasks.py:{name}", tasks) for name in ("Copying", "EAGER"))
-    assert (made.right_reward, found.right_reward) == (2.0, 5.0)
+    made, result = (named_task(f"mine/tasks.py:{name}", tasks) for name in ("Copying", "EAGER"))
+    assert (made.right_reward, result.right_reward) == (2.0, 5.0)
     assert made.decode(made.encode(made.prompts(3, 2)[1])) == "3 1"
     absolute = named_task(f"{tasks / 'mine' / 'tasks.py'}:Copying", tasks / "elsewhere")
     assert absolute.prompts(0, 1) == ["00"]
@@ -186,12 +186,12 @@ def test_a_class_or_an_object_of_a_file_is_a_task(tasks):
         ("mine/tasks.py:ONE_END", "found: ONE_END.end_ids = 2\n"),
     ],
 )
-def test_what_is_no_task_is_refused_in_words(name, words, tasks):
+def test_an_invalid_task_is_refused(name, words, tasks):
     with pytest.raises(SpecError, match=words):
         named_task(name, tasks)
 
 
-def test_a_task_beside_us_that_is_not_in_the_project_is_pointed_out(tasks, monkeypatch):
+def test_a_task_file_outside_of_the_project_is_reported(tasks, monkeypatch):
     monkeypatch.chdir(tasks)
     here, there = (folder / "mine" / "tasks.py" for folder in (tasks, tasks / "project"))
     with pytest.raises(SpecError) as caught:

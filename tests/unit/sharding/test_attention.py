@@ -25,21 +25,21 @@ def test_documents_do_not_see_each_other_and_padding_has_no_empty_row(algorithm)
 @pytest.mark.parametrize(("algorithm", "inner"), [("gathered", 1), ("ring", 1), ("ulysses", 1), ("hybrid", 2)])
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_lower_precisions_are_off_by_their_rounding_and_no_more(algorithm, inner, dtype, bar):
-    found = by_ranks("zigzag", 4, algorithm, (4, 2), inner=inner, dtype=dtype)
-    for actual, right in zip(found, expected((4, 2)), strict=True):
+    by_rank = by_ranks("zigzag", 4, algorithm, (4, 2), inner=inner, dtype=dtype)
+    for actual, right in zip(by_rank, expected((4, 2)), strict=True):
         assert actual.dtype == dtype
         assert float((actual.double() - right).norm() / right.norm()) < bar
 
 
-def test_scores_are_scaled_by_the_head_dimension_unless_it_is_said_otherwise():
+def test_scores_are_scaled_by_the_head_dimension_by_default():
     query, key, value, _ = (x[None] for x in tensors(4, 2))
     shard = AttentionShard.make(plan("contiguous", 1), IDS, Axis("cp"))
     unsaid, _ = sharded_attention(None, query, key, value, None, shard=shard)
-    said, _ = sharded_attention(None, query, key, value, None, shard=shard, scaling=query.shape[-1] ** -0.5)
-    assert torch.equal(unsaid, said)
+    text, _ = sharded_attention(None, query, key, value, None, shard=shard, scaling=query.shape[-1] ** -0.5)
+    assert torch.equal(unsaid, text)
 
 
-def test_a_kernel_that_cannot_is_refused_where_it_is_asked_for():
+def test_an_unavailable_kernel_is_refused_on_request():
     x = torch.zeros(1, 1, T, 4, dtype=torch.float64)
     shard = AttentionShard.make(plan("contiguous", 1), IDS, Axis("cp"), kernel="flash")
     with pytest.raises(ShardingError, match="attention kernel 'flash'"):
@@ -47,7 +47,7 @@ def test_a_kernel_that_cannot_is_refused_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize("more", [{"dropout": 0.1}, {"softcap": 50.0}, {"s_aux": torch.ones(1)}])
-def test_what_it_does_not_know_is_refused_by_name(more):
+def test_unsupported_options_are_refused_by_name(more):
     x = torch.zeros(1, 1, T, 2)
     shard = AttentionShard.make(plan("contiguous", 1), IDS, Axis("cp"))
     with pytest.raises(ShardingError, match=next(iter(more))):

@@ -14,10 +14,10 @@ from workbench.sharding.mesh import Axis, make_mesh
 def derivative_of_a_shared_square(name):
     """d/dx_r of (x_0 + x_1)^2 / 2, where each rank back-propagates its own share of the loss: half of it."""
     mesh = make_mesh(cp=2)
-    mine = torch.tensor(2.0 + 3.0 * mesh["cp"].rank, requires_grad=True)
-    total = getattr(collectives, name)(mine, mesh["cp"])
+    local = torch.tensor(2.0 + 3.0 * mesh["cp"].rank, requires_grad=True)
+    total = getattr(collectives, name)(local, mesh["cp"])
     (total.square() / 4).backward()
-    return float(total), float(mine.grad)
+    return float(total), float(local.grad)
 
 
 @pytest.mark.parametrize(("name", "gradient"), [("sum_sum", 7.0), ("sum_identity", 3.5)])
@@ -85,7 +85,7 @@ def test_a_sum_in_pieces_and_a_gather_for_one_computation(tmp_path):
     assert first[1] == second[1] == [[10.0, 20.0, 20.0, 40.0]]  # each part of the sum went into both pieces
     assert first[2] == second[2] == [[1.0, 2.0, 11.0, 12.0]]
     assert (first[4], second[4]) == ([[1.0, 2.0]], [[3.0, 4.0]])
-    assert first[5] == second[5] == [[5.0, 5.0, 6.0, 6.0]]  # what each rank wants of its piece, on every rank
+    assert first[5] == second[5] == [[5.0, 5.0, 6.0, 6.0]]  # the gradient of each rank for its piece, on every rank
     assert (first[3], second[3]) == ([[1.0, 2.0]], [[3.0, 4.0]])  # own piece of a gradient that is whole already
 
 
@@ -112,9 +112,9 @@ def summed_together(rank, group, bucket_bytes):
         torch.arange(5.0),
         torch.tensor([[7.0, 8.0]]).T,
     ]
-    mine = [tensor.mul_(1 + 10 * rank) for tensor in tensors]
+    local = [tensor.mul_(1 + 10 * rank) for tensor in tensors]
     collectives.all_sum_(tensors, axis, bucket_bytes=bucket_bytes)
-    assert all(tensor is one for tensor, one in zip(tensors, mine, strict=True))
+    assert all(tensor is one for tensor, one in zip(tensors, local, strict=True))
     return [tensor.tolist() for tensor in tensors]
 
 

@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Net(nn.Module):
-    """A unit, a head that is read and not called, and a layer that nobody uses; two ranks share no rows evenly."""
+    """A unit, a head that is read and not called, and an unused layer; two ranks share no rows evenly."""
 
     def __init__(self):
         super().__init__()
@@ -56,27 +56,27 @@ def one_process(dtype, batches):
 
 def gradients_of_ranks():
     """Two micro-batches in each precision, and the norms of the float64 ones."""
-    mesh, found = make_mesh(dp=2), {}
+    mesh, result = make_mesh(dp=2), {}
     for dtype in DTYPES:
         net, shards = sharded(mesh, dtype)
         for number in range(2):
             net.loss(batch(mesh["dp"].rank, number, dtype)).backward()
         sum_gradients(net, shards, mesh)
-        found[dtype] = full_gradients(net, shards, mesh)
+        result[dtype] = full_gradients(net, shards, mesh)
         if dtype == torch.float64:
             norms = {name: float(norm) for name, norm in gradient_norms(net, shards, mesh).items()}
-    return found, norms
+    return result, norms
 
 
 def test_gradients_are_summed_over_ranks_and_micro_batches_in_every_precision(tmp_path):
-    for found, norms in run_ranks(gradients_of_ranks, 2, tmp_path):
+    for result, norms in run_ranks(gradients_of_ranks, 2, tmp_path):
         for dtype in DTYPES:
             expected = one_process(dtype, 2)
-            assert found[dtype].keys() == expected.keys()
+            assert result[dtype].keys() == expected.keys()
             for name, gradient in expected.items():
-                assert found[dtype][name].dtype == dtype
+                assert result[dtype][name].dtype == dtype
                 torch.testing.assert_close(
-                    found[dtype][name], gradient, rtol=0.02 if dtype == torch.bfloat16 else 1e-6, atol=0
+                    result[dtype][name], gradient, rtol=0.02 if dtype == torch.bfloat16 else 1e-6, atol=0
                 )
         for name, gradient in one_process(torch.float64, 2).items():
             assert norms[name] == pytest.approx(float(gradient.norm()), rel=1e-14), name
@@ -99,7 +99,7 @@ def what_a_rank_holds(folder):
         for name, p in net.named_parameters()
     }
     with torch.no_grad():
-        losses = [float(net.loss(batch(0, 0)))]  # nothing goes backward, so what lies in no unit stays gathered
+        losses = [float(net.loss(batch(0, 0)))]  # nothing goes backward, so parameters outside of units stay gathered
         for shard in optimizer.param_groups[0]["params"]:
             shard.mul_(2)
         losses.append(float(net.loss(batch(0, 0))))
@@ -114,7 +114,7 @@ def held(tmp_path_factory):
     return run_ranks(what_a_rank_holds, 2, folder, folder)
 
 
-def test_a_rank_holds_its_rows_and_their_optimizer_state(held):
+def test_a_rank_has_its_rows_and_their_optimizer_state(held):
     (first, *_), (second, *_) = held
     assert first["unit.weight"] == ((2, 2), (2, 2))
     assert second["unit.weight"] == ((1, 2), (1, 2))
@@ -146,24 +146,24 @@ def test_its_collectives_are_in_the_flight_record(held):
 def refusals():
     mesh = make_mesh(dp=2)
     policy = load_policy("tiny-qwen3", mesh=mesh, shard_parameters=True)
-    said = []
+    texts = []
     try:
         policy.head_arguments()
     except ShardingError as error:
-        said.append(str(error))
+        texts.append(str(error))
     try:
         load_fault("skipped_collective").broken(sum_gradients)(policy.model, policy.shards, mesh)
     except SpecError as error:
-        said.append(str(error))
+        texts.append(str(error))
     data_parallel.NEEDED = (*data_parallel.NEEDED, "set_no_such_thing")
     try:
         sharded(mesh)
     except ShardingError as error:
-        said.append(str(error))
-    return said, is_shard(policy.model.lm_head.weight)
+        texts.append(str(error))
+    return texts, is_shard(policy.model.lm_head.weight)
 
 
-def test_what_cannot_be_is_refused_in_words(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     for (head, fault, torch_of_old), is_a_part in run_ranks(refusals, 2, tmp_path):
         assert "this rank's shard of its weight" in head
         assert "call hidden_states before" in head

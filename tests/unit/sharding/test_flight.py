@@ -1,4 +1,4 @@
-"""What a rank leaves behind of its collectives: readable by others at any time, also after SIGKILL, never torn."""
+"""Flight records of a rank: readable by others at any time, also after SIGKILL, never torn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from workbench.errors import RecordError
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 from workbench.sharding import collectives, flight
 from workbench.sharding.mesh import Axis, make_mesh
 
@@ -26,7 +26,7 @@ PAIR = range(2)
 
 @pytest.fixture
 def path(tmp_path):
-    """Where this process records; it stops afterwards."""
+    """The flight record of this process; recording stops afterwards."""
     path = tmp_path / "rank00000.flight"
     flight.start(path, 0)
     yield path
@@ -44,7 +44,7 @@ def test_nothing_is_recorded_before_it_was_started(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_entry_says_which_collective_where_and_when(path):
+def test_an_entry_has_the_collective_its_place_and_its_time(path):
     before = time.time_ns()
     with enter():
         [inside] = flight.read(path).entries
@@ -62,7 +62,7 @@ def test_an_entry_says_which_collective_where_and_when(path):
     assert flight.read_beat(path) == (os.getpid(), view.beat_ns)
 
 
-def test_groups_are_counted_apart_and_axes_of_one_group_together(path):
+def test_groups_are_counted_separately_and_axes_of_one_group_together(path):
     for axis, group in (("cp", "a"), ("tp", "b"), ("dp_cp", "a"), ("cp", "a")):
         with enter(axis=axis, group=group):
             pass
@@ -78,7 +78,7 @@ def test_a_collective_that_raised_was_not_left(path):
     assert flight.read(path).inside.name == "all_max"
 
 
-def test_only_the_last_ones_are_kept_in_order(path):
+def test_only_the_last_entries_are_stored_in_order(path):
     for number in range(flight.CAPACITY + 3):
         with enter(shape=(number,)):
             pass
@@ -88,7 +88,7 @@ def test_only_the_last_ones_are_kept_in_order(path):
     assert view.entries[-1].shape == str(flight.CAPACITY + 2)
 
 
-def test_what_does_not_fit_is_shortened_and_ranks_left_out(path):
+def test_long_names_are_shortened_and_ranks_omitted(path):
     with flight.entering("n" * 99, "a" * 99, [0, *range(3, 99), 7], "g", range(99), "d" * 99, caller="é" * 99):
         pass
     [entry] = flight.read(path).entries
@@ -104,7 +104,7 @@ def test_ranks_come_back_as_they_were(path, ranks):
     assert tuple(flight.compact(ranks)) == ranks
 
 
-def test_an_end_is_said_and_a_new_start_forgets(path):
+def test_an_end_is_recorded_and_a_new_start_resets(path):
     with enter():
         pass
     flight.stop()
@@ -138,8 +138,8 @@ def test_another_file_is_refused(tmp_path, content):
     assert flight.read_all(tmp_path) == {}
 
 
-def test_what_is_read_while_it_is_written_is_right(path):
-    """A reader beside a writer sees whole entries only: each shape says its own number."""
+def test_a_concurrent_read_is_consistent(path):
+    """A concurrent reader sees whole entries only: each shape has its own number."""
     stop = threading.Event()
 
     def write():
@@ -234,7 +234,7 @@ def test_every_collective_is_recorded_with_its_backward_and_its_caller(tmp_path)
     assert lines["backward of sum_sum"] == lines["sum_sum"] != lines["gather_scatter"]
 
 
-def test_no_collective_of_the_package_goes_unrecorded():
+def test_every_collective_of_the_package_is_recorded():
     """Each call of a collective of torch.distributed, or of `sharding.wire`, stands in a ``with`` that notes it."""
     unrecorded = []
     for path in (project_root() / "workbench").rglob("*.py"):
@@ -276,7 +276,7 @@ def test_no_collective_of_the_package_goes_unrecorded():
 
 
 def test_it_costs_a_few_microseconds(path):
-    """Of this thread's own time, and generous, as cores are shared; docs say what was measured on a quiet machine."""
+    """CPU time of this thread, and generous, as cores are shared; docs have the value measured on a quiet machine."""
     tensor, axis = torch.ones(4, 4), Axis("tp", ranks=PAIR)
     best = min(_seconds_each(tensor, axis) for _ in range(5))
     assert best < 60e-6
@@ -293,5 +293,5 @@ def _seconds_each(tensor, axis, times=200):
     return (time.thread_time() - began) / times
 
 
-def test_a_word_is_eight_bytes_here():
+def test_a_machine_word_has_eight_bytes():
     assert struct.calcsize("@7Q") == 56 == flight._TEXT_AT

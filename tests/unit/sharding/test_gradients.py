@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -10,10 +12,13 @@ from workbench.sharding.gradients import (
     full_gradients,
     full_tensor,
     full_weights,
+    given_gradient,
+    given_norms,
     gradient_norms,
     sum_gradients,
+    trained_parameters,
 )
-from workbench.sharding.mesh import make_mesh
+from workbench.sharding.mesh import make_mesh, world_axis
 from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import ParameterShard
 
@@ -53,7 +58,7 @@ def rank_gradients():
     return {n: g.tolist() for n, g in full_gradients(model, shards, mesh).items()}, norms, reduced, weights
 
 
-def test_sums_once_and_counts_every_element_once(tmp_path):
+def test_gradients_are_summed_and_elements_counted_once(tmp_path):
     answers = run_ranks(rank_gradients, 4, tmp_path)
     gradients, norms, reduced, weights = answers[0]
     assert answers[3][0] | {"idle": [1.0]} == gradients | {"idle": [1.0]}
@@ -92,7 +97,7 @@ def test_a_rank_keeps_its_own_part_of_a_whole_tensor(source, sequence_parallel):
 
 
 def test_a_whole_tensor_is_a_copy():
-    """What is kept of it does not change with the weights."""
+    """The saved copy does not change with the weights."""
     model = nn.Linear(2, 2)
     mesh = make_mesh()
     whole = full_tensor(model.weight, ParameterShard(), mesh)
@@ -100,3 +105,127 @@ def test_a_whole_tensor_is_a_copy():
         model.weight.zero_()
     assert whole.abs().min() > 0
     assert not whole.requires_grad
+
+
+SIZES = {"tall": (7, 3), "flat": (5,), "one": (1, 3)}
+"""None divides by 4 ranks; "one" leaves ranks without a row."""
+
+
+class Leaf(nn.Module):
+    """Parameters alone."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        for name, size in SIZES.items():
+            setattr(self, name, nn.Parameter(torch.randn(size, generator=generator, dtype=torch.float64)))
+
+    def forward(self):
+        return sum((number + 1) * parameter.square().sum() for number, parameter in enumerate(self.parameters()))
+
+
+def truth():
+    model = Leaf()
+    model().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def measured(model):
+    parameters = trained_parameters(model)
+    return given_norms(parameters), {name: given_gradient(p).clone() for name, p in parameters.items()}
+
+
+def cut(model, mesh, placements):
+    """Every parameter and its gradient as DTensors; a partial gradient is dealt so that only the sum is right."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    whole = truth()
+    for name, parameter in list(model.named_parameters()):
+        settled = [Replicate() if placement.is_partial() else placement for placement in placements]
+        dealt = nn.Parameter(distribute_tensor(parameter.data, mesh, settled))
+        gradient = distribute_tensor(whole[name], mesh, settled)
+        for dim, placement in enumerate(placements):
+            if placement.is_partial():
+                share = (1 + mesh.get_local_rank(dim)) / sum(range(1, mesh.size(dim) + 1))
+                gradient = DTensor.from_local(
+                    gradient.to_local() * share,
+                    mesh,
+                    placements,
+                    run_check=False,
+                    shape=whole[name].shape,
+                    stride=whole[name].stride(),
+                )
+        dealt.grad = gradient
+        setattr(model, name, dealt)
+    return model
+
+
+def every_way():
+    """One model in each way, on 4 ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    results = {
+        "cut over all": cut(Leaf(), line, [Shard(0)]),
+        "cut over one, repeated over the other": cut(Leaf(), square, [Replicate(), Shard(0)]),
+        "cut over both": cut(Leaf(), square, [Shard(0), Shard(0)]),
+        "repeated": cut(Leaf(), square, [Replicate(), Replicate()]),
+        "partial": cut(Leaf(), line, [Partial()]),
+        "partial over one, cut over the other": cut(Leaf(), square, [Partial(), Shard(0)]),
+    }
+    mixed = cut(Leaf(), line, [Shard(0)])
+    mixed.flat, mixed.one = nn.Parameter(Leaf().flat.data), cut(Leaf(), square, [Replicate(), Shard(0)]).one
+    mixed.flat.grad = truth()["flat"]
+    sharded, hybrid = Leaf(), Leaf()
+    fully_shard(sharded, mesh=line)
+    fully_shard(hybrid, mesh=square)
+    for model in (sharded, hybrid):
+        model().backward()
+    results |= {"plain beside two meshes": mixed, "FSDP2": sharded, "FSDP2, hybrid": hybrid}
+    answers = {name: measured(model) for name, model in results.items()}
+    lonely = cut(Leaf(), line, [Shard(0)])
+    lonely.tall.grad = None
+    answers["without a gradient"] = measured(lonely)
+    return answers, world_axis().size
+
+
+def test_every_element_counts_once_under_any_sharding(tmp_path):
+    whole = truth()
+    for answers, size in run_ranks(every_way, 4, tmp_path):
+        assert size == 4
+        norms, gradients = answers.pop("without a gradient")
+        assert norms["tall"] == 0.0
+        assert norms["flat"] == pytest.approx(float(whole["flat"].norm()), rel=1e-14)
+        assert not gradients["tall"].any()
+        for way, (norms, gradients) in answers.items():
+            assert list(norms) == list(SIZES), way
+            for name, gradient in whole.items():
+                assert norms[name] == pytest.approx(float(gradient.norm()), rel=1e-14), f"{name}, {way}"
+                torch.testing.assert_close(gradients[name], gradient, rtol=1e-14, atol=0, msg=f"{name}, {way}")
+
+
+def test_alone_there_is_nothing_to_join():
+    model = Leaf()
+    model.flat.requires_grad_(False)
+    assert world_axis().size == 1
+    assert given_norms(trained_parameters(model)) == {"tall": 0.0, "one": 0.0}
+    model.one.grad = torch.tensor([[3.0, 0.0, 4.0]], dtype=torch.float64)
+    assert given_norms(trained_parameters(model)) == {"tall": 0.0, "one": 5.0}
+
+
+def test_a_square_beyond_float32_is_measured():
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 1e25)
+    assert given_norms({"w": parameter})["w"] == pytest.approx(2e25)
+    assert math.isinf(float(parameter.grad.square().sum()))
+
+
+def test_names_are_those_of_the_model_itself():
+    inner = nn.Sequential(nn.Linear(2, 2))
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": inner})})
+    assert list(trained_parameters(wrapped)) == list(trained_parameters(inner))
+    assert list(trained_parameters(inner)) == ["0.weight", "0.bias"]
+    beside = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False), "head": nn.ModuleDict({"module": inner})})
+    assert list(trained_parameters(beside)) == ["module.weight", "head.module.0.weight", "head.module.0.bias"]

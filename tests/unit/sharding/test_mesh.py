@@ -1,9 +1,11 @@
+from __future__ import annotations
+
 import pytest
 
 from tests.helpers.ranks import run_ranks
 from workbench.errors import ShardingError
 from workbench.sharding.collectives import all_sum
-from workbench.sharding.mesh import make_mesh, single_process_mesh
+from workbench.sharding.mesh import Axis, axes_of, axis_of, device_mesh_of, make_mesh, ranks_of, single_process_mesh
 
 
 def test_one_rank_needs_no_rendezvous():
@@ -12,7 +14,7 @@ def test_one_rank_needs_no_rendezvous():
     assert {mesh[name].group for name in ("dp_cp", "cp_inner", "cp_outer")} == {None}
 
 
-def test_mesh_larger_than_the_job_is_refused_in_words():
+def test_a_mesh_larger_than_the_job_is_refused():
     with pytest.raises(ShardingError) as caught:
         make_mesh(dp=2, cp=2)
     assert str(caught.value) == (
@@ -43,7 +45,7 @@ def places():
 def test_axes_join_the_right_ranks(tmp_path):
     answers = run_ranks(places, 4, tmp_path)
     assert [a[0] for a in answers] == [{"dp": d, "cp": 0, "tp": t} for d in (0, 1) for t in (0, 1)]
-    # Rank r contributes 2 ** r; tp joins 0,1 and 2,3; dp joins 0,2 and 1,3; cp of size 1 joins nobody.
+    # Rank r contributes 2 ** r; tp joins 0,1 and 2,3; dp joins 0,2 and 1,3; cp of size 1 joins no ranks.
     assert [a[1] for a in answers] == [
         {"dp": 5, "cp": 1, "tp": 3, "dp_cp": 5},
         {"dp": 10, "cp": 2, "tp": 3, "dp_cp": 10},
@@ -63,16 +65,16 @@ def sums_over_parts_of_cp(sizes):
     import torch
     import torch.distributed as dist
 
-    one, found = torch.tensor([float(2 ** dist.get_rank())]), []
+    one, result = torch.tensor([float(2 ** dist.get_rank())]), []
     for more in sizes:
         mesh = make_mesh(**more)
-        found.append(
+        result.append(
             [
                 (float(all_sum(one, axis)), axis.rank, axis.size, tuple(axis.ranks))
                 for axis in (mesh["cp_inner"], mesh["cp_outer"])
             ]
         )
-    return found
+    return result
 
 
 def test_cp_is_cut_into_neighbours_and_the_ranks_at_their_places(tmp_path):
@@ -101,11 +103,72 @@ def sum_over_dp_cp():
 
 
 def test_the_flattened_axis_joins_ranks_of_one_tp_coordinate(tmp_path):
-    # Ranks 0, 2, 4, 6 hold the first slice, 1, 3, 5, 7 the second; neighbours hold different slices.
+    # Ranks 0, 2, 4, 6 have the first slice, 1, 3, 5, 7 the second; neighbours have different slices.
     answers = run_ranks(sum_over_dp_cp, 8, tmp_path)
     assert [total for total, _ in answers] == [85.0, 170.0] * 4
-    # cp of four on every second rank: neighbours are two apart, their places four.
+    # cp of four on every second rank: neighbours are two ranks away, with positions four tokens away.
     assert [parts for _, parts in answers] == [
         [(first, first + 2), (place, place + 4)]
         for first, place in ((0, 0), (1, 1), (0, 2), (1, 3), (4, 0), (5, 1), (4, 2), (5, 3))
     ]
+
+
+def on_a_rank():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    rank = dist.get_rank()
+    texts = []
+    strangers = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mixed = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard_cp",))
+    nameless = init_device_mesh("cpu", (4,))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    other = pairs[1 - rank // 2]
+    for attempt in (
+        lambda: axes_of(strangers),
+        lambda: axes_of(nameless),
+        lambda: axes_of(mixed),
+        lambda: axis_of(mesh, "cp"),
+        lambda: axis_of(other, "cp"),
+    ):
+        try:
+            attempt()
+        except ShardingError as error:
+            texts.append(str(error))
+    cp, dp = axes_of(mesh)
+    over = device_mesh_of(cp, "cpu")
+    return {
+        "cp": (cp.size, cp.rank, list(cp.ranks)),
+        "dp": [(a.name, a.size, a.rank) for a in dp],
+        "said": texts,
+        "ranks": ranks_of((cp, *dp)),
+        "group": axis_of(pairs[rank // 2], "x").rank,
+        "mesh": (over.ndim, over.size(), over.get_local_rank()),
+    }
+
+
+def test_axes_are_read_off_meshes_and_groups(tmp_path):
+    for rank, result in enumerate(run_ranks(on_a_rank, 4, tmp_path)):
+        assert result["cp"] == (2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1])
+        assert result["dp"] == [("dp_replicate", 2, rank // 2), ("dp_shard", 1, 0)]
+        assert (result["ranks"], result["group"], result["mesh"]) == (4, rank % 2, (1, 2, rank % 2))
+        words = (
+            "dimensions dp, tp",
+            "without names",
+            "dimensions dp_shard_cp",
+            "a device mesh of 3 dimensions",
+            "which this rank is not in",
+        )
+        assert len(result["said"]) == len(words)
+        assert all(word in text for word, text in zip(words, result["said"], strict=True))
+
+
+def test_without_ranks_there_is_no_group():
+    assert axis_of(None, "cp") == Axis("cp")
+    assert axis_of(Axis("x", 2), "cp") == Axis("x", 2)
+    mesh = single_process_mesh()
+    assert axes_of(mesh) == (mesh["cp"], (mesh["dp"],))
+    assert ranks_of((Axis("a", 3), Axis("b", 2))) == 6
+    with pytest.raises(ShardingError, match="without a process group"):
+        device_mesh_of(Axis("cp"), "cpu")

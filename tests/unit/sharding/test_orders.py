@@ -1,4 +1,4 @@
-"""Orders: who gets which token, by hand and against the reference table of index maps."""
+"""Orders: the rank of each token, against manual values and the reference table of index maps."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from workbench.sharding.orders import ORDERS, Multiples, block_work, document_le
 
 
 def dealt(order, lengths, cp, block_tokens=1):
-    return [mine.tolist() for mine in ORDERS[order](lengths, cp, block_tokens)]
+    return [local.tolist() for local in ORDERS[order](lengths, cp, block_tokens)]
 
 
 def test_striped_deals_token_by_token():
@@ -68,12 +68,12 @@ def test_the_work_of_a_block_is_the_blocks_it_looks_at(lengths, block_tokens):
         ("balanced", {"block_tokens": 6, "tp": 4}, Multiples(48)),
     ],
 )
-def test_what_must_divide(order, settings, rule):
+def test_divisibility_of_each_order(order, settings, rule):
     assert padding_rule(order, 4, **settings) == rule
     assert rule.row // 4 % settings.get("tp", 1) == 0, "each tp rank takes equally many of a cp rank's tokens"
 
 
-def test_what_cannot_be_asked():
+def test_invalid_orders_are_refused():
     with pytest.raises(ShardingError, match="order 'zagzig'"):
         padding_rule("zagzig", 2)
     with pytest.raises(ShardingError, match=r"block_tokens=0(.|\n)*all are at least 1"):

@@ -48,7 +48,7 @@ def pairs_by_hand(plan, ids):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_balance_counts_what_each_query_sees(order):
+def test_balance_counts_the_keys_of_each_query(order):
     lengths = (12, 6, 24, 6)
     plan = ShardPlan.make(order, num_tokens=48, cp=3, document_lengths=lengths, block_tokens=4)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
@@ -69,7 +69,7 @@ def test_the_figures_of_a_balance():
     assert repr(waits) == "Balance(max/mean 1.000, 1.750 in a ring; pairs of ranks 8, 8)"
 
 
-def test_a_packed_row_is_level_in_the_orders_that_go_by_document():
+def test_a_packed_row_is_balanced_in_document_orders():
     lengths = (4096, 64, 64, 64, 1536, 256, 2048, 64)
 
     def slowest(order):
@@ -80,14 +80,14 @@ def test_a_packed_row_is_level_in_the_orders_that_go_by_document():
     assert slowest("striped") < 1.01
 
 
-def test_zigzag_of_one_document_waits_for_nobody_in_a_ring():
+def test_zigzag_of_one_document_never_waits_in_a_ring():
     balance = ShardPlan.make("zigzag", num_tokens=64, cp=4).balance()
     assert balance.max_over_mean == 1
     assert balance.in_lock_step == 1
     assert ShardPlan.make("contiguous", num_tokens=64, cp=4).balance().in_lock_step > 1.5
 
 
-def test_tokens_that_do_not_divide_are_refused_in_words():
+def test_indivisible_tokens_are_refused():
     with pytest.raises(ShardingError) as caught:
         ShardPlan.make("zigzag", num_tokens=1004, cp=4)
     assert str(caught.value) == (
@@ -126,7 +126,7 @@ def test_unknown_order_is_refused_by_name():
         ("contiguous", {"num_tokens": 8, "cp": 0}, "over cp=0"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_words(order, more, words):
+def test_invalid_plans_are_refused(order, more, words):
     with pytest.raises(ShardingError, match=words):
         ShardPlan.make(order, **{"cp": 2} | more)
 

@@ -31,19 +31,19 @@ def one_rank():
 def a_rank(sharded):
     axis = make_mesh(tp=2)["tp"]
     x, up, down, places = data()
-    mine = x.chunk(2, dim=1)[axis.rank] if sharded else x
+    local = x.chunk(2, dim=1)[axis.rank] if sharded else x
     leaves = [
         tensor.clone().requires_grad_()
         for tensor in (
-            mine,
+            local,
             up.chunk(2, dim=1)[axis.rank],
             down.chunk(2, dim=0)[axis.rank],
             torch.ones(4).double(),
             places,
         )
     ]
-    mine, up, down, scale, places = leaves
-    out = network(mine, up, down, scale, Stream(axis, sharded), places)
+    local, up, down, scale, places = leaves
+    out = network(local, up, down, scale, Stream(axis, sharded), places)
     out.sin().sum().backward()
     return out.detach(), [leaf.grad for leaf in leaves]
 
@@ -53,8 +53,8 @@ def test_a_block_on_two_ranks_is_the_block_on_one(sharded, tmp_path):
     out, (of_x, of_up, of_down, of_scale, of_places) = one_rank()
     ranks = run_ranks(a_rank, 2, tmp_path, sharded)
     close = {"rtol": 0, "atol": 1e-13}
-    for found, _ in ranks:
-        torch.testing.assert_close(found, out, **close)
+    for result, _ in ranks:
+        torch.testing.assert_close(result, out, **close)
     (x0, up0, down0, scale0, places0), (x1, up1, down1, scale1, places1) = (gradients for _, gradients in ranks)
     if sharded:  # a part each, which one sum completes
         torch.testing.assert_close(torch.cat([x0, x1], dim=1), of_x, **close)
@@ -67,7 +67,7 @@ def test_a_block_on_two_ranks_is_the_block_on_one(sharded, tmp_path):
     torch.testing.assert_close(torch.cat([down0, down1], dim=0), of_down, **close)
 
 
-def test_tokens_that_tp_does_not_divide_are_refused_in_words():
+def test_tokens_indivisible_by_tp_are_refused():
     for way in ("out_of", "own"):
         with pytest.raises(ShardingError) as caught:
             getattr(Stream(Axis("tp", 2), sharded=True), way)(torch.zeros(1, 7, 4))

@@ -1,4 +1,4 @@
-"""Ranks in one process: what real ranks find, bit for bit, and words for every way in which ranks can part."""
+"""Ranks in one process: bitwise equal to real ranks, with an error for every way in which ranks can diverge."""
 
 import threading
 import time
@@ -49,15 +49,15 @@ def real_ranks(documents):
     return collectives(make_mesh(**SIZES)), step_on(make_mesh(**SIZES), settings(LAYOUT), documents)
 
 
-def test_simulated_ranks_find_what_real_ranks_find_and_one_rank_too(tmp_path):
+def test_simulated_ranks_match_real_ranks_and_one_rank(tmp_path):
     documents = documents_near(11)
     real = run_ranks(real_ranks, 4, tmp_path, documents)
     simulated = simulate(lambda mesh: (collectives(mesh), step_on(mesh, settings(LAYOUT), documents)), **SIZES)
     one = step_on(make_mesh(alone=True), settings({}), documents)
-    for (moved, found), (moved_here, here) in zip(real, simulated, strict=True):
+    for (moved, result), (moved_here, here) in zip(real, simulated, strict=True):
         assert all(torch.equal(moved[name], moved_here[name]) for name in moved)
-        assert here["loss"] == pytest.approx(found["loss"], rel=1e-15)
-        for name, gradient in found["gradients"].items():
+        assert here["loss"] == pytest.approx(result["loss"], rel=1e-15)
+        for name, gradient in result["gradients"].items():
             assert float((here["gradients"][name] - gradient).norm()) <= 1e-15 * max(1.0, float(gradient.norm())), name
         assert_float64_parity(here["gradients"], one["gradients"], context="against one rank")
         assert here["metrics"] == pytest.approx(one["metrics"], rel=1e-10, abs=1e-13)
@@ -72,40 +72,40 @@ def test_simulated_ranks_find_what_real_ranks_find_and_one_rank_too(tmp_path):
         {"dp": 2, "cp": 2, "order": "balanced", "block_tokens": 4},
     ],
 )
-def test_a_layout_of_any_kind_finds_what_one_rank_finds(layout):
+def test_a_layout_of_any_kind_matches_one_rank(layout):
     documents = documents_near(11)
     one = step_on(make_mesh(alone=True), settings({}), documents)
     sizes = {name: size for name, size in layout.items() if name in ("dp", "cp", "tp", "ulysses")}
-    for found in simulate(lambda mesh: step_on(mesh, settings(layout), documents), **sizes):
-        assert found["loss"] == pytest.approx(one["loss"], rel=1e-12)
-        assert_float64_parity(found["gradients"], one["gradients"], context=str(layout))
+    for result in simulate(lambda mesh: step_on(mesh, settings(layout), documents), **sizes):
+        assert result["loss"] == pytest.approx(one["loss"], rel=1e-12)
+        assert_float64_parity(result["gradients"], one["gradients"], context=str(layout))
 
 
 def test_results_come_in_rank_order_and_the_same_each_time():
     def place(mesh):
         return mesh.coordinates, [mesh[axis].ranks for axis in ("dp", "cp", "tp", "dp_cp")], mesh.world_size
 
-    found = simulate(place, dp=2, cp=1, tp=2)
-    assert [coordinates for coordinates, _, _ in found] == [
+    by_rank = simulate(place, dp=2, cp=1, tp=2)
+    assert [coordinates for coordinates, _, _ in by_rank] == [
         {"dp": 0, "cp": 0, "tp": 0},
         {"dp": 0, "cp": 0, "tp": 1},
         {"dp": 1, "cp": 0, "tp": 0},
         {"dp": 1, "cp": 0, "tp": 1},
     ]
-    assert found[1][1:] == ([(1, 3), (), (0, 1), (1, 3)], 4)
+    assert by_rank[1][1:] == ([(1, 3), (), (0, 1), (1, 3)], 4)
 
 
 def test_the_mesh_of_one_rank_has_no_groups():
     assert simulate(lambda mesh: {axis.group for axis in mesh.axes.values()}) == [{None}]
 
 
-def test_cp_is_cut_in_two_for_those_who_exchange_heads():
+def test_cp_is_split_in_two_for_ulysses():
     def places(mesh):
         return mesh["cp_inner"].ranks, mesh["cp_inner"].rank, mesh["cp_outer"].ranks, mesh["cp_outer"].rank
 
-    found = simulate(places, cp=4, tp=2, ulysses=2)
-    assert found[0] == ((0, 2), 0, (0, 4), 0)
-    assert found[7] == ((5, 7), 1, (3, 7), 1)
+    by_rank = simulate(places, cp=4, tp=2, ulysses=2)
+    assert by_rank[0] == ((0, 2), 0, (0, 4), 0)
+    assert by_rank[7] == ((5, 7), 1, (3, 7), 1)
     with pytest.raises(ShardingError, match="ulysses divides cp"):
         simulate(places, cp=4, ulysses=3)
 
@@ -122,8 +122,8 @@ def test_a_rank_has_grad_mode_and_random_numbers_of_its_own():
         return torch.cat([first, torch.rand(1)]), torch.is_grad_enabled()
 
     with torch.no_grad():
-        found = simulate(drawn, cp=3)
-    for numbers, grad in found:
+        by_rank = simulate(drawn, cp=3)
+    for numbers, grad in by_rank:
         assert torch.equal(numbers, expected), "as in a process of its own"
         assert not grad, "grad mode is the caller's"
     assert torch.equal(torch.get_rng_state(), before), "and the caller's numbers are as they were"
@@ -197,14 +197,14 @@ def crossed(mesh):
         (crossed, r"deadlock.*waits in all_sum over (cp|dp)"),
     ],
 )
-def test_ranks_that_part_are_an_error_in_words(function, words):
+def test_diverging_ranks_raise_an_error(function, words):
     before = set(threading.enumerate())  # those of a rank that took too long, in another test, may end meanwhile
     with pytest.raises(LaunchError, match=f"(?s){words}"):
         simulate(function, dp=2, cp=2)
     assert set(threading.enumerate()) <= before, "no rank is left behind"
 
 
-def test_what_a_rank_raises_comes_out_with_its_place():
+def test_an_error_of_a_rank_has_its_coordinates():
     def fails(mesh):
         value = torch.ones(2, requires_grad=True)
         whole = sum_sum(value, mesh["cp"])

@@ -62,7 +62,7 @@ def test_column_row_and_embedding_equal_the_whole_model(tmp_path):
             torch.testing.assert_close(gradients[name][rows], parameter.grad[rows], rtol=0, atol=1e-12)
 
 
-def test_heads_that_tp_does_not_divide_are_refused_in_words():
+def test_heads_indivisible_by_tp_are_refused():
     with pytest.raises(ShardingError) as caught:
         check_heads({"query": 4, "key/value": 2}, Axis("tp", 4, 0))
     assert str(caught.value) == (
@@ -73,7 +73,7 @@ def test_heads_that_tp_does_not_divide_are_refused_in_words():
     )
 
 
-def test_ranges_cover_an_uneven_vocabulary_once():
+def test_ranges_cover_an_uneven_vocabulary_exactly_once():
     ranges = [shard_range(19, Axis("tp", 4, rank), what="vocabulary") for rank in range(4)]
     assert ranges == [(0, 5), (5, 10), (10, 15), (15, 19)]
 
@@ -126,7 +126,7 @@ def test_an_output_head_has_whole_rows_of_its_slice_of_the_vocabulary(bias):
 
 
 class Transposed(nn.Module):
-    """A linear layer that holds its weight as [inputs, outputs]."""
+    """A linear layer that stores its weight as [inputs, outputs]."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -232,27 +232,27 @@ def decoder():
     torch.manual_seed(0)
     model = Decoder().double()
     for parameter in model.parameters():
-        parameter.data.mul_(0.5)  # hidden states of a size at which a sine says something
+        parameter.data.mul_(0.5)  # hidden states of a size at which a sine is sensitive
     return model
 
 
 def drive(model, gather=lambda hidden: hidden):
     """Hidden states of two micro-batches, and their gradients added up."""
-    found = []
+    results = []
     for tokens in STEP:
         hidden = gather(model(tokens))
         (hidden * torch.linspace(-1, 2, hidden.numel(), dtype=torch.float64).view_as(hidden)).sin().sum().backward()
-        found.append(hidden.detach())
-    return found
+        results.append(hidden.detach())
+    return results
 
 
 def cut_decoder(sharded):
     mesh = make_mesh(tp=2)
     model = decoder()
     shards = apply_tensor_parallel(model, EVERYTHING, mesh["tp"], sequence_parallel=sharded)
-    found = drive(model, Stream(mesh["tp"], sharded).all_tokens)
+    result = drive(model, Stream(mesh["tp"], sharded).all_tokens)
     sum_gradients(model, shards, mesh)
-    return found, full_gradients(model, shards, mesh), shards
+    return result, full_gradients(model, shards, mesh), shards
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -260,8 +260,8 @@ def test_every_style_equals_the_whole_model_with_tokens_whole_or_sharded(sharded
     model = decoder()
     expected = drive(model)
     whole = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for found, gradients, shards in run_ranks(cut_decoder, 2, tmp_path, sharded):
-        for hidden, other in zip(found, expected, strict=True):
+    for result, gradients, shards in run_ranks(cut_decoder, 2, tmp_path, sharded):
+        for hidden, other in zip(result, expected, strict=True):
             torch.testing.assert_close(hidden, other, rtol=0, atol=1e-12)
         assert_float64_parity(gradients, whole, context="two ranks")
         partial = {name for name, shard in shards.items() if shard.gradient_is_partial}
@@ -287,7 +287,7 @@ def test_every_style_equals_the_whole_model_with_tokens_whole_or_sharded(sharded
         assert partial == always | (between if sharded else set())
 
 
-def test_hidden_states_go_into_a_block_once(monkeypatch):
+def test_hidden_states_enter_a_block_once(monkeypatch):
     entered = []
     monkeypatch.setattr(Stream, "into", lambda self, hidden: entered.append(hidden.shape) or hidden)
     model = nn.Module()
@@ -335,7 +335,7 @@ def test_a_part_is_the_way_back_from_the_whole(shard, shape, tp):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_part_of_the_whole_is_what_a_cut_model_holds(sharded):
+def test_a_local_part_matches_a_sharded_model(sharded):
     """Packed sections and experts too."""
     whole = dict(decoder().named_parameters())
 
@@ -358,13 +358,13 @@ def test_sums_at_the_input_of_a_block_can_be_left_to_others():
         model = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})}).double()
         model["mlp"].forward = lambda hidden: model["mlp"]["down"](model["mlp"]["up"](hidden))
         apply_tensor_parallel(model, {"mlp.up": "colwise", "mlp.down": "rowwise"}, mesh["tp"])
-        found = []
+        results = []
         for to_others in (False, True, False):
             defer_input_sums(model, deferred=to_others)
             hidden = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
             model["mlp"](hidden).sum().backward()
-            found.append(hidden.grad)
-        return found
+            results.append(hidden.grad)
+        return results
 
     (first, second) = simulate(gradient_at_input, tp=2)
     (whole, part, again) = first

@@ -1,4 +1,4 @@
-"""What stands around torch's context parallelism: rules said before, copies cut, attention put back on any way out."""
+"""The wrapper of torch's context parallelism: checks before, sharded copies, attention restored on any exit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_this_torch_has_one():
     assert torch_ring().devices == ("cuda",)
 
 
-def test_a_torch_without_it_is_said(monkeypatch):
+def test_an_unsupported_torch_is_reported(monkeypatch):
     monkeypatch.setattr(module, "PLACES", ("torch.nowhere", "torch.distributed"))
     with pytest.raises(ShardingError, match="without context_parallel"):
         torch_ring.__wrapped__()
@@ -45,7 +45,7 @@ def test_rows_that_it_cannot_share_out_are_refused(length, device, said):
         check_rows(length, 2, device, TorchRing(contextlib.nullcontext, "here"))
 
 
-def test_the_multiple_to_pad_to_is_said():
+def test_the_required_multiple_is_reported():
     with pytest.raises(ShardingError, match="pad the rows at their end to 132 tokens"):
         check_rows(129, 3, "cuda", TorchRing(contextlib.nullcontext, "here"))
 
@@ -69,23 +69,23 @@ def test_one_rank_has_everything_and_the_attention_that_was_there():
 
 
 def asked(query=(1, 4, 64, 8), key=(1, 4, 64, 8), dtype=torch.float32, **more):
-    """What reaches torch's ring."""
-    found = {}
+    """The arguments that reach torch's ring."""
+    results = {}
 
     def attention(query, key, value, **settings):
-        found.update(settings, heads=(query.shape[1], key.shape[1], value.shape[1]))
+        results.update(settings, heads=(query.shape[1], key.shape[1], value.shape[1]))
         return query
 
     settings = {"is_causal": True} | more
     guarded(attention)(*(torch.zeros(shape, dtype=dtype) for shape in (query, key, key)), **settings)
-    return found
+    return results
 
 
 def test_plain_attention_passes():
     assert asked(scale=0.5) == {"is_causal": True, "scale": 0.5, "enable_gqa": False, "heads": (4, 4, 4)}
 
 
-def test_shared_heads_are_repeated_where_no_kernel_knows_them():
+def test_shared_heads_are_repeated_for_kernels_without_gqa():
     assert asked(key=(1, 2, 64, 8), enable_gqa=True)["heads"] == (4, 4, 4)
     half = asked(key=(1, 2, 64, 8), dtype=torch.bfloat16, enable_gqa=True)
     assert (half["heads"], half["enable_gqa"]) == ((4, 2, 2), True)
@@ -107,7 +107,7 @@ def test_repeated_heads_are_the_groups():
         ({"query": (1, 4, 96, 8)}, "96 tokens per rank in torch.float32"),
     ],
 )
-def test_what_the_ring_does_not_know_is_refused(more, said):
+def test_options_unsupported_by_the_ring_are_refused(more, said):
     with pytest.raises(ShardingError, match=said):
         asked(**more)
 
@@ -135,10 +135,10 @@ def in_and_out():
     axis = make_mesh(cp=2)["cp"]
     ids, before = torch.arange(256).view(2, 128), functional.scaled_dot_product_attention
     tensors = {"ids": ids, "shared": ids[:1].expand(2, 128), "wide": torch.stack([ids, -ids], dim=-1)}
-    mine = head_and_tail(axis.rank, 2, 128)
+    local = head_and_tail(axis.rank, 2, 128)
     with torch_context_parallel(axis, tensors, ring=RING) as held:
-        same = [torch.equal(held[name], tensor[:, mine]) for name, tensor in tensors.items()]
-        query, key, value = (part[:, :, mine].detach().requires_grad_() for part in heads())
+        same = [torch.equal(held[name], tensor[:, local]) for name, tensor in tensors.items()]
+        query, key, value = (part[:, :, local].detach().requires_grad_() for part in heads())
         attend(query, key, value).square().sum().backward()
         inside = functional.scaled_dot_product_attention is not before
     with contextlib.suppress(KeyError), torch_context_parallel(axis, tensors, ring=RING):
@@ -156,10 +156,10 @@ def test_rows_are_cut_and_everything_is_put_back(tmp_path):
     query, key, value = heads(requires_grad=True)
     mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     mixed.square().sum().backward()
-    for rank, found in enumerate(run_ranks(in_and_out, 2, tmp_path)):
-        assert found["same"] == [True] * 3
-        assert (found["inside"], found["put back"], found["whole"]) == (True, True, True)
-        for whole, gradient in zip((query, key, value), found["gradients"], strict=True):
+    for rank, result in enumerate(run_ranks(in_and_out, 2, tmp_path)):
+        assert result["same"] == [True] * 3
+        assert (result["inside"], result["put back"], result["whole"]) == (True, True, True)
+        for whole, gradient in zip((query, key, value), result["gradients"], strict=True):
             expected = whole.grad[:, :, head_and_tail(rank, 2, 128)]
             torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-13)
 
@@ -169,20 +169,20 @@ def test_rows_are_cut_and_everything_is_put_back(tmp_path):
 
 def through_torchs_ring():
     ring, axis = lend_to_cpu(), make_mesh(cp=2)["cp"]
-    mine, found, before = head_and_tail(axis.rank, 2, 128), {}, functional.scaled_dot_product_attention
+    local, result, before = head_and_tail(axis.rank, 2, 128), {}, functional.scaled_dot_product_attention
     with contextlib.suppress(KeyError), torch_context_parallel(axis, {"x": torch.zeros(1, 128)}, ring=ring):
         raise KeyError("halfway")
-    found["put back"] = functional.scaled_dot_product_attention is before
+    result["put back"] = functional.scaled_dot_product_attention is before
     for dtype in (torch.float32, torch.bfloat16):
         whole = dict(zip("qkv", (part.transpose(1, 2).to(dtype) for part in heads()), strict=True))
         places = torch.arange(128).expand(2, 128)
         with torch_context_parallel(axis, whole | {"places": places}, ring=ring) as held:
-            assert held["places"][1].tolist() == mine
+            assert held["places"][1].tolist() == local
             parts = [held[name].transpose(1, 2).detach().requires_grad_() for name in "qkv"]
             out = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
             out.square().sum().backward()
-        found[dtype] = [out.detach(), *(part.grad for part in parts)]
-    return found
+        result[dtype] = [out.detach(), *(part.grad for part in parts)]
+    return result
 
 
 def test_torchs_own_ring_is_attention_over_whole_rows(tmp_path):
@@ -192,9 +192,9 @@ def test_torchs_own_ring_is_attention_over_whole_rows(tmp_path):
         parts = [part.to(dtype).double().requires_grad_() for part in heads()]
         out = functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
         out.square().sum().backward()
-        for rank, found in enumerate(answers):
-            assert found["put back"]
-            for true, got in zip([out.detach(), *(part.grad for part in parts)], found[dtype], strict=True):
+        for rank, result in enumerate(answers):
+            assert result["put back"]
+            for true, got in zip([out.detach(), *(part.grad for part in parts)], result[dtype], strict=True):
                 true = true[:, :, head_and_tail(rank, 2, 128)]
                 assert got.dtype is dtype
                 assert (got.double() - true).norm() < bar * true.norm()

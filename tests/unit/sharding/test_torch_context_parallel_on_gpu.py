@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from tests.helpers.ranks import run_ranks
-from workbench.sharding.given_groups import axis_of
+from workbench.sharding.mesh import axis_of
 from workbench.sharding.torch_context_parallel import torch_context_parallel
 
 BARS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -37,33 +37,33 @@ def on_a_gpu():
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     axis = axis_of(dist.new_group(backend="nccl"), "cp")
-    before, found = functional.scaled_dot_product_attention, {}
+    before, result = functional.scaled_dot_product_attention, {}
     for dtype in BARS:
         with contextlib.suppress(KeyError), torch_context_parallel(axis, {"x": torch.zeros(1, 256, device=device)}):
             raise KeyError("halfway")
-        found[f"{dtype} put back"] = functional.scaled_dot_product_attention is before
+        result[f"{dtype} put back"] = functional.scaled_dot_product_attention is before
         whole = heads(dtype, device)
         tensors = dict(zip(("query", "key", "value"), whole, strict=True))
         places = torch.arange(256, device=device).expand(2, 256)
         with torch_context_parallel(axis, tensors | {"places": places}) as held:
             ring = attend([held[name] for name in tensors])
-        mine = held["places"][0]
+        local = held["places"][0]
         exact = attend([part.double() for part in whole])
         for name, got, true in zip(("out", "query", "key", "value"), ring, exact, strict=True):
-            true = true[:, mine]
-            found[dtype, name] = float((got.double() - true).norm() / true.norm())
-        found[f"{dtype} places"] = mine.tolist()
-    return found
+            true = true[:, local]
+            result[dtype, name] = float((got.double() - true).norm() / true.norm())
+        result[f"{dtype} places"] = local.tolist()
+    return result
 
 
 @pytest.mark.gpus(2)
 def test_the_ring_is_attention_over_whole_rows(tmp_path):
-    for rank, found in enumerate(run_ranks(on_a_gpu, 2, tmp_path)):
+    for rank, result in enumerate(run_ranks(on_a_gpu, 2, tmp_path)):
         for dtype, bar in BARS.items():
-            assert found[f"{dtype} put back"]
-            assert found[f"{dtype} places"] == [
+            assert result[f"{dtype} put back"]
+            assert result[f"{dtype} places"] == [
                 *range(64 * rank, 64 * rank + 64),
                 *range(192 - 64 * rank, 256 - 64 * rank),
             ]
             for name in ("out", "query", "key", "value"):
-                assert found[dtype, name] < bar, f"{dtype}, {name}, rank {rank}"
+                assert result[dtype, name] < bar, f"{dtype}, {name}, rank {rank}"

@@ -49,14 +49,14 @@ def test_case(system, name):
     measured = dict(zip(case.get("metric_names", ()), outputs.pop("metrics", ()), strict=True))
     if "metrics" in suspect:
         measured = {}
-    found = replay(system, case["kind"], case["function"], case["config"], inputs)
+    result = replay(system, case["kind"], case["function"], case["config"], inputs)
     for key in outputs.keys() - suspect:
-        assert close(found[key], outputs[key]).all(), f"{key}: {found[key]} is not {outputs[key]}"
+        assert close(result[key], outputs[key]).all(), f"{key}: {result[key]} is not {outputs[key]}"
     asked = {key: value for key, value in measured.items() if f"metrics.{key}" not in suspect}
-    assert asked.keys() <= found["metrics"].keys()
+    assert asked.keys() <= result["metrics"].keys()
     wrong = {
-        key: (found["metrics"][key], value)
+        key: (result["metrics"][key], value)
         for key, value in asked.items()
-        if not close(found["metrics"][key], value).all()
+        if not close(result["metrics"][key], value).all()
     }
     assert wrong == {}

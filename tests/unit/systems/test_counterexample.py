@@ -1,4 +1,4 @@
-"""Batches that tell losses apart have the shapes that they promise, and are the same for ever."""
+"""Batches that tell losses apart have the promised shapes, and never change."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SEEDS = range(24)
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_batch_is_nasty(seed):
-    row, said = adversarial_row(seed)
+    row, text = adversarial_row(seed)
     again, _ = adversarial_row(seed)
     assert torch.equal(row.old_logprobs_T, again.old_logprobs_T)
     trained = torch.bincount(row.document_ids_T, weights=row.loss_mask_T.double())
@@ -21,15 +21,15 @@ def test_a_batch_is_nasty(seed):
     advantages = row.advantages_T[row.loss_mask_T]
     assert (advantages > 0).any()
     assert (advantages < 0).any()
-    for values_T in (said.logprobs_T, row.old_logprobs_T, row.sampler_logprobs_T, row.ref_logprobs_T):
+    for values_T in (text.logprobs_T, row.old_logprobs_T, row.sampler_logprobs_T, row.ref_logprobs_T):
         assert (values_T < 0).all()
-        assert (said.logprobs_T - values_T).abs().max() < 20
+        assert (text.logprobs_T - values_T).abs().max() < 20
     assert row.extensions.keys() == {CORRECTION_WEIGHTS, "truncated", "group_tokens"}
 
 
 def test_over_all_batches_there_is_one_of_every_kind():
     rows = [adversarial_row(seed) for seed in SEEDS]
-    moved = [(said.logprobs_T - row.old_logprobs_T)[row.loss_mask_T] for row, said in rows]
+    moved = [(text.logprobs_T - row.old_logprobs_T)[row.loss_mask_T] for row, text in rows]
     assert sum(bool((d > 11).any()) for d in moved) == sum(bool((d < -11).any()) for d in moved) == 3
     assert any((row.advantages_T[row.loss_mask_T][d < -11] < 0).any() for (row, _), d in zip(rows, moved, strict=True))
     constant = [
@@ -56,16 +56,16 @@ def test_rewards_of_documents_are_1_or_minus_a_half_and_the_same_for_ever():
 
 def test_an_outcome_is_the_evaluators():
     spec = LossSpec(name="reinforce", entropy_coefficient=0.5)
-    row, said = adversarial_row(3)
-    found = outcome(spec, 3)
+    row, text = adversarial_row(3)
+    result = outcome(spec, 3)
     mask_T, count = row.loss_mask_T, row.loss_mask_T.sum()
-    expected = -(row.advantages_T * said.logprobs_T + 0.5 * said.entropy_T)[mask_T].sum() / count
-    assert found.loss == pytest.approx(float(expected), rel=1e-12)
-    by_logprob, by_entropy, *others = found.gradient_S.chunk(4)
+    expected = -(row.advantages_T * text.logprobs_T + 0.5 * text.entropy_T)[mask_T].sum() / count
+    assert result.loss == pytest.approx(float(expected), rel=1e-12)
+    by_logprob, by_entropy, *others = result.gradient_S.chunk(4)
     torch.testing.assert_close(by_logprob, torch.where(mask_T, -row.advantages_T, 0.0) / count)
     torch.testing.assert_close(by_entropy, torch.where(mask_T, -0.5, 0.0).double() / count)
     assert not torch.cat(others).any()
-    assert found.gradient_norm == pytest.approx(float(found.gradient_S.norm()))
+    assert result.gradient_norm == pytest.approx(float(result.gradient_S.norm()))
 
 
 def test_logits_give_the_same_log_probabilities_at_temperature_one_only():

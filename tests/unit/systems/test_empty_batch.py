@@ -1,4 +1,4 @@
-"""Gradients of means over nothing, against autograd on plain formulas whose mask is 0 everywhere."""
+"""Gradients of means over no token, against autograd on plain formulas whose mask is 0 everywhere."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from workbench.systems.empty_batch import (
     clipped_mean_gradient,
-    log_ratio,
     sequence_mean_gradient,
     undefined,
     value_mean_gradient,
@@ -45,15 +44,15 @@ def test_a_token_that_is_cut_off_has_no_gradient_and_every_other_one_no_number(d
     if dual_clip is not None:
         value = torch.where(ADVANTAGES < 0, torch.max(value, dual_clip * ADVANTAGES), value)
     mean_of_nothing(-value).backward()
-    found = clipped_mean_gradient(
-        log_ratio(POLICY, OLD), ADVANTAGES, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip, log_clamp=20.0
+    result = clipped_mean_gradient(
+        POLICY, OLD, ADVANTAGES, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip, log_clamp=20.0
     )
-    same_nan(found, x.grad)
-    assert set(found.isnan().tolist()) == {True, False}
+    same_nan(result, x.grad)
+    assert set(result.isnan().tolist()) == {True, False}
 
 
 @pytest.mark.parametrize("low", [0.2, 1.5])
-def test_a_row_whose_ratio_is_of_nothing(low):
+def test_a_row_with_an_empty_ratio(low):
     rows, x = torch.arange(40) // 4, POLICY.clone().requires_grad_()
     advantages = ADVANTAGES.clone()
     advantages[:8] = -1.0

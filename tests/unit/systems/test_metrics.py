@@ -1,3 +1,4 @@
+import functools
 import json
 import math
 from pathlib import Path
@@ -9,11 +10,12 @@ from tests.helpers.metric_rows import inputs_of, nasty_documents
 from tests.oracles import metrics as oracle
 from workbench.errors import SpecError
 from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.policy import policy_metrics
-from workbench.metrics.quantities import ClipRule, DocumentSlots
+from workbench.metrics.policy import Quantities, policy_metrics
+from workbench.metrics.quantities import Advantage, ClipRule, DocumentSlots, LogRatio, Ratio
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis
 from workbench.specs.losses import LossSpec
+from workbench.systems import metrics
 from workbench.systems.metrics import PeerSettings, alias_table, aliases, as_named_by, left_out, settings_of
 from workbench.systems.registry import SYSTEMS
 
@@ -46,12 +48,12 @@ def test_names_are_computed_by_their_definitions(system, spec, seed):
         expected = oracle.verl(documents, **bounds, dual=surrogate.dual_clip, sequence=sequence)
     else:
         expected = getattr(oracle, system)(documents, **bounds, sequence=sequence, num_documents=len(documents))
-    found = named(system, documents, spec)
+    metrics = named(system, documents, spec)
     # TRL reports CISPO's clip for CISPO only; NeMo counts rows.
     special = {"cispo_clip_ratio", "num_valid_samples", "global_valid_seqs"}
-    assert expected.keys() - special <= found.keys()
+    assert expected.keys() - special <= metrics.keys()
     for key in expected.keys() - special:
-        assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
 
 
 # ---- against numbers of the systems themselves -------------------------------------------------------------
@@ -98,7 +100,7 @@ def spec_of(case):
 
 
 def documents_of(case):
-    """Its rows; what a case does not have is filled with zeros, which no number that is compared looks at."""
+    """Its rows; missing arrays of a case are filled with zeros, which no compared number reads."""
     documents = []
     for row in case["rows"]:
         length = len(row.get("policy", row["old"]))
@@ -115,7 +117,7 @@ def documents_of(case):
 
 
 def unlike(case):
-    """Names whose number in a case has a known other reason; each stands in LEFT_OUT or in the case's own notes."""
+    """Names whose number in a case has a known other reason; each is in LEFT_OUT or in the case's own notes."""
     names = {"loss", "kl_penalty", "positive_nll_loss", "num_valid_samples"}
     if case["system"] == "nemo_rl" and spec_of(case).surrogate.kind == "gspo":
         names |= {"sampling_importance_ratio"}
@@ -133,11 +135,11 @@ def test_names_have_the_numbers_of_the_systems_themselves(case):
     documents, spec = documents_of(case), spec_of(case)
     if config.get("rollout_is"):
         terms["policy"] = truncated(documents, config)
-    found = named(case["system"], documents, spec, terms)
-    compared = (found.keys() & case["metrics"].keys()) - unlike(case)
+    metrics = named(case["system"], documents, spec, terms)
+    compared = (metrics.keys() & case["metrics"].keys()) - unlike(case)
     for key in sorted(compared):
         expected = case["metrics"][key]
-        assert found[key] == pytest.approx(expected, **bar(case, key)), key
+        assert metrics[key] == pytest.approx(expected, **bar(case, key)), key
     least = {"fast_llm": 12, "nemo_rl": 11, "trl": 3 if "cispo" in case["id"] else 6, "verl": 2}[case["system"]]
     assert len(compared) >= (27 if config.get("rollout_is") else least)
 
@@ -161,7 +163,7 @@ def truncated(documents, config):
     )
 
 
-# ---- what the table claims ---------------------------------------------------------------------------------
+# ---- claims of the table ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [PPO, GSPO, LossSpec(name="cispo")], ids=["ppo", "gspo", "cispo"])
@@ -215,7 +217,7 @@ def test_weights_of_nemo_and_trl_are_those_after_truncation():
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_table_says_every_definition(system):
+def test_the_table_has_every_definition(system):
     for settings in (
         PeerSettings(ClipRule(0.8, 1.2, 3.0)),
         PeerSettings(None),
@@ -227,10 +229,82 @@ def test_the_table_says_every_definition(system):
     assert {name for name, _ in left_out()} <= set(SYSTEMS)
 
 
-def test_what_cannot_be_named_is_refused_in_words():
+def test_unnameable_metrics_are_refused():
     zeros = torch.zeros(2, dtype=torch.float64)
     inputs, everywhere = LossInputs(zeros, zeros, zeros), torch.ones(2, dtype=torch.bool)
     with pytest.raises(SpecError, match="one of nemo_rl, "):
         as_named_by("megatron", inputs, everywhere)
     with pytest.raises(SpecError, match="a ratio of documents needs the names"):
         as_named_by("verl", inputs, everywhere, loss_spec=GSPO)
+
+
+def test_settings_are_those_of_the_loss_and_the_step():
+    spec = LossSpec(name="gspo", kl={"coefficient": 0.1, "estimator": "k2"})
+    result = settings_of(spec, DocumentSlots(0, 5))
+    assert (result.kind, result.num_documents, result.kl_estimator, result.of_documents) == ("gspo", 5, "k2", True)
+    assert result.clip.upper == 1 + spec.surrogate.clip_high
+    assert result.spec is spec
+
+
+def test_without_a_loss_there_is_no_clip():
+    assert settings_of(None) == PeerSettings(None)
+    assert settings_of(None, DocumentSlots(0, 3)).num_documents == 3
+
+
+def test_a_ratio_of_tokens_is_not_one_of_documents():
+    assert not settings_of(LossSpec(name="ppo")).of_documents
+
+
+TOKENS = torch.tensor([2.0, 4.0]).double()
+LOGS = torch.tensor([0.6, -2.0]).double()
+ADVANTAGES = torch.tensor([1.0, -4.0]).double()
+RATIOS = [math.exp(0.3), math.exp(-0.5)]
+CLIP = ClipRule(0.8, 1.2, None)
+
+
+def test_functions_of_a_document():
+    assert metrics.ratio_of(TOKENS, LOGS).tolist() == pytest.approx(RATIOS)
+    assert metrics.ratio_of(TOKENS, LOGS, epsilon=1.0).tolist() == pytest.approx([math.exp(0.2), math.exp(-0.4)])
+    assert metrics.clamped_of(CLIP, TOKENS, LOGS).tolist() == pytest.approx([1.2, 0.8])
+    assert metrics.k3_of(TOKENS, LOGS).tolist() == pytest.approx([RATIOS[0] - 1 - 0.3, RATIOS[1] - 1 + 0.5])
+    assert metrics.outside_clip_of("cut_high", CLIP, TOKENS, LOGS, ADVANTAGES).tolist() == [1, 0]
+    assert metrics.outside_clip_of("cut_low", CLIP, TOKENS, LOGS, ADVANTAGES).tolist() == [0, 1]
+
+
+def test_statistics_over_documents_and_tokens():
+    def values(tokens_N, _):
+        return tokens_N + 1
+
+    assert metrics.reduced(values, "mean", None, TOKENS, LOGS) == pytest.approx(4.0)
+    assert metrics.reduced(values, "mean", 4, TOKENS, LOGS) == pytest.approx(2.0)
+    assert math.isnan(metrics.reduced(values, "mean", 0, TOKENS, LOGS))
+    assert metrics.reduced(values, "max", 4, TOKENS, LOGS) == 5.0
+    assert metrics.token_mean(values, TOKENS, LOGS, epsilon=0.0) == pytest.approx((2 * 3 + 4 * 5) / 6)
+    assert metrics.token_mean(values, TOKENS, LOGS, epsilon=0.0, of=13) == pytest.approx(2.0)
+    assert metrics.token_mean(values, TOKENS, LOGS, epsilon=2.0) == pytest.approx(26 / 8)
+    assert math.isnan(metrics.token_mean(values, torch.zeros(1), torch.zeros(1), epsilon=0.0))
+
+
+def test_declarations_list_their_columns():
+    declared = metrics.per_document("ratio", "the ratio", metrics.ratio_of, "max").metric
+    assert declared.read(TOKENS, LOGS, ADVANTAGES) == pytest.approx(RATIOS[0])
+    read = functools.partial(metrics.token_mean, functools.partial(metrics.outside_clip_of, "cut", CLIP), epsilon=0.0)
+    share = metrics.document_metric("clipped", "share", "1", declared.columns, read, by_length=True, note="n")
+    assert share.metric.read(TOKENS, LOGS, ADVANTAGES) == pytest.approx(1.0)
+    assert share.metric.weight == "its trained tokens"
+    assert (share.canonical, share.note) == (None, "n")
+
+
+def test_columns_derived_from_others():
+    logs = torch.tensor([0.5, -0.5, 0.0]).double()
+    inputs = LossInputs(logs, torch.zeros(3).double(), torch.tensor([2.0, 0.0, -1.0]).double())
+    q = Quantities(inputs, {}, torch.ones(3, dtype=torch.bool))
+    ratio = Ratio("policy", "old")
+    assert metrics.outside(ratio, 0.9, 1.1).of(q).tolist() == [1, 1, 0]
+    assert metrics.outside(ratio, high=1.1).of(q).tolist() == [1, 0, 0]
+    assert metrics.outside(ratio).of(q).tolist() == [0, 0, 0]
+    assert metrics.negation(metrics.has_sign(-1)).of(q).tolist() == [1, 1, 0]
+    product = metrics.Derived(torch.mul, (Advantage(), LogRatio("policy", "old")))
+    assert product.of(q).tolist() == [1, 0, 0]
+    assert product.needs == ("policy", "old")
+    assert metrics.outside(Ratio("policy", "ref")).of(q) is None

@@ -9,7 +9,7 @@ from workbench import systems
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
 from workbench.systems import metrics as aliases
-from workbench.systems.inputs import inputs_of
+from workbench.systems.case import inputs_of
 from workbench.systems.registry import SYSTEMS, Settings, System, load_system, parse_settings, translate_settings
 from workbench.systems.replays import COMMON
 from workbench.systems.translate import translation
@@ -41,9 +41,9 @@ def test_every_system_is_whole(name):
     assert system.version
     assert system.scaling
     assert issubclass(system.settings, Settings)
-    found = translation(name, {})
-    assert isinstance(found.spec, LossSpec)
-    assert set(found.given) <= set(system.settings.model_fields)
+    result = translation(name, {})
+    assert isinstance(result.spec, LossSpec)
+    assert set(result.given) <= set(system.settings.model_fields)
     undocumented = [option for option, field in system.settings.model_fields.items() if not field.description]
     assert undocumented == []
 
@@ -76,7 +76,7 @@ def test_an_unknown_option_of_a_group_is_refused_with_the_nearest_in_the_group()
     assert caught.value.parts["rule"] == "options of Two: clip, mode"
 
 
-def test_a_value_that_cannot_be_is_said_with_its_option():
+def test_an_invalid_value_is_reported_with_its_option():
     with pytest.raises(SpecError, match="clip = 'wide'") as caught:
         parse_settings(Two, {"clip": "wide"}, where="somewhere")
     assert "options of Two" not in str(caught.value)
@@ -89,7 +89,7 @@ def test_options_that_are_no_mapping_are_refused(settings):
     assert caught.value.parts["found"] == repr(settings)
 
 
-def test_what_our_spec_refuses_is_said_in_words():
+def test_an_error_of_our_spec_is_reported():
     def clashing(_):
         return LossSpec(denominator="token", denominator_constant=3.0)
 
@@ -99,8 +99,8 @@ def test_what_our_spec_refuses_is_said_in_words():
     assert "denominator_constant is not used" in str(caught.value)
 
 
-def test_the_package_offers_functions_whatever_was_imported_first():
-    for place in ("explanations", "replays", "contracts", "translate"):
+def test_the_package_exports_functions_in_any_import_order():
+    for place in ("explanations", "replays", "translate"):
         importlib.import_module(f"workbench.systems.{place}")
     for name in ("loss_spec", "settings_for", "explain", "replay", "contract_table", "scaling_contract"):
         assert callable(getattr(systems, name)), name

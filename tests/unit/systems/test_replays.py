@@ -1,4 +1,4 @@
-"""What all replays share: kinds, numpy or tensors, garbage under the mask, gradients where they are asked for."""
+"""Common parts of all replays: kinds, numpy or tensors, garbage under the mask, gradients on request."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_every_kind_of_the_cases_has_a_replay():
 
 
 @pytest.mark.parametrize(("system", "kind", "name"), [f for f in FIRST if f[1] in NEEDS_MASK])
-def test_what_stands_under_the_mask_does_not_matter(system, kind, name):
+def test_masked_values_do_not_matter(system, kind, name):
     case, inputs = arguments(system, name)
     clean = replay(system, kind, case["function"], case["config"], inputs)
     hidden = inputs["mask"] == 0
@@ -42,10 +42,10 @@ def test_what_stands_under_the_mask_does_not_matter(system, kind, name):
         for key, value in inputs.items()
     }
     assert hidden.any()
-    found = replay(system, kind, case["function"], case["config"], spoilt)
-    assert found["loss"] == clean["loss"]
-    np.testing.assert_array_equal(found["grad_logprobs"], clean["grad_logprobs"])
-    assert not found["grad_logprobs"][hidden].any()
+    result = replay(system, kind, case["function"], case["config"], spoilt)
+    assert result["loss"] == clean["loss"]
+    np.testing.assert_array_equal(result["grad_logprobs"], clean["grad_logprobs"])
+    assert not result["grad_logprobs"][hidden].any()
 
 
 @pytest.mark.parametrize(("system", "kind", "name"), FIRST)
@@ -65,16 +65,16 @@ def test_tensors_give_tensors_and_arrays_arrays(system, kind, name):
     assert all(type(value) is float for value in arrays["metrics"].values())
 
 
-def test_a_gradient_is_scaled_and_added_to_what_is_there():
+def test_a_gradient_is_scaled_and_added_to_the_existing_one():
     case, inputs = arguments("fast_llm", "000_grpo_onpolicy")
     config = {key: value for key, value in case["config"].items() if key != "grad_output"}
     plain = replay("fast_llm", case["kind"], case["function"], config, inputs)
     before = np.full_like(inputs["logits"], 0.25)
-    found = replay(
+    result = replay(
         "fast_llm", case["kind"], case["function"], config | {"grad_output": 3.0}, inputs | {"grad_logits_in": before}
     )
-    np.testing.assert_allclose(found["grad_logits"], before + 3 * plain["grad_logits"], rtol=1e-12, atol=1e-15)
-    assert found["loss"] == plain["loss"]
+    np.testing.assert_allclose(result["grad_logits"], before + 3 * plain["grad_logits"], rtol=1e-12, atol=1e-15)
+    assert result["loss"] == plain["loss"]
     none = replay("fast_llm", case["kind"], case["function"], config | {"grad_output": 0.0}, inputs)
     assert not none["grad_logits"].any()
 
@@ -82,35 +82,36 @@ def test_a_gradient_is_scaled_and_added_to_what_is_there():
 def test_entropies_without_a_cotangent_have_no_gradient():
     logits = np.array([[0.5, 1.0, -1.0]])
     inputs = {"logits": logits, "targets": np.array([1]), "cotangent_logprobs": np.array([2.0])}
-    found = replay("prime_rl", "logprobs", "f", {}, inputs)
+    result = replay("prime_rl", "logprobs", "f", {}, inputs)
     halved = replay("prime_rl", "logprobs", "f", {"temperature": 0.5}, inputs | {"logits": logits / 2})
-    np.testing.assert_allclose(halved["logprobs"], found["logprobs"])
-    np.testing.assert_allclose(halved["grad_logits"], 2 * found["grad_logits"])
+    np.testing.assert_allclose(halved["logprobs"], result["logprobs"])
+    np.testing.assert_allclose(halved["grad_logits"], 2 * result["grad_logits"])
     probability = np.exp(logits) / np.exp(logits).sum()
-    np.testing.assert_allclose(found["logprobs"], np.log(probability[:, 1]))
-    np.testing.assert_allclose(found["entropy"], -(probability * np.log(probability)).sum(1))
-    np.testing.assert_allclose(found["grad_logits"], 2 * (np.array([[0, 1, 0]]) - probability))
+    np.testing.assert_allclose(result["logprobs"], np.log(probability[:, 1]))
+    np.testing.assert_allclose(result["entropy"], -(probability * np.log(probability)).sum(1))
+    np.testing.assert_allclose(result["grad_logits"], 2 * (np.array([[0, 1, 0]]) - probability))
 
 
 def test_values_are_summed_with_the_weights_of_a_spec():
     from workbench.systems.case import Case
 
     values, mask = np.array([[1.0, 2, np.nan], [4, 5, 6]]), np.array([[1, 1, 0], [1, 0, 0]])
-    found = aggregation(lambda _: LossSpec(denominator="document"), result="mean")(
-        Case.of("verl", "aggregation", "f", {}, {"values": values, "mask": mask})
-    )
-    assert float(found["mean"]) == pytest.approx((1.5 + 4) / 2)
-    assert found["grad_values"].tolist() == [[0.25, 0.25, 0], [0.5, 0, 0]]
+    case = Case.of("verl", "aggregation", "f", {}, {"values": values, "mask": mask})
+    result = aggregation(case, LossSpec(denominator="document"), result="mean")
+    assert float(result["mean"]) == pytest.approx((1.5 + 4) / 2)
+    assert result["grad_values"].tolist() == [[0.25, 0.25, 0], [0.5, 0, 0]]
 
 
 def test_a_mean_over_rows_sees_nothing_under_the_mask():
     values, mask = np.array([[1.0, 2, np.nan], [4, 5, np.inf]]), np.array([[1, 1, 0], [1, 0, 0]])
-    found = replay("nous_torchtitan", "aggregation", "masked_mean", {"per_seq": True}, {"values": values, "mask": mask})
-    assert float(found["result"]) == pytest.approx((1.5 + 4) / 2)
-    assert found["grad_values"].tolist() == [[0.25, 0.25, 0], [0.5, 0, 0]]
+    result = replay(
+        "nous_torchtitan", "aggregation", "masked_mean", {"per_seq": True}, {"values": values, "mask": mask}
+    )
+    assert float(result["result"]) == pytest.approx((1.5 + 4) / 2)
+    assert result["grad_values"].tolist() == [[0.25, 0.25, 0], [0.5, 0, 0]]
 
 
-def test_an_unknown_kind_is_refused_with_the_known_ones():
+def test_an_unknown_kind_is_refused_with_the_valid_names():
     with pytest.raises(SpecError, match="replay of 'lunch' of verl") as caught:
         replay("verl", "lunch", "f", {}, {})
     assert "policy_loss_packed" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole tensors in every layout, whole or absent, and a run that goes on as if nothing had happened."""
+"""Checkpoints: full tensors in every layout, whole or absent, and a resumed run that matches an uninterrupted one."""
 
 import math
 import shutil
@@ -15,7 +15,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.same_bits import differing
 from workbench import atomic as whole_files
 from workbench.errors import RecordError
-from workbench.policy.model import load_decoder
+from workbench.policy.decoder import load_decoder
+from workbench.policy.model import load_policy
 from workbench.policy.sampling import Sampler, by_uniforms
 from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
@@ -23,10 +24,16 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.gradients import copy_local_part, full_tensor, full_weights
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
+from workbench.specs.run import RunSpec
 from workbench.train import checkpoint
 from workbench.train import step as flow
-from workbench.train.checkpoint import continue_run, load_checkpoint, save_checkpoint, trained_policy
-from workbench.train.policies import build_policy
+from workbench.train.checkpoint import (
+    build_policy,
+    continue_run,
+    load_checkpoint,
+    save_checkpoint,
+    trained_policy,
+)
 from workbench.train.worker import build_optimizer, run_here
 
 LAYOUTS = {"one": {}, "tp2": {"tp": 2}, "dp2": {"dp": 2}}
@@ -66,13 +73,13 @@ def newest(run):
     return kept(list(run.checkpoints().values())[-1])
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------
+# ---- saved state -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
-def test_a_checkpoint_is_the_same_whatever_the_layout(source, tmp_path):
+def test_a_checkpoint_does_not_depend_on_the_layout(source, tmp_path):
     """Written in one, read in another and written again; the vocabulary of 19 is uneven over tp."""
-    spec, found = spec_of(model={"source": source}, precision="float32"), {}
+    spec, result = spec_of(model={"source": source}, precision="float32"), {}
     layouts = LAYOUTS if source == "tiny-qwen3" else {"one": {}, "tp2": {"tp": 2}}
     for name, sizes in layouts.items():
         run = new_run(tmp_path / name)
@@ -83,15 +90,15 @@ def test_a_checkpoint_is_the_same_whatever_the_layout(source, tmp_path):
             save_checkpoint(run, 2, policy, optimizer)
 
         simulate(save, **sizes)
-        found[name] = newest(run)
+        result[name] = newest(run)
     whole = dict(load_decoder(source).named_parameters())
     for name, parameter in whole.items():
-        assert found["one"][f"weights/{name}"].shape == parameter.shape
-        assert found["one"][f"optimizer/{name}/exp_avg"].shape == parameter.shape
-        assert float(found["one"][f"optimizer/{name}/step"]) == 2.0
-        assert not torch.equal(found["one"][f"weights/{name}"], parameter)
+        assert result["one"][f"weights/{name}"].shape == parameter.shape
+        assert result["one"][f"optimizer/{name}/exp_avg"].shape == parameter.shape
+        assert float(result["one"][f"optimizer/{name}/step"]) == 2.0
+        assert not torch.equal(result["one"][f"weights/{name}"], parameter)
     for name in layouts:
-        assert differing(found[name], found["one"]) == [], name
+        assert differing(result[name], result["one"]) == [], name
 
     for name, sizes in layouts.items():
         run = new_run(tmp_path / f"{name} again")
@@ -103,8 +110,8 @@ def test_a_checkpoint_is_the_same_whatever_the_layout(source, tmp_path):
             steps = {state["step"].device.type for state in optimizer.state.values()}
             return steps, {name: p.dtype for name, p in policy.model.named_parameters()}
 
-        assert all(said == ({"cpu"}, dict.fromkeys(whole, torch.float32)) for said in simulate(copy, **sizes))
-        assert differing(newest(run), found["one"]) == [], name
+        assert all(text == ({"cpu"}, dict.fromkeys(whole, torch.float32)) for text in simulate(copy, **sizes))
+        assert differing(newest(run), result["one"]) == [], name
 
 
 @pytest.mark.parametrize("precision", ["float64", "bfloat16"])
@@ -136,17 +143,19 @@ def test_a_plain_optimizer_has_nothing_to_keep(tmp_path):
 
 
 def sharded_copy(source, sizes, folder):
-    """Read a checkpoint with parameters sharded over dp x cp, and say what lies there, whole, and how much here."""
+    """Read a checkpoint with parameters sharded over dp x cp, and return it in full, and the local amount."""
     mesh = make_mesh(**sizes)
     policy, optimizer = held(
         spec_of(model={"source": source}, precision="float32", layout=sizes | {"shard_parameters": True}), mesh
     )
     load_checkpoint(folder, policy, optimizer)
-    said = {f"weights/{name}": value for name, value in full_weights(policy.model, policy.shards, mesh).items()}
+    output = {f"weights/{name}": value for name, value in full_weights(policy.model, policy.shards, mesh).items()}
     for name, parameter in policy.model.named_parameters():
         for key, value in optimizer.state[parameter].items():
-            said[f"optimizer/{name}/{key}"] = value if key == "step" else full_tensor(value, policy.shards[name], mesh)
-    return said, sum(parameter.to_local().numel() for parameter in policy.model.parameters())
+            output[f"optimizer/{name}/{key}"] = (
+                value if key == "step" else full_tensor(value, policy.shards[name], mesh)
+            )
+    return output, sum(parameter.to_local().numel() for parameter in policy.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -165,8 +174,8 @@ def test_sharded_parameters_take_their_parts(source, sizes, tmp_path):
     save_checkpoint(run, 2, policy, optimizer)
     ranks = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
     elements = sum(parameter.numel() for parameter in policy.model.parameters())
-    for said, here in run_ranks(sharded_copy, ranks, tmp_path / "ranks", source, sizes, run.checkpoints()[2]):
-        assert differing(said, newest(run)) == []
+    for text, here in run_ranks(sharded_copy, ranks, tmp_path / "ranks", source, sizes, run.checkpoints()[2]):
+        assert differing(text, newest(run)) == []
         assert here < 0.6 * elements
 
 
@@ -245,7 +254,7 @@ def killed(monkeypatch):
 
 
 def contents(run):
-    """All that a run found, of every step, without times."""
+    """All results of a run, of every step, without times."""
     lines = [
         {key: value for key, value in record.items() if not key.startswith(("time/", "memory/", "run/"))}
         for record in run.steps()
@@ -253,13 +262,13 @@ def contents(run):
     tensors = {path.name: load_file(path) for path in sorted((run.path / "tensors").glob("*"))}
     rollouts = {path.name: files.load(path) for path in sorted((run.path / "rollouts").glob("*"))}
     rollouts = {name: batch.token_fields() | batch.document_fields() for name, batch in rollouts.items()}
-    said = {
+    output = {
         f"{of}/{name}": value
         for kind in (tensors, rollouts)
         for of, named in kind.items()
         for name, value in named.items()
     }
-    return lines, said | newest(run)
+    return lines, output | newest(run)
 
 
 RECORDED = {
@@ -282,7 +291,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(kind, killed, tmp_path):
+def test_a_killed_run_resumes_as_if_uninterrupted(kind, killed, tmp_path):
     changes = {"precision": "float32", "steps": 6, "record": {"checkpoint_every": 2}} | KINDS[kind]
     files.save(RolloutBatch.from_documents(nasty_documents(4)), tmp_path / "rollouts")
     unbroken = done(tmp_path, "unbroken", **changes)
@@ -291,11 +300,11 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(kind, killed, tmp_p
     assert (list(begun.checkpoints()), len(begun.steps())) == ([4], 5)
     before = contents(begun)
     goes_on = done(tmp_path, "goes_on", continues=begun.path.name, **changes)
-    lines, said = contents(goes_on)
+    lines, text = contents(goes_on)
     expected_lines, expected = contents(unbroken)
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
     assert lines == expected_lines
-    assert differing(said, expected) == []
+    assert differing(text, expected) == []
     assert contents(begun)[0] == before[0], "what was interrupted stays as it ended"
     assert differing(contents(begun)[1], before[1]) == []
     assert {record["step"]: record["run/continues"] for record in goes_on.steps() if "run/continues" in record} == {
@@ -306,14 +315,14 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(kind, killed, tmp_p
         assert names[0] == names[1] == [f"step{step:04d}.json" for step in range(6)]
 
 
-def test_a_run_that_goes_on_on_several_ranks_copies_once(tmp_path):
+def test_a_run_resumed_on_several_ranks_copies_once(tmp_path):
     layout = {"layout": {"dp": 2, "tp": 2}, "record": {"checkpoint_every": 2}, "precision": "float32"}
     half = done(tmp_path, "half", **layout, steps=2)
     whole = done(tmp_path, "whole", **layout, steps=4)
     goes_on = done(tmp_path, "goes_on", continues=half.path.name, **layout, steps=4)
-    (lines, said), (expected_lines, expected) = contents(goes_on), contents(whole)
+    (lines, text), (expected_lines, expected) = contents(goes_on), contents(whole)
     assert lines == expected_lines
-    assert differing(said, expected) == []
+    assert differing(text, expected) == []
 
 
 def test_a_run_that_was_interrupted_when_all_was_done_has_a_checkpoint_all_the_same(tmp_path):
@@ -324,7 +333,7 @@ def test_a_run_that_was_interrupted_when_all_was_done_has_a_checkpoint_all_the_s
     assert differing(newest(goes_on), newest(begun)) == []
 
 
-def test_what_cannot_be_gone_on_with_is_refused_in_words(tmp_path):
+def test_an_invalid_resume_is_refused(tmp_path):
     spec = spec_of(record={"checkpoint_every": 2})
     policy, optimizer = held(spec)
 
@@ -361,7 +370,7 @@ def test_weights_that_are_not_finite_replace_none_that_are(tmp_path, monkeypatch
     assert list(run.checkpoints()) == [2]
 
 
-def test_no_more_is_kept_than_is_asked_for(tmp_path):
+def test_only_the_requested_checkpoints_are_kept(tmp_path):
     run = done(tmp_path)
     assert run.checkpoints() == {}
     assert not (run.path / "checkpoints").exists()
@@ -377,9 +386,11 @@ def test_the_trained_policy_is_a_stock_model_with_the_last_weights(precision, tm
     run = done(tmp_path, steps=3, precision=precision, record={"checkpoint_every": 2}, model={"tied": False, "seed": 4})
     assert list(run.checkpoints()) == [3], "at the end too"
     weights, model = load_file(run.checkpoints()[3] / "weights.safetensors"), trained_policy(run)
-    found = dict(model.named_parameters())
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in weights.items())
+    results = dict(model.named_parameters())
+    assert results.keys() == weights.keys()
+    assert all(
+        torch.equal(results[name], value) and results[name].dtype == value.dtype for name, value in weights.items()
+    )
     as_it_samples = Sampler("tiny-qwen3", precision=precision, tied=False, seed=4)
     as_it_samples.load_weights(weights)
     tokens = torch.tensor([[16, 3, 12, 4, 15, 7, 7, 1]])
@@ -404,7 +415,7 @@ def test_the_trained_policy_can_be_saved_and_named_as_a_source(tmp_path):
 
 
 def test_the_checkpoint_of_another_layout_continues(tmp_path):
-    """What is kept says nothing of a layout; a run on other ranks goes on with the same numbers."""
+    """A checkpoint contains no layout; a run on other ranks continues with the same numbers."""
     changes = {"record": {"checkpoint_every": 2}}
     half = done(tmp_path, "half", **changes, steps=2)
     one, other = (
@@ -415,3 +426,54 @@ def test_the_checkpoint_of_another_layout_continues(tmp_path):
         assert mine["loss/total/sum"] == pytest.approx(theirs["loss/total/sum"], rel=1e-9, abs=1e-12)
     shutil.rmtree(half.path)
     assert list(one.checkpoints()) == [4], "it needs the earlier run no longer"
+
+
+# -- the policy of a spec ------------------------------------------------------------------------------------------
+
+MODEL = {"source": "tiny-qwen3", "tied": False, "seed": 7}
+
+
+def test_every_setting_is_handed_on(monkeypatch):
+    """Numbers are the same without most of them, so no number would show it."""
+    asked = {}
+    monkeypatch.setattr(checkpoint, "load_policy", lambda source, **given: asked.update({"source": source} | given))
+    spec = RunSpec.model_validate(
+        {
+            "model": MODEL,
+            "precision": "bfloat16",
+            "policy": {
+                "logprobs": "chunked",
+                "fp32_head": True,
+                "chunk_tokens": 8,
+                "keep_bytes": 99,
+                "fused_loss": True,
+            },
+            "layout": {"shard_parameters": True, "checkpointing": True, "sequence_parallel": True},
+        }
+    )
+    mesh, project = single_process_mesh(), Path("somewhere")
+    build_policy(spec, mesh, project, temperature=0.7)
+    assert asked == MODEL | {
+        "mesh": mesh,
+        "project": project,
+        "precision": "bfloat16",
+        "temperature": 0.7,
+        "implementation": "chunked",
+        "fp32_head": True,
+        "chunk_tokens": 8,
+        "keep_bytes": 99,
+        "shard_parameters": True,
+        "checkpointing": True,
+        "sequence_parallel": True,
+        "fused_loss": True,
+    }
+    handed_on = set(load_policy.__kwdefaults__) - set(asked)
+    assert not handed_on, "load_policy has learnt something that no spec can ask for"
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 0.7), (1.3, 1.3)])
+def test_the_temperature_is_that_of_the_rollouts_unless_given(given, expected):
+    spec = RunSpec.model_validate({"model": MODEL, "policy": {"temperature": given}})
+    policy = build_policy(spec, single_process_mesh(), Path(), temperature=0.7)
+    assert policy.temperature == expected
+    assert policy.model.config.tie_word_embeddings is False

@@ -1,4 +1,4 @@
-"""What a step of two modules refuses, and what it says beside the policy's own numbers."""
+"""Refusals of a step of two modules, and its metrics next to the policy's own."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ TWO = Case((1, 1, 2), (1, 1, 2), images=7, delivery="whole")
 
 
 def on_one_rank(function):
-    [found] = simulate(function)
-    return found
+    [result] = simulate(function)
+    return result
 
 
 def prepared(mesh, *, change=lambda batch: batch, grid=None, images=None):
@@ -32,7 +32,7 @@ def prepared(mesh, *, change=lambda batch: batch, grid=None, images=None):
     return encoder, policy, encoder_step.prepare_image_rows(batch, pixels[:images], ONE.spec, mesh, encoder, bridge)
 
 
-def test_a_batch_says_which_token_reads_which_feature():
+def test_a_batch_assigns_features_to_tokens():
     def without(batch):
         return replace(batch, extensions={})
 
@@ -58,13 +58,13 @@ def test_modules_lie_in_the_grids_of_the_bridge():
         simulate(crosswise, dp=2)
 
 
-def test_a_bridge_that_believes_to_know_who_uses_what_is_refused():
+def test_a_bridge_with_a_required_order_is_refused():
     case = Case((1, 1, 2), (1, 2, 1), images=7, delivery="whole", bridge_order="zigzag")
     with pytest.raises(ShardingError, match="whole images with order 'zigzag'"):
         simulate(lambda mesh: steps_of(case, mesh["dp"], problem(case)), dp=2)
 
 
-def test_a_bridge_puts_together_what_the_encoder_cut():
+def test_a_bridge_joins_the_shards_of_the_encoder():
     case = Case((1, 2, 1), (1, 1, 2), images=7, delivery="whole", source_order="zigzag")
 
     def otherwise(mesh):
@@ -164,7 +164,7 @@ def test_features_stand_at_their_own_tokens_and_not_at_the_ones_that_predict_the
     assert set(local.row.tokens_T[local.is_image_t].tolist()) == {0}, "documents hold token 0 in the place of an image"
 
 
-def test_features_that_nobody_reads_have_no_gradient_and_are_no_error():
+def test_unread_features_have_no_gradient_and_are_no_error():
     case = Case((1, 1, 2), (1, 2, 1), images=7)
     documents, reads, pixels = problem(case)
     batch = batch_of(case, documents, reads)

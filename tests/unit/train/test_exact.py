@@ -1,4 +1,4 @@
-"""What a step of the reproducible mode is made of before and after the network: the same bits in every layout."""
+"""The reproducible mode of a step before and after the network: the same bits in every layout."""
 
 from dataclasses import fields, replace
 
@@ -18,6 +18,7 @@ from workbench.sharding.mesh import Axis, Mesh
 from workbench.specs.run import RunSpec
 from workbench.train import exact
 from workbench.train import step as flow
+from workbench.train.rows import multiples
 
 BLOCK = 8
 LAYOUTS = [
@@ -46,7 +47,7 @@ def spec_of(layout, data, loss="normalised"):
 
 
 def ranks(layout):
-    """The meshes of the ranks that hold different rows."""
+    """The meshes of the ranks with different rows."""
     dp, cp = layout.get("dp", 1), layout.get("cp", 1)
     for rank in range(dp):
         axes = {"dp": Axis("dp", dp, rank), "cp": Axis("cp", cp), "tp": Axis("tp"), "dp_cp": Axis("dp_cp", dp * cp)}
@@ -55,7 +56,7 @@ def ranks(layout):
 
 def prepared(batch, layout, data, loss, dealt=None):
     """All that the loss is evaluated on, by name."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for mesh in ranks(layout):
         rows, totals = flow.prepare_rows(batch, spec_of(layout, data, loss), mesh, dealt)
         for whole in (local.whole for local in rows):
@@ -65,10 +66,10 @@ def prepared(batch, layout, data, loss, dealt=None):
             here |= {f"weight {name}": pair.loss_T for name, pair in whole.weights.items()}
             here |= {"documents": torch.tensor([whole.documents.first, whole.documents.number])}
             here |= {"runs": whole.documents.segment_lengths_T}
-            found |= {f"{whole.number} {name}": value for name, value in here.items() if isinstance(value, Tensor)}
+            results |= {f"{whole.number} {name}": value for name, value in here.items() if isinstance(value, Tensor)}
         numbers = totals.statistics | {"tokens": totals.tokens, "scale": totals.scale}
-        found |= {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-    return found
+        results |= {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    return results
 
 
 def assert_alike(found, expected):
@@ -77,7 +78,7 @@ def assert_alike(found, expected):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
-def test_what_is_prepared_is_the_same_bits_in_every_layout(batch, layout, loss):
+def test_prepared_rows_are_bitwise_equal_in_every_layout(batch, layout, loss):
     expected = prepared(batch, {}, {"micro_batches": 4}, loss)
     assert_alike(prepared(batch, layout, {"micro_batches": 4 // layout.get("dp", 1)}, loss), expected)
     longer = {"micro_batches": 4 // layout.get("dp", 1), "multiple_of": 96 * 4}
@@ -85,7 +86,7 @@ def test_what_is_prepared_is_the_same_bits_in_every_layout(batch, layout, loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_rows_that_are_filled_are_alike_though_ranks_without_documents_have_empty_ones(batch, loss):
+def test_filled_rows_are_equal_although_ranks_without_documents_have_empty_ones(batch, loss):
     """All but the weights that count rows, of which there are more then."""
     expected = {
         name: value
@@ -102,14 +103,6 @@ def test_grouping_rows_otherwise_changes_nothing(batch):
     for order in ([3, 1, 0, 2], [2, 3, 1, 0]):
         dealt = [rows[at] for at in order]
         assert_alike(prepared(batch, {"dp": 2}, {"micro_batches": 2}, "normalised", dealt), expected)
-
-
-def test_rows_are_counted_by_their_first_target(batch):
-    rows = [
-        shift_targets(row)
-        for row in (batch.select([5, 6]), batch.select([0, 9]), batch.select([]).pad_to(8), batch.select([3]))
-    ]
-    assert exact.row_numbers(rows) == [2, 0, 3, 1]
 
 
 def test_a_row_ends_with_its_last_document(batch):
@@ -139,7 +132,7 @@ def test_the_loss_is_scaled_so_that_tokens_weigh_about_one(batch, weight, scale)
 )
 def test_rows_are_whole_blocks_on_every_rank(layout, row):
     spec = RunSpec.model_validate({"layout": layout, "reproducible": {"block_tokens": BLOCK, "weight_chunks": 2}})
-    assert flow.multiples(spec.layout, spec.reproducible).row == row
+    assert multiples(spec.layout, spec.reproducible).row == row
 
 
 @pytest.mark.parametrize(
@@ -158,7 +151,7 @@ def test_rows_that_would_not_be_those_of_another_layout_are_refused(batch, data,
 
 
 class Sums:
-    """Exact sums that hold a step only with some bits."""
+    """Exact sums that fit a step only with some bits."""
 
     def __init__(self, policy, fits):
         self.resolution = Resolution(BLOCK, bits=32)
@@ -174,7 +167,7 @@ ROW = flow.LocalRow(None, {}, None, None, None, whole="whole")
 
 
 def step_with(fits):
-    """A step that fails until the sums have the bits that it says."""
+    """A step that fails until the sums have the required bits."""
     policy = load_policy("tiny-qwen3")
     sums = Sums(policy, fits)
 
@@ -188,10 +181,17 @@ def step_with(fits):
     return sums, lambda: step(policy, None, [ROW], replace(RESULT.totals, scale=8.0))
 
 
-def test_a_step_is_done_again_with_the_bits_that_fit_and_says_so():
+def test_a_step_is_repeated_with_fitting_bits_and_reports_it():
     sums, step = step_with(lambda bits: min(bits, 20))
     assert step().range == {"bits": 20, "used_bits": 9, "scale": 8.0, "retries": 1}
     assert sums.started == [(8.0, 32), (8.0, 20)]
+
+
+def test_a_fused_step_is_refused():
+    policy = load_policy("tiny-qwen3")
+    Sums(policy, None)
+    with pytest.raises(SpecError, match="a fused step of a policy in the reproducible mode"):
+        flow.run_step(policy, None, [ROW], RESULT.totals, fused=True)
 
 
 def test_the_next_step_begins_with_the_bits_of_the_spec():
@@ -209,7 +209,7 @@ def test_the_next_step_begins_with_the_bits_of_the_spec():
         (lambda bits: None, [32]),
     ],
 )
-def test_a_step_that_no_bits_fit_is_an_error_that_says_what_was_tried(fits, tried):
+def test_a_step_that_fits_no_bits_is_an_error_with_the_attempts(fits, tried):
     sums, step = step_with(fits)
     with pytest.raises(OutOfRange) as caught:
         step()

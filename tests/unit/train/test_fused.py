@@ -1,4 +1,4 @@
-"""The fused path of a step: every preset as without fusion, and how many products with the head each takes."""
+"""The fused path of a step: every preset as without fusion, and the number of GEMMs with the head."""
 
 import functools
 import random
@@ -17,7 +17,8 @@ from workbench.policy.model import load_policy
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.losses import PRESETS
-from workbench.specs.run import RunSpec, parse_spec
+from workbench.specs.reading import parse_spec
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.worker import run_here
 
@@ -37,13 +38,13 @@ def policy(fused_loss=False):
 @functools.cache
 def documents(spread, advantages="documents"):
     """Eight documents in pairs, up to 41 tokens, near the policy; rewards and advantages of both signs."""
-    found = [d for d in nasty_documents(3) if any(d["loss_mask"])]
+    results = [d for d in nasty_documents(3) if any(d["loss_mask"])]
     spec = RunSpec.model_validate({"model": TINY, "precision": "float64"})
-    rows, totals = flow.prepare_rows(RolloutBatch.from_documents(found), spec, policy().mesh)
-    number = sum(len(d["tokens"]) for d in found)
+    rows, totals = flow.prepare_rows(RolloutBatch.from_documents(results), spec, policy().mesh)
+    number = sum(len(d["tokens"]) for d in results)
     own = flow.run_step(policy(), flow.build_loss(spec.loss), rows, totals, num_source=number).tokens
     own, rng, taken = own["policy_logprobs"].tolist(), random.Random(5), 0
-    for place, document in enumerate(found):
+    for place, document in enumerate(results):
         size, away = len(document["tokens"]), (place % 4 - 1.5) * spread
         for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
             document[name] = [min(-1e-3, value + away + rng.gauss(0, spread)) for value in own[taken : taken + size]]
@@ -51,11 +52,11 @@ def documents(spread, advantages="documents"):
             document["advantages"] = [rng.gauss(0, 1) for _ in range(size)]
         document |= {"reward": float(place % 2), "group_id": place // 2}
         taken += size
-    return found[: 2 * (len(found) // 2)]
+    return results[: 2 * (len(results) // 2)]
 
 
 def step(loss, batch, *, make=flow.build_loss, loss_spec=True, frozen_clip=None, **settings):
-    """One step under a spec; its result, and products with the head for each trained token."""
+    """One step under a spec; its result, and GEMMs with the head for each trained token."""
     spec = RunSpec.model_validate({"model": TINY, "precision": "float64", "loss": loss} | settings)
     held = replace(
         policy(spec.policy.fused_loss), chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes
@@ -63,7 +64,7 @@ def step(loss, batch, *, make=flow.build_loss, loss_spec=True, frozen_clip=None,
     batch = RolloutBatch.from_documents(batch)
     rows, totals = flow.prepare_rows(batch, spec, held.mesh)
     with count_gemms() as count:
-        found = flow.run_step(
+        result = flow.run_step(
             held,
             make(spec.loss),
             rows,
@@ -75,7 +76,7 @@ def step(loss, batch, *, make=flow.build_loss, loss_spec=True, frozen_clip=None,
             loss_spec=spec.loss if loss_spec else None,
             fused=spec.policy.fused_loss,
         )
-    return found, count.rows / max(1, totals.tokens)
+    return result, count.rows / max(1, totals.tokens)
 
 
 def fused(chunk_tokens, **more):
@@ -105,18 +106,18 @@ def test_every_preset_is_as_without_fusion(name):
     assert none == 0, "without fusion no engine is asked"
     assert max(float(g.abs().max()) for g in expected.gradients.values()) > 1e-4
     for chunk_tokens, products in ((7, ROW_PRESETS.get(name, 3)), (45, ROW_PRESETS.get(name, 3)), (500, 3)):
-        found, taken = step(preset(name), batch, **fused(chunk_tokens))
-        assert_same(found, expected, f"{name}, {chunk_tokens} rows at a time")
+        result, taken = step(preset(name), batch, **fused(chunk_tokens))
+        assert_same(result, expected, f"{name}, {chunk_tokens} rows at a time")
         assert taken == products, chunk_tokens
-        assert bool(found.fallbacks) == (products > 3), found.fallbacks
+        assert bool(result.fallbacks) == (products > 3), result.fallbacks
 
 
 @pytest.mark.parametrize("name", ["gspo", "clip_cov", "vapo"])
 def test_a_budget_saves_the_fourth_product(name):
     batch = documents(3e-4 if name in NARROW else 0.1)
-    found, taken = step(preset(name), batch, **fused(7, keep_bytes=2**20))
-    assert_same(found, step(preset(name), batch)[0])
-    assert (taken, found.fallbacks) == (3, ())
+    result, taken = step(preset(name), batch, **fused(7, keep_bytes=2**20))
+    assert_same(result, step(preset(name), batch)[0])
+    assert (taken, result.fallbacks) == (3, ())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_a_budget_saves_the_fourth_product(name):
         {"name": "grpo", "correction": {"kind": "m2po", "m2_threshold": 0.01}},
         {"name": "grpo", "correction": {"kind": "batch_normalized", "population": "micro_batch"}},
         {"name": "gmpo", "correction": {"kind": "opsm", "opsm_threshold": 0.01}},
-        {"name": "grpo", "denominator": "document_sum", "normalize_by_documents": True},
+        {"name": "grpo", "denominator": "document_sum", "compat": {"normalize_by_documents": True}},
     ],
     ids=lambda loss: "-".join([loss["name"], *loss][:1] + [k for k in loss if k != "name"]),
 )
@@ -139,19 +140,19 @@ def test_terms_corrections_and_advantages_of_tokens(loss, cut):
     batch = documents(0.1, "tokens")
     expected, _ = step(loss, batch, data=cut)
     for chunk_tokens in (7, 500):
-        found, taken = step(loss, batch, data=cut, **fused(chunk_tokens))
-        assert_same(found, expected, f"{chunk_tokens} rows at a time")
+        result, taken = step(loss, batch, data=cut, **fused(chunk_tokens))
+        assert_same(result, expected, f"{chunk_tokens} rows at a time")
         assert 3 <= taken <= 6
-        assert (taken == 3) == (not found.fallbacks)
+        assert (taken == 3) == (not result.fallbacks)
 
 
 @pytest.mark.parametrize("kind", ["sequence_tis_sum", "geometric_gate"])
 def test_sums_over_data_cost_no_product(kind):
     """A document's weight must be known for its first chunk; the rest of the policy's tokens need not be."""
     loss, batch = {"name": "grpo", "correction": {"kind": kind}}, documents(0.1, "tokens")
-    found, taken = step(loss, batch, **fused(7))
-    assert_same(found, step(loss, batch)[0])
-    assert (taken, found.fallbacks) == (3, ())
+    result, taken = step(loss, batch, **fused(7))
+    assert_same(result, step(loss, batch)[0])
+    assert (taken, result.fallbacks) == (3, ())
 
 
 def test_clip_decisions_taken_elsewhere_act():
@@ -163,52 +164,52 @@ def test_clip_decisions_taken_elsewhere_act():
     assert float(expected.loss["total"]) != pytest.approx(float(free.loss["total"]), rel=1e-3)
 
 
-def test_one_loss_written_on_the_spot_and_known_to_nobody_comes_out_right_and_says_what_it_took():
+def test_user_loss_matches_reference_and_reports_gemms():
     def of_the_row(inputs):
         centred_T = inputs.counted_logprobs_T - inputs.counted_logprobs_T.sum() / inputs.counts_T.sum()
         return {"policy": Term(-inputs.advantages_T * centred_T)}
 
     batch = documents(0.1, "tokens")
     expected, _ = step({"name": "grpo"}, batch, make=lambda spec: of_the_row)
-    found, taken = step({"name": "grpo"}, batch, make=lambda spec: of_the_row, **fused(7))
-    assert_same(found, expected)
+    result, taken = step({"name": "grpo"}, batch, make=lambda spec: of_the_row, **fused(7))
+    assert_same(result, expected)
     assert taken == 6
-    assert "the loss looks across tokens, and their coefficients in the whole row differ" in found.fallbacks[0]
+    assert "the loss looks across tokens, and their coefficients in the whole row differ" in result.fallbacks[0]
 
 
-def test_a_selection_by_covariance_is_found_out_without_its_spec():
+def test_a_selection_by_covariance_is_detected_without_its_spec():
     batch = documents(0.1)
     expected, _ = step(preset("kl_cov"), batch, loss_spec=False)
-    found, taken = step(preset("kl_cov"), batch, loss_spec=False, **fused(7))
-    assert_same(found, expected)
+    result, taken = step(preset("kl_cov"), batch, loss_spec=False, **fused(7))
+    assert_same(result, expected)
     assert taken > 3
-    assert found.fallbacks
+    assert result.fallbacks
 
 
 def test_a_step_with_nothing_to_train_gives_zeros():
     batch = [d | {"loss_mask": [0] * len(d["tokens"])} for d in documents(0.1)]
     for name in ("grpo", "gspo", "kl_cov"):
-        found, taken = step(preset(name), batch, **fused(7))
+        result, taken = step(preset(name), batch, **fused(7))
         assert taken == 0
-        assert float(found.loss["total"]) == 0
-        assert not any(g.any() for g in found.gradients.values())
+        assert float(result.loss["total"]) == 0
+        assert not any(g.any() for g in result.gradients.values())
 
 
-def test_a_loss_is_never_asked_about_no_token():
+def test_a_loss_is_never_evaluated_on_no_tokens():
     def highest(inputs):
         return {"policy": Term(-inputs.counted_logprobs_T / inputs.advantages_T.amax())}
 
     batch = [d | {"loss_mask": [0] * len(d["tokens"])} for d in documents(0.1)]
-    found, _ = step({"name": "grpo"}, batch, make=lambda spec: highest, **fused(7))
-    assert not any(g.any() for g in found.gradients.values())
+    result, _ = step({"name": "grpo"}, batch, make=lambda spec: highest, **fused(7))
+    assert not any(g.any() for g in result.gradients.values())
 
 
-def test_only_what_is_trained_goes_through_the_head():
+def test_only_trained_tokens_go_through_the_head():
     batch = documents(0.1)
-    found, _ = step(preset("grpo"), batch, **fused(7))
-    trained = found.tokens["trained"]
-    assert (found.tokens["entropy_nats"][trained] > 0).all()
-    assert not found.tokens["entropy_nats"][~trained].any()
+    result, _ = step(preset("grpo"), batch, **fused(7))
+    trained = result.tokens["trained"]
+    assert (result.tokens["entropy_nats"][trained] > 0).all()
+    assert not result.tokens["entropy_nats"][~trained].any()
 
 
 # -- settings and records --------------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_settings_of_runs_before_there_was_a_choice_still_read():
     assert not old.policy.fused_loss
 
 
-def test_a_run_records_why_there_were_more_than_three_products(tmp_path, capsys):
+def test_a_run_records_the_reason_for_more_than_three_gemms(tmp_path, capsys):
     records = {}
     for name, how in {"plain": {}, "chunks": {"fused_loss": True, "chunk_tokens": 64}}.items():
         spec = RunSpec(precision="float64", loss={"name": "kl_cov"}, data={"documents_per_step": 4}, policy=how)

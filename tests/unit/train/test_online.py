@@ -1,4 +1,4 @@
-"""Online rollouts: what is in them, who agrees on them, and that they train as a recording does."""
+"""Online rollouts: their contents, agreement of all ranks, and training on them as on a rollout dataset."""
 
 import math
 import re
@@ -21,9 +21,8 @@ from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.metrics.evidence import Evidence
-from workbench.policy.model import load_decoder
+from workbench.policy.decoder import load_decoder, tiny_qwen3
 from workbench.policy.precision import lift_to_float64
-from workbench.policy.tiny import tiny_qwen3
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.files import load
@@ -32,19 +31,20 @@ from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.losses import PRESETS, LossSpec
-from workbench.specs.run import RunSpec, merge
+from workbench.specs.reading import merge
+from workbench.specs.run import RunSpec
 from workbench.train import step as flow
+from workbench.train.checkpoint import build_policy
 from workbench.train.online import (
     Online,
     describe,
     document_logprobs,
-    in_order,
     needs_reference,
     seed_of,
     with_advantages,
     without_ties,
 )
-from workbench.train.policies import build_policy
+from workbench.train.rows import in_order
 from workbench.train.worker import build_optimizer, run_here
 
 TASK = Digits()
@@ -57,7 +57,7 @@ LAYOUTS = {
 
 
 def online_of(spec, mesh=None, task=None):
-    """A policy at its first weights, and what samples from it."""
+    """A policy at its first weights, and its sampler."""
     policy = build_policy(spec, mesh or single_process_mesh(), Path(), temperature=spec.online.temperature)
     return Online(spec, policy, Path(), task=task or TASK)
 
@@ -67,7 +67,7 @@ def sampled(number=0, **changes):
 
 
 def fields(batch):
-    """All that a batch holds, by name."""
+    """All fields of a batch, by name."""
     return batch.token_fields() | batch.document_fields()
 
 
@@ -79,18 +79,18 @@ def move(policy, seed=0):
             parameter += 0.05 * torch.randn_like(parameter)
 
 
-# ---- what a batch holds ------------------------------------------------------------------------------------------
+# ---- fields of a batch -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def usual():
-    """A spec, its first batch and what is said of it."""
+    """A spec, its first batch and its metrics."""
     spec = spec_of(seed=3, online={"temperature": 0.8})
     return spec, *online_of(spec).sample(0)
 
 
 def documents(batch):
-    """Of each document: prompt, answer, and where the answer lies."""
+    """Of each document: prompt, completion, and the completion's slice."""
     for number in range(batch.num_documents):
         places = torch.nonzero(batch.document_ids_T == number).squeeze(1)
         trained = batch.loss_mask_T[places]
@@ -98,15 +98,15 @@ def documents(batch):
         yield batch.tokens_T[places[~trained]].tolist(), batch.tokens_T[places[trained]].tolist(), places[trained]
 
 
-def test_a_batch_is_prompts_with_their_answers(usual):
+def test_a_batch_has_prompts_with_their_completions(usual):
     spec, batch, _ = usual
     prompts = [prompt for prompt in TASK.prompts(seed_of(3, 0), 3) for _ in range(3)]
-    found = list(documents(batch))
-    assert [TASK.decode(prompt) for prompt, _, _ in found] == prompts
+    results = list(documents(batch))
+    assert [TASK.decode(prompt) for prompt, _, _ in results] == prompts
     assert batch.group_ids_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert batch.temperature == spec.online.temperature == 0.8
-    assert {len(answer) for _, answer, _ in found} >= {6}
-    for (prompt, answer, places), reward in zip(found, batch.rewards_N.tolist(), strict=True):
+    assert {len(answer) for _, answer, _ in results} >= {6}
+    for (prompt, answer, places), reward in zip(results, batch.rewards_N.tolist(), strict=True):
         assert reward == TASK.reward(TASK.decode(prompt), TASK.decode(answer))
         cut_off = batch.extensions["truncated"].values[batch.document_ids_T == batch.document_ids_T[places[0]]]
         assert cut_off.unique().tolist() == [float(answer[-1] not in TASK.end_ids)]
@@ -114,7 +114,7 @@ def test_a_batch_is_prompts_with_their_answers(usual):
     assert len(set(batch.rewards_N.tolist())) > 3
 
 
-def test_each_answer_says_how_likely_it_was_where_it_was_drawn(usual):
+def test_each_completion_has_its_sampling_log_probabilities(usual):
     _, batch, _ = usual
     model = lift_to_float64(load_decoder("tiny-qwen3").eval())
     for prompt, answer, places in documents(batch):
@@ -138,8 +138,8 @@ def test_advantages_are_those_of_the_estimator(usual):
     assert not batch.advantages_T[~batch.loss_mask_T].any()
 
 
-def test_what_is_said_of_a_sampling():
-    """Two prompts, the second with answers that all earn the same."""
+def test_metrics_of_a_sampling():
+    """Two prompts, the second with completions of equal rewards."""
     lengths, cut_off = (2, 3, 4, 5), (0.0, 1.0, 0.0, 1.0)
     made = [
         {
@@ -154,8 +154,8 @@ def test_what_is_said_of_a_sampling():
     ]
     batch = RolloutBatch.from_documents(made)
     truncated = Extension(torch.tensor(cut_off)[batch.document_ids_T], "token", "1", "cut off")
-    found = describe(replace(batch, extensions={"truncated": truncated}), 0.7, 2)
-    assert found == pytest.approx(
+    result = describe(replace(batch, extensions={"truncated": truncated}), 0.7, 2)
+    assert result == pytest.approx(
         {
             "reward/all/mean": 0.25,
             "reward/all/std": math.sqrt(0.0675),
@@ -180,11 +180,11 @@ def test_a_sampling_is_described_with_its_batch(usual):
 # ---- old and reference log-probabilities -------------------------------------------------------------------------
 
 
-def test_the_trainer_says_what_the_sampler_said(usual):
+def test_the_trainer_matches_the_sampler(usual):
     """Another program on packed rows; weights that moved are handed over before each sampling."""
     online = online_of(spec_of(data={"micro_batches": 2}))
-    found = online.sample(0)[0]
-    assert not torch.equal(found.old_logprobs_T, found.sampler_logprobs_T), "two programs are never alike to the bit"
+    result = online.sample(0)[0]
+    assert not torch.equal(result.old_logprobs_T, result.sampler_logprobs_T), "two programs are never alike to the bit"
     for number in (0, 1):
         batch, _ = online.sample(number)
         assert (batch.old_logprobs_T - batch.sampler_logprobs_T).abs().max() <= 1e-10
@@ -199,14 +199,14 @@ def test_another_temperature_of_the_trainer_is_seen(usual):
     assert (other.old_logprobs_T - other.sampler_logprobs_T).abs().max() > 0.01
 
 
-def test_the_old_policy_may_be_what_the_sampler_said():
+def test_the_old_policy_may_be_the_sampler():
     batch = sampled(online={"old_logprobs": "sampler"})
     assert torch.equal(batch.old_logprobs_T, batch.sampler_logprobs_T)
     lower = sampled(online={"sampler_precision": "bfloat16"})
     assert 1e-4 < (lower.old_logprobs_T - lower.sampler_logprobs_T).abs().max() < 0.5
 
 
-def test_a_reference_is_kept_as_the_run_began():
+def test_the_reference_is_the_policy_at_the_start():
     """Only where a loss looks at it."""
     assert sampled().ref_logprobs_T is None
     spec = spec_of(loss={"kl": {"coefficient": 0.1}})
@@ -222,7 +222,7 @@ def test_a_reference_is_kept_as_the_run_began():
 
 @pytest.mark.parametrize("name", [*PRESETS, "kl_sampler"])
 def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
-    """Without one, such a loss says so."""
+    """Without one, such a loss raises an error."""
     spec = LossSpec.model_validate(
         {"name": name} if name in PRESETS else {"kl": {"coefficient": 0.1, "against": "sampler"}}
     )
@@ -233,7 +233,7 @@ def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
         asked = False
     except SpecError as error:
         asked = "uses the ref policy" in str(error)
-    except (TypeError, AttributeError):  # what else the loss wants of a batch
+    except (TypeError, AttributeError):  # further fields that the loss reads
         asked = False
     assert needs_reference(spec) == (asked or spec.needs_pairs)
 
@@ -274,7 +274,7 @@ def test_each_update_takes_its_share_with_advantages_of_the_whole_sampling():
     assert not torch.allclose(alone.advantages_T, steps[0].documents.advantages_T)
 
 
-def test_a_run_goes_on_with_the_sampling_that_it_came_to():
+def test_a_run_resumes_with_its_next_sampling():
     online = online_of(spec_of(online={"updates": 2}))
     taken = online.steps(0)
     steps = [next(taken) for _ in range(3)]
@@ -282,10 +282,10 @@ def test_a_run_goes_on_with_the_sampling_that_it_came_to():
     assert torch.equal(next(online.steps(2)).source.tokens_T, steps[2].source.tokens_T)
 
 
-# ---- what decides the draws --------------------------------------------------------------------------------------
+# ---- sources of randomness ---------------------------------------------------------------------------------------
 
 
-def test_seed_step_and_prompt_decide_what_is_drawn():
+def test_seed_step_and_prompt_determine_the_draws():
     online = online_of(spec_of())
     first = online.sample(0)[0]
     assert torch.equal(online.sample(0)[0].tokens_T, first.tokens_T)
@@ -299,13 +299,13 @@ def test_seed_step_and_prompt_decide_what_is_drawn():
 
 
 class Again(Digits):
-    """Always asks the same."""
+    """Returns the same prompts always."""
 
     def prompts(self, seed, count):
         return ["^1+2="] * count
 
 
-def test_a_prompt_that_comes_again_is_answered_anew():
+def test_a_repeated_prompt_gets_new_completions():
     online = online_of(spec_of(), task=Again())
     answers = [tuple(answer) for number in (0, 1) for _, answer, _ in documents(online.sample(number)[0])]
     assert len(set(answers)) == len(answers) == 18
@@ -318,7 +318,7 @@ def test_seeds_are_unlike_and_fit_a_generator():
     assert seed_of(0, 1) == 46666290180431037, "the same in every process and version"
 
 
-def test_answers_of_a_prompt_do_not_depend_on_how_many_are_written_at_once():
+def test_completions_do_not_depend_on_the_batch_size():
     one, all_at_once = (sampled(online={"prompts_at_once": count}) for count in (1, 8))
     assert torch.equal(one.tokens_T, all_at_once.tokens_T)
     torch.testing.assert_close(one.sampler_logprobs_T, all_at_once.sampler_logprobs_T, rtol=0, atol=1e-12)
@@ -353,18 +353,18 @@ def truth():
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_rank_of_every_layout_samples_and_trains_alike(name, truth):
+def test_every_rank_of_every_layout_samples_and_trains_the_same(name, truth):
     """Three batches of prompts: on four ranks one has nothing to write."""
     layout, (batch, gradients, after) = LAYOUTS[name], truth
     sizes = {axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")}
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-4
-    for rank, (found, actual, found_after) in enumerate(
+    for rank, (result, actual, found_after) in enumerate(
         simulate(lambda mesh: one_step(spec_of(**TRAINED, layout=layout), mesh), **sizes)
     ):
-        assert found.keys() == batch.keys()
+        assert result.keys() == batch.keys()
         for field, values in batch.items():
             exact = field not in ("old_logprobs_T", "ref_logprobs_T")
-            torch.testing.assert_close(found[field], values, rtol=0, atol=0 if exact else 1e-12, msg=field)
+            torch.testing.assert_close(result[field], values, rtol=0, atol=0 if exact else 1e-12, msg=field)
         assert_float64_parity(actual, gradients, context=f"{name}, rank {rank}")
         assert torch.equal(found_after, after)
 
@@ -414,7 +414,7 @@ def test_losses_with_all_kinds_of_needs_train(name):
 
 
 def test_pairs_of_which_neither_is_better_train_nothing():
-    """Where all rewards are alike nothing is left, and nothing fails."""
+    """With equal rewards nothing is left, and nothing fails."""
     made = [
         {
             "tokens": [1, 2],
@@ -488,13 +488,13 @@ class Wrong(Digits):
         ({"reward": torch.ones(2)}, r"found: tensor\(\[1., 1.\]\)"),
     ],
 )
-def test_a_task_that_gives_what_cannot_be_used_is_refused(how, words):
+def test_a_task_with_unusable_results_is_refused(how, words):
     with pytest.raises(SpecError, match=words):
         online_of(spec_of(), task=Wrong(**how)).sample(0)
 
 
 class Given(Digits):
-    """Gives what its base class does, in other types."""
+    """Returns the values of its base class, in other types."""
 
     kind = staticmethod(torch.tensor)
 
@@ -514,13 +514,13 @@ class GivenByNumpy(Given):
 
 @pytest.mark.parametrize("task", [Given(), GivenByNumpy()])
 def test_tensors_arrays_and_generators_are_taken(task):
-    mine, usual = (fields(online_of(spec_of(), task=each).sample(0)[0]) for each in (task, TASK))
-    assert mine.keys() == usual.keys()
-    assert all(same_bits(mine[name], usual[name]) for name in usual)
+    local, usual = (fields(online_of(spec_of(), task=each).sample(0)[0]) for each in (task, TASK))
+    assert local.keys() == usual.keys()
+    assert all(same_bits(local[name], usual[name]) for name in usual)
 
 
 class ByTable(Digits):
-    """Reads ids in a table, as a user's task may; how many it knows it does not say."""
+    """Reads ids in a table, as a user's task may; it does not declare how many it knows."""
 
     vocab_size = None
 
@@ -543,7 +543,7 @@ def wider(tmp_path_factory):
         (ByTable(), r"does not accept \(KeyError\), of a policy of 40 ids\n"),
     ],
 )
-def test_ids_that_the_task_does_not_know_are_named_with_the_model(task, words, wider):
+def test_ids_unknown_to_the_task_are_named_with_the_model(task, words, wider):
     with pytest.raises(SpecError, match=words) as caught:
         online_of(spec_of(**wider), task=task).sample(0)
     asked = f"online.task = '{spec_of().online.task}' with model.source = '{wider['model']['source']}'"
@@ -561,7 +561,7 @@ def test_a_task_of_fewer_ids_trains_where_it_reads_the_others_as_padding(wider):
     assert int(online_of(spec_of(**wider), task=Padding()).sample(0)[0].tokens_T.max()) >= 19
 
 
-def test_what_else_goes_wrong_in_decode_is_said_as_it_is():
+def test_other_errors_in_decode_are_raised_unchanged():
     class Broken(Digits):
         def decode(self, tokens):
             return {}["a slip"]
@@ -578,7 +578,7 @@ def test_what_else_goes_wrong_in_decode_is_said_as_it_is():
         {"data": {"micro_batch_tokens": 60, "keep_groups": True}},
     ],
 )
-def test_rows_that_the_longest_answer_would_not_fit_into_are_refused_before_it_comes(changes):
+def test_rows_too_short_for_the_longest_completion_are_refused_early(changes):
     spec = merge({"online": {"max_new_tokens": 20}}, changes)
     with pytest.raises(
         SpecError, match=rf"micro_batch_tokens = {changes['data']['micro_batch_tokens']} for completions"
@@ -595,7 +595,7 @@ def test_rows_are_as_large_as_their_multiple_allows():
         sampled(**merge(cut, {"data": {"micro_batch_tokens": longest // 4 * 4 + 3}}))
 
 
-def test_a_policy_that_is_not_finite_is_said_to_be_that():
+def test_a_non_finite_policy_is_reported():
     online = online_of(spec_of())
     with torch.no_grad():
         online.policy.model.get_input_embeddings().weight[3] = math.nan
@@ -620,7 +620,7 @@ def test_prompts_that_differ_between_ranks_end_the_run_on_all_of_them(sizes):
     assert simulate(rank, **sizes) == [True, True]
 
 
-def test_an_answer_that_the_model_has_no_positions_for_is_refused():
+def test_a_completion_beyond_the_models_positions_is_refused():
     with pytest.raises(SpecError, match=r"a completion of 510 tokens to '(.|\n)*a model of 512 positions"):
         sampled(online={"max_new_tokens": 510})
 
@@ -639,7 +639,7 @@ def three_steps(tmp_path_factory):
     return done(tmp_path_factory.mktemp("runs"), steps=3, online={"updates": 2}, data={"documents_per_step": 5})
 
 
-def test_a_run_records_what_was_sampled_beside_its_steps(three_steps):
+def test_a_run_records_its_samples_next_to_its_steps(three_steps):
     steps = three_steps.steps()
     assert [path.name for path in sorted((three_steps.path / "rollouts").iterdir())] == ["step0000", "step0002"]
     for name in (
@@ -663,26 +663,26 @@ def test_a_run_records_what_was_sampled_beside_its_steps(three_steps):
     assert torch.equal(tokens["old_logprobs"][trained], first.old_logprobs_T[trained])
 
 
-def test_a_sampling_in_which_all_earn_the_same_trains_nothing_and_is_said_to(tmp_path, capfd):
+def test_a_sampling_with_equal_rewards_trains_nothing_and_is_reported(tmp_path, capfd):
     run = done(tmp_path, online={"task": f"{online_runs.__file__}:Solved", "prompts": 2}, steps=2)
     assert Evidence.of_steps(run.steps()).nothing == "no document has a gradient"
-    said = capfd.readouterr()
-    assert said.err.splitlines() == [
+    text = capfd.readouterr()
+    assert text.err.splitlines() == [
         f"step {number}: nothing is trained: no document has a gradient; the completions of each prompt earned the "
         "same reward"
         for number in range(2)
     ]
-    assert said.out == ""
+    assert text.out == ""
     assert diagnose(run, run).verdict == "vacuous"
 
 
-def test_a_step_that_trains_says_nothing_of_it(tmp_path, capfd):
+def test_a_step_that_trains_reports_nothing(tmp_path, capfd):
     run = done(tmp_path, steps=1)
     assert Evidence.of_steps(run.steps()).gradient_documents > 0
     assert capfd.readouterr().err == ""
 
 
-def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):
+def test_samples_are_a_rollout_dataset_like_any_other(three_steps, tmp_path):
     """Its advantages are those of whole groups, which a step of five documents cuts."""
     replayed = RunSpec.model_validate(
         {
@@ -702,7 +702,7 @@ def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):
 
 
 def test_a_reproducible_run_samples_and_trains_the_same_bits_in_two_layouts(tmp_path):
-    """Certificates are of loss, log-probabilities, gradients and weights; answers are drawn from those weights."""
+    """Certificates are of loss, log-probabilities, gradients and weights; completions are drawn from those weights."""
     changes = {
         "precision": "float32",
         "steps": 2,
@@ -723,7 +723,7 @@ def test_a_reproducible_run_samples_and_trains_the_same_bits_in_two_layouts(tmp_
 
 
 def scored_and_stepped():
-    """Whether parameters are shards after scoring, and the norms of the same step twice, with a look in between."""
+    """Return whether parameters are shards after scoring, and the norms of the same step twice, after a read."""
     spec = spec_of(layout={"dp": 2, "shard_parameters": True}, online={"old_logprobs": "sampler"})
     online = online_of(spec, make_mesh(dp=2))
     policy, spec = online.policy, with_advantages(spec)
@@ -739,7 +739,7 @@ def scored_and_stepped():
 
 
 def test_looking_without_a_backward_leaves_no_gradient_behind(tmp_path):
-    """What is gathered and not given back are other parameters than those of the optimizer."""
+    """Gathered parameters that are not resharded are others than those of the optimizer."""
     for shards, (first, second) in run_ranks(scored_and_stepped, 2, tmp_path):
         assert shards
         assert second == pytest.approx(first, rel=1e-12)

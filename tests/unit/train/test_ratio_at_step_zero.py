@@ -19,9 +19,9 @@ from tests.helpers.online_runs import Digits, done, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.oracles import step as paper
 from workbench.errors import SpecError
+from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.logprobs import IMPLEMENTATIONS, triton_unsupported_reason
 from workbench.policy.model import CHUNKED, DTYPES, choose_implementation, load_policy
-from workbench.policy.tiny import tiny_qwen3
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.files import load
@@ -29,8 +29,8 @@ from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
+from workbench.train.checkpoint import build_policy
 from workbench.train.online import Online, document_logprobs, with_advantages
-from workbench.train.policies import build_policy
 from workbench.train.worker import run_here
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -88,10 +88,10 @@ def cases(layout, precision):
 @functools.cache
 def recorded():
     """Eight documents in pairs, with everything that a loss may look at, sampled at temperatures of their own."""
-    found = [d for d in nasty_documents(3) if any(d["loss_mask"])]
+    results = [d for d in nasty_documents(3) if any(d["loss_mask"])]
     made = [
         {**document, "sampler_logprobs": document["old_logprobs"], "reward": float(place % 2), "group_id": place // 2}
-        for place, document in enumerate(found[: 2 * (len(found) // 2)])
+        for place, document in enumerate(results[: 2 * (len(results) // 2)])
     ]
     batch = RolloutBatch.from_documents(made)
     temperature_T = 0.5 + (batch.document_ids_T % 3).double() / 4
@@ -99,18 +99,18 @@ def recorded():
 
 
 def on_ranks(function, layout, **more):
-    """What the first rank of a layout returns."""
+    """The result of the first rank of a layout."""
     if layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1) == 1:
         return function(single_process_mesh())
     return simulate(function, **{axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")})[0]
 
 
 def not_alike(policy, spec, batch):
-    """How many trained tokens a first step and the old pass rate differently, in any bit."""
+    """Return the number of trained tokens that a first step and the old pass rate differently, in any bit."""
     old_S = document_logprobs(policy, batch, spec, policy.mesh)
     batch = replace(batch, old_logprobs_T=old_S, ref_logprobs_T=old_S)
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-    found = flow.run_step(
+    result = flow.run_step(
         policy,
         flow.build_loss(spec.loss),
         rows,
@@ -119,10 +119,10 @@ def not_alike(policy, spec, batch):
         loss_spec=spec.loss,
         fused=spec.policy.fused_loss,
     )
-    assert int(found.tokens["trained"].sum()) == batch.num_trained_tokens > 50
+    assert int(result.tokens["trained"].sum()) == batch.num_trained_tokens > 50
     assert (old_S[batch.loss_mask_T] < 0).all()
-    assert torch.equal(found.tokens["old_logprobs"], old_S.to(found.tokens["old_logprobs"]))
-    return int((found.tokens["policy_logprobs"] != found.tokens["old_logprobs"])[found.tokens["trained"]].sum())
+    assert torch.equal(result.tokens["old_logprobs"], old_S.to(result.tokens["old_logprobs"]))
+    return int((result.tokens["policy_logprobs"] != result.tokens["old_logprobs"])[result.tokens["trained"]].sum())
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def not_alike(policy, spec, batch):
     ],
 )
 def test_a_recorded_step_repeats_every_bit_of_its_recomputed_old_pass(layout, precision):
-    """Every head of the layout, on one weight: what fails is named with its settings."""
+    """Every head of the layout, on one weight: failures are named with their settings."""
 
     def rank(mesh):
-        whole, found = (
+        whole, result = (
             load_policy(
                 "tiny-qwen3",
                 mesh=mesh,
@@ -166,12 +166,12 @@ def test_a_recorded_step_repeats_every_bit_of_its_recomputed_old_pass(layout, pr
                     spec.policy.logprobs, mesh, dtype, fused_loss=spec.policy.fused_loss
                 ),
             )
-            found[str(head), loss, micro_batches] = not_alike(policy, spec, recorded())
-        return found
+            result[str(head), loss, micro_batches] = not_alike(policy, spec, recorded())
+        return result
 
-    found = on_ranks(rank, LAYOUTS[layout])
-    assert len(found) >= 10
-    assert {case: number for case, number in found.items() if number} == {}
+    result = on_ranks(rank, LAYOUTS[layout])
+    assert len(result) >= 10
+    assert {case: number for case, number in result.items() if number} == {}
 
 
 ONLINE = {
@@ -185,9 +185,9 @@ ONLINE = {
 
 
 def first_steps(mesh, spec, number):
-    """Per-token values of the first optimizer steps of an online run whose weights stay."""
+    """Per-token values of the first optimizer steps of an online run with constant weights."""
     policy = build_policy(spec, mesh, Path(), temperature=spec.online.temperature)
-    steps, found = Online(spec, policy, Path(), task=Digits()).steps(0), []
+    steps, actual = Online(spec, policy, Path(), task=Digits()).steps(0), []
     for _ in range(number):
         data = next(steps)
         rows, totals = flow.prepare_rows(data.documents, with_advantages(spec), mesh)
@@ -200,8 +200,8 @@ def first_steps(mesh, spec, number):
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
         )
-        found.append((dict(result.tokens), data.source.ref_logprobs_T, result.metrics))
-    return found
+        actual.append((dict(result.tokens), data.source.ref_logprobs_T, result.metrics))
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def first_steps(mesh, spec, number):
     ],
 )
 def test_online_steps_begin_at_a_ratio_of_one_and_without_a_penalty(layout, how):
-    """Two updates on parts of what was sampled: each is packed in its own way, and so is its old pass."""
+    """Two updates on parts of the samples: each is packed in its own way, and so is its old pass."""
     precision = "float64" if how == "hotter" else "bfloat16"
     settings = {
         "loss": {"name": "gspo", "kl": {"coefficient": 0.1}},
@@ -257,7 +257,7 @@ def test_sharded_parameters_begin_at_a_ratio_of_one(tmp_path):
 
 
 def test_a_run_and_its_replay_record_a_ratio_of_one(tmp_path):
-    """Through the worker, and again from the recording that the run kept: the same weights and packing."""
+    """Through the worker, and again from the saved rollout dataset of the run: the same weights and packing."""
     how = {"precision": "bfloat16", "loss": {"name": "gspo"}, "policy": {"fused_loss": True, "chunk_tokens": 5}}
     online = done(tmp_path, "online", **how, data={"micro_batches": 2})
     replayed = RunDirectory.create(
@@ -338,7 +338,7 @@ def test_an_old_pass_divides_each_token_by_its_own_temperature():
     model, expected = paper.exact(tiny_qwen3(19)), []
     for number in range(batch.num_documents):
         tokens = batch.tokens_T[batch.document_ids_T == number].tolist()
-        [said] = paper.document_logprobs(model, [{"tokens": tokens}], temperature=0.5 + (number % 3) / 4)
-        expected += [math.nan if value is None else value.item() for value in said]
+        [text] = paper.document_logprobs(model, [{"tokens": tokens}], temperature=0.5 + (number % 3) / 4)
+        expected += [math.nan if value is None else value.item() for value in text]
     actual, mask_S = document_logprobs(policy, batch, spec, policy.mesh), batch.loss_mask_T
     torch.testing.assert_close(actual[mask_S], torch.tensor(expected, dtype=torch.float64)[mask_S], rtol=0, atol=1e-12)

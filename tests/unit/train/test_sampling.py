@@ -1,4 +1,4 @@
-"""The committed recording is what it says, and the way it was made keeps what a policy did."""
+"""The committed rollout dataset matches its manifest, and sampling preserves the policy's outputs."""
 
 import copy
 import hashlib
@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from workbench.errors import RecordError, SpecError
+from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.precision import lift_to_float64
-from workbench.policy.tiny import tiny_qwen3
 from workbench.rollouts import files
-from workbench.rollouts.advantages import group_advantages
+from workbench.rollouts.advantages.groups import group_advantages
 from workbench.rollouts.task import ArithmeticTask
 from workbench.train import sampling as recording
 from workbench.train.sampling import RolloutSettings, document_logprobs, record_rollouts, sample
@@ -77,7 +77,7 @@ def test_the_policy_is_the_one_that_sampled():
     assert hashlib.sha256(weights).hexdigest() == provenance["policy_sha256"]
 
 
-def test_answers_are_mixed(committed):
+def test_the_dataset_has_right_and_wrong_completions(committed):
     right = (committed.rewards_N == 1.0).double().mean().item()
     assert 0.25 <= right <= 0.6
     groups = committed.rewards_N.view(12, 6)
@@ -137,7 +137,7 @@ def test_sampled_logprobs_are_those_of_the_document_at_the_temperature():
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=1e-5)
 
 
-def test_an_answer_ends_with_its_end_symbol_or_at_the_limit():
+def test_a_completion_ends_with_its_end_symbol_or_at_the_limit():
     model = tiny_qwen3(TASK.vocab_size, seed=5)
     answers = sample(
         model, TASK, ["^4+5="] * 40, temperature=1.0, max_new_tokens=9, generator=torch.Generator().manual_seed(3)
@@ -149,7 +149,7 @@ def test_an_answer_ends_with_its_end_symbol_or_at_the_limit():
     assert all(len(answer.tokens) == len(answer.logprobs) for answer in answers)
 
 
-def test_a_small_recording_from_end_to_end(tmp_path):
+def test_a_small_rollout_dataset_end_to_end(tmp_path):
     lines = []
     numbers = record_rollouts(tmp_path / "a", SMALL, on_event=lines.append)
     batch = files.load(tmp_path / "a" / "rollouts")
@@ -175,7 +175,7 @@ def test_a_small_recording_from_end_to_end(tmp_path):
     assert files.read_manifest(tmp_path / "b" / "rollouts").tensors == manifest.tensors  # the seed decides
 
 
-def test_an_existing_recording_is_refused_before_the_warm_up(tmp_path, monkeypatch):
+def test_an_existing_rollout_dataset_is_refused_before_the_warm_up(tmp_path, monkeypatch):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "manifest.json").touch()
     monkeypatch.setattr(recording, "warm_up", lambda *_: pytest.fail("warmed up"))
@@ -183,7 +183,7 @@ def test_an_existing_recording_is_refused_before_the_warm_up(tmp_path, monkeypat
         record_rollouts(tmp_path, SMALL)
 
 
-def test_a_warm_up_that_never_succeeds_says_so():
+def test_a_warm_up_that_never_succeeds_is_reported():
     settings = RolloutSettings(
         max_warm_up_steps=1,
         evaluate_every=1,
@@ -196,7 +196,7 @@ def test_a_warm_up_that_never_succeeds_says_so():
         recording.warm_up(TASK, settings)
 
 
-def test_a_warm_up_that_succeeds_too_well_says_so(monkeypatch):
+def test_a_warm_up_that_succeeds_too_well_is_reported(monkeypatch):
     monkeypatch.setattr(recording, "_success_rate", lambda *_: 0.9)
     settings = RolloutSettings(evaluate_every=1, cool_down_steps=1, documents_per_step=1)
     with pytest.raises(SpecError, match=r"at most 0\.6\n  found: 0\.9"):

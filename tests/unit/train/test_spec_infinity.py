@@ -8,7 +8,8 @@ import pytest
 from workbench.atomic import from_json, to_json
 from workbench.records.directory import RunDirectory
 from workbench.specs.losses import LossSpec
-from workbench.specs.run import RunSpec, parse_spec
+from workbench.specs.reading import parse_spec
+from workbench.specs.run import RunSpec
 
 UNCLIPPED = RunSpec(loss={"surrogate": {"clip_high": math.inf}})
 

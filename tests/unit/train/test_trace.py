@@ -1,6 +1,7 @@
-"""A trace: its numbers are those of the tensors that came by, no layout changes them, and it finds what was changed."""
+"""A trace: its numbers are those of the observed tensors, no layout changes them, and it locates a change."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,12 @@ from tests.helpers.planted_ulp import plant
 from workbench.errors import RecordError, SpecError
 from workbench.policy.model import load_policy
 from workbench.records.directory import RunDirectory
-from workbench.sharding.mesh import Axis
+from workbench.sharding.mesh import Axis, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 from workbench.specs.run import RunSpec
-from workbench.train import policies
+from workbench.train import checkpoint
 from workbench.train import trace as module
-from workbench.train.trace import INPUT, Tracer, read_trace
+from workbench.train.trace import INPUT, Tracer, certify, fingerprint_gradients, read_trace
 from workbench.train.worker import run_here
 
 PROJECT = Path(__file__).parents[3]
@@ -53,8 +54,8 @@ def padded(blocks):
     return [number for number, block in enumerate(blocks) if block == f"{0:016x}"]
 
 
-def test_is_made_of_what_came_by(traced, monkeypatch):
-    load, seen = policies.load_policy, {}
+def test_is_made_of_the_observed_tensors(traced, monkeypatch):
+    load, seen = checkpoint.load_policy, {}
 
     def note(_, __, out):
         seen.setdefault("out", out.detach().clone())
@@ -65,19 +66,19 @@ def test_is_made_of_what_came_by(traced, monkeypatch):
         policy.model.get_submodule("model.layers.1.self_attn.q_norm").register_forward_hook(note)
         return policy
 
-    monkeypatch.setattr(policies, "load_policy", watched)
-    found = traced()
-    for what, blocks in (("out", found.forward), ("gradient", found.backward)):
+    monkeypatch.setattr(checkpoint, "load_policy", watched)
+    result = traced()
+    for what, blocks in (("out", result.forward), ("gradient", result.backward)):
         values_TF = seen[what][0].flatten(1)
-        said = blocks["model.layers.1.self_attn.q_norm"][0]
+        output = blocks["model.layers.1.self_attn.q_norm"][0]
         for block in (0, 2):
             places = range(block * BLOCK, (block + 1) * BLOCK)
-            assert said[block] == loop(values_TF[places.start : places.stop], places), what
+            assert output[block] == loop(values_TF[places.start : places.stop], places), what
 
 
 def test_stations_stand_in_the_order_of_the_pass(traced):
-    found = traced()
-    forward, backward = list(found.forward), list(found.backward)
+    result = traced()
+    forward, backward = list(result.forward), list(result.backward)
     assert (forward[0], forward[1], forward[-1]) == ("tokens", "model.embed_tokens", "logprobs")
     layer = [name.removeprefix("model.layers.0.") for name in forward if name.startswith("model.layers.0.")]
     assert layer == [
@@ -103,10 +104,10 @@ def test_stations_stand_in_the_order_of_the_pass(traced):
 
 
 def test_padding_counts_nothing(traced):
-    found = traced(data={"multiple_of": 160})
-    for name, rows in found.forward.items():
-        assert [padded(row) for row in rows] == [padded(row) for row in found.forward["tokens"]], name
-    assert all(padded(row) for row in found.forward["tokens"])
+    result = traced(data={"multiple_of": 160})
+    for name, rows in result.forward.items():
+        assert [padded(row) for row in rows] == [padded(row) for row in result.forward["tokens"]], name
+    assert all(padded(row) for row in result.forward["tokens"])
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "tp": 2}, {"cp": 2, "order": "zigzag"}, {"checkpointing": True}], ids=str)
@@ -117,7 +118,7 @@ def test_no_layout_of_the_reproducible_mode_changes_it(traced, layout):
     assert other.backward == one.backward
 
 
-def test_ranks_of_tp_that_share_tokens_say_each_once(traced):
+def test_tp_ranks_that_share_tokens_record_each_once(traced):
     one, other = traced(), traced(layout={"tp": 2, "sequence_parallel": True})
     for name in ("tokens", "model.embed_tokens", "model.layers.0.input_layernorm"):  # nothing is multiplied before
         assert other.forward[name] == one.forward[name], name
@@ -125,7 +126,7 @@ def test_ranks_of_tp_that_share_tokens_say_each_once(traced):
     assert other.forward["logprobs"] != one.forward["logprobs"]
 
 
-def test_one_bit_is_found_where_it_is(traced, monkeypatch):
+def test_one_flipped_bit_is_located(traced, monkeypatch):
     one = traced()
     plant(monkeypatch, "model.layers.1.mlp.up_proj", place=17, loads=[0])
     other = traced()
@@ -162,5 +163,64 @@ class TestOnDisk:
         with pytest.raises(RecordError, match="traces/step0000"):
             read_trace(run, 0)
 
-    def test_none_was_asked_for(self, tmp_path):
+    def test_none_without_a_request(self, tmp_path):
         assert read_trace(RunDirectory.create(tmp_path, "one", RunSpec()), 0) is None
+
+
+# -- certificates: one label a tensor, in the order of computation, and no label that misses a bit ---------------------
+
+
+@pytest.fixture
+def step():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    policy = SimpleNamespace(
+        model=model, shards={name: ParameterShard() for name, _ in model.named_parameters()}, mesh=single_process_mesh()
+    )
+    return policy, SimpleNamespace(tokens={"policy_logprobs": torch.randn(4)}, loss={"total": 0.5, "kl": 0.25})
+
+
+def certificate_of(step):
+    policy, result = step
+    return certify(policy, result, fingerprint_gradients(policy))
+
+
+def test_labels_stand_in_the_order_of_computation(step):
+    assert list(certificate_of(step).fingerprints) == [
+        "logprobs",
+        "loss/total/sum",
+        "loss/kl/sum",
+        "gradient/1.weight",
+        "gradient/0.weight",
+        "weight/0.weight",
+        "weight/1.weight",
+    ]
+
+
+def test_the_same_step_has_the_same_certificate(step):
+    assert certificate_of(step) == certificate_of(step)
+
+
+def last_bit(tensor):
+    tensor.data.view(-1)[0] = torch.nextafter(tensor.data.view(-1)[0], torch.tensor(9.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "label"),
+    [
+        (lambda policy, result: last_bit(result.tokens["policy_logprobs"]), "logprobs"),
+        (lambda policy, result: result.loss.update(kl=0.25000001), "loss/kl/sum"),
+        (lambda policy, result: last_bit(policy.model[1].weight.grad), "gradient/1.weight"),
+        (lambda policy, result: last_bit(policy.model[0].weight), "weight/0.weight"),
+    ],
+    ids=["log-probabilities", "loss", "gradient", "weight"],
+)
+def test_one_bit_changes_one_label(step, change, label):
+    before = certificate_of(step)
+    change(*step)
+    after = certificate_of(step)
+    changed = [name for name, value in after.fingerprints.items() if value != before.fingerprints[name]]
+    assert changed == [label]
+    assert after.hash != before.hash

@@ -1,4 +1,4 @@
-"""A rank shows its stack when asked, leaves one when it is stopped, and dies with its parent."""
+"""A rank shows its stack on request, leaves one when it is stopped, and dies with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.helpers.pretended_ranks import pretended_ranks
-from workbench.records.directory import project_root
+from workbench.records.provenance import project_root
 from workbench.sharding.flight import read_all
 from workbench.train.watched import last_stack_path, stack_path
 
@@ -24,7 +24,7 @@ def wait_until(true):
         time.sleep(0.02)
 
 
-def test_its_stack_comes_on_a_signal_as_often_as_one_asks_and_it_goes_on(tmp_path):
+def test_a_signal_prints_the_stack_repeatedly_and_the_run_continues(tmp_path):
     with pretended_ranks(tmp_path, "a (b") as (run, [rank]):
         assert read_all(run.path / "ranks")[0].inside.name == "b"
         stack, size = stack_path(run, 0), 0
@@ -77,7 +77,7 @@ def test_it_dies_with_its_parent(child):
         raise
 
 
-def test_it_dies_at_once_if_its_parent_was_gone_before(tmp_path):
+def test_exits_at_once_if_its_parent_is_already_gone(tmp_path):
     script = IDLE.replace('int(os.environ["WB_AGENT_PID"])', "1 if os.getppid() != 1 else 2")
     done = subprocess.run([sys.executable, "-c", script], cwd=project_root(), timeout=240, stdout=subprocess.DEVNULL)
     assert done.returncode == 128 + signal.SIGTERM

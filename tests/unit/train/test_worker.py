@@ -1,4 +1,4 @@
-"""One rank, in this process, on the recording of the repository; tests/unit/launch and tests/parity have real ranks."""
+"""One rank, in this process, on the shipped rollout dataset; tests/unit/launch and tests/parity have real ranks."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.same_bits import differing
 from workbench.errors import LaunchError, RecordError, SpecError
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.decoder import tiny_qwen3
 from workbench.records.directory import RunDirectory
 from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
@@ -26,7 +26,7 @@ def finished(tmp_path_factory):
     return run
 
 
-def test_the_policy_starts_where_the_recording_was_sampled(finished):
+def test_the_policy_starts_as_the_one_that_sampled_the_rollouts(finished):
     tokens = finished.read_tensors("step0000.tokens")
     ratio = (tokens["policy_logprobs"] - tokens["old_logprobs"])[tokens["trained"]].double().exp()
     assert (ratio - 1).abs().max() < 1e-5
@@ -81,8 +81,8 @@ def test_a_reproducible_run_is_the_same_bits_on_several_ranks(tmp_path):
     assert others == lines
     assert lines[0]["reproducible/bits"] == 32
     assert lines[0]["reproducible/scale"] > 100
-    for mine, found in zip(tensors, theirs, strict=True):
-        assert differing(found, mine) == []
+    for mine, result in zip(tensors, theirs, strict=True):
+        assert differing(result, mine) == []
 
 
 def test_documents_of_a_step_are_taken_in_order_and_around(tmp_path):
@@ -124,7 +124,7 @@ def test_a_document_longer_than_a_micro_batch_is_refused(tmp_path):
         run_here(run, PROJECT)
 
 
-def test_less_is_recorded_when_less_is_asked_for(tmp_path):
+def test_less_is_recorded_on_request(tmp_path):
     run = small(tmp_path, record={"gradients": "norms", "tokens": False})
     run_here(run, PROJECT)
     assert not run.has_tensors("step0000.gradients")

@@ -1,4 +1,4 @@
-"""A run from spec to record, on one rank in this process: what each setting does to what is recorded."""
+"""A run from spec to record, on one rank in this process: the effect of each setting on the record."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,9 @@ from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.mesh import single_process_mesh
-from workbench.specs.run import OptimizerSpec, RunSpec
-from workbench.train import policies, worker
+from workbench.specs.groups import OptimizerSpec
+from workbench.specs.run import RunSpec
+from workbench.train import checkpoint, worker
 
 BATCH = RolloutBatch.from_documents(nasty_documents(4), temperature=0.7)
 SGD = {"name": "sgd", "learning_rate": 0.05}
@@ -60,7 +61,7 @@ def as_one_of_many(run, project):
 
 @pytest.mark.parametrize("do", [worker.run_here, as_one_of_many])
 def test_all_of_a_layout_reaches_the_mesh_and_the_policy(do, monkeypatch, tmp_path):
-    """Numbers are the same without most of it, so no number would tell."""
+    """Numbers are the same without most of it, so no number would show it."""
     layout = {
         "dp": 3,
         "cp": 4,
@@ -84,7 +85,7 @@ def test_all_of_a_layout_reaches_the_mesh_and_the_policy(do, monkeypatch, tmp_pa
         asked.update(settings)
         raise RecordError("load_policy", rule="far enough", fix="ask for less")
 
-    for module, seam in ((worker, make_mesh), (worker, simulate), (policies, load_policy)):
+    for module, seam in ((worker, make_mesh), (worker, simulate), (checkpoint, load_policy)):
         monkeypatch.setattr(module, seam.__name__, seam)
     with pytest.raises(RecordError, match="far enough"):
         do(created(tmp_path, "asked", layout=layout), tmp_path)
@@ -104,7 +105,7 @@ def test_the_weights_move_by_the_clipped_gradient(tmp_path):
     free = done(tmp_path, "free", steps=2)
     held = done(tmp_path, "held", steps=2, optimizer={"max_grad_norm": 1e-9})
     start = gradients(free, 0)
-    assert torch.equal(gradients(held, 0), start)  # what is recorded is the gradient before it was clipped
+    assert torch.equal(gradients(held, 0), start)  # the recorded gradient is the one before clipping
     assert held.steps()[0]["gradient/norm/global"] == pytest.approx(float(start.norm()), rel=1e-12)
     assert held.steps()[0]["gradient/clip/coefficient"] == pytest.approx(1e-9 / float(start.norm()), rel=1e-12)
     assert free.steps()[0]["gradient/clip/coefficient"] == 1.0
@@ -113,7 +114,7 @@ def test_the_weights_move_by_the_clipped_gradient(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "moved"), [("sgd", -0.3), ("adamw", -0.1)])
-def test_each_optimizer_moves_as_its_name_says(name, moved):
+def test_each_optimizer_matches_its_name(name, moved):
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.zero_()
     model.weight.grad = torch.full_like(model.weight, 3.0)

@@ -85,8 +85,8 @@ def token_logprobs(
         "soft_cap": soft_cap,
         "valid": valid,
         "active_T": active_T,
-        "kept": support,
-        "wanted": tuple(outputs),
+        "support": support,
+        "outputs": tuple(outputs),
         "fp32_head": fp32_head,
     }
     if implementation == "auto":
@@ -141,7 +141,7 @@ def triton_unsupported_reason(dtype: torch.dtype, device: torch.device) -> str |
     """Reason why the Triton engine cannot take operands of this dtype on this device; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    from workbench.policy.logprobs.exp_epilogue.engine import unsupported_reason
+    from workbench.policy.logprobs.exp_epilogue.kernels import unsupported_reason
 
     return unsupported_reason(dtype, device)
 

@@ -15,8 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, count_gemm, rows_with_gradient
-from workbench.policy.logprobs.gemms import add_gemm_, exact_float32
+from workbench.policy.logprobs.engine import (
+    Accumulators,
+    Chunk,
+    Keep,
+    RowGradients,
+    add_gemm_,
+    count_gemm,
+    exact_float32,
+    rows_with_gradient,
+)
 from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.sharding.collectives import all_max, all_sum
 

@@ -60,7 +60,7 @@ def token_logprobs(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: TruncatedSupport | None = None,
+    support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
     axis: Axis | None = None,
@@ -76,7 +76,7 @@ def token_logprobs(
     Units:    nats.
     Backward: hidden: summed over tp, once; weight and bias: local. The incoming gradients must be the same on every tp
               rank. Weight and bias are accumulated in float32 over all chunks, then cast once.
-    Raises:   ShapeError, SpecError: see `head` and `kept`.
+    Raises:   ShapeError, SpecError: see `head` and `truncated_support`.
     """
     if chunk_tokens < 1 or keep_bytes < 0:
         raise SpecError(
@@ -97,12 +97,12 @@ def token_logprobs(
     )
     outputs = frozenset(outputs)
     count = check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
-    if kept is not None:
-        check_support(kept, targets_T, head)
+    if support is not None:
+        check_support(support, targets_T, head)
     if axis is not None:
         hidden_TD = identity_sum(hidden_TD, axis)
     index_A = active_rows(targets_T, active_T, count)
-    rows = Rows(targets_T, temperature, kept)
+    rows = Rows(targets_T, temperature, support)
     if index_A is not None:
         rows, hidden_TD = rows.at(index_A), hidden_TD.index_select(0, index_A)
     with_gradient = torch.is_grad_enabled() and any(
@@ -110,8 +110,8 @@ def token_logprobs(
     )
     call = _Call(head, engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
     head_output = TokenLogprobs(*_DriverFunction.apply(hidden_TD.contiguous(), weight_VD, bias_V, call))
-    if rows.kept is not None:
-        head_output = full_where_empty(head_output, rows.kept.untruncated(hidden_TD.device))
+    if rows.support is not None:
+        head_output = full_where_empty(head_output, rows.support.untruncated(hidden_TD.device))
     if index_A is None:
         return head_output
     return TokenLogprobs(
@@ -131,12 +131,12 @@ class Rows:
     Attributes:
         targets_A: ids in the whole vocabulary.
         temperature: one for all, or [A].
-        kept: A truncated supports, or None.
+        support: A truncated supports, or None.
     """
 
     targets_A: Tensor
     temperature: float | Tensor
-    kept: TruncatedSupport | None = None
+    support: TruncatedSupport | None = None
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -147,13 +147,13 @@ class Rows:
         return [
             self.targets_A,
             *([self.temperature] if isinstance(self.temperature, Tensor) else []),
-            *([] if self.kept is None else [self.kept.ids_P]),
+            *([] if self.support is None else [self.support.ids_P]),
         ]
 
     def at(self, rows: slice | Tensor) -> Rows:
         """Select rows by a slice or by indices."""
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
-        return Rows(self.targets_A[rows], temperature, None if self.kept is None else self.kept.rows(rows))
+        return Rows(self.targets_A[rows], temperature, None if self.support is None else self.support.rows(rows))
 
 
 @dataclass
@@ -187,9 +187,9 @@ class _Call:
     def kept_forward(self, hidden_CD: Tensor, place: slice | Tensor) -> SupportChunk | None:
         """Outputs of some rows over their truncated supports."""
         rows = self.rows.at(place)
-        if rows.kept is None:
+        if rows.support is None:
             return None
-        return kept_forward(self.head, hidden_CD, rows.targets_A, rows.temperature, rows.kept)
+        return kept_forward(self.head, hidden_CD, rows.targets_A, rows.temperature, rows.support)
 
     def work(
         self, nonzero_A: Tensor, exact_A: Tensor, device: torch.device
@@ -210,8 +210,8 @@ class _Call:
     def empty_outputs(self) -> list[Tensor | None]:
         """Allocate every requested field."""
         fields = {"logprobs_T", *(f"{name}_T" for name in self.requested)}
-        if self.rows.kept is not None:
-            fields |= {"kept_logprobs_T"} | ({"kept_entropy_T"} if "entropy" in self.requested else set())
+        if self.rows.support is not None:
+            fields |= {"support_logprobs_T"} | ({"support_entropy_T"} if "entropy" in self.requested else set())
         return [
             self.head.weight_VD.new_empty(len(self.rows), dtype=self.head.wide) if name in fields else None
             for name in TokenLogprobs._fields
@@ -280,8 +280,8 @@ class _DriverFunction(Function):
 
 def _write(outputs: list[Tensor | None], place: slice | Tensor, chunk: Chunk, kept_chunk: SupportChunk | None) -> None:
     """Write a chunk's outputs to its rows."""
-    kept = (None, None) if kept_chunk is None else (kept_chunk.logprobs_C, kept_chunk.entropy_C)
-    for output_A, values_C in zip(outputs, (*chunk.head_output[:4], *kept), strict=True):
+    support = (None, None) if kept_chunk is None else (kept_chunk.logprobs_C, kept_chunk.entropy_C)
+    for output_A, values_C in zip(outputs, (*chunk.head_output[:4], *support), strict=True):
         if output_A is not None:
             output_A[place] = values_C
 
@@ -329,7 +329,7 @@ class _Adjoint:
         self.call, self.gradients, self.kept_gradients = call, RowGradients(*gradients_A[:4]), gradients_A[4:]
         self.exact_A = exact_A
         wide = call.head.wide
-        is_one = len(call.rows) <= call.chunk_tokens and call.rows.kept is None and not exact_A.any()
+        is_one = len(call.rows) <= call.chunk_tokens and call.rows.support is None and not exact_A.any()
         self.into = Accumulators(
             torch.zeros_like(hidden_AD) if required[0] else None,
             torch.empty_like(weight_VD, dtype=weight_VD.dtype if is_one else wide) if required[1] else None,

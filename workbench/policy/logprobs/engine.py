@@ -8,6 +8,7 @@ Letters: T rows in all | C rows of a chunk | V vocabulary (this rank's rows of t
 
 from __future__ import annotations
 
+import bisect
 import functools
 import threading
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,8 @@ from torch import Tensor
 from workbench.policy.logprobs.head import Head, TokenLogprobs
 
 Keep = Literal["no", "scratch", "own"]
+Couples = Literal["token", "document", "row"]
+"""The rows whose losses depend on each other."""
 
 
 class RowGradients(NamedTuple):
@@ -127,6 +130,89 @@ def plan_chunks(rows: int, chunk_tokens: int) -> list[slice]:
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     return [slice(start, min(start + chunk_tokens, rows)) for start in range(0, rows, chunk_tokens)]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Groups of rows that go through the head together.
+
+    Attributes:
+        order_A: permutation of the computed rows; None: not reordered.
+        groups: rows that the loss must see together, each group split into chunks, in that order.
+    """
+
+    order_A: Tensor | None
+    groups: list[list[slice]]
+
+
+def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | None = None) -> RowPlan:
+    """Split computed rows into chunks at the boundaries that a coupling allows.
+
+    Args:
+        rows: A.
+        chunk_tokens: maximum rows of a chunk.
+        couples: "token": anywhere; "document": between units, with units longer than a chunk split evenly and placed
+            first (the first one then needs no separate buffer); "row": anywhere, and everything is one group.
+        units_A: [A] the label of each row's document, on the CPU.
+    """
+    if units_A is None or couples != "document":
+        chunks = plan_chunks(rows, chunk_tokens)
+        return RowPlan(None, [chunks] if couples == "row" and chunks else [[chunk] for chunk in chunks])
+    labels_N, sizes_N = units_A.unique_consecutive(return_counts=True)
+    order_A = None
+    if len(labels_N.unique()) < len(labels_N):  # rows of a label are not contiguous
+        names, unit_A = units_A.unique(return_inverse=True)
+        first_A = torch.full((len(names),), rows).scatter_reduce(0, unit_A, torch.arange(rows), "amin")[unit_A]
+        order_A = torch.argsort(first_A, stable=True)
+        sizes_N = first_A[order_A].unique_consecutive(return_counts=True)[1]
+    groups, ends = [], sizes_N.cumsum(0).tolist()
+    start = taken = 0
+    while taken < len(ends):
+        fits = bisect.bisect_right(ends, start + chunk_tokens)
+        end = ends[max(fits, taken + 1) - 1]
+        parts = -(-(end - start) // chunk_tokens)
+        groups.append(
+            [
+                slice(start + part.start, start + part.stop)
+                for part in plan_chunks(end - start, -(-(end - start) // parts))
+            ]
+        )
+        start, taken = end, max(fits, taken + 1)
+    for group in groups if order_A is not None else ():
+        some = slice(group[0].start, group[-1].stop)
+        order_A[some] = order_A[some].sort().values
+    return RowPlan(order_A, sorted(groups, key=lambda group: len(group) == 1))
+
+
+@contextmanager
+def exact_float32(dtype: torch.dtype) -> Iterator[None]:
+    """Disable TF32, which keeps 10 of 23 bits, for float32 GEMMs within this context.
+
+    Args:
+        dtype: of the operands; for other dtypes than float32 nothing changes.
+    """
+    setting = torch.backends.cuda.matmul
+    before = setting.fp32_precision
+    if dtype != torch.float32 or before == "ieee":
+        yield
+        return
+    setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+def add_gemm_(weight_VD: Tensor, gradient_CV: Tensor, hidden_CD: Tensor, *, first: bool) -> None:
+    """Compute ``weight_VD += gradient_CV.T @ hidden_CD``, or ``=`` for the first; summed in the dtype of weight_VD."""
+    beta = 0 if first else 1
+    if weight_VD.dtype == hidden_CD.dtype:
+        torch.addmm(weight_VD, gradient_CV.T, hidden_CD, beta=beta, out=weight_VD)
+    elif hidden_CD.is_cuda:
+        torch.addmm(weight_VD, gradient_CV.T, hidden_CD, beta=beta, out_dtype=weight_VD.dtype, out=weight_VD)
+    else:
+        wide = weight_VD.dtype
+        torch.addmm(weight_VD, gradient_CV.T.to(wide), hidden_CD.to(wide), beta=beta, out=weight_VD)
 
 
 @dataclass(eq=False)

@@ -75,7 +75,7 @@ def token_logprobs_from_logits(
     outputs = frozenset(outputs)
     if unknown := sorted(outputs - set(OUTPUTS)):
         raise SpecError(
-            f"token_logprobs_from_logits: wanted = {', '.join(map(repr, unknown))}",
+            f"token_logprobs_from_logits: outputs = {', '.join(map(repr, unknown))}",
             rule=f"any of {', '.join(OUTPUTS)}",
             fix="request only those",
         )

@@ -38,11 +38,11 @@ from torch.autograd.function import once_differentiable
 from workbench.errors import SpecError
 from workbench.policy.logprobs import fastest
 from workbench.policy.logprobs.chunked import ChunkedEngine
+from workbench.policy.logprobs.coefficients import scale_
 from workbench.policy.logprobs.driver import Rows, upcast
-from workbench.policy.logprobs.engine import Accumulators, Engine, count_gemms
-from workbench.policy.logprobs.fused_pass import Couples, GradientPass, RowLoss, plan_rows
+from workbench.policy.logprobs.engine import Accumulators, Couples, Engine, count_gemms, plan_rows
+from workbench.policy.logprobs.fused_pass import GradientPass, RowLoss
 from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
-from workbench.policy.logprobs.late_scaling import scale_
 from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support, full_where_empty
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_sum
@@ -93,10 +93,7 @@ def fused_loss(
 ) -> FusedLoss:
     """Compute the loss of a row and its gradients together in the forward pass.
 
-    Args:
-        hidden_TD: hidden states.
-        weight_VD: the output head; on tp this rank's rows.
-        targets_T: vocabulary ids; tokens with a negative one are not computed.
+    Arguments beside those of `workbench.policy.logprobs.token_logprobs`:
         loss_fn: any pure function of the head outputs of some rows and the indices of these rows in this row; its value
             is their part of the loss. It is called on chunks, in any order, and then on all computed rows at once:
             ``lambda output, index_C: -(advantages_T[index_C] * output.logprobs_T).sum()``
@@ -108,20 +105,7 @@ def fused_loss(
             "row" all. "auto": document if ids are given, else token. A wrong value costs GEMMs, nothing else.
         accumulate: dtype in which chunks accumulate the gradient of the head: float32 (float64 for float64), or
             "weight", the head's own.
-        implementation: chunked, triton, or auto: triton where it can run. This and all further arguments are those of
-            `workbench.policy.logprobs.token_logprobs`.
-        temperature: divides logits; one number, or [T].
-        bias_V: of the head.
-        logit_scale: multiplies logits.
-        soft_cap: bounds logits.
-        valid: local rows of the head that exist.
-        active_T: bool, the tokens that are computed.
-        support: each token's truncated support in the sampler.
-        outputs: any of entropy, logsumexp, mean_squared_logit.
-        fp32_head: cast hidden states and head to float32 first.
-        axis: the tensor-parallel axis.
-        first_token: vocabulary id of the first local row.
-        chunk_tokens: rows whose logits exist at a time.
+        implementation: chunked, triton, or auto: triton where it can run.
         keep_bytes: how much may be saved of a document, or a row, that is longer than a chunk.
 
     Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T] -> loss [], said [T].
@@ -221,20 +205,20 @@ def _queued_for_host(ids_T: Tensor | None, targets_T: Tensor, active_T: Tensor |
     return tuple(torch.empty_like(x_T, device="cpu", pin_memory=True).copy_(x_T, non_blocking=True) for x_T in both_T)
 
 
-def _fields(requested: Iterable[str], kept: TruncatedSupport | None) -> tuple[str, ...]:
+def _fields(requested: Iterable[str], support: TruncatedSupport | None) -> tuple[str, ...]:
     """Requested fields of `TokenLogprobs`."""
     names = ["logprobs", *dict.fromkeys(requested)]
-    if kept is not None:
-        names += ["kept_logprobs", "kept_entropy"] if "entropy" in names else ["kept_logprobs"]
+    if support is not None:
+        names += ["support_logprobs", "support_entropy"] if "entropy" in names else ["support_logprobs"]
     return tuple(f"{name}_T" for name in names)
 
 
 def _scattered(done: GradientPass, tokens: int) -> TokenLogprobs:
     """Head outputs of all tokens, 0 where not computed."""
-    kept = done.rows.kept
+    support = done.rows.support
     head_output = full_where_empty(
         TokenLogprobs(**dict(zip(done.fields, done.outputs_FA, strict=True))),
-        None if kept is None else kept.untruncated(done.places_A.device),
+        None if support is None else support.untruncated(done.places_A.device),
     )
     return TokenLogprobs(
         *(

@@ -1,13 +1,11 @@
 """One pass over the head that computes a loss and its gradients: the implementation of `fused_loss`.
 
-    plan     group rows by coupling                                         `plan_rows`
+    plan     group rows by coupling                                         `engine.plan_rows`
     back     each group forward, evaluate the loss, and backward            `GradientPass.run`
     settle   evaluate the loss of the whole row, and correct gradients
 
 Between the first GEMM and the last there is no device synchronization, except one for the first document that is longer
 than a chunk. Then one more tells which rows to correct, and another if some were out of the engine's range.
-
-A coefficient is the gradient of the loss by one head output of one row: [F, A].
 
 Letters: A rows that are computed, group by group | C rows of a chunk | F requested fields of `TokenLogprobs`
 | N documents.
@@ -15,90 +13,34 @@ Letters: A rows that are computed, group by group | C rows of a chunk | F reques
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from workbench.errors import ShapeError, SpecError
+from workbench.policy.logprobs import truncated_support
 from workbench.policy.logprobs.chunked import ChunkedEngine
+from workbench.policy.logprobs.coefficients import (
+    RowLoss,
+    add_scaled_,
+    are_near,
+    common_factor,
+    finite_or_zero,
+    gradients_of,
+    scale_,
+    slack,
+    slice_of,
+)
 from workbench.policy.logprobs.driver import Rows
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Engine, Keep, RowGradients, plan_chunks
+from workbench.policy.logprobs.engine import Accumulators, Chunk, Couples, Engine, Keep, RowGradients, plan_chunks
 from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs
-from workbench.policy.logprobs.late_scaling import add_scaled_, scale_
-from workbench.policy.logprobs.truncated_support import SupportChunk, full_where_empty
-from workbench.policy.logprobs.truncated_support import backward as kept_backward
-from workbench.policy.logprobs.truncated_support import forward as kept_forward
+from workbench.policy.logprobs.truncated_support import SUPPORT_FIELDS, SupportChunk, full_where_empty
 from workbench.sharding.collectives import all_max, all_sum
 
-Couples = Literal["token", "document", "row"]
 Rest = Literal["nothing", "data", "factor", "more"]
 """Effect of the rest of a document on the coefficients of a chunk: none; by its presence but not its log-probabilities
 (its data count); one common factor; more than that."""
-RowLoss = Callable[[TokenLogprobs, Tensor], Tensor]
-"""Head outputs of some rows, and their indices in the row of T -> their part of the loss, 0-dimensional."""
-
-SUPPORT_FIELDS = ("kept_logprobs_T", "kept_entropy_T")
-"""Fields of truncated supports, which an engine does not compute."""
-
-ROUNDING = 512
-"""Tolerance in units in the last place between two evaluations of one coefficient, relative to the coefficient plus the
-mean of all: sums over other rows are added in another order."""
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """Groups of rows that go through the head together.
-
-    Attributes:
-        order_A: permutation of the computed rows; None: not reordered.
-        groups: rows that the loss must see together, each group split into chunks, in that order.
-    """
-
-    order_A: Tensor | None
-    groups: list[list[slice]]
-
-
-def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | None = None) -> RowPlan:
-    """Split computed rows into chunks at the boundaries that a coupling allows.
-
-    Args:
-        rows: A.
-        chunk_tokens: maximum rows of a chunk.
-        couples: "token": anywhere; "document": between units, with units longer than a chunk split evenly and placed
-            first (the first one then needs no separate buffer); "row": anywhere, and everything is one group.
-        units_A: [A] the label of each row's document, on the CPU.
-    """
-    if units_A is None or couples != "document":
-        chunks = plan_chunks(rows, chunk_tokens)
-        return RowPlan(None, [chunks] if couples == "row" and chunks else [[chunk] for chunk in chunks])
-    labels_N, sizes_N = units_A.unique_consecutive(return_counts=True)
-    order_A = None
-    if len(labels_N.unique()) < len(labels_N):  # rows of a label are not contiguous
-        names, unit_A = units_A.unique(return_inverse=True)
-        first_A = torch.full((len(names),), rows).scatter_reduce(0, unit_A, torch.arange(rows), "amin")[unit_A]
-        order_A = torch.argsort(first_A, stable=True)
-        sizes_N = first_A[order_A].unique_consecutive(return_counts=True)[1]
-    groups, ends = [], sizes_N.cumsum(0).tolist()
-    start = taken = 0
-    while taken < len(ends):
-        fits = bisect.bisect_right(ends, start + chunk_tokens)
-        end = ends[max(fits, taken + 1) - 1]
-        parts = -(-(end - start) // chunk_tokens)
-        groups.append(
-            [
-                slice(start + part.start, start + part.stop)
-                for part in plan_chunks(end - start, -(-(end - start) // parts))
-            ]
-        )
-        start, taken = end, max(fits, taken + 1)
-    for group in groups if order_A is not None else ():
-        some = slice(group[0].start, group[-1].stop)
-        order_A[some] = order_A[some].sort().values
-    return RowPlan(order_A, sorted(groups, key=lambda group: len(group) == 1))
 
 
 @dataclass
@@ -106,20 +48,15 @@ class GradientPass:
     """One pass and its state.
 
     Attributes:
-        engine: of the head.
-        loss_fn: evaluated on rows.
-        hidden_AD: rows in the order of the plan.
-        rows: their other inputs.
+        hidden_AD, rows: inputs of the rows in the order of the plan.
         places_A: their indices in the row of T.
-        ascending_A: permutation to the order of the row; None: already in order.
-        expected_A: estimates of the log-probabilities, or None.
-        couples: of the loss.
+        ascending_A: permutation to the order of the row; None: in order.
+        expected_A: estimates of the log-probabilities.
         chunk_tokens: maximum rows of a chunk.
         keep_bytes: how much may be saved of a group of several chunks.
-        fields: requested fields of `TokenLogprobs`; the first is the log-probability.
+        fields: requested fields of `TokenLogprobs`, the log-probability first.
         into: gradient accumulators, uninitialized; None: not required.
-        outputs_FA: head outputs.
-        used_FA: coefficients used in backward.
+        outputs_FA, used_FA: head outputs, and the coefficients used in backward.
         fallbacks: reasons for more than three GEMMs.
     """
 
@@ -141,8 +78,8 @@ class GradientPass:
         self.outputs_FA = self.hidden_AD.new_zeros(len(self.fields), len(self.rows), dtype=self.engine.head.wide)
         self.used_FA = torch.zeros_like(self.outputs_FA)
         self._everything = slice(0, len(self.rows))
-        kept = self.rows.kept
-        self._empty_A = None if kept is None else kept.untruncated(self.places_A.device)
+        support = self.rows.support
+        self._empty_A = None if support is None else support.untruncated(self.places_A.device)
         self._used_fields: set[str] = set()
         self._overflowed_A: Tensor | None = None
         self._late: list[slice] = []
@@ -218,10 +155,10 @@ class GradientPass:
         """Backward of rows whose outputs are all known; chunks that were not saved go forward again."""
         loss, truth_FC = self._loss(rows)
         # A coefficient that is not finite would spoil every gradient. If it is correct, settling adds it later.
-        used_FC = truth_FC if alone and self._overflowed_A is None else _finite(truth_FC)
+        used_FC = truth_FC if alone and self._overflowed_A is None else finite_or_zero(truth_FC)
         for number, part in enumerate(group):
             forward = self._forward(part, "scratch") if forwards is None else forwards[number]
-            self._back_chunk(forward, _slice(used_FC, rows, part), part, self.into, first=not self._begun)
+            self._back_chunk(forward, slice_of(used_FC, rows, part), part, self.into, first=not self._begun)
             self._begun = True
         self.used_FA[:, rows] = used_FC
         return loss, truth_FC
@@ -238,7 +175,7 @@ class GradientPass:
             self._back_chunk(forward, trial_FC, part, into, first=part is group[0])
             self.used_FA[:, part] = trial_FC
         loss, truth_FC = self._loss(rows)
-        scale = _factor(truth_FC, self.used_FA[:, rows])
+        scale = common_factor(truth_FC, self.used_FA[:, rows])
         self.used_FA[:, rows] *= scale
         if into.hidden_TD is not None:
             scale_(into.hidden_TD[rows], scale)
@@ -257,14 +194,16 @@ class GradientPass:
         """
         if self._rest is None:
             own_FC = self._loss(part)[1]
-            down_FC, up_FC = (_slice(self._loss(rows, self._assumed(rows, part, by))[1], rows, part) for by in (-1, 1))
+            down_FC, up_FC = (
+                slice_of(self._loss(rows, self._assumed(rows, part, by))[1], rows, part) for by in (-1, 1)
+            )
             gone = (down_FC == 0).all()
             flags = torch.stack(
                 [
                     torch.stack([own_FC, down_FC, up_FC]).any(),
-                    ~_near(own_FC, down_FC),
-                    ~_near(down_FC, up_FC) | gone,
-                    ~_near(up_FC, _factor(up_FC, down_FC) * down_FC) & ~gone,
+                    ~are_near(own_FC, down_FC),
+                    ~are_near(down_FC, up_FC) | gone,
+                    ~are_near(up_FC, common_factor(up_FC, down_FC) * down_FC) & ~gone,
                 ]
             )
             if self.expected_A is not None:  # queued before the synchronization: it is probably needed next
@@ -286,16 +225,16 @@ class GradientPass:
         any value, including 0 (a clip): only the shape matters.
         """
         if self._rest == "data":
-            return _finite(_slice(self._loss(rows, self._assumed(rows, part))[1], rows, part))
+            return finite_or_zero(slice_of(self._loss(rows, self._assumed(rows, part))[1], rows, part))
         if self.expected_A is None:
             own_FC = self._loss(part)[1]
             pivot, even_FC = own_FC.take(own_FC.abs().argmax()), torch.zeros_like(own_FC)
             even_FC[0] = 1
-            return _finite(torch.where(pivot == 0, even_FC, own_FC / pivot))
+            return finite_or_zero(torch.where(pivot == 0, even_FC, own_FC / pivot))
         if self._free_FA is None:
             self._free_FA = self._loss(self._everything, self._assumed(self._everything))[1]
-        open_FC = _slice(self._loss(rows, self._assumed(rows, part))[1], rows, part) != 0
-        return _finite(torch.where(open_FC | ~open_FC.any(), self._free_FA[:, part], 0.0))
+        open_FC = slice_of(self._loss(rows, self._assumed(rows, part))[1], rows, part) != 0
+        return finite_or_zero(torch.where(open_FC | ~open_FC.any(), self._free_FA[:, part], 0.0))
 
     def _assumed(self, rows: slice, known: slice | None = None, by: int = 0) -> Tensor:
         """[F, C] assumed head outputs of a document of which one chunk, or none, is known; unevenly shifted."""
@@ -304,7 +243,7 @@ class GradientPass:
             assumed_FC[0] = self.expected_A[rows]
         assumed_FC[0] += by * (1 + torch.arange(assumed_FC.shape[1], device=assumed_FC.device) % 3) / 8
         if known is not None:
-            _slice(assumed_FC, rows, known).copy_(self.outputs_FA[:, known])
+            slice_of(assumed_FC, rows, known).copy_(self.outputs_FA[:, known])
         return assumed_FC
 
     # ---- the whole row -------------------------------------------------------------------------------------------
@@ -347,7 +286,7 @@ class GradientPass:
 
     def _differs(self, truth_FA: Tensor) -> Tensor:
         """[A] bool: True if a row was sent back with a wrong coefficient; the same on every tp rank."""
-        return self._on_any_rank(~((truth_FA - self.used_FA).abs() <= _slack(truth_FA)).all(0))
+        return self._on_any_rank(~((truth_FA - self.used_FA).abs() <= slack(truth_FA)).all(0))
 
     def _correct(self, engine: Engine, wrong_R: Tensor, missing_FA: Tensor) -> None:
         """Add the missing part to the gradients of some rows."""
@@ -389,15 +328,17 @@ class GradientPass:
         these, hidden_CD = self.rows.at(some), self.hidden_AD[some]
         requested = frozenset(name for name in OUTPUTS if f"{name}_T" in self.fields)
         chunk = engine.forward(hidden_CD, these.targets_A, these.temperature, outputs=requested, keep=keep)
-        if these.kept is None:
+        if these.support is None:
             return _Forward(chunk, None)
-        return _Forward(chunk, kept_forward(engine.head, hidden_CD, these.targets_A, these.temperature, these.kept))
+        return _Forward(
+            chunk, truncated_support.forward(engine.head, hidden_CD, these.targets_A, these.temperature, these.support)
+        )
 
     def _record(self, forward: _Forward, some: slice | Tensor) -> None:
         output = forward.chunk.head_output
-        if forward.kept is not None:
+        if forward.support is not None:
             output = output._replace(
-                support_logprobs_T=forward.kept.logprobs_C, support_entropy_T=forward.kept.entropy_C
+                support_logprobs_T=forward.support.logprobs_C, support_entropy_T=forward.support.entropy_C
             )
         for output_A, name in zip(self.outputs_FA, self.fields, strict=True):
             output_A[some] = getattr(output, name)
@@ -417,8 +358,8 @@ class GradientPass:
         kept_gradients = [by_field.pop(name, None) for name in SUPPORT_FIELDS]
         engine = engine or self.engine
         engine.backward(forward.chunk, RowGradients(**by_field), into, part, first=first)
-        if forward.kept is not None:
-            kept_backward(engine.head, forward.kept, *kept_gradients, into, part)
+        if forward.support is not None:
+            truncated_support.backward(engine.head, forward.support, *kept_gradients, into, part)
 
     def _loss(self, rows: slice, outputs_FC: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Evaluate the loss of some rows and its coefficients [F, C]; the whole row is passed in its own order."""
@@ -432,21 +373,8 @@ class GradientPass:
                 empty = None if empty is None else empty[order]
             head_output = TokenLogprobs(**dict(zip(self.fields, shown, strict=True)))
             loss = self.loss_fn(full_where_empty(head_output, empty), places)
-        if not isinstance(loss, Tensor) or loss.dim():
-            found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ShapeError(
-                "fused_loss: loss_fn",
-                found=found,
-                fix="sum over the rows",
-                rule="a 0-dimensional tensor, the rows' part of the loss",
-            )
-        if not loss.requires_grad:
-            return loss.detach(), torch.zeros_like(outputs_FC)
-        if not self._is_pure:
-            _refuse_other_leaves(loss, leaves)
-            self._is_pure = True
-        with torch.autograd.set_multithreading_enabled(False):  # a graph this small costs less than another thread
-            gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+        gradients = gradients_of(loss, leaves, check=not self._is_pure)
+        self._is_pure |= loss.requires_grad
         self._used_fields |= {name for name, g_C in zip(self.fields, gradients, strict=True) if g_C is not None}
         return loss.detach(), torch.stack(
             [torch.zeros_like(leaf) if g_C is None else g_C for leaf, g_C in zip(leaves, gradients, strict=True)]
@@ -468,49 +396,4 @@ class _Forward(NamedTuple):
     """A chunk after its forward pass, and its truncated supports."""
 
     chunk: Chunk
-    kept: SupportChunk | None
-
-
-def _slice(values_FC: Tensor, rows: slice, part: slice) -> Tensor:
-    """Slice the values of some rows to those of a part of them."""
-    return values_FC[:, part.start - rows.start : part.stop - rows.start]
-
-
-def _finite(values_FC: Tensor) -> Tensor:
-    return torch.where(values_FC.isfinite(), values_FC, 0.0)
-
-
-def _slack(values_FC: Tensor) -> Tensor:
-    """Tolerance between two evaluations of the same coefficients."""
-    size_FC = values_FC.abs()
-    return ROUNDING * torch.finfo(values_FC.dtype).eps * (size_FC + size_FC.mean(-1, keepdim=True))
-
-
-def _near(one_FC: Tensor, other_FC: Tensor) -> Tensor:
-    return ((one_FC - other_FC).abs() <= _slack(one_FC)).all()
-
-
-def _factor(truth_FC: Tensor, trial_FC: Tensor) -> Tensor:
-    """Least-squares factor s of s * trial to the true coefficients; [1], 0 if undefined."""
-    truth_FC, wide_FC = truth_FC.double(), trial_FC.double()
-    scale = (truth_FC * wide_FC).sum() / wide_FC.square().sum()
-    return torch.where(scale.isfinite(), scale, 0.0).to(trial_FC.dtype).reshape(1)
-
-
-def _refuse_other_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> None:
-    """Reject a loss that depends on another trained tensor than the head outputs: that gradient would be lost."""
-    known, seen, waiting = {id(leaf) for leaf in leaves}, set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            raise SpecError(
-                "fused_loss: loss_fn",
-                found=f"a gradient to another tensor, {list(variable.shape)}",
-                rule="a pure loss: the head outputs are the only trained tensors that it depends on",
-                fix="detach it, or use token_logprobs and call backward on the loss yourself",
-            )
-        waiting += [function for function, _ in node.next_functions]
+    support: SupportChunk | None

@@ -174,10 +174,7 @@ def make_head(
 
 
 def check_dtype(what: str, operand: Tensor) -> None:
-    """Check that an operand has a supported dtype.
-
-    Raises:   ShapeError: it does not.
-    """
+    """Raise a ShapeError unless an operand has one of `DTYPES`."""
     if operand.dtype not in DTYPES:
         raise ShapeError(
             what,
@@ -188,10 +185,7 @@ def check_dtype(what: str, operand: Tensor) -> None:
 
 
 def check_targets(what: str, targets_T: Tensor) -> None:
-    """Check that targets are integers.
-
-    Raises:   ShapeError: they are not.
-    """
+    """Raise a ShapeError unless targets are integers."""
     if targets_T.dtype not in (torch.int64, torch.int32):
         raise ShapeError(
             f"{what}: targets",
@@ -293,9 +287,9 @@ def check_rows(
     )
     if unknown := sorted(set(outputs) - set(OUTPUTS)):
         raise SpecError(
-            f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
+            f"token_logprobs: outputs = {', '.join(map(repr, unknown))}",
             rule=f"any of {', '.join(OUTPUTS)}",
-            fix="request only those, in a tuple; kept=... adds its own outputs",
+            fix="request only those, in a tuple; support=... adds its own outputs",
         )
     if hidden_TD.dtype != head.weight_VD.dtype:
         raise ShapeError(

@@ -27,7 +27,7 @@ def token_logprobs(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: TruncatedSupport | None = None,
+    support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
 ) -> TokenLogprobs:
@@ -36,7 +36,7 @@ def token_logprobs(
     Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> [T] each.
     Units:    nats.
     Backward: ordinary autograd, through all results.
-    Raises:   ShapeError, SpecError: see `head` and `kept`.
+    Raises:   ShapeError, SpecError: see `head` and `truncated_support`.
     """
     outputs = frozenset(outputs)
     if fp32_head:
@@ -54,10 +54,10 @@ def token_logprobs(
     logits_TV = logits_TV[:, : head.valid]
     targets_T = targets_T.where(active_T, 0)
     head_output = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, outputs)
-    if kept is not None:
-        check_support(kept, targets_T, head)
+    if support is not None:
+        check_support(support, targets_T, head)
         # Outside its support a token has no logit.
-        logits_TV = logits_TV.masked_fill(active_T[:, None] & ~_is_kept(kept, targets_T, head.valid), -torch.inf)
+        logits_TV = logits_TV.masked_fill(active_T[:, None] & ~_is_kept(support, targets_T, head.valid), -torch.inf)
         truncated = _outputs(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, outputs)
         head_output = head_output._replace(
             support_logprobs_T=truncated.logprobs_T, support_entropy_T=truncated.entropy_T
@@ -89,11 +89,11 @@ def token_logprobs_from_logits(
 def support_logits(logits_TV: Tensor, support_TV: Tensor, targets_T: Tensor) -> Tensor:
     """Logits of a sampler with truncated support: -inf outside of it, the target always inside.
 
-    Shapes:   logits_TV [T, V], kept_TV [T, V] bool, targets_T [T] -> [T, V].
+    Shapes:   logits_TV [T, V], support_TV [T, V] bool, targets_T [T] -> [T, V].
     Backward: 1 on the support, 0 elsewhere.
     Source:   top-p and top-k replay, THUDM/slime 624b824a (log_prob_keep_mask).
     """
-    check_shapes("kept_logits", logits_TV=logits_TV, kept_TV=support_TV, targets_T=targets_T)
+    check_shapes("support_logits", logits_TV=logits_TV, support_TV=support_TV, targets_T=targets_T)
     return logits_TV.masked_fill(~support_TV.scatter(1, targets_T[:, None], True), -torch.inf)
 
 
@@ -110,14 +110,14 @@ def _outputs(scaled_TV: Tensor, targets_T: Tensor, requested: frozenset[str]) ->
     )
 
 
-def _is_kept(kept: TruncatedSupport, targets_T: Tensor, vocabulary: int) -> Tensor:
+def _is_kept(support: TruncatedSupport, targets_T: Tensor, vocabulary: int) -> Tensor:
     """[T, V]: True if in the token's truncated support; an empty set means all, any other includes the target."""
     is_kept_TV = torch.zeros(len(targets_T), vocabulary, dtype=torch.bool, device=targets_T.device)
-    borders = kept.offsets_S.tolist()
+    borders = support.offsets_S.tolist()
     for token, (start, stop) in enumerate(itertools.pairwise(borders)):
         if start == stop:
             is_kept_TV[token] = True
         else:
-            is_kept_TV[token, kept.ids_P[start:stop]] = True
+            is_kept_TV[token, support.ids_P[start:stop]] = True
             is_kept_TV[token, targets_T[token]] = True
     return is_kept_TV

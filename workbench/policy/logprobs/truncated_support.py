@@ -29,6 +29,9 @@ from workbench.sharding.collectives import all_max, all_sum
 BLOCK_BYTES = 2**26
 """Size of the rows of the head that are gathered at a time."""
 
+SUPPORT_FIELDS = ("support_logprobs_T", "support_entropy_T")
+"""Fields of truncated supports, which an engine does not compute."""
+
 
 @dataclass(frozen=True, eq=False)
 class TruncatedSupport:
@@ -43,7 +46,7 @@ class TruncatedSupport:
             id.
 
     Example:
-        >>> KeptSets.of([[3, 1], [], [2]]).offsets_S
+        >>> TruncatedSupport.of([[3, 1], [], [2]]).offsets_S
         tensor([0, 2, 2, 3])
     """
 
@@ -55,23 +58,23 @@ class TruncatedSupport:
             if not isinstance(row, Tensor) or row.dim() != 1 or row.dtype not in (torch.int64, torch.int32):
                 found = f"{row.dtype} of shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
                 raise ShapeError(
-                    f"KeptSets: {name}",
+                    f"TruncatedSupport: {name}",
                     found=found,
                     rule="a row of integers, int64 or int32",
-                    fix="build sets from lists of ids with KeptSets.of",
+                    fix="build sets from lists of ids with TruncatedSupport.of",
                 )
         object.__setattr__(self, "offsets_S", self.offsets_S.cpu())
         offsets, pairs = self.offsets_S, len(self.ids_P)
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != pairs or bool((offsets.diff() < 0).any()):
             raise ShapeError(
-                "KeptSets: offsets_S",
+                "TruncatedSupport: offsets_S",
                 found=f"{offsets[:5].tolist()} ... for {pairs} ids",
                 rule="T + 1 offsets: from 0, never decreasing, to the number of ids",
-                fix="build them with KeptSets.of, or torch.cumsum of the sizes with a 0 in front",
+                fix="build them with TruncatedSupport.of, or torch.cumsum of the sizes with a 0 in front",
             )
         if pairs and int(self.ids_P.min()) < 0:
             raise ShapeError(
-                "KeptSets: ids_P",
+                "TruncatedSupport: ids_P",
                 found=f"id {int(self.ids_P.min())}",
                 rule="vocabulary ids",
                 fix="leave out the padding of a top-k table: sets are ragged",
@@ -117,14 +120,14 @@ def check_support(kept: TruncatedSupport, targets_T: Tensor, head: Head) -> None
     """Check truncated supports against the rows and the head.
 
     Raises:
-        ShapeError: no `KeptSets`, not one set per token, or an id outside the vocabulary.
+        ShapeError: no `TruncatedSupport`, not one set per token, or an id outside the vocabulary.
     """
     if not isinstance(kept, TruncatedSupport):
         raise ShapeError(
             "token_logprobs: kept",
             found=type(kept).__name__,
-            rule="KeptSets",
-            fix="build them from lists of ids with KeptSets.of",
+            rule="TruncatedSupport",
+            fix="build them from lists of ids with TruncatedSupport.of",
         )
     if len(kept) != len(targets_T):
         raise ShapeError(

@@ -39,7 +39,7 @@ def token_logprobs(
     soft_cap: float | None = None,
     valid: int | None = None,
     active_T: Tensor | None = None,
-    kept: TruncatedSupport | None = None,
+    support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
 ) -> TokenLogprobs:
@@ -49,7 +49,7 @@ def token_logprobs(
     Units:    nats.
     Backward: hidden: summed over tp, once; weight and bias: local. The incoming gradients must be the same on
               every tp rank.
-    Raises:   ShapeError, SpecError: see `head` and `kept`.
+    Raises:   ShapeError, SpecError: see `head` and `truncated_support`.
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (vocabulary-parallel cross entropy).
     """
     outputs = frozenset(outputs)
@@ -82,9 +82,9 @@ def token_logprobs(
     if "mean_squared_logit" in outputs:
         squares_T = scaled_TV.where(scaled_TV != -torch.inf, 0.0).square().sum(-1)
         output = output._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
-    if kept is not None:
-        check_support(kept, targets_T, head)
-        cut_TV = active_T[:, None] & ~_is_kept(kept, local_T, columns_V, first_token)
+    if support is not None:
+        check_support(support, targets_T, head)
+        cut_TV = active_T[:, None] & ~_is_kept(support, local_T, columns_V, first_token)
         kept_TV = scaled_TV.masked_fill(cut_TV, -torch.inf)
         logprobs_T, entropy_T, _ = _FromLocalLogits.apply(kept_TV, local_T, axis)
         output = output._replace(
@@ -93,10 +93,10 @@ def token_logprobs(
     return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in output))
 
 
-def _is_kept(kept: TruncatedSupport, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:
+def _is_kept(support: TruncatedSupport, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:
     """[T, v]: True if in the token's truncated support; an empty set means all, any other includes the target."""
     is_kept_TV = columns_V == local_T[:, None]
-    for token, ids in enumerate(kept.ids_P.split(kept.offsets_S.diff().tolist())):
+    for token, ids in enumerate(support.ids_P.split(support.offsets_S.diff().tolist())):
         is_kept_TV[token] |= torch.isin(columns_V + first_token, ids.to(columns_V)) if len(ids) else True
     return is_kept_TV
 

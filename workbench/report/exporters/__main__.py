@@ -6,7 +6,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from workbench.records.directory import from_json, to_json
+from workbench.atomic import from_json, to_json
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.tracked import from_plain
 

@@ -15,8 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from workbench.atomic import from_json, to_json
 from workbench.errors import LaunchError, RecordError, SpecError
-from workbench.records.directory import ENDED, RUN_NAME, RunDirectory, from_json, to_json
+from workbench.records.directory import ENDED, RUN_NAME, RunDirectory
+from workbench.records.provenance import python_path
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.tracked import tracked
 
@@ -189,5 +191,4 @@ def _environment(folder: Path, scratch: Path) -> dict[str, str]:
         "WANDB_CONFIG_DIR": str(scratch),
         "WANDB_DATA_DIR": str(scratch),
     }
-    places = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
-    return inherited | _OFFLINE | own | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    return inherited | _OFFLINE | own | {"PYTHONPATH": python_path()}

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from workbench.atomic import from_json
 from workbench.errors import RecordError
-from workbench.records.directory import RunDirectory, failure_summary, from_json
-from workbench.specs.run import flatten
+from workbench.records.directory import RunDirectory
+from workbench.records.failures import failure_summary
+from workbench.specs.reading import flatten
 
 TIME = "time/ended_ns"
 """Key of the end of a step in its record, in nanoseconds since 1970."""

@@ -14,31 +14,17 @@ import datetime
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from workbench.report.exporters.tracked import TrackedRun
 
 _TIME = "_timestamp"
 
 
-class Session(Protocol):
-    """A run that is being written."""
-
-    def log(self, data: dict[str, Any], step: int) -> None:
-        """Log the values of a step, with its time under ``_timestamp``."""
-
-    def finish(self, exit_code: int) -> None:
-        """End the run."""
-
-
 class _WandbLike:
-    """Common base of both.
-
-    Args:
-        folder: gets the tracker's files.
-        project: the tracker's project.
-    """
+    """Common base of both; each has ``has`` and ``begin``, which returns a session with ``log`` and ``finish``."""
 
     lost: tuple[str, ...] = ()
     """Facts that the tracker cannot store, a sentence each."""
@@ -46,13 +32,7 @@ class _WandbLike:
     def __init__(self, folder: Path, project: str) -> None:
         self.folder, self.project = folder, project
 
-    def has(self, run: TrackedRun) -> bool:
-        """True if the whole run is there."""
-        raise NotImplementedError
-
-    def begin(self, run: TrackedRun, config: dict[str, Any]) -> Session:
-        """Begin to write a run."""
-        raise NotImplementedError
+    begin: Callable[[TrackedRun, dict[str, Any]], Any]
 
     def keep(self, run: TrackedRun) -> None:
         """Complete a run; called when it is written."""
@@ -94,7 +74,7 @@ class Wandb(_WandbLike):
         """True if a folder of that run exists; it gets its name when it is complete."""
         return any((self.folder / "wandb").glob(f"offline-run-*-{run.key}/run-{run.key}.wandb"))
 
-    def begin(self, run: TrackedRun, config: dict[str, Any]) -> Session:
+    def begin(self, run: TrackedRun, config: dict[str, Any]) -> Any:
         """Begin an offline run in a folder of its own."""
         import wandb
 
@@ -156,7 +136,7 @@ class Trackio(_WandbLike):
 
         return any(record["id"] == run.key for record in SQLiteStorage.get_run_records(self.project))
 
-    def begin(self, run: TrackedRun, config: dict[str, Any]) -> Session:
+    def begin(self, run: TrackedRun, config: dict[str, Any]) -> Any:
         """Begin to collect a run."""
         own = {"_Group": run.experiment, "_Created": _iso(run.began_s), "_Username": None}
         return _TrackioSession(self.project, run, config | {"run.tags": run.tags} | own)

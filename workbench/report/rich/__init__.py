@@ -11,29 +11,25 @@ import importlib
 from typing import Any
 
 DRAWN = {
-    ("workbench.rollouts.batch", "RolloutBatch"): "workbench.report.rich.batch",
-    ("workbench.sharding.plan", "ShardPlan"): "workbench.report.rich.plan",
-    ("workbench.sharding.bridge.traffic", "Traffic"): "workbench.report.rich.traffic",
-    ("workbench.specs.run", "RunSpec"): "workbench.report.rich.spec",
-    ("workbench.launch.ablation", "AblationSpec"): "workbench.report.rich.ablation",
-    ("workbench.records.directory", "RunDirectory"): "workbench.report.rich.run",
-    ("workbench.launch.sweep", "Sweep"): "workbench.report.rich.sweep",
-    ("workbench.compare.comparison", "Comparison"): "workbench.report.show",
-    ("workbench.systems.explanations", "Explanation"): "workbench.report.rich.explanation",
-    ("workbench.prove.proof", "Proof"): "workbench.report.rich.proof",
-    ("workbench.diagnose.diagnosis", "Diagnosis"): "workbench.report.rich.diagnosis",
-    ("workbench.compare.certificates", "CertificateComparison"): "workbench.report.rich.certificates",
-    ("workbench.compare.bisect", "Bisection"): "workbench.report.rich.bisection",
+    ("workbench.rollouts.batch", "RolloutBatch"): "workbench.report.rich.batch:batch_html",
+    ("workbench.sharding.plan", "ShardPlan"): "workbench.report.rich.ranks:plan_html",
+    ("workbench.sharding.bridge.traffic", "Traffic"): "workbench.report.rich.ranks:traffic_html",
+    ("workbench.specs.run", "RunSpec"): "workbench.report.rich.runs:spec_html",
+    ("workbench.launch.ablation", "AblationSpec"): "workbench.report.rich.runs:ablation_html",
+    ("workbench.records.directory", "RunDirectory"): "workbench.report.rich.runs:run_html",
+    ("workbench.launch.sweep", "Sweep"): "workbench.report.rich.runs:sweep_html",
+    ("workbench.compare.comparison", "Comparison"): "workbench.report.summary:as_html",
+    ("workbench.systems.explanations", "Explanation"): "workbench.report.rich.verdicts:explanation_html",
+    ("workbench.prove.proof", "Proof"): "workbench.report.rich.verdicts:proof_html",
+    ("workbench.diagnose.diagnosis", "Diagnosis"): "workbench.report.rich.verdicts:diagnosis_html",
+    ("workbench.compare.certificates", "CertificateComparison"): "workbench.report.rich.verdicts:certificates_html",
+    ("workbench.compare.bisect", "Bisection"): "workbench.report.rich.verdicts:bisection_html",
 }
-"""(module, type) -> module whose ``as_html`` draws it."""
+"""(module, type) -> function that draws it."""
 
 
 def register(ipython: Any) -> None:
-    """Register the formatters in an IPython shell.
-
-    Args:
-        ipython: the result of ``IPython.get_ipython()``.
-    """
+    """Register the formatters in an IPython shell, from ``IPython.get_ipython()``."""
     formatter = ipython.display_formatter.formatters["text/html"]
     for (module, name), place in DRAWN.items():
         formatter.for_type_by_name(module, name, functools.partial(_draw, place))
@@ -52,4 +48,5 @@ def as_html(value: Any) -> str:
 
 
 def _draw(place: str, value: Any) -> str:
-    return str(importlib.import_module(place).as_html(value))
+    module, _, name = place.partition(":")
+    return str(getattr(importlib.import_module(module), name)(value))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import NONE, significant
-from workbench.report.rich.strips import Piece, framed, legend, runs, strip
+from workbench.report.rich.strips import Piece, framed, labelled, legend, runs
 from workbench.rollouts.batch import PADDING, RolloutBatch
 
 AT_ONCE, AT_ALL = 16, 400
@@ -26,7 +26,7 @@ _MEANING = {
 }
 
 
-def as_html(batch: RolloutBatch) -> Markup:
+def batch_html(batch: RolloutBatch) -> Markup:
     """Return the documents in order, and a table of the fields."""
     rows = _rows(batch)
     summary = (
@@ -68,18 +68,12 @@ def _rows(batch: RolloutBatch) -> list[list[Markup]]:
         text = f"{length} tokens, {len(trained)} trained, advantage {_span(trained)}"
         if batch.rewards_N is not None:
             text += f", reward {significant(float(batch.rewards_N[document]))}"
-        rows.append(
-            [
-                tag("span", f"{document}"),
-                strip(pieces, longest, label=f"document {document}: {text}"),
-                tag("span", text, class_="quiet"),
-            ]
-        )
+        rows.append(labelled(f"{document}", pieces, longest, f"document {document}: {text}", text))
         begin += length
     if padding:
         text = f"{padding} tokens"
-        bar = strip([Piece(min(padding, longest), "padding", text)], longest, label=f"padding: {text}")
-        rows.append([tag("span", "padding"), bar, tag("span", text, class_="quiet")])
+        pieces = [Piece(min(padding, longest), "padding", text)]
+        rows.append(labelled("padding", pieces, longest, f"padding: {text}", text))
     return rows
 
 

@@ -33,13 +33,7 @@ class Piece:
 
 
 def strip(pieces: Iterable[Piece], total: int, *, label: str) -> Markup:
-    """Draw pieces side by side, on a scale of so many tokens.
-
-    Args:
-        pieces: from left to right.
-        total: tokens of the whole width; the rest stays empty.
-        label: description for screen readers.
-    """
+    """Draw pieces side by side, on a scale of so many tokens; the label is for screen readers."""
     drawn, used = [], 0
     for piece in pieces:
         used += piece.length
@@ -55,6 +49,11 @@ def strip(pieces: Iterable[Piece], total: int, *, label: str) -> Markup:
     if total > used:
         drawn.append(tag("i", class_="gap", style=f"flex-grow:{total - used}"))
     return tag("span", drawn, class_="strip", role="img", aria_label=label)
+
+
+def labelled(name: str, pieces: Iterable[Piece], total: int, label: str, text: str) -> list[Markup]:
+    """Return a row: a name, a strip (see `strip`) and a description."""
+    return [tag("span", name), strip(pieces, total, label=label), tag("span", text, class_="quiet")]
 
 
 def runs(values: Sequence[Any]) -> list[tuple[Any, int, int]]:

@@ -13,14 +13,15 @@ Letters: t own tokens | S tokens of the row | H heads | d head dimension | P pie
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from workbench.reproducible.kernels.plain import determinism
 
 if TYPE_CHECKING:
     from workbench.reproducible.blocks import Span
@@ -135,7 +136,7 @@ def attend_back(
     unused = torch.empty(2, dtype=torch.uint64, device=device)  # random state: there is no dropout
     d_query_tHd, partials = torch.empty_like(query_tHd), []
     here, streams = torch.cuda.current_stream(device), _streams(device)
-    with _deterministic():
+    with determinism(True):
         for number, span in enumerate(spans):
             pieces, (causal, window) = _own_pieces(span, device), _mask(span.seen.window)
             rows, keys, stream = span.queries, span.keys, streams[number % STREAMS]
@@ -193,17 +194,3 @@ def _mask(window: int | None) -> tuple[bool, dict[str, int]]:
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
     return tuple(torch.cuda.Stream(device) for _ in range(STREAMS))
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """Enable torch's deterministic mode, without its filling of uninitialized memory."""
-    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warns)
-        torch.utils.deterministic.fill_uninitialized_memory = filling

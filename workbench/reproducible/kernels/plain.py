@@ -10,13 +10,13 @@ dimension | v columns of a piece of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from workbench.reproducible.blocks import Span
-from workbench.reproducible.trees import mean_by_halves
+from workbench.reproducible.rows import mean_by_halves
 from workbench.sharding.attention.kernels import KERNELS, Kernel
 
 NAME = "plain"
@@ -65,14 +65,9 @@ def add_outer(
 ) -> None:
     """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; update the largest magnitude.
 
-    Args:
-        total_NK: int64; may be a view of a larger tensor.
-        peak: float32, the largest magnitude of a partial so far; updated in place. NaN is propagated.
-        scale: a power of two.
-        dy_TN: gradient of the outputs.
-        x_TK: inputs.
-        block: tokens per partial.
-        tile: rows and columns that are computed at a time.
+    The integers may be a view of a larger tensor. ``peak``, float32, is the largest magnitude of a partial so far, and
+    NaN is propagated. ``scale`` is a power of two, ``block`` the tokens per partial, ``tile`` the rows and columns that
+    are computed at a time.
     """
     height, width = tile
     for dy_bN, x_bK in zip(dy_TN.split(block), x_TK.split(block), strict=True):
@@ -84,14 +79,9 @@ def add_outer(
 
 
 def add_rows(total: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T: Tensor | None = None) -> None:
-    """Add each row, rounded to multiples of 1 / scale, to one row of integers, or to the row that the index gives.
+    """Add each row, rounded to multiples of 1 / scale, to one row of integers [D], or to a row of [V, D] by index.
 
-    Args:
-        total: int64 [D], or with an index [V, D].
-        peak: as in `add_outer`.
-        scale: a power of two.
-        rows_TD: one partial per row.
-        index_T: row of the total that each is added to; negative: none.
+    Rows with a negative index are not added. ``peak`` and ``scale`` as in `add_outer`.
     """
     if index_T is None:
         for rows_bD in rows_TD.split(_ROWS):
@@ -99,7 +89,7 @@ def add_rows(total: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T
             _raise(peak, rows_bD)
         return
     rows_TD = rows_TD.masked_fill((index_T < 0)[:, None], 0)
-    with _no_order():
+    with determinism(False):  # integer sums do not depend on the order
         total.index_add_(0, index_T.clamp_min(0), fixed(rows_TD, scale))
     _raise(peak, rows_TD)
 
@@ -162,13 +152,16 @@ def _raise(peak: Tensor, partial: Tensor) -> None:
 
 
 @contextmanager
-def _no_order() -> Iterator[None]:
-    """Allow nondeterministic kernels: integer sums do not depend on the order."""
+def determinism(enabled: bool) -> Iterator[None]:
+    """Enable torch's deterministic mode, without its filling of uninitialized memory, or disable it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(enabled)
+    torch.utils.deterministic.fill_uninitialized_memory = filling and not enabled
     try:
         yield
     finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filling
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
@@ -251,7 +244,8 @@ def attend_back(
         query, key, value = _of_span(span, query_tHd, key_SHd, value_SHd)
         out, d_out = (_heads_first(rows[span.queries]) for rows in (out_tHd, d_out_tHd))
         kernel = _kernel(query, key, span)
-        with _one_order(kernel):
+        # flash is deterministic in torch's deterministic mode; the plain kernel always is
+        with determinism(True) if kernel.name == "flash" else nullcontext():
             grads = kernel.backward(
                 d_out, query, key, value, out, canonical(lse_Ht[:, span.queries])[None], span.seen, scale
             )
@@ -263,23 +257,6 @@ def attend_back(
 def _kernel(query: Tensor, key: Tensor, span: Span) -> Kernel:
     """First supported kernel among those that are not compiled per shape."""
     return next(kernel for kernel in KERNELS if kernel.name != "flex" and kernel.refusal(query, key, span.seen) is None)
-
-
-@contextmanager
-def _one_order(kernel: Kernel) -> Iterator[None]:
-    """Enable torch's deterministic mode for flash attention; the plain kernel is always deterministic."""
-    if kernel.name != "flash":
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _of_span(span: Span, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -329,14 +306,9 @@ def piece_gradient(
     Formula:  p = exp(z - logsumexp);  dz = g_logprob 1[target] + (g_logsumexp - g_logprob) p
                                             - g_entropy p (log p + entropy) + 2 g_square z
 
-    Args:
-        logits_bv: as in `say`; overwritten.
-        local_b: as in `say`.
-        divisor_b: as in `say`.
-        logsumexp_b: of the whole vocabulary.
-        entropy_b: of the whole vocabulary.
-        gradients_4b: of log-probability, entropy, logsumexp and sum of squares.
-        out_bv: receives dz over the temperature, in its own dtype.
+    Logits (overwritten), targets and divisors as in `piece_statistics`; logsumexp and entropy of the whole vocabulary;
+    gradients of log-probability, entropy, logsumexp and sum of squares. ``out_bv`` receives dz over the temperature, in
+    its own dtype.
     """
     logprob_b, entropy_gradient_b, normaliser_b, square_b = gradients_4b
     logits_bv.div_(divisor_b[:, None])
@@ -345,7 +317,7 @@ def piece_gradient(
     d_bv = (normaliser_b - logprob_b)[:, None] - entropy_gradient_b[:, None] * (log_p_bv + entropy_b[:, None])
     d_bv.mul_(p_bv).add_(logits_bv.mul_(2 * square_b[:, None]))
     index_b, here_b = _located(local_b, logits_bv)
-    with _no_order():  # one element per row, so no sum
+    with determinism(False):  # one element per row, so no sum
         d_bv.scatter_add_(1, index_b[:, None], (logprob_b * here_b)[:, None])
     out_bv.copy_(d_bv.div_(divisor_b[:, None]))
 

@@ -8,7 +8,6 @@ Letters: T tokens | D width | N rows of a weight | K columns of a weight | V voc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,11 +19,11 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workbench.policy.logprobs.from_logits_kernels import TritonPasses
-from workbench.reproducible.blocks import Span
-from workbench.reproducible.kernels import flash, plain, triton_products, triton_rows
+from workbench.reproducible.kernels import flash, plain, triton_gemms, triton_rows
 
 NAME = "triton"
 DTYPES = (torch.bfloat16, torch.float16)
+elementwise, elementwise_back = plain.elementwise, plain.elementwise_back
 _LINE = 8
 """Elements: rows begin at multiples of 16 bytes."""
 
@@ -48,7 +47,7 @@ def refusal(dtype: torch.dtype, device: torch.device, block: int) -> str | None:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return None if major >= 9 else f"compute capability {major}.{minor}; the kernels need 9.0"
-    if not isinstance(triton_products.multiply, InterpretedFunction):
+    if not isinstance(triton_gemms.multiply, InterpretedFunction):
         return f"operands are on {device.type}; Triton needs CUDA, or its interpreter (TRITON_INTERPRET=1)"
     return None
 
@@ -64,7 +63,7 @@ def matmul(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: t
 def matmul_backward(
     dy_TN: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """[T, K] dy @ weight, summed in float32 and rounded once; see `product`."""
+    """[T, K] dy @ weight, summed in float32 and rounded once; see `matmul`."""
     return _product(dy_TN, weight_NK, weight_NK.shape[1], out_dtype, back=True)
 
 
@@ -78,7 +77,7 @@ def add_outer(
     tiles = triton.cdiv(rows, sizes.rows) * triton.cdiv(columns, sizes.columns)
     parts = max(1, min(blocks, _processors(dy_TN.device) * 2 // tiles))
     with _on(dy_TN):
-        triton_products.add_outer_products[(tiles * parts,)](
+        triton_gemms.add_outer_products[(tiles * parts,)](
             TensorDescriptor.from_tensor(dy_TN, [depth, sizes.rows]),
             TensorDescriptor.from_tensor(x_TK, [depth, sizes.columns]),
             total_NK,
@@ -100,14 +99,9 @@ def add_outer(
 
 
 def add_rows(total_D: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T: Tensor | None = None) -> None:
-    """Add each row, rounded to multiples of 1 / scale, to one row of integers, or to the row that the index gives.
+    """Add each row, rounded, to one row of integers, or to the row that the index gives; see `plain.add_rows`.
 
-    Args:
-        total_D: [D], or with an index [V, D], contiguous.
-        peak: largest magnitude of all rows so far; updated in place.
-        scale: a power of two.
-        rows_TD: one per token.
-        index_T: row of the total; negative: none.
+    The integers are contiguous.
     """
     rows, width = rows_TD.shape
     if rows_TD.stride(1) != 1:
@@ -174,37 +168,14 @@ def norm_back(
     return dx_TD
 
 
-def elementwise(function: Callable[[Tensor], Tensor], x_TK: Tensor, block: int, width: int) -> Tensor:
-    """Apply an elementwise function; see `plain.elementwise`."""
-    return plain.elementwise(function, x_TK, block, width)
+def attend(query_tHd: Tensor, *more: Any) -> tuple[Tensor, Any]:
+    """Attention of each block of queries over its own range of keys; see `plain.attend`."""
+    return _attention(query_tHd).attend(query_tHd, *more)
 
 
-def elementwise_back(
-    function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: Tensor, block: int, width: int
-) -> Tensor:
-    """Gradient of x; see `plain.elementwise_back`."""
-    return plain.elementwise_back(function, dy_TK, x_TK, block, width)
-
-
-def attend(
-    query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span], scale: float
-) -> tuple[Tensor, Any]:
-    """Attention of each block of queries over its own range of keys: output, and log-normaliser for backward."""
-    return _attention(query_tHd).attend(query_tHd, key_SHd, value_SHd, spans, scale)
-
-
-def attend_back(
-    d_out_tHd: Tensor,
-    query_tHd: Tensor,
-    key_SHd: Tensor,
-    value_SHd: Tensor,
-    out_tHd: Tensor,
-    lse: Any,
-    spans: Sequence[Span],
-    scale: float,
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Gradients of the queries, and for each block those of its keys and values."""
-    return _attention(query_tHd).attend_back(d_out_tHd, query_tHd, key_SHd, value_SHd, out_tHd, lse, spans, scale)
+def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, *more: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Gradients of the queries, and for each block those of its keys and values; see `plain.attend_back`."""
+    return _attention(query_tHd).attend_back(d_out_tHd, query_tHd, *more)
 
 
 def raise_head_peaks(peak_H: Tensor, values_kHd: Tensor) -> None:
@@ -279,7 +250,7 @@ def _over_all(kernel: Any, values: Tensor, *arguments: Tensor) -> None:
 
 
 def piece_statistics(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
-    """Statistics of each row over a piece of the vocabulary, in one pass; see `plain.say`."""
+    """Statistics of each row over a piece of the vocabulary, in one pass; see `plain.piece_statistics`."""
     _, highest_b, sum_b, weighted_b, squares_b = TritonPasses().forward(
         logits_bv, local_b, divisor_b, frozenset({"mean_squared_logit"})
     )
@@ -297,7 +268,7 @@ def piece_gradient(
     gradients_4b: Tensor,
     out_bv: Tensor,
 ) -> None:
-    """Gradient of the dot products with a piece of the vocabulary, in one pass; see `plain.unsay`."""
+    """Gradient of the dot products with a piece of the vocabulary, in one pass; see `plain.piece_gradient`."""
     logprob_b, entropy_gradient_b, normaliser_b, square_b = gradients_4b
     TritonPasses().backward(
         logits_bv,
@@ -331,7 +302,7 @@ def _product(x_TK: Tensor, weight_NK: Tensor, columns: int, out_dtype: torch.dty
     programs = tile.at_once * _processors(x_TK.device)
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     with _on(x_TK):
-        triton_products.multiply[(min(programs, tiles),)](
+        triton_gemms.multiply[(min(programs, tiles),)](
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(weight_NK, across),
             TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2]),

@@ -1,7 +1,7 @@
 """Context-parallel attention: one function for all layouts.
 
-`block` derives the mask from positions and documents, `gathered`, `ring`, `ulysses` and `hybrid` exchange keys and
-values between ranks, and `kernels` compute a block on one rank, by device.
+`shard` derives masks from positions and documents, `gathered`, `ring` and `ulysses` exchange keys and values between
+ranks, and `kernels` compute a block on one rank, by device.
 
 Letters: t tokens of this rank | d head dimension.
 """
@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from workbench.errors import ShardingError
-from workbench.sharding.attention import gathered, hybrid, ring, ulysses
+from workbench.sharding.attention import gathered, ring, ulysses
 from workbench.sharding.attention.shard import AttentionShard as AttentionShard
 
-_ATTEND = {"gathered": gathered.attend, "ring": ring.attend, "ulysses": ulysses.attend, "hybrid": hybrid.attend}
+_ATTEND = {"gathered": gathered.attend, "ring": ring.attend, "ulysses": ulysses.attend, "hybrid": ulysses.attend}
 
 
 def sharded_attention(
@@ -36,19 +36,11 @@ def sharded_attention(
 
     Has the signature of a `transformers` attention function.
 
-    Args:
-        module: the calling layer; unused.
-        query: [1, Hq, t, d].
-        key: [1, Hk, t, d]; Hk divides Hq.
-        value: as key.
-        attention_mask: not supported.
-        shard: the local tokens, and the exchange between ranks.
-        scaling: of the scores; None: d ** -0.5.
-        dropout: not supported.
-        sliding_window: maximum number of tokens that a query sees, itself included; None: its whole document.
-        more: other arguments of `transformers`; attention sinks and soft caps are not supported.
+    ``shard`` has the local tokens, and the exchange between ranks. Scores are scaled by d ** -0.5 unless ``scaling`` is
+    given; a query sees at most ``sliding_window`` tokens, itself included, or its whole document. Masks, dropout,
+    attention sinks and soft caps are not supported.
 
-    Shapes:   -> [1, t, Hq, d].
+    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], Hk divides Hq -> [1, t, Hq, d].
     Layout:   cp: sharded(T) in and out; tp: sharded(heads) in and out.
     Backward: of the algorithm; each documents its sums over ranks.
     Raises:   ShardingError: dropout, sinks, a soft cap or a ready-made mask; heads or a kernel that cannot be used.

@@ -1,8 +1,11 @@
 """All-gather attention: each rank's queries against the keys of all ranks.
 
+Keys and values are packed into one tensor for communication, token-major: tensors of several ranks concatenate
+contiguously, and a token-major kernel reads them in place. Decoders produce them in this order too.
+
 Memory: keys and values of the whole row while a layer computes; they are not saved, backward gathers them again.
 
-Letters: t tokens of a rank | T of all ranks | d head dimension.
+Letters: t tokens of a rank | T of all ranks | h key heads | d head dimension.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from torch.autograd import Function
 
 from workbench.sharding import flight
 from workbench.sharding.attention.kernels import choose
-from workbench.sharding.attention.key_values import pack_key_value, unpack_key_value
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.collectives import gather_equal, scatter_sum
 from workbench.sharding.mesh import Axis
@@ -67,3 +69,18 @@ def _all_keys_values(key: Tensor, value: Tensor, axis: Axis, caller: str | None)
     if axis.group is None:
         return key, value
     return unpack_key_value(gather_equal(pack_key_value(key, value), axis, caller=caller).flatten(0, 1))
+
+
+def pack_key_value(key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Pack keys and values, or their gradients, into one tensor. [1, h, t, d] each -> [t, 2 h, d]."""
+    _, heads, tokens, features = key.shape
+    packed = key.new_empty(tokens, 2 * heads, features, dtype=dtype or key.dtype)
+    packed[:, :heads].copy_(key[0].transpose(0, 1))
+    packed[:, heads:].copy_(value[0].transpose(0, 1))
+    return packed
+
+
+def unpack_key_value(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Unpack into views of keys and values. [t, 2 h, d] -> [1, h, t, d] each."""
+    key, value = both.transpose(0, 1)[None].chunk(2, dim=1)
+    return key, value

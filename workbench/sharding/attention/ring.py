@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.sharding import flight
-from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.gathered import pack_key_value, unpack_key_value
 from workbench.sharding.attention.kernels import choose
-from workbench.sharding.attention.key_values import pack_key_value, unpack_key_value
-from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.attention.shard import AttentionShard, Block
 from workbench.sharding.collectives import start_rotation
 from workbench.sharding.mesh import Axis
 

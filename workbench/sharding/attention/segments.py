@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.shard import Block
 
 Rows = slice | Tensor
 """Rows of a tensor: a slice, taken as a view, or their indices."""

@@ -1,26 +1,102 @@
-"""Description of a row for attention: positions by rank, documents, and the exchange algorithm.
+"""Description of a row for attention: positions by rank, documents, the exchange algorithm, and masks of its blocks.
 
 A cp axis is split in two: *inner* ranks exchange heads (each then has all tokens of the inner ranks, for some heads),
 and *outer* ranks exchange keys and values of their heads. gathered and ring have no inner ranks, ulysses has no outer
 ranks, hybrid has both.
 
-Letters: T packed tokens | G outer ranks | U inner ranks | t tokens of a rank | s = U * t tokens after the exchange.
+A mask depends only on *global* positions and document ids, so it is correct for every token order: a block never
+guesses document boundaries, and never uses a top-left causal mask on a subset of rows. Derived data (a mask on a
+device, the calls of a kernel) is computed once per block: one block serves all layers, forward and backward.
+
+Letters: T packed tokens | G outer ranks | U inner ranks | t tokens of a rank | s = U * t tokens after the exchange |
+q queries | k keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from workbench.errors import ShardingError
 from workbench.rollouts.batch import PADDING
-from workbench.sharding.attention.block import Block
 from workbench.sharding.mesh import Axis
 from workbench.sharding.plan import ShardPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some queries and some keys of a row, in the order of their tensors.
+
+    Query i sees key j iff both are of one document, j is not later in the row, and j is among the last ``window``
+    tokens up to i.
+
+    Attributes:
+        query_positions_q: [q] int64 positions in the row, on the host.
+        key_positions_k: [k] the same of the keys.
+        query_documents_q: [q] int64 document numbers; each document is one run of the row.
+        key_documents_k: [k] the same of the keys.
+        window: maximum number of tokens that a query sees, itself included; None: its whole document.
+    """
+
+    query_positions_q: Tensor
+    key_positions_k: Tensor
+    query_documents_q: Tensor
+    key_documents_k: Tensor
+    window: int | None = None
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(q, k)."""
+        return self.query_positions_q.shape[0], self.key_positions_k.shape[0]
+
+    @cached_property
+    def allowed_qk(self) -> Tensor:
+        """[q, k] bool, on the host: query may see key. The reference for all other descriptions of a block."""
+        return self.allowed_on("cpu")
+
+    def allowed_on(self, device: torch.device | str, queries: slice = slice(None)) -> Tensor:
+        """`allowed_qk` of some of the queries, computed on a device."""
+        query_q, key_k = self.query_positions_q[queries].to(device)[:, None], self.key_positions_k.to(device)
+        documents_q = self.query_documents_q[queries].to(device)[:, None]
+        allowed_qk = (documents_q == self.key_documents_k.to(device)) & (query_q >= key_k)
+        return allowed_qk if self.window is None else allowed_qk & (query_q - key_k < self.window)
+
+    @cached_property
+    def sees_q(self) -> Tensor:
+        """[q] bool, on the host: the query sees any key. Builds no mask."""
+        if 0 in self.shape:
+            return torch.zeros(self.shape[0], dtype=torch.bool)
+        # Documents are contiguous in the row: a query that sees any key sees the last one that is not after it.
+        sorted_k, order_k = self.key_positions_k.sort()
+        last_q = torch.searchsorted(sorted_k, self.query_positions_q, right=True) - 1
+        nearest_q = order_k[last_q.clamp_min(0)]
+        sees_q = (last_q >= 0) & (self.key_documents_k[nearest_q] == self.query_documents_q)
+        if self.window is not None:
+            sees_q &= self.query_positions_q - self.key_positions_k[nearest_q] < self.window
+        return sees_q
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """True if no query sees any key."""
+        return not bool(self.sees_q.any())
+
+    @cached_property
+    def every_query_sees(self) -> bool:
+        """True if every query sees a key."""
+        return bool(self.sees_q.all())
+
+    def once(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the result of ``make``, computed at the first call under this name and cached."""
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
 
 ALGORITHMS = ("gathered", "ring", "ulysses", "hybrid")
 ONE_INNER, ONE_OUTER = Axis("cp_inner"), Axis("cp_outer")
@@ -67,15 +143,9 @@ class AttentionShard:
     ) -> AttentionShard:
         """Build the description of a row from its shard plan.
 
-        Args:
-            plan: the assignment of tokens to ranks.
-            document_ids_T: [T] of the whole row, in its original order. Each run of padding is a separate document,
-                so that every query sees at least itself.
-            axis: the context-parallel axis.
-            algorithm: one of `ALGORITHMS`; all are the same on an axis of one rank.
-            kernel: name of the kernel that computes a block.
-            inner: for hybrid: the neighbours on the axis that exchange heads.
-            outer: for hybrid: the ranks with the same inner coordinate.
+        Document ids are those of the whole row, in its original order. Each run of padding is a separate document, so
+        that every query sees at least itself. All algorithms are the same on an axis of one rank. Hybrid needs
+        ``inner``, the neighbours on the axis that exchange heads, and ``outer``, the ranks with one inner coordinate.
 
         Raises:
             ShardingError: an unknown algorithm, or hybrid without its two axes.
@@ -112,14 +182,9 @@ class AttentionShard:
         return positions_Gs if self.inner.size == 1 else positions_Gs.sort(dim=1).values
 
     def row_order_on(self, device: torch.device, *, back: bool = False) -> Tensor | None:
-        """Index of each token of `held_Gs` of this rank in the inner ranks' tokens, concatenated in rank order.
+        """[s] index of each of this rank's `outer_positions_Gs` in the inner ranks' tokens, in rank order; cached.
 
-        Args:
-            device: device of the result, cached per device.
-            back: the inverse: index of each token of the inner ranks in `held_Gs`.
-
-        Returns:
-            [s] indices; None if both orders are the same.
+        ``back``: the inverse. None if both orders are the same.
         """
         if (device, back) not in self._orders:
             order_s = self.positions_GUt[self.outer.rank].flatten().argsort()

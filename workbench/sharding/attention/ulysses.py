@@ -1,8 +1,11 @@
-"""Ulysses attention: an all-to-all exchanges tokens for heads, and each rank computes whole rows for some of the heads.
+"""Ulysses and hybrid attention: an all-to-all exchanges tokens for heads; a rank computes rows for some of the heads.
 
 Before: all heads of a rank's tokens. After: some heads of the tokens of all inner ranks, in the order of the row. The
 output is exchanged back. If there are fewer key heads than ranks, they are repeated first; the adjoint of that is the
 sum over the copies.
+
+The heads limit the number of Ulysses ranks, and a ring takes as many steps as it has ranks. Hybrid attention has both:
+with U neighbours on cp = U * G ranks a ring has G steps, and only U must divide the heads.
 
 Letters: R inner ranks | t tokens of a rank | s = R * t tokens | h heads of a rank afterwards | d head dimension.
 """
@@ -18,7 +21,7 @@ from torch.autograd import Function
 
 from workbench.errors import ShardingError
 from workbench.sharding import flight
-from workbench.sharding.attention import gathered
+from workbench.sharding.attention import gathered, ring
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.collectives import exchange
 from workbench.sharding.mesh import Axis
@@ -27,15 +30,19 @@ from workbench.sharding.mesh import Axis
 def attend(
     query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
 ) -> Tensor:
-    """All tokens' queries against all tokens' keys, for this rank's part of the heads.
+    """Exchange tokens for heads over the inner axis; attend, for this rank's heads, over the outer axis.
+
+    The outer axis has one rank (ulysses), or is a ring (hybrid).
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
-    Backward: the exchange is its own adjoint: two collectives forward, two backward.
-    Raises:   ShardingError: heads that cannot be dealt to the ranks.
-    Source:   DeepSpeed-Ulysses, arXiv 2309.14509.
+    Backward: the exchange is its own adjoint: two collectives forward, two backward; between them that of the ring.
+    Raises:   ShardingError: heads that cannot be dealt to the inner ranks.
+    Source:   DeepSpeed-Ulysses, arXiv 2309.14509; hybrid: USP, arXiv 2405.07719; LoongTrain's 2D attention, arXiv
+              2406.18485.
     """
     query, key, value = exchange_tokens_for_heads(query, key, value, shard)
-    return exchange_back(gathered.attend(query, key, value, shard, window, scale), shard)
+    outer = ring if shard.algorithm == "hybrid" else gathered
+    return exchange_back(outer.attend(query, key, value, shard, window, scale), shard)
 
 
 def exchange_tokens_for_heads(

@@ -16,17 +16,14 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, ShardingError
-from workbench.sharding.bridge.delivery import Delivery, Route, check_delivery, crossing_of, route_of
+from workbench.sharding.bridge.crossing import check_replicas
+from workbench.sharding.bridge.delivery import Delivery, Route, check_delivery, crossing_of, owned_positions, route_of
 from workbench.sharding.bridge.direct import Direct, cross_directly
-from workbench.sharding.bridge.grid import Grid
+from workbench.sharding.bridge.grid import Grid, GridPair
 from workbench.sharding.bridge.groups import GridGroups
-from workbench.sharding.bridge.pair import GridPair
-from workbench.sharding.bridge.partition import owned_positions
-from workbench.sharding.bridge.replicas import check_replicas
 from workbench.sharding.bridge.sides import blocks
 from workbench.sharding.collectives import gather_equal
-from workbench.sharding.given_groups import GivenGroup, axis_of
-from workbench.sharding.mesh import Axis
+from workbench.sharding.mesh import Axis, GivenGroup, axis_of
 
 LAYOUTS = {"bsh": (0, 1), "sbh": (1, 0)}
 """Name of an activation's layout -> its dimensions of samples and of tokens."""
@@ -46,16 +43,9 @@ def connect(
 ) -> Bridge:
     """Build a bridge. Collective over the job, also on ranks outside the grids.
 
-    Args:
-        source: the layout of the module whose activations cross.
-        destination: the layout of the module that reads them.
-        groups: of this rank; existing groups are used, missing ones are created.
-        layout: of activations: "bsh" or "sbh".
-        delivery: see `Delivery`.
-        order: see `Delivery`.
-        source_order: see `Delivery`.
-        sequence_parallel: see `Delivery`.
-        cp: the cp group of the destination, if the trainer has one; None: that of ``groups``.
+    Activations with layout "bsh" or "sbh" cross from the layout of one module to that of another; delivery and orders
+    are as in `Delivery`. Existing groups of this rank are used, missing ones are created; ``cp`` is the cp group of the
+    destination, if the trainer has one.
 
     Raises:
         ShardingError: a broken invariant between the grids (I1, I5, I6), an invalid layout (I10) or delivery.

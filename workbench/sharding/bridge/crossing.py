@@ -8,6 +8,9 @@ With X the rows by token number and `Side` the tokens of each rank, one formulat
 A share counts once however many replicas it has, and each replica of a source gets the whole sum. Sums that elsewhere
 take two steps (over cp ranks of which one is nonzero, then over dp ranks) are one exchange here.
 
+All code assumes that a share's replicas are equal; a gradient that is still partial over tp, or dropout that differs by
+rank, would otherwise only show as a wrong encoder. `check_replicas` compares a projection of each replica's values.
+
 Letters: t rows of a rank | R ranks | n rows sent | D all dimensions after the rows.
 """
 
@@ -25,9 +28,8 @@ from torch.autograd import Function
 from workbench.errors import ShapeError, ShardingError
 from workbench.rollouts.batch import PADDING
 from workbench.sharding import flight
-from workbench.sharding.bridge.replicas import check_replicas
 from workbench.sharding.bridge.sides import Share, Side
-from workbench.sharding.collectives import exchange_rows
+from workbench.sharding.collectives import exchange_rows, gather_equal
 from workbench.sharding.mesh import Axis
 
 
@@ -328,3 +330,48 @@ def _senders(sources: Sequence[Share], receivers: Side, overlaps: Sequence[Seque
                 senders[number, rank] = source.ranks[remote % len(source.ranks)]
                 remote += 1
     return senders
+
+
+MAX_RELATIVE_DIFFERENCE = 1e-3
+"""Relative to the norm. Nondeterministic kernels differ by rounding; a partial sum differs by about 1."""
+
+
+def check_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> None:
+    """Raise, on every rank, if replicas differ, or rows whose gradient must be zero here are nonzero. Collective."""
+    share = side.share_of[axis.rank]
+    width = values_tD.shape[1:].numel()
+    flat = values_tD.detach().reshape(len(values_tD), width).double()
+    weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device).view_as(flat)
+    stray = flat[((share.tokens_t != PADDING) & ~share.gradient_rows_t).to(flat.device)]
+    kind = flat.new_tensor([width, torch.finfo(values_tD.dtype).eps])
+    local = torch.cat([torch.stack([(flat * weights).sum(), flat.norm(), stray.norm()]), kind])
+    gathered = gather_equal(local, axis).tolist()
+    kinds = {(int(wide), eps) for *_, wide, eps in gathered}
+    if len(kinds) > 1:
+        raise ShardingError(
+            f"bridge: {what}",
+            found=f"rows of {' and '.join(str(wide) for wide, _ in sorted(kinds))} "
+            f"numbers, in {len({eps for _, eps in kinds})} precision(s)",
+            rule="all ranks pass rows of one width and dtype",
+            fix="cast before the bridge",
+        )
+    if nonzero := [rank for rank, (_, norm, stray_norm, *_) in enumerate(gathered) if stray_norm > 0]:
+        raise ShardingError(
+            f"bridge: {what}",
+            found=f"something other than zero on rank(s) {nonzero} in rows that are another cp rank's",
+            rule="with an order, only the rank that owns a token uses it",
+            fix="pass connect no order, and every rank's gradient is summed",
+        )
+    for one in side.shares:
+        first, largest = gathered[one.ranks[0]][0], max(gathered[rank][1] for rank in one.ranks)
+        if differ := [
+            rank for rank in one.ranks if not abs(gathered[rank][0] - first) <= MAX_RELATIVE_DIFFERENCE * largest
+        ]:
+            raise ShardingError(
+                f"bridge: {what}",
+                found=f"rank(s) {differ} differ from rank {one.ranks[0]} by more than "
+                f"{MAX_RELATIVE_DIFFERENCE:g} of the norm",
+                rule=f"ranks {', '.join(map(str, one.ranks))} hold equal values",
+                fix="complete sums over tp before the bridge: the gradient at the "
+                "input of the destination, the output of the source",
+            )

@@ -1,6 +1,6 @@
-"""Delivery of a bridge: tokens of each rank before and after, and the path that they allow.
+"""Delivery of a bridge: tokens of each rank before and after, the path that they allow; sharding of whole sequences.
 
-Letters: t tokens of a sequence that a rank holds.
+Letters: T tokens of a sequence | R ranks of cp | t tokens of a sequence that a cp rank holds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from workbench.errors import ShardingError
 from workbench.sharding.bridge.crossing import Crossing
-from workbench.sharding.bridge.pair import GridPair
-from workbench.sharding.bridge.partition import check_tp_divides, owned_positions
+from workbench.sharding.bridge.grid import GridPair
 from workbench.sharding.bridge.sides import Side, blocks, numbers, sharded, stacked, whole
+from workbench.sharding.collectives import slice_gather
+from workbench.sharding.mesh import Axis
+from workbench.sharding.plan import ShardPlan
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,7 @@ class Route:
 
 
 def check_delivery(pair: GridPair, how: Delivery) -> None:
-    """Raise if a delivery does not determine the cp rank of each token.
-
-    Raises:
-        ShardingError: a grid that shards its sequence without an order.
-    """
+    """Raise if a grid shards its sequence without an order, which determines the cp rank of each token."""
     if pair.source["cp"] > 1 and how.source_order is None:
         raise ShardingError(
             f"bridge from {pair.source}",
@@ -145,3 +143,62 @@ def sides_of(pair: GridPair, how: Delivery, samples: Sequence[int], tokens: int)
         return used.repeat(after[dp][1] - after[dp][0])
 
     return given, whole(destination, lambda dp: numbers(after[dp], tokens, every), answers)
+
+
+_ALONE = Axis("tp")
+
+
+@dataclass(frozen=True)
+class SequencePartition:
+    """Sharding of a whole sequence: over cp by a token order, then over tp in contiguous runs (sequence parallelism).
+
+    For a module that receives whole sequences on each of its cp ranks. Both groups are passed explicitly, never taken
+    from a default: on ranks that two modules share, each module has its own groups.
+
+    Attributes:
+        cp: the ranks that share a sequence.
+        order: one of `workbench.sharding.orders.ORDERS`.
+        tp: ranks that hold one contiguous run each of the cp shard; one rank if they hold it whole.
+    """
+
+    cp: Axis
+    order: str = "zigzag"
+    tp: Axis = _ALONE
+
+    def split(self, whole: Tensor, *, dim: int) -> Tensor:
+        """Return this rank's tokens, in its local order.
+
+        Shapes:   [..., T, ...] -> [..., T / (cp tp), ...] along ``dim``.
+        Layout:   the same on all ranks of cp and tp -> cp: sharded(T); tp: sharded(t).
+        Backward: all-gathered over tp, so that it is the same on each rank; over cp zero at positions of other ranks,
+                  so that the sum over cp, which a bridge computes, is complete.
+        Raises:   ShardingError: a length that does not divide (I13).
+        """
+        tokens = whole.shape[dim]
+        positions_t = owned_positions(self.order, tokens, self.cp.size)[self.cp.rank].to(whole.device)
+        local = whole.index_select(dim, positions_t) if self.cp.size > 1 else whole
+        check_tp_divides(tokens, self.cp.size, self.tp.size)
+        return slice_gather(local, self.tp, dim=dim)
+
+
+def check_tp_divides(tokens: int, cp: int, tp: int) -> None:
+    """Raise if tp does not divide the tokens of a cp rank (I13)."""
+    if tokens // cp % tp:
+        raise ShardingError(
+            f"sequence of {tokens} tokens over cp={cp} and tp={tp} (I13)",
+            found=f"{tokens // cp} tokens on a cp rank",
+            rule="tp divides the tokens of a cp rank",
+            fix=f"pad to a multiple of 2 * cp * tp = {2 * cp * tp}",
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def owned_positions(order: str, tokens: int, cp: int) -> Tensor:
+    """[R, t] positions of a sequence on each cp rank, in its local order; on the host, cached, read-only.
+
+    Raises:
+        ShardingError: an unknown order, or a length that does not divide.
+    """
+    if cp == 1:
+        return torch.arange(tokens)[None]
+    return ShardPlan.make(order, num_tokens=tokens, cp=cp, document_lengths=(tokens,)).permutation_T.view(cp, -1)

@@ -13,17 +13,15 @@ import torch
 
 from workbench.errors import ShardingError
 from workbench.sharding import flight, wire
-from workbench.sharding.bridge.grid import Grid
+from workbench.sharding.bridge.grid import Grid, Lines
 from workbench.sharding.mesh import Axis, Mesh
-
-Lines = tuple[tuple[int, ...], ...]
 
 
 class GridGroups:
     """The groups of one rank, for all grids of its job.
 
     Args:
-        world: all ranks of the job (`workbench.sharding.given_groups.world_axis`; among simulated ranks, an axis that
+        world: all ranks of the job (`workbench.sharding.mesh.world_axis`; among simulated ranks, an axis that
             has them all).
     """
 

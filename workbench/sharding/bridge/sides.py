@@ -89,10 +89,7 @@ class Side:
 def sharded(grid: Grid, tokens_of: Callable[[int, int, int], Tensor], *, over_tp: bool = False) -> Side:
     """Build a side with tokens sharded over dp and cp; tp ranks are replicas, or tokens are sharded over them too.
 
-    Args:
-        grid: the layout.
-        tokens_of: (dp, cp, tp) to the tokens of these coordinates; tp is 0 if its ranks are replicas.
-        over_tp: tp ranks hold different tokens (sequence parallelism).
+    ``tokens_of`` returns the tokens at (dp, cp, tp); tp is 0 if its ranks are replicas.
     """
     shares = []
     for dp, cp in itertools.product(range(grid["dp"]), range(grid["cp"])):
@@ -108,12 +105,9 @@ def sharded(grid: Grid, tokens_of: Callable[[int, int, int], Tensor], *, over_tp
 def whole(
     grid: Grid, tokens_of: Callable[[int], Tensor], gradient_rows_of: Callable[[int, int], Tensor] | None = None
 ) -> Side:
-    """Build a side with tokens sharded over dp; every cp rank holds all of its dp rank's and uses them differently.
+    """Build a destination with tokens sharded over dp; each cp rank holds all of its dp rank's, used differently.
 
-    Args:
-        grid: the layout of a destination.
-        tokens_of: dp to the tokens of that coordinate.
-        gradient_rows_of: (dp, cp) to the rows whose gradient may be nonzero on that cp rank; None: all.
+    ``tokens_of`` returns the tokens at dp, ``gradient_rows_of`` the rows whose gradient may be nonzero at (dp, cp).
     """
     return Side(
         tuple(

@@ -15,7 +15,7 @@ from torch import Tensor
 from workbench.rollouts.batch import PADDING
 from workbench.sharding.bridge.crossing import Crossing
 from workbench.sharding.bridge.delivery import Delivery, Route, check_delivery, route_of, sides_of
-from workbench.sharding.bridge.pair import GridPair, Lines, least_samples
+from workbench.sharding.bridge.grid import GridPair, Lines, least_samples
 from workbench.sharding.bridge.sides import Side
 
 Direction = Literal["forward", "backward"]
@@ -23,13 +23,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One exchange.
-
-    Attributes:
-        direction: forward or backward.
-        name: of the operation.
-        rows_RR: [R, R] rows from rank to rank; local rows are on the diagonal.
-    """
+    """One exchange: [R, R] rows from rank to rank; local rows are on the diagonal."""
 
     direction: Direction
     name: str
@@ -45,13 +39,8 @@ class Step:
 class Traffic:
     """Communication of one activation across a bridge.
 
-    Attributes:
-        pair: the grids.
-        delivery: what the destination receives.
-        route: the path, and the samples of each dp rank of the source.
-        tokens: of each sequence.
-        sides: tokens of each rank before and after.
-        steps: the exchanges, in order, forward and then backward.
+    Tokens are those of each sequence, sides the tokens of each rank before and after. Steps are in order, forward and
+    then backward.
     """
 
     pair: GridPair
@@ -71,14 +60,10 @@ class Traffic:
         tokens: int | None = None,
         general: bool = False,
     ) -> Traffic:
-        """Count rows and exchanges.
+        """Count rows and exchanges, by default of whole sequences.
 
-        Args:
-            pair: the grids.
-            delivery: what the destination receives; None: whole sequences.
-            samples: of each dp rank of the source; None: the fewest that divide evenly on both sides.
-            tokens: of each sequence; None: the fewest that every order can split.
-            general: use the general path even if the fast path applies.
+        Defaults are the fewest samples, of each dp rank of the source, that divide evenly on both sides, and the fewest
+        tokens of a sequence that every order can split. ``general``: even if the fast path applies.
 
         Raises:
             ShardingError: as `connect` and `Bridge.cross`.
@@ -88,12 +73,8 @@ class Traffic:
         dp = pair.source["dp"]
         counts = [least_samples(pair) // dp] * dp if samples is None else list(samples)
         if tokens is None:
-            tokens = (
-                2
-                * pair.source["cp"]
-                * pair.destination["cp"]
-                * (pair.destination["tp"] if how.sequence_parallel else 1)
-            )
+            runs = pair.destination["tp"] if how.sequence_parallel else 1
+            tokens = 2 * pair.source["cp"] * pair.destination["cp"] * runs
         route, sides = route_of(pair, how, counts), sides_of(pair, how, counts, tokens)
         if general and not route.why:
             route = Route(route.samples, "general", "as requested")

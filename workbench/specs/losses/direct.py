@@ -1,8 +1,8 @@
-"""Settings of surrogates that clip no gradient. Formulas: `workbench.losses.direct`."""
+"""Settings of surrogates that clip no gradient, and of supervised fine-tuning. Formulas: `workbench.losses.direct`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,3 +54,11 @@ class CISPO(Anchored):
         if self.bounds == "absolute" and above(self.clip_low, self.clip_high):
             raise ValueError("clip_low is above clip_high, and with absolute bounds they are the bounds themselves")
         return self
+
+
+class SFT(Surrogate):
+    """Negative log-likelihood."""
+
+    reads_advantages: ClassVar[bool] = False
+
+    kind: Literal["sft"] = "sft"

@@ -7,6 +7,7 @@ every parameter that decides a number, and reads back as itself under the preset
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,18 +16,64 @@ from pydantic import Field, model_validator
 from workbench.errors import SpecError
 from workbench.specs.losses.base import LOCAL_STATISTICS, Settings
 from workbench.specs.losses.clipped import PPO
-from workbench.specs.losses.correction import CorrectionSpec
+from workbench.specs.losses.compat import CompatSpec
+from workbench.specs.losses.corrections import CorrectionSpec
 from workbench.specs.losses.kl import KLSpec
-from workbench.specs.losses.presets import PRESETS
-from workbench.specs.losses.scaling import ScalingSpec
 from workbench.specs.losses.surrogate import AnySurrogate
 
-GROUPS = ("surrogate", "correction", "kl", "scaling")
+GROUPS = ("surrogate", "correction", "kl", "compat")
 KINDS = {"surrogate": "ppo", "correction": "none"}
 """Groups of settings whose kind decides the meaning of the others -> their default kind."""
 
 DENOMINATOR_BREAKS: dict[str, tuple[str, ...]] = {"local_token": ("micro_batch", "packing", "dp")}
 """Denominator -> the invariants that it breaks by definition. (cp ranks share a micro-batch and its count.)"""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # token-level clipping
+    "grpo": {"surrogate": {"kind": "ppo"}},  # the paper's weights: denominator "document"
+    "ppo": {"surrogate": {"kind": "ppo"}},
+    "dual_clip": {"surrogate": {"kind": "ppo", "dual_clip": 3.0}},
+    "two_sided": {"surrogate": {"kind": "ppo", "delta": 4.0}},
+    "dapo": {"surrogate": {"kind": "ppo", "clip_high": 0.28}},
+    "dr_grpo": {"surrogate": {"kind": "ppo"}, "denominator": "constant"},
+    "bnpo": {"surrogate": {"kind": "ppo"}, "denominator": "local_token"},
+    "vapo": {"surrogate": {"kind": "ppo", "clip_high": 0.28}, "positive_nll_coefficient": 0.1},
+    # no clipping of the gradient
+    "reinforce": {"surrogate": {"kind": "reinforce"}},
+    "on_policy": {"surrogate": {"kind": "on_policy"}},
+    "importance_sampling": {"surrogate": {"kind": "importance_sampling"}},
+    "gpg": {"surrogate": {"kind": "gpg"}},
+    "cispo": {"surrogate": {"kind": "cispo"}},
+    "cispo_absolute": {"surrogate": {"kind": "cispo", "bounds": "absolute", "clip_high": 5.0}},
+    "truncated_reinforce": {"surrogate": {"kind": "cispo", "clip_high": 0.2}},
+    "dro": {"surrogate": {"kind": "dro"}},
+    "sapo": {"surrogate": {"kind": "sapo"}, "denominator": "document"},
+    # one ratio per document
+    "gspo": {"surrogate": {"kind": "gspo"}, "denominator": "document"},
+    "gspo_token": {"surrogate": {"kind": "gspo_token"}, "denominator": "document"},
+    "luspo": {"surrogate": {"kind": "luspo"}, "denominator": "document"},
+    "gmpo": {"surrogate": {"kind": "gmpo"}, "denominator": "document"},
+    "vespo": {"surrogate": {"kind": "vespo"}},
+    # trust regions in probability
+    "dppo_tv": {"surrogate": {"kind": "dppo_tv"}},
+    "dppo_kl": {"surrogate": {"kind": "dppo_kl"}},
+    "ipo": {"surrogate": {"kind": "ipo"}, "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3}},
+    "prime_rl": {
+        "surrogate": {"kind": "dppo_tv", "threshold_low": 0.2, "threshold_high": 0.2},
+        "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3},
+    },
+    "ref_kl": {
+        "surrogate": {"kind": "ref_kl"},
+        "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3},
+    },
+    # selections by covariance
+    "clip_cov": {"surrogate": {"kind": "clip_cov"}},
+    "kl_cov": {"surrogate": {"kind": "kl_cov"}},
+    # without rewards
+    "sft": {"surrogate": {"kind": "sft"}},
+    "dpo": {"surrogate": {"kind": "dpo"}, "denominator": "document"},
+}
+"""Name -> its settings."""
 
 
 class LossSpec(Settings):
@@ -40,7 +87,7 @@ class LossSpec(Settings):
     """
 
     name: str = "grpo"
-    """The preset that the other keys override; `workbench.specs.losses.presets.PRESETS` lists them."""
+    """The preset that the other keys override; `workbench.specs.losses.loss.PRESETS` lists them."""
     surrogate: AnySurrogate = PPO()
     """The policy term."""
     correction: CorrectionSpec = CorrectionSpec()
@@ -59,9 +106,6 @@ class LossSpec(Settings):
     gradient."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus: it is subtracted, so a positive one raises the entropy."""
-    entropy_denominator: Literal["penalty", "local_token"] = "penalty"
-    """The denominator of the entropy bonus: that of the other penalties, or, as a mean over micro-batches of their own
-    means, the tokens of the micro-batch that get it."""
     top_entropy_share: float = Field(1.0, ge=0, le=1)
     """Restrict policy term and entropy bonus to this share of a rank's tokens of a micro-batch, those of highest
     entropy; penalties act on all. 0 leaves one token, the highest."""
@@ -78,35 +122,21 @@ class LossSpec(Settings):
     """The denominator of the sum over tokens, counted over the whole optimizer step."""
     denominator_constant: float | None = Field(None, gt=0)
     """constant: the C of 1 / (documents of the step * C)."""
-    documents_counted: Literal["trained", "all"] = "trained"
-    """The documents that a count of documents, prompts or rollouts includes: those with a trained token, or all."""
-    gradient_divisor: float = Field(1.0, gt=0)
-    """Divides the gradient, not the reported loss: the effect of an engine that averages where it should sum."""
-    normalize_by_documents: bool = False
-    """Divide the gradient, and not the reported loss, by the documents of the step once more."""
-    scaling: ScalingSpec = ScalingSpec()
-    """The scaling of a trainer and its engine between the token sums and the optimizer."""
+    compat: CompatSpec = CompatSpec()
+    """What losses of other systems need in addition."""
 
     @model_validator(mode="after")
-    def _check_old_policy(self) -> LossSpec:
+    def _check_settings(self) -> LossSpec:
         if self.old_policy == "current" and self.correction.needs_step_statistics:
             raise ValueError(
                 "old_policy: current is not known before the forward pass, and statistics of the step are "
                 "computed with the old policy before it; use population: micro_batch"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_sequence_weight(self) -> LossSpec:
         if self.correction.enters == "sequence_weight" and not self.surrogate.has_sequence_weight:
             raise ValueError(
                 "correction.enters: sequence_weight is about the surrogate vespo; "
                 f"{self.surrogate.kind!r} has no sequence weight"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_denominator(self) -> LossSpec:
         if self.denominator_constant is not None and self.denominator != "constant":
             raise ValueError(
                 f"denominator_constant is not used by the denominator {self.denominator!r}; it belongs to constant"
@@ -129,27 +159,14 @@ class LossSpec(Settings):
     def breaks(self) -> tuple[str, ...]:
         """Invariants that this loss breaks by definition; () for almost all."""
         weights = DENOMINATOR_BREAKS.get(self.denominator, ())
-        counts = self.normalize_by_documents or self.denominator not in ("token", "raw", "local_token")
-        empty = ("masked_rows",) if self.documents_counted == "all" and counts else ()
-        bonus = DENOMINATOR_BREAKS[self.entropy_denominator] if self._bonus_is_local else ()
+        compat = self.compat
+        counts = compat.normalize_by_documents or self.denominator not in ("token", "raw", "local_token")
+        empty = ("masked_rows",) if compat.documents_counted == "all" and counts else ()
+        local_bonus = self.entropy_coefficient and compat.entropy_denominator == "local_token"
+        bonus = DENOMINATOR_BREAKS["local_token"] if local_bonus else ()
         selection = LOCAL_STATISTICS if self.top_entropy_share < 1 else ()
-        return tuple(
-            dict.fromkeys(
-                (
-                    *self.surrogate.breaks,
-                    *self.correction.breaks,
-                    *weights,
-                    *self.scaling.breaks,
-                    *empty,
-                    *bonus,
-                    *selection,
-                )
-            )
-        )
-
-    @property
-    def _bonus_is_local(self) -> bool:
-        return bool(self.entropy_coefficient) and self.entropy_denominator == "local_token"
+        parts = (self.surrogate.breaks, self.correction.breaks, weights, compat.scaling.breaks, empty, bonus, selection)
+        return tuple(dict.fromkeys(itertools.chain(*parts)))
 
     @property
     def counts_live(self) -> bool:
@@ -175,18 +192,7 @@ class LossSpec(Settings):
 
         `LossSpec(**spec.overrides())` is the same spec.
         """
-        preset = LossSpec(name=self.name)
-        changed: dict[str, Any] = {"name": self.name}
-        for key, value in self:
-            if key not in GROUPS:
-                changed |= {key: value} if value != getattr(preset, key) else {}
-                continue
-            base, kind = getattr(preset, key), getattr(value, "kind", None)
-            other = kind != getattr(base, "kind", None)
-            base = base if not other else type(value)(kind=kind) if key == "correction" else type(value)()
-            group = {k: v for k, v in value if v != getattr(base, k) or (other and k == "kind")}
-            changed |= {key: group} if group else {}
-        return changed
+        return {"name": self.name, **_changes(LossSpec(name=self.name), self)}
 
 
 def check_inherited(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
@@ -218,6 +224,21 @@ def check_inherited(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None
                 rule=f"settings of a {group} belong to its kind",
                 fix=f"give them where {before!r} is named, and give {after!r} its own next to its name",
             )
+
+
+def _changes(base: Settings, settings: Settings) -> dict[str, Any]:
+    """Return the settings that differ from the base, group by group; of a group of another kind, from that kind's."""
+    changed: dict[str, Any] = {}
+    for key, value in settings:
+        before = getattr(base, key)
+        if not isinstance(value, Settings):
+            changed |= {key: value} if value != before else {}
+            continue
+        kind = getattr(value, "kind", None)
+        other = {"kind": kind} if kind != getattr(before, "kind", None) else {}
+        group = {**other, **_changes(type(value)(**other) if other else before, value)}
+        changed |= {key: group} if group else {}
+    return changed
 
 
 def _given(loss: Mapping[str, Any], group: str) -> Mapping[str, Any]:

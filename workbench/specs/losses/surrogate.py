@@ -4,46 +4,42 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Union, get_args
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
 from workbench.specs.losses.base import Surrogate
 from workbench.specs.losses.clipped import PPO
 from workbench.specs.losses.covariance import ClipCov, KLCov
-from workbench.specs.losses.direct import CISPO, GPG, ImportanceSampling, OnPolicy, Reinforce
+from workbench.specs.losses.direct import CISPO, GPG, SFT, ImportanceSampling, OnPolicy, Reinforce
 from workbench.specs.losses.preference import DPO
 from workbench.specs.losses.sequence import GMPO, GSPO, LUSPO, VESPO, GSPOToken
-from workbench.specs.losses.soft import DRO, SAPO
-from workbench.specs.losses.supervised import SFT
-from workbench.specs.losses.trust_region import DPPOKL, DPPOTV, IPO, RefKL
+from workbench.specs.losses.trust_region import DPPOKL, DPPOTV, DRO, IPO, SAPO, RefKL
 
-SURROGATES: Mapping[str, type[Surrogate]] = {
-    kind.model_fields["kind"].default: kind
-    for kind in (
-        PPO,
-        ImportanceSampling,
-        Reinforce,
-        OnPolicy,
-        CISPO,
-        GSPO,
-        GSPOToken,
-        LUSPO,
-        GMPO,
-        SAPO,
-        VESPO,
-        GPG,
-        DPPOTV,
-        DPPOKL,
-        IPO,
-        RefKL,
-        DRO,
-        ClipCov,
-        KLCov,
-        SFT,
-        DPO,
-    )
-}
+KINDS = (
+    PPO,
+    ImportanceSampling,
+    Reinforce,
+    OnPolicy,
+    CISPO,
+    GSPO,
+    GSPOToken,
+    LUSPO,
+    GMPO,
+    SAPO,
+    VESPO,
+    GPG,
+    DPPOTV,
+    DPPOKL,
+    IPO,
+    RefKL,
+    DRO,
+    ClipCov,
+    KLCov,
+    SFT,
+    DPO,
+)
+SURROGATES: Mapping[str, type[Surrogate]] = {kind.model_fields["kind"].default: kind for kind in KINDS}
 """Kind -> its settings."""
 
 PARAMETERS = tuple(dict.fromkeys(name for kind in SURROGATES.values() for name in kind().parameters))
@@ -84,27 +80,7 @@ def _check_kind(value: Any) -> Any:
 
 
 AnySurrogate = Annotated[
-    PPO
-    | ImportanceSampling
-    | Reinforce
-    | OnPolicy
-    | CISPO
-    | GSPO
-    | GSPOToken
-    | LUSPO
-    | GMPO
-    | SAPO
-    | VESPO
-    | GPG
-    | DPPOTV
-    | DPPOKL
-    | IPO
-    | RefKL
-    | DRO
-    | ClipCov
-    | KLCov
-    | SFT
-    | DPO,
+    Union[KINDS],  # noqa: UP007
     Field(discriminator="kind"),
     BeforeValidator(_check_kind),
 ]

@@ -1,4 +1,4 @@
-"""Settings of surrogates with a trust region in probability. Formulas: `workbench.losses.trust_region`."""
+"""Settings of surrogates with a trust region, hard or soft. Formulas: `workbench.losses.trust_region`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from workbench.specs.losses.base import Surrogate
+from workbench.specs.losses.base import Anchored, Surrogate
 
 
 class FromSampler(Surrogate):
@@ -60,3 +60,28 @@ class RefKL(FromSampler):
     kind: Literal["ref_kl"] = "ref_kl"
     threshold_low: float = Field(0.2, ge=0)
     """Largest decrease of the probability of any token."""
+
+
+class SAPO(Anchored):
+    """The ratio through a sigmoid gate."""
+
+    kind: Literal["sapo"] = "sapo"
+    level: Literal["token", "document", "segment"] = "token"
+    """Unit of the ratio: the token, or the geometric mean over the document or over each unbroken run of its trained
+    tokens."""
+    advantage_level: Literal["token", "document"] = "token"
+    """Each token keeps its advantage, or takes the mean over its document."""
+    tau_positive: float = Field(1.0, gt=0)
+    """Steepness where the advantage is positive."""
+    tau_negative: float = Field(1.05, gt=0)
+    """Steepness elsewhere."""
+    log_clamp: float | None = Field(None, gt=0)
+    """Bound of |log ratio|; a token beyond it has no gradient. None: none."""
+
+
+class DRO(Anchored):
+    """The log-probability with a quadratic pull to the anchor."""
+
+    kind: Literal["dro"] = "dro"
+    beta: float = Field(0.1, ge=0)
+    """Strength of the quadratic pull to the anchor."""

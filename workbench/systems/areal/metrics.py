@@ -1,4 +1,4 @@
-"""Metrics of AReaL, by its definitions. See the package docstring.
+"""Metrics of AReaL, by its definitions. See `workbench.systems.metrics`.
 
 Shares of the tokens that train, including rejected ones. Read from AReaL cbff54d6.
 """
@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workbench.metrics.definitions import Metric
-from workbench.metrics.quantities import Column, Dropped, PolicyCut, Quantities, Truncated
-from workbench.metrics.values import Mean
-from workbench.specs.losses import CorrectionSpec
-from workbench.systems.alias import Alias, PeerSettings
+from workbench.metrics.policy import Quantities
+from workbench.metrics.quantities import Column, Dropped, PolicyCut, Truncated
+from workbench.systems.metrics import Alias, PeerSettings, token_metric
 
 
 @dataclass(frozen=True)
@@ -29,26 +27,16 @@ class TruncatedRatio(Column):
 
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Shares of tokens."""
-    clip = TruncatedRatio() if s.kind == "cispo" else PolicyCut()
-    yield Alias(
-        Metric(
-            "clip_fraction",
-            "share of tokens where the clip acts by the sign of the advantage (CISPO: with a truncated ratio)",
-            "1",
-            clip,
-            Mean(),
-        ),
+    yield token_metric(
+        "clip_fraction",
+        "share of tokens where the clip acts by the sign of the advantage (CISPO: with a truncated ratio)",
+        "1",
+        TruncatedRatio() if s.kind == "cispo" else PolicyCut(),
         note="the dual clip is counted separately",
     )
-    yield Alias(
-        Metric("dual_clip_fraction", "share of tokens where the dual clip acts", "1", PolicyCut(dual=True), Mean())
-    )
-    correction = CorrectionSpec() if s.spec is None else s.spec.correction
-    if correction.rejects:
-        yield Alias(Metric("filtered_fraction", "share of tokens removed by rejection", "1", Dropped(), Mean()))
-    elif correction.acts:
-        yield Alias(
-            Metric(
-                "filtered_fraction", "share of tokens whose correction weight a bound changed", "1", Truncated(), Mean()
-            )
-        )
+    yield token_metric("dual_clip_fraction", "share of tokens where the dual clip acts", "1", PolicyCut(dual=True))
+    if s.spec is not None and s.spec.correction.rejects:
+        yield token_metric("filtered_fraction", "share of tokens removed by rejection", "1", Dropped())
+    elif s.spec is not None and s.spec.correction.acts:
+        meaning = "share of tokens whose correction weight a bound changed"
+        yield token_metric("filtered_fraction", meaning, "1", Truncated())

@@ -8,8 +8,8 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.areal.settings import ArealSettings, RejectionSettings
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back, unsupported
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     # The mean of a micro-batch, times its share of the tokens: the mean of all.
@@ -67,7 +67,7 @@ def translate(settings: ArealSettings) -> Translation:
         name="grpo",
         surrogate=surrogate,
         denominator="token",
-        scaling=CONTRACTS["fsdp"],
+        compat={"scaling": CONTRACTS["fsdp"]},
         correction={} if rejection is None else correction(rejection, sequence),
     )
     return Translation(spec, tuple(notes))

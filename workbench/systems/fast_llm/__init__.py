@@ -5,18 +5,134 @@ Letters: T packed tokens | V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.losses.auxiliary import divergence, z_loss
+from workbench.losses.terms import Term
+from workbench.policy.logprobs.reference import token_logprobs_from_logits
+from workbench.reduction.evaluate import reduce_terms
+from workbench.reduction.weights import step_weights
+from workbench.specs.losses import LossSpec
+from workbench.systems.case import Case
 from workbench.systems.fast_llm import metrics as named
-from workbench.systems.fast_llm.replay import (
-    case_settings,
-    dpo_packed,
-    entropy_loss,
-    peer_settings,
-    registered,
-    z_loss_case,
-)
-from workbench.systems.fast_llm.settings import FastLLMSettings
+from workbench.systems.fast_llm.settings import DPOSettings, EntropySettings, FastLLMSettings, ZLossSettings
 from workbench.systems.fast_llm.translate import CONTRACTS, back, counts, divisor, translate
-from workbench.systems.registry import System
+from workbench.systems.metrics import PeerSettings, settings_of
+from workbench.systems.registry import System, Translation, parse_settings
+from workbench.systems.replays import Replayed, evaluate_as, named_metrics
+
+LABEL_FLOOR = 1e-10
+"""Added to one-hot labels before their logarithm is taken, in the KL divergences."""
+
+
+def case_settings(case: Case) -> dict[str, Any]:
+    """Return the options; the function's name selects the loss."""
+    return {"type": "gspo" if "gspo" in case.function.lower() else "grpo", **case.config}
+
+
+def peer_settings(replayed: Replayed) -> PeerSettings:
+    """Return the settings of metrics: sums over documents, not yet divided by their number."""
+    return settings_of(replayed.translation.spec, replayed.slots)._replace(num_documents=1)
+
+
+def registered(replayed: Replayed) -> dict[str, float]:
+    """Return the same numbers as they are logged: means are divided by the documents of the batch."""
+    documents = replayed.settings.num_documents_in_batch
+    if documents is None:
+        return {}
+    values = named_metrics(replayed, peer_settings(replayed)._replace(num_documents=documents))
+    return {f"registered.{name}": value for name, value in values.items()}
+
+
+def entropy_loss(case: Case) -> dict[str, Any]:
+    """Replay cross entropy and KL divergences: the mean over all tokens, masked ones as 0."""
+    settings = parse_settings(EntropySettings, case.config, where="fast_llm")
+    kind = settings.entropy_loss_type
+    leaf = case["logits"].clone().requires_grad_()
+    mask, target = case.get("mask"), case["target"]
+    scale = settings.logits_scale_factor
+    term = divergence(
+        _flat(leaf),
+        target.reshape(-1) if settings.target_format == "labels" else _flat(target),
+        kind=kind,
+        target_format=settings.target_format,
+        loss_mask_T=None if mask is None else mask.reshape(-1).bool(),
+        logit_scale=scale,
+        target_scale=scale / settings.temperature,
+        label_floor=0.0 if kind == "cross_entropy" else LABEL_FLOOR,
+    )
+    return _mean_over_all(case, term, leaf, settings.grad_output)
+
+
+def z_loss_case(case: Case) -> dict[str, Any]:
+    """Replay the squared log normaliser: the mean over all tokens, masked ones as 0."""
+    settings = parse_settings(ZLossSettings, case.config, where="fast_llm")
+    leaf, mask = case["logits"].clone().requires_grad_(), case.get("mask")
+    term = z_loss(
+        _flat(leaf),
+        loss_mask_T=None if mask is None else mask.reshape(-1).bool(),
+        logit_scale=settings.logits_scale_factor,
+    )
+    return _mean_over_all(case, term, leaf, settings.grad_output)
+
+
+def _flat(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _mean_over_all(case: Case, term: Term, leaf: Tensor, grad_output: float | None) -> dict[str, Any]:
+    all_tokens = Case.of(case.system, case.kind, case.function, {}, {"values": term.values_T})
+    row = all_tokens.row()
+    (weights,), _ = step_weights([row], LossSpec(name="sft"))
+    return _outputs(case, reduce_terms({"loss": term}, weights, row.loss_mask_T)["total"].value, leaf, grad_output)
+
+
+def _outputs(case: Case, total: Tensor, leaf: Tensor, grad_output: float | None) -> dict[str, Any]:
+    before = case.get("grad_logits_in")
+    leaf.grad = torch.zeros_like(leaf) if before is None else before.clone()
+    total.backward(torch.as_tensor(1.0 if grad_output is None else grad_output, dtype=total.dtype))
+    return {"loss": total.detach(), "grad_logits": leaf.grad}
+
+
+def dpo_packed(case: Case) -> dict[str, Any]:
+    """Replay DPO with one pair: all chosen spans of the batch are one document, all rejected spans the other."""
+    settings = parse_settings(DPOSettings, case.config, where="fast_llm")
+    leaf = case["logits"].clone().requires_grad_()
+    targets_T = case["targets"].reshape(-1).clamp_min(0)
+    spans = [chosen + rejected for chosen, rejected in zip(settings.chosen_spans, settings.rejected_spans, strict=True)]
+    chosen_T, rejected_T, either_T = (
+        _inside(case["targets"], each) for each in (settings.chosen_spans, settings.rejected_spans, spans)
+    )
+    pair = Case.of(
+        case.system,
+        case.kind,
+        case.function,
+        case.config,
+        {
+            "mask": either_T,
+            "document_index": rejected_T,
+            "rewards": chosen_T.double(),
+            "group_ids": torch.zeros_like(targets_T),
+            "ref_logprobs": token_logprobs_from_logits(_flat(case["ref_logits"]), targets_T).logprobs_T,
+        },
+    )
+    output = token_logprobs_from_logits(_flat(leaf), targets_T, temperature=divisor(settings))
+    replayed = evaluate_as(pair, output, settings, Translation(LossSpec(name="dpo", surrogate={"beta": settings.beta})))
+    return _outputs(case, replayed.evaluated.scalars["total"].value, leaf, settings.grad_output)
+
+
+def _inside(targets: Tensor, spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """[T] bool: the token lies in a span."""
+    inside = torch.zeros(targets.shape, dtype=torch.bool)
+    for row, of_row in enumerate(spans):
+        for begin, end in of_row:
+            inside[row, begin:end] = True
+    return inside.reshape(-1)
+
 
 SYSTEM = System(
     name="fast_llm",

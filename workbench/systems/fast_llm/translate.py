@@ -7,9 +7,9 @@ from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.fast_llm.settings import FastLLMSettings
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back, unsupported
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     "main": ScalingSpec(multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
@@ -23,10 +23,9 @@ def translate(settings: FastLLMSettings) -> Translation:
     """Translate its policy losses: clipped, without penalties, divided by counts of the whole batch."""
     clip = {"clip_low": settings.epsilon_low, "clip_high": settings.epsilon_high, "coefficient": settings.weight}
     given = ("divisor", "num_documents_in_batch", "num_segments", "grad_output")
-    scaling = CONTRACTS["main"]
     if settings.type == "grpo":
         return Translation(
-            LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, scaling=scaling),
+            LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, compat={"scaling": CONTRACTS["main"]}),
             ("there is no KL term, entropy bonus, dual clip or sampler correction",),
             given,
         )
@@ -34,8 +33,7 @@ def translate(settings: FastLLMSettings) -> Translation:
         name="gspo",
         surrogate={"kind": "gspo", "advantage_level": "document", **clip},
         denominator="document_sum",
-        documents_counted="all",
-        scaling=scaling,
+        compat={"documents_counted": "all", "scaling": CONTRACTS["main"]},
     )
     return Translation(
         spec,

@@ -1,36 +1,30 @@
-"""Metrics of Liger's fused GRPO loss, by its definitions. See the package docstring.
-
-Letters: T packed tokens.
-"""
+"""Metrics of Liger's fused GRPO loss, by its definitions. See `workbench.systems.metrics`."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
-from workbench.metrics.definitions import Metric
-from workbench.metrics.quantities import Clip, TermValue
-from workbench.metrics.values import Mean
-from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import token_share
+from workbench.metrics.quantities import Advantage, Clip, LogRatio, TermValue
+from workbench.systems.metrics import Alias, PeerSettings, document_metric, outside_clip_of, token_mean, token_metric
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Yield both metrics of Liger with their definitions, for a loss."""
-    where = "beyond the bound that the sign of the advantage pushes towards"
+    key, meaning = "clip_fraction", "share of tokens beyond the bound that the sign of the advantage pushes towards"
+    same = "clip/sign_aware/fraction"
     if s.clip is not None and s.of_documents:
-        yield Alias(token_share("clip_fraction", "cut", s.clip, f"share of tokens {where}"), "clip/sign_aware/fraction")
+        yield document_metric(
+            key,
+            f"{meaning}, by the document's ratio",
+            "1",
+            (LogRatio("policy", "old"), Advantage()),
+            functools.partial(token_mean, functools.partial(outside_clip_of, "cut", s.clip), epsilon=0.0),
+            canonical=same,
+            by_length=True,
+        )
     elif s.clip is not None:
-        yield Alias(
-            Metric("clip_fraction", f"share of tokens {where}", "1", Clip("cut", s.clip.anchor), Mean()),
-            "clip/sign_aware/fraction",
-            "looks at the ratio before delta bounds it",
-        )
-    yield Alias(
-        Metric(
-            "kl",
-            "mean of the KL penalty without its coefficient, with its importance ratio",
-            "nats",
-            TermValue("kl"),
-            Mean(),
-        )
-    )
+        note = "looks at the ratio before delta bounds it"
+        yield token_metric(key, meaning, "1", Clip("cut", s.clip.anchor), canonical=same, note=note)
+    meaning = "mean of the KL penalty without its coefficient, with its importance ratio"
+    yield token_metric("kl", meaning, "nats", TermValue("kl"))

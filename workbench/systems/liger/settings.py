@@ -7,54 +7,30 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from workbench.systems.registry import Settings
-from workbench.systems.trl.settings import LossType
+from workbench.systems.trl.settings import GRPOFamily
 
 
-class LigerSettings(Settings):
+class LigerSettings(GRPOFamily):
     """Options of `LigerFusedLinearGRPOLoss`, and arguments of one call (Liger-Kernel 0.8.5)."""
 
-    loss_type: LossType = "dapo"
-    """Surrogate and denominator."""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Ratio of tokens, or the geometric mean over a row (not for cispo, sapo and vespo)."""
     epsilon_low: float = Field(0.2, ge=0)
     """Length of the clip below 1."""
     epsilon_high: float = Field(0.2, ge=0)
     """Length of the clip above 1; cispo: the bound itself."""
-    delta: float | None = Field(None, gt=0)
-    """Upper bound of the ratio in the unclipped branch."""
     beta: float = Field(0.04, ge=0)
     """Coefficient of the KL penalty against the reference (k3)."""
     use_ref_model: bool = True
     """The call has a reference; without one the penalty is of the policy against itself."""
     use_bias_correction_kl: bool = False
     """Multiply the KL estimate by the ratio, including its gradient."""
-    sapo_temperature_pos: float = Field(1.0, gt=0)
-    """sapo: steepness where the advantage is positive."""
-    sapo_temperature_neg: float = Field(1.05, gt=0)
-    """sapo: steepness elsewhere."""
-    vespo_k_pos: float = Field(2.0, ge=0)
-    """vespo: power, advantages that are not negative."""
-    vespo_lambda_pos: float = Field(3.0, ge=0)
-    """vespo: decay, advantages that are not negative; at least 1e-4."""
-    vespo_k_neg: float = Field(3.0, ge=0)
-    """vespo: power, negative advantages."""
-    vespo_lambda_neg: float = Field(2.0, ge=0)
-    """vespo: decay, negative advantages; at least 1e-4."""
-    vespo: dict[Literal["k_pos", "lambda_pos", "k_neg", "lambda_neg"], float] | None = None
-    """The four together; they override the single options."""
     max_completion_length: int | None = Field(None, gt=0)
     """dr_grpo: the constant length."""
-    temperature: float = Field(1.0, gt=0)
-    """Divides logits."""
     chunk_size: int = Field(1, gt=0)
     """Rows that are computed at a time; affects rounding only."""
     compiled: bool = True
     """Compile the loss; affects rounding only."""
     vllm_is: Literal["token", "sequence", "seq"] | None = None
     """Given: ready-made weights came with the batch, one per token or one per row."""
-    num_items_in_batch: float | None = Field(None, ge=0)
-    """Given: trained tokens of the generation batch, over all processes."""
 
     @model_validator(mode="after")
     def _as_the_kernel_refuses(self) -> LigerSettings:

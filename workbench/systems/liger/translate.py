@@ -7,11 +7,11 @@ from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.liger.settings import LigerSettings
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back, unsupported
 from workbench.systems.trl.settings import COUNTED
-from workbench.systems.trl.translate import CLIPPED, DENOMINATORS, LEAST_LAMBDA
+from workbench.systems.trl.translate import CLIPPED, documents_counted, fields_of, options_of
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     # A kernel: the caller's own scaling comes on top.
@@ -23,16 +23,8 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
 
 def translate(settings: LigerSettings) -> Translation:
     """Translate the fused policy loss."""
-    kind, of_rows = settings.loss_type, settings.importance_sampling_level == "sequence"
-    divided: dict[str, Any] = dict(DENOMINATORS[kind])
-    if kind == "dr_grpo":
-        divided["denominator_constant"] = settings.max_completion_length
-    contract = "num_items_in_batch" if _is_counted(settings) else "local counts"
-    kl: dict[str, Any] = {}
-    if settings.beta and settings.use_ref_model:
-        kl = {"coefficient": settings.beta}
-        if settings.use_bias_correction_kl:
-            kl |= {"importance": "old", "gradient": "score", "importance_level": "document" if of_rows else "token"}
+    kind, contract = settings.loss_type, "num_items_in_batch" if _is_counted(settings) else "local counts"
+    beta = settings.beta if settings.use_ref_model else 0.0
     correction: dict[str, Any] = {}
     if settings.vllm_is is not None:
         correction = {"ratio": "given" if settings.vllm_is == "token" else "given_document_mean"}
@@ -40,44 +32,15 @@ def translate(settings: LigerSettings) -> Translation:
             correction["enters"] = "sequence_weight"
     spec = LossSpec(
         name="grpo",
-        surrogate=_surrogate(settings),
+        **fields_of(settings, settings.epsilon_low, settings.epsilon_high, beta),
         correction=correction,
-        kl=kl,
-        scaling=CONTRACTS[contract],
-        **divided,
+        compat={"documents_counted": documents_counted(kind), "scaling": CONTRACTS[contract]},
     )
     return Translation(spec, tuple(_notes(settings)), ("vllm_is", "num_items_in_batch"))
 
 
 def _is_counted(settings: LigerSettings) -> bool:
     return settings.loss_type in COUNTED and settings.num_items_in_batch is not None
-
-
-def _surrogate(settings: LigerSettings) -> dict[str, Any]:
-    if settings.loss_type in CLIPPED:
-        kind = "gspo" if settings.importance_sampling_level == "sequence" else "ppo"
-        return {
-            "kind": kind,
-            "clip_low": settings.epsilon_low,
-            "clip_high": settings.epsilon_high,
-            "delta": settings.delta,
-        }
-    if settings.loss_type == "cispo":
-        return {"kind": "cispo", "bounds": "absolute", "clip_high": settings.epsilon_high}
-    if settings.loss_type == "sapo":
-        return {
-            "kind": "sapo",
-            "tau_positive": settings.sapo_temperature_pos,
-            "tau_negative": settings.sapo_temperature_neg,
-        }
-    given = settings.vespo or {}
-    return {
-        "kind": "vespo",
-        "k_positive": given.get("k_pos", settings.vespo_k_pos),
-        "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
-        "k_negative": given.get("k_neg", settings.vespo_k_neg),
-        "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA),
-    }
 
 
 def _notes(settings: LigerSettings) -> list[str]:
@@ -93,7 +56,7 @@ def _notes(settings: LigerSettings) -> list[str]:
             "luspo here is the sum over a row's tokens; Liger 0.8.5 averages over all positions and ignores "
             "the mask as soon as a term has one value per token, so padding leaks into its loss and gradient"
         )
-    if DENOMINATORS[settings.loss_type].get("documents_counted"):
+    if documents_counted(settings.loss_type) == "all":
         notes.append("rows without trained tokens count in the mean over rows")
     if settings.loss_type in COUNTED and settings.num_items_in_batch is None:
         notes.append("without num_items_in_batch the tokens of this call are counted")
@@ -111,40 +74,19 @@ def counts(settings: LigerSettings) -> GivenCounts | None:
 
 def back(spec: LossSpec) -> dict[str, Any]:
     """Return options of `LigerFusedLinearGRPOLoss`; with the count that it must be given if it counts exactly."""
-    surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
+    correction = spec.correction
     settings: dict[str, Any] = {
         "loss_type": _loss_type(spec),
-        "beta": kl.coefficient,
-        "use_bias_correction_kl": kl.importance != "none",
+        **options_of(spec, "epsilon_low"),
+        "use_bias_correction_kl": spec.kl.importance != "none",
     }
-    if surrogate.kind in ("ppo", "gspo"):
-        settings |= {
-            "epsilon_low": surrogate.get("clip_low"),
-            "epsilon_high": surrogate.get("clip_high"),
-            "delta": surrogate.get("delta"),
-            "importance_sampling_level": "sequence" if surrogate.kind == "gspo" else "token",
-        }
-    elif surrogate.kind == "cispo":
-        settings["epsilon_high"] = surrogate.get("clip_high")
-    elif surrogate.kind == "sapo":
-        settings |= {
-            "sapo_temperature_pos": surrogate.get("tau_positive"),
-            "sapo_temperature_neg": surrogate.get("tau_negative"),
-        }
-    else:
-        settings |= {
-            "vespo_k_pos": surrogate.k_positive,
-            "vespo_lambda_pos": surrogate.lambda_positive,
-            "vespo_k_neg": surrogate.k_negative,
-            "vespo_lambda_neg": surrogate.lambda_negative,
-        }
-    if spec.denominator == "constant" and spec.denominator_constant is not None:
-        settings["max_completion_length"] = int(spec.denominator_constant)
+    if spec.surrogate.kind in ("ppo", "gspo"):
+        settings["importance_sampling_level"] = "sequence" if spec.surrogate.kind == "gspo" else "token"
     if correction.ratio in ("given", "given_document_mean"):
         settings["vllm_is"] = "token" if correction.ratio == "given" else "sequence"
     elif correction.acts:
         raise unsupported("Liger", "a correction that it makes itself", "it takes ready-made weights (vllm_is_ratio)")
-    if spec.scaling.counts == "step":
+    if spec.compat.scaling.counts == "step":
         settings["num_items_in_batch"] = 1.0  # any number: that it is given selects the contract
     return checked_back("Liger", spec, LigerSettings, translate, settings)
 

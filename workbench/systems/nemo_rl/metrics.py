@@ -1,4 +1,4 @@
-"""Metrics of NeMo-RL, by its definitions. See the package docstring.
+"""Metrics of NeMo-RL, by its definitions. See `workbench.systems.metrics`.
 
 Letters: T packed tokens | N documents of the step.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from workbench.losses.terms import Term
-from workbench.metrics.definitions import DocumentMetric, Metric, Weight
+from workbench.metrics.definitions import Weight
+from workbench.metrics.policy import Quantities
 from workbench.metrics.quantities import (
     KL,
     Column,
@@ -22,32 +23,25 @@ from workbench.metrics.quantities import (
     LogProb,
     LogRatio,
     One,
-    Quantities,
     Ratio,
     SampledEntropy,
     Truncated,
 )
-from workbench.metrics.values import (
-    Count,
-    Maximum,
-    Mean,
-    Minimum,
-    Reducer,
-    Share,
-    Sum,
-)
+from workbench.metrics.values import Count, Maximum, Mean, Minimum, Reducer, Share, Sum
 from workbench.reduction.partial import Scalar
 from workbench.specs.losses import CorrectionSpec
-from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import (
+from workbench.systems.metrics import (
+    Alias,
+    Derived,
+    PeerSettings,
     clamped_of,
+    document_metric,
     per_document,
     ratio_of,
     token_mean,
+    token_metric,
 )
-
-EPSILON = 1e-8
-"""Added to every count."""
+from workbench.systems.nemo_rl.settings import EPSILON
 
 LEFT_OUT: Mapping[str, str] = {
     "sampling_importance_ratio": "with sequence ratios NeMo multiplies [B, 1] by [B] and reports about B times the "
@@ -64,48 +58,32 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     tokens = "; divided by tokens + 1e-8"
 
     def of_tokens(name: str, meaning: str, unit: str, column: Column, canonical: str | None = None) -> Alias:
-        return Alias(
-            Metric(name, f"mean of {meaning}{tokens}", unit, column, mean),
-            None,
-            f"{canonical} up to the 1e-8" if canonical else "",
-        )
+        note = f"{canonical} up to the 1e-8" if canonical else ""
+        return token_metric(name, f"mean of {meaning}{tokens}", unit, column, mean, note=note)
 
-    yield from _ratios(s, mean, tokens)
-    error = "k2" if s.kl_estimator == "k2" else "k1" if s.kl_estimator == "k1" else "k3"
+    yield from _document_ratios(s, tokens) if s.of_documents else _ratios(s, mean, tokens)
+    error = s.kl_estimator if s.kl_estimator in ("k1", "k2") else "k3"
     yield of_tokens("token_mult_prob_error", "exp |sampler - old|", "1", Ratio("old", "sampler", symmetric=True))
-    yield of_tokens(
-        "gen_kl_error",
-        f"the {error} estimate of KL(sampler || old)",
-        "nats",
-        KL(error, "sampler", "old"),
-        f"kl/sampler_old/{error}_mean",
-    )
-    yield of_tokens(
-        "policy_kl_error",
-        f"the {error} estimate of KL(old || sampler)",
-        "nats",
-        KL(error, "old", "sampler"),
-        f"kl/old_sampler/{error}_mean",
-    )
-    yield of_tokens(
-        "js_divergence_error",
-        "half the k3 of old and of sampler against their mixture",
-        "nats",
-        JensenShannon("old", "sampler"),
-    )
+    for name, first, second in (("gen", "sampler", "old"), ("policy", "old", "sampler")):
+        meaning = f"the {error} estimate of KL({first} || {second})"
+        column, same = KL(error, first, second), f"kl/{first}_{second}/{error}_mean"
+        yield of_tokens(f"{name}_kl_error", meaning, "nats", column, same)
+    meaning = "half the k3 of old and of sampler against their mixture"
+    yield of_tokens("js_divergence_error", meaning, "nats", JensenShannon("old", "sampler"))
     yield of_tokens("approx_entropy", "-(policy / sampler) log policy", "nats", SampledEntropy())
-    yield of_tokens(
-        "kl_penalty",
-        "the KL penalty, log ratio within +-20, estimate within +-10, without its coefficient",
-        "nats",
-        KL(error, "policy", "ref", 20.0, 10.0),
-    )
+    meaning = "the KL penalty, log ratio within +-20, estimate within +-10, without its coefficient"
+    yield of_tokens("kl_penalty", meaning, "nats", KL(error, "policy", "ref", 20.0, 10.0))
     yield from _weights(s, mean)
-    yield Alias(Metric("global_valid_toks", "tokens that count", "tokens", One(), Sum()), "tokens/trained/sum")
-    yield Alias(
-        Metric("num_valid_samples", "documents with tokens that count", "documents", One(), Count(), "document"),
-        "documents/trained/sum",
-        "there: rows whose sample mask is 1, also rows without tokens",
+    yield token_metric("global_valid_toks", "tokens that count", "tokens", One(), Sum(), canonical="tokens/trained/sum")
+    yield token_metric(
+        "num_valid_samples",
+        "documents with tokens that count",
+        "documents",
+        One(),
+        Count(),
+        "document",
+        canonical="documents/trained/sum",
+        note="there: rows whose sample mask is 1, also rows without tokens",
     )
 
 
@@ -115,9 +93,6 @@ def _over(count: float | None) -> Reducer:
 
 
 def _ratios(s: PeerSettings, mean: Reducer, tokens: str) -> Iterable[Alias]:
-    if s.of_documents:
-        yield from _document_ratios(s, tokens)
-        return
     plain = Ratio("policy", "old")
     columns: tuple[Column, Column] = plain, Ratio("policy", "old", clamped=True)
     unit, noun, clips = "1", "ratio", True
@@ -128,70 +103,46 @@ def _ratios(s: PeerSettings, mean: Reducer, tokens: str) -> Iterable[Alias]:
     for name, column in zip(("probs_ratio", "probs_ratio_clamped"), columns, strict=True):
         clamped = " clamped to the clip" if clips and column is not plain else ""
         same = "ratio/policy_old" if column is plain else None
-        yield Alias(
-            Metric(name, f"mean of the {noun}{clamped}{tokens}", unit, column, mean),
-            None,
-            f"{same}/mean up to the 1e-8" if same else "",
-        )
-        yield Alias(Metric(f"{name}_min", f"smallest {noun}{clamped}", unit, column, Minimum()), same and f"{same}/min")
-        yield Alias(Metric(f"{name}_max", f"largest {noun}{clamped}", unit, column, Maximum()), same and f"{same}/max")
+        note = f"{same}/mean up to the 1e-8" if same else ""
+        yield token_metric(name, f"mean of the {noun}{clamped}{tokens}", unit, column, mean, note=note)
+        for reduce, which, reducer in (("min", "smallest", Minimum()), ("max", "largest", Maximum())):
+            canonical, meaning = same and f"{same}/{reduce}", f"{which} {noun}{clamped}"
+            yield token_metric(f"{name}_{reduce}", meaning, unit, column, reducer, canonical=canonical)
 
 
 def _document_ratios(s: PeerSettings, tokens: str) -> Iterable[Alias]:
-    epsilon = 0.0 if s.spec is None else s.spec.scaling.mean_epsilon
+    epsilon = 0.0 if s.spec is None else s.spec.compat.scaling.mean_epsilon
     for name, make in (("probs_ratio", ratio_of), ("probs_ratio_clamped", functools.partial(clamped_of, s.clip))):
         ratio = "documents' ratio" + (" clamped to the clip" if name.endswith("clamped") else "")
         make = functools.partial(make, epsilon=epsilon)
-        yield Alias(
-            DocumentMetric(
-                name,
-                f"mean over tokens of the {ratio}{tokens}",
-                "1",
-                (LogRatio("policy", "old"),),
-                functools.partial(token_mean, make, epsilon=EPSILON, of=s.given.tokens),
-                weight="its trained tokens",
-            )
-        )
+        read = functools.partial(token_mean, make, epsilon=EPSILON, of=s.given.tokens)
+        meaning = f"mean over tokens of the {ratio}{tokens}"
+        yield document_metric(name, meaning, "1", (LogRatio("policy", "old"),), read, by_length=True)
         for reduce, which in (("min", "smallest"), ("max", "largest")):
-            yield Alias(per_document(f"{name}_{reduce}", f"{which} of the {ratio}", make, reduce))
+            yield per_document(f"{name}_{reduce}", f"{which} of the {ratio}", make, reduce)
 
 
 def _weights(s: PeerSettings, mean: Reducer) -> Iterable[Alias]:
     correction = CorrectionSpec() if s.spec is None else s.spec.correction
     per_document_weight = s.of_documents or correction.ratio == "document_sum"
     weight: Weight = "document" if per_document_weight else "token"
-    yield Alias(
-        Metric(
-            "sampling_importance_ratio",
-            f"mean correction weight of a {weight}, after truncation; old / sampler without a correction",
-            "1",
-            _WeightOrRatio(),
-            _over(s.given.documents) if per_document_weight else mean,
-            weight,
-        )
-    )
+    over_documents = _over(s.given.documents)
+    meaning = f"mean correction weight of a {weight}, after truncation; old / sampler without a correction"
+    over = over_documents if per_document_weight else mean
+    yield token_metric("sampling_importance_ratio", meaning, "1", _WeightOrRatio(), over, weight)
+    out_of_bounds = Derived(torch.maximum, (Dropped(), Truncated()))
     if correction.gate == "none":
-        yield Alias(
-            Metric(
-                "is_oob_ratio",
-                "share of tokens whose correction weight was truncated or rejected",
-                "1",
-                _OutOfBounds(),
-                mean,
-            )
-        )
+        meaning = "share of tokens whose correction weight was truncated or rejected"
+        yield token_metric("is_oob_ratio", meaning, "1", out_of_bounds, mean)
     else:
-        yield Alias(
-            Metric(
-                "is_oob_ratio",
-                "share of documents that the gate rejected",
-                "1",
-                _OutOfBounds(),
-                _over(s.given.documents),
-                "document",
-            ),
-            None,
-            "divided by all documents + 1e-8, also those without tokens, which are always kept",
+        yield token_metric(
+            "is_oob_ratio",
+            "share of documents that the gate rejected",
+            "1",
+            out_of_bounds,
+            over_documents,
+            "document",
+            note="divided by all documents + 1e-8, also those without tokens, which are always kept",
         )
 
 
@@ -206,17 +157,6 @@ class _WeightOrRatio(Column):
     def of(self, q: Quantities) -> Tensor | None:
         applied_T = q.extra("applied_weight")
         return q.ratio("old", "sampler") if applied_T is None else applied_T
-
-
-@dataclass(frozen=True)
-class _OutOfBounds(Column):
-    """1 where the correction truncated or rejected the token."""
-
-    def of(self, q: Quantities) -> Tensor | None:
-        dropped_T, truncated_T = Dropped().of(q), Truncated().of(q)
-        if dropped_T is None or truncated_T is None:
-            return None
-        return torch.maximum(dropped_T, truncated_T)
 
 
 # ---- numbers of losses -------------------------------------------------------------------------------------

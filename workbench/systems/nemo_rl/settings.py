@@ -64,43 +64,25 @@ class ClippedPGSettings(Settings):
 
     @model_validator(mode="after")
     def _valid_combination(self) -> ClippedPGSettings:
-        kind = self.truncated_importance_sampling_type
+        kind, name = self.truncated_importance_sampling_type, "truncated_importance_sampling"
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
-        sequence = self.sequence_level_importance_ratios
+        sequence, bounded, two = self.sequence_level_importance_ratios, kind is not None, None not in (low, high)
+        not_cispo = self.disable_ppo_ratio or self.force_on_policy_ratio or sequence or self.ratio_clip_c is not None
         broken = (
             (sequence and self.token_level_loss, "sequence_level_importance_ratios needs token_level_loss: False"),
             (
-                self.use_cispo
-                and (
-                    self.disable_ppo_ratio
-                    or self.force_on_policy_ratio
-                    or sequence
-                    or self.ratio_clip_c is not None
-                    or not self.token_level_loss
-                ),
+                self.use_cispo and (not_cispo or not self.token_level_loss),
                 "use_cispo goes with token_level_loss, and not with disable_ppo_ratio, force_on_policy_ratio, "
                 "sequence_level_importance_ratios or ratio_clip_c",
             ),
             (
-                kind is not None and not self.use_importance_sampling_correction,
-                "truncated_importance_sampling_type needs use_importance_sampling_correction",
+                bounded and not self.use_importance_sampling_correction,
+                f"{name}_type needs use_importance_sampling_correction",
             ),
-            (
-                kind is not None and high is None,
-                "truncated_importance_sampling_type needs truncated_importance_sampling_ratio",
-            ),
-            (
-                kind is None and high is not None,
-                "truncated_importance_sampling_ratio needs truncated_importance_sampling_type",
-            ),
-            (
-                kind in ("icepop", "seq-mask-tis") and low is None,
-                f"{kind} needs truncated_importance_sampling_ratio_min",
-            ),
-            (
-                kind is not None and low is not None and high is not None and low > high,
-                "truncated_importance_sampling_ratio_min is above truncated_importance_sampling_ratio",
-            ),
+            (bounded and high is None, f"{name}_type needs {name}_ratio"),
+            (not bounded and high is not None, f"{name}_ratio needs {name}_type"),
+            (kind in ("icepop", "seq-mask-tis") and low is None, f"{kind} needs {name}_ratio_min"),
+            (bounded and two and low > high, f"{name}_ratio_min is above {name}_ratio"),
             (kind == "seq-mask-tis" and sequence, "seq-mask-tis does not go with sequence_level_importance_ratios"),
         )
         for violated, rule in broken:

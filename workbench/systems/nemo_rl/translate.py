@@ -8,9 +8,9 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import KLSpec, LossSpec, ScalingSpec
-from workbench.systems.back import checked_back
 from workbench.systems.nemo_rl.settings import EPSILON, IN_REWARD, ClippedPGSettings
 from workbench.systems.registry import Translation
+from workbench.systems.translate import bounded_correction, bounds_of, checked_back
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     # FSDP averages over dp x cp; the loss is multiplied by both.
@@ -41,8 +41,7 @@ def translate(settings: ClippedPGSettings) -> Translation:
         old_policy="current" if settings.force_on_policy_ratio else "recorded",
         positive_nll_coefficient=settings.positive_example_nll_weight,
         denominator="token" if settings.token_level_loss else "document",
-        documents_counted="all",
-        scaling=SCALING,
+        compat={"documents_counted": "all", "scaling": SCALING},
     )
     return Translation(spec, tuple(_notes(settings)), GIVEN)
 
@@ -71,18 +70,12 @@ def _surrogate(settings: ClippedPGSettings) -> dict[str, Any]:
 def _correction(settings: ClippedPGSettings) -> dict[str, Any]:
     if not settings.use_importance_sampling_correction:
         return {}
-    kind = settings.truncated_importance_sampling_type
-    ratio = "document_sum" if settings.sequence_level_importance_ratios else "token"
-    low, high = settings.truncated_importance_sampling_ratio_min, settings.truncated_importance_sampling_ratio
-    if kind == "seq-mask-tis":
-        return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
-    bounds = {"ratio_low": low, "ratio_high": high} if kind is not None else {}
-    return {
-        "kind": "importance_sampling",
-        "ratio": ratio,
-        **bounds,
-        "outside": "zero" if kind == "icepop" else "truncate",
-    }
+    return bounded_correction(
+        settings.truncated_importance_sampling_type,
+        settings.truncated_importance_sampling_ratio_min,
+        settings.truncated_importance_sampling_ratio,
+        "document_sum" if settings.sequence_level_importance_ratios else "token",
+    )
 
 
 def _kl(settings: ClippedPGSettings) -> dict[str, Any]:
@@ -160,11 +153,13 @@ def back(spec: LossSpec) -> dict[str, Any]:
             "ratio_clip_max": surrogate.get("clip_high"),
             "ratio_clip_c": surrogate.get("dual_clip"),
         }
-    if correction.gate != "none":
-        settings |= _bounds("seq-mask-tis", correction.gate_low, correction.gate_high)
-    elif correction.ratio_low is not None or correction.ratio_high is not None:
-        kind = "icepop" if correction.outside == "zero" else "tis"
-        settings |= _bounds(kind, correction.ratio_low, correction.ratio_high)
+    kind, low, high = bounds_of(correction)
+    if kind == "seq-mask-tis" or low is not None or high is not None:
+        settings |= {
+            "truncated_importance_sampling_type": kind,
+            "truncated_importance_sampling_ratio": high,
+            "truncated_importance_sampling_ratio_min": low,
+        }
     return checked_back("NeMo-RL", _with_defaults(spec), ClippedPGSettings, translate, settings)
 
 
@@ -173,24 +168,17 @@ def _with_defaults(spec: LossSpec) -> LossSpec:
     like = {
         name: getattr(SCALING, name)
         for name in ("count_epsilon", "length_epsilon", "mean_epsilon")
-        if getattr(spec.scaling, name) <= EPSILON
+        if getattr(spec.compat.scaling, name) <= EPSILON
     }
-    changes: dict[str, Any] = {"scaling": spec.scaling.model_copy(update=like)}
+    compat: dict[str, Any] = {"scaling": spec.compat.scaling.model_copy(update=like)}
+    if spec.denominator == "token":
+        compat["documents_counted"] = "all"
+    changes: dict[str, Any] = {"compat": spec.compat.model_copy(update=compat)}
     if not spec.kl.coefficient:
         changes["kl"] = KLSpec(**_kl(ClippedPGSettings(reference_policy_kl_penalty=0.0)))
-    if spec.denominator == "token":
-        changes["documents_counted"] = "all"
     if spec.surrogate.kind == "on_policy" and not spec.correction.acts:
         changes["old_policy"] = "current"
     return spec.model_copy(update=changes)
-
-
-def _bounds(kind: str, low: float | None, high: float | None) -> dict[str, Any]:
-    return {
-        "truncated_importance_sampling_type": kind,
-        "truncated_importance_sampling_ratio": high,
-        "truncated_importance_sampling_ratio_min": low,
-    }
 
 
 def counts(settings: Any) -> GivenCounts:

@@ -1,4 +1,4 @@
-"""Metrics of the GRPO step of NousResearch/torchtitan, by its definitions. See the package docstring.
+"""Metrics of the GRPO step of NousResearch/torchtitan, by its definitions. See `workbench.systems.metrics`.
 
 They are of one micro-batch of whole rows, some of them over positions that do not train: `step_metrics` returns all of
 them, as one function of the step's inputs. A row without a token makes means over rows NaN there, and here. `names` has
@@ -10,6 +10,7 @@ Letters: T packed tokens | B rows | V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,11 +21,10 @@ from torch import Tensor
 
 from workbench.losses.kl import kl_estimate
 from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.definitions import Metric
-from workbench.metrics.quantities import KL, Advantage, Column, Extra, LogProb, LogRatio, Quantities, Ratio
+from workbench.metrics.quantities import KL, Advantage, ClipRule, Column, Extra, LogProb, LogRatio, Ratio
 from workbench.metrics.values import Maximum, Mean, Minimum
 from workbench.specs.losses import LossSpec
-from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.metrics import Alias, Derived, PeerSettings, token_metric
 
 ELSEWHERE = "it reads positions that do not train, or logits; a replay of the step reports it"
 LEFT_OUT: Mapping[str, str] = dict.fromkeys(
@@ -93,61 +93,32 @@ class Step:
 
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Yield means over tokens that train, and over rows that have one; without a threshold of probability."""
-    rows = "rows without trained tokens are left out"
-    yield Alias(
-        Metric(
-            "loss_metrics/global_logp",
-            "mean over rows of the row's mean log-probability",
-            "nats",
-            LogProb("policy"),
-            Mean(),
-            "document",
-        ),
-        "logprob/policy/document_mean",
-        rows,
-    )
-    if not s.of_documents:
-        yield Alias(
-            Metric(
-                "loss_metrics/global_ratio",
-                "mean over rows of the row's mean ratio policy / old",
-                "1",
-                Ratio("policy", "old"),
-                Mean(),
-                "document",
-            ),
-            "ratio/policy_old/document_mean",
-            rows,
+
+    def of_rows(name: str, meaning: str, unit: str, column: Column, same: str) -> Alias:
+        meaning, note = f"mean over rows of the row's mean {meaning}", "rows without trained tokens are left out"
+        return token_metric(
+            f"loss_metrics/{name}", meaning, unit, column, Mean(), "document", canonical=same, note=note
         )
+
+    yield of_rows("global_logp", "log-probability", "nats", LogProb("policy"), "logprob/policy/document_mean")
+    if not s.of_documents:
+        ratio, same = Ratio("policy", "old"), "ratio/policy_old/document_mean"
+        yield of_rows("global_ratio", "ratio policy / old", "1", ratio, same)
     yield from _distribution("logp_dist", "policy")
     yield from _distribution("inflogp_dist", "sampler")
-    yield Alias(
-        Metric(
-            "inflogp_dist/importance_ratio",
-            "mean of the correction weights as applied",
-            "1",
-            Extra("applied_weight"),
-            Mean(),
-        ),
-        "weight/applied/mean",
-    )
-    yield Alias(
-        Metric("loss_metrics/ref_logp", "mean log-probability under the reference", "nats", LogProb("ref"), Mean()),
-        "logprob/ref/mean",
-    )
-    yield Alias(
-        Metric("loss_metrics/margin", "mean of the advantage times policy - reference", "nats", _Margin(), Mean())
-    )
-    yield Alias(
-        Metric(
-            "loss_metrics/kl_div_est",
-            f"mean {s.kl_estimator} estimate of KL(policy || ref)",
-            "nats",
-            KL(s.kl_estimator, "policy", "ref"),
-            Mean(),
-        ),
-        "kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None,
-        "also if it is not in the loss",
+    meaning, applied = "mean of the correction weights as applied", Extra("applied_weight")
+    yield token_metric("inflogp_dist/importance_ratio", meaning, "1", applied, canonical="weight/applied/mean")
+    meaning = "mean log-probability under the reference"
+    yield token_metric("loss_metrics/ref_logp", meaning, "nats", LogProb("ref"), canonical="logprob/ref/mean")
+    margin = Derived(torch.mul, (Advantage(), LogRatio("policy", "ref")))
+    yield token_metric("loss_metrics/margin", "mean of the advantage times policy - reference", "nats", margin)
+    yield token_metric(
+        "loss_metrics/kl_div_est",
+        f"mean {s.kl_estimator} estimate of KL(policy || ref)",
+        "nats",
+        KL(s.kl_estimator, "policy", "ref"),
+        canonical="kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None,
+        note="also if it is not in the loss",
     )
     if s.clip is not None and not s.clip.of_documents:
         for ending, signs, condition in (
@@ -155,61 +126,30 @@ def names(s: PeerSettings) -> Iterable[Alias]:
             ("_pos", (1,), ", with a positive advantage"),
             ("_neg", (-1,), ", with an advantage that is not positive"),
         ):
-            yield Alias(
-                Metric(
-                    f"loss_metrics/global_clip_ratio{ending}",
-                    f"share of tokens beyond the bound that the advantage's sign picks{condition}",
-                    "1",
-                    _Beyond(signs, s.clip.lower, s.clip.upper),
-                    Mean(),
-                ),
-                None,
-                "an advantage of 0 counts as a negative one",
+            yield token_metric(
+                f"loss_metrics/global_clip_ratio{ending}",
+                f"share of tokens beyond the bound that the advantage's sign picks{condition}",
+                "1",
+                Derived(functools.partial(_is_cut, signs, s.clip), (Ratio("policy", "old"), Advantage())),
+                note="an advantage of 0 counts as a negative one",
             )
 
 
 def _distribution(name: str, model: Literal["policy", "sampler"]) -> Iterable[Alias]:
-    quantity = f"log-probability under the {model}"
-    yield Alias(Metric(f"{name}/mean", f"mean {quantity}", "nats", LogProb(model), Mean()), f"logprob/{model}/mean")
-    yield Alias(Metric(f"{name}/min", f"smallest {quantity}", "nats", LogProb(model), Minimum()))
-    yield Alias(Metric(f"{name}/max", f"largest {quantity}", "nats", LogProb(model), Maximum()))
+    quantity, column = f"log-probability under the {model}", LogProb(model)
+    yield token_metric(f"{name}/mean", f"mean {quantity}", "nats", column, canonical=f"logprob/{model}/mean")
+    yield token_metric(f"{name}/min", f"smallest {quantity}", "nats", column, Minimum())
+    yield token_metric(f"{name}/max", f"largest {quantity}", "nats", column, Maximum())
 
 
-@dataclass(frozen=True)
-class _Margin(Column):
-    """The advantage times log(policy / reference)."""
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return "policy", "ref"
-
-    def of(self, q: Quantities) -> Tensor | None:
-        gap_T, advantages_T = q.column(LogRatio("policy", "ref")), q.column(Advantage())
-        return None if gap_T is None or advantages_T is None else advantages_T * gap_T
-
-
-@dataclass(frozen=True)
-class _Beyond(Column):
-    """1 where the ratio is above the upper bound with a positive advantage, or below the lower without one."""
-
-    signs: tuple[int, ...]
-    lower: float
-    upper: float
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return "policy", "old"
-
-    def of(self, q: Quantities) -> Tensor | None:
-        ratio_T = q.ratio("policy", "old")
-        if ratio_T is None:
-            return None
-        pos_T, beyond_T = q.advantages_T > 0, torch.zeros_like(q.advantages_T, dtype=torch.bool)
-        if 1 in self.signs:
-            beyond_T |= (ratio_T > self.upper) & pos_T
-        if -1 in self.signs:
-            beyond_T |= (ratio_T < self.lower) & ~pos_T
-        return beyond_T.double()
+def _is_cut(signs: tuple[int, ...], clip: ClipRule, ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
+    """[T] 1 where the ratio is above the upper bound with a positive advantage, or below the lower without one."""
+    pos_T, beyond_T = advantages_T > 0, torch.zeros_like(advantages_T, dtype=torch.bool)
+    if 1 in signs:
+        beyond_T |= (ratio_T > clip.upper) & pos_T
+    if -1 in signs:
+        beyond_T |= (ratio_T < clip.lower) & ~pos_T
+    return beyond_T.double()
 
 
 def mean_logit(logits_TV: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any
 
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.nous_torchtitan.settings import ESTIMATORS, ROWS, NousSettings, RolloutISSettings
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back, unsupported
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     # Each micro-batch is a mean of its own; FSDP averages. Context parallelism was not read.
@@ -67,8 +67,10 @@ def translate(settings: NousSettings) -> Translation:
         entropy_coefficient=max(settings.entropy_loss_weight, 0.0),
         mean_squared_logit_coefficient=max(settings.logit_loss_weight, 0.0) ** 2,
         denominator="token" if settings.reduction == TOKENS else "document",
-        documents_counted="trained" if settings.reduction == TOKENS else "all",
-        scaling=CONTRACTS["fsdp"],
+        compat={
+            "documents_counted": "trained" if settings.reduction == TOKENS else "all",
+            "scaling": CONTRACTS["fsdp"],
+        },
     )
     return Translation(spec, tuple(notes))
 

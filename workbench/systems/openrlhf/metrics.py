@@ -1,4 +1,4 @@
-"""Metrics of OpenRLHF's policy loss, by its definitions. See the package docstring.
+"""Metrics of OpenRLHF's policy loss, by its definitions. See `workbench.systems.metrics`.
 
 Plain means over the tokens of one micro-batch, for any denominator of the loss. Read from OpenRLHF/OpenRLHF 3c3be623.
 
@@ -11,32 +11,26 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from workbench.metrics.definitions import Metric
 from workbench.metrics.quantities import KL, PolicyCut
-from workbench.metrics.values import Mean
-from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.metrics import Alias, PeerSettings, token_metric
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Yield means over tokens."""
-    yield Alias(
-        Metric(
-            "clip_ratio", "share of tokens where the clip acts, by the sign of the advantage", "1", PolicyCut(), Mean()
-        ),
-        None,
-        "not where the dual clip acts",
-    )
-    yield Alias(
-        Metric("ppo_kl", "mean of old - policy", "nats", KL("k1", "old", "policy"), Mean()),
-        "kl/old_policy/k1_mean",
-        "against the old policy, also if the ratio is against the sampler",
+    meaning = "share of tokens where the clip acts, by the sign of the advantage"
+    yield token_metric("clip_ratio", meaning, "1", PolicyCut(), note="not where the dual clip acts")
+    yield token_metric(
+        "ppo_kl",
+        "mean of old - policy",
+        "nats",
+        KL("k1", "old", "policy"),
+        canonical="kl/old_policy/k1_mean",
+        note="against the old policy, also if the ratio is against the sampler",
     )
     if s.spec is not None and s.spec.correction.acts:
-        yield Alias(
-            Metric("vllm_kl", "mean of sampler - old", "nats", KL("k1", "sampler", "old"), Mean()),
-            "kl/sampler_old/k1_mean",
-            "only with a correction",
-        )
+        same, note = "kl/sampler_old/k1_mean", "only with a correction"
+        column = KL("k1", "sampler", "old")
+        yield token_metric("vllm_kl", "mean of sampler - old", "nats", column, canonical=same, note=note)
 
 
 def of_pairs(chosen_P: Tensor, rejected_P: Tensor, beta: float) -> dict[str, float]:

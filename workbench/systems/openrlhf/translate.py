@@ -8,9 +8,9 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back
 from workbench.systems.openrlhf.settings import LOG_CLAMP, AggregateSettings, PolicySettings
 from workbench.systems.registry import Translation
+from workbench.systems.translate import bounded_correction, bounds_of, checked_back
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     # Counts are divided by accumulation steps, which DeepSpeed divides by once more.
@@ -50,7 +50,7 @@ def translate(settings: PolicySettings) -> Translation:
         surrogate=surrogate,
         correction=_correction(settings),
         denominator="token" if is_by_token(settings) else "document",
-        scaling=SCALING,
+        compat={"scaling": SCALING},
     )
     return Translation(spec, tuple(_notes(settings)), ("dp_size", "batch_num_tokens", "global_batch_size"))
 
@@ -59,14 +59,7 @@ def _correction(settings: PolicySettings) -> dict[str, Any]:
     if not settings.enable_vllm_is_correction or settings.policy_loss_type == "gspo":
         return {}
     low, high = settings.vllm_is_truncated_threshold or (None, None)
-    if settings.vllm_is_correction_type == "seq-mask-tis":
-        return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
-    return {
-        "kind": "importance_sampling",
-        "ratio_low": low,
-        "ratio_high": high,
-        "outside": "zero" if settings.vllm_is_correction_type == "icepop" else "truncate",
-    }
+    return bounded_correction(settings.vllm_is_correction_type, low, high)
 
 
 def _notes(settings: PolicySettings) -> list[str]:
@@ -101,8 +94,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     if surrogate.kind == "gspo" and surrogate.get("anchor") == "sampler":
         settings["enable_vllm_is_correction"] = True
     elif correction.acts:
-        gated = correction.gate != "none"
-        bounds = (correction.gate_low, correction.gate_high) if gated else (correction.ratio_low, correction.ratio_high)
+        kind, *bounds = bounds_of(correction)
         if None in bounds:
             raise SpecError(
                 "options of OpenRLHF for a correction with one bound",
@@ -110,11 +102,10 @@ def back(spec: LossSpec) -> dict[str, Any]:
                 rule="it has a lower and an upper one",
                 fix="give both",
             )
-        kind = "seq-mask-tis" if gated else "icepop" if correction.outside == "zero" else "tis"
         settings |= {
             "enable_vllm_is_correction": True,
             "vllm_is_correction_type": kind,
-            "vllm_is_truncated_threshold": bounds,
+            "vllm_is_truncated_threshold": tuple(bounds),
         }
     return checked_back("OpenRLHF", _with_defaults(spec), PolicySettings, translate, settings)
 
@@ -122,8 +113,9 @@ def back(spec: LossSpec) -> dict[str, Any]:
 def _with_defaults(spec: LossSpec) -> LossSpec:
     """Return the spec with OpenRLHF's own setting wherever it has no effect, or only that of an epsilon."""
     changes: dict[str, Any] = {}
-    if spec.denominator == "token" or spec.scaling.length_epsilon <= EPSILON:
-        changes["scaling"] = spec.scaling.model_copy(update={"length_epsilon": EPSILON})
+    if spec.denominator == "token" or spec.compat.scaling.length_epsilon <= EPSILON:
+        scaling = spec.compat.scaling.model_copy(update={"length_epsilon": EPSILON})
+        changes["compat"] = spec.compat.model_copy(update={"scaling": scaling})
     if spec.surrogate.kind == "ppo" and spec.surrogate.get("log_clamp") is None:
         changes["surrogate"] = spec.surrogate.model_copy(update={"log_clamp": LOG_CLAMP})
     return spec.model_copy(update=changes)

@@ -5,11 +5,81 @@ Letters: T packed tokens | V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from workbench.losses.build import surrogate_ratio
+from workbench.policy.logprobs.reference import token_logprobs_from_logits
+from workbench.rollouts.advantages.groups import group_advantages
+from workbench.systems.case import Case
+from workbench.systems.metrics import PeerSettings, settings_of
 from workbench.systems.pipelinerl import metrics as named
-from workbench.systems.pipelinerl.replay import advantage, further_metrics, peer_settings, policy_loss_logits
-from workbench.systems.pipelinerl.settings import PipelineRLSettings
+from workbench.systems.pipelinerl.metrics import clipped_documents, token_weight_numbers
+from workbench.systems.pipelinerl.settings import AdvantageSettings, PipelineRLSettings
 from workbench.systems.pipelinerl.translate import CONTRACTS, back, counts, temperature, translate
-from workbench.systems.registry import System
+from workbench.systems.registry import System, parse_settings
+from workbench.systems.replays import Replayed, evaluate_case, finish, policy_settings
+
+
+def policy_loss_logits(case: Case) -> dict[str, Any]:
+    """Replay one `rl_step` on logits."""
+    settings = policy_settings(case)
+    leaf = case["logits"].clone().requires_grad_()
+    head_output = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=settings.temperature)
+    overflow = case["targets"].new_zeros(case.shape) if case.get("overflow") is None else case.spread("overflow")
+    extensions = {"truncated": overflow.reshape(-1)}
+    if case.get("group_tokens") is not None:
+        extensions["group_tokens"] = case.spread("group_tokens").reshape(-1)
+    outputs = finish(evaluate_case(case, head_output, extensions=extensions), {"grad_logits": leaf})
+    if not case.loss_mask_T.any():  # PipelineRL then reports nothing else
+        outputs["metrics"] = {"input_size": outputs["metrics"]["input_size"]}
+    return outputs
+
+
+def peer_settings(replayed: Replayed) -> PeerSettings:
+    """Return the settings of metrics: sums over documents. The KL is measured even if it is not in the loss."""
+    spec = replayed.translation.spec
+    measured = spec.kl.model_copy(update={"input_clamp": replayed.settings.clamp_log_ratio_ref_new_value})
+    return settings_of(spec, replayed.slots)._replace(num_documents=1, spec=spec.model_copy(update={"kl": measured}))
+
+
+def further_metrics(replayed: Replayed) -> dict[str, float]:
+    """Return the loss, weights, coefficients and sizes."""
+    settings, case = replayed.settings, replayed.case
+    loss = float(replayed.evaluated.scalars["total"].value.detach())
+    rows, length = torch.Size([1, *case.shape])[-2:]
+    weights_T, clip = replayed.weights["policy"].loss_T, peer_settings(replayed).clip
+    documents, clipped = replayed.slots.number, {}
+    if settings.policy_loss == "gspo":
+        ratio_T = surrogate_ratio(replayed.inputs, replayed.translation.spec)
+        clipped["clamp_log_ratio_new_old_indicator"] = clipped_documents(ratio_T, replayed.inputs, weights_T, clip)
+    return {
+        "loss": loss,
+        "max_loss": loss,
+        "min_loss": loss,
+        **token_weight_numbers(replayed.inputs, weights_T),
+        **clipped,
+        "kl_coef": documents * settings.kl_now,
+        "entropy_bonus_coef": documents * settings.entropy_now,
+        "input_size": float(rows * (length + 1)),
+    }
+
+
+def advantage(case: Case) -> dict[str, Any]:
+    """Replay advantages: leave-one-out means, divided by the deviation of the whole group."""
+    settings = parse_settings(AdvantageSettings, case.config, where="pipelinerl")
+    return {
+        "advantages": group_advantages(
+            case["rewards"],
+            case["group_ids"],
+            baseline="leave_one_out",
+            ddof=1,
+            epsilon=settings.eps,
+            scale="std" if settings.divide_advantage_by_std else "none",
+        )
+    }
+
 
 SYSTEM = System(
     name="pipelinerl",

@@ -1,4 +1,4 @@
-"""Metrics of PipelineRL, by its definitions. See the package docstring.
+"""Metrics of PipelineRL, by its definitions. See `workbench.systems.metrics`.
 
 Most numbers are sums over documents of the document's token mean; PipelineRL divides them by samples when it logs. Read
 from ServiceNow/PipelineRL 58d39345.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.losses.terms import LossInputs
-from workbench.metrics.definitions import Metric
+from workbench.metrics.policy import Quantities
 from workbench.metrics.quantities import (
     KL,
     Advantage,
@@ -27,12 +27,10 @@ from workbench.metrics.quantities import (
     LogProb,
     LogRatio,
     One,
-    Quantities,
     Ratio,
 )
 from workbench.metrics.values import Maximum, Minimum, Share, SquaredSum, Sum
-from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import outside_clip_of, per_document
+from workbench.systems.metrics import Alias, PeerSettings, outside, outside_clip_of, per_document, token_metric
 
 LEFT_OUT = {
     "*": "without a trained token PipelineRL reports input_size only; here sums are 0, and extremes infinite",
@@ -48,45 +46,23 @@ class Reward(Column):
         return None if q.inputs.rewards_T is None else q.inputs.rewards_T.double()
 
 
-@dataclass(frozen=True)
-class FromReference(Column):
-    """1 where |log(ref / policy)| is above a limit."""
-
-    limit: float
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """See `Column.needs`."""
-        return "ref", "policy"
-
-    def of(self, q: Quantities) -> Tensor | None:
-        """See `Column.of`."""
-        distance_T = q.log_ratio("ref", "policy")
-        return None if distance_T is None else (distance_T.abs() > self.limit).double()
-
-
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Yield sums over documents of token means, extremes over tokens, and sums of ratios over tokens."""
     over = Share(1 if s.num_documents is None else s.num_documents)
     clamp = None if s.spec is None else s.spec.kl.input_clamp
 
     def mean(name: str, meaning: str, unit: str, column: Column) -> Alias:
-        return Alias(
-            Metric(name, f"sum over documents of the document's mean {meaning}", unit, column, over, "document")
-        )
+        meaning = f"sum over documents of the document's mean {meaning}"
+        return token_metric(name, meaning, unit, column, over, "document")
 
-    def extremes(name: str, meaning: str, unit: str, column: Column) -> Iterable[Alias]:
-        yield Alias(Metric(f"max_{name}", f"largest {meaning}", unit, column, Maximum()))
-        yield Alias(Metric(f"min_{name}", f"smallest {meaning}", unit, column, Minimum()))
-
-    penalty = KL("k3", "policy", "ref", clamp)
     for name, meaning, unit, column in (
         ("reward", "reward", "reward", Reward()),
         ("advantage", "advantage", "reward", Advantage()),
-        ("kl", "k3 estimate of KL(policy || ref), log ratio clamped", "nats", penalty),
+        ("kl", "k3 estimate of KL(policy || ref), log ratio clamped", "nats", KL("k3", "policy", "ref", clamp)),
     ):
         yield mean(name, meaning, unit, column)
-        yield from extremes(name, meaning, unit, column)
+        yield token_metric(f"max_{name}", f"largest {meaning}", unit, column, Maximum())
+        yield token_metric(f"min_{name}", f"smallest {meaning}", unit, column, Minimum())
     yield mean("entropy", "entropy", "nats", Entropy())
     yield mean("old_logprobs", "old log-probability", "nats", LogProb("old"))
     yield mean("new_logprobs", "log-probability", "nats", LogProb("policy"))
@@ -95,35 +71,22 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     yield mean("mean_abs_log_ratio_new_old", "|log ratio|", "nats", LogRatio("policy", "old", absolute=True))
     ratio = Ratio("policy", "old", clamped=s.kind == "cispo")
     yield mean("ratio_new_old", "ratio (of reinforce: as truncated)", "1", ratio)
-    yield Alias(Metric("ratio_new_old_sum", "sum of ratios over tokens", "1", ratio, Sum()))
-    yield Alias(Metric("ratio_new_old_squared_sum", "sum of squared ratios over tokens", "1", ratio, SquaredSum()))
+    yield token_metric("ratio_new_old_sum", "sum of ratios over tokens", "1", ratio, Sum())
+    yield token_metric("ratio_new_old_squared_sum", "sum of squared ratios over tokens", "1", ratio, SquaredSum())
     yield mean("ratio_ref_new", "ratio ref / policy", "1", Ratio("ref", "policy"))
     yield mean("ratio_ref_old", "ratio ref / old", "1", Ratio("ref", "old"))
     if clamp is not None:
-        yield mean(
-            "clamp_log_ratio_ref_new_indicator",
-            "share of tokens at which the KL's log ratio is clamped",
-            "1",
-            FromReference(clamp),
-        )
-    yield Alias(Metric("num_output_tokens_sum", "tokens that count", "tokens", One(), Sum()))
+        far = outside(LogRatio("ref", "policy", absolute=True), high=clamp)
+        meaning = "share of tokens at which the KL's log ratio is clamped"
+        yield mean("clamp_log_ratio_ref_new_indicator", meaning, "1", far)
+    yield token_metric("num_output_tokens_sum", "tokens that count", "tokens", One(), Sum())
+    name = "clamp_log_ratio_new_old_indicator"
     if s.of_documents:
-        yield Alias(
-            per_document(
-                "clamp_log_ratio_new_old_indicator",
-                "documents whose ratio lies outside the clip",
-                functools.partial(outside_clip_of, "outside", s.clip),
-                "sum",
-            ),
-            note="documents of weight 0 are left out there (`clipped_documents`)",
-        )
+        make = functools.partial(outside_clip_of, "outside", s.clip)
+        note = "documents of weight 0 are left out there (`clipped_documents`)"
+        yield per_document(name, "documents whose ratio lies outside the clip", make, "sum", note=note)
     elif s.clip is not None:
-        yield mean(
-            "clamp_log_ratio_new_old_indicator",
-            "share of tokens whose ratio lies outside the clip",
-            "1",
-            Clip("outside"),
-        )
+        yield mean(name, "share of tokens whose ratio lies outside the clip", "1", Clip("outside"))
 
 
 def token_weight_numbers(inputs: LossInputs, weights_T: Tensor) -> Mapping[str, float]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.pipelinerl.settings import PipelineRLSettings
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back, unsupported
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     # The divisor is the configured batch size; DeepSpeed divides by accumulation steps and ranks once more.
@@ -55,8 +55,7 @@ def translate(settings: PipelineRLSettings) -> Translation:
         surrogate=surrogate,
         truncated="silent" if settings.overlong_filtering else "train",
         denominator="group_length" if settings.group_normalization else "document_sum",
-        documents_counted="all",
-        scaling=CONTRACTS["deepspeed"],
+        compat={"documents_counted": "all", "scaling": CONTRACTS["deepspeed"]},
         **rest,
     )
     return Translation(spec, tuple(notes), ("current_step", "max_step", "packed"))

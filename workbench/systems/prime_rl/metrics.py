@@ -1,4 +1,4 @@
-"""Metrics of prime-rl's loss components, by its definitions. See the package docstring.
+"""Metrics of prime-rl's loss components, by its definitions. See `workbench.systems.metrics`.
 
 There is one number per document, a mean over some of its tokens and 0 if there are none; prime-rl logs their mean over
 documents. Read from PrimeIntellect-ai/prime-rl 559b4477.
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.definitions import DocumentMetric
-from workbench.metrics.quantities import KL, Advantage, Column, LogProb, LogRatio, One, PolicyCut, Quantities
-from workbench.systems.alias import Alias, PeerSettings
+from workbench.metrics.policy import Quantities
+from workbench.metrics.quantities import KL, Column, LogProb, LogRatio, One, PolicyCut
+from workbench.systems.metrics import Alias, Derived, PeerSettings, document_metric, has_sign, negation
 
 TRAINED = One()
 """1 on every token that counts."""
@@ -55,16 +55,13 @@ class Number:
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Yield means over documents, of a loss that is one of its components."""
     for number in numbers(s.kind):
-        yield Alias(
-            DocumentMetric(
-                number.name,
-                f"mean over documents of the {number.meaning}",
-                number.unit,
-                (_Within(number.value, number.where), number.where),
-                functools.partial(_mean_of, number, s.num_documents),
-            ),
-            None,
-            "0 for a document without such tokens, also where it has no trained token",
+        yield document_metric(
+            number.name,
+            f"mean over documents of the {number.meaning}",
+            number.unit,
+            (_within(number.value, number.where), number.where),
+            functools.partial(_mean_of, number, s.num_documents),
+            note="0 for a document without such tokens, also where it has no trained token",
         )
 
 
@@ -89,7 +86,7 @@ def of_documents(inputs: LossInputs, term: Term, kind: str, documents: int, *, e
 
     included = torch.ones(documents, dtype=torch.bool) if empty else total(One()) > 0
     return {
-        number.name: number.read(total(_Within(number.value, number.where)), total(number.where))[included]
+        number.name: number.read(total(_within(number.value, number.where)), total(number.where))[included]
         for number in numbers(kind)
     }
 
@@ -99,22 +96,10 @@ def numbers(kind: str) -> list[Number]:
     if kind == "sft":
         return [Number("nll", "mean negative log-likelihood", "nats", LogProb("policy"), negative=True)]
     prefix = "ref_kl/" if kind == "ref_kl" else ""
-    mismatch, dropped, undropped = KL("k3", "sampler", "policy"), PolicyCut(), _Kept()
+    mismatch, dropped, mean = KL("k3", "sampler", "policy"), PolicyCut(), "mean k3 of policy against sampler over"
     entries = [
-        Number(
-            f"{prefix}masked_mismatch_kl",
-            "mean k3 of policy against sampler over dropped tokens",
-            "nats",
-            mismatch,
-            dropped,
-        ),
-        Number(
-            f"{prefix}unmasked_mismatch_kl",
-            "mean k3 of policy against sampler over kept tokens",
-            "nats",
-            mismatch,
-            undropped,
-        ),
+        Number(f"{prefix}masked_mismatch_kl", f"{mean} dropped tokens", "nats", mismatch, dropped),
+        Number(f"{prefix}unmasked_mismatch_kl", f"{mean} kept tokens", "nats", mismatch, negation(dropped)),
         Number(f"{prefix}is_masked", "share of dropped tokens", "1", dropped, flags=True),
     ]
     if kind == "ref_kl":
@@ -122,26 +107,11 @@ def numbers(kind: str) -> list[Number]:
     if kind != "dppo_tv":
         return entries
     for side, advantage, sign in (("low", "a negative", -1), ("high", "a positive", 1)):
-        entries.append(
-            Number(
-                f"is_masked_{side}",
-                f"share of dropped tokens with {advantage} advantage",
-                "1",
-                _Within(_Sign(sign), dropped),
-                flags=True,
-            )
-        )
+        meaning, value = f"share of dropped tokens with {advantage} advantage", _within(has_sign(sign), dropped)
+        entries.append(Number(f"is_masked_{side}", meaning, "1", value, flags=True))
     for side, sign in (("positive", 1), ("negative", -1)):
-        entries.append(
-            Number(
-                f"masked_advantage_{side}",
-                f"share of the dropped tokens whose advantage is {side}",
-                "1",
-                _Sign(sign),
-                dropped,
-                flags=True,
-            )
-        )
+        meaning = f"share of the dropped tokens whose advantage is {side}"
+        entries.append(Number(f"masked_advantage_{side}", meaning, "1", has_sign(sign), dropped, flags=True))
     return entries
 
 
@@ -150,36 +120,6 @@ def _mean_of(number: Number, of: int | None, tokens_N: Tensor, value_N: Tensor, 
     return float(number.read(value_N, where_N).sum()) / count if count else float("nan")
 
 
-@dataclass(frozen=True)
-class _Kept(Column):
-    """1 where the policy term did not drop the token."""
-
-    def of(self, q: Quantities) -> Tensor | None:
-        dropped_T = PolicyCut().of(q)
-        return None if dropped_T is None else 1 - dropped_T
-
-
-@dataclass(frozen=True)
-class _Sign(Column):
-    """1 where the advantage has this sign."""
-
-    sign: int
-
-    def of(self, q: Quantities) -> Tensor | None:
-        return (torch.sign(Advantage().of(q)) == self.sign).double()
-
-
-@dataclass(frozen=True)
-class _Within(Column):
-    """A column where another one is 1, and 0 elsewhere."""
-
-    value: Column
-    where: Column
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.value.needs, *self.where.needs)))
-
-    def of(self, q: Quantities) -> Tensor | None:
-        value_T, where_T = self.value.of(q), self.where.of(q)
-        return None if value_T is None or where_T is None else torch.where(where_T > 0, value_T, 0.0)
+def _within(value: Column, where: Column) -> Column:
+    """Return a column where another one is 1, and 0 elsewhere."""
+    return Derived(lambda value_T, where_T: torch.where(where_T > 0, value_T, 0.0), (value, where))

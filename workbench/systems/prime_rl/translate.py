@@ -8,9 +8,9 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back
 from workbench.systems.prime_rl.settings import PrimeSettings
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     # Every cp rank counts the whole row, and the gather's backward adds over them: both cancel. FSDP's division is
@@ -43,7 +43,7 @@ def translate(settings: PrimeSettings) -> Translation:
         name="ipo" if settings.type == "ipo" else "prime_rl",
         surrogate={**surrogate, "coefficient": settings.adv_tau},
         kl={"coefficient": settings.kl_tau},
-        scaling=CONTRACTS["fsdp"],
+        compat={"scaling": CONTRACTS["fsdp"]},
     )
     notes = [
         "the ratio is against the sampler, and is never clipped",

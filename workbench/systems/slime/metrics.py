@@ -1,4 +1,4 @@
-"""Metrics of slime, by its definitions. See the package docstring.
+"""Metrics of slime, by its definitions. See `workbench.systems.metrics`.
 
 Every number is a sum over samples of the sample's token mean, or a sum over tokens (calculate_per_token_loss), of one
 micro-batch; slime divides by samples, or tokens, of the step when it logs. Read from THUDM/slime 624b824a.
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from workbench.losses.terms import LossInputs
-from workbench.metrics.definitions import DocumentMetric, Metric, Weight
+from workbench.metrics.definitions import Weight
 from workbench.metrics.quantities import KL, Column, Extra, LogRatio, PolicyCut, Ratio, TermValue, Truncated
 from workbench.metrics.values import Reducer, Share, Sum
-from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import ratio_of, reduced
+from workbench.systems.metrics import Alias, PeerSettings, document_metric, ratio_of, reduced, token_metric
 
 LEFT_OUT = {"tis_abs": "slime reports |weight - 1| as well; here weight/raw/* show the distance of weights from 1"}
 
@@ -32,33 +31,22 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     reduction = "sum over tokens" if by_token else "sum over samples of the mean"
 
     def total(name: str, meaning: str, unit: str, column: Column, note: str = "") -> Alias:
-        return Alias(Metric(name, f"{reduction} of {meaning}", unit, column, over, weight), note=note)
+        return token_metric(name, f"{reduction} of {meaning}", unit, column, over, weight, note=note)
 
     if s.kind == "cispo":
         yield total("pg_clipfrac", "1 where the ratio lies outside the clip", "1", Extra("ratio_truncated"))
     else:
-        yield total(
-            "pg_clipfrac",
-            "1 where the clip acts, by the sign of the advantage",
-            "1",
-            PolicyCut(),
-            "not where the dual clip acts",
-        )
+        meaning = "1 where the clip acts, by the sign of the advantage"
+        yield total("pg_clipfrac", meaning, "1", PolicyCut(), "not where the dual clip acts")
     anchor = "old" if s.clip is None else s.clip.anchor
     yield total("ppo_kl", "old - policy", "nats", KL("k1", anchor, "policy"))
     yield total("kl_loss", "the KL estimate, without its coefficient", "nats", TermValue("kl"))
     if s.spec is not None and s.spec.correction.ratio != "none":
         if s.of_documents:
             make, reduce = (_on_tokens, "sum") if by_token else (ratio_of, "mean")
-            yield Alias(
-                DocumentMetric(
-                    "ois",
-                    f"{reduction} of the sample's ratio policy / old",
-                    "1",
-                    (LogRatio("policy", anchor),),
-                    functools.partial(reduced, make, reduce, s.num_documents),
-                )
-            )
+            read = functools.partial(reduced, make, reduce, s.num_documents)
+            meaning = f"{reduction} of the sample's ratio policy / old"
+            yield document_metric("ois", meaning, "1", (LogRatio("policy", anchor),), read)
         else:
             yield total("ois", "the ratio policy / old", "1", Ratio("policy", anchor))
         yield total("tis", "the correction weight before truncation", "1", Extra("raw_weight"))

@@ -8,9 +8,9 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
 from workbench.systems.slime.settings import SlimeSettings
+from workbench.systems.translate import checked_back, unsupported
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
     "per sample": ScalingSpec(multiplied_by=("micro_batches", "dp_cp"), engine_divides=("micro_batches", "dp_cp")),
@@ -66,8 +66,10 @@ def translate(settings: SlimeSettings) -> Translation:
         kl=kl,
         entropy_coefficient=settings.entropy_coef,
         denominator="token" if settings.calculate_per_token_loss else "document",
-        documents_counted="trained" if settings.calculate_per_token_loss else "all",
-        scaling=CONTRACTS["per token" if settings.calculate_per_token_loss else "per sample"],
+        compat={
+            "documents_counted": "trained" if settings.calculate_per_token_loss else "all",
+            "scaling": CONTRACTS["per token" if settings.calculate_per_token_loss else "per sample"],
+        },
     )
     return Translation(spec, tuple(notes))
 

@@ -1,4 +1,4 @@
-"""Metrics of TRL, by its definitions. See the package docstring.
+"""Metrics of TRL, by its definitions. See `workbench.systems.metrics`.
 
 TRL averages quantities with one value per row (a ratio of documents, the weight of VESPO) over all rows, also those in
 which nothing counts, whose ratio is 1; but over tokens as soon as a per-token advantage enters.
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.metrics.definitions import DocumentMetric, Metric, Weight, statistic
+from workbench.metrics.definitions import Weight, statistic
+from workbench.metrics.policy import Quantities
 from workbench.metrics.quantities import (
     KL,
     Advantage,
@@ -26,18 +27,21 @@ from workbench.metrics.quantities import (
     Entropy,
     Extra,
     LogRatio,
-    Quantities,
+    Ratio,
     Region,
     TermValue,
     beyond,
 )
-from workbench.metrics.values import (
-    Maximum,
-    Mean,
-    Minimum,
+from workbench.metrics.values import Maximum, Mean, Minimum
+from workbench.systems.metrics import (
+    Alias,
+    Derived,
+    PeerSettings,
+    document_metric,
+    outside_clip_of,
+    per_document,
+    token_metric,
 )
-from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import outside_clip_of, per_document
 
 SHARES: tuple[tuple[str, Region, str, str], ...] = (
     ("low_mean", "cut_low", "below the clip with a negative advantage", "sign_aware_low"),
@@ -49,62 +53,47 @@ SHARES: tuple[tuple[str, Region, str, str], ...] = (
 
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Yield every metric of TRL with its definition, for a loss."""
-    yield Alias(Metric("entropy", "mean entropy", "nats", Entropy(), Mean()), "entropy/policy/mean")
+    yield token_metric("entropy", "mean entropy", "nats", Entropy(), canonical="entropy/policy/mean")
     if s.spec is not None and s.spec.kl.coefficient and s.spec.kl.importance != "none":
-        yield Alias(
-            Metric("kl", "mean of k3 of KL(policy || ref) times the importance ratio", "nats", TermValue("kl"), Mean()),
-            None,
-            "without use_bias_correction_kl there is no ratio in it",
-        )
+        meaning = "mean of k3 of KL(policy || ref) times the importance ratio"
+        note = "without use_bias_correction_kl there is no ratio in it"
+        yield token_metric("kl", meaning, "nats", TermValue("kl"), note=note)
     else:
-        yield Alias(
-            Metric("kl", "mean k3 estimate of KL(policy || ref)", "nats", KL("k3", "policy", "ref"), Mean()),
-            "kl/policy_ref/k3_mean",
-        )
+        meaning, same = "mean k3 estimate of KL(policy || ref)", "kl/policy_ref/k3_mean"
+        yield token_metric("kl", meaning, "nats", KL("k3", "policy", "ref"), canonical=same)
     if s.clip is not None and s.kind == "cispo":
-        yield _share(
-            "cispo_clip_ratio",
-            "cut_high",
-            "above the upper bound with a positive advantage",
-            s,
-            s.clip,
-            "sign_aware_high",
-        )
+        where = "above the upper bound with a positive advantage"
+        yield _share("cispo_clip_ratio", "cut_high", where, s, s.clip, "sign_aware_high")
     elif s.clip is not None and s.kind in ("ppo", "gspo", "luspo"):
         clip = _within_delta(s, s.clip)
         for name, region, where, canonical in SHARES:
             yield _share(f"clip_ratio/{name}", region, where, s, clip, canonical)
         for name, region, reduce in (("low_min", "cut_low", "min"), ("high_max", "cut_high", "max")):
-            yield Alias(_row_extreme(f"clip_ratio/{name}", region, s, clip, reduce))
+            yield _row_extreme(f"clip_ratio/{name}", region, s, clip, reduce)
     elif s.kind == "vespo":
         yield _gamma_weight(s)
     yield from _sampling(s)
 
 
 def _sampling(s: PeerSettings) -> Iterable[Alias]:
-    gap = LogRatio("old", "sampler", absolute=True)
-    yield Alias(
-        Metric("sampling/sampling_logp_difference/mean", "mean |old - sampler|", "nats", gap, Mean()),
-        "kl/sampler_old/abs_mean",
-    )
-    yield Alias(Metric("sampling/sampling_logp_difference/max", "largest |old - sampler|", "nats", gap, Maximum()))
-    for reduce, reducer, statistic_name in (
+    name, gap = "sampling/sampling_logp_difference", LogRatio("old", "sampler", absolute=True)
+    yield token_metric(f"{name}/mean", "mean |old - sampler|", "nats", gap, canonical="kl/sampler_old/abs_mean")
+    yield token_metric(f"{name}/max", "largest |old - sampler|", "nats", gap, Maximum())
+    for reduce, reducer, which in (
         ("min", Minimum(), "smallest"),
         ("mean", Mean(), "mean"),
         ("max", Maximum(), "largest"),
     ):
         weight: Weight = "document" if s.of_documents and reduce == "mean" else "token"
-        yield Alias(
-            Metric(
-                f"sampling/importance_sampling_ratio/{reduce}",
-                f"{statistic_name} of the correction weights as applied",
-                "1",
-                Extra("applied_weight"),
-                reducer,
-                weight,
-            ),
-            None if weight == "document" else f"weight/applied/{reduce}",
-            "after truncation; one weight per sequence where the ratio is one of a sequence",
+        yield token_metric(
+            f"sampling/importance_sampling_ratio/{reduce}",
+            f"{which} of the correction weights as applied",
+            "1",
+            Extra("applied_weight"),
+            reducer,
+            weight,
+            canonical=None if weight == "document" else f"weight/applied/{reduce}",
+            note="after truncation; one weight per sequence where the ratio is one of a sequence",
         )
 
 
@@ -120,37 +109,25 @@ def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
 
 def _share(key: str, region: Region, where: str, s: PeerSettings, clip: ClipRule, canonical: str) -> Alias:
     if s.of_documents and not s.token_advantages:
-        return Alias(
-            per_document(
-                key,
-                f"share of rows whose ratio is {where}",
-                functools.partial(outside_clip_of, region, clip),
-                "mean",
-                s.num_documents,
-            )
-        )
+        make = functools.partial(outside_clip_of, region, clip)
+        return per_document(key, f"share of rows whose ratio is {where}", make, "mean", s.num_documents)
     if s.of_documents:
-        return Alias(Metric(key, f"share of tokens whose row's ratio is {where}", "1", _RowClip(region, clip), Mean()))
+        return token_metric(key, f"share of tokens whose row's ratio is {where}", "1", _RowClip(region, clip))
     if clip is not s.clip:
-        return Alias(Metric(key, f"share of tokens {where}, after delta", "1", _TokenClip(region, clip), Mean()))
-    return Alias(
-        Metric(key, f"share of tokens {where}", "1", Clip(region, clip.anchor), Mean()), f"clip/{canonical}/fraction"
-    )
+        return token_metric(key, f"share of tokens {where}, after delta", "1", _token_clip(region, clip))
+    column, same = Clip(region, clip.anchor), f"clip/{canonical}/fraction"
+    return token_metric(key, f"share of tokens {where}", "1", column, canonical=same)
 
 
-def _row_extreme(key: str, region: Region, s: PeerSettings, clip: ClipRule, reduce: str) -> DocumentMetric:
+def _row_extreme(key: str, region: Region, s: PeerSettings, clip: ClipRule, reduce: str) -> Alias:
     extreme = "smallest" if reduce == "min" else "largest"
     if s.of_documents and not s.token_advantages:
-        return DocumentMetric(
-            key,
-            f"{extreme} over rows of 1 if the row's ratio is clipped; 0 for a row in which nothing counts",
-            "1",
-            (LogRatio("policy", clip.anchor), Advantage()),
-            functools.partial(_extreme_flag, reduce, region, clip, s.num_documents),
-        )
-    column: Column = _RowClip(region, clip) if s.of_documents else _TokenClip(region, clip)
+        meaning = f"{extreme} over rows of 1 if the row's ratio is clipped; 0 for a row in which nothing counts"
+        read = functools.partial(_extreme_flag, reduce, region, clip, s.num_documents)
+        return document_metric(key, meaning, "1", (LogRatio("policy", clip.anchor), Advantage()), read)
+    column = _RowClip(region, clip) if s.of_documents else _token_clip(region, clip)
     meaning = f"{extreme} share, over rows with trained tokens, of a row's tokens that are clipped"
-    return DocumentMetric(key, meaning, "1", (column,), functools.partial(_extreme_share, reduce))
+    return document_metric(key, meaning, "1", (column,), functools.partial(_extreme_share, reduce))
 
 
 def _extreme_flag(
@@ -166,18 +143,11 @@ def _extreme_share(reduce: str, tokens_N: Tensor, clipped_N: Tensor) -> float:
 
 
 def _gamma_weight(s: PeerSettings) -> Alias:
-    phi = Extra("sequence_weight")
+    key, phi = "vespo/phi_seq_mean", Extra("sequence_weight")
     if s.token_advantages:
-        return Alias(Metric("vespo/phi_seq_mean", "mean over tokens of the gamma weight", "1", phi, Mean()))
-    return Alias(
-        DocumentMetric(
-            "vespo/phi_seq_mean",
-            "mean over rows of the gamma weight; 1 of a row in which nothing counts",
-            "1",
-            (phi,),
-            functools.partial(_mean_with_ones, s.num_documents),
-        )
-    )
+        return token_metric(key, "mean over tokens of the gamma weight", "1", phi)
+    meaning = "mean over rows of the gamma weight; 1 of a row in which nothing counts"
+    return document_metric(key, meaning, "1", (phi,), functools.partial(_mean_with_ones, s.num_documents))
 
 
 def _mean_with_ones(number: int | None, tokens_N: Tensor, sum_N: Tensor) -> float:
@@ -187,9 +157,18 @@ def _mean_with_ones(number: int | None, tokens_N: Tensor, sum_N: Tensor) -> floa
     return total / (len(tokens_N) + missing) if len(tokens_N) + missing else math.nan
 
 
+def _token_clip(region: Region, clip: ClipRule) -> Derived:
+    """Return 1 where the token's ratio lies in a region of a clip that need not be the loss's own."""
+
+    def clipped(ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
+        return beyond(region, ratio_T, advantages_T, clip).double()
+
+    return Derived(clipped, (Ratio("policy", clip.anchor), Advantage()))
+
+
 @dataclass(frozen=True)
-class _TokenClip(Column):
-    """1 where the token's ratio lies in a region of a clip that need not be the loss's own."""
+class _RowClip(Column):
+    """1 where the ratio of the token's document lies in a region of the clip, by the token's own advantage."""
 
     region: Region
     clip: ClipRule
@@ -199,18 +178,7 @@ class _TokenClip(Column):
         return "policy", self.clip.anchor
 
     def of(self, q: Quantities) -> Tensor | None:
-        ratio_T = q.ratio("policy", self.clip.anchor)
-        beyond_T = None if ratio_T is None else beyond(self.region, ratio_T, q.advantages_T, self.clip)
-        return None if beyond_T is None else beyond_T.double()
-
-
-@dataclass(frozen=True)
-class _RowClip(_TokenClip):
-    """1 where the ratio of the token's document lies in a region of the clip, by the token's own advantage."""
-
-    def of(self, q: Quantities) -> Tensor | None:
         log_T = q.log_ratio("policy", self.clip.anchor)
         if log_T is None:
             return None
-        beyond_T = beyond(self.region, q.inputs.document_mean(log_T).exp(), q.advantages_T, self.clip)
-        return None if beyond_T is None else beyond_T.double()
+        return beyond(self.region, q.inputs.document_mean(log_T).exp(), q.advantages_T, self.clip).double()

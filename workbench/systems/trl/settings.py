@@ -18,25 +18,15 @@ LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", 
 Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-class TRLSettings(Settings):
-    """Options of `GRPOConfig` that decide the loss, and arguments of one call of `_compute_loss` (TRL 1.16.0)."""
+class GRPOFamily(Settings):
+    """Options that TRL's trainer and Liger's kernel have in common."""
 
     loss_type: LossType = "dapo"
     """Surrogate and denominator."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Ratio of tokens, or the geometric mean over a row."""
-    epsilon: float = Field(0.2, ge=0)
-    """Length of the clip below 1."""
-    epsilon_low: float | None = Field(None, ge=0)
-    """`epsilon`, as the trainer's attribute is called."""
-    epsilon_high: float | None = Field(None, ge=0)
-    """Length of the clip above 1, None: as below; cispo: the bound itself."""
+    """Ratio of tokens, or the geometric mean over a row (Liger: not for cispo, sapo and vespo)."""
     delta: float | None = Field(None, gt=0)
     """Upper bound of the ratio in the unclipped branch."""
-    beta: float = Field(0.0, ge=0)
-    """Coefficient of the KL penalty against the reference (k3)."""
-    use_bias_correction_kl: bool = True
-    """Multiply the KL estimate by the ratio, including its gradient."""
     sapo_temperature_pos: float = Field(1.0, gt=0)
     """sapo: steepness where the advantage is positive."""
     sapo_temperature_neg: float = Field(1.05, gt=0)
@@ -51,6 +41,25 @@ class TRLSettings(Settings):
     """vespo: decay, negative advantages; at least 1e-4."""
     vespo: dict[Literal["k_pos", "lambda_pos", "k_neg", "lambda_neg"], float] | None = None
     """The four together; they override the single options."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides logits."""
+    num_items_in_batch: float | None = Field(None, ge=0)
+    """Given: trained tokens of the generation batch, over all processes."""
+
+
+class TRLSettings(GRPOFamily):
+    """Options of `GRPOConfig` that decide the loss, and arguments of one call of `_compute_loss` (TRL 1.16.0)."""
+
+    epsilon: float = Field(0.2, ge=0)
+    """Length of the clip below 1."""
+    epsilon_low: float | None = Field(None, ge=0)
+    """`epsilon`, as the trainer's attribute is called."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """Length of the clip above 1, None: as below; cispo: the bound itself."""
+    beta: float = Field(0.0, ge=0)
+    """Coefficient of the KL penalty against the reference (k3)."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the ratio, including its gradient."""
     off_policy_mask_threshold: float | None = None
     """Drop rows with negative advantage whose mean of (sampler - policy) is above this."""
     top_entropy_quantile: float = Field(1.0, ge=0, le=1)
@@ -75,8 +84,6 @@ class TRLSettings(Settings):
     """dr_grpo: the constant length."""
     mask_truncated_completions: bool = False
     """Truncated completions come with a mask of zeros: a property of the batch."""
-    temperature: float = Field(1.0, gt=0)
-    """Divides logits."""
     gradient_accumulation_steps: int = Field(1, gt=0)
     """Micro-batches of an optimizer step."""
     steps_per_generation: int | None = Field(None, gt=0)
@@ -85,8 +92,6 @@ class TRLSettings(Settings):
     """Times that a generation batch is trained on; decides if old log-probabilities are kept."""
     vllm_is: Literal["token", "sequence", "seq"] | Mode | None = None
     """Given: ready-made weights came with the batch, one per token or one per row."""
-    num_items_in_batch: float | None = Field(None, ge=0)
-    """Given: trained tokens of the generation batch, over all processes."""
 
 
 class ISSettings(Settings):

@@ -8,8 +8,8 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back, unsupported
 from workbench.systems.trl.settings import COUNTED, TRLSettings
 
 CONTRACTS: Mapping[str, ScalingSpec] = {
@@ -27,21 +27,30 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Loss types whose term is PPO's; they differ in its denominator."""
 
 
-DENOMINATORS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"denominator": "document", "documents_counted": "all"},
-    "sapo": {"denominator": "document", "documents_counted": "all"},
-    "bnpo": {"denominator": "token"},
-    "dr_grpo": {"denominator": "constant", "documents_counted": "all"},
-    "luspo": {"denominator": "document_sum", "documents_counted": "all"},
-    "dapo": {"denominator": "token"},
-    "cispo": {"denominator": "token"},
-    "vespo": {"denominator": "token"},
+DENOMINATORS: Mapping[str, str] = {
+    "grpo": "document",
+    "sapo": "document",
+    "bnpo": "token",
+    "dr_grpo": "constant",
+    "luspo": "document_sum",
+    "dapo": "token",
+    "cispo": "token",
+    "vespo": "token",
 }
 """Loss type -> denominator of its token sums, in the scope of its scaling contract."""
 
 
+def documents_counted(loss_type: str) -> str:
+    """Return the rows that a mean over rows counts: all, also those without trained tokens."""
+    return "trained" if DENOMINATORS[loss_type] == "token" else "all"
+
+
 LEAST_LAMBDA = 1e-4
 """vespo: the smallest lambda."""
+
+
+VESPO = {"k_positive": "k_pos", "lambda_positive": "lambda_pos", "k_negative": "k_neg", "lambda_negative": "lambda_neg"}
+"""vespo: setting of the surrogate -> option, which is also one of its own with the prefix vespo_."""
 
 
 def translate(settings: TRLSettings) -> Translation:
@@ -54,19 +63,18 @@ def translate(settings: TRLSettings) -> Translation:
             fix="give entropy_coef as it is in that step, and leave the controller out",
         )
     kind = settings.loss_type
-    divided: dict[str, Any] = dict(DENOMINATORS[kind])
-    if kind == "dr_grpo":
-        divided["denominator_constant"] = settings.max_completion_length
+    low = settings.epsilon if settings.epsilon_low is None else settings.epsilon_low
     spec = LossSpec(
         name="grpo",
-        surrogate=_surrogate(settings),
+        **fields_of(settings, low, low if settings.epsilon_high is None else settings.epsilon_high, settings.beta),
         correction=_correction(settings),
-        kl=_kl(settings),
         entropy_coefficient=settings.entropy_coef,
-        entropy_denominator="local_token" if settings.entropy_coef else "penalty",
         top_entropy_share=settings.top_entropy_quantile,
-        scaling=CONTRACTS[_contract(kind)],
-        **divided,
+        compat={
+            "documents_counted": documents_counted(kind),
+            "entropy_denominator": "local_token" if settings.entropy_coef else "penalty",
+            "scaling": CONTRACTS[_contract(kind)],
+        },
     )
     return Translation(spec, tuple(_notes(settings, spec)), ("vllm_is", "num_items_in_batch"))
 
@@ -75,46 +83,40 @@ def _contract(loss_type: str) -> str:
     return next(name for name in CONTRACTS if loss_type in name.split(", "))
 
 
-def _surrogate(settings: TRLSettings) -> dict[str, Any]:
-    of_rows = settings.importance_sampling_level == "sequence"
-    low, high = _bounds(settings)
+def fields_of(settings: Any, low: float, high: float, beta: float) -> dict[str, Any]:
+    """Return surrogate, KL penalty and denominator as fields of a spec.
+
+    Args:
+        settings: options of TRL or Liger.
+        low: length of the clip below 1.
+        high: length of the clip above 1; cispo: the bound.
+        beta: coefficient of the penalty.
+    """
+    level = "document" if settings.importance_sampling_level == "sequence" else "token"
+    fields: dict[str, Any] = {"surrogate": _surrogate(settings, low, high, level), "kl": {}}
+    if beta:
+        fields["kl"] = {"coefficient": beta}
+        if settings.use_bias_correction_kl:
+            fields["kl"] |= {"importance": "old", "gradient": "score", "importance_level": level}
+    fields["denominator"] = DENOMINATORS[settings.loss_type]
+    if settings.loss_type == "dr_grpo":
+        fields["denominator_constant"] = settings.max_completion_length
+    return fields
+
+
+def _surrogate(settings: Any, low: float, high: float, level: str) -> dict[str, Any]:
     if settings.loss_type in CLIPPED:
-        return {"kind": "gspo" if of_rows else "ppo", "clip_low": low, "clip_high": high, "delta": settings.delta}
+        kind = "gspo" if level == "document" else "ppo"
+        return {"kind": kind, "clip_low": low, "clip_high": high, "delta": settings.delta}
     if settings.loss_type == "cispo":
-        return {"kind": "cispo", "bounds": "absolute", "clip_high": high, "level": "document" if of_rows else "token"}
+        return {"kind": "cispo", "bounds": "absolute", "clip_high": high, "level": level}
     if settings.loss_type == "sapo":
-        return {
-            "kind": "sapo",
-            "level": "document" if of_rows else "token",
-            "tau_positive": settings.sapo_temperature_pos,
-            "tau_negative": settings.sapo_temperature_neg,
-        }
+        positive, negative = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+        return {"kind": "sapo", "level": level, "tau_positive": positive, "tau_negative": negative}
     given = settings.vespo or {}
-    return {
-        "kind": "vespo",
-        "k_positive": given.get("k_pos", settings.vespo_k_pos),
-        "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
-        "k_negative": given.get("k_neg", settings.vespo_k_neg),
-        "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA),
-    }
-
-
-def _bounds(settings: TRLSettings) -> tuple[float, float]:
-    low = settings.epsilon if settings.epsilon_low is None else settings.epsilon_low
-    return low, low if settings.epsilon_high is None else settings.epsilon_high
-
-
-def _kl(settings: TRLSettings) -> dict[str, Any]:
-    if not settings.beta:
-        return {}
-    if not settings.use_bias_correction_kl:
-        return {"coefficient": settings.beta}
-    return {
-        "coefficient": settings.beta,
-        "importance": "old",
-        "gradient": "score",
-        "importance_level": "document" if settings.importance_sampling_level == "sequence" else "token",
-    }
+    values = {name: given.get(option, getattr(settings, f"vespo_{option}")) for name, option in VESPO.items()}
+    least = {name: max(value, LEAST_LAMBDA) for name, value in values.items() if name.startswith("lambda")}
+    return {"kind": "vespo", **values, **least}
 
 
 def _correction(settings: TRLSettings) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
         notes.append("vespo's weight is always one of the row; importance_sampling_level acts on the KL term only")
     if settings.loss_type == "luspo":
         notes.append("luspo sums over the row's tokens, so the KL penalty grows with the length, too")
-    if spec.documents_counted == "all":
+    if spec.compat.documents_counted == "all":
         notes.append("rows without trained tokens count in the mean over rows")
     if settings.loss_type in COUNTED:
         notes.append(
@@ -215,7 +217,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
     surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
     settings: dict[str, Any] = {
         "loss_type": _loss_type(spec),
-        "beta": kl.coefficient,
+        **options_of(spec, "epsilon"),
         "entropy_coef": spec.entropy_coefficient,
         "top_entropy_quantile": spec.top_entropy_share,
     }
@@ -223,30 +225,22 @@ def back(spec: LossSpec) -> dict[str, Any]:
     settings["importance_sampling_level"] = "sequence" if of_rows else "token"
     if kl.coefficient:
         settings["use_bias_correction_kl"] = kl.importance != "none"
-    if surrogate.kind in ("ppo", "gspo"):
-        settings |= {
-            "epsilon": surrogate.get("clip_low"),
-            "epsilon_high": surrogate.get("clip_high"),
-            "delta": surrogate.get("delta"),
-        }
-    elif surrogate.kind == "cispo":
-        settings["epsilon_high"] = surrogate.get("clip_high")
-    elif surrogate.kind == "sapo":
-        settings |= {
-            "sapo_temperature_pos": surrogate.get("tau_positive"),
-            "sapo_temperature_neg": surrogate.get("tau_negative"),
-        }
-    else:
-        settings |= {
-            "vespo_k_pos": surrogate.k_positive,
-            "vespo_lambda_pos": surrogate.lambda_positive,
-            "vespo_k_neg": surrogate.k_negative,
-            "vespo_lambda_neg": surrogate.lambda_negative,
-        }
-    if spec.denominator == "constant" and spec.denominator_constant is not None:
-        settings["max_completion_length"] = int(spec.denominator_constant)
     settings |= _correction_back(correction.ratio, spec)
     return checked_back("TRL", spec, TRLSettings, translate, settings)
+
+
+def options_of(spec: LossSpec, low: str) -> dict[str, Any]:
+    """Return the options of a spec's surrogate, penalty and constant; ``low``: name of the clip's length below 1."""
+    surrogate = spec.surrogate
+    names = {
+        "cispo": {"epsilon_high": "clip_high"},
+        "sapo": {"sapo_temperature_pos": "tau_positive", "sapo_temperature_neg": "tau_negative"},
+        "vespo": {f"vespo_{option}": name for name, option in VESPO.items()},
+    }.get(surrogate.kind, {low: "clip_low", "epsilon_high": "clip_high", "delta": "delta"})
+    options = {"beta": spec.kl.coefficient} | {option: surrogate.get(name) for option, name in names.items()}
+    if spec.denominator == "constant" and spec.denominator_constant is not None:
+        options["max_completion_length"] = int(spec.denominator_constant)
+    return options
 
 
 def _loss_type(spec: LossSpec) -> str:
@@ -258,7 +252,7 @@ def _loss_type(spec: LossSpec) -> str:
             "TRL", f"the surrogate {kind!r}", "its loss types are PPO's clip on tokens or rows, sapo, cispo and vespo"
         )
     if spec.denominator == "token":
-        return "bnpo" if spec.scaling.counts == "micro_batch" else "dapo"
+        return "bnpo" if spec.compat.scaling.counts == "micro_batch" else "dapo"
     types = {"document": "grpo", "constant": "dr_grpo", "document_sum": "luspo", "local_token": "bnpo"}
     if spec.denominator not in types:
         raise unsupported("TRL", f"the denominator {spec.denominator!r}", f"it has {', '.join(types)} and token")

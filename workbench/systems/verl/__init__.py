@@ -8,28 +8,194 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
-from workbench.systems.registry import BATCH, LOGPROBS, VALUES, System
-from workbench.systems.replays import is_correction
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.losses.corrections import apply_correction, correct
+from workbench.metrics.values import Mean
+from workbench.specs.losses import CorrectionSpec, LossSpec
+from workbench.systems.case import Case
+from workbench.systems.empty_batch import undefined
+from workbench.systems.metrics import PeerSettings, settings_of
+from workbench.systems.registry import BATCH, LOGPROBS, VALUES, System, parse_settings
+from workbench.systems.replays import (
+    Replayed,
+    aggregation,
+    case_metrics,
+    critic_loss,
+    evaluate_correction,
+    kl_estimator,
+    named_metrics,
+    policy_loss,
+)
 from workbench.systems.verl import metrics as named
 from workbench.systems.verl.advantages import advantages
 from workbench.systems.verl.correction import (
+    EPSILON,
     TITLE,
     RolloutCorrection,
-    correction_outputs,
-    translate_correction,
+    gates_of,
+    weights_of,
 )
-from workbench.systems.verl.replay import (
-    actor_loss,
-    aggregated,
-    bypass_metrics,
-    case_settings,
-    critic_loss,
-    peer_settings,
-    penalty,
-    undefined_loss,
+from workbench.systems.verl.settings import (
+    BY_DOCUMENT,
+    ActorSettings,
+    AggregationSettings,
+    GlobalBatchInfo,
+    KLSettings,
+    ValueSettings,
 )
-from workbench.systems.verl.settings import ActorSettings
-from workbench.systems.verl.translate import CONTRACTS, back, counts, translate
+from workbench.systems.verl.translate import CONTRACTS, back, counts, denominator, given, kl, translate
+
+OF_LOSS = ("actor/pg_clipfrac", "actor/ppo_kl")
+"""Names that a policy loss reports."""
+
+
+def case_settings(case: Case) -> dict[str, Any]:
+    """Return the options; the function's name selects the loss, and arrays give the padded width and weights."""
+    config = dict(case.config)
+    own = dict(config.get("policy_loss") or {})
+    own.setdefault("loss_mode", case.function.split()[0].removeprefix("compute_policy_loss_"))
+    if own["loss_mode"] == "bypass_mode" and "rollout_correction" in config:
+        own["rollout_correction"] = config.pop("rollout_correction")
+    if own["loss_mode"] == "reinforce":
+        config.setdefault("loss_agg_mode", "seq-mean-token-sum")
+    config["policy_loss"] = own
+    info = config.get("global_batch_info") or {}
+    if not (config.get("loss_scale_factor") or info.get("loss_scale_factor")):
+        config["loss_scale_factor"] = case.shape[-1]
+    if case.get("is_weights") is not None:
+        config["rollout_is_weights"] = True
+    return config
+
+
+def actor_loss(case: Case) -> dict[str, Any]:
+    """Replay a policy loss. In bypass mode the old policy of a correction is the live one, not the recorded one."""
+    live = "bypass" in case.function or "reinforce" in case.function
+    inputs = {name: value for name, value in case.inputs.items() if not (live and name == "old_logprobs")}
+    if live and "rollout_logprobs" not in inputs and case.get("old_logprobs") is not None:
+        inputs["rollout_logprobs"] = case["old_logprobs"]
+    return policy_loss(replace(case, inputs=inputs))
+
+
+def peer_settings(replayed: Replayed) -> PeerSettings:
+    """Return the settings of metrics: a loss reports itself, and in bypass mode its correction; a correction itself.
+
+    In a loss, verl's shares of sequences are means of flags in single precision, for any log-probabilities.
+    """
+    settings, peer = replayed.settings, settings_of(replayed.translation.spec, replayed.slots)
+    if not isinstance(settings, ActorSettings):
+        return peer._replace(only=("rollout_corr/",))
+    bypass = settings.policy_loss.loss_mode == "bypass_mode"
+    return peer._replace(single=True, only=(*OF_LOSS, "rollout_corr/") if bypass else OF_LOSS)
+
+
+def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
+    """Return NaN if `agg_loss` divides by 0: nothing counts here, and no count of the mini-batch was given.
+
+    The gradient stays 0: tokens that masked_sum leaves out have none, for any divisor.
+    """
+    settings = replayed.settings
+    if not isinstance(settings, ActorSettings) or settings.policy_loss.loss_mode == "geo_mean":
+        return {}
+    mode = settings.policy_loss.loss_mode
+    agg = "seq-mean-token-mean" if mode in BY_DOCUMENT else settings.loss_agg_mode
+    counted_T = replayed.weights["policy"].loss_T  # 0 where a gate rejects, too
+    return _or_undefined({}, counted_T, agg, settings.global_batch_info)
+
+
+def _or_undefined(outputs: dict[str, Any], counted_T: Tensor, agg: str, info: GlobalBatchInfo) -> dict[str, Any]:
+    """Return the outputs, with NaN for the loss if a mean is taken over nothing."""
+    count = {"token-mean": info.batch_num_tokens, "token-sum": 1.0}.get(agg, info.global_batch_size)
+    return outputs | {"loss": undefined()} if count is None and not counted_T.any() else outputs
+
+
+def bypass_metrics(replayed: Replayed) -> dict[str, float]:
+    """Return importance weights, which bypass_mode reports even if its loss does not use them."""
+    settings = replayed.settings
+    if not isinstance(settings, ActorSettings) or settings.policy_loss.loss_mode != "bypass_mode":
+        return {}
+    chosen = settings.policy_loss.rollout_correction
+    weights = {} if chosen is None else weights_of(chosen)
+    if not weights or replayed.translation.spec.surrogate.kind != "ppo":
+        return {}
+    if "normalize" in weights:
+        weights["population"] = "micro_batch"
+    spec = replayed.translation.spec
+    corrected = spec.model_copy(update={"correction": CorrectionSpec(**(weights | gates_of(chosen)))})
+    term = apply_correction(replayed.evaluated.terms["policy"], replayed.inputs, corrected.correction)
+    peer = settings_of(corrected, replayed.slots)._replace(single=True)
+    values = named_metrics(replayed, peer, corrected, {"policy": term})
+    return {name: value for name, value in values.items() if name.startswith("rollout_corr/rollout_is")}
+
+
+def correction_case(case: Case) -> dict[str, Any]:
+    """Replay a correction alone: the mask after the gates, and weights, which rejected tokens keep."""
+    settings = parse_settings(RolloutCorrection, case.config, where=case.system)
+    weights = weights_of(settings)
+    spec = LossSpec(name="ppo", correction=weights | gates_of(settings))
+    replayed = evaluate_correction(case, settings, spec)
+    mask_T = correct(replayed.inputs, spec.correction).passed_T
+    outputs = {"mask": case.shaped(mask_T.double())}
+    if weights:
+        outputs["is_weights"] = case.shaped(correct(replayed.inputs, CorrectionSpec(**weights)).weights_T)
+    return {**outputs, "metrics": case_metrics(replayed)}
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flatten the counts of the mini-batch, which are separate arguments or one mapping."""
+    options = dict(config)
+    return {**(options.pop("global_batch_info", None) or {}), **options}
+
+
+def _spec_of(agg: str, info: GlobalBatchInfo, case: Case, **more: Any) -> LossSpec:
+    if (
+        info.dp_size > 1
+        and agg != "token-sum"
+        and (info.batch_num_tokens if agg == "token-mean" else info.global_batch_size) is None
+    ):
+        raise SpecError(
+            f"verl's agg_loss with dp_size = {info.dp_size}",
+            found="no count of the whole mini-batch",
+            rule="a rank of several cannot count it",
+            fix="set batch_num_tokens and global_batch_size",
+        )
+    epsilon = EPSILON if agg == "seq-mean-token-mean" else 0.0
+    return LossSpec(
+        name="ppo",
+        **denominator(agg, info.loss_scale_factor or case.shape[-1]),
+        **more,
+        compat={"scaling": CONTRACTS["fsdp"].model_copy(update={"length_epsilon": epsilon})},
+    )
+
+
+def aggregated(case: Case) -> dict[str, Any]:
+    """Replay `agg_loss`."""
+    settings = parse_settings(AggregationSettings, _flat(case.config), where=TITLE)
+    outputs = aggregation(case, _spec_of(settings.loss_agg_mode, settings, case), given(settings))
+    return _or_undefined(outputs, case.loss_mask_T, settings.loss_agg_mode, settings)
+
+
+def penalty(case: Case) -> dict[str, Any]:
+    """Replay `kl_penalty`, and `agg_loss` of it if no cotangent is given."""
+    settings = parse_settings(KLSettings, _flat(case.config), where=TITLE)
+    estimator = {"coefficient": 1.0, **kl(settings.kl_penalty)}
+    outputs = kl_estimator(case, _spec_of(settings.loss_agg_mode, settings, case, kl=estimator))
+    return _or_undefined(outputs, case.loss_mask_T, settings.loss_agg_mode, settings) if "loss" in outputs else outputs
+
+
+def critic(case: Case) -> dict[str, Any]:
+    """Replay `compute_value_loss`."""
+    settings = parse_settings(ValueSettings, _flat(case.config), where=TITLE)
+    spec = _spec_of(settings.loss_agg_mode, settings, case)
+    outputs, term = critic_loss(case, spec, given(settings), clip=settings.cliprange_value)
+    outputs["metrics"]["vf_clipfrac"] = Mean(EPSILON).over(term.clipped_T.double(), case.loss_mask_T).finish()
+    return _or_undefined(outputs, case.loss_mask_T, settings.loss_agg_mode, settings)
+
 
 SYSTEM = System(
     name="verl",
@@ -48,9 +214,9 @@ SYSTEM = System(
         "policy_loss": actor_loss,
         "kl_estimator": penalty,
         "aggregation": aggregated,
-        "value_loss": critic_loss,
+        "value_loss": critic,
         "advantage": advantages,
-        "is_correction": is_correction(RolloutCorrection, translate_correction, correction_outputs),
+        "is_correction": correction_case,
     },
     arrays=(*LOGPROBS, "is_weights", "entropies"),
     arrays_of={

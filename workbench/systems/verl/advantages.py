@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_advantages
+from workbench.rollouts.advantages.inputs import AdvantageInputs
+from workbench.rollouts.advantages.registry import estimate_advantages
 from workbench.systems.case import Case
 from workbench.systems.registry import Settings, parse_settings
 from workbench.systems.verl.correction import EPSILON, TITLE
@@ -61,20 +61,16 @@ def advantages(case: Case) -> dict[str, Any]:
         case.loss_mask_T,
         case["token_rewards"].reshape(-1),
         torch.arange(documents) if groups is None else groups,
-        values_T=_flat(case, "values"),
+        values_T=case.everywhere("values"),
         baselines_N=case.get("baselines"),
-        old_logprobs_T=_flat(case, "old_logprobs"),
-        squared_probabilities_T=_flat(case, "sum_pi_squared"),
-        correction_weights_T=_flat(case, "is_weights"),
+        old_logprobs_T=case.everywhere("old_logprobs"),
+        squared_probabilities_T=case.everywhere("sum_pi_squared"),
+        correction_weights_T=case.everywhere("is_weights"),
     )
     name, options = estimator(settings)
     result = estimate_advantages(name, inputs, **options)
     returns_T = result.advantages_T if result.returns_T is None else result.returns_T
     return {"advantages": case.shaped(result.advantages_T), "returns": case.shaped(returns_T), "metrics": {}}
-
-
-def _flat(case: Case, name: str) -> Tensor | None:
-    return None if case.get(name) is None else case[name].reshape(-1)
 
 
 def _estimator(function: str) -> str:

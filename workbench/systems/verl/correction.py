@@ -8,17 +8,12 @@ Letters: T packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import Tensor
-
 from workbench.errors import SpecError
-from workbench.losses.corrections import correct
-from workbench.specs.losses import CorrectionSpec, GateSpec, LossSpec
-from workbench.systems.back import unsupported
-from workbench.systems.registry import Settings, Translation
-from workbench.systems.replays import Replayed
+from workbench.specs.losses import CorrectionSpec, GateSpec
+from workbench.systems.registry import Settings
+from workbench.systems.translate import unsupported
 
 TITLE = "verl"
 EPSILON = 1e-8
@@ -100,6 +95,8 @@ def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
 
 RS_LEVELS = {"token": "token", "seq_sum": "document_sum", "seq_mean": "document_mean", "seq_max": "document_max"}
 """Prefix of a rollout_rs option -> level of a `GateSpec`."""
+LEVELS = {level: name for name, level in RS_LEVELS.items()}
+"""Level of a gate -> verl's name of it."""
 
 
 def _gate(option: str, limit: str) -> dict[str, Any]:
@@ -150,16 +147,15 @@ def correction_back(spec: CorrectionSpec) -> dict[str, Any]:
             "rollout_is_threshold": f"{low}{spec.ratio_high!r}",
             "rollout_is_batch_normalize": spec.normalize,
         }
-    names = {level: name for name, level in RS_LEVELS.items()}
     options, limits = [], []
     for gate in spec.gates:
-        if gate.level not in names or gate.high is None:
+        if gate.level not in LEVELS or gate.high is None:
             raise unsupported(
                 TITLE,
                 f"a gate on {gate.level} with an upper bound {gate.high}",
-                f"its gates are on {', '.join(names)}, with an upper bound",
+                f"its gates are on {', '.join(LEVELS)}, with an upper bound",
             )
-        options.append(f"{names[gate.level]}_{gate.statistic}")
+        options.append(f"{LEVELS[gate.level]}_{gate.statistic}")
         limits.append(_as_ratios(gate) if gate.statistic == "k1" else repr(gate.high))
     if options:
         settings |= {"rollout_rs": ",".join(options), "rollout_rs_threshold": ",".join(limits)}
@@ -172,19 +168,3 @@ def _as_ratios(gate: GateSpec) -> str:
     if gate.low == math.log(1 / high):
         return repr(high)
     return f"{0.0 if gate.low is None else math.exp(gate.low):.15g}_{high!r}"
-
-
-def translate_correction(settings: RolloutCorrection) -> Translation:
-    """Translate a rollout correction alone."""
-    return Translation(LossSpec(name="ppo", correction=weights_of(settings) | gates_of(settings)))
-
-
-def correction_outputs(replayed: Replayed) -> Mapping[str, Tensor]:
-    """Return the mask after the gates, and weights, which rejected tokens keep."""
-    mask_T = correct(replayed.inputs, replayed.translation.spec.correction).passed_T
-    arrays = {"mask": replayed.case.shaped(mask_T.double())}
-    weights = weights_of(replayed.settings)
-    if weights:
-        weights_T = correct(replayed.inputs, CorrectionSpec(**weights)).weights_T
-        arrays["is_weights"] = replayed.case.shaped(weights_T)
-    return arrays

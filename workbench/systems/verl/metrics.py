@@ -1,4 +1,4 @@
-"""Metrics of verl, by its definitions. See the package docstring; `correction_metrics` has the rest of them.
+"""Metrics of verl, by its definitions. See `workbench.systems.metrics`; `correction_metrics` has the rest of them.
 
 Every mean adds 1e-8 to the tokens that it divides by. ``actor/pg_clipfrac`` has another definition for each loss.
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from workbench.metrics.definitions import AnyMetric, DocumentMetric, Metric
+from workbench.metrics.policy import Quantities
 from workbench.metrics.quantities import (
     KL,
     Clip,
@@ -25,15 +26,23 @@ from workbench.metrics.quantities import (
     Extra,
     LogRatio,
     PolicyName,
-    Quantities,
+    Ratio,
 )
 from workbench.metrics.values import Mean
-from workbench.systems.alias import Alias, PeerSettings
-from workbench.systems.document_metrics import ratio_of
+from workbench.systems.metrics import (
+    Alias,
+    Derived,
+    PeerSettings,
+    document_metric,
+    has_sign,
+    negation,
+    outside,
+    ratio_of,
+    token_metric,
+)
 from workbench.systems.verl import correction_metrics as rollout_correction
+from workbench.systems.verl.correction import EPSILON
 
-EPSILON = 1e-8
-"""Added to the tokens under a mean."""
 BOUNDED = ("ppo", "cispo", "sapo", "dppo_tv", "dppo_kl")
 """Kinds of surrogate whose log ratio verl clamps to +-20 before it reports its mean."""
 SILENT = ("gpg", "sft", "dpo")
@@ -52,18 +61,12 @@ def _all(s: PeerSettings) -> Iterable[Alias]:
     gated = s.spec is not None and s.spec.correction.denominator == "gated"
     for alias in (*_ratio(s), *_clip(s)):
         yield replace(alias, metric=_among_passed(alias.metric)) if gated else alias
-    yield Alias(
-        _mean("actor/entropy", "mean entropy (token-mean)", Entropy(), "nats"), None, _near("entropy/policy/mean")
-    )
-    yield Alias(
-        _mean(
-            "actor/kl_loss",
-            "mean k3 estimate of KL(policy || ref), log ratio within +-20, estimate within "
-            "+-10 (low_var_kl, token-mean)",
-            KL("k3", "policy", "ref", 20.0, 10.0),
-            "nats",
-        ),
-        None,
+    yield _mean("actor/entropy", "mean entropy (token-mean)", Entropy(), "nats", _near("entropy/policy/mean"))
+    yield _mean(
+        "actor/kl_loss",
+        "mean k3 estimate of KL(policy || ref), log ratio within +-20, estimate within +-10 (low_var_kl, token-mean)",
+        KL("k3", "policy", "ref", 20.0, 10.0),
+        "nats",
         f"{_near('kl/policy_ref/k3_mean')}, unless a clamp binds",
     )
     yield from rollout_correction.mismatch(s)
@@ -72,30 +75,17 @@ def _all(s: PeerSettings) -> Iterable[Alias]:
 
 
 def _ratio(s: PeerSettings) -> Iterable[Alias]:
-    anchor = _anchor(s)
+    anchor, key = _anchor(s), "actor/ppo_kl"
+    near = _near("kl/old_policy/k1_mean")
     if s.kind == "kl_cov":
-        yield Alias(
-            _mean("actor/ppo_kl", "mean |policy - old|", LogRatio("policy", anchor, absolute=True), "nats"),
-            None,
-            "not an estimate of a KL",
-        )
+        column = LogRatio("policy", anchor, absolute=True)
+        yield _mean(key, "mean |policy - old|", column, "nats", "not an estimate of a KL")
     elif s.kind in BOUNDED:
-        yield Alias(
-            _mean(
-                "actor/ppo_kl",
-                "mean of old - policy, each within +-20",
-                KL("k1", anchor, "policy", input_limit=20.0),
-                "nats",
-            ),
-            None,
-            f"{_near('kl/old_policy/k1_mean')}, unless a token's log ratio is beyond 20",
-        )
+        note, column = f"{near}, unless a token's log ratio is beyond 20", KL("k1", anchor, "policy", input_limit=20.0)
+        yield _mean(key, "mean of old - policy, each within +-20", column, "nats", note)
     elif s.kind not in SILENT:
-        yield Alias(
-            _mean("actor/ppo_kl", "mean of old - policy", KL("k1", anchor, "policy"), "nats"),
-            None,
-            _near("kl/old_policy/k1_mean") if anchor == "old" else "of the sampler, against the policy",
-        )
+        note = near if anchor == "old" else "of the sampler, against the policy"
+        yield _mean(key, "mean of old - policy", KL("k1", anchor, "policy"), "nats", note)
 
 
 def _clip(s: PeerSettings) -> Iterable[Alias]:
@@ -103,62 +93,39 @@ def _clip(s: PeerSettings) -> Iterable[Alias]:
     upper, lower = "actor/pg_clipfrac", "actor/pg_clipfrac_lower"
     clip = s.clip
     if s.kind == "ppo" and clip is not None:
-        yield Alias(
-            _mean(upper, "share of tokens where the clip acts, by the sign of the advantage", Clip("cut", clip.anchor)),
-            None,
-            _near("clip/sign_aware/fraction"),
-        )
-        yield Alias(
-            _mean(
-                lower, "share of tokens above the dual bound with a negative advantage", Clip("cut_dual", clip.anchor)
-            ),
-            None,
-            _near("clip/dual/fraction"),
-        )
+        meaning, note = "share of tokens where the clip acts, by the sign of the advantage", "clip/sign_aware/fraction"
+        yield _mean(upper, meaning, Clip("cut", clip.anchor), note=_near(note))
+        meaning = "share of tokens above the dual bound with a negative advantage"
+        yield _mean(lower, meaning, Clip("cut_dual", clip.anchor), note=_near("clip/dual/fraction"))
     elif s.kind in ("gspo", "gspo_token") and clip is not None:
-        yield Alias(
-            DocumentMetric(
-                upper,
-                "share of tokens where the clip acts, by the document's ratio and the sign of the token's advantage",
-                "1",
-                (LogRatio("policy", clip.anchor), _Sign(1), _Sign(-1)),
-                functools.partial(_share_cut, clip),
-                weight="its trained tokens",
-            )
+        yield document_metric(
+            upper,
+            "share of tokens where the clip acts, by the document's ratio and the sign of the token's advantage",
+            "1",
+            (LogRatio("policy", clip.anchor), has_sign(1), has_sign(-1)),
+            functools.partial(_share_cut, clip),
+            by_length=True,
         )
-        yield Alias(_mean(lower, "0", _Zero()), None, "this loss has no second bound there")
+        yield _mean(lower, "0", _Zero(), note="this loss has no second bound there")
     elif s.kind == "cispo" and clip is not None:
-        yield Alias(
-            _mean(upper, "share of tokens outside the clip", Clip("outside", clip.anchor)),
-            None,
-            _near("clip/region/fraction"),
-        )
-        yield Alias(_mean(lower, "0", _Zero()), None, "this loss has no second bound there")
+        note = _near("clip/region/fraction")
+        yield _mean(upper, "share of tokens outside the clip", Clip("outside", clip.anchor), note=note)
+        yield _mean(lower, "0", _Zero(), note="this loss has no second bound there")
     elif s.kind == "sapo":
         for name in (upper, lower):
-            yield Alias(_mean(name, "0", _Zero()), None, "this loss has no clip")
+            yield _mean(name, "0", _Zero(), note="this loss has no clip")
     elif s.kind == "gmpo" and clip is not None:
         for name, sign, adjective in ((upper, 1, "positive"), (lower, -1, "negative")):
-            yield Alias(
-                _mean(
-                    name,
-                    f"share of tokens outside the clip, on either side, with a {adjective} advantage",
-                    _Product(Clip("outside", clip.anchor), _Sign(sign)),
-                )
-            )
+            meaning = f"share of tokens outside the clip, on either side, with a {adjective} advantage"
+            yield _mean(name, meaning, _product(Clip("outside", clip.anchor), has_sign(sign)))
     elif s.kind in ("dppo_tv", "dppo_kl"):
         cap = None if s.spec is None else s.spec.surrogate.get("ratio_cap")
-        yield Alias(_mean(upper, "share of tokens outside the trust region", Cut("policy")))
+        yield _mean(upper, "share of tokens outside the trust region", Cut("policy"))
         if cap is not None:
-            yield Alias(
-                _mean(
-                    lower,
-                    f"share of tokens inside the trust region with a ratio above {cap:g}",
-                    _Product(_Kept("policy"), _Above(_anchor(s), cap)),
-                )
-            )
+            column = _product(negation(Cut("policy")), outside(Ratio("policy", _anchor(s)), high=cap))
+            yield _mean(lower, f"share of tokens inside the trust region with a ratio above {cap:g}", column)
     elif s.kind == "clip_cov":
-        yield Alias(_mean(upper, "share of tokens selected by their covariance", Extra("selected")))
+        yield _mean(upper, "share of tokens selected by their covariance", Extra("selected"))
 
 
 def _anchor(s: PeerSettings) -> PolicyName:
@@ -172,8 +139,8 @@ def _near(canonical: str) -> str:
     return f"{canonical} up to the 1e-8"
 
 
-def _mean(key: str, meaning: str, column: Column, unit: str = "1") -> Metric:
-    return Metric(key, meaning, unit, column, Mean(EPSILON))
+def _mean(key: str, meaning: str, column: Column, unit: str = "1", note: str = "") -> Alias:
+    return token_metric(key, meaning, unit, column, Mean(EPSILON), note=note)
 
 
 def _among_passed(metric: AnyMetric) -> AnyMetric:
@@ -185,7 +152,7 @@ def _among_passed(metric: AnyMetric) -> AnyMetric:
         metric.key,
         f"{metric.meaning}; of tokens that pass the gates",
         metric.unit,
-        (_Product(metric.column, passed), passed),
+        (_product(metric.column, passed), passed),
         _mean_of_passed,
         weight="its tokens that pass",
     )
@@ -201,62 +168,13 @@ def _share_cut(clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, rising_N: 
     return float(cut_N.sum() / (tokens_N.sum() + EPSILON))
 
 
+def _product(first: Column, second: Column) -> Derived:
+    return Derived(torch.mul, (first, second))
+
+
 @dataclass(frozen=True)
 class _Zero(Column):
     """0 on every token."""
 
     def of(self, q: Quantities) -> Tensor:
         return torch.zeros_like(q.one_T)
-
-
-@dataclass(frozen=True)
-class _Sign(Column):
-    """1 where the advantage has a sign, else 0."""
-
-    sign: int
-
-    def of(self, q: Quantities) -> Tensor:
-        return (q.advantages_T * self.sign > 0).double()
-
-
-@dataclass(frozen=True)
-class _Product(Column):
-    """One quantity times another."""
-
-    first: Column
-    second: Column
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (*self.first.needs, *self.second.needs)
-
-    def of(self, q: Quantities) -> Tensor | None:
-        first_T, second_T = q.column(self.first), q.column(self.second)
-        return None if first_T is None or second_T is None else first_T * second_T
-
-
-@dataclass(frozen=True)
-class _Kept(Column):
-    """1 where a term's own clip did not cut its gradient."""
-
-    term: str
-
-    def of(self, q: Quantities) -> Tensor | None:
-        cut_T = q.column(Cut(self.term))
-        return None if cut_T is None else 1 - cut_T
-
-
-@dataclass(frozen=True)
-class _Above(Column):
-    """1 where policy / anchor is above a number."""
-
-    anchor: PolicyName
-    limit: float
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return "policy", self.anchor
-
-    def of(self, q: Quantities) -> Tensor | None:
-        ratio_T = q.ratio("policy", self.anchor)
-        return None if ratio_T is None else (ratio_T > self.limit).double()

@@ -114,19 +114,15 @@ class AggregationSettings(GlobalBatchInfo):
     """Reduction of per-token values to one number."""
 
 
-class KLSettings(GlobalBatchInfo):
+class KLSettings(AggregationSettings):
     """`kl_penalty` and `agg_loss` (1dda039b)."""
 
     kl_penalty: str = "low_var_kl"
     """See `ActorSettings.kl_loss_type`."""
-    loss_agg_mode: AggMode = "token-mean"
-    """Reduction of per-token values to one number."""
 
 
-class ValueSettings(GlobalBatchInfo):
+class ValueSettings(AggregationSettings):
     """`compute_value_loss` (1dda039b)."""
 
     cliprange_value: float = Field(0.5, gt=0)
     """Greatest move of a value from the old one, beyond which the error no longer falls."""
-    loss_agg_mode: AggMode = "token-mean"
-    """Reduction of per-token errors to one number."""

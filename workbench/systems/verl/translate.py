@@ -8,8 +8,8 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.back import checked_back, unsupported
 from workbench.systems.registry import Translation
+from workbench.systems.translate import checked_back, unsupported
 from workbench.systems.verl.correction import (
     EPSILON,
     SAFETY,
@@ -109,7 +109,6 @@ def _check(settings: ActorSettings, mode: str) -> None:
 
 
 def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str, Any]:
-    scaling = CONTRACTS["fsdp"]
     if mode == "geo_mean":
         notes.append(
             "loss_agg_mode and global_batch_info are ignored by geo_mean: every micro-batch is a mean over "
@@ -118,15 +117,15 @@ def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[st
         local = CONTRACTS["local counts"].model_copy(
             update={"divided_by": (), "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
         )
-        return {"denominator": "document", "documents_counted": "all", "scaling": local}
+        return {"denominator": "document", "compat": {"documents_counted": "all", "scaling": local}}
     agg = settings.loss_agg_mode
     if mode in BY_DOCUMENT and agg != "seq-mean-token-mean":
         notes.append(f"loss_agg_mode is ignored by {mode}, which is averaged by seq-mean-token-mean")
         agg = "seq-mean-token-mean"
     scale = settings.global_batch_info.loss_scale_factor or settings.loss_scale_factor
-    return denominator(agg, scale) | {
-        "scaling": scaling.model_copy(update={"length_epsilon": EPSILON if agg == "seq-mean-token-mean" else 0.0})
-    }
+    epsilon = EPSILON if agg == "seq-mean-token-mean" else 0.0
+    scaling = CONTRACTS["fsdp"].model_copy(update={"length_epsilon": epsilon})
+    return denominator(agg, scale) | {"compat": {"scaling": scaling}}
 
 
 def denominator(agg: str, scale: float | None) -> dict[str, Any]:
@@ -162,54 +161,42 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
             "log_clamp": SAFETY,
             "anchor": "old" if mode == "vanilla" else "sampler",
         }
-    if mode in ("bypass_mode", "reinforce"):
-        return {"kind": "reinforce"}
+    if mode == "dro" and (own.dro_beta is None or own.dro_beta <= 0):
+        raise SpecError(
+            f"verl's dro with dro_beta = {own.dro_beta}",
+            rule="dro_beta is positive, and has no default",
+            fix="set policy_loss.dro_beta",
+        )
     if mode in ("dppo_tv", "dppo_kl"):
         notes.append(f"the ratio in the gradient is capped at clip_ratio_c = {settings.clip_ratio_c:g}")
-        return {
-            "kind": mode,
-            "anchor": "old",
-            "threshold_low": low,
-            "threshold_high": high,
-            "ratio_cap": settings.clip_ratio_c,
-            "log_clamp": SAFETY,
-        }
+        thresholds = {"threshold_low": low, "threshold_high": high, "ratio_cap": settings.clip_ratio_c}
+        return {"kind": mode, "anchor": "old", **thresholds, "log_clamp": SAFETY}
     if mode == "gspo":
         notes.append(f"the gradient ends where the log of the ratio is above {GSPO_CAP:g}")
-        return {"kind": "gspo_token", **clip, "log_cap": GSPO_CAP}
-    if mode == "sapo":
-        return {"kind": "sapo", "tau_positive": settings.tau_pos, "tau_negative": settings.tau_neg, "log_clamp": SAFETY}
-    if mode == "gpg":
-        return {"kind": "gpg"}
-    if mode == "cispo":
-        return {"kind": "cispo", "bounds": "relative", **clip, "log_clamp": SAFETY}
-    if mode == "geo_mean":
-        return {"kind": "gmpo", **clip}
-    if mode == "dro":
-        if own.dro_beta is None or own.dro_beta <= 0:
-            raise SpecError(
-                f"verl's dro with dro_beta = {own.dro_beta}",
-                rule="dro_beta is positive, and has no default",
-                fix="set policy_loss.dro_beta",
-            )
-        return {"kind": "dro", "beta": own.dro_beta}
     if mode == "clip_cov":
         notes.append(
             "of the tokens in the band of covariances verl draws at random; here a hash of their positions "
             "selects. Without clip_cov_ratio 1 the two select different tokens"
         )
-        return {
-            "kind": "clip_cov",
-            **clip,
-            "cov_fraction": _or(own.clip_cov_ratio, 0.0002),
-            "cov_low": _or(own.clip_cov_lb, 1.0),
-            "cov_high": _or(own.clip_cov_ub, 5.0),
-        }
+    band = {"cov_low": _or(own.clip_cov_lb, 1.0), "cov_high": _or(own.clip_cov_ub, 5.0)}
+    penalty = {"cov_fraction": _or(own.kl_cov_ratio, 0.0002), "cov_coefficient": _or(own.ppo_kl_coef, 1.0)}
     return {
-        "kind": "kl_cov",
-        "cov_fraction": _or(own.kl_cov_ratio, 0.0002),
-        "cov_coefficient": _or(own.ppo_kl_coef, 1.0),
-    }
+        "bypass_mode": {"kind": "reinforce"},
+        "reinforce": {"kind": "reinforce"},
+        "gspo": {"kind": "gspo_token", **clip, "log_cap": GSPO_CAP},
+        "sapo": {
+            "kind": "sapo",
+            "tau_positive": settings.tau_pos,
+            "tau_negative": settings.tau_neg,
+            "log_clamp": SAFETY,
+        },
+        "gpg": {"kind": "gpg"},
+        "cispo": {"kind": "cispo", "bounds": "relative", **clip, "log_clamp": SAFETY},
+        "geo_mean": {"kind": "gmpo", **clip},
+        "dro": {"kind": "dro", "beta": own.dro_beta},
+        "clip_cov": {"kind": "clip_cov", **clip, "cov_fraction": _or(own.clip_cov_ratio, 0.0002), **band},
+        "kl_cov": {"kind": "kl_cov", **penalty},
+    }[mode]
 
 
 def _or(value: float | None, otherwise: float) -> float:
@@ -288,25 +275,22 @@ def back(spec: LossSpec) -> dict[str, Any]:
     }
     if spec.denominator_constant is not None:
         settings["loss_scale_factor"] = spec.denominator_constant
-    for name, value in (
-        ("clip_ratio_low", _first(surrogate.get("clip_low"), surrogate.get("threshold_low"))),
-        ("clip_ratio_high", _first(surrogate.get("clip_high"), surrogate.get("threshold_high"))),
-        ("clip_ratio_c", _first(surrogate.get("dual_clip"), surrogate.get("ratio_cap"))),
-        ("tau_pos", surrogate.get("tau_positive")),
-        ("tau_neg", surrogate.get("tau_negative")),
+    for option, *names in (
+        ("clip_ratio_low", "clip_low", "threshold_low"),
+        ("clip_ratio_high", "clip_high", "threshold_high"),
+        ("clip_ratio_c", "dual_clip", "ratio_cap"),
+        ("tau_pos", "tau_positive"),
+        ("tau_neg", "tau_negative"),
     ):
-        if value is not None:
-            settings[name] = value
-    if mode == "dro":
-        own["dro_beta"] = surrogate.beta
-    if mode == "clip_cov":
-        own |= {
-            "clip_cov_ratio": surrogate.cov_fraction,
-            "clip_cov_lb": surrogate.cov_low,
-            "clip_cov_ub": surrogate.cov_high,
-        }
-    if mode == "kl_cov":
-        own |= {"kl_cov_ratio": surrogate.cov_fraction, "ppo_kl_coef": surrogate.cov_coefficient}
+        values = [value for name in names if (value := surrogate.get(name)) is not None]
+        if values:
+            settings[option] = values[0]
+    own_names = {
+        "dro": {"dro_beta": "beta"},
+        "clip_cov": {"clip_cov_ratio": "cov_fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
+        "kl_cov": {"kl_cov_ratio": "cov_fraction", "ppo_kl_coef": "cov_coefficient"},
+    }.get(mode, {})
+    own |= {option: surrogate.get(name) for option, name in own_names.items()}
     if spec.kl.coefficient:
         names = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "abs": "abs"}
         if spec.kl.estimator not in names:
@@ -327,10 +311,6 @@ def back(spec: LossSpec) -> dict[str, Any]:
     elif spec.correction.acts:
         settings["rollout_correction"] = correction_back(spec.correction)
     return checked_back(TITLE, spec, ActorSettings, translate, settings)
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)
 
 
 def counts(settings: ActorSettings) -> GivenCounts | None:

@@ -1,4 +1,4 @@
-"""The door: implementations by name, what auto takes, and that all of them mean the same."""
+"""The public API: implementations by name, the choice of auto, and agreement of all of them."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ ON_CPU = ("reference", "vocabulary_parallel", "chunked", "auto")
 
 
 @pytest.mark.parametrize("options", crossed(5, seed=11), ids=named)
-def test_every_implementation_says_the_same(options):
+def test_every_implementation_agrees(options):
     leaves, call = problem(options)
     expected = answers(token_logprobs, leaves, call, implementation="reference")
     for implementation in ON_CPU[1:]:
         assert_same(answers(token_logprobs, leaves, call, implementation=implementation, chunk_tokens=4), expected)
 
 
-def test_auto_takes_what_runs_here():
+def test_auto_selects_what_runs_here():
     assert fastest(torch.float32, torch.device("cpu")) == "chunked"
     assert fastest(torch.float64, torch.device("cuda")) == "chunked"
 
@@ -30,10 +30,10 @@ def test_auto_takes_what_runs_here():
     ("change", "kind"),
     [
         ({"soft_cap": -1.0}, SpecError),
-        ({"wanted": ("variance",)}, SpecError),
+        ({"outputs": ("variance",)}, SpecError),
         ({"temperature": 0.0}, ShapeError),
         ({"valid": 24}, ShapeError),
-        ({"kept": [[1]] * 11}, ShapeError),
+        ({"support": [[1]] * 11}, ShapeError),
         ({"targets_T": torch.full((11,), 23)}, ShapeError),
     ],
 )
@@ -72,26 +72,26 @@ def test_operands_that_are_no_real_numbers_of_16_bits_or_more_are_refused(dtype,
 
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_a_token_that_is_ignored_spoils_nothing(implementation):
-    """Neither by a hidden state that is not finite, nor by a kept set of which nothing exists."""
-    leaves, call = problem(PLAIN | {"bias": True, "kept": True, "wanted": ("entropy",)})
+    """Neither by a non-finite hidden state, nor by a support of impossible tokens."""
+    leaves, call = problem(PLAIN | {"bias": True, "support": True, "outputs": ("entropy",)})
     bias = leaves[2].clone()
     bias[0] = -torch.inf
     call["targets_T"] = call["targets_T"].clamp(min=1)
     call["targets_T"][[3, 4]] = -100
-    call["kept"] = TruncatedSupport.of([[0] if row == 4 else [1, 2] for row in range(11)])
+    call["support"] = TruncatedSupport.of([[0] if row == 4 else [1, 2] for row in range(11)])
     hidden = leaves[0].clone()
     hidden[3] = torch.nan
     expected = answers(
         token_logprobs,
         [leaves[0], leaves[1], bias],
-        call | {"kept": TruncatedSupport.of([[1, 2]] * 11)},
+        call | {"support": TruncatedSupport.of([[1, 2]] * 11)},
         implementation="chunked",
     )
     assert_same(answers(token_logprobs, [hidden, leaves[1], bias], call, implementation=implementation), expected)
     assert all(x.isfinite().all() for x in expected[1])
 
 
-def test_what_was_not_wanted_is_none_unless_it_is_asked_for():
+def test_unrequested_outputs_are_none():
     assert TokenLogprobs(torch.zeros(1))[1:] == (None,) * 5
 
 
@@ -103,12 +103,12 @@ def test_a_row_of_a_million_tokens(implementation):
     hidden = torch.randn(10**6, 64, generator=g, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(1009, 64, generator=g, device="cuda") / 4).bfloat16().requires_grad_()
     targets = torch.randint(0, 1009, (10**6,), generator=g, device="cuda")
-    said = token_logprobs(hidden, weight, targets, implementation=implementation)
-    said.logprobs_T.sum().backward()
+    output = token_logprobs(hidden, weight, targets, implementation=implementation)
+    output.logprobs_T.sum().backward()
     some = slice(None, None, 1000)
     exact = token_logprobs(hidden[some].double(), weight.double(), targets[some], implementation="reference")
-    torch.testing.assert_close(said.logprobs_T[some].double(), exact.logprobs_T, rtol=0, atol=1e-4)
-    torch.testing.assert_close(said.entropy_T[some].double(), exact.entropy_T, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.logprobs_T[some].double(), exact.logprobs_T, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.entropy_T[some].double(), exact.entropy_T, rtol=0, atol=1e-4)
     whole = weight.detach().double().requires_grad_()
     for piece in torch.arange(10**6, device="cuda").split(10**5):
         token_logprobs(

@@ -1,4 +1,4 @@
-"""The driver over the torch engine: against the reference with all options crossed, and what it holds and skips."""
+"""The driver over the torch engine: against the reference with all options crossed, and its memory and skipped work."""
 
 import functools
 import warnings
@@ -53,7 +53,7 @@ def test_equals_the_reference_with_every_combination(cut):
 @pytest.mark.parametrize(("tokens", "vocabulary", "width"), [(1, 1, 1), (3, 2, 1), (17, 101, 3), (0, 5, 2)])
 def test_sizes_that_divide_nothing(tokens, vocabulary, width):
     leaves, call = problem(
-        PLAIN | {"bias": True, "wanted": ("entropy", "logsumexp", "mean_squared_logit")},
+        PLAIN | {"bias": True, "outputs": ("entropy", "logsumexp", "mean_squared_logit")},
         tokens=tokens,
         vocabulary=vocabulary,
         width=width,
@@ -61,7 +61,7 @@ def test_sizes_that_divide_nothing(tokens, vocabulary, width):
     assert_same(answers(chunked, leaves, call, chunk_tokens=5), answers(reference.token_logprobs, leaves, call))
 
 
-def test_no_number_is_read_from_memory_that_nobody_wrote():
+def test_uninitialised_memory_is_never_read():
     """With deterministic algorithms torch fills new memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -70,8 +70,8 @@ def test_no_number_is_read_from_memory_that_nobody_wrote():
         assert torch.empty(3).isnan().all()
         for options in crossed(30, seed=1):
             leaves, call = problem(options)
-            said, gradients = answers(chunked, leaves, call, chunk_tokens=4, keep_bytes=4 * 23 * 8)
-            for x in (*said, *gradients):
+            text, gradients = answers(chunked, leaves, call, chunk_tokens=4, keep_bytes=4 * 23 * 8)
+            for x in (*text, *gradients):
                 assert x is None or x.isfinite().all(), named(options)
     finally:
         torch.use_deterministic_algorithms(before[0])
@@ -79,11 +79,11 @@ def test_no_number_is_read_from_memory_that_nobody_wrote():
 
 
 def products(keep_bytes=0, active_T=None, wants=None, needs=(True, True), **more):
-    """Products with the head, forward and backward, per row that there is."""
+    """GEMMs with the head, forward and backward, per row."""
     hidden = torch.randn(12, 4, requires_grad=needs[0])
     weight = torch.randn(9, 4, requires_grad=needs[1])
     with count_gemms() as count:
-        said = chunked(
+        output = chunked(
             hidden,
             weight,
             torch.zeros(12, dtype=torch.int64),
@@ -93,7 +93,7 @@ def products(keep_bytes=0, active_T=None, wants=None, needs=(True, True), **more
             **more,
         )
         if any(needs):
-            (said.logprobs_T * (torch.ones(12) if wants is None else wants)).sum().backward()
+            (output.logprobs_T * (torch.ones(12) if wants is None else wants)).sum().backward()
     return count.rows / 12
 
 
@@ -105,18 +105,18 @@ CHUNK = 4 * 9 * 4
     ("keep_bytes", "expected"),
     [(0, 4), (CHUNK - 1, 4), (CHUNK, 11 / 3), (2 * CHUNK, 10 / 3), (3 * CHUNK, 3), (10 * CHUNK, 3)],
 )
-def test_what_the_budget_keeps_is_not_computed_again(keep_bytes, expected):
+def test_saved_chunks_are_not_recomputed(keep_bytes, expected):
     assert products(keep_bytes) == pytest.approx(expected)
 
 
-def test_rows_that_are_not_asked_about_cost_nothing():
+def test_inactive_rows_cost_nothing():
     half = torch.arange(12) % 2 == 0
     assert products(active_T=half) == pytest.approx(4 / 2)
     assert products(active_T=torch.zeros(12, dtype=torch.bool)) == 0
 
 
 @pytest.mark.parametrize(("keep_bytes", "expected"), [(0, 1 + 3 * 2 / 12), (3 * CHUNK, 1 + 2 * 4 / 12)])
-def test_rows_that_the_loss_wants_nothing_from_cost_no_backward(keep_bytes, expected):
+def test_rows_without_gradient_cost_no_backward(keep_bytes, expected):
     wants = torch.zeros(12)
     wants[5], wants[6] = 1.0, -2.0
     assert products(keep_bytes, wants=wants) == pytest.approx(expected)
@@ -128,7 +128,7 @@ def test_a_frozen_head_costs_no_product_for_its_gradient():
     assert products(needs=(False, False), keep_bytes=10 * CHUNK) == 1
 
 
-def test_nothing_is_held_without_a_gradient():
+def test_nothing_is_saved_without_a_gradient():
     held = []
 
     class Watched(ChunkedEngine):
@@ -147,8 +147,8 @@ def test_nothing_is_held_without_a_gradient():
 def test_a_rank_without_rows_stays_in_the_graph():
     hidden, weight = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
     bias = torch.randn(7, requires_grad=True)
-    said = chunked(hidden, weight, torch.full((5,), -100), bias_V=bias)
-    for x_T in said[:3]:
+    output = chunked(hidden, weight, torch.full((5,), -100), bias_V=bias)
+    for x_T in output[:3]:
         for leaf, gradient in zip(
             (hidden, weight, bias),
             torch.autograd.grad(x_T.sum(), (hidden, weight, bias), retain_graph=True),
@@ -157,25 +157,25 @@ def test_a_rank_without_rows_stays_in_the_graph():
             assert torch.equal(gradient, torch.zeros_like(leaf))
 
 
-def test_backward_can_be_asked_twice():
-    leaves, call = problem(PLAIN | {"wanted": ("entropy",)})
+def test_backward_can_run_twice():
+    leaves, call = problem(PLAIN | {"outputs": ("entropy",)})
     hidden, weight = (x.requires_grad_() for x in leaves[:2])
-    said = chunked(hidden, weight, **call, chunk_tokens=4, keep_bytes=2**20)
-    loss = said.logprobs_T.sum() + said.entropy_T.square().sum()
+    output = chunked(hidden, weight, **call, chunk_tokens=4, keep_bytes=2**20)
+    loss = output.logprobs_T.sum() + output.entropy_T.square().sum()
     once, twice = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
     for one, other in zip(once, twice, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("changed", ["weight", "targets", "temperature", "sets"])
-def test_what_was_changed_after_forward_is_noticed(changed):
+def test_a_change_after_forward_is_detected(changed):
     hidden, weight = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True)
     targets, temperature, sets = torch.zeros(5, dtype=torch.int64), torch.ones(5), TruncatedSupport.of([[1, 2]] * 5)
-    said = chunked(hidden, weight, targets, temperature=temperature, kept=sets)
+    output = chunked(hidden, weight, targets, temperature=temperature, support=sets)
     with torch.no_grad():
         {"weight": weight, "targets": targets, "temperature": temperature, "sets": sets.ids_P}[changed].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        said.logprobs_T.sum().backward()
+        output.logprobs_T.sum().backward()
 
 
 def test_a_head_tied_to_the_embedding_gets_both_gradients():
@@ -191,12 +191,12 @@ def test_a_head_tied_to_the_embedding_gets_both_gradients():
 
 def test_an_fp32_head_gives_gradients_in_the_dtype_of_the_originals():
     leaves, call = problem(PLAIN | {"fp32_head": True, "bias": True}, dtype=torch.bfloat16)
-    found = answers(chunked, leaves, call)
-    assert [x.dtype for x in found[1]] == [torch.bfloat16] * 3
-    assert found[0].logprobs_T.dtype == torch.float32
+    result = answers(chunked, leaves, call)
+    assert [x.dtype for x in result[1]] == [torch.bfloat16] * 3
+    assert result[0].logprobs_T.dtype == torch.float32
     wide = answers(chunked, [x.float() for x in leaves], call)
-    assert torch.equal(found[0].logprobs_T, wide[0].logprobs_T)
-    assert all(torch.equal(one, other.bfloat16()) for one, other in zip(found[1], wide[1], strict=True))
+    assert torch.equal(result[0].logprobs_T, wide[0].logprobs_T)
+    assert all(torch.equal(one, other.bfloat16()) for one, other in zip(result[1], wide[1], strict=True))
 
 
 def test_the_weight_gradient_of_a_bfloat16_head_is_summed_in_float32():
@@ -212,7 +212,7 @@ def test_the_weight_gradient_of_a_bfloat16_head_is_summed_in_float32():
 
 
 class HalfBlind(ChunkedEngine):
-    """An engine that cannot represent every third row: it says 1e30 and gives no gradient there."""
+    """An engine that cannot represent every third row: it returns 1e30 and gives no gradient there."""
 
     says_exactly = False
 
@@ -232,7 +232,7 @@ class HalfBlind(ChunkedEngine):
 
 
 class HalfMended(HalfBlind):
-    """The same, but for what it says, which is right."""
+    """The same with correct outputs."""
 
     says_exactly = True
 
@@ -243,12 +243,12 @@ class HalfMended(HalfBlind):
 def test_rows_that_an_engine_cannot_represent_are_computed_exactly(options, keep_bytes, engine):
     options = options | {"active": "some"}
     leaves, call = problem(options, tokens=40)
-    found = answers(chunked, leaves, call, engine=engine, chunk_tokens=4, keep_bytes=keep_bytes)
-    assert_same(found, answers(reference.token_logprobs, leaves, call))
+    result = answers(chunked, leaves, call, engine=engine, chunk_tokens=4, keep_bytes=keep_bytes)
+    assert_same(result, answers(reference.token_logprobs, leaves, call))
 
 
-def test_rows_for_an_exact_engine_go_a_few_at_a_time(monkeypatch):
-    """Their logits are beside those of the chunk that is being computed."""
+def test_rows_for_an_exact_engine_run_in_small_groups(monkeypatch):
+    """Their logits are in memory together with those of the current chunk."""
     monkeypatch.setattr(driver, "EXACT_TOKENS", 3)
     sizes = []
     watched = ChunkedEngine.forward
@@ -269,12 +269,12 @@ def test_rows_for_an_exact_engine_go_a_few_at_a_time(monkeypatch):
     [
         (ChunkedEngine, {}, torch.bfloat16),
         (ChunkedEngine, {"chunk_tokens": 8}, torch.float32),
-        (ChunkedEngine, {"kept": TruncatedSupport.of([[1, 2]] * 12)}, torch.float32),
+        (ChunkedEngine, {"support": TruncatedSupport.of([[1, 2]] * 12)}, torch.float32),
         (HalfBlind, {}, torch.float32),
     ],
 )
-def test_what_adds_up_in_a_bfloat16_head_does_so_in_float32(engine, more, expected):
-    """One product alone is rounded once in either case; chunks, kept sets and rows of an exact engine are added."""
+def test_sums_in_a_bfloat16_head_run_in_float32(engine, more, expected):
+    """One GEMM alone is rounded once in either case; chunks, supports and rows of an exact engine are added."""
     dtypes = set()
 
     class Watched(engine):
@@ -284,13 +284,15 @@ def test_what_adds_up_in_a_bfloat16_head_does_so_in_float32(engine, more, expect
 
     g = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(rows, 4, generator=g).bfloat16().requires_grad_() for rows in (12, 9))
-    said = chunked(hidden, weight, torch.zeros(12, dtype=torch.int64), engine=Watched, **more)
-    (said.logprobs_T if said.support_logprobs_T is None else said.support_logprobs_T + said.logprobs_T).sum().backward()
+    output = chunked(hidden, weight, torch.zeros(12, dtype=torch.int64), engine=Watched, **more)
+    (
+        output.logprobs_T if output.support_logprobs_T is None else output.support_logprobs_T + output.logprobs_T
+    ).sum().backward()
     assert dtypes == {expected}
     assert weight.grad.dtype == torch.bfloat16
 
 
-def test_what_is_said_exactly_is_not_computed_again():
+def test_exact_outputs_are_not_recomputed():
     hidden, weight = torch.randn(12, 4), torch.randn(9, 4)
     rows = []
     for engine in (HalfMended, HalfBlind):
@@ -304,11 +306,11 @@ def test_what_is_said_exactly_is_not_computed_again():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_policy_and_its_own_old_self_give_a_ratio_of_exactly_one(dtype, temperature):
-    """Sampler and old passes want other things, hold nothing and have no gradient; the bits are those of training."""
-    leaves, call = problem(PLAIN | {"kept": True}, tokens=57, vocabulary=101, width=16, dtype=dtype)
+    """Sampler and old passes request other outputs, save nothing, have no gradient; the bits are those of training."""
+    leaves, call = problem(PLAIN | {"support": True}, tokens=57, vocabulary=101, width=16, dtype=dtype)
     call |= {"temperature": temperature, "chunk_tokens": 16}
     with torch.no_grad():
-        old = chunked(*leaves[:2], **call | {"wanted": ("entropy",)})
+        old = chunked(*leaves[:2], **call | {"outputs": ("entropy",)})
     for keep_bytes in (0, 16 * 101 * 4, 2**20):
         leaves = [x.requires_grad_() for x in leaves[:2]]
         new = chunked(*leaves, **call, keep_bytes=keep_bytes)
@@ -330,12 +332,12 @@ class Largest(TorchDispatchMode):
 
 
 def test_the_logits_of_more_than_a_chunk_never_exist():
-    leaves, call = problem(PLAIN | {"kept": True, "wanted": ("entropy",)}, tokens=60, vocabulary=50, width=3)
+    leaves, call = problem(PLAIN | {"support": True, "outputs": ("entropy",)}, tokens=60, vocabulary=50, width=3)
     for chunk_tokens in (4, 60):
         with Largest() as largest:
             answers(chunked, leaves, call, chunk_tokens=chunk_tokens)
-        pairs = 4 * (len(call["kept"].ids_P) // 60 + 50)
-        assert (largest.elements <= max(4 * 50, 60 * 3, 50 * 3, pairs * 3, len(call["kept"].ids_P))) == (
+        pairs = 4 * (len(call["support"].ids_P) // 60 + 50)
+        assert (largest.elements <= max(4 * 50, 60 * 3, 50 * 3, pairs * 3, len(call["support"].ids_P))) == (
             chunk_tokens == 4
         )
 
@@ -364,46 +366,46 @@ ON_RANKS = [
     {**options, "active": active}
     for options, active in zip(crossed(12, seed=5), ("all", "some", "none", "some") * 3, strict=True)
 ]
-ON_RANKS.append(PLAIN | {"kept": True, "wanted": ("entropy",)})
+ON_RANKS.append(PLAIN | {"support": True, "outputs": ("entropy",)})
 
 
 def on_two_ranks():
-    found = [
+    results = [
         sliced("chunked", options, 11, chunk_tokens, keep_bytes)
         for options in ON_RANKS
         for chunk_tokens, keep_bytes in CUTS
     ]
-    found += [sliced("vocabulary_parallel", options, 11, 0, 0) for options in ON_RANKS]
-    return found, [sliced("chunked", PLAIN, 11, 4, 0, folds) for folds in (0, 1, 2)], rounded_away()
+    results += [sliced("vocabulary_parallel", options, 11, 0, 0) for options in ON_RANKS]
+    return results, [sliced("chunked", PLAIN, 11, 4, 0, folds) for folds in (0, 1, 2)], rounded_away()
 
 
 def rounded_away():
-    """Gradients of hidden where a rank rounded to 0 what the other did not: both compute the same rows again."""
+    """Gradients of hidden where a rank rounded to 0 and the other did not: both recompute the same rows."""
     axis = make_mesh(tp=2)["tp"]
     (hidden, weight, _), call = problem(PLAIN)
     start, stop = ((0, 7), (7, 23))[axis.rank]
-    found = []
+    results = []
     for implementation, more in ((chunked, {"chunk_tokens": 4}), (vocabulary_parallel.token_logprobs, {})):
         hidden = hidden.detach().clone().requires_grad_()
         gradient = torch.ones(11, dtype=torch.float64)
         gradient[axis.rank] = 0
-        said = implementation(hidden, weight[start:stop], call["targets_T"], axis=axis, first_token=start, **more)
-        said.logprobs_T.backward(gradient)
-        found.append(hidden.grad)
-    return found
+        output = implementation(hidden, weight[start:stop], call["targets_T"], axis=axis, first_token=start, **more)
+        output.logprobs_T.backward(gradient)
+        results.append(hidden.grad)
+    return results
 
 
 def assert_parts(parts, expected):
-    """What the ranks say, whole; and the slices of the gradients of weight and bias."""
-    for (said, (d_hidden, d_weight, d_bias)), (start, stop) in parts:
+    """The ranks' outputs, gathered; and the slices of the gradients of weight and bias."""
+    for (text, (d_hidden, d_weight, d_bias)), (start, stop) in parts:
         whole = [expected[1][0], expected[1][1][start:stop], None if d_bias is None else expected[1][2][start:stop]]
-        assert_same((said, [d_hidden, d_weight, d_bias]), (expected[0], whole))
+        assert_same((text, [d_hidden, d_weight, d_bias]), (expected[0], whole))
 
 
 def test_two_ranks_with_uneven_slices_equal_the_reference(tmp_path):
     ranks = run_ranks(on_two_ranks, 2, tmp_path)
     asked = [options for options in ON_RANKS for _ in CUTS] + ON_RANKS
-    for options, *parts in zip(asked, *(found for found, *_ in ranks), strict=True):
+    for options, *parts in zip(asked, *(result for result, *_ in ranks), strict=True):
         leaves, call = problem(options)
         assert_parts(parts, answers(reference.token_logprobs, leaves, call))
     # Added up across ranks once: neither not at all, nor twice.
@@ -432,7 +434,7 @@ def test_hidden_states_and_head_may_lie_in_memory_as_they_like():
 
 
 @pytest.mark.gpu
-def test_the_host_waits_for_the_device_once_each_way():
+def test_the_host_synchronises_once_each_way():
     hidden, weight = (torch.randn(rows, 64, device="cuda", requires_grad=True) for rows in (100, 1000))
     targets = torch.arange(100, device="cuda")
     active = targets % 3 > 0

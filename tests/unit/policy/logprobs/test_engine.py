@@ -1,9 +1,18 @@
+import pytest
 import torch
 
-from workbench.policy.logprobs.engine import RowGradients, count_gemm, count_gemms, plan_chunks
+from workbench.policy.logprobs.engine import (
+    RowGradients,
+    add_gemm_,
+    count_gemm,
+    count_gemms,
+    exact_float32,
+    plan_chunks,
+    plan_rows,
+)
 
 
-def test_chunks_cover_every_row_once_in_order():
+def test_chunks_cover_every_row_exactly_once_in_order():
     for rows in (0, 1, 4, 9):
         for chunk_tokens in (1, 4, 100):
             covered = [row for piece in plan_chunks(rows, chunk_tokens) for row in range(piece.start, piece.stop)]
@@ -20,8 +29,65 @@ def test_counts_are_nested_and_end():
     assert (outer.rows, inner.rows) == (7, 4)
 
 
-def test_gradients_of_some_rows_keep_what_is_none():
+def test_gradients_of_some_rows_keep_none():
     some = RowGradients(torch.arange(4), None, torch.arange(4) * 2).of(slice(1, 3))
     assert some[1] is None
     assert some[3] is None
     assert (some[0].tolist(), some[2].tolist()) == ([1, 2], [2, 4])
+
+
+@pytest.mark.parametrize(
+    ("operands", "sums"),
+    [(torch.float64, torch.float64), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_the_first_product_overwrites_and_the_next_is_added(operands, sums):
+    gradient, hidden = torch.randn(7, 5).to(operands), torch.randn(7, 3).to(operands)
+    result = torch.full((5, 3), torch.nan, dtype=sums)
+    add_gemm_(result, gradient, hidden, first=True)
+    add_gemm_(result, gradient, hidden, first=False)
+    expected = 2 * gradient.double().T @ hidden.double()
+    torch.testing.assert_close(
+        result.double(), expected, rtol=0, atol={torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.1}[sums]
+    )
+
+
+def test_half_precision_is_summed_in_float32():
+    ones = torch.ones(300, 1, dtype=torch.bfloat16)  # 256 + 1 is 256 in bfloat16
+    result = torch.zeros(1, 1)
+    for row in ones.split(1):
+        add_gemm_(result, row, row, first=False)
+    assert result.item() == 300
+
+
+@pytest.mark.parametrize("before", ["tf32", "ieee", "none"])
+def test_float32_is_exact_inside_and_as_it_was_outside(before):
+    setting = torch.backends.cuda.matmul
+    outside, setting.fp32_precision = setting.fp32_precision, before
+    try:
+        with exact_float32(torch.float32):
+            assert setting.fp32_precision == "ieee"
+        assert setting.fp32_precision == before
+        with exact_float32(torch.bfloat16):
+            assert setting.fp32_precision == before
+        with pytest.raises(ZeroDivisionError), exact_float32(torch.float32):
+            raise ZeroDivisionError
+        assert setting.fp32_precision == before
+    finally:
+        setting.fp32_precision = outside
+
+
+def test_a_plan_keeps_documents_whole_where_it_can():
+    units = torch.tensor([5, 5, 3, 3, 3, 8, 1, 1, 1, 1, 1, 1, 1, 2])
+    plan = plan_rows(14, 4, "document", units)
+    assert plan.order_A is None
+    assert plan.groups == [[slice(6, 10), slice(10, 13)], [slice(0, 2)], [slice(2, 6)], [slice(13, 14)]]
+    assert plan_rows(14, 4, "token", units).groups == [[slice(0, 4)], [slice(4, 8)], [slice(8, 12)], [slice(12, 14)]]
+    assert plan_rows(5, 4, "row").groups == [[slice(0, 4), slice(4, 5)]]
+    assert [plan_rows(0, 4, couples, units[:0]).groups for couples in ("token", "document", "row")] == [[], [], []]
+
+
+def test_a_plan_gathers_scattered_documents():
+    units = torch.tensor([1, 2, 1, 3, 2, 1])
+    plan = plan_rows(6, 3, "document", units)
+    assert plan.order_A.tolist() == [0, 2, 5, 1, 3, 4]
+    assert plan.groups == [[slice(0, 3)], [slice(3, 6)]]

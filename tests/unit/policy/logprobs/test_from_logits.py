@@ -27,19 +27,19 @@ def rows(dtype=torch.float64, seed=1):
 
 
 def answers(logits, targets, **call):
-    """What is said, and the gradient of a random sum of all of it."""
+    """The outputs, and the gradient of a random sum of all of them."""
     leaf = logits.clone().requires_grad_()
-    said = token_logprobs_from_logits(leaf * 1, targets, **call)
-    return [None if x is None else x.detach() for x in said[:4]], weighted(said, leaf)
+    output = token_logprobs_from_logits(leaf * 1, targets, **call)
+    return [None if x is None else x.detach() for x in output[:4]], weighted(output, leaf)
 
 
-def expected_of(logits, targets, temperature, wanted):
+def expected_of(logits, targets, temperature, outputs):
     leaf = logits.double().requires_grad_()
     divisor = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
     ignored = targets < 0
-    said = reference._outputs(leaf / divisor, targets.masked_fill(ignored, 0), frozenset(wanted))
-    said = [None if x is None else x.masked_fill(ignored, 0) for x in said[:4]]
-    return [None if x is None else x.detach() for x in said], weighted(said, leaf)
+    output = reference._outputs(leaf / divisor, targets.masked_fill(ignored, 0), frozenset(outputs))
+    output = [None if x is None else x.masked_fill(ignored, 0) for x in output[:4]]
+    return [None if x is None else x.detach() for x in output], weighted(output, leaf)
 
 
 def weighted(said, leaf):
@@ -64,7 +64,7 @@ def cases(count):
 
 @pytest.mark.parametrize("case", cases(36), ids=lambda case: " ".join(map(str, case)).replace("torch.", ""))
 def test_equals_the_reference(case):
-    (implementation, dtype), temperature, wanted, inplace, kind = case
+    (implementation, dtype), temperature, outputs, inplace, kind = case
     logits, targets, temperatures = rows(dtype)
     temperature = temperatures if temperature == "each" else 0.7
     if kind == "padding":
@@ -72,16 +72,16 @@ def test_equals_the_reference(case):
     if kind == "ignored":
         targets[::3] = -100
     given = temperature.to(DEVICE) if isinstance(temperature, torch.Tensor) else temperature
-    said, gradient = answers(
+    text, gradient = answers(
         logits.to(DEVICE),
         targets.to(DEVICE),
         implementation=implementation,
         temperature=given,
-        wanted=wanted,
+        outputs=outputs,
         inplace_backward=inplace,
     )
-    expected, wanted_gradient = expected_of(logits, targets, temperature, wanted)
-    for one, other in zip(said, expected, strict=True):
+    expected, wanted_gradient = expected_of(logits, targets, temperature, outputs)
+    for one, other in zip(text, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one.double().cpu(), other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -97,9 +97,9 @@ def test_extreme_logits_are_exact(implementation):
     logits[2, targets[2]] = 1e4
     logits[3, targets[3] - 1] = 1e4
     logits[4, targets[4]] = -torch.inf
-    said, gradient = answers(logits.to(DEVICE), targets.to(DEVICE), implementation=implementation, wanted=EVERYTHING)
+    text, gradient = answers(logits.to(DEVICE), targets.to(DEVICE), implementation=implementation, outputs=EVERYTHING)
     expected, wanted_gradient = expected_of(logits, targets, 1.0, EVERYTHING)
-    for one, other in zip(said, expected, strict=True):
+    for one, other in zip(text, expected, strict=True):
         torch.testing.assert_close(one.double().cpu(), other, rtol=1e-6, atol=2e-5)
     torch.testing.assert_close(gradient.double().cpu(), wanted_gradient, rtol=1e-5, atol=1e-5)
 
@@ -109,8 +109,8 @@ def test_where_two_gradients_cancel_the_target_is_left(implementation):
     """The sum of log-probability and normaliser is the target's own logit: its gradient is 1 there, 0 elsewhere."""
     logits, targets, _ = rows(torch.float32)
     leaf = logits.to(DEVICE).requires_grad_()
-    said = token_logprobs_from_logits(leaf, targets.to(DEVICE), implementation=implementation)
-    (said.logprobs_T + said.logsumexp_T).sum().backward()
+    output = token_logprobs_from_logits(leaf, targets.to(DEVICE), implementation=implementation)
+    (output.logprobs_T + output.logsumexp_T).sum().backward()
     expected = torch.nn.functional.one_hot(targets, V).to(leaf)
     torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-6)
 
@@ -120,16 +120,16 @@ def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing(implementatio
     logits, targets, _ = rows(torch.float32)
     logits[2] = torch.nan
     leaf = logits.to(DEVICE).requires_grad_()
-    said = token_logprobs_from_logits(leaf, targets.to(DEVICE), implementation=implementation)
+    output = token_logprobs_from_logits(leaf, targets.to(DEVICE), implementation=implementation)
     wants = (torch.arange(T, device=DEVICE) != 2).float()
-    said.logprobs_T.backward(wants)
-    assert said.logprobs_T.isnan().tolist() == [row == 2 for row in range(T)]
+    output.logprobs_T.backward(wants)
+    assert output.logprobs_T.isnan().tolist() == [row == 2 for row in range(T)]
     assert torch.equal(leaf.grad.isnan().any(), torch.tensor(False, device=DEVICE))
     assert (leaf.grad.abs().sum(1) > 0).tolist() == [row != 2 for row in range(T)]
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_the_gradient_lies_over_the_logits_only_where_that_was_asked_for(implementation):
+def test_the_gradient_overwrites_the_logits_only_on_request(implementation):
     logits, targets, _ = rows(torch.float32)
     for inplace in (False, True):
         leaf = logits.clone().to(DEVICE).requires_grad_()
@@ -143,24 +143,24 @@ def test_the_gradient_lies_over_the_logits_only_where_that_was_asked_for(impleme
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
-def test_whoever_saved_the_logits_is_stopped_and_not_deceived(implementation):
+def test_an_operation_that_saved_the_logits_raises(implementation):
     logits, targets, _ = rows(torch.float32)
     copy = logits.to(DEVICE).requires_grad_() * 1
     other = copy.square().sum()
-    said = token_logprobs_from_logits(copy, targets.to(DEVICE), implementation=implementation, inplace_backward=True)
-    said.logprobs_T.sum().backward(retain_graph=True)
-    for loss in (other, said.logprobs_T.sum()):
+    output = token_logprobs_from_logits(copy, targets.to(DEVICE), implementation=implementation, inplace_backward=True)
+    output.logprobs_T.sum().backward(retain_graph=True)
+    for loss in (other, output.logprobs_T.sum()):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward(retain_graph=True)
 
 
 @pytest.mark.parametrize("changed", ["targets", "temperature"])
-def test_what_was_changed_after_forward_is_noticed(changed):
+def test_a_change_after_forward_is_detected(changed):
     logits, targets, temperatures = rows()
-    said = token_logprobs_from_logits(logits.requires_grad_(), targets, temperature=temperatures)
+    output = token_logprobs_from_logits(logits.requires_grad_(), targets, temperature=temperatures)
     {"targets": targets, "temperature": temperatures}[changed].mul_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        said.logprobs_T.sum().backward()
+        output.logprobs_T.sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_logits_may_lie_in_memory_as_they_like(implementation, inplace):
     for laid in (torch.zeros(V, T).T, torch.zeros(T, 2 * V)[:, 1 : V + 1]):
         leaf = torch.zeros(T, V).copy_(logits).to(DEVICE).requires_grad_()
         view = laid.to(DEVICE).copy_(leaf)
-        said = token_logprobs_from_logits(
+        output = token_logprobs_from_logits(
             view, targets.to(DEVICE), implementation=implementation, outputs=("entropy",), inplace_backward=inplace
         )
         torch.testing.assert_close(
-            weighted([said.logprobs_T, said.entropy_T], leaf).double().cpu(), expected, rtol=1e-4, atol=1e-5
+            weighted([output.logprobs_T, output.entropy_T], leaf).double().cpu(), expected, rtol=1e-4, atol=1e-5
         )
 
 
@@ -211,7 +211,7 @@ def split(implementation, inplace):
             axis=axis,
             first_token=start,
             temperature=temperatures,
-            wanted=EVERYTHING,
+            outputs=EVERYTHING,
             inplace_backward=inplace,
         )
 
@@ -224,25 +224,25 @@ def test_ranks_with_uneven_and_with_empty_slices(implementation, inplace, tmp_pa
     logits[3, :9] = -torch.inf
     expected, wanted_gradient = expected_of(logits, targets, temperatures, EVERYTHING)
     ranks = run_ranks(split, 3, tmp_path, implementation, inplace)
-    for said, _ in ranks:
-        for one, other in zip(said, expected, strict=True):
+    for text, _ in ranks:
+        for one, other in zip(text, expected, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
     gradient = torch.cat([gradient for _, gradient in ranks], dim=1)
     torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_of_rows_are_what_one_block_is(monkeypatch):
+def test_several_blocks_of_rows_match_one(monkeypatch):
     logits, targets, temperatures = rows()
-    whole = answers(logits, targets, temperature=temperatures, wanted=EVERYTHING)
+    whole = answers(logits, targets, temperature=temperatures, outputs=EVERYTHING)
     monkeypatch.setattr(from_logits, "BLOCK_BYTES", 3 * 8 * V)
-    pieces = answers(logits, targets, temperature=temperatures, wanted=EVERYTHING)
+    pieces = answers(logits, targets, temperature=temperatures, outputs=EVERYTHING)
     for one, other in zip((*whole[0], whole[1]), (*pieces[0], pieces[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
 
 
-def test_no_row_at_all_says_nothing():
-    said, gradient = answers(torch.zeros(0, V), torch.zeros(0, dtype=torch.int64), wanted=EVERYTHING)
-    assert [x.shape for x in (*said, gradient)] == [(0,)] * 4 + [(0, V)]
+def test_no_rows_give_empty_outputs():
+    text, gradient = answers(torch.zeros(0, V), torch.zeros(0, dtype=torch.int64), outputs=EVERYTHING)
+    assert [x.shape for x in (*text, gradient)] == [(0,)] * 4 + [(0, V)]
 
 
 @pytest.mark.parametrize(
@@ -250,12 +250,12 @@ def test_no_row_at_all_says_nothing():
     [
         ({"implementation": "fast"}, SpecError, "one of auto, torch, triton"),
         ({"implementation": "triton"}, SpecError, "float64; the kernels sum in float32"),
-        ({"wanted": ("variance",)}, SpecError, "any of entropy, logsumexp, mean_squared_logit"),
+        ({"outputs": ("variance",)}, SpecError, "any of entropy, logsumexp, mean_squared_logit"),
         ({"temperature": 0.0}, ShapeError, "positive and finite"),
         ({"first_token": 3}, ShapeError, "3 to 26"),
     ],
 )
-def test_what_means_nothing_is_refused_in_words(call, error, words):
+def test_invalid_options_are_refused(call, error, words):
     logits, targets, _ = rows()
     with pytest.raises(error, match=words):
         token_logprobs_from_logits(logits, targets, **call)
@@ -268,7 +268,7 @@ def test_a_target_outside_the_vocabulary_is_named():
         token_logprobs_from_logits(logits, targets)
 
 
-def test_operands_of_another_kind_are_refused_in_words():
+def test_unsupported_operands_are_refused():
     logits, targets, _ = rows()
     for wrong, words in (
         ((logits, targets.double()), "targets(.|\n)*float64"),

@@ -18,10 +18,10 @@ def test_a_row_longer_than_a_block_is_read_whole(monkeypatch):
     logits[3] = -torch.inf
     targets = torch.tensor([3, 60, 50, 0])
     call = targets.to(DEVICE), 0.7, frozenset({"mean_squared_logit"})
-    found = TritonPasses().forward(logits.to(DEVICE), *call).cpu()
+    result = TritonPasses().forward(logits.to(DEVICE), *call).cpu()
     expected = _TorchPasses().forward(logits.double(), targets, *call[1:])
-    torch.testing.assert_close(found[1:].double(), expected[1:], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[0, :3].double(), expected[0, :3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[1:].double(), expected[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result[0, :3].double(), expected[0, :3], rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_that_nothing_moves_is_not_read():

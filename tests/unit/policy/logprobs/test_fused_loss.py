@@ -23,7 +23,7 @@ VARIANTS = (
 
 @pytest.mark.parametrize("name", TOKEN + DOCUMENT + MIXED + ROW)
 def test_gradients_are_those_of_autograd(name):
-    """However rows are cut, whatever is said of the coupling; documents of 9 and 17 tokens do not fit into 5."""
+    """For any chunking and any declaration of coupling; documents of 9 and 17 tokens do not fit into 5."""
     case = Case()
     for number, call in enumerate(VARIANTS):
         case.assert_right(
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_autograd_for_every_cut(name, seed):
                 case.assert_right(getattr(case, name), chunk_tokens=chunk_tokens, expected_logprobs_T=expected, **call)
 
 
-def test_what_is_no_number_in_a_chunk_spoils_nothing_if_it_is_one_in_the_row():
+def test_a_nan_in_a_chunk_is_harmless_if_the_row_is_finite():
     case = Case()
 
     def standardised(said, places):
@@ -56,11 +56,11 @@ def test_what_is_no_number_in_a_chunk_spoils_nothing_if_it_is_one_in_the_row():
         case.assert_right(standardised, chunk_tokens=chunk_tokens)  # of one token: the gradient of a root at 0
 
 
-def test_what_is_no_number_in_the_row_is_none_in_the_gradient():
+def test_a_nan_in_the_row_is_nan_in_the_gradient():
     case = Case()
     for chunk_tokens in (5, 100):
-        found = case.fused(lambda said, places: (said.logprobs_T * torch.nan).sum(), chunk_tokens=chunk_tokens)
-        hidden, weight = torch.autograd.grad(found.loss, (case.hidden, case.weight))
+        result = case.fused(lambda said, places: (said.logprobs_T * torch.nan).sum(), chunk_tokens=chunk_tokens)
+        hidden, weight = torch.autograd.grad(result.loss, (case.hidden, case.weight))
         assert hidden[case.active].isnan().all()
         assert weight.isnan().any()
         assert not hidden[~case.active].any()
@@ -76,7 +76,7 @@ CUTS = [
 @pytest.mark.parametrize(
     ("options", "cut"),
     [(options, CUTS[number % len(CUTS)]) for number, options in enumerate(crossed(72, seed=5))],
-    ids=lambda x: named(x) if "wanted" in x else "-".join(map(str, x.values())),
+    ids=lambda x: named(x) if "outputs" in x else "-".join(map(str, x.values())),
 )
 def test_every_option_of_the_head(options, cut):
     held_to_the_reference(options, **cut)
@@ -101,14 +101,14 @@ def held_to_the_reference(options, **call):
         return sum((x * w[places]).sum() for x, w in zip(said, weights, strict=True) if x is not None)
 
     leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
-    found = fused_loss(hidden, weight, loss_fn=linear, document_ids_T=torch.arange(len(hidden)) // 5, **given, **call)
-    torch.testing.assert_close(found.loss.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
-    assert found.fallback is None or (call["couples"] == "row" and found.gemms <= 4)
-    for one, other in zip(found.head_output, said, strict=True):
+    result = fused_loss(hidden, weight, loss_fn=linear, document_ids_T=torch.arange(len(hidden)) // 5, **given, **call)
+    torch.testing.assert_close(result.loss.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+    assert result.fallback is None or (call["couples"] == "row" and result.gemms <= 4)
+    for one, other in zip(result.head_output, said, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
-    for one, other in zip(torch.autograd.grad(found.loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+    for one, other in zip(torch.autograd.grad(result.loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -118,18 +118,18 @@ def test_frozen_parts_cost_no_product():
     for hidden, weight, products in ((True, False, 2), (False, True, 2), (False, False, 1)):
         case.hidden.requires_grad_(hidden), case.weight.requires_grad_(weight)
         with count_gemms() as count:
-            found = case.fused(case.gspo, chunk_tokens=4, expected_logprobs_T=case.old)
-        assert (found.gemms, count.rows) == (products, products * rows)
-        assert found.loss.requires_grad == (hidden or weight)
+            result = case.fused(case.gspo, chunk_tokens=4, expected_logprobs_T=case.old)
+        assert (result.gemms, count.rows) == (products, products * rows)
+        assert result.loss.requires_grad == (hidden or weight)
     with torch.no_grad():
         assert case.fused(case.gspo, chunk_tokens=4).gemms == 1.0
 
 
 def test_no_row_at_all_gives_zeros_and_not_nothing():
     case = Case()
-    found = case.fused(case.ppo, active_T=torch.zeros(T, dtype=torch.bool))
-    hidden, weight = torch.autograd.grad(found.loss, (case.hidden, case.weight))
-    assert (found.loss.item(), found.gemms) == (0.0, 0.0)
+    result = case.fused(case.ppo, active_T=torch.zeros(T, dtype=torch.bool))
+    hidden, weight = torch.autograd.grad(result.loss, (case.hidden, case.weight))
+    assert (result.loss.item(), result.gemms) == (0.0, 0.0)
     assert not hidden.any()
     assert not weight.any()
 
@@ -142,15 +142,15 @@ def test_half_precision_gradients_come_in_half_precision(accumulate, fp32_head):
     exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
     exact.old, exact.lengths = case.old.double(), case.lengths.double()
     for name in ("ppo", "gspo"):
-        found = case.fused(
+        result = case.fused(
             getattr(case, name),
             chunk_tokens=5,
             expected_logprobs_T=case.old,
             accumulate=accumulate,
             fp32_head=fp32_head,
         )
-        gradients = torch.autograd.grad(found.loss, (case.hidden, case.weight))
-        assert found.fallback is None
+        gradients = torch.autograd.grad(result.loss, (case.hidden, case.weight))
+        assert result.fallback is None
         for one, other in zip(gradients, exact.truth(getattr(exact, name))[1:], strict=True):
             assert one.dtype == torch.bfloat16
             assert float((one.double() - other).norm() / other.norm()) < (0.01 if accumulate == "float32" else 0.02)
@@ -162,17 +162,17 @@ def test_the_triton_engine_serves_as_well(name):
     case, exact = Case(dtype=torch.float32), Case()
     exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
     exact.old = case.old.double()
-    found = case.fused(getattr(case, name), implementation="triton", chunk_tokens=12, expected_logprobs_T=case.old)
+    result = case.fused(getattr(case, name), implementation="triton", chunk_tokens=12, expected_logprobs_T=case.old)
     for one, other in zip(
-        torch.autograd.grad(found.loss, (case.hidden, case.weight)), exact.truth(getattr(exact, name))[1:], strict=True
+        torch.autograd.grad(result.loss, (case.hidden, case.weight)), exact.truth(getattr(exact, name))[1:], strict=True
     ):
         assert float((one.double() - other).norm() / other.norm()) < 1e-5
 
 
-def test_the_upstream_number_is_multiplied_in_once_and_losses_add_up():
+def test_the_upstream_gradient_is_applied_once_and_losses_add_up():
     case = Case()
-    found = case.fused(case.ppo, chunk_tokens=5)
-    (found.loss * 3 - found.loss).backward()
+    result = case.fused(case.ppo, chunk_tokens=5)
+    (result.loss * 3 - result.loss).backward()
     for one, other in zip((case.hidden.grad, case.weight.grad), case.truth(case.ppo)[1:], strict=True):
         torch.testing.assert_close(one, 2 * other, rtol=1e-12, atol=1e-12)
 
@@ -182,9 +182,9 @@ def test_gradients_are_handed_out_and_not_copied(monkeypatch):
     case, filled, fetch = Case(), [], module._Gradients.fetch
 
     def watched(self):
-        found = fetch(self)
-        filled.extend([found.hidden_TD.data_ptr(), found.weight_VD.data_ptr()])
-        return found
+        result = fetch(self)
+        filled.extend([result.hidden_TD.data_ptr(), result.weight_VD.data_ptr()])
+        return result
 
     monkeypatch.setattr(module._Gradients, "fetch", watched)
     case.fused(case.gspo, active_T=None, chunk_tokens=5).loss.backward()
@@ -192,10 +192,10 @@ def test_gradients_are_handed_out_and_not_copied(monkeypatch):
 
 
 def test_a_second_backward_is_refused():
-    found = Case().fused(Case().ppo, chunk_tokens=5)
-    found.loss.backward(retain_graph=True)
+    result = Case().fused(Case().ppo, chunk_tokens=5)
+    result.loss.backward(retain_graph=True)
     with pytest.raises(SpecError, match="a second time\n  found: gradients that were returned already"):
-        found.loss.backward()
+        result.loss.backward()
 
 
 def test_a_gradient_that_would_be_lost_is_refused():
@@ -221,7 +221,7 @@ def test_a_loss_that_is_not_one_number_is_refused(loss, found):
         ({"implementation": "reference"}, "implementation = 'reference'"),
         ({"chunk_tokens": 0}, "chunk_tokens = 0"),
         ({"keep_bytes": -1}, "keep_bytes = -1"),
-        ({"wanted": ("entrpy",)}, "wanted = 'entrpy'"),
+        ({"outputs": ("entrpy",)}, "outputs = 'entrpy'"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(call, asked):
@@ -231,8 +231,8 @@ def test_settings_that_mean_nothing_are_refused(call, asked):
 
 def test_a_loss_without_a_gradient_gives_zeros():
     case = Case()
-    found = case.fused(lambda said, places: torch.ones(()), chunk_tokens=5)
-    hidden, weight = torch.autograd.grad(found.loss, (case.hidden, case.weight))
-    assert found.loss.item() == 1.0
+    result = case.fused(lambda said, places: torch.ones(()), chunk_tokens=5)
+    hidden, weight = torch.autograd.grad(result.loss, (case.hidden, case.weight))
+    assert result.loss.item() == 1.0
     assert not hidden.any()
     assert not weight.any()

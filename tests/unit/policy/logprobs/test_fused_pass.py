@@ -1,4 +1,4 @@
-"""How rows are cut, how many products each way takes, and what is mended: exactly, and in words."""
+"""Splits of rows, GEMM counts of each path, and exact fallbacks with their reasons."""
 
 import functools
 import warnings
@@ -11,26 +11,8 @@ from tests.helpers.ranks import run_ranks
 from workbench.policy.logprobs import fused_loss as module
 from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.fused_pass import plan_rows
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.sharding.mesh import make_mesh
-
-
-def test_a_plan_keeps_documents_whole_where_it_can():
-    units = torch.tensor([5, 5, 3, 3, 3, 8, 1, 1, 1, 1, 1, 1, 1, 2])
-    plan = plan_rows(14, 4, "document", units)
-    assert plan.order_A is None
-    assert plan.groups == [[slice(6, 10), slice(10, 13)], [slice(0, 2)], [slice(2, 6)], [slice(13, 14)]]
-    assert plan_rows(14, 4, "token", units).groups == [[slice(0, 4)], [slice(4, 8)], [slice(8, 12)], [slice(12, 14)]]
-    assert plan_rows(5, 4, "row").groups == [[slice(0, 4), slice(4, 5)]]
-    assert [plan_rows(0, 4, couples, units[:0]).groups for couples in ("token", "document", "row")] == [[], [], []]
-
-
-def test_a_plan_gathers_documents_whose_rows_are_scattered():
-    units = torch.tensor([1, 2, 1, 3, 2, 1])
-    plan = plan_rows(6, 3, "document", units)
-    assert plan.order_A.tolist() == [0, 2, 5, 1, 3, 4]
-    assert plan.groups == [[slice(0, 3)], [slice(3, 6)]]
 
 
 def test_everything_is_shown_in_the_order_of_the_row():
@@ -42,22 +24,22 @@ def test_everything_is_shown_in_the_order_of_the_row():
         return case.gspo(said, places)
 
     scattered = torch.arange(len(IDS)) % 4
-    found = case.fused(watched, chunk_tokens=14, document_ids_T=scattered)
+    result = case.fused(watched, chunk_tokens=14, document_ids_T=scattered)
     assert torch.equal(shown[-1], torch.nonzero(case.active)[:, 0])
     assert torch.equal(torch.cat(shown[:-1]).sort().values, shown[-1])
     assert not torch.equal(torch.cat(shown[:-1]), shown[-1])
-    torch.testing.assert_close(found.loss.detach(), case.truth(case.gspo)[0], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(result.loss.detach(), case.truth(case.gspo)[0], rtol=1e-13, atol=1e-13)
 
 
-# -- products and words ------------------------------------------------------------------------------------------------
+# -- GEMMs and reasons -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TOKEN + DOCUMENT)
 def test_three_products_also_where_documents_do_not_fit(name):
     case = Case()
     for chunk_tokens in (4, 7, 100):
-        found = case.assert_right(getattr(case, name), chunk_tokens=chunk_tokens, expected_logprobs_T=case.old)
-        assert (found.gemms, found.fallback) == (3.0, None), chunk_tokens
+        result = case.assert_right(getattr(case, name), chunk_tokens=chunk_tokens, expected_logprobs_T=case.old)
+        assert (result.gemms, result.fallback) == (3.0, None), chunk_tokens
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "clipped_gspo", "vespo"])
@@ -72,22 +54,22 @@ def long_rows(case, chunk_tokens):
     return [size for size in sizes if size > chunk_tokens], sum(sizes)
 
 
-def test_a_document_that_wants_more_than_a_number_goes_forward_twice():
+def test_a_document_with_other_coefficients_goes_forward_twice():
     case = Case()
-    found = case.assert_right(case.gspo_with_kl, chunk_tokens=5, expected_logprobs_T=case.old)
+    result = case.assert_right(case.gspo_with_kl, chunk_tokens=5, expected_logprobs_T=case.old)
     long, rows = long_rows(case, 5)
     assert len(long) == 3
-    assert found.gemms == pytest.approx(3 + sum(long) / rows, rel=1e-12)
-    assert "a document of 13 tokens, more than 5, went forward twice" in found.fallback
+    assert result.gemms == pytest.approx(3 + sum(long) / rows, rel=1e-12)
+    assert "a document of 13 tokens, more than 5, went forward twice" in result.fallback
     assert case.assert_right(case.gspo_with_kl, chunk_tokens=5, keep_bytes=2**20).gemms == 3.0
 
 
-def test_a_loss_that_couples_a_row_takes_four_if_it_says_so_and_comes_out_right_if_not():
+def test_a_row_coupled_loss_takes_four_if_declared_and_is_correct_otherwise():
     case = Case()
     rows = int(case.active.sum())
-    said = case.assert_right(case.across, chunk_tokens=14, couples="row")
-    assert said.gemms == 4.0
-    assert said.fallback == f"all {rows} tokens, more than 14, went forward twice: the loss couples the whole row"
+    output = case.assert_right(case.across, chunk_tokens=14, couples="row")
+    assert output.gemms == 4.0
+    assert output.fallback == f"all {rows} tokens, more than 14, went forward twice: the loss couples the whole row"
     unsaid = case.assert_right(case.across, chunk_tokens=14, couples="token")
     assert unsaid.gemms == 6.0
     assert unsaid.fallback == (
@@ -99,7 +81,7 @@ def test_a_loss_that_couples_a_row_takes_four_if_it_says_so_and_comes_out_right_
     assert case.assert_right(case.across, chunk_tokens=14, couples="row", keep_bytes=2**20).gemms == 3.0
 
 
-def test_only_rows_that_the_loss_ties_to_others_go_through_again():
+def test_only_coupled_rows_are_recomputed():
     case = Case()
     few = torch.nonzero(case.active)[[3, -2], 0]
 
@@ -107,9 +89,9 @@ def test_only_rows_that_the_loss_ties_to_others_go_through_again():
         chosen = said.logprobs_T[(places[:, None] == few).any(1)]
         return case.ppo(said, places) + chosen.sum().square()
 
-    found = case.assert_right(two, chunk_tokens=14)
-    assert found.fallback.startswith("2 tokens were recomputed")
-    assert found.gemms == pytest.approx(3 + 6 / int(case.active.sum()), rel=1e-12)
+    result = case.assert_right(two, chunk_tokens=14)
+    assert result.fallback.startswith("2 tokens were recomputed")
+    assert result.gemms == pytest.approx(3 + 6 / int(case.active.sum()), rel=1e-12)
 
 
 def test_an_engine_hears_nothing_of_fields_that_the_loss_does_not_look_at(monkeypatch):
@@ -133,7 +115,7 @@ FAR = -7.5
 
 
 class NearSighted(ChunkedEngine):
-    """An engine that cannot represent rows with a log-probability below a bound, and says nonsense of them."""
+    """An engine that cannot represent rows with a log-probability below a bound, and returns nonsense for them."""
 
     def forward(self, *rows, **how):
         chunk = super().forward(*rows, **how)
@@ -148,22 +130,22 @@ class NearSighted(ChunkedEngine):
 
 
 @pytest.mark.parametrize("name", [*TOKEN, "gspo", "gmpo", *MIXED, *ROW])
-def test_rows_beyond_an_engine_go_through_an_exact_one(name, monkeypatch):
+def test_rows_beyond_an_engine_use_an_exact_one(name, monkeypatch):
     monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
     case = Case()
     far = int((reference.token_logprobs(case.hidden, case.weight, case.targets).logprobs_T[case.active] < FAR).sum())
     assert 0 < far < 10
     for call in ({"chunk_tokens": 5}, {"chunk_tokens": 100}, {"chunk_tokens": 14, "couples": "row"}):
-        found = case.assert_right(getattr(case, name), expected_logprobs_T=case.old, **call)
-        assert f"{far} beyond the exponents of the engine" in found.fallback
-        assert found.head_output.logprobs_T.isfinite().all()
+        result = case.assert_right(getattr(case, name), expected_logprobs_T=case.old, **call)
+        assert f"{far} beyond the exponents of the engine" in result.fallback
+        assert result.head_output.logprobs_T.isfinite().all()
     with torch.no_grad():
-        found = case.fused(getattr(case, name), chunk_tokens=5)
-    torch.testing.assert_close(found.loss, case.truth(getattr(case, name))[0], rtol=1e-13, atol=1e-13)
+        result = case.fused(getattr(case, name), chunk_tokens=5)
+    torch.testing.assert_close(result.loss, case.truth(getattr(case, name))[0], rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, 100])
-def test_of_a_row_beyond_an_engine_its_kept_set_was_within(chunk_tokens, monkeypatch):
+def test_the_support_of_a_row_beyond_an_engine_is_not_repeated(chunk_tokens, monkeypatch):
     """Its pairs are no matter of the engine: they went back the first time, and must not go again."""
     monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
     case = Case()
@@ -172,10 +154,10 @@ def test_of_a_row_beyond_an_engine_its_kept_set_was_within(chunk_tokens, monkeyp
     def loss(said, places):
         return (case.advantages[places] * (said.support_logprobs_T + said.logprobs_T)).sum()
 
-    found = case.fused(loss, kept=kept, chunk_tokens=chunk_tokens)
-    assert "beyond the exponents" in found.fallback
+    result = case.fused(loss, support=kept, chunk_tokens=chunk_tokens)
+    assert "beyond the exponents" in result.fallback
     for one, other in zip(
-        torch.autograd.grad(found.loss, (case.hidden, case.weight)), case.truth(loss, kept=kept)[1:], strict=True
+        torch.autograd.grad(result.loss, (case.hidden, case.weight)), case.truth(loss, support=kept)[1:], strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -205,7 +187,7 @@ def on_device(tokens, loss, **call):
         return -(gap.exp() * advantages.index_select(0, places)).sum()
 
     def run(implementation, chunk_tokens):
-        found = module.fused_loss(
+        result = module.fused_loss(
             hidden,
             weight,
             targets,
@@ -216,7 +198,7 @@ def on_device(tokens, loss, **call):
             implementation=implementation,
             **call,
         )
-        return found, torch.autograd.grad(found.loss, (hidden, weight))
+        return result, torch.autograd.grad(result.loss, (hidden, weight))
 
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     truth = value(reference.token_logprobs(*exact, targets), torch.arange(tokens, device="cuda"))
@@ -230,8 +212,8 @@ def on_device(tokens, loss, **call):
 def test_on_a_device_gradients_are_right_for_three_products(implementation, loss, accumulate):
     run, truth = on_device(1000, loss, accumulate=accumulate)
     for chunk_tokens in (100, 1000):
-        found, gradients = run(implementation, chunk_tokens)
-        assert (found.gemms, found.fallback) == (3.0, None)
+        result, gradients = run(implementation, chunk_tokens)
+        assert (result.gemms, result.fallback) == (3.0, None)
         for one, other in zip(gradients, truth, strict=True):
             assert float((one.double() - other).norm() / other.norm()) < (6e-3 if accumulate == "float32" else 2e-2)
 
@@ -271,7 +253,7 @@ def sharded_of_two_minds():
     mesh, case = make_mesh(tp=2), Case()
     rank = mesh["tp"].rank
     weight = case.weight.detach()[5 * rank : 5 + 8 * rank].clone().requires_grad_()
-    found = module.fused_loss(
+    result = module.fused_loss(
         case.hidden,
         weight,
         case.targets,
@@ -281,24 +263,24 @@ def sharded_of_two_minds():
         axis=mesh["tp"],
         first_token=5 * rank,
     )
-    return found.gemms, found.fallback
+    return result.gemms, result.fallback
 
 
-def test_what_one_rank_finds_wrong_both_mend(tmp_path):
+def test_a_fallback_on_one_rank_is_taken_by_all(tmp_path):
     one, other = run_ranks(sharded_of_two_minds, 2, tmp_path, timeout_s=120)
     assert one == other
     assert one[0] > 5
 
 
 def sharded(cases, engine):
-    """What one rank of tp finds: its rows of the head, cut unevenly."""
+    """The results of one rank of tp: its rows of the head, split unevenly."""
     mesh, case = make_mesh(tp=2), Case()
     first, last = ((0, 5), (5, V))[mesh["tp"].rank]
     weight = case.weight.detach()[first:last].clone().requires_grad_()
     module.ChunkedEngine = engine
     answers = []
     for name, keep_bytes in cases:
-        found = module.fused_loss(
+        result = module.fused_loss(
             case.hidden,
             weight,
             case.targets,
@@ -311,7 +293,9 @@ def sharded(cases, engine):
             first_token=first,
             keep_bytes=keep_bytes,
         )
-        answers.append((found.loss.detach(), *torch.autograd.grad(found.loss, (case.hidden, weight)), found.fallback))
+        answers.append(
+            (result.loss.detach(), *torch.autograd.grad(result.loss, (case.hidden, weight)), result.fallback)
+        )
     return answers
 
 

@@ -10,14 +10,14 @@ W = torch.zeros(5, 2)
 T3 = torch.zeros(3, dtype=torch.int64)
 
 
-def checked(hidden=None, targets=T3, temperature=1.0, active=None, wanted=(), **more):
+def checked(hidden=None, targets=T3, temperature=1.0, active=None, outputs=(), **more):
     return check_rows(
         make_head(W, **more),
         torch.zeros(3, 2) if hidden is None else hidden,
         targets,
         temperature=temperature,
         active_T=active,
-        outputs=wanted,
+        outputs=outputs,
     )
 
 
@@ -28,11 +28,11 @@ def test_logits_and_their_adjoint():
     divisor = torch.tensor([[0.5], [1.0], [3.0]], dtype=torch.float64)
     head = make_head(W, bias_V=bias, logit_scale=1.7, soft_cap=2.0)
     expected = 2 * torch.tanh(1.7 * (dots + bias) / 2) / divisor
-    found = head.logits_(dots.detach().clone(), bias, divisor)
-    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-15)
+    result = head.logits_(dots.detach().clone(), bias, divisor)
+    torch.testing.assert_close(result, expected.detach(), rtol=0, atol=1e-15)
     gradient = torch.randn(3, 5, generator=g, dtype=torch.float64)
     torch.testing.assert_close(
-        head.back_(gradient.clone(), found, divisor),
+        head.back_(gradient.clone(), result, divisor),
         torch.autograd.grad(expected, dots, gradient)[0],
         rtol=0,
         atol=1e-14,
@@ -58,7 +58,7 @@ def test_rows_that_are_computed(targets, active, expected):
     assert count == (len(targets) if expected is None else len(expected))
 
 
-def test_the_vocabulary_counts_what_exists():
+def test_the_vocabulary_counts_valid_rows():
     head = make_head(W, valid=3)
     assert (head.vocabulary, head.valid, head.is_split) == (3, 3, False)
 
@@ -85,28 +85,28 @@ def test_the_vocabulary_counts_what_exists():
         ({"targets": T3 + 3, "valid": 3}, ShapeError, "0 <= id < 3"),
         ({"temperature": torch.tensor([1.0, 1.0, -1.0])}, ShapeError, r"at \[2\]"),
         ({"temperature": torch.ones(3, requires_grad=True)}, ShapeError, "given, not trained"),
-        ({"wanted": ("entropy", "perplexity")}, SpecError, "wanted = 'perplexity'"),
+        ({"outputs": ("entropy", "perplexity")}, SpecError, "outputs = 'perplexity'"),
     ],
 )
-def test_what_means_nothing_is_refused_in_words(settings, kind, message):
+def test_invalid_options_are_refused(settings, kind, message):
     with pytest.raises(kind, match=message):
         checked(**settings)
 
 
 def test_a_target_that_is_not_computed_may_be_anything():
-    found = []
+    results = []
     for active in (torch.tensor([True, False, True]), None):
         try:
             checked(targets=torch.tensor([0, 99, 1]), active=active)
-            found.append("taken")
+            results.append("taken")
         except ShapeError:
-            found.append("refused")
-    assert found == ["taken", "refused"]
+            results.append("refused")
+    assert results == ["taken", "refused"]
 
 
 def heads_of_ranks():
     axis = make_mesh(tp=2)["tp"]
-    said = []
+    outputs = []
     for starts, sizes in (
         ((0, 3), (3, 2)),
         ((0, 3), (3, 0)),
@@ -116,12 +116,12 @@ def heads_of_ranks():
         ((3, 0), (2, 3)),
     ):
         try:
-            said.append(make_head(W, valid=sizes[axis.rank], axis=axis, first_token=starts[axis.rank]).vocabulary)
+            outputs.append(make_head(W, valid=sizes[axis.rank], axis=axis, first_token=starts[axis.rank]).vocabulary)
         except ShapeError as error:
-            said.append(error.parts["found"])
-    return said
+            outputs.append(error.parts["found"])
+    return outputs
 
 
 def test_slices_that_do_not_tile_the_vocabulary_are_refused_on_every_rank(tmp_path):
-    for said in run_ranks(heads_of_ranks, 2, tmp_path):
-        assert said == [5, 3, 5, "0 to 3, 2 to 4", "0 to 3, 0 to 2", "3 to 5, 0 to 3"]
+    for text in run_ranks(heads_of_ranks, 2, tmp_path):
+        assert text == [5, 3, 5, "0 to 3, 2 to 4", "0 to 3, 0 to 2", "3 to 5, 0 to 3"]

@@ -16,7 +16,7 @@ def oracle(leaves, call, coefficients):
     hidden, weight, bias = leaves
     tokens = len(hidden)
     temperature = call["temperature"]
-    kept, active = call["kept"], call["active_T"]
+    kept, active = call["support"], call["active_T"]
     return row(
         hidden.tolist(),
         weight.tolist(),
@@ -39,11 +39,11 @@ def oracle(leaves, call, coefficients):
 def test_equals_loops_over_floats(options):
     leaves, call = problem(options, tokens=7, vocabulary=13, width=4)
     leaves = [None if x is None else x.requires_grad_() for x in leaves]
-    said = token_logprobs(*leaves[:2], bias_V=leaves[2], **call)
-    coefficients = wants(said)
-    sum((x_T * w_T).sum() for x_T, w_T in zip(said, coefficients, strict=True) if x_T is not None).backward()
+    output = token_logprobs(*leaves[:2], bias_V=leaves[2], **call)
+    coefficients = wants(output)
+    sum((x_T * w_T).sum() for x_T, w_T in zip(output, coefficients, strict=True) if x_T is not None).backward()
     fields, *gradients = oracle([None if x is None else x.detach() for x in leaves], call, coefficients)
-    for name, x_T in said._asdict().items():
+    for name, x_T in output._asdict().items():
         if x_T is not None:
             expected = fields[name.removesuffix("_T")]
             torch.testing.assert_close(
@@ -54,17 +54,17 @@ def test_equals_loops_over_floats(options):
             torch.testing.assert_close(leaf.grad, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
-def test_what_is_not_wanted_is_none():
-    leaves, call = problem(PLAIN | {"kept": True, "wanted": ("logsumexp",)})
-    said = token_logprobs(*leaves[:2], **call)
-    assert [name for name, x_T in said._asdict().items() if x_T is None] == [
+def test_unrequested_outputs_are_none():
+    leaves, call = problem(PLAIN | {"support": True, "outputs": ("logsumexp",)})
+    output = token_logprobs(*leaves[:2], **call)
+    assert [name for name, x_T in output._asdict().items() if x_T is None] == [
         "entropy_T",
         "mean_squared_logit_T",
-        "kept_entropy_T",
+        "support_entropy_T",
     ]
 
 
-def test_equals_the_definition_by_hand():
+def test_matches_the_definition():
     hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     weight = torch.tensor([[math.log(1.0), 5.0], [math.log(2.0), 1.0], [math.log(5.0), 9.0]], dtype=torch.float64)
     logprobs, entropy, *_ = token_logprobs(hidden, weight, torch.tensor([2]))
@@ -85,15 +85,15 @@ def test_temperature_divides_logits_and_not_logprobs():
 def test_the_soft_cap_bounds_logits_before_the_temperature_divides_them():
     hidden = torch.tensor([[100.0]], dtype=torch.float64)
     weight = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    found = token_logprobs(hidden, weight, torch.tensor([1]), soft_cap=3.0, temperature=0.5).logprobs_T
-    assert found.item() == pytest.approx(-12 - math.log1p(math.exp(-12)), abs=1e-12)
+    result = token_logprobs(hidden, weight, torch.tensor([1]), soft_cap=3.0, temperature=0.5).logprobs_T
+    assert result.item() == pytest.approx(-12 - math.log1p(math.exp(-12)), abs=1e-12)
 
 
 def test_the_log_normaliser_is_that_of_logits_over_temperature():
     hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     weight = torch.tensor([[1.0, 5.0], [2.0, 1.0], [4.0, 9.0]], dtype=torch.float64)
-    found = token_logprobs(hidden, weight, torch.tensor([2]), temperature=2.0).logsumexp_T
-    assert found.item() == pytest.approx(math.log(math.exp(0.5) + math.exp(1.0) + math.exp(2.0)), abs=1e-15)
+    result = token_logprobs(hidden, weight, torch.tensor([2]), temperature=2.0).logsumexp_T
+    assert result.item() == pytest.approx(math.log(math.exp(0.5) + math.exp(1.0) + math.exp(2.0)), abs=1e-15)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
@@ -109,8 +109,8 @@ def test_a_temperature_that_divides_nothing_is_refused(bad):
 
 def test_a_temperature_in_float64_does_not_widen_a_float32_run():
     hidden, weight, targets = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
-    found = token_logprobs(hidden, weight, targets, temperature=torch.ones(3, dtype=torch.float64))
-    assert {x.dtype for x in found if x is not None} == {torch.float32}
+    output = token_logprobs(hidden, weight, targets, temperature=torch.ones(3, dtype=torch.float64))
+    assert {x.dtype for x in output if x is not None} == {torch.float32}
 
 
 def test_half_precision_logits_are_widened_before_the_softmax():
@@ -118,7 +118,7 @@ def test_half_precision_logits_are_widened_before_the_softmax():
     assert token_logprobs(hidden, weight, torch.zeros(4, dtype=torch.int64))[0].dtype == torch.float32
 
 
-def test_an_fp32_head_multiplies_in_float32_and_its_gradients_come_back_in_the_dtype_of_the_originals():
+def test_an_fp32_head_computes_in_float32_and_returns_original_dtypes():
     leaves, call = problem(PLAIN, dtype=torch.bfloat16)
     hidden, weight = (x.requires_grad_() for x in leaves[:2])
     lifted = token_logprobs(hidden, weight, call["targets_T"], fp32_head=True)
@@ -135,11 +135,11 @@ def test_bias_counts():
     assert logprobs.item() == pytest.approx(math.log(0.5))
 
 
-def test_logits_that_are_there_already_say_the_same():
+def test_given_logits_give_the_same():
     leaves, call = problem(PLAIN)
     expected = token_logprobs(*leaves[:2], call["targets_T"], temperature=0.7)
-    found = token_logprobs_from_logits(leaves[0] @ leaves[1].T, call["targets_T"], temperature=0.7)
-    for one, other in zip(found[:3], expected[:3], strict=True):
+    output = token_logprobs_from_logits(leaves[0] @ leaves[1].T, call["targets_T"], temperature=0.7)
+    for one, other in zip(output[:3], expected[:3], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
@@ -148,14 +148,14 @@ def test_sizes_that_disagree_are_named():
         token_logprobs(torch.zeros(3, 2), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64))
 
 
-def test_the_mean_squared_logit_is_of_logits_over_temperature_and_only_there_if_it_is_wanted():
+def test_the_mean_squared_logit_uses_temperature_and_is_optional():
     logits, targets = torch.tensor([[1.0, -3.0], [0.5, 0.0]], dtype=torch.float64), torch.tensor([0, 1])
     assert token_logprobs_from_logits(logits, targets).mean_squared_logit_T is None
-    found = token_logprobs_from_logits(logits, targets, temperature=2.0, outputs=("mean_squared_logit",))
-    assert found.mean_squared_logit_T.tolist() == [(0.25 + 2.25) / 2, 0.0625 / 2]
+    output = token_logprobs_from_logits(logits, targets, temperature=2.0, outputs=("mean_squared_logit",))
+    assert output.mean_squared_logit_T.tolist() == [(0.25 + 2.25) / 2, 0.0625 / 2]
 
 
-def test_what_a_sampler_cut_off_has_no_probability_and_the_target_always_has():
+def test_truncated_tokens_have_no_probability_and_the_target_always_has():
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], dtype=torch.float64, requires_grad=True)
     kept = torch.tensor([[False, True, True], [False, False, True]])
     among = support_logits(logits, kept, torch.tensor([1, 0]))

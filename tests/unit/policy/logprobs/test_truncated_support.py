@@ -1,4 +1,4 @@
-"""Kept sets: what they hold, their edges, and that nothing of the size of the vocabulary is made for them."""
+"""Truncated supports: contents, edges, and no allocation of the size of the vocabulary."""
 
 import pytest
 import torch
@@ -7,28 +7,28 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers.head_problem import PLAIN, answers, assert_same, problem
 from workbench.errors import ShapeError
-from workbench.policy.logprobs import TokenLogprobs, chunked, driver, kept, reference
+from workbench.policy.logprobs import TokenLogprobs, chunked, driver, reference, truncated_support
 from workbench.policy.logprobs.engine import Accumulators
 from workbench.policy.logprobs.head import make_head
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 
 
-def among(sets, targets, wanted=("entropy",), **more):
-    """What the driver says of sets, and the gradient of hidden of the sum of both fields."""
+def among(sets, targets, outputs=("entropy",), **more):
+    """The driver's outputs over supports, and the gradient of hidden of the sum of both fields."""
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(len(targets), 3, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(9, 3, generator=g, dtype=torch.float64)
-    said = driver.token_logprobs(
+    output = driver.token_logprobs(
         hidden,
         weight,
         torch.tensor(targets),
         engine=chunked.ChunkedEngine,
         support=TruncatedSupport.of(sets),
-        outputs=wanted,
+        outputs=outputs,
         **more,
     )
-    said.support_logprobs_T.sum().backward()
-    return said, hidden.grad, hidden.detach() @ weight.T
+    output.support_logprobs_T.sum().backward()
+    return output, hidden.grad, hidden.detach() @ weight.T
 
 
 def test_the_sets_of_some_tokens():
@@ -44,53 +44,53 @@ def test_the_sets_of_some_tokens():
 
 
 def test_a_set_renormalises():
-    said, _, logits = among([[1, 4, 7], [2, 0]], [4, 2])
+    text, _, logits = among([[1, 4, 7], [2, 0]], [4, 2])
     expected = torch.stack([logits[0, [1, 4, 7]].log_softmax(0)[1], logits[1, [2, 0]].log_softmax(0)[0]])
-    torch.testing.assert_close(said.support_logprobs_T.detach(), expected, rtol=0, atol=1e-14)
-    assert (said.support_logprobs_T > said.logprobs_T).all()
+    torch.testing.assert_close(text.support_logprobs_T.detach(), expected, rtol=0, atol=1e-14)
+    assert (text.support_logprobs_T > text.logprobs_T).all()
 
 
-def test_the_target_is_always_kept_and_a_repeated_id_counts_once():
+def test_the_support_has_the_target_and_counts_repeats_once():
     told, gradient, _ = among([[1, 4, 7, 8]], [8])
     for sets in ([[1, 4, 7]], [[7, 8, 1, 4, 4, 1]]):
-        found, other, _ = among(sets, [8])
-        assert torch.equal(found.support_logprobs_T, told.support_logprobs_T)
+        result, other, _ = among(sets, [8])
+        assert torch.equal(result.support_logprobs_T, told.support_logprobs_T)
         assert torch.equal(other, gradient)
 
 
-def test_a_set_of_one_says_exactly_zero_and_moves_exactly_nothing():
-    said, gradient, _ = among([[5], [3]], [5, 3], temperature=0.7, soft_cap=2.0)
-    assert torch.equal(said.support_logprobs_T, torch.zeros(2, dtype=torch.float64))
-    assert torch.equal(said.support_entropy_T, torch.zeros(2, dtype=torch.float64))
+def test_a_support_of_one_is_exactly_zero_without_gradient():
+    text, gradient, _ = among([[5], [3]], [5, 3], temperature=0.7, soft_cap=2.0)
+    assert torch.equal(text.support_logprobs_T, torch.zeros(2, dtype=torch.float64))
+    assert torch.equal(text.support_entropy_T, torch.zeros(2, dtype=torch.float64))
     assert torch.equal(gradient, torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_an_empty_set_stands_for_the_whole_vocabulary():
-    said, gradient, _ = among([[], [1, 2]], [4, 1])
-    assert said.support_logprobs_T[0] == said.logprobs_T[0]
-    assert said.support_entropy_T[0] == said.entropy_T[0]
+    text, gradient, _ = among([[], [1, 2]], [4, 1])
+    assert text.support_logprobs_T[0] == text.logprobs_T[0]
+    assert text.support_entropy_T[0] == text.entropy_T[0]
     _, whole, _ = among([list(range(9)), [1, 2]], [4, 1])
     torch.testing.assert_close(gradient, whole, rtol=0, atol=1e-14)
 
 
-def test_an_empty_set_says_nothing_of_its_own():
-    """What a chunk says of it is 0 and no NaN, so that nothing a loss multiplies with 0 becomes one."""
-    chunk = kept.forward(
+def test_an_empty_support_means_the_whole_vocabulary():
+    """Its output in a chunk is 0 and not NaN, so that nothing a loss multiplies with 0 becomes one."""
+    chunk = truncated_support.forward(
         make_head(torch.randn(9, 3)), torch.randn(2, 3), torch.tensor([4, 1]), 1.0, TruncatedSupport.of([[], [1, 2]])
     )
     assert (chunk.logprobs_C[0], chunk.entropy_C[0]) == (0, 0)
     assert (chunk.logprobs_C[1] < 0, chunk.entropy_C[1] > 0) == (True, True)
 
 
-def test_the_full_distribution_is_said_beside_the_kept_one():
+def test_outputs_over_both_supports_are_returned():
     """A ratio takes the kept support, a KL to a reference the full one: both carry their own gradient."""
-    leaves, call = problem(PLAIN | {"kept": True, "wanted": ("entropy",)})
+    leaves, call = problem(PLAIN | {"support": True, "outputs": ("entropy",)})
     hidden = leaves[0].requires_grad_()
-    said = driver.token_logprobs(hidden, leaves[1], engine=chunked.ChunkedEngine, **call)
+    output = driver.token_logprobs(hidden, leaves[1], engine=chunked.ChunkedEngine, **call)
     expected = reference.token_logprobs(hidden, leaves[1], **call)
-    for field in ("logprobs_T", "entropy_T", "kept_logprobs_T", "kept_entropy_T"):
+    for field in ("logprobs_T", "entropy_T", "support_logprobs_T", "support_entropy_T"):
         one, other = (
-            torch.autograd.grad(getattr(x, field).sum(), hidden, retain_graph=True)[0] for x in (said, expected)
+            torch.autograd.grad(getattr(x, field).sum(), hidden, retain_graph=True)[0] for x in (output, expected)
         )
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
         assert one.abs().max() > 0.1
@@ -98,25 +98,25 @@ def test_the_full_distribution_is_said_beside_the_kept_one():
 
 @pytest.mark.parametrize("block_bytes", [1, 100, 1000])
 def test_pairs_are_taken_a_block_at_a_time(block_bytes, monkeypatch):
-    options = PLAIN | {"kept": True, "wanted": ("entropy",), "bias": True, "soft_cap": 2.0}
+    options = PLAIN | {"support": True, "outputs": ("entropy",), "bias": True, "soft_cap": 2.0}
     leaves, call = problem(options)
-    monkeypatch.setattr(kept, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(truncated_support, "BLOCK_BYTES", block_bytes)
     assert_same(
         answers(driver.token_logprobs, leaves, call, engine=chunked.ChunkedEngine, chunk_tokens=4),
         answers(reference.token_logprobs, leaves, call),
     )
 
 
-def test_a_kept_token_that_cannot_happen_adds_nothing():
+def test_an_impossible_token_in_the_support_adds_nothing():
     """A bias of -inf, and a probability that underflows: the same as sets without those tokens."""
     bias = torch.zeros(9, dtype=torch.float64)
     bias[2], bias[5] = -torch.inf, -1e4
     g = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(rows, 3, generator=g, dtype=torch.float64) for rows in (1, 9))
-    found = []
+    results = []
     for ids in ([1, 2, 4, 5, 7], [1, 4, 7]):
         leaf = hidden.clone().requires_grad_()
-        said = driver.token_logprobs(
+        output = driver.token_logprobs(
             leaf,
             weight,
             torch.tensor([4]),
@@ -124,14 +124,14 @@ def test_a_kept_token_that_cannot_happen_adds_nothing():
             bias_V=bias,
             support=TruncatedSupport.of([ids]),
         )
-        (said.support_logprobs_T + said.support_entropy_T).sum().backward()
-        found.append((said.support_logprobs_T.detach(), said.support_entropy_T.detach(), leaf.grad))
-    for one, other in zip(*found, strict=True):
+        (output.support_logprobs_T + output.support_entropy_T).sum().backward()
+        results.append((output.support_logprobs_T.detach(), output.support_entropy_T.detach(), leaf.grad))
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 class Sizes(TorchDispatchMode):
-    """How many elements the results of operations had, at most."""
+    """Return the largest number of elements in the result of an operation."""
 
     def __init__(self):
         super().__init__()
@@ -150,14 +150,14 @@ def test_nothing_of_the_size_of_the_vocabulary_is_made_for_sets_of_any_size():
     sets = TruncatedSupport.of([range(10), range(700), [3]])
     into = Accumulators(torch.zeros(3, 4), torch.zeros(5000, 4))
     with Sizes() as sizes:
-        chunk = kept.forward(head, hidden, targets, 1.0, sets)
-        kept.backward(head, chunk, torch.ones(3), torch.ones(3), into, slice(0, 3))
+        chunk = truncated_support.forward(head, hidden, targets, 1.0, sets)
+        truncated_support.backward(head, chunk, torch.ones(3), torch.ones(3), into, slice(0, 3))
     assert sizes.most == (10 + 700 + 2) * 4
     assert into.weight_VD.abs().sum() > 0
 
 
 def test_the_same_call_adds_the_same_bits():
-    leaves, call = problem(PLAIN | {"kept": True}, tokens=40, dtype=torch.float32)
+    leaves, call = problem(PLAIN | {"support": True}, tokens=40, dtype=torch.float32)
     first, again = (answers(driver.token_logprobs, leaves, call, engine=chunked.ChunkedEngine) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first[1][:2], again[1][:2], strict=True))
 
@@ -181,17 +181,17 @@ def test_the_same_call_adds_the_same_bits():
         (lambda: among([[9], [1]], [0, 1]), "0 <= id < 9"),
     ],
 )
-def test_sets_that_mean_nothing_are_refused_in_words(make, message):
+def test_invalid_supports_are_refused(make, message):
     with pytest.raises(ShapeError, match=message):
         make()
 
 
 def test_without_sets_nothing_is_put_in_their_place():
-    said = TokenLogprobs(torch.zeros(2))
-    assert kept.full_where_empty(said, torch.tensor([True, False])) is said
+    output = TokenLogprobs(torch.zeros(2))
+    assert truncated_support.full_where_empty(output, torch.tensor([True, False])) is output
 
 
-def test_sets_are_told_apart_without_comparing_tensors():
+def test_supports_are_compared_without_comparing_tensors():
     one, other = TruncatedSupport.of([[1, 2]]), TruncatedSupport.of([[1, 2]])
     assert one != other
     assert len({one, other}) == 2
@@ -201,9 +201,11 @@ def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing():
     hidden = torch.randn(2, 3, dtype=torch.float64)
     hidden[1] = torch.nan
     head = make_head(torch.randn(9, 3, dtype=torch.float64))
-    chunk = kept.forward(head, hidden, torch.tensor([4, 1]), 1.0, TruncatedSupport.of([[1, 2], [1, 2]]))
+    chunk = truncated_support.forward(head, hidden, torch.tensor([4, 1]), 1.0, TruncatedSupport.of([[1, 2], [1, 2]]))
     into = Accumulators(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(9, 3, dtype=torch.float64))
-    kept.backward(head, chunk, torch.tensor([1.0, 0.0]).double(), torch.tensor([1.0, 0.0]).double(), into, slice(0, 2))
+    truncated_support.backward(
+        head, chunk, torch.tensor([1.0, 0.0]).double(), torch.tensor([1.0, 0.0]).double(), into, slice(0, 2)
+    )
     assert chunk.logprobs_C.isnan().tolist() == [False, True]
     assert into.hidden_TD.isfinite().all()
     assert into.weight_VD.isfinite().all()

@@ -35,7 +35,7 @@ def sliced(temperature):
     hidden.requires_grad_()
     # Where slices are uneven, each is followed by two rows of padding, which look like the next rank's.
     weight, bias = (torch.cat([x[start:stop], x[: 2 * cut]]).requires_grad_() for x in (weight, bias))
-    found = vocabulary_parallel.token_logprobs(
+    output = vocabulary_parallel.token_logprobs(
         hidden,
         weight,
         targets,
@@ -45,8 +45,8 @@ def sliced(temperature):
         bias_V=bias,
         valid=stop - start,
     )[:3]
-    (torch.stack(found) * gradients).sum().backward()
-    return torch.stack(found).detach(), hidden.grad, (start, stop), weight.grad, bias.grad
+    (torch.stack(output) * gradients).sum().backward()
+    return torch.stack(output).detach(), hidden.grad, (start, stop), weight.grad, bias.grad
 
 
 @pytest.mark.parametrize(("world", "temperature"), [(1, "one"), (2, "one"), (4, "one"), (4, "per token")])
@@ -57,24 +57,24 @@ def test_equals_the_reference_forward_and_backward(world, temperature, tmp_path)
         reference.token_logprobs(*leaves[:2], targets, temperature=TEMPERATURES[temperature], bias_V=bias)[:3]
     )
     (expected * gradients).sum().backward()
-    for found, d_hidden, (start, stop), d_weight, d_bias in run_ranks(sliced, world, tmp_path, temperature):
+    for result, d_hidden, (start, stop), d_weight, d_bias in run_ranks(sliced, world, tmp_path, temperature):
         pairs = [
-            (found, expected.detach()),
+            (result, expected.detach()),
             (d_hidden, hidden.grad),
             (d_weight[: stop - start], weight.grad[start:stop]),
             (d_bias[: stop - start], bias.grad[start:stop]),
         ]
         assert not d_weight[stop - start :].any()
         assert not d_bias[stop - start :].any()
-        for actual, wanted in pairs:
-            torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
+        for actual, outputs in pairs:
+            torch.testing.assert_close(actual, outputs, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("options", crossed(40, seed=9), ids=named)
 def test_equals_the_reference_with_every_option(options):
     leaves, call = drawn(options)
-    found = answers(vocabulary_parallel.token_logprobs, leaves, call, axis=Axis("tp"), first_token=0)
-    assert_same(found, answers(reference.token_logprobs, leaves, call))
+    result = answers(vocabulary_parallel.token_logprobs, leaves, call, axis=Axis("tp"), first_token=0)
+    assert_same(result, answers(reference.token_logprobs, leaves, call))
 
 
 def test_gradient_agrees_with_finite_differences():
@@ -89,15 +89,17 @@ def test_gradient_agrees_with_finite_differences():
 def test_a_second_derivative_is_refused_and_not_half_given():
     hidden, weight, _, targets, _ = problem()
     weight.requires_grad_()
-    said = vocabulary_parallel.token_logprobs(hidden.requires_grad_(), weight, targets, axis=Axis("tp"), first_token=0)
+    output = vocabulary_parallel.token_logprobs(
+        hidden.requires_grad_(), weight, targets, axis=Axis("tp"), first_token=0
+    )
     with pytest.raises(SpecError, match="no derivative of its own"):
-        torch.autograd.grad(said.logprobs_T.sum(), hidden, create_graph=True)
+        torch.autograd.grad(output.logprobs_T.sum(), hidden, create_graph=True)
 
 
 def test_a_column_that_does_not_exist_has_no_probability_and_no_nan():
     hidden = torch.randn(2, D, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
-    found = vocabulary_parallel.token_logprobs(
+    output = vocabulary_parallel.token_logprobs(
         hidden,
         torch.randn(3, D, dtype=torch.float64),
         torch.tensor([0, 1]),
@@ -105,8 +107,8 @@ def test_a_column_that_does_not_exist_has_no_probability_and_no_nan():
         first_token=0,
         bias_V=bias,
     )[:3]
-    torch.cat(found).sum().backward()
-    assert torch.isfinite(torch.cat(found)).all()
+    torch.cat(output).sum().backward()
+    assert torch.isfinite(torch.cat(output)).all()
     assert torch.isfinite(hidden.grad).all()
 
 
@@ -117,6 +119,6 @@ def test_a_target_outside_the_vocabulary_is_refused_and_a_negative_one_ignored()
     with pytest.raises(ShapeError, match=r"ids \[19\] at \[3\](.|\n)*0 <= id < 19"):
         vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=Axis("tp"), first_token=0)
     targets[3] = -1
-    found = vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=Axis("tp"), first_token=0)
-    assert found.logprobs_T[3] == 0
-    assert (found.logprobs_T != 0).sum() == T - 1
+    output = vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=Axis("tp"), first_token=0)
+    assert output.logprobs_T[3] == 0
+    assert (output.logprobs_T != 0).sum() == T - 1

@@ -81,13 +81,13 @@ def exported(runs, tmp_path_factory):
 
 def _left(network: Path) -> list[str]:
     """Processes that inherited the environment of the export, whatever became of their parents."""
-    found = psutil.process_iter(["name", "environ"])
-    return [each.info["name"] for each in found if (each.info["environ"] or {}).get("WATCHED_NETWORK") == str(network)]
+    result = psutil.process_iter(["name", "environ"])
+    return [each.info["name"] for each in result if (each.info["environ"] or {}).get("WATCHED_NETWORK") == str(network)]
 
 
 @contextlib.contextmanager
 def _proxy():
-    """The address of a proxy that answers nobody, and whether anybody asked it."""
+    """The address of a proxy that never responds, and whether it was contacted."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
 

@@ -1,4 +1,4 @@
-"""Runs are handed to a tracker once, whole, offline; what cannot be handed over is said."""
+"""Runs are exported to a tracker once, completely, offline; omissions are reported."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from tests.helpers.hand_made import make_run
 from tests.helpers.stand_in import stand_in
+from workbench.atomic import to_json
 from workbench.errors import LaunchError, SpecError
-from workbench.records.directory import to_json
 from workbench.report.exporters import TRACKERS, export
 from workbench.report.exporters.export import default_folder, export_runs
 
 
 @pytest.mark.parametrize("to", TRACKERS)
 class TestEveryTracker:
-    def test_takes_every_run_once(self, to, exported, runs):
+    def test_exports_every_run_only_once(self, to, exported, runs):
         _, first, again, *_ = exported(to)
         assert [(run.id, run.outcome, run.steps) for run in first] == [
             (runs[0].path.name, "exported", 3),
@@ -32,10 +32,10 @@ class TestEveryTracker:
             (run.path.name, "there already", 0, ()) for run in runs
         ]
 
-    def test_says_what_it_left_out(self, to, exported):
+    def test_reports_omissions(self, to, exported):
         assert "text is not a number: left out" in exported(to)[1][0].notes
 
-    def test_asks_no_network(self, to, exported):
+    def test_uses_no_network(self, to, exported):
         assert exported(to)[3] == ""
 
     def test_leaves_no_process(self, to, exported):
@@ -60,9 +60,9 @@ class TestEveryTracker:
     def test_a_folder_of_its_name_is_not_the_package(self, to, monkeypatch, runs, tmp_path):
         """W&B leaves a folder `wandb` behind, which Python would take for an empty package."""
         (tmp_path / "somewhere").mkdir()
-        found = importlib.util.spec_from_loader("wandb", None, is_package=True)
-        assert found.origin is None
-        monkeypatch.setattr(export, "find_spec", lambda package: found)
+        result = importlib.util.spec_from_loader("wandb", None, is_package=True)
+        assert result.origin is None
+        monkeypatch.setattr(export, "find_spec", lambda package: result)
         with pytest.raises(LaunchError, match="is not installed"):
             export_runs(runs, to=to)
 
@@ -82,7 +82,7 @@ def test_a_damaged_run_does_not_keep_the_others(tmp_path):
     assert [(each.outcome, each.why) for each in outcomes] == [("left out", "line 2 of 4 is damaged"), ("exported", "")]
 
 
-def test_beside_the_runs_if_nobody_says_where(tmp_path):
+def test_writes_next_to_the_runs_by_default(tmp_path):
     run = make_run(tmp_path / "parity", "a")
     export_runs([run], to="tensorboard")
     assert default_folder(run, "tensorboard") == tmp_path / "parity" / "runs" / "exports" / "tensorboard"
@@ -119,7 +119,7 @@ class TestTheProcess:
 
         return replace
 
-    def test_that_fails_says_what_it_said_last_and_how_many_are_there(self, child, tmp_path):
+    def test_a_failure_reports_its_last_output_and_the_number_exported(self, child, tmp_path):
         child("import sys; open(sys.argv[1], 'w').write('{}\\n'); print('much'); sys.exit('the disk is full')")
         with pytest.raises(LaunchError, match=r"found: the disk is full[\s\S]*1 runs are there") as caught:
             export_runs([make_run(tmp_path, "a")], to="tensorboard", folder=tmp_path / "out")
@@ -139,7 +139,7 @@ class TestTheProcess:
         deadline = time.monotonic() + 120
         with pytest.raises(LaunchError, match="no end after 1 s"):
             export_runs([make_run(tmp_path, "a")], to="tensorboard", folder=tmp_path / "out")
-        assert time.monotonic() < deadline  # the other holds the output open, and would be waited for
+        assert time.monotonic() < deadline  # the other keeps the output open, and would be waited for
         while any(map(_is_there, map(int, pids.read_text().split()))) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(_is_there, map(int, pids.read_text().split())))

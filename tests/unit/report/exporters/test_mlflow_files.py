@@ -65,7 +65,7 @@ def writer(tmp_path, _offline):
     return Mlflow(tmp_path, "bench")
 
 
-def test_an_interrupted_export_is_done_anew(writer, tmp_path, monkeypatch):
+def test_an_interrupted_export_is_repeated(writer, tmp_path, monkeypatch):
     run = tracked(make_run(tmp_path / "parity", "a"))
     with monkeypatch.context() as broken:
         broken.setattr(writer.client, "set_terminated", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
@@ -74,18 +74,18 @@ def test_an_interrupted_export_is_done_anew(writer, tmp_path, monkeypatch):
     assert not writer.has(run)
     writer.write(run)
     assert writer.has(run)
-    [found] = writer.client.search_runs([writer.client.get_experiment_by_name("bench/parity").experiment_id])
-    assert len(writer.client.get_metric_history(found.info.run_id, "loss/total/sum")) == 4
+    [result] = writer.client.search_runs([writer.client.get_experiment_by_name("bench/parity").experiment_id])
+    assert len(writer.client.get_metric_history(result.info.run_id, "loss/total/sum")) == 4
 
 
-def test_keys_that_it_does_not_take_get_others_and_that_is_said(writer):
+def test_unsupported_keys_are_renamed_and_reported(writer):
     values = {"a": 1.0, "a/b": 2.0, "sp€cial": 3.0, "../up": 4.0, "x" * 251: 5.0, "a//b": 6.0}
     run = TrackedRun(
         "a-1", "a", "parity", "succeeded", 1.0, 2.0, {"long": "y" * 6001}, {}, [TrackedStep(0, 1.5, values)]
     )
     notes = writer.write(run)
-    [found] = writer.client.search_runs([writer.client.get_experiment_by_name("bench/parity").experiment_id])
-    assert found.data.metrics == {"a.value": 1.0, "a/b": 2.0, "sp_cial": 3.0, "up": 4.0}
+    [result] = writer.client.search_runs([writer.client.get_experiment_by_name("bench/parity").experiment_id])
+    assert result.data.metrics == {"a.value": 1.0, "a/b": 2.0, "sp_cial": 3.0, "up": 4.0}
     assert "metric a is called a.value there" in notes
     assert "metric sp€cial is called sp_cial there" in notes
     assert [note for note in notes if "left out" in note] == [

@@ -40,7 +40,7 @@ def test_at_its_time(read):
     assert [event.wall_time for event in read(1).Scalars("loss/total/sum")] == [BEGAN_NS / 1e9 + 2]
 
 
-def test_what_32_bits_cannot_hold_is_said(exported):
+def test_numbers_beyond_32_bits_are_reported(exported):
     notes = exported("tensorboard")[1][0].notes
     assert "numbers are rounded to some seven digits: scalars have 32 bits there" in notes
     assert "metric loss/total/sum is beyond 32 bits: infinite there" in notes

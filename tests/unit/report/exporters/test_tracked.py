@@ -1,4 +1,4 @@
-"""What trackers are given of a run: every number with its step and time, and a sentence for what is no number."""
+"""The tracker's view of a run: every number with its step and time, and a note for non-numeric values."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict
 import pytest
 
 from tests.helpers.hand_made import BEGAN_NS, SECOND_NS, make_run
+from workbench.atomic import from_json, to_json
 from workbench.errors import RecordError
-from workbench.records.directory import from_json, to_json
 from workbench.report.exporters.tracked import as_text, from_plain, tracked
 
 
@@ -45,7 +45,7 @@ def test_every_number_of_every_step_under_its_key(tmp_path):
     assert math.isnan(run.steps[1].values["loss/total/sum"])
 
 
-def test_what_is_no_number_is_said_once(tmp_path):
+def test_non_numeric_values_are_reported_once(tmp_path):
     records = [{"step": n, "device": "cpu", "list": [1], "x": 1.0} for n in range(3)]
     run = tracked(make_run(tmp_path, "a", records=records))
     assert [note for note in run.notes if "number" in note] == [
@@ -56,7 +56,7 @@ def test_what_is_no_number_is_said_once(tmp_path):
 
 
 class TestTimes:
-    def test_are_the_steps_own_where_they_say_them(self, tmp_path):
+    def test_are_the_recorded_ones_if_present(self, tmp_path):
         records = [
             {"step": n, "x": 1.0, "time/step_ms": 5.0, "time/ended_ns": BEGAN_NS + (10 + n) * SECOND_NS}
             for n in range(2)
@@ -66,7 +66,7 @@ class TestTimes:
         assert run.steps[0].values == {"x": 1.0, "time/step_ms": 5.0}
         assert run.notes == []
 
-    def test_are_reckoned_otherwise_and_that_is_said(self, tmp_path):
+    def test_are_estimated_otherwise_and_reported(self, tmp_path):
         run = tracked(make_run(tmp_path, "a"))  # steps of 1000, 41, 42 and 43 ms, after a second of waiting
         assert [round(step.time_s - BEGAN_NS / 1e9, 3) for step in run.steps] == [2.0, 2.041, 2.083, 2.126]
         assert len([note for note in run.notes if "reckoned" in note]) == 1
@@ -82,7 +82,7 @@ class TestTimes:
         assert never.ended_s == never.began_s
 
 
-def test_who_it_is(tmp_path):
+def test_identifies_the_run(tmp_path):
     directory = make_run(
         tmp_path / "my parity",
         "cp2",
@@ -113,7 +113,7 @@ def test_who_it_is(tmp_path):
     }
 
 
-def test_a_setting_that_is_not_finite_is_text_and_that_is_said(tmp_path):
+def test_a_non_finite_setting_becomes_text_and_is_reported(tmp_path):
     run = tracked(make_run(tmp_path, "a", loss={"surrogate": {"clip_high": math.inf}}))
     assert run.config["loss.surrogate.clip_high"] == "inf"
     assert "setting loss.surrogate.clip_high is not finite: kept as text" in run.notes

@@ -58,7 +58,7 @@ class TestWandb:
     def test_every_number_at_its_step_and_time(self, records):
         rows = [_values(record.history.item) for record in records(0) if record.HasField("history")]
         assert [row["_step"] for row in rows] == [0, 5, 6]
-        assert [row["_timestamp"] for row in rows] == [BEGAN_NS / 1e9 + 1] * 3  # these steps tell no durations
+        assert [row["_timestamp"] for row in rows] == [BEGAN_NS / 1e9 + 1] * 3  # these steps have no durations
         assert [row["loss/total/sum"] for row in rows] == [0.1 + 0.2, -1e300, 2.0]
         assert math.isnan(rows[0]["odd/one/max"])
         assert [row["odd/one/max"] for row in rows[1:]] == [math.inf, -math.inf]
@@ -78,10 +78,10 @@ class TestWandb:
         assert run.notes == "rank 1 ValueError: no <b>good</b>"
         assert (config["run.began"], run.host) == ("2023-11-14T22:13:21.000+00:00", "")
 
-    def test_what_it_cannot_be_told_is_said(self, exported):
+    def test_unsupported_values_are_reported(self, exported):
         assert all(any("relative times" in note for note in run.notes) for run in exported("wandb")[1])
 
-    def test_how_it_ended(self, records):
+    def test_the_outcome_is_exported(self, records):
         assert [
             [record.exit.exit_code for record in records(number) if record.HasField("exit")] for number in range(3)
         ] == [[0], [1], [1]]
@@ -101,7 +101,7 @@ class TestWandb:
 class TestTrackio:
     @pytest.fixture
     def database(self, exported):
-        """What trackio's own functions read, in a process whose folder is ours."""
+        """The result of trackio's own functions, in a process with our folder."""
         return _trackio_reads(exported("trackio")[0])
 
     def test_every_number_at_its_step_and_time(self, database, runs):
@@ -127,7 +127,7 @@ class TestTrackio:
 
 
 @pytest.mark.parametrize(("tracker", "reserved"), [(Wandb, ["_step"]), (Trackio, ["_x", "time", "step"])])
-def test_keys_that_a_tracker_keeps_for_itself_get_others_and_that_is_said(tracker, reserved, tmp_path, monkeypatch):
+def test_reserved_keys_are_renamed_and_reported(tracker, reserved, tmp_path, monkeypatch):
     rows = []
 
     class Session:

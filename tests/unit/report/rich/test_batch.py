@@ -1,4 +1,4 @@
-"""A batch as strips: every token is drawn as what it is, and what is not drawn is counted."""
+"""A batch as strips: every token is drawn by its kind, and omitted tokens are counted."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.trials import HOSTILE
 from workbench.report.rich import batch as module
-from workbench.report.rich.batch import as_html
+from workbench.report.rich.batch import batch_html
 from workbench.rollouts.batch import Extension, RolloutBatch
 
 
@@ -23,7 +23,7 @@ def document(mask, advantages, **more):
 
 @pytest.fixture
 def batch():
-    """A good answer, one with a tool's output in it that ends badly, and one of no advantage; and padding."""
+    """A good completion, one with a tool's output that ends badly, and one of no advantage; and padding."""
     return RolloutBatch.from_documents(
         [
             document([0, 0, 1, 1], 0.5, reward=1.0),
@@ -35,15 +35,15 @@ def batch():
 
 def strips(drawn):
     """[(label, [(kind, length), ...]), ...]"""
-    found = re.findall(r'<span class="strip" role="img" aria-label="([^"]*)">(.*?)</span>', drawn)
+    matches = re.findall(r'<span class="strip" role="img" aria-label="([^"]*)">(.*?)</span>', drawn)
     return [
         (label, [(kind, int(length)) for kind, length in re.findall(r'class="(\w+)"[^>]*flex-grow:(\d+)', inside)])
-        for label, inside in found
+        for label, inside in matches
     ]
 
 
-def test_every_token_is_drawn_as_what_it_is(batch):
-    drawn = strips(as_html(batch))
+def test_every_token_is_drawn_by_its_kind(batch):
+    drawn = strips(batch_html(batch))
     assert [pieces for _, pieces in drawn] == [
         [("prompt", 2), ("up", 2), ("gap", 1)],
         [("prompt", 1), ("up", 1), ("context", 1), ("down", 2)],
@@ -52,8 +52,8 @@ def test_every_token_is_drawn_as_what_it_is(batch):
     ]
 
 
-def test_each_strip_says_its_numbers_with_the_sign_of_the_advantage(batch):
-    labels = [label for label, _ in strips(as_html(batch))]
+def test_each_strip_has_its_numbers_with_the_sign_of_the_advantage(batch):
+    labels = [label for label, _ in strips(batch_html(batch))]
     assert labels == [
         "document 0: 4 tokens, 2 trained, advantage +0.500, reward 1.00",
         "document 1: 5 tokens, 3 trained, advantage −0.250 to +0.250, reward 0",
@@ -64,23 +64,23 @@ def test_each_strip_says_its_numbers_with_the_sign_of_the_advantage(batch):
 
 def test_a_document_that_trains_nothing_has_no_advantage():
     batch = RolloutBatch.from_documents([document([0, 0], 0.5)])
-    assert strips(as_html(batch)) == [("document 0: 2 tokens, 0 trained, advantage –", [("prompt", 2)])]
+    assert strips(batch_html(batch)) == [("document 0: 2 tokens, 0 trained, advantage –", [("prompt", 2)])]
 
 
 def test_many_documents_are_folded_away_and_too_many_counted(monkeypatch):
     monkeypatch.setattr(module, "AT_ONCE", 2)
     monkeypatch.setattr(module, "AT_ALL", 5)
     batch = RolloutBatch.from_documents([document([0, 1], 0.5)] * 7)
-    drawn = as_html(batch)
+    drawn = batch_html(batch)
     assert len(strips(drawn)) == 5
     assert len(strips(drawn.partition("<details>")[0])) == 2
     assert "<summary>3 more</summary>" in drawn
     assert "2 more documents are not drawn." in drawn
 
 
-def test_the_fields_are_listed_with_what_trains_in_them(batch):
+def test_fields_are_listed_with_their_trained_tokens(batch):
     cells = r"<code>(\w+)</code></th><td>.*?</td><td>.*?</td><td>.*?</td><td>(.*?)</td>"
-    rows = dict(re.findall(cells, as_html(batch)))
+    rows = dict(re.findall(cells, batch_html(batch)))
     assert set(rows) == {*batch.token_fields(), *batch.document_fields()}
     assert rows["tokens_T"] == "1 to 4"
     assert rows["loss_mask_T"] == "true on 6 of 16"
@@ -90,7 +90,7 @@ def test_the_fields_are_listed_with_what_trains_in_them(batch):
 
 def test_a_field_of_the_users_own_is_listed_and_quoted(batch):
     values = Extension(torch.zeros(16), "token", HOSTILE, "ours")
-    drawn = as_html(RolloutBatch(**batch.token_fields(), rewards_N=batch.rewards_N, extensions={HOSTILE: values}))
+    drawn = batch_html(RolloutBatch(**batch.token_fields(), rewards_N=batch.rewards_N, extensions={HOSTILE: values}))
     assert "<script" not in drawn
     assert drawn.count("&lt;script&gt;") == 2
 

@@ -1,4 +1,4 @@
-"""Which queries and keys of a span go together into a call of FlashAttention."""
+"""Queries and keys of a span that form one call of FlashAttention."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ BLOCKS = RowBlocks.make(AttentionShard.make(PLAN, DOCUMENTS, Axis("cp")), 8)
 
 def seen(cuts, window=None):
     """[queries, keys] bool, from cuts whose last query sees the last key."""
-    found = torch.zeros(24, 24, dtype=torch.bool)
+    result = torch.zeros(24, 24, dtype=torch.bool)
     for cut in cuts:
         for query in range(cut.query_start, cut.query_stop):
             last = cut.key_stop - (cut.query_stop - query)
-            found[query, max(cut.key_start, last + 1 - (window or 24)) : last + 1] = True
-    return found
+            result[query, max(cut.key_start, last + 1 - (window or 24)) : last + 1] = True
+    return result
 
 
-def test_cuts_say_who_sees_whom():
+def test_cuts_define_the_visible_keys():
     place = torch.arange(24)
     for window in (None, 3):
         cuts = [cut for span in BLOCKS.spans(window) for cut in flash.cuts_of(span)]
@@ -55,7 +55,7 @@ def test_pieces_begin_where_the_call_does():
     assert every.key_lengths.tolist() == [5, 3, 8, 16]
 
 
-def test_what_it_cannot_compute_is_said():
+def test_unsupported_operands_are_reported():
     assert "on cpu" in flash.refusal(torch.bfloat16, torch.device("cpu"), 64)
     assert "float32" in flash.refusal(torch.float32, torch.device("cuda"), 64)
     assert "not 20" in flash.refusal(torch.bfloat16, torch.device("cuda"), 20)

@@ -15,19 +15,19 @@ def moved(values):
     return room[1:].view(values.shape)
 
 
-def test_what_is_canonical_begins_where_all_begin():
+def test_canonical_tensors_are_contiguous_and_aligned():
     values = torch.randn(3, 5)
     assert plain.canonical(values).data_ptr() == values.data_ptr()
     for other in (moved(values), values.T.contiguous().T):
-        found = plain.canonical(other)
-        assert torch.equal(found, values)
-        assert found.is_contiguous()
-        assert found.data_ptr() % plain.ALIGNMENT == 0
+        result = plain.canonical(other)
+        assert torch.equal(result, values)
+        assert result.is_contiguous()
+        assert result.data_ptr() % plain.ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
-def test_products_of_a_block_know_no_other_block_and_no_other_piece(dtype, out_dtype):
+def test_gemms_of_a_block_do_not_depend_on_other_blocks_or_pieces(dtype, out_dtype):
     x, weight = torch.randn(12, 33).to(dtype), torch.randn(10, 33).to(dtype)
     y = plain.matmul(x, weight, 4, 5, out_dtype)
     assert y.dtype == (out_dtype or dtype)
@@ -57,7 +57,7 @@ def test_every_product_has_the_shape_of_a_piece(monkeypatch):
     assert shapes == {(5, 4, 2)}
 
 
-def test_partial_products_are_rounded_once_and_their_peak_is_kept():
+def test_partial_gradients_are_rounded_once_and_their_peak_is_recorded():
     dy, x = torch.randn(8, 6), torch.randn(8, 10)
     total, peak = torch.zeros(6, 10, dtype=torch.int64), torch.zeros(())
     plain.add_outer(total, peak, 2.0**20, dy, x, 4, (3, 5))
@@ -71,7 +71,7 @@ def test_partial_products_are_rounded_once_and_their_peak_is_kept():
     assert torch.equal(again, total)
 
 
-def test_rows_are_partials_and_an_index_says_whose():
+def test_indexed_rows_are_partials_of_their_target():
     rows, index = torch.randn(6, 3), torch.tensor([0, 2, -1, 2, 0, 0])
     total, peak = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(())
     plain.add_rows(total, peak, 2.0**30, rows, index)
@@ -87,7 +87,7 @@ def test_rows_are_partials_and_an_index_says_whose():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_peak_says_that_something_is_not_finite(bad):
+def test_a_peak_reports_non_finite_values(bad):
     rows, peak = torch.randn(4, 4), torch.zeros(())
     rows[2, 1] = bad
     plain.add_rows(torch.zeros(4, dtype=torch.int64), peak, 1.0, rows)

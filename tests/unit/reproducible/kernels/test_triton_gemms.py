@@ -1,4 +1,4 @@
-"""An element of a product knows its row and its column alone; weight gradients are exact sums of blocks."""
+"""An element of a GEMM depends only on its row and column; weight gradients are exact sums of blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_products(rows, columns, depth, dtype):
     assert y.dtype == (dtype or torch.bfloat16)
 
 
-def test_an_element_of_a_product_knows_its_row_and_column_alone():
+def test_an_element_of_a_gemm_depends_only_on_its_row_and_column():
     x, weight = draw(64, 40), draw(48, 40, seed=1)
     whole = triton_16bit.matmul(x, weight, BLOCK, 48, torch.float32)
     assert torch.equal(triton_16bit.matmul(x[32:48], weight, BLOCK, 48, torch.float32), whole[32:48])
@@ -43,8 +43,8 @@ def test_weight_gradients_are_added_in_integers(shape):
         total, peak = start.clone(), zeros()
         kernels.add_outer(total, peak, 2.0**32, dy, x, BLOCK, shape)
         sums[kernels] = total, peak
-    for found, expected in zip(*sums.values(), strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip(*sums.values(), strict=True):
+        assert torch.equal(result, expected)
     assert not torch.equal(sums[plain][0], start)
 
 
@@ -60,7 +60,7 @@ def test_each_block_is_rounded_by_itself():
         assert float(peak) == abs(value)
 
 
-def test_what_is_not_finite_raises_the_peak():
+def test_a_non_finite_value_raises_the_peak():
     dy, x = draw(16, 16), draw(16, 16, seed=1)
     for value in (torch.nan, torch.inf):
         dy[3, 5] = value

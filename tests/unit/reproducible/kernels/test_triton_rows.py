@@ -1,4 +1,4 @@
-"""A row knows no other, and sums over rows are those of the plain kernels, integer by integer."""
+"""A row knows no other; sums over rows and fingerprints are those of the plain kernels, integer by integer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.kernel_numbers import DEVICE, draw, far, zeros
-from workbench.reproducible.kernels import plain, triton_16bit
+from workbench.reproducible.fingerprints import row_fingerprints
+from workbench.reproducible.kernels import plain, triton_16bit, triton_rows
 
 
 @pytest.mark.parametrize(("rows", "width"), [(50, 48), (3, 2200)])
@@ -54,7 +55,7 @@ def test_gradients_of_keys_and_values():
     assert (sums[1][:, :3] == 1).all()
 
 
-def test_what_gradients_and_norms_are_made_of():
+def test_gradients_and_norms_match_the_plain_kernels():
     total = torch.randint(-(2**50), 2**50, (33, 70), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(*(kernels.to_gradient(total, 2.0**-40, dtype) for kernels in (plain, triton_16bit)))
@@ -66,3 +67,19 @@ def test_what_gradients_and_norms_are_made_of():
     assert float(triton_16bit.largest(values[:0])) == 0
     assert int(triton_16bit.sum_of_squares(values[:0], scale)) == 0
     assert triton_16bit.to_gradient(total[:0], 1.0, torch.bfloat16).shape == (0, 70)
+
+
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.bool: torch.int8}
+
+
+@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (1, 1500), (7, 1024), (0, 4)], ids=str)
+def test_fingerprints_as_the_plain_way(dtype, shape):
+    drawn = torch.Generator().manual_seed(5)
+    values_RC = torch.randn(shape, generator=drawn, dtype=torch.float64).to(dtype)
+    rows_R = torch.randint(0, 2**40, shape[:1], generator=drawn)
+    columns_C = torch.randint(0, 2**20, shape[1:], generator=drawn)
+    said_R = triton_rows.row_fingerprints(
+        values_RC.view(BITS[dtype]).to(DEVICE), rows_R.to(DEVICE), columns_C.to(DEVICE)
+    )
+    assert said_R.tolist() == row_fingerprints(values_RC, rows_R, columns_C).tolist()

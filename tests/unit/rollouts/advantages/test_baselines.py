@@ -1,4 +1,4 @@
-"""Rewards to go, ReMax and the optimal token baseline, against the oracle and by hand."""
+"""Rewards to go, ReMax and the optimal token baseline, against the oracle and manual values."""
 
 import itertools
 import math
@@ -17,12 +17,12 @@ MASK = torch.tensor([0, 1, 0, 1, 1, 0, 0]).bool()
 REWARDS = torch.tensor([NAN, 1.0, NAN, 0.5, 2.0, 7.0, NAN], dtype=torch.float64)
 
 
-def test_what_is_to_come_is_that_of_trained_tokens_of_the_own_document():
+def test_the_reward_to_go_covers_trained_tokens_of_the_same_document():
     assert rewards_to_go(REWARDS, IDS, MASK).tolist() == [0.0, 1.5, 0.0, 0.5, 2.0, 0.0, 0.0]
     assert rewards_to_go(REWARDS, IDS, MASK, elsewhere="carry").tolist() == [1.5, 1.5, 0.5, 0.5, 2.0, 0.0, 0.0]
 
 
-def test_remax_takes_the_greedy_answer_off_where_something_trains():
+def test_remax_subtracts_the_greedy_reward_on_trained_tokens():
     advantages, returns = remax_advantages(REWARDS, torch.tensor([0.25, -1.0]), IDS, MASK)
     assert advantages.tolist() == [0.0, 1.25, 0.0, 0.25, 3.0, 0.0, 0.0]
     assert returns.tolist() == [0.0, 1.5, 0.0, 0.5, 2.0, 0.0, 0.0]
@@ -31,7 +31,7 @@ def test_remax_takes_the_greedy_answer_off_where_something_trains():
 
 
 def answers(seed):
-    """Seven answers of 0 to 6 tokens to three prompts, the masks interrupted, rubbish where nothing trains."""
+    """Seven completions of 0 to 6 tokens of three prompts, the masks interrupted, garbage where nothing trains."""
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [6, 3, 5, 1, 4, 2, 3]
     ids = torch.tensor([n for n, length in enumerate(lengths) for _ in range(length)])
@@ -57,7 +57,7 @@ def test_the_baseline_of_a_step_is_the_one_of_its_group(aligned, zero_tail):
     groups = [4, 4, 9, 2, 9, 4, 9]
     for seed in range(4):
         documents, ids, mask, (rewards, logprobs, squares, weights) = answers(seed)
-        found, returns = optimal_token_baseline(
+        result, returns = optimal_token_baseline(
             rewards,
             logprobs,
             squares,
@@ -70,12 +70,12 @@ def test_the_baseline_of_a_step_is_the_one_of_its_group(aligned, zero_tail):
         )
         expected = oracle.optimal_baselines(documents, groups, aligned=aligned, zero_tail=zero_tail)
         for document, values in enumerate(expected):
-            assert found[mask & (ids == document)].tolist() == pytest.approx(values, rel=1e-12, abs=1e-12)
-        assert not found[~mask].any()
+            assert result[mask & (ids == document)].tolist() == pytest.approx(values, rel=1e-12, abs=1e-12)
+        assert not result[~mask].any()
         assert torch.equal(returns, rewards_to_go(rewards, ids, mask))
 
 
-def test_without_weights_each_is_1_and_only_the_longest_answer_has_a_tail():
+def test_weights_default_to_1_and_only_the_longest_completion_has_a_tail():
     documents, ids, mask, (rewards, logprobs, squares, _) = answers(1)
     plain, _ = optimal_token_baseline(rewards, logprobs, squares, ids, mask, torch.zeros(7).long())
     ones, _ = optimal_token_baseline(
@@ -94,7 +94,7 @@ def test_without_weights_each_is_1_and_only_the_longest_answer_has_a_tail():
     assert torch.equal(tail[differing], to_go[differing])
 
 
-def test_words_that_mean_nothing_are_refused():
+def test_invalid_options_are_refused():
     with pytest.raises(SpecError, match="elsewhere is zero or carry"):
         rewards_to_go(REWARDS, IDS, MASK, elsewhere="nowhere")
     with pytest.raises(SpecError, match="aligned is position or trained"):

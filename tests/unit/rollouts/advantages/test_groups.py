@@ -1,4 +1,4 @@
-"""Advantages of whole answers: numbers worked out by hand, the oracle on nasty groups, numbers of other systems."""
+"""Advantages of whole completions: manual values, the oracle on adversarial groups, numbers of other systems."""
 
 import itertools
 import math
@@ -9,15 +9,16 @@ import torch
 
 from tests.oracles import advantages as oracle
 from workbench.errors import ShapeError, SpecError
-from workbench.rollouts.advantages import (
+from workbench.rollouts.advantages.groups import (
+    combine_components,
     gdpo_advantages,
     gpg_advantages,
     group_advantages,
+    group_baselines,
     opo_advantages,
     pass_at_k_advantages,
     rloo_advantages,
 )
-from workbench.rollouts.advantages.groups import combine_components, group_baselines
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 5.0, 0.25, 0.75], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 2, 4, 4])
@@ -51,13 +52,13 @@ def test_epsilon_is_added_to_the_deviation():
 
 @pytest.mark.parametrize("scale", ["std", "none"])
 @pytest.mark.parametrize("ddof", [0, 1, 2])
-def test_a_group_of_one_and_a_group_of_equals_say_nothing(scale, ddof):
+def test_groups_of_one_or_of_equal_rewards_have_advantage_0(scale, ddof):
     rewards = torch.tensor([0.7, 0.1, 0.1, 0.1])
     advantages = group_advantages(rewards, torch.tensor([0, 1, 1, 1]), scale=scale, ddof=ddof, epsilon=0.0)
     assert advantages.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_a_group_too_small_for_its_deviation_says_nothing():
+def test_a_group_too_small_for_its_deviation_has_advantage_0():
     assert group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([3, 3]), ddof=2).tolist() == [0.0, 0.0]
     assert group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([3, 3]), ddof=2, scale="none").tolist() == [
         -0.5,
@@ -104,7 +105,7 @@ def test_bad_rewards_are_refused():
 
 
 def nasty(seed):
-    """Answers of unequal groups: large ones, pairs, singletons, equal rewards, all but one equal, nothing trained."""
+    """Completions of unequal groups: large, pairs, singletons, equal rewards, all but one equal, nothing trained."""
     rng = random.Random(seed)
     rewards, groups = [], []
     for number, values in enumerate(
@@ -147,26 +148,28 @@ def test_every_combination_is_the_oracles(baseline, scale, ddof, singleton, mask
         settings = {"baseline": baseline, "scale": scale, "ddof": ddof, "singleton": singleton, "epsilon": 1e-6}
         lengths = [max(1, length) for length in lengths] if not masked else lengths
         expected = oracle.group(rewards, groups, trained=trained if masked else None, lengths=lengths, **settings)
-        found = group_advantages(
+        advantages = group_advantages(
             torch.tensor(rewards, dtype=torch.float64),
             torch.tensor(groups),
             **settings,
             trained_N=torch.tensor(trained) if masked else None,
             lengths_N=torch.tensor(lengths) if baseline == "length_weighted" else None,
         )
-        assert found.tolist() == pytest.approx(expected, rel=1e-8, abs=1e-9)
+        assert advantages.tolist() == pytest.approx(expected, rel=1e-8, abs=1e-9)
 
 
-def test_an_answer_that_is_not_trained_moves_no_other_advantage():
+def test_an_untrained_completion_changes_no_other_advantage():
     rewards, groups, trained, _ = nasty(4)
     alive = torch.tensor(trained)
     for scale in ("std", "leave_one_out_std", "batch_std", "none"):
-        found = group_advantages(torch.tensor(rewards), torch.tensor(groups), scale=scale, trained_N=alive)
+        advantages = group_advantages(torch.tensor(rewards), torch.tensor(groups), scale=scale, trained_N=alive)
         without = group_advantages(torch.tensor(rewards)[alive], torch.tensor(groups)[alive], scale=scale)
-        assert found[alive].tolist() == without.tolist()
-        assert not found[~alive].any()
+        assert advantages[alive].tolist() == without.tolist()
+        assert not advantages[~alive].any()
         other = torch.where(alive, torch.tensor(rewards), float("nan"))
-        assert group_advantages(other, torch.tensor(groups), scale=scale, trained_N=alive).tolist() == found.tolist()
+        assert (
+            group_advantages(other, torch.tensor(groups), scale=scale, trained_N=alive).tolist() == advantages.tolist()
+        )
 
 
 @pytest.mark.parametrize("scale", ["std", "batch_std", "leave_one_out_std", "none"])
@@ -188,10 +191,10 @@ def test_a_large_offset_of_all_rewards_cancels_nowhere(baseline, scale):
 
 def test_rloo_is_the_mean_of_the_others_and_n_over_n_minus_one_of_the_centred_reward():
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, 3.0], dtype=torch.float64), torch.tensor([0, 0, 0, 1])
-    found = rloo_advantages(rewards, groups)
-    assert found.tolist() == pytest.approx([0.75, -0.75, 0.0, 0.0])
+    result = rloo_advantages(rewards, groups)
+    assert result.tolist() == pytest.approx([0.75, -0.75, 0.0, 0.0])
     centred = group_advantages(rewards, groups, scale="none")
-    assert found[:3].tolist() == pytest.approx((1.5 * centred[:3]).tolist())
+    assert result[:3].tolist() == pytest.approx((1.5 * centred[:3]).tolist())
 
 
 def test_opo_weighs_by_length_and_equals_dr_grpo_for_equal_lengths():
@@ -213,18 +216,18 @@ def test_gpg_is_the_oracles(masked):
     for seed in range(3):
         rewards, groups, trained, _ = nasty(seed)
         trained = trained if masked else None
-        found = gpg_advantages(
+        advantages = gpg_advantages(
             torch.tensor(rewards, dtype=torch.float64),
             torch.tensor(groups),
             trained_N=None if trained is None else torch.tensor(trained),
         )
-        assert found.tolist() == pytest.approx(oracle.gpg(rewards, groups, trained=trained), rel=1e-8, abs=1e-9)
+        assert advantages.tolist() == pytest.approx(oracle.gpg(rewards, groups, trained=trained), rel=1e-8, abs=1e-9)
 
 
 def test_gpg_may_count_rewards_that_are_not_0_and_leave_a_singleton_its_own():
     rewards, groups = torch.tensor([1.0, 0.0, 3.0, 3.0, 0.0, 2.0]).double(), torch.tensor([1, 1, 2, 2, 3, 4])
-    found = gpg_advantages(rewards, groups, informative="rewards_not_zero", singleton="reward", divisor=2.0)
-    assert found.tolist() == pytest.approx([6 / 4 * 0.25, -6 / 4 * 0.25, 0.0, 0.0, 0.0, 6 / 4 * 1.0])
+    advantages = gpg_advantages(rewards, groups, informative="rewards_not_zero", singleton="reward", divisor=2.0)
+    assert advantages.tolist() == pytest.approx([6 / 4 * 0.25, -6 / 4 * 0.25, 0.0, 0.0, 0.0, 6 / 4 * 1.0])
     assert gpg_advantages(rewards, groups, informative="rewards_not_zero").tolist()[5] == 0.0
 
 
@@ -234,13 +237,13 @@ def test_pass_at_k_is_the_oracles(scale):
         g = torch.Generator().manual_seed(seed)
         rewards = torch.randint(0, 5, (9,), generator=g).double() / 4
         groups = torch.tensor([0, 0, 1, 1, 2, 2, 2, 1, 0])
-        found = pass_at_k_advantages(rewards, groups, scale=scale)
+        result = pass_at_k_advantages(rewards, groups, scale=scale)
         expected = oracle.pass_at_k(rewards.tolist(), groups.tolist(), scale=scale)
-        assert found.tolist() == pytest.approx(expected, rel=1e-12)
-        assert int((found != 0).sum()) <= 3
+        assert result.tolist() == pytest.approx(expected, rel=1e-12)
+        assert int((result != 0).sum()) <= 3
 
 
-def test_pass_at_k_looks_at_trained_answers_and_wants_two_of_them():
+def test_pass_at_k_needs_two_trained_completions():
     rewards, groups = torch.tensor([9.0, 1.0, 0.5, 0.25]), torch.tensor([3, 3, 3, 3])
     trained = torch.tensor([False, True, True, True])
     assert pass_at_k_advantages(rewards, groups, scale="none", trained_N=trained).tolist() == [0.0, 0.5, 0.0, 0.0]
@@ -250,7 +253,7 @@ def test_pass_at_k_looks_at_trained_answers_and_wants_two_of_them():
         pass_at_k_advantages(rewards, groups, scale="batch_std")
 
 
-def test_gpg_counts_an_answer_at_the_mean_of_an_unequal_group():
+def test_gpg_counts_a_completion_at_the_mean_of_an_unequal_group():
     rewards, groups = torch.tensor([0.0, 0.5, 1.0, 0.3, 0.3, 2.0]), torch.tensor([0, 0, 0, 1, 1, 2])
     assert gpg_advantages(rewards, groups).tolist() == [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
 
@@ -263,13 +266,13 @@ def test_gdpo_is_the_oracles(masked):
         components = [[reward, rng.choice((0.0, 1.0)), rng.gauss(0, 3)] for reward in rewards]
         weights = [1.0, 0.5, -0.25]
         trained = trained if masked else None
-        found = gdpo_advantages(
+        advantages = gdpo_advantages(
             torch.tensor(components, dtype=torch.float64),
             torch.tensor(groups),
             torch.tensor(weights),
             trained_N=None if trained is None else torch.tensor(trained),
         )
-        assert found.tolist() == pytest.approx(
+        assert advantages.tolist() == pytest.approx(
             oracle.gdpo(components, groups, weights, trained=trained), rel=1e-8, abs=1e-9
         )
 
@@ -286,8 +289,8 @@ def test_gdpo_leaves_components_out_that_were_not_scored():
     mean = math.fsum(totals) / 5
     deviation = math.sqrt(math.fsum((t - mean) ** 2 for t in totals) / 4) + 1e-4
     expected = [(t - mean) / deviation for t in totals]
-    found = gdpo_advantages(components, groups, weights, unscored="skip").tolist()
-    assert found == pytest.approx([*expected[:3], 0.0, *expected[3:]], rel=1e-12, abs=1e-15)
+    result = gdpo_advantages(components, groups, weights, unscored="skip").tolist()
+    assert result == pytest.approx([*expected[:3], 0.0, *expected[3:]], rel=1e-12, abs=1e-15)
     with pytest.raises(ShapeError, match="every reward is finite"):
         gdpo_advantages(components, groups, weights)
 
@@ -298,10 +301,10 @@ def test_one_reward_of_components_is_the_weighted_sum_of_those_that_were_scored(
     assert (rewards.tolist(), scored.tolist()) == ([11.0, 1.0, 0.0], [True, True, False])
 
 
-def test_gdpo_tells_answers_apart_whose_sums_are_equal():
+def test_gdpo_separates_completions_with_equal_sums():
     components = torch.tensor([[3.0, 0.0], [0.0, 3.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
-    found = gdpo_advantages(components, torch.zeros(5).long(), torch.tensor([1.0, 1.0]))
-    assert abs(float(found[0] - found[1])) > 0.05
+    advantages = gdpo_advantages(components, torch.zeros(5).long(), torch.tensor([1.0, 1.0]))
+    assert abs(float(advantages[0] - advantages[1])) > 0.05
     summed = group_advantages(components.sum(1), torch.zeros(5).long())
     assert float(summed[0] - summed[1]) == 0.0
 
@@ -418,15 +421,15 @@ def test_gdpo_tells_answers_apart_whose_sums_are_equal():
     ],
 )
 def test_advantages_are_those_of_other_systems(settings, rewards, groups, advantages):
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **settings)
-    assert found.tolist() == pytest.approx(advantages, rel=1e-12, abs=1e-13)
+    result = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **settings)
+    assert result.tolist() == pytest.approx(advantages, rel=1e-12, abs=1e-13)
 
 
 def test_verls_grpo_gives_a_singleton_its_bare_reward():
-    found = group_advantages(
+    advantages = group_advantages(
         torch.tensor([0.5], dtype=torch.float64), torch.tensor([3]), epsilon=1e-6, singleton="reward"
     )
-    assert found.item() == pytest.approx(0.5 / (1 + 1e-6), rel=1e-15)
+    assert advantages.item() == pytest.approx(0.5 / (1 + 1e-6), rel=1e-15)
     assert math.isclose(
         group_advantages(torch.tensor([0.5]), torch.tensor([3]), scale="none", singleton="reward").item(), 0.5
     )
@@ -435,9 +438,9 @@ def test_verls_grpo_gives_a_singleton_its_bare_reward():
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 def test_baselines_and_deviations_are_those_of_the_group_or_of_the_others(baseline):
     rewards, groups = [1.0, -0.5, 2.0, 0.25, 0.25, 3.0, 1.0, 1.0], [4, 4, 4, 9, 9, 1, 4, 9]
-    found, deviation = group_baselines(torch.tensor(rewards), torch.tensor(groups), baseline=baseline)
+    result, deviation = group_baselines(torch.tensor(rewards), torch.tensor(groups), baseline=baseline)
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
         looked_at = others if baseline == "leave_one_out" else [*others, reward]
-        assert found[i].item() == pytest.approx(sum(looked_at) / len(looked_at) if others else reward)
+        assert result[i].item() == pytest.approx(sum(looked_at) / len(looked_at) if others else reward)
         assert deviation[i].item() == pytest.approx(oracle.deviation(looked_at, 1) if len(looked_at) > 1 else 0.0)

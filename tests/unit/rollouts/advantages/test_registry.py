@@ -1,4 +1,4 @@
-"""Estimators by name: what each name stands for, and what every one of them keeps to."""
+"""Estimators by name: the definition of each, and the properties that all share."""
 
 from dataclasses import replace
 
@@ -7,7 +7,8 @@ import torch
 
 from tests.oracles import advantages as oracle
 from workbench.errors import SpecError
-from workbench.rollouts.advantages import ESTIMATORS, AdvantageInputs, estimate_advantages
+from workbench.rollouts.advantages.inputs import AdvantageInputs
+from workbench.rollouts.advantages.registry import ESTIMATORS, estimate_advantages
 from workbench.rollouts.batch import Extension, RolloutBatch
 
 # Documents 0 1 2 of group 5 (2 and 1 trained tokens; document 2 trains nothing), 3 4 of group 8, padding.
@@ -54,9 +55,9 @@ def test_group_estimators_by_name(name, settings, masked_in_baseline):
     trained = None if masked_in_baseline else TRAINED
     lengths = LENGTHS
     expected = oracle.group(REWARDS, GROUPS, trained=trained, lengths=lengths, **settings)
-    found = estimate_advantages(name, inputs(), masked_in_baseline=masked_in_baseline)
-    assert found.advantages_T.tolist() == pytest.approx(on_tokens(expected), rel=1e-12, abs=1e-14)
-    assert found.returns_T is None
+    advantages = estimate_advantages(name, inputs(), masked_in_baseline=masked_in_baseline)
+    assert advantages.advantages_T.tolist() == pytest.approx(on_tokens(expected), rel=1e-12, abs=1e-14)
+    assert advantages.returns_T is None
 
 
 def test_a_masked_document_in_the_baseline_is_a_choice_that_moves_the_others():
@@ -71,8 +72,8 @@ def test_a_masked_document_in_the_baseline_is_a_choice_that_moves_the_others():
 def test_a_penalty_is_taken_off_the_reward_of_its_document():
     given = inputs(penalised=True)
     shaped = [r - float(given.penalties_T[MASK & (n == IDS)].sum()) for n, r in enumerate(REWARDS)]
-    found = estimate_advantages("grpo", given).advantages_T.tolist()
-    assert found == pytest.approx(on_tokens(oracle.group(shaped, GROUPS, trained=TRAINED)), rel=1e-12, abs=1e-14)
+    result = estimate_advantages("grpo", given).advantages_T.tolist()
+    assert result == pytest.approx(on_tokens(oracle.group(shaped, GROUPS, trained=TRAINED)), rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize("penalised", [False, True])
@@ -87,8 +88,10 @@ def test_reinforce_plus_plus_whitens_returns_over_all_tokens(penalised):
         returns += oracle.returns(rewards, 0.9)
     for form, ddof in (("add", 1), ("floor", 0)):
         expected = iter(oracle.whitened(returns, ddof=ddof, epsilon=1e-8, form=form))
-        found = estimate_advantages("reinforce_plus_plus", given, discount=0.9, epsilon_form=form, ddof=ddof)
-        assert found.advantages_T.tolist() == pytest.approx([next(expected) if m else 0.0 for m in MASK], rel=1e-12)
+        advantages = estimate_advantages("reinforce_plus_plus", given, discount=0.9, epsilon_form=form, ddof=ddof)
+        assert advantages.advantages_T.tolist() == pytest.approx(
+            [next(expected) if m else 0.0 for m in MASK], rel=1e-12
+        )
 
 
 def test_reinforce_plus_plus_with_a_group_baseline_centres_first():
@@ -96,8 +99,8 @@ def test_reinforce_plus_plus_with_a_group_baseline_centres_first():
     whitened = iter(
         oracle.whitened([a for a, m in zip(expected, MASK, strict=True) if m], ddof=1, epsilon=1e-8, form="add")
     )
-    found = estimate_advantages("reinforce_plus_plus_baseline", inputs()).advantages_T.tolist()
-    assert found == pytest.approx([next(whitened) if m else 0.0 for m in MASK], rel=1e-12)
+    result = estimate_advantages("reinforce_plus_plus_baseline", inputs()).advantages_T.tolist()
+    assert result == pytest.approx([next(whitened) if m else 0.0 for m in MASK], rel=1e-12)
 
 
 def test_verls_reinforce_plus_plus_baseline():
@@ -106,10 +109,10 @@ def test_verls_reinforce_plus_plus_baseline():
     given = AdvantageInputs(
         ids, torch.ones(5).bool(), torch.tensor([1.0, 0.0, 1.0, 1.0]).double(), torch.tensor([0, 0, 1, 1])
     )
-    found = estimate_advantages("reinforce_plus_plus_baseline", given).advantages_T
+    result = estimate_advantages("reinforce_plus_plus_baseline", given).advantages_T
     tokens = torch.tensor([0.5, -0.5, -0.5, 0.0, 0.0], dtype=torch.float64)
     expected = (tokens - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
 
 
 def test_gpg_by_name():
@@ -126,23 +129,25 @@ def test_gdpo_by_name():
 
 def test_vapo_is_decoupled_and_length_adaptive():
     given = inputs()
-    found = estimate_advantages("vapo", given, length_adaptive_alpha=0.8)
+    advantages = estimate_advantages("vapo", given, length_adaptive_alpha=0.8)
     for n, length in enumerate(LENGTHS):
         here = MASK & (n == IDS)
         rewards = [0.0] * (length - 1) + [REWARDS[n]] if length else []
         values = given.values_T[here].tolist()
         lambda_ = oracle.adaptive_lambda(0.8, length) if length else 0.0
-        assert found.advantages_T[here].tolist() == pytest.approx(oracle.generalised(rewards, values, 1.0, lambda_))
-        assert found.returns_T[here].tolist() == pytest.approx([REWARDS[n]] * length)
+        assert advantages.advantages_T[here].tolist() == pytest.approx(
+            oracle.generalised(rewards, values, 1.0, lambda_)
+        )
+        assert advantages.returns_T[here].tolist() == pytest.approx([REWARDS[n]] * length)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_gives_finite_numbers_and_exact_zeros_where_nothing_trains(name):
-    found = estimate_advantages(name, inputs())
-    assert found.advantages_T.dtype == torch.float64
-    assert torch.isfinite(found.advantages_T).all()
-    assert not found.advantages_T[~MASK].any()
-    assert found.advantages_T[MASK].any()
+    advantages = estimate_advantages(name, inputs())
+    assert advantages.advantages_T.dtype == torch.float64
+    assert torch.isfinite(advantages.advantages_T).all()
+    assert not advantages.advantages_T[~MASK].any()
+    assert advantages.advantages_T[MASK].any()
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -179,14 +184,14 @@ def test_a_batch_gives_its_own_fields_and_takes_its_advantages_back():
         for reward in (1.0, 0.0)
     ]
     batch = RolloutBatch.from_documents(documents)
-    found = estimate_advantages("dr_grpo", AdvantageInputs.of(batch.pad_to(8))).advantages_T
-    assert found.tolist() == [0.0, 0.5, 0.5, 0.0, -0.5, -0.5, 0.0, 0.0]
-    assert replace(batch, advantages_T=found[:6]).advantages_T.tolist() == found[:6].tolist()
+    result = estimate_advantages("dr_grpo", AdvantageInputs.of(batch.pad_to(8))).advantages_T
+    assert result.tolist() == [0.0, 0.5, 0.5, 0.0, -0.5, -0.5, 0.0, 0.0]
+    assert replace(batch, advantages_T=result[:6]).advantages_T.tolist() == result[:6].tolist()
     with pytest.raises(SpecError, match="no rewards_N or no group_ids_N"):
         AdvantageInputs.of(replace(batch, group_ids_N=None))
 
 
-def test_what_cannot_be_is_refused_in_words():
+def test_invalid_settings_are_refused():
     with pytest.raises(SpecError, match="one of grpo, dr_grpo"):
         estimate_advantages("ppo", inputs())
     with pytest.raises(SpecError, match="its settings are baseline, singleton"):
@@ -199,7 +204,7 @@ def test_what_cannot_be_is_refused_in_words():
         estimate_advantages("gdpo", inputs(penalised=True))
 
 
-def test_gpg_makes_up_for_groups_that_say_nothing():
+def test_gpg_rescales_for_groups_without_signal():
     ids_T = torch.arange(6)
     step = AdvantageInputs(
         ids_T,
@@ -207,7 +212,7 @@ def test_gpg_makes_up_for_groups_that_say_nothing():
         torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]),
         torch.tensor([5, 5, 5, 8, 8, 8]),
     )
-    alpha = 5 / 3  # five answers train, three of them in the group of unequal rewards
+    alpha = 5 / 3  # five completions train, three of them in the group of unequal rewards
     expected = [0.5 * alpha, -0.5 * alpha, 0.0, 0.0, 0.0, 0.0]
     assert estimate_advantages("gpg", step).advantages_T.tolist() == pytest.approx(expected)
     assert estimate_advantages("gpg", step, divisor=2.0).advantages_T[0].item() == pytest.approx(0.25 * alpha)
@@ -219,7 +224,7 @@ def test_a_baseline_is_refused_where_there_is_none(name):
         estimate_advantages(name, inputs(), masked_in_baseline=True)
 
 
-def test_rewards_at_tokens_are_laid_where_they_were_earned_and_add_up_to_the_documents():
+def test_token_rewards_are_placed_where_earned_and_sum_to_the_documents():
     earned = torch.tensor([0.5, 1.0, float("nan")], dtype=torch.float64)
     ids, mask = torch.tensor([0, 0, -1]), torch.tensor([True, True, False])
     given = AdvantageInputs.of_token_rewards(ids, mask, earned, torch.tensor([7]))
@@ -228,8 +233,8 @@ def test_rewards_at_tokens_are_laid_where_they_were_earned_and_add_up_to_the_doc
     assert replace(given, penalties_T=torch.tensor([0.25, 0.0, 9.0])).on_each_token_T.tolist() == [0.25, 1.0, 0.0]
     last = replace(given, token_rewards_T=None)
     assert last.on_each_token_T.tolist() == [0.0, 1.5, 0.0]
-    found = estimate_advantages("gae", replace(given, values_T=torch.zeros(3)), policy_lambda=1.0)
-    assert found.returns_T.tolist() == [1.5, 1.0, 0.0]
+    advantages = estimate_advantages("gae", replace(given, values_T=torch.zeros(3)), policy_lambda=1.0)
+    assert advantages.returns_T.tolist() == [1.5, 1.0, 0.0]
 
 
 def test_estimators_of_tokens_by_name():
@@ -252,13 +257,13 @@ def test_estimators_of_tokens_by_name():
 
 def test_grpo_whitened_over_tokens():
     grouped = estimate_advantages("grpo", inputs(), epsilon=1e-6).advantages_T[MASK]
-    found = estimate_advantages("grpo_whitened", inputs()).advantages_T[MASK]
+    result = estimate_advantages("grpo_whitened", inputs()).advantages_T[MASK]
     torch.testing.assert_close(
-        found, (grouped - grouped.mean()) / (grouped.var() + 1e-8).sqrt(), rtol=1e-12, atol=1e-14
+        result, (grouped - grouped.mean()) / (grouped.var() + 1e-8).sqrt(), rtol=1e-12, atol=1e-14
     )
 
 
-def test_a_batch_brings_what_token_baselines_need():
+def test_a_batch_provides_the_inputs_of_token_baselines():
     documents = [
         {
             "tokens": [1] * 3,
@@ -284,5 +289,5 @@ def test_a_batch_brings_what_token_baselines_need():
         -0.5,
         -0.5,
     ]
-    found = estimate_advantages("optimal_token_baseline", AdvantageInputs.of(batch)).advantages_T
-    assert found.tolist() == pytest.approx([0.0, 0.5, 0.5, 0.0, -0.5, -0.5])
+    result = estimate_advantages("optimal_token_baseline", AdvantageInputs.of(batch)).advantages_T
+    assert result.tolist() == pytest.approx([0.0, 0.5, 0.5, 0.0, -0.5, -0.5])

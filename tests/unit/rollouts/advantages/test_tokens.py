@@ -64,8 +64,8 @@ def test_returns_are_discounted_sums_over_trained_tokens(discount):
     ids, mask, rewards, penalties, _ = problem(1)
     given = token_rewards(rewards, ids, mask, penalties)
     expected = [oracle.returns(one, discount) for one in by_document(ids, mask, given)]
-    found = discounted_returns(given, ids, mask, discount=discount)
-    assert found.tolist() == pytest.approx(laid(ids, mask, expected), rel=1e-12, abs=1e-14)
+    result = discounted_returns(given, ids, mask, discount=discount)
+    assert result.tolist() == pytest.approx(laid(ids, mask, expected), rel=1e-12, abs=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_gae_is_the_sum_over_all_steps_to_come(settings):
         advantages.append(oracle.generalised(r, v, discount, mine))
         theirs = oracle.generalised(r, v, discount, mine if critic is None else critic)
         returns.append([x + y for x, y in zip(v, theirs, strict=True)])
-    found = gae(given, values, ids, mask, **settings)
-    assert found[0].tolist() == pytest.approx(laid(ids, mask, advantages), rel=1e-11, abs=1e-12)
-    assert found[1].tolist() == pytest.approx(laid(ids, mask, returns), rel=1e-11, abs=1e-12)
+    result = gae(given, values, ids, mask, **settings)
+    assert result[0].tolist() == pytest.approx(laid(ids, mask, advantages), rel=1e-11, abs=1e-12)
+    assert result[1].tolist() == pytest.approx(laid(ids, mask, returns), rel=1e-11, abs=1e-12)
 
 
-def test_a_critic_with_lambda_one_is_taught_the_plain_return_whatever_the_policys_lambda_is():
+def test_a_critic_with_lambda_one_gets_the_plain_return():
     ids, mask, rewards, penalties, values = problem(3)
     given = token_rewards(rewards, ids, mask, penalties)
     _, returns = gae(given, values, ids, mask, discount=0.97, policy_lambda=0.3, value_lambda=1.0)
@@ -150,8 +150,8 @@ def test_settings_of_gae_that_mean_nothing_are_refused(settings):
 def test_whitening_is_over_trained_tokens_only(ddof, form, epsilon):
     _, mask, _, values, _ = problem(4)
     expected = iter(oracle.whitened([float(v) for v in values[mask]], ddof=ddof, epsilon=epsilon, form=form))
-    found = whiten(values, mask, ddof=ddof, epsilon=epsilon, epsilon_form=form)
-    assert found.tolist() == pytest.approx([next(expected) if m else 0.0 for m in mask], rel=1e-12)
+    result = whiten(values, mask, ddof=ddof, epsilon=epsilon, epsilon_form=form)
+    assert result.tolist() == pytest.approx([next(expected) if m else 0.0 for m in mask], rel=1e-12)
 
 
 def test_equal_values_and_too_few_values_whiten_to_exact_zeros():
@@ -162,7 +162,7 @@ def test_equal_values_and_too_few_values_whiten_to_exact_zeros():
 
 
 @pytest.mark.parametrize(("form", "ddof"), [("floor", 0), ("add", 1)])
-def test_by_equal_values_what_stands_elsewhere_is_whitened_with_variance_zero(form, ddof):
+def test_with_equal_values_other_positions_are_whitened_with_variance_zero(form, ddof):
     values, mask = torch.tensor([0.3, 0.3, 0.3, 1.3], dtype=torch.float64), torch.tensor([1, 1, 1, 0]).bool()
     settings = {"ddof": ddof, "epsilon_form": form, "elsewhere": "whiten"}
     assert whiten(values, mask, epsilon=1e-8, **settings).tolist() == [0.0, 0.0, 0.0, pytest.approx(1e4)]
@@ -180,11 +180,11 @@ def test_an_unknown_form_is_refused():
         whiten(torch.ones(2), torch.ones(2).bool(), epsilon_form="sqrt")
 
 
-def test_as_given_every_token_pays_its_penalty_and_an_answer_without_training_keeps_its_reward():
+def test_every_token_pays_its_penalty_and_an_untrained_completion_keeps_its_reward():
     ids, mask = torch.tensor([0, 0, 0, 1, 1, -1]), torch.tensor([1, 1, 0, 0, 0, 0]).bool()
     penalties = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], dtype=torch.float64)
-    found = token_rewards(torch.tensor([2.0, 7.0]), ids, mask, penalties, elsewhere="as_given")
-    assert found.tolist() == pytest.approx([-0.1, 1.8, -0.3, -0.4, 6.5, -0.6])
+    result = token_rewards(torch.tensor([2.0, 7.0]), ids, mask, penalties, elsewhere="as_given")
+    assert result.tolist() == pytest.approx([-0.1, 1.8, -0.3, -0.4, 6.5, -0.6])
 
 
 @pytest.mark.parametrize("critic", [1.0, 0.5])
@@ -204,7 +204,7 @@ def test_carried_a_token_that_does_not_count_has_the_next_ones_advantage(critic)
         assert returns[t].item() == pytest.approx(float(values[t] + critics) if ids[t] >= 0 else 0.0)
 
 
-def test_a_count_epsilon_is_added_under_both_means_and_what_does_not_count_may_be_whitened_with_the_rest():
+def test_a_count_epsilon_applies_to_both_means():
     values, mask = torch.tensor([1.0, 2.0, 4.0, 10.0], dtype=torch.float64), torch.tensor([1, 1, 1, 0]).bool()
     mean = 7 / 3.5
     variance = (1 + 0 + 4) / 3.5 * 3 / 2
@@ -215,7 +215,7 @@ def test_a_count_epsilon_is_added_under_both_means_and_what_does_not_count_may_b
 
 
 @pytest.mark.parametrize("elsewhere", ["zero", "whiten"])
-def test_a_count_epsilon_puts_the_mean_beside_equal_values(elsewhere):
+def test_a_count_epsilon_shifts_the_mean_of_equal_values(elsewhere):
     values, mask = torch.tensor([3.0, 3.0, 3.0, 5.0], dtype=torch.float64), torch.tensor([1, 1, 1, 0]).bool()
     mean, settings = 9 / 3.5, {"epsilon": 0.25, "count_epsilon": 0.5, "elsewhere": elsewhere}
     root = (3 * (3 - mean) ** 2 / 3.5 * 3 / 2 + 0.25) ** 0.5
@@ -233,12 +233,12 @@ def test_spread_every_token_carries_the_reward_less_its_own_penalty():
 # ---- rectangles ----------------------------------------------------------------------------------------------------
 
 
-def test_standardize_leaves_what_0_would_become_where_nothing_counts():
+def test_standardize_keeps_the_standardized_0_under_the_mask():
     values, mask = torch.tensor([[1.0, 3.0, math.nan], [5.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
-    found = standardize(values, mask, epsilon=0.5)
+    result = standardize(values, mask, epsilon=0.5)
     deviation = math.sqrt(((1 - 3) ** 2 + 0 + (5 - 3) ** 2) / 3) + 0.5
     expected = [[-2 / deviation, 0.0, -3 / deviation], [2 / deviation, -3 / deviation, -3 / deviation]]
-    assert found.tolist() == [pytest.approx(row, rel=1e-14) for row in expected]
+    assert result.tolist() == [pytest.approx(row, rel=1e-14) for row in expected]
     sample = standardize(values, mask, ddof=1, epsilon=0.0)
     assert sample[0, 0].item() == pytest.approx(-1.0, rel=1e-14)
 
@@ -249,7 +249,7 @@ def test_standardize_along_a_dim_treats_every_row_alone():
     assert torch.equal(standardize(values, dims=[0, 1]), standardize(values))
 
 
-def test_standardize_refuses_what_it_cannot_mean():
+def test_standardize_refuses_invalid_options():
     with pytest.raises(ShapeError, match="one flag per value"):
         standardize(torch.zeros(2, 3), torch.ones(2, 2).bool())
     with pytest.raises(SpecError, match="neither is negative"):

@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers.attention_case import ORDERS, assert_right, by_ranks
 from workbench.sharding.attention import gathered
+from workbench.sharding.attention.gathered import pack_key_value, unpack_key_value
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -21,10 +22,10 @@ def test_ranks_that_are_no_power_of_two():
 
 def test_the_oracle_sees_a_gradient_that_is_not_summed_over_ranks(monkeypatch):
     monkeypatch.setattr(gathered, "scatter_sum", lambda pieces_R, axis, caller: pieces_R[axis.rank])
-    found = by_ranks("zigzag", 2, "gathered", (4, 2))
+    by_rank = by_ranks("zigzag", 2, "gathered", (4, 2))
     with pytest.raises(AssertionError, match="key: "):
-        assert_right(found, (4, 2))
-    assert_right(found[:2] + by_ranks("zigzag", 1, "gathered", (4, 2))[2:], (4, 2))  # output and query are right
+        assert_right(by_rank, (4, 2))
+    assert_right(by_rank[:2] + by_ranks("zigzag", 1, "gathered", (4, 2))[2:], (4, 2))  # output and query are right
 
 
 def test_half_precision_is_summed_over_ranks_in_float32(monkeypatch):
@@ -35,7 +36,22 @@ def test_half_precision_is_summed_over_ranks_in_float32(monkeypatch):
         return plain(pieces_R, axis, caller=caller)
 
     monkeypatch.setattr(gathered, "scatter_sum", watched)
-    found = by_ranks("zigzag", 2, "gathered", (4, 2), dtype=torch.bfloat16)
+    by_rank = by_ranks("zigzag", 2, "gathered", (4, 2), dtype=torch.bfloat16)
     assert travelled == {torch.float32}
-    assert {x.dtype for x in found} == {torch.bfloat16}
-    assert_right(found, (4, 2), atol=0.15)
+    assert {x.dtype for x in by_rank} == {torch.bfloat16}
+    assert_right(by_rank, (4, 2), atol=0.15)
+
+
+def test_are_interleaved_per_token_and_unpacked_as_views():
+    key, value = torch.randn(2, 1, 3, 5, 4)
+    both = pack_key_value(key, value)
+    assert both.shape == (5, 6, 4)
+    assert torch.equal(both[2], torch.cat([key[0, :, 2], value[0, :, 2]]))
+    again = unpack_key_value(both)
+    assert torch.equal(torch.stack(again), torch.stack([key, value]))
+    assert {x.untyped_storage().data_ptr() for x in again} == {both.untyped_storage().data_ptr()}
+
+
+def test_they_may_be_widened_on_the_way():
+    key = torch.randn(1, 3, 5, 4).bfloat16()
+    assert torch.equal(pack_key_value(key, key, torch.float32), pack_key_value(key.float(), key.float()))

@@ -25,7 +25,7 @@ def test_ranks_that_are_no_power_of_two():
     assert_right(by_ranks("striped", 3, "ring", (4, 2)), (4, 2))
 
 
-def test_merging_is_attention_over_both_sets_of_keys_also_where_one_or_both_are_empty():
+def test_merging_equals_attention_over_both_key_sets_also_if_empty():
     nothing = -torch.inf
     lse = torch.tensor([0.5, nothing, 2.0, nothing], dtype=torch.float64)
     other_lse = torch.tensor([-1.0, 0.25, nothing, nothing], dtype=torch.float64)
@@ -45,7 +45,7 @@ def rms(errors):
 
 
 @pytest.mark.parametrize("order", ["striped", "document_zigzag"])
-def test_a_normaliser_is_rounded_once_however_many_blocks_a_row_meets(order, monkeypatch):
+def test_a_normaliser_is_rounded_once_for_any_number_of_blocks(order, monkeypatch):
     """A normaliser of 8 to 16 is rounded by up to 5e-7, and every probability of the row with it."""
     generator = torch.Generator().manual_seed(7)
     query, key = (torch.randint(-4, 5, (heads, T, D), generator=generator).float() for heads in (4, 2))
@@ -59,15 +59,15 @@ def test_a_normaliser_is_rounded_once_however_many_blocks_a_row_meets(order, mon
 
     def rank(number):
         shard = AttentionShard.make(lay, torch.tensor(DOCUMENTS), lines[number][0], algorithm="ring")
-        mine = [x[None, :, lay.positions(number)].requires_grad_() for x in (query, key)]
-        ring.attend(*mine, mine[1], shard, None, 0.125).sum().backward()
+        local = [x[None, :, lay.positions(number)].requires_grad_() for x in (query, key)]
+        ring.attend(*local, local[1], shard, None, 0.125).sum().backward()
 
     monkeypatch.setattr(kernels, "KERNELS", (Watched(),))
     on_threads(rank, 4)
-    found = lay.merge(torch.cat([kept[number] for number in range(4)], dim=1).movedim(1, 0)).movedim(0, 1)
+    result = lay.merge(torch.cat([kept[number] for number in range(4)], dim=1).movedim(1, 0)).movedim(0, 1)
     right = normaliser(query.double(), key.double(), STRETCHES, scale=0.125)
-    assert found.dtype == torch.float32
-    assert rms(found - right) < 1.05 * rms(right.float() - right)
+    assert result.dtype == torch.float32
+    assert rms(result - right) < 1.05 * rms(right.float() - right)
 
 
 def test_the_oracle_sees_backward_with_the_keys_of_the_first_step(monkeypatch):
@@ -108,9 +108,9 @@ def test_the_oracle_sees_gradients_of_keys_that_stop_one_hop_short(monkeypatch):
         return (lambda: (arrive(), value)[1]) if sent.count == 4 else arrive  # keys, keys again, two hops of gradients
 
     monkeypatch.setattr(ring, "start_rotation", short)
-    found = by_ranks("zigzag", 2, "ring", (4, 2))
+    by_rank = by_ranks("zigzag", 2, "ring", (4, 2))
     with pytest.raises(AssertionError, match="key: "):
-        assert_right(found, (4, 2))
+        assert_right(by_rank, (4, 2))
 
 
 def test_blocks_in_which_nothing_is_seen_are_not_computed_but_everything_travels(monkeypatch):
@@ -142,7 +142,7 @@ def test_half_precision_gradients_of_keys_travel_in_float32(monkeypatch):
         return plain(value, axis, caller=caller)
 
     monkeypatch.setattr(ring, "start_rotation", watched)
-    found = by_ranks("zigzag", 2, "ring", (4, 2), dtype=torch.bfloat16)
+    by_rank = by_ranks("zigzag", 2, "ring", (4, 2), dtype=torch.bfloat16)
     assert (travelled.count(torch.bfloat16), travelled.count(torch.float32)) == (2 * (1 + 1), 2 * 2)
-    assert {x.dtype for x in found} == {torch.bfloat16}
-    assert_right(found, (4, 2), atol=0.15)
+    assert {x.dtype for x in by_rank} == {torch.bfloat16}
+    assert_right(by_rank, (4, 2), atol=0.15)

@@ -15,7 +15,7 @@ def rows(count, chosen):
 
 
 def seen_by_calls(its):
-    """How often each query meets each key in all calls of a block."""
+    """Return how often each query meets each key in all calls of a block."""
     count = torch.zeros(its.shape, dtype=torch.int64)
     for call in find_calls(its):
         queries, keys = rows(its.shape[0], call.query_rows), rows(its.shape[1], call.key_rows)
@@ -63,7 +63,7 @@ def test_any_queries_against_any_keys_in_any_order(data):
     torch.testing.assert_close(seen_by_calls(its), seen_by_rule(its, documents), rtol=0, atol=0)
 
 
-def test_a_chunk_and_a_document_are_one_causal_segment_over_all_earlier_keys_of_the_document():
+def test_a_chunk_of_a_document_is_one_causal_segment_over_its_earlier_keys():
     its = block([2, 3, 4, 5], range(6), [0, 0, 0, 0, 1, 1])
     assert segments_of(its) == [Segment((0, 2), (0, 4), True, None), Segment((2, 4), (4, 6), True, None)]
 
@@ -105,14 +105,14 @@ def test_keys_in_the_order_of_the_row_are_taken_where_they_lie():
     assert call.key_starts.tolist() == [0, 2, 5, 6, 9, 10]
 
 
-def test_keys_that_nobody_sees_are_laid_out_in_pieces_no_longer_than_what_is_seen_or_512():
+def test_unseen_keys_are_split_into_short_segments():
     its = block([1000, 1001], range(1600), [0] * 1000 + [1] * 600)
     (call,) = find_calls(its)
     assert call.key_starts.diff().tolist() == [512, 488, 2, 512, 86]
     assert call.query_starts.diff().tolist() == [0, 0, 2, 0, 0]
 
 
-def test_keys_in_another_order_are_gathered_and_repeats_are_told():
+def test_reordered_keys_are_gathered_and_repeats_are_detected():
     head_and_tail = [0, 1, 6, 7]
     its = block(head_and_tail, [0, 1, 6, 7, 2, 3, 4, 5], [0] * 8)
     (call,) = find_calls(its)
@@ -128,6 +128,6 @@ def test_queries_that_see_nothing_stand_in_no_call():
     assert find_calls(block([0, 1], [4, 5], [0] * 6)) == []
 
 
-def test_segments_are_found_once_a_block():
+def test_segments_are_computed_once_per_block():
     its = block(range(4), range(4), [0] * 4)
     assert segments_of(its) is segments_of(its)

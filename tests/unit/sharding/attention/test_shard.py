@@ -1,14 +1,15 @@
-"""What a rank holds before and after heads are exchanged, and against whose keys it stands."""
+"""Tokens and heads of a rank before and after heads are exchanged, and the keys that it meets."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.helpers.attention_case import DOCUMENTS, STRETCHES, plan
+from tests.helpers.attention_case import DOCUMENTS, ORDERS, STRETCHES, plan
+from tests.oracles.attention import sees
 from workbench.errors import ShardingError
 from workbench.sharding.attention import sharded_attention
-from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.attention.shard import AttentionShard, Block
 from workbench.sharding.mesh import Axis
 
 IDS = torch.tensor(DOCUMENTS)
@@ -33,7 +34,7 @@ def test_a_zigzag_shard_sees_by_place_and_not_by_local_row():
     documents, lay = torch.zeros(8, dtype=torch.int64), plan("zigzag", 2)
     lay = type(lay).make("zigzag", num_tokens=8, cp=2)
     made = AttentionShard.make(lay, documents, Axis("cp", 2, 1))
-    # Rank 1 holds 2, 3, 4, 5; keys arrive as 0, 1, 6, 7, 2, 3, 4, 5.
+    # Rank 1 has 2, 3, 4, 5; keys arrive as 0, 1, 6, 7, 2, 3, 4, 5.
     assert made.block().allowed_qk.int().tolist() == [
         [1, 1, 0, 0, 1, 0, 0, 0],
         [1, 1, 0, 0, 1, 1, 0, 0],
@@ -46,7 +47,7 @@ def test_a_zigzag_shard_sees_by_place_and_not_by_local_row():
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "balanced"])
 @pytest.mark.parametrize(("algorithm", "inner"), [("gathered", 1), ("ring", 1), ("ulysses", 4), ("hybrid", 2)])
-def test_all_ranks_together_hold_the_row_once_and_neighbours_hold_it_in_order(order, algorithm, inner):
+def test_all_ranks_cover_the_row_once_and_neighbours_in_order(order, algorithm, inner):
     lay = plan(order, 4)
     for rank in range(4):
         made = shard(order, algorithm, rank, inner=inner)
@@ -64,7 +65,7 @@ def test_all_ranks_together_hold_the_row_once_and_neighbours_hold_it_in_order(or
             assert (there is None) == (order == "contiguous")
 
 
-def test_a_block_is_made_once_for_all_layers():
+def test_a_block_is_built_once_for_all_layers():
     made = shard("zigzag", "ring", 1)
     assert made.block(2, window=3) is made.block(2, window=3)
     assert len({id(made.block(source, window=window)) for source in (None, 0, 1) for window in (None, 3)}) == 6
@@ -88,17 +89,17 @@ def test_on_one_rank_every_algorithm_is_attention_over_the_row():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(given, words):
+def test_invalid_settings_are_refused(given, words):
     with pytest.raises(ShardingError, match=words):
         AttentionShard.make(plan("zigzag", 4), IDS, Axis("cp", 4, 0), **given)
 
 
-def test_places_of_documents_are_told_from_padding():
+def test_document_positions_are_distinguished_from_padding():
     assert torch.equal(shard("contiguous", "gathered", 0).real_T, IDS != -1)
     assert not bool(shard("contiguous", "gathered", 0).real_T.all())
 
 
-def test_somebody_else_may_attend():
+def test_a_custom_attention_may_be_given():
     made = shard("contiguous", "gathered", 0, cp=1)
     asked = []
 
@@ -111,3 +112,60 @@ def test_somebody_else_may_attend():
     mixed, _ = sharded_attention(None, value, value, value, None, shard=other, sliding_window=3, scaling=0.5)
     assert torch.equal(mixed, value.transpose(1, 2))
     assert asked == [(other, 3, 0.5)]
+
+
+def block(queries, keys, window=None, documents=STRETCHES):
+    ids = torch.tensor(documents)
+    return Block(queries, keys, ids[queries], ids[keys], window)
+
+
+def written_out(made):
+    return [
+        [sees(at, key, STRETCHES, made.window) for key in made.key_positions_k.tolist()]
+        for at in made.query_positions_q.tolist()
+    ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 12])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_property_matches_the_rule(order, window):
+    lay = plan(order, 4)
+    for rank in range(4):
+        for source in range(4):
+            made = block(lay.positions(rank), lay.positions(source), window)
+            expected = written_out(made)
+            assert made.allowed_qk.tolist() == expected
+            assert made.sees_q.tolist() == [any(row) for row in expected]
+            assert made.is_empty == (not any(map(any, expected)))
+            assert made.every_query_sees == all(map(any, expected))
+
+
+def test_a_row_sees_itself_under_any_window():
+    everyone = torch.arange(len(STRETCHES))
+    made = block(everyone, everyone, window=1)
+    assert torch.equal(made.allowed_qk, torch.eye(len(STRETCHES), dtype=torch.bool))
+
+
+def test_a_later_key_in_between_hides_no_earlier_one():
+    """The last key that is not after a query decides; keys stand in any order."""
+    made = block(torch.tensor([3, 9]), torch.tensor([10, 2, 8]), documents=[0] * 12)
+    assert (made.allowed_qk.tolist(), made.sees_q.tolist()) == ([[False, True, False], [False, True, True]], [True] * 2)
+
+
+def test_an_empty_block_has_no_visible_keys():
+    made = block(torch.tensor([3, 9]), torch.tensor([], dtype=torch.int64))
+    assert made.is_empty
+    assert made.sees_q.tolist() == [False, False]
+
+
+def test_some_of_the_queries_have_their_part_of_the_mask():
+    lay = plan("zigzag", 2)
+    made = block(lay.positions(1), lay.positions(0), 5)
+    assert torch.equal(made.allowed_on("cpu", slice(3, 17)), made.allowed_qk[3:17])
+
+
+def test_derived_values_are_computed_once():
+    made, calls = block(torch.arange(2), torch.arange(2)), []
+    results = [made.once(name, lambda name=name: calls.append(name) or [name]) for name in ("a", "b", "a")]
+    assert (calls, results) == (["a", "b"], [["a"], ["b"], ["a"]])
+    assert results[0] is results[2]

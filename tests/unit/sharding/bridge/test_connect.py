@@ -1,4 +1,4 @@
-"""A bridge: which groups it makes and reuses, what it refuses by name, and several of them into one model."""
+"""A bridge: the groups that it creates and reuses, refusals by name, and several bridges into one model."""
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def test_the_trainers_cp_group_is_used_and_none_is_made():
         mesh = groups.mesh(DESTINATION)
         before = repr(groups)
         given = connect(SOURCE, DESTINATION, groups, cp=mesh["cp"])
-        found = connect(SOURCE, DESTINATION, groups)
-        return given.cp.group is mesh["cp"].group, found.cp.group is mesh["cp"].group, repr(groups) == before
+        result = connect(SOURCE, DESTINATION, groups)
+        return given.cp.group is mesh["cp"].group, result.cp.group is mesh["cp"].group, repr(groups) == before
 
     assert set(on_ranks(groups_of)) == {(True, True, True)}
 
@@ -35,8 +35,8 @@ def test_two_encoders_bring_their_gradients_home_through_one_model():
         bridges = [connect(encoder, DESTINATION, groups, order="zigzag") for encoder in (SOURCE, grid((1, 1, 4)))]
         partition = SequencePartition(groups.get(DESTINATION, "cp"))
         held = [torch.ones(4 // bridge.pair.source["dp"], 8, 1, requires_grad=True) for bridge in bridges]
-        mine = [partition.split(bridge.cross(one), dim=1) for bridge, one in zip(bridges, held, strict=True)]
-        (2 * mine[0] + 3 * mine[1]).sum().backward()
+        local = [partition.split(bridge.cross(one), dim=1) for bridge, one in zip(bridges, held, strict=True)]
+        (2 * local[0] + 3 * local[1]).sum().backward()
         return [one.grad.unique().tolist() for one in held], [bridge.pair.path for bridge in bridges]
 
     assert on_ranks(of_rank) == [([[2.0], [3.0]], ["equal", "fan-in"])] * 4
@@ -56,7 +56,7 @@ def test_two_encoders_bring_their_gradients_home_through_one_model():
         ),
     ],
 )
-def test_the_general_path_says_why(way, said):
+def test_the_general_path_states_its_reason(way, said):
     source, destination, more = way
     assert set(on_ranks(lambda groups: repr(connect(source, destination, groups, **more)))) == {said}
 
@@ -70,7 +70,7 @@ def test_the_general_path_says_why(way, said):
         (lambda groups: {"cp": Axis("cp")}, r"cp group \(I6\)\n  found: ranks .0,. on rank 0"),
     ],
 )
-def test_what_cannot_be_connected_is_refused_by_name(given, words):
+def test_invalid_connections_are_refused_by_name(given, words):
     with pytest.raises(ShardingError, match=words):
         on_ranks(lambda groups: connect(SOURCE, DESTINATION, groups, **given(groups)))
 
@@ -96,7 +96,7 @@ def test_grids_larger_than_the_job_are_refused():
         (lambda rank: (torch.zeros(2, 4 + rank // 2, 1), None), ShardingError, r"all sequences have one length \(I9\)"),
     ],
 )
-def test_what_cannot_cross_is_refused(bring, kind, words):
+def test_invalid_tensors_are_refused_in_cross(bring, kind, words):
     def of_rank(groups):
         values, samples = bring(groups.rank)
         return connect(SOURCE, DESTINATION, groups, order="zigzag").cross(values, samples)
@@ -131,13 +131,13 @@ def halved_on_one_tp_rank(groups, order="zigzag", scale=lambda rank: 1.0, grow=l
         ),
     ],
 )
-def test_replicas_that_differ_are_named_when_asked(wrong, words):
+def test_differing_replicas_are_named_if_checked(wrong, words):
     with pytest.raises(ShardingError, match=words):
         on_ranks(lambda groups: halved_on_one_tp_rank(groups, **wrong))
     on_ranks(halved_on_one_tp_rank)
 
 
-def test_a_gradient_of_somebody_elses_token_is_named_when_asked():
+def test_a_gradient_on_another_ranks_token_is_named_if_checked():
     def of_rank(groups):
         bridge = connect(SOURCE, DESTINATION, groups, order="zigzag")
         bridge.cross(torch.ones(2, 4, 1, requires_grad=True), [2, 2], checked=True).sum().backward()

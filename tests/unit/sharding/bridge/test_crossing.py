@@ -1,4 +1,4 @@
-"""Rows by token number, both ways, against a loop over single rows; and words for tokens that would be lost."""
+"""Rows by token number, both ways, against a loop over single rows; and errors for tokens that would be lost."""
 
 import pytest
 import torch
@@ -6,13 +6,13 @@ import torch
 from tests.helpers.bridges import listed, random_sides, rows, tokens
 from tests.oracles import bridge as oracle
 from workbench.errors import ShapeError, ShardingError
-from workbench.sharding.bridge.crossing import Crossing
+from workbench.sharding.bridge.crossing import Crossing, check_replicas
 from workbench.sharding.bridge.sides import Share, Side
 from workbench.sharding.simulated import simulate
 
 
 def crossed(crossing, values, gradients, **more):
-    """What each simulated rank got, and its gradient."""
+    """The output of each simulated rank, and its gradient."""
 
     def of_rank(mesh):
         own = values[mesh["dp"].rank].clone().requires_grad_()
@@ -24,7 +24,7 @@ def crossed(crossing, values, gradients, **more):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_any_sides_are_what_single_rows_say(seed):
+def test_any_sides_match_single_rows(seed):
     source, destination = random_sides(seed)
     generator = torch.Generator().manual_seed(seed)
     values, gradients = rows(source, generator), rows(destination, generator)
@@ -47,8 +47,8 @@ def test_backward_is_the_adjoint_of_forward():
     assert product(destination, got, gradients) == product(source, values, back) != 0
 
 
-def test_each_distinct_token_travels_once_and_none_to_itself():
-    """Rank 0 holds both tokens; rank 1 wants one of them three times, rank 2 both, rank 0 one."""
+def test_each_distinct_token_is_sent_once_and_none_to_its_own_rank():
+    """Rank 0 has both tokens; rank 1 reads one of them three times, rank 2 both, rank 0 one."""
     crossing = Crossing.make(
         Side((Share((0,), tokens([0, 1])), Share((1, 2), tokens([])))),
         Side((Share((0,), tokens([1])), Share((1,), tokens([0, 0, 0])), Share((2,), tokens([0, 1])))),
@@ -59,7 +59,7 @@ def test_each_distinct_token_travels_once_and_none_to_itself():
 
 
 def test_replicas_share_the_work():
-    """Four ranks that ask two replicas: two each."""
+    """Four ranks read from two replicas: two each."""
     crossing = Crossing.make(
         Side((Share((0, 1), tokens([0])), Share((2, 3, 4, 5), tokens([])))),
         Side((Share((0, 1), tokens([])), Share((2, 3, 4, 5), tokens([0])))),
@@ -99,7 +99,7 @@ def test_a_rank_without_an_encoder_takes_part_in_backward():
     assert second is None
 
 
-def test_without_gradients_nothing_is_kept():
+def test_without_gradients_nothing_is_saved():
     source, destination = random_sides(3)
     crossing, values = Crossing.make(source, destination), rows(source, torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -141,3 +141,46 @@ def test_rows_that_are_not_those_of_the_share_are_refused(values):
 def test_an_axis_of_other_ranks_is_refused():
     with pytest.raises(ShardingError, match="bridge between 1 ranks\n  found: an axis of 2"):
         simulate(lambda mesh: Crossing.make(ONE, ONE).cross(torch.zeros(2, 2), mesh["dp"]), dp=2)
+
+
+SIDE = Side((Share((0, 2), torch.tensor([0, 1])), Share((1,), torch.tensor([0, -1]), torch.tensor([True, False]))))
+HELD = [
+    torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+    torch.tensor([[1.0, 0.0], [5.0, 5.0]]),
+    torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+]
+
+
+def held(changed=None, to=None):
+    def of_rank(mesh):
+        rank = mesh["dp"].rank
+        check_replicas(to if rank == changed else HELD[rank], SIDE, mesh["dp"], what="values")
+        return True
+
+    return simulate(of_rank, dp=3)
+
+
+def test_replicas_may_differ_by_rounding_and_padding_may_be_anything():
+    assert held() == [True] * 3
+    assert held(2, HELD[2] * (1 + 1e-6)) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "to", "words"),
+    [
+        (2, HELD[2] / 2, r"rank\(s\) \[2\] differ from rank 0"),
+        (2, HELD[2].flip(0), r"rank\(s\) \[2\] differ from rank 0"),
+        (2, HELD[2] * float("nan"), r"rank\(s\) \[2\] differ from rank 0"),
+        (1, torch.zeros(2, 3), "rows of 2 and 3 numbers"),
+        (1, torch.zeros(2, 2, dtype=torch.bfloat16), r"in 2 precision\(s\)"),
+    ],
+)
+def test_differences_are_named(changed, to, words):
+    with pytest.raises(ShardingError, match=words):
+        held(changed, to)
+
+
+def test_a_gradient_where_none_should_be_is_named():
+    side = Side((Share((0,), torch.tensor([0, 1]), torch.tensor([True, False])),))
+    with pytest.raises(ShardingError, match=r"something other than zero on rank\(s\) \[0\]"):
+        simulate(lambda mesh: check_replicas(HELD[0], side, mesh["dp"], what="gradients"))

@@ -1,11 +1,23 @@
-"""Who holds which tokens before and after, which path that allows, and what contradicts itself."""
+"""The tokens of each rank before and after, the path that this allows, and contradictions."""
 
 import pytest
+import torch
 
 from tests.helpers.bridges import grid
+from tests.oracles import bridge as oracle
 from workbench.errors import ShardingError
-from workbench.sharding.bridge.delivery import Delivery, check_delivery, crossing_of, route_of, sides_of
-from workbench.sharding.bridge.pair import GridPair
+from workbench.sharding.bridge.delivery import (
+    Delivery,
+    SequencePartition,
+    check_delivery,
+    crossing_of,
+    owned_positions,
+    route_of,
+    sides_of,
+)
+from workbench.sharding.bridge.grid import GridPair
+from workbench.sharding.mesh import Axis
+from workbench.sharding.simulated import simulate
 
 FAN_IN, FAN_OUT = GridPair(grid((1, 1, 4)), grid((1, 2, 2))), GridPair(grid((2, 1, 2)), grid((1, 1, 4)))
 
@@ -33,13 +45,13 @@ def test_the_path_and_the_bound_that_it_passes(pair, how, samples, path, why):
 
 
 @pytest.mark.parametrize("samples", [[1], [1, 1, 1, -1]])
-def test_a_number_for_each_dp_rank_is_asked_for(samples):
+def test_one_number_per_dp_rank_is_required(samples):
     with pytest.raises(ShardingError, match="one for each of the 4 dp ranks of the source"):
         route_of(FAN_IN, Delivery(), samples)
 
 
-def test_who_holds_what():
-    """Two samples of eight tokens; cp 2 in zigzag holds 0 1 6 7 and 2 3 4 5 of each, tp a half of that."""
+def test_tokens_of_each_rank():
+    """Two samples of eight tokens; cp 2 in zigzag has 0 1 6 7 and 2 3 4 5 of each, tp a half of that."""
     pair = GridPair(grid((1, 2, 2)), grid((2, 2, 1)))
     before, after = sides_of(pair, Delivery("sharded", "zigzag", True, "contiguous"), [1, 1], 8)
     assert [share.tokens_t.tolist() for share in before.share_of] == [
@@ -62,7 +74,7 @@ def test_who_holds_what():
     assert all(share.gradient_rows_t.all() for share in unknown.shares)
 
 
-def test_a_crossing_is_found_again():
+def test_a_crossing_is_reused():
     assert crossing_of(FAN_IN, Delivery(), (1,) * 4, 4) is crossing_of(FAN_IN, Delivery(), (1,) * 4, 4)
 
 
@@ -83,6 +95,61 @@ def test_one_cp_rank_has_every_token_and_needs_no_order():
         (lambda: sides_of(GridPair(grid((4, 1, 1)), grid((4, 1, 1))), Delivery("sharded", None, True), [1], 6), "I13"),
     ],
 )
-def test_what_cannot_be_delivered_is_refused_in_words(make, words):
+def test_invalid_deliveries_are_refused(make, words):
     with pytest.raises(ShardingError, match=words):
         make()
+
+
+WHOLE = torch.arange(2 * 24.0).view(2, 24, 1)
+
+
+def split(mesh, *, sequence_parallel, dim=1):
+    """On a rank: its tokens, and the gradient of the whole if it brings 1 + its rank for each of its tokens."""
+    whole = WHOLE.movedim(1, dim).clone().requires_grad_()
+    partition = SequencePartition(mesh["cp"], "zigzag", *([mesh["tp"]] if sequence_parallel else []))
+    local = partition.split(whole, dim=dim)
+    local.backward(torch.full_like(local, 1.0 + mesh["tp"].rank if sequence_parallel else 1.0))
+    return local.detach().movedim(dim, 1), whole.grad.movedim(dim, 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_cp_ranks_get_their_zigzag_and_bring_zero_elsewhere(cp, dim):
+    by_rank = simulate(lambda mesh: split(mesh, sequence_parallel=False, dim=dim), cp=cp, tp=2)
+    for rank, (local, gradient) in enumerate(by_rank):
+        places = oracle.zigzag(24, cp, rank // 2)
+        assert torch.equal(local, WHOLE[:, places])
+        assert gradient[0, :, 0].nonzero().squeeze(1).tolist() == places
+    assert torch.equal(sum(gradient for _, gradient in by_rank[::2]), torch.ones_like(WHOLE))
+
+
+def test_tp_ranks_get_stretches_and_the_gradient_of_all_of_them():
+    """2 cp x 3 tp: a stretch of 4 tokens; what comes back is 1, 2, 3 at the stretches of tp 0, 1, 2 on each of them."""
+    for rank, (local, gradient) in enumerate(simulate(lambda mesh: split(mesh, sequence_parallel=True), cp=2, tp=3)):
+        places = oracle.zigzag(24, 2, rank // 3)
+        assert torch.equal(local, WHOLE[:, oracle.stretch(places, 3, rank % 3)])
+        wanted = torch.zeros(24)
+        for tp in range(3):
+            wanted[oracle.stretch(places, 3, tp)] = 1.0 + tp
+        assert torch.equal(gradient[0, :, 0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "words"),
+    [
+        (6, {"cp": 2}, "6 tokens over cp=2"),
+        (12, {"cp": 2, "tp": 4}, r"12 tokens over cp=2 and tp=4 \(I13\)\n  found: 6 tokens on a cp rank"),
+    ],
+)
+def test_lengths_that_do_not_divide_are_refused(tokens, sizes, words):
+    with pytest.raises(ShardingError, match=words):
+        simulate(
+            lambda mesh: SequencePartition(mesh["cp"], "zigzag", mesh["tp"]).split(torch.zeros(1, tokens), dim=1),
+            **sizes,
+        )
+
+
+def test_a_sequence_of_one_rank_is_as_it_was():
+    assert torch.equal(SequencePartition(Axis("cp")).split(WHOLE, dim=1), WHOLE)
+    assert owned_positions("zigzag", 3, 1).tolist() == [[0, 1, 2]], "any length, where nothing is cut"
+    assert owned_positions("document_zigzag", 8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]

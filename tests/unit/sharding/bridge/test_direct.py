@@ -1,4 +1,4 @@
-"""The fast path against the general one, whatever the gradient, and what each step of it does."""
+"""The fast path against the general one, for any gradient, and the effect of each of its steps."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from tests.helpers.bridges import even_samples, grid, pairs
 from workbench.sharding.bridge.connect import connect
 from workbench.sharding.bridge.direct import Direct, cross_directly
+from workbench.sharding.bridge.grid import GridPair
 from workbench.sharding.bridge.groups import GridGroups
-from workbench.sharding.bridge.pair import GridPair
 from workbench.sharding.mesh import Axis
 from workbench.sharding.simulated import simulate
 
@@ -22,19 +22,19 @@ def both_ways(mesh, source, destination, layout):
     samples = [2 * even_samples(source, destination) // source[2]] * source[2]
     place = grid(source).place(groups.rank)[0]
     shape = (samples[0], 4, 3) if layout == "bsh" else (4, samples[0], 3)
-    found = []
+    results = []
     for cross in (fast.cross, lambda values, held: fast._cross_generally(values, fast.route(held), 4, checked=True)):
         values = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(place)).float().requires_grad_()
         out = cross(values, samples)
         dp, cp, _ = grid(destination).place(groups.rank)
         generator = torch.Generator().manual_seed(100 * dp + cp)
         out.backward(torch.randint(-9, 9, out.shape, generator=generator).float())
-        found += [out.detach(), values.grad]
-    return found
+        results += [out.detach(), values.grad]
+    return results
 
 
 @pytest.mark.parametrize("layout", ["bsh", "sbh"])
-def test_it_is_what_the_general_path_says_where_every_cp_rank_uses_every_token(layout):
+def test_matches_the_general_path_if_every_cp_rank_uses_every_token(layout):
     assert len(FAST) == 97
     for source, destination in FAST[::2]:
         ranks = source[0] * source[1] * source[2]
@@ -45,7 +45,7 @@ def test_it_is_what_the_general_path_says_where_every_cp_rank_uses_every_token(l
             assert torch.equal(gradient, same_gradient), (source, destination)
 
 
-def test_one_rank_hands_over_what_it_has():
+def test_one_rank_passes_its_tensor_through():
     values = torch.randn(2, 3, 1, requires_grad=True)
     out = cross_directly(values, Direct("equal", 0, 1, 0, 1, Axis("gather"), Axis("cp")))
     out.backward(2 * values.detach())

@@ -22,13 +22,13 @@ def test_an_axis_has_the_ranks_of_its_line():
         axis = groups.make(GRID, "cp")
         return tuple(axis.ranks), axis.rank, float(all_sum(torch.tensor(10.0**groups.rank), axis))
 
-    found = on_ranks(sums)
-    for rank, (ranks, place, total) in enumerate(found):
+    by_rank = on_ranks(sums)
+    for rank, (ranks, place, total) in enumerate(by_rank):
         assert (ranks, place) == (GRID.lines("cp")[[0, 1, 0, 1, 2, 3, 2, 3][rank]], rank // 2 % 2)
         assert total == sum(10.0**other for other in ranks)
 
 
-def test_the_mesh_of_a_grid_is_the_mesh_that_make_mesh_lays():
+def test_the_mesh_of_a_grid_matches_make_mesh():
     def places(mesh):
         return {name: (axis.size, axis.rank, tuple(axis.ranks)) for name, axis in mesh.axes.items()}
 
@@ -80,7 +80,7 @@ def after_destroy(groups):
         (lambda groups: groups.mesh(Grid.of(dp=4)), "coordinates of rank"),
     ],
 )
-def test_mistakes_are_refused_in_words(wrong, words):
+def test_user_errors_are_refused(wrong, words):
     with pytest.raises(ShardingError, match=words):
         on_ranks(wrong)
 

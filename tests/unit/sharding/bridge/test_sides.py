@@ -23,7 +23,7 @@ def test_a_rank_in_no_share_or_in_two_is_refused(ranks):
         Side(tuple(Share(one, tokens(0)) for one in ranks))
 
 
-def test_what_grids_deal():
+def test_tokens_that_grids_assign():
     grid = Grid.of(tp=2, cp=2, offset=4)
     replicas = sharded(grid, lambda dp, cp, tp: tokens(10 * cp + tp))
     assert held(replicas) == [((0, 1), [0]), ((2, 3), [10])]
@@ -40,7 +40,7 @@ def test_what_grids_deal():
     assert replicas.share_of[3] is replicas.shares[1]
 
 
-def test_ranks_declare_what_they_hold_some_nothing():
+def test_ranks_declare_their_tokens_possibly_none():
     def of_rank(mesh):
         rank = mesh["dp"].rank
         return held(declare(tokens(*range(rank // 2, 3)), mesh["dp"], replica_id=7 - rank // 2))
@@ -48,12 +48,12 @@ def test_ranks_declare_what_they_hold_some_nothing():
     assert simulate(of_rank, dp=8) == [[((0, 1), [0, 1, 2]), ((2, 3), [1, 2]), ((4, 5), [2]), ((6, 7), [])]] * 8
 
 
-def test_replicas_that_hold_different_tokens_are_refused():
+def test_replicas_with_different_tokens_are_refused():
     with pytest.raises(ShardingError, match=r"ranks 0 and 2 as replicas \(alike = 0\)\n  found: 1 and 1 rows"):
         simulate(lambda mesh: declare(tokens(mesh["dp"].rank // 2), mesh["dp"], replica_id=0), dp=4)
 
 
-def test_things_are_dealt_in_order_as_evenly_as_they_go():
+def test_samples_are_dealt_in_order_as_evenly_as_possible():
     assert blocks(7, 3) == [(0, 3), (3, 5), (5, 7)]
     assert blocks(1, 3) == [(0, 1), (1, 1), (1, 1)]
     assert stacked([2, 0, 3]) == [(0, 2), (2, 2), (2, 5)]

@@ -1,4 +1,4 @@
-"""Rows that travel, counted by hand for small grids, and the drawing."""
+"""Transferred rows, counted manually for small grids, and the drawing."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from tests.helpers.bridges import grid
 from workbench.errors import ShardingError
 from workbench.sharding.bridge.delivery import Delivery
-from workbench.sharding.bridge.pair import GridPair
+from workbench.sharding.bridge.grid import GridPair
 from workbench.sharding.bridge.traffic import Traffic
 
 FAN_IN, FAN_OUT = GridPair(grid((2, 1, 4)), grid((2, 2, 2))), GridPair(grid((4, 1, 2)), grid((1, 2, 4)))
@@ -15,10 +15,10 @@ FAN_IN, FAN_OUT = GridPair(grid((2, 1, 4)), grid((2, 2, 2))), GridPair(grid((4, 
 @pytest.mark.parametrize(
     ("pair", "how", "forward", "backward"),
     [
-        # one sample of 8 tokens a source rank; of 2 samples at the destination, each cp rank answers for 4 tokens
+        # one sample of 8 tokens a source rank; of 2 samples at the destination, each cp rank has gradients for 4 tokens
         (FAN_IN, Delivery(order="zigzag"), 8, 2 * 4),
         (FAN_IN, Delivery(), 8, 2 * 8),
-        # in a fan-out the source holds 2 samples, the destination 1: half of it over cp, then a whole one of a sibling
+        # in a fan-out the source has 2 samples, the destination 1: half of it over cp, then a whole one of a sibling
         (FAN_OUT, Delivery(order="zigzag"), 0, 4 + 8),
         (FAN_OUT, Delivery(), 0, 8 + 8),
     ],
@@ -50,7 +50,7 @@ def test_every_row_that_a_rank_lacks_comes_from_one_that_has_it():
     assert torch.equal(forward.between, forward.rows_RR - torch.diag(forward.rows_RR.diagonal()))
 
 
-def test_the_drawing_says_who_holds_what_and_who_sends():
+def test_the_drawing_shows_owners_and_senders():
     traffic = Traffic.of(GridPair(grid((1, 1, 2)), grid((1, 2, 1))), Delivery("sharded", "zigzag"), samples=[1, 0])
     assert traffic.drawing().splitlines() == [
         "rank  source           holds         destination      gets",
@@ -79,6 +79,6 @@ def test_long_shares_are_cut_short():
     assert "0, 1: 0, 1, 2, 3, 4, 5, 6, 7 ..." in shards.drawing()
 
 
-def test_what_cannot_be_connected_has_no_traffic():
+def test_an_invalid_pair_has_no_traffic():
     with pytest.raises(ShardingError, match="no order"):
         Traffic.of(FAN_IN, Delivery("sharded"))

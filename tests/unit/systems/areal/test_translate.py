@@ -37,8 +37,8 @@ def check(function, config, seeds=((1, 0.05), (2, 0.4), (3, 3.0))):
             if seed % 2
             else ("policy_loss_packed", packed(seed, spread=spread))
         )
-        found = replay("areal", kind, function, config, batch)
-        assert differing(found, oracle.policy_loss(function, config, batch)) == [], (kind, seed)
+        result = replay("areal", kind, function, config, batch)
+        assert differing(result, oracle.policy_loss(function, config, batch)) == [], (kind, seed)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -73,8 +73,8 @@ def test_advantages_of_tokens_are_averaged_for_a_ratio_of_sequences():
     batch["advantages"] = np.random.default_rng(4).standard_normal(batch["advantages"].shape)
     config = {**PLAIN, "level": "sequence"}
     for function in ("ppo_actor_loss_fn", "sapo_loss_fn"):
-        found = replay("areal", "policy_loss_packed", function, config, batch)
-        assert differing(found, oracle.policy_loss(function, config, batch)) == []
+        result = replay("areal", "policy_loss_packed", function, config, batch)
+        assert differing(result, oracle.policy_loss(function, config, batch)) == []
 
 
 @pytest.mark.parametrize("kind", ["mse", "huber"])
@@ -84,8 +84,8 @@ def test_critic(clip, kind):
     arrays = {name: 2 * rng.standard_normal((4, 6)) for name in ("values", "old_values", "returns")}
     arrays["mask"] = rectangle(5)["mask"]
     config = {"value_eps_clip": clip, "loss_fn_type": kind, "huber_delta": 0.7}
-    found = replay("areal", "value_loss", "ppo_critic_loss_fn", config, arrays)
-    assert differing(found, oracle.critic(config, arrays)) == []
+    result = replay("areal", "value_loss", "ppo_critic_loss_fn", config, arrays)
+    assert differing(result, oracle.critic(config, arrays)) == []
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -97,8 +97,8 @@ def test_normalization(dim, masked, unbiased):
     if masked:
         arrays["mask"] = (rng.random((4, 6)) < 0.7) | (np.arange(6) < 2) | (np.arange(4) < 2)[:, None]
     config = {"unbiased": unbiased, "eps": 1e-3, **({} if dim is None else {"dim": dim})}
-    found = replay("areal", "normalization", "masked_normalization", config, arrays)
-    assert differing(found, oracle.normalization(config, arrays)) == []
+    result = replay("areal", "normalization", "masked_normalization", config, arrays)
+    assert differing(result, oracle.normalization(config, arrays)) == []
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_rejection_there_and_back(rule, level):
     assert loss_spec("areal", settings_for("areal", spec)) == spec
 
 
-def test_what_areal_has_not():
+def test_unsupported_settings_are_refused():
     with pytest.raises(SpecError, match="surrogate 'vespo'"):
         settings_for("areal", LossSpec(name="vespo"))
     with pytest.raises(SpecError, match=r"kl\.coefficient"):

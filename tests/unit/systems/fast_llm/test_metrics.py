@@ -1,4 +1,4 @@
-"""Fast-LLM's names, by hand: sums of document means over the documents of the batch, empty ones too."""
+"""Fast-LLM's names, against manual values: sums of document means over the documents of the batch, empty ones too."""
 
 import math
 
@@ -8,8 +8,7 @@ import torch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
-from workbench.systems.alias import settings_of
-from workbench.systems.metrics import as_named_by
+from workbench.systems.metrics import as_named_by, settings_of
 
 MASK = torch.tensor([True, True, True, False, False])
 SLOTS = DocumentSlots(0, 4)
@@ -37,11 +36,11 @@ def named(documents=4, **settings):
 
 
 def test_means_of_documents_are_divided_by_all_documents_of_the_batch():
-    found = named()
-    assert found["new_logprobs"] == pytest.approx((-0.8 - 0.6) / 4)
-    assert (found["advantage"], found["entropy"]) == (0.25, 1.5)
-    assert (found["max_advantage"], found["min_advantage"], found["num_tokens"]) == (2, -1, 3)
-    assert found["clipped_ratio_fraction"] == pytest.approx((0.5 + 1) / 4)
+    metrics = named()
+    assert metrics["new_logprobs"] == pytest.approx((-0.8 - 0.6) / 4)
+    assert (metrics["advantage"], metrics["entropy"]) == (0.25, 1.5)
+    assert (metrics["max_advantage"], metrics["min_advantage"], metrics["num_tokens"]) == (2, -1, 3)
+    assert metrics["clipped_ratio_fraction"] == pytest.approx((0.5 + 1) / 4)
     assert named(1)["advantage"] == 1
 
 
@@ -50,9 +49,9 @@ def test_sums_of_ratios_are_of_tokens_or_of_documents_and_never_divided():
     assert named()["ratio_new_old_sum"] == pytest.approx(sum(ratios))
     assert "num_segments" not in named()
     whole = [math.exp(0.2), math.exp(0.4)]
-    found = named(name="gspo", surrogate={"clip_high": 0.3})
-    assert found["ratio_new_old_sum"] == pytest.approx(sum(whole))
-    assert found["ratio_new_old_squared_sum"] == pytest.approx(sum(r * r for r in whole))
-    assert found["ratio_new_old"] == pytest.approx(sum(whole) / 4)
-    assert found["kl_new_old"] == pytest.approx((whole[0] - 1 - 0.2 + whole[1] - 1 - 0.4) / 4)
-    assert (found["clipped_ratio_fraction"], found["num_segments"]) == (0.25, 2)
+    metrics = named(name="gspo", surrogate={"clip_high": 0.3})
+    assert metrics["ratio_new_old_sum"] == pytest.approx(sum(whole))
+    assert metrics["ratio_new_old_squared_sum"] == pytest.approx(sum(r * r for r in whole))
+    assert metrics["ratio_new_old"] == pytest.approx(sum(whole) / 4)
+    assert metrics["kl_new_old"] == pytest.approx((whole[0] - 1 - 0.2 + whole[1] - 1 - 0.4) / 4)
+    assert (metrics["clipped_ratio_fraction"], metrics["num_segments"]) == (0.25, 2)

@@ -51,18 +51,18 @@ def batch(seed, spread, *, square=False):
 )
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_policy_losses_are_what_fast_llm_computes(kind, square, change):
+def test_policy_losses_match_fast_llm(kind, square, change):
     config = {**PLAIN, **change, **({"num_segments": 5} if kind == "gspo" else {})}
     for seed, spread in ((1, 0.01), (2, 0.3), (3, 2.0)):
         arrays = batch(seed, spread, square=square)
         if seed == 2:
             arrays["grad_logits_in"] = np.random.default_rng(9).standard_normal(arrays["logits"].shape)
-        found = replay("fast_llm", "policy_loss_logits", FUNCTIONS[kind], config, arrays)
-        assert differing(found, oracle.policy_loss(kind, config, arrays)) == [], seed
+        result = replay("fast_llm", "policy_loss_logits", FUNCTIONS[kind], config, arrays)
+        assert differing(result, oracle.policy_loss(kind, config, arrays)) == [], seed
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_what_logits_are_where_nothing_trains_does_not_matter(kind):
+def test_logits_of_untrained_tokens_do_not_matter(kind):
     arrays = batch(6, 0.3)
     expected = oracle.policy_loss(kind, PLAIN, arrays)
     for garbage in (np.nan, np.inf, -np.inf):
@@ -74,8 +74,8 @@ def test_advantages_of_tokens_are_averaged_by_gspo():
     arrays = batch(4, 0.3)
     arrays["advantages"] = np.random.default_rng(4).standard_normal(arrays["advantages"].shape)
     for kind, function in FUNCTIONS.items():
-        found = replay("fast_llm", "policy_loss_logits", function, PLAIN, arrays)
-        assert differing(found, oracle.policy_loss(kind, PLAIN, arrays)) == [], kind
+        result = replay("fast_llm", "policy_loss_logits", function, PLAIN, arrays)
+        assert differing(result, oracle.policy_loss(kind, PLAIN, arrays)) == [], kind
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_divergences(form, kind, change):
     arrays = {"logits": logits, "target": {"labels": labels, "logits": teacher, "probabilities": probabilities}[form]}
     for masked in (False,) if form == "labels" else (False, True):
         given = arrays | ({"mask": rng.random((2, 4)) < 0.6} if masked else {})
-        found = replay("fast_llm", "cross_entropy_family", "torch_entropy_loss_forward_backward", config, given)
-        assert differing(found, oracle.entropy_loss(config, given)) == [], masked
+        result = replay("fast_llm", "cross_entropy_family", "torch_entropy_loss_forward_backward", config, given)
+        assert differing(result, oracle.entropy_loss(config, given)) == [], masked
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -142,7 +142,7 @@ def test_there_and_back(settings):
     assert loss_spec("fast_llm", settings_for("fast_llm", spec)) == spec
 
 
-def test_what_fast_llm_has_not():
+def test_unsupported_settings_are_refused():
     with pytest.raises(SpecError, match="its policy losses are grpo and gspo"):
         settings_for("fast_llm", LossSpec(name="cispo"))
     with pytest.raises(SpecError, match=r"entropy_coefficient = 0\.1"):
@@ -151,5 +151,5 @@ def test_what_fast_llm_has_not():
         loss_spec("fast_llm", {"epsilon_lo": 0.1})
 
 
-def test_counts_are_said_to_be_given():
+def test_counts_are_reported_as_given():
     assert "divisor" in translation("fast_llm", {}).given

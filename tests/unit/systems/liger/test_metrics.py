@@ -1,4 +1,4 @@
-"""Both of Liger's names, by hand."""
+"""Both of Liger's names, against manual values."""
 
 import math
 
@@ -7,8 +7,8 @@ import pytest
 from tests.unit.systems.trl.test_metrics import ROWS
 from tests.unit.systems.trl.test_metrics import named as named_by
 from workbench.specs.losses import LossSpec
-from workbench.systems.alias import PeerSettings
 from workbench.systems.liger import metrics as liger
+from workbench.systems.metrics import PeerSettings
 
 
 def named(spec, **more):
@@ -19,8 +19,8 @@ def named(spec, **more):
 def test_the_clip_looks_at_the_sign_and_before_delta():
     clip = {"clip_low": 0.2, "clip_high": 0.2}
     for delta in (None, 1.3, 1.1):
-        found = named(LossSpec(surrogate=clip | {"delta": delta}))
-        assert found["clip_fraction"] == pytest.approx(3 / 6)
+        metrics = named(LossSpec(surrogate=clip | {"delta": delta}))
+        assert metrics["clip_fraction"] == pytest.approx(3 / 6)
     against = [([0.5], [-1.0]), ([-0.6], [1.0])]
     assert named(LossSpec(surrogate=clip), rows=against)["clip_fraction"] == 0.0
 
@@ -33,8 +33,8 @@ def test_a_clip_of_rows_weighs_by_their_tokens():
 
 def test_a_clip_of_tokens_looks_at_each_tokens_own_ratio():
     """Of one document the ratios cancel: its own ratio is 1, and one of its two tokens is beyond the bound."""
-    found = named(LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2}), rows=[([0.5, -0.5], [1.0, 1.0])])
-    assert found["clip_fraction"] == pytest.approx(1 / 2)
+    metrics = named(LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2}), rows=[([0.5, -0.5], [1.0, 1.0])])
+    assert metrics["clip_fraction"] == pytest.approx(1 / 2)
 
 
 @pytest.mark.parametrize("of_documents", [False, True])

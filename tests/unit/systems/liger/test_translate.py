@@ -125,11 +125,11 @@ def test_every_option_of_the_loss_on_policies(kind, level, seed):
         options = options_of(kind, level, variant)
         arrays = batch(seed + number, options)
         expected = oracle.policy_loss(options, arrays)
-        found = replay("liger", "fused_linear_policy_loss", "", said(options), arrays)
+        result = replay("liger", "fused_linear_policy_loss", "", said(options), arrays)
         for name in set(expected) - {"metrics"}:
-            assert_close(found[name], expected[name], f"{variant}: {name}")
+            assert_close(result[name], expected[name], f"{variant}: {name}")
         for name, value in expected["metrics"].items():
-            assert_close(found["metrics"][name], value, f"{variant}: {name}")
+            assert_close(result["metrics"][name], value, f"{variant}: {name}")
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -155,19 +155,21 @@ def test_every_loss_on_pairs(kind):
         if changed.get("bias"):
             arrays["bias"] = normal(7)
         asked = {name: value for name, value in options.items() if name not in ("bias", "head")}
-        found = replay("liger", "fused_linear_dpo", "", asked, arrays)
+        result = replay("liger", "fused_linear_dpo", "", asked, arrays)
         for name, value in oracle.dpo(options, arrays).items():
-            assert_close(found[name], value, f"{changed}: {name}")
+            assert_close(result[name], value, f"{changed}: {name}")
 
 
 def test_luspo_does_not_read_padding():
     options = options_of("luspo", "token", "kl")
     arrays = batch(0, options)
     moved = {**arrays, "old_logprobs": torch.where(arrays["mask"] == 0, 3.0, arrays["old_logprobs"])}
-    expected, found = (replay("liger", "fused_linear_policy_loss", "", said(options), each) for each in (arrays, moved))
+    expected, result = (
+        replay("liger", "fused_linear_policy_loss", "", said(options), each) for each in (arrays, moved)
+    )
     assert not torch.equal(arrays["old_logprobs"], moved["old_logprobs"])
     for name in ("loss", "grad_hidden", "grad_weight"):
-        assert torch.equal(found[name], expected[name])
+        assert torch.equal(result[name], expected[name])
     assert any("padding leaks" in note for note in translation("liger", {"loss_type": "luspo"}).notes)
 
 
@@ -177,8 +179,8 @@ def test_luspo_does_not_read_padding():
 def test_defaults_are_those_of_the_kernel():
     spec = loss_spec("liger", {})
     assert (spec.denominator, spec.kl.coefficient, spec.kl.importance) == ("token", 0.04, "none")
-    assert (spec.surrogate.clip_low, spec.surrogate.clip_high, spec.scaling.counts) == (0.2, 0.2, "micro_batch")
-    assert loss_spec("liger", {"num_items_in_batch": 100}).scaling.counts == "step"
+    assert (spec.surrogate.clip_low, spec.surrogate.clip_high, spec.compat.scaling.counts) == (0.2, 0.2, "micro_batch")
+    assert loss_spec("liger", {"num_items_in_batch": 100}).compat.scaling.counts == "step"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,7 +199,7 @@ def test_the_way_back_leads_to_the_same_loss(kind):
         ({"correction": {"kind": "tis"}}, "a correction that it makes itself"),
     ],
 )
-def test_what_liger_does_not_have_is_said(spec, words):
+def test_unsupported_settings_are_refused(spec, words):
     with pytest.raises(SpecError, match=words):
         settings_for("liger", LossSpec(**spec))
 
@@ -225,5 +227,5 @@ def test_options_that_cannot_be_translated_are_refused(options, words):
         ({"loss_type": "dapo"}, "the tokens of this call are counted"),
     ],
 )
-def test_what_is_silent_is_noted(options, note):
+def test_implicit_behaviour_is_noted(options, note):
     assert any(note in each for each in translation("liger", options).notes)

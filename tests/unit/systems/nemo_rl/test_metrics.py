@@ -1,14 +1,14 @@
-"""NeMo-RL's names where they are not those of a clipped ratio of tokens, and what it reports of its other losses."""
+"""NeMo-RL's names where they are not those of a clipped ratio of tokens, and metrics of its other losses."""
 
 import math
 
 import pytest
 import torch
 
-from workbench.losses.build import make_loss, prepare_inputs
+from workbench.losses.auxiliary import value_loss
+from workbench.losses.build import build_loss, prepare_inputs
 from workbench.losses.preference import pair_losses
 from workbench.losses.terms import LossInputs, Term
-from workbench.losses.value import value_loss
 from workbench.metrics.quantities import DocumentSlots
 from workbench.reduction.denominators import GivenCounts
 from workbench.reduction.partial import Scalar
@@ -37,28 +37,28 @@ def numbers(spec, given=None, mismatch=0.1):
     slots = DocumentSlots(0, len(ROWS))
     settings = settings_of(spec, slots)._replace(given=given or GivenCounts())
     inputs = prepare_inputs(inputs, spec)
-    found = as_named_by(
+    metrics = as_named_by(
         "nemo_rl",
         inputs,
         inputs.counts_T,
-        terms=make_loss(spec)(inputs),
+        terms=build_loss(spec)(inputs),
         loss_spec=spec,
         slots=slots,
         settings=settings,
     )
-    return {name: value.finish() for name, value in found.items()}
+    return {name: value.finish() for name, value in metrics.items()}
 
 
 def test_without_a_ratio_its_name_stands_for_the_log_probability():
-    found = numbers(LossSpec(name="reinforce"))
+    metrics = numbers(LossSpec(name="reinforce"))
     for name in ("probs_ratio", "probs_ratio_clamped"):
-        assert [found[name], found[f"{name}_min"], found[f"{name}_max"]] == pytest.approx([-1.5] * 3)
+        assert [metrics[name], metrics[f"{name}_min"], metrics[f"{name}_max"]] == pytest.approx([-1.5] * 3)
 
 
 def test_a_ratio_by_decree_is_1():
-    found = numbers(LossSpec(name="on_policy", old_policy="current"))
-    assert {found[name] for name in ("probs_ratio_min", "probs_ratio_clamped_max")} == {1.0}
-    assert found["token_mult_prob_error"] == pytest.approx(
+    metrics = numbers(LossSpec(name="on_policy", old_policy="current"))
+    assert {metrics[name] for name in ("probs_ratio_min", "probs_ratio_clamped_max")} == {1.0}
+    assert metrics["token_mult_prob_error"] == pytest.approx(
         sum(math.exp(abs(d + 0.1 * (1 + n))) for n, row in enumerate(ROWS) for d in row) / (6 + 1e-8)
     )
 
@@ -70,13 +70,13 @@ def test_counts_of_the_step_divide_where_they_are_given():
 
 
 def test_an_epsilon_of_lengths_is_under_the_ratio_of_a_document():
-    found = numbers(LossSpec(name="gspo", scaling={"mean_epsilon": 1.0}), GivenCounts(tokens=12.0))
+    metrics = numbers(LossSpec(name="gspo", compat={"scaling": {"mean_epsilon": 1.0}}), GivenCounts(tokens=12.0))
     ratios = [math.exp(sum(row) / (len(row) + 1)) for row in ROWS]
-    assert found["probs_ratio"] == pytest.approx(sum(r * len(row) for r, row in zip(ratios, ROWS, strict=True)) / 12)
-    assert found["probs_ratio_min"] == pytest.approx(min(ratios))
+    assert metrics["probs_ratio"] == pytest.approx(sum(r * len(row) for r, row in zip(ratios, ROWS, strict=True)) / 12)
+    assert metrics["probs_ratio_min"] == pytest.approx(min(ratios))
 
 
-def test_what_lies_out_of_bounds_is_a_share_of_tokens_and_for_a_gate_of_documents():
+def test_out_of_bounds_is_a_share_of_tokens_or_of_gated_documents():
     tis = LossSpec(correction={"kind": "tis", "ratio_high": 1.15})
     assert numbers(tis)["is_oob_ratio"] == pytest.approx(3 / 6)
     gate = LossSpec(correction={"kind": "geometric_gate", "gate_low": 0.9, "gate_high": 1.15})
@@ -116,9 +116,9 @@ def test_pairs_are_weighed_by_their_chosen_and_rejected_rows(weight):
         "preference": Term(pair_losses(rewards_N[::2], rewards_N[1::2])),
         "sft": Term(torch.tensor([-3.0, -4.0], dtype=torch.float64), -weight),
     }
-    found = of_pairs(terms, {"total": scalar(7.0)}, rewards_N, chosen_P, rejected_P)
+    result = of_pairs(terms, {"total": scalar(7.0)}, rewards_N, chosen_P, rejected_P)
     likelihoods = 0.5 * math.log1p(math.exp(-1)) + 0.25 * math.log1p(math.exp(2))
-    assert found == pytest.approx(
+    assert result == pytest.approx(
         {
             "loss": 7.0,
             "accuracy": 0.5,

@@ -159,7 +159,7 @@ GRID = [
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_the_clipped_loss_is_its_formula(ratio):
-    """Every ratio with every correction; every KL penalty beside one of them in turn."""
+    """Every ratio with every correction; every KL penalty with one of them in turn."""
     rng = random.Random(ratio)
     chosen = {(c, rng.choice(list(KLS))) for c in CORRECTIONS} | {(rng.choice(list(CORRECTIONS)), k) for k in KLS}
     seeds = itertools.cycle(range(6))
@@ -194,7 +194,7 @@ def test_every_crossing_of_options_is_its_formula(ratio, kl, correction):
         )
 
 
-def test_what_stands_under_the_mask_does_not_matter():
+def test_masked_values_do_not_matter():
     arrays = batch(4)
     config = PLAIN | KLS["default"] | CORRECTIONS["tis"] | counted(arrays, 1)
     clean = replay("nemo_rl", "policy_loss", "", config, arrays)
@@ -258,14 +258,14 @@ def test_kl_estimates_are_their_formulas(kind):
         x = arrays["logprobs"].clone().requires_grad_()
         estimate = oracle.kl(kind, x, arrays["ref_logprobs"], into, out)
         (estimate * cotangent).sum().backward()
-        found = replay(
+        result = replay(
             "nemo_rl",
             "kl_estimator",
             "calculate_kl",
             config,
             {"logprobs": arrays["logprobs"], "ref_logprobs": arrays["ref_logprobs"], "cotangent": cotangent},
         )
-        close(found, {"kl": estimate.detach(), "grad_logprobs": x.grad}, f"{config}")
+        close(result, {"kl": estimate.detach(), "grad_logprobs": x.grad}, f"{config}")
 
 
 @pytest.mark.parametrize("sizes", [(4, 3, 2, 1), (8, 1), (2, 2, 2), (7,)], ids=str)
@@ -283,7 +283,7 @@ def test_group_advantages_are_their_formulas(sizes):
         (True, False),
     ):
         config = {"use_leave_one_out_baseline": one_out, "normalize_rewards": scaled}
-        found = replay(
+        result = replay(
             "nemo_rl",
             "advantage",
             "GRPOAdvantageEstimator.compute_advantage",
@@ -291,7 +291,7 @@ def test_group_advantages_are_their_formulas(sizes):
             {"rewards": rewards, "group_ids": groups, "mask": torch.ones(len(groups), 2)},
         )
         expected = oracle.group_advantages(config, rewards.tolist(), groups.tolist())
-        close(found, dict(zip(("advantages", "baseline", "std"), expected, strict=True)), f"{config}")
+        close(result, dict(zip(("advantages", "baseline", "std"), expected, strict=True)), f"{config}")
 
 
 @pytest.mark.parametrize("kind", [None, "k1", "k2", "k3"])
@@ -377,7 +377,7 @@ def test_shaped_rewards_are_their_formulas():
 
 
 @pytest.mark.parametrize(("ratio", "kl", "correction"), [key for number, key in enumerate(GRID) if number % 9 == 0])
-def test_settings_go_there_and_back(ratio, kl, correction):
+def test_settings_round_trip(ratio, kl, correction):
     spec = loss_spec("nemo_rl", PLAIN | RATIOS[ratio] | KLS[kl] | CORRECTIONS[correction])
     assert loss_spec("nemo_rl", settings_for("nemo_rl", spec)).model_dump(exclude={"kl"}) == spec.model_dump(
         exclude={"kl"}
@@ -395,9 +395,9 @@ def test_settings_go_there_and_back(ratio, kl, correction):
         ("on_policy", {"force_on_policy_ratio": True}),
     ],
 )
-def test_losses_of_the_house_have_options_there(name, said):
-    found = settings_for("nemo_rl", LossSpec(name=name))
-    assert {option: found[option] for option in said} == said
+def test_our_losses_have_options_there(name, said):
+    settings = settings_for("nemo_rl", LossSpec(name=name))
+    assert {option: settings[option] for option in said} == said
 
 
 @pytest.mark.parametrize(
@@ -449,8 +449,8 @@ def test_options_that_it_refuses_are_refused_here(settings, words):
         ({"positive_example_nll_weight": 0.1}, "no effect on a batch without rewards"),
     ],
 )
-def test_what_it_does_silently_is_said(settings, note):
-    assert any(note in said for said in translation("nemo_rl", settings).notes)
+def test_implicit_behaviour_is_noted(settings, note):
+    assert any(note in text for text in translation("nemo_rl", settings).notes)
 
 
 def test_an_estimator_that_there_is_not_is_refused():
@@ -467,7 +467,7 @@ def test_the_penalty_is_of_the_unfiltered_policy_where_that_is_given(ratio, kl):
         arrays["logprobs"].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
     )
     config = {**PLAIN, "global_valid_toks": 31.0, "global_valid_seqs": 7.0, **RATIOS[ratio], **KLS[kl]}
-    found = replay(
+    result = replay(
         "nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config, arrays | {"logprobs_unfiltered": whole}
     )
     policy = oracle.policy_loss({**config, "reference_policy_kl_penalty": 0.0}, arrays)
@@ -475,7 +475,7 @@ def test_the_penalty_is_of_the_unfiltered_policy_where_that_is_given(ratio, kl):
         config, arrays | {"logprobs": whole, "advantages": torch.zeros_like(arrays["advantages"])}
     )
     close(
-        found,
+        result,
         {
             "loss": policy["loss"] + penalty["loss"],
             "grad_logprobs": policy["grad_logprobs"],
@@ -483,13 +483,13 @@ def test_the_penalty_is_of_the_unfiltered_policy_where_that_is_given(ratio, kl):
         },
         f"{ratio} {kl}",
     )
-    close(found["metrics"]["kl_penalty"], penalty["metrics"]["kl_penalty"], f"{ratio} {kl}")
-    close(found["metrics"]["probs_ratio"], policy["metrics"]["probs_ratio"], f"{ratio} {kl}")
+    close(result["metrics"]["kl_penalty"], penalty["metrics"]["kl_penalty"], f"{ratio} {kl}")
+    close(result["metrics"]["probs_ratio"], policy["metrics"]["probs_ratio"], f"{ratio} {kl}")
 
 
 @pytest.mark.parametrize("kl", ["none", "in_reward"])
 def test_without_a_penalty_in_the_loss_the_unfiltered_policy_is_not_looked_at(kl):
     arrays, config = batch(4), {**PLAIN, "global_valid_toks": 31.0, "global_valid_seqs": 7.0, **KLS[kl]}
     plain = replay("nemo_rl", "policy_loss", "f", config, arrays)
-    found = replay("nemo_rl", "policy_loss", "f", config, arrays | {"logprobs_unfiltered": arrays["logprobs"] - 1})
-    close(found, {"loss": plain["loss"], "grad_logprobs": plain["grad_logprobs"]})
+    result = replay("nemo_rl", "policy_loss", "f", config, arrays | {"logprobs_unfiltered": arrays["logprobs"] - 1})
+    close(result, {"loss": plain["loss"], "grad_logprobs": plain["grad_logprobs"]})

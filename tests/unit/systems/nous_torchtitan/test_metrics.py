@@ -1,4 +1,4 @@
-"""The fork's numbers of a step, by hand: means over rows and over tokens, and positions that do not train."""
+"""The fork's numbers of a step, against manual values: means over rows and over tokens, and untrained positions."""
 
 import math
 from dataclasses import replace
@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from workbench.losses.build import make_loss, surrogate_ratio
-from workbench.losses.document_sums import LocalSums
+from workbench.losses.build import build_loss, surrogate_ratio
+from workbench.losses.document_sums import DocumentSums
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
@@ -33,13 +33,13 @@ def numbers(spec=None, mask=MASK, sampler=None, advantages=(1, 1, -1, -1), **mor
         reals(-1, -2.5, -3, -9),
         loss_mask_T=torch.ones(4, dtype=torch.bool),
         document_ids_T=ROWS,
-        sums=LocalSums(ROWS, mask),
+        sums=DocumentSums(ROWS, mask),
     )
     return step_metrics(
         Step(
             spec,
             inputs,
-            make_loss(spec)(inputs),
+            build_loss(spec)(inputs),
             surrogate_ratio(inputs, spec),
             mask,
             ROWS,
@@ -51,21 +51,21 @@ def numbers(spec=None, mask=MASK, sampler=None, advantages=(1, 1, -1, -1), **mor
 
 
 def test_means_over_rows_and_over_tokens():
-    found = numbers()
-    assert found["loss_metrics/global_logp"] == (-1.5 - 3) / 2
-    assert found["loss_metrics/global_logits_mean"] == 2
-    assert found["loss_metrics/global_ratio"] == pytest.approx(((math.exp(0.5) + 1) / 2 + math.exp(-0.5)) / 2)
-    assert (found["logp_dist/min"], found["logp_dist/max"]) == (-3, -1)
-    assert found["loss_metrics/margin"] == pytest.approx((0 + 0.5 + 0) / 3)
-    assert found["loss_metrics/pos_ref_logp"] == -1.75
-    assert found["loss_metrics/neg_ref_logp"] == 0.0  # one token is too few
-    assert found["loss_metrics/kl_div_est"] == pytest.approx((math.exp(-0.5) - 0.5) / 3)
+    metrics = numbers()
+    assert metrics["loss_metrics/global_logp"] == (-1.5 - 3) / 2
+    assert metrics["loss_metrics/global_logits_mean"] == 2
+    assert metrics["loss_metrics/global_ratio"] == pytest.approx(((math.exp(0.5) + 1) / 2 + math.exp(-0.5)) / 2)
+    assert (metrics["logp_dist/min"], metrics["logp_dist/max"]) == (-3, -1)
+    assert metrics["loss_metrics/margin"] == pytest.approx((0 + 0.5 + 0) / 3)
+    assert metrics["loss_metrics/pos_ref_logp"] == -1.75
+    assert metrics["loss_metrics/neg_ref_logp"] == 0.0  # one token is too few
+    assert metrics["loss_metrics/kl_div_est"] == pytest.approx((math.exp(-0.5) - 0.5) / 3)
 
 
 def test_positions_that_do_not_train_count_where_the_fork_counts_them():
-    found = numbers()
-    assert found["loss_metrics/global_advantages"] == 0
-    assert (found["loss_metrics/global_pos_reward"], found["loss_metrics/global_total_neg"]) == (0.5, 1.0)
+    metrics = numbers()
+    assert metrics["loss_metrics/global_advantages"] == 0
+    assert (metrics["loss_metrics/global_pos_reward"], metrics["loss_metrics/global_total_neg"]) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -78,34 +78,34 @@ def test_positions_that_do_not_train_count_where_the_fork_counts_them():
         ((0, 0, 0, 0), 0.0, 1.0),
     ],
 )
-def test_a_total_says_whether_more_than_one_token_has_the_sign(advantages, many_good, many_bad):
-    found = numbers(advantages=advantages)
-    assert (found["loss_metrics/global_total_pos"], found["loss_metrics/global_total_neg"]) == (many_good, many_bad)
+def test_a_total_reports_if_several_tokens_have_the_sign(advantages, many_good, many_bad):
+    metrics = numbers(advantages=advantages)
+    assert (metrics["loss_metrics/global_total_pos"], metrics["loss_metrics/global_total_neg"]) == (many_good, many_bad)
 
 
 def test_the_clip_looks_at_the_sign_and_an_advantage_of_0_is_negative():
-    found = numbers(LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2}))
-    assert found["loss_metrics/global_clip_ratio"] == pytest.approx(2 / 3)
-    assert found["loss_metrics/global_clip_ratio_pos"] == pytest.approx(1 / 3)
+    metrics = numbers(LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2}))
+    assert metrics["loss_metrics/global_clip_ratio"] == pytest.approx(2 / 3)
+    assert metrics["loss_metrics/global_clip_ratio_pos"] == pytest.approx(1 / 3)
     on_policy = numbers(on_policy=True)
     assert "loss_metrics/global_clip_ratio" not in on_policy
     assert on_policy["raw_ratio"] == pytest.approx((math.exp(0.5) + 1 + math.exp(-0.5)) / 3)
 
 
-def test_unlikely_tokens_leave_what_looks_at_the_threshold():
-    found = numbers(logprob_floor=-1.5)
-    assert found["logp_dist/threshold_filter_ratio"] == pytest.approx(2 / 3)
-    assert found["loss_metrics/global_logits_mean"] == 1
-    assert math.isnan(found["loss_metrics/global_ratio"])  # the second row has none left
-    assert found["loss_metrics/global_logp"] == -2.25
+def test_unlikely_tokens_are_excluded_from_threshold_metrics():
+    metrics = numbers(logprob_floor=-1.5)
+    assert metrics["logp_dist/threshold_filter_ratio"] == pytest.approx(2 / 3)
+    assert metrics["loss_metrics/global_logits_mean"] == 1
+    assert math.isnan(metrics["loss_metrics/global_ratio"])  # the second row has none left
+    assert metrics["loss_metrics/global_logp"] == -2.25
     assert numbers(logprob_floor=0.0)["logp_dist/mean"] == 0.0
 
 
-def test_a_row_that_does_not_train_makes_means_over_rows_undefined():
-    found = numbers(mask=torch.tensor([True, True, False, False]))
-    assert math.isnan(found["loss_metrics/global_logp"])
-    assert math.isnan(found["loss_metrics/global_pos_logp"])
-    assert found["loss_metrics/global_offp_logp"] == -1.5
+def test_a_row_without_trained_tokens_makes_row_means_undefined():
+    metrics = numbers(mask=torch.tensor([True, True, False, False]))
+    assert math.isnan(metrics["loss_metrics/global_logp"])
+    assert math.isnan(metrics["loss_metrics/global_pos_logp"])
+    assert metrics["loss_metrics/global_offp_logp"] == -1.5
 
 
 def test_weights_of_the_sampler():
@@ -113,11 +113,11 @@ def test_weights_of_the_sampler():
     token = LossSpec(
         correction={"ratio": "token", "ratio_low": 0.8, "ratio_high": 1.2, "outside": "zero", "unsampled": "drop"}
     )
-    found = numbers(token, sampler=sampler)
-    assert found["mismatch/inf_logratio"] == pytest.approx((0.5 + 0 - 0.1 - 5) / 4)
-    assert found["inflogp_dist/importance_ratio"] == pytest.approx((0 + 1 + math.exp(-0.1)) / 3)
-    assert found["mismatch/rollout_is_masked_fraction"] == pytest.approx(1 / 3)
-    assert found["mismatch/rollout_is_seq_masked_fraction"] == 0.5
+    metrics = numbers(token, sampler=sampler)
+    assert metrics["mismatch/inf_logratio"] == pytest.approx((0.5 + 0 - 0.1 - 5) / 4)
+    assert metrics["inflogp_dist/importance_ratio"] == pytest.approx((0 + 1 + math.exp(-0.1)) / 3)
+    assert metrics["mismatch/rollout_is_masked_fraction"] == pytest.approx(1 / 3)
+    assert metrics["mismatch/rollout_is_seq_masked_fraction"] == 0.5
     for ratio, expected in (("document_sum", (0.5 - 0.1) / 2), ("document_mean", (0.25 - 0.1) / 2)):
         spec = LossSpec(correction={"ratio": ratio, "ratio_high": 1.2, "unsampled": "drop"})
         assert numbers(spec, sampler=sampler)["mismatch/inf_logratio"] == pytest.approx(expected)
@@ -130,8 +130,8 @@ def test_the_mean_logit_is_over_the_vocabulary():
     assert mean_logit(reals(1, 3).reshape(1, 2)).tolist() == [2.0]
 
 
-def test_what_a_step_of_any_layout_reports_is_what_the_step_reports():
-    """Where every row trains and no position is left out by its probability, both are the same numbers."""
+def test_a_step_in_any_layout_reports_the_same():
+    """If every row trains and no position is excluded by its probability, both are the same numbers."""
     spec = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2})
     inputs = LossInputs(
         reals(-1, -2, -3, -4),
@@ -142,18 +142,18 @@ def test_what_a_step_of_any_layout_reports_is_what_the_step_reports():
         loss_mask_T=MASK,
         document_ids_T=ROWS,
     )
-    found = {
+    results = {
         name: value.finish()
         for name, value in as_named_by(
             "nous_torchtitan", inputs, MASK, loss_spec=spec, slots=DocumentSlots(0, 2)
         ).items()
     }
-    everywhere = replace(inputs, loss_mask_T=torch.ones(4, dtype=torch.bool), sums=LocalSums(ROWS, MASK))
+    everywhere = replace(inputs, loss_mask_T=torch.ones(4, dtype=torch.bool), sums=DocumentSums(ROWS, MASK))
     expected = step_metrics(
         Step(
             spec,
             everywhere,
-            make_loss(spec)(everywhere),
+            build_loss(spec)(everywhere),
             surrogate_ratio(everywhere, spec),
             MASK,
             ROWS,
@@ -161,19 +161,19 @@ def test_what_a_step_of_any_layout_reports_is_what_the_step_reports():
             reals(1, 2, 3, 4),
         )
     )
-    assert found.keys() <= expected.keys()
-    assert len(found) == 14
-    for name, value in found.items():
+    assert results.keys() <= expected.keys()
+    assert len(results) == 14
+    for name, value in results.items():
         assert value == pytest.approx(expected[name], rel=1e-12), name
     of_a_correction = {"inflogp_dist/importance_ratio"}
-    assert expected.keys() <= found.keys() | LEFT_OUT.keys() | of_a_correction
+    assert expected.keys() <= results.keys() | LEFT_OUT.keys() | of_a_correction
 
 
-def test_a_row_without_tokens_is_left_out_where_the_fork_says_nan():
+def test_a_row_without_tokens_is_omitted_where_the_fork_reports_nan():
     mask = torch.tensor([True, True, False, False])
     zeros = reals(0, 0, 0, 0)
     inputs = LossInputs(reals(-1, -2, -3, -4), zeros, zeros, loss_mask_T=mask, document_ids_T=ROWS)
-    found = as_named_by("nous_torchtitan", inputs, mask, slots=DocumentSlots(0, 2))
-    assert found["loss_metrics/global_logp"].finish() == -1.5
+    metrics = as_named_by("nous_torchtitan", inputs, mask, slots=DocumentSlots(0, 2))
+    assert metrics["loss_metrics/global_logp"].finish() == -1.5
     assert math.isnan(numbers(mask=mask)["loss_metrics/global_logp"])
     assert "NaN" in LEFT_OUT["loss_metrics/global_logp"]

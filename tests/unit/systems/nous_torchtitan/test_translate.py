@@ -71,13 +71,13 @@ def batch(seed, spread, *, sampler=False, past=True):
 def check(config, **how):
     for seed, spread in ((1, 0.05), (2, 0.4), (3, 2.0)):
         arrays = batch(seed, spread, **how)
-        found = replay("nous_torchtitan", "policy_loss_logits", STEP, config, arrays)
-        assert differing(found, oracle.step(config, arrays)) == [], seed
+        result = replay("nous_torchtitan", "policy_loss_logits", STEP, config, arrays)
+        assert differing(result, oracle.step(config, arrays)) == [], seed
 
 
 @pytest.mark.parametrize("past", [True, False], ids=["off policy", "on policy"])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_a_step_is_what_the_fork_computes(change, past):
+def test_a_step_matches_the_fork(change, past):
     check({**PLAIN, **change}, past=past)
 
 
@@ -118,8 +118,8 @@ def test_a_position_that_was_not_sampled_weighs_nothing():
         config = {**PLAIN, "rollout_is": weights}
         expected = oracle.step(config, arrays)
         assert expected["per_token_loss"][row, position] == 0
-        found = replay("nous_torchtitan", "policy_loss_logits", STEP, config, arrays)
-        assert differing(found, expected) == []
+        result = replay("nous_torchtitan", "policy_loss_logits", STEP, config, arrays)
+        assert differing(result, expected) == []
 
 
 @pytest.mark.parametrize(("function", "per_seq"), list(itertools.product(("masked_mean", "masked_sum"), (False, True))))
@@ -130,16 +130,16 @@ def test_aggregation(function, per_seq):
         given = {"values": rng.standard_normal((4, 6)), "mask": rectangle(7, empty=empty)["mask"]}
         if per_seq and "sum" in function:
             given["cotangent"] = rng.standard_normal(4)
-        found = replay("nous_torchtitan", "aggregation", function, config, given)
-        assert differing(found, oracle.masked(function, config, given)) == []
+        result = replay("nous_torchtitan", "aggregation", function, config, given)
+        assert differing(result, oracle.masked(function, config, given)) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reward_normalisation(seed):
     arrays = {"rewards": np.random.default_rng(seed).standard_normal(9), "group_ids": np.arange(9) % 3}
     config = {"ranks": 1, "eps": 1e-8}
-    found = replay("nous_torchtitan", "advantage", "distributed_reward_norm", config, arrays)
-    assert differing(found, oracle.reward_norm(config, arrays)) == []
+    result = replay("nous_torchtitan", "advantage", "distributed_reward_norm", config, arrays)
+    assert differing(result, oracle.reward_norm(config, arrays)) == []
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_reward_normalisation(seed):
 
 def test_defaults():
     spec = loss_spec("nous_torchtitan", {})
-    assert (spec.surrogate.kind, spec.denominator, spec.documents_counted) == ("ppo", "document", "all")
+    assert (spec.surrogate.kind, spec.denominator, spec.compat.documents_counted) == ("ppo", "document", "all")
     assert not spec.correction.acts
 
 
@@ -165,13 +165,15 @@ def test_there_and_back(settings):
     assert loss_spec("nous_torchtitan", settings_for("nous_torchtitan", spec)) == spec
 
 
-def test_what_the_fork_has_not():
+def test_unsupported_settings_are_refused():
     with pytest.raises(SpecError, match="clips ratios of tokens or of rows"):
         settings_for("nous_torchtitan", LossSpec(name="cispo"))
     with pytest.raises(SpecError, match=r"correction\.unsampled"):
         settings_for(
             "nous_torchtitan",
-            LossSpec(name="grpo", denominator="document", documents_counted="all", correction={"kind": "tis"}),
+            LossSpec(
+                name="grpo", denominator="document", compat={"documents_counted": "all"}, correction={"kind": "tis"}
+            ),
         )
     with pytest.raises(SpecError, match="by the log-probability of the live policy"):
         loss_spec("nous_torchtitan", {"onpolicy_logp_threshold": 0.1, "policy_ratio_type": "sequence"})
@@ -181,6 +183,6 @@ def test_what_the_fork_has_not():
         loss_spec("nous_torchtitan", {"kl_bata": 0.1})
 
 
-def test_its_mistakes_are_said():
+def test_its_bugs_are_noted():
     assert any("twice" in note for note in translation("nous_torchtitan", {"policy_ratio_type": "sequence"}).notes)
     assert any("every row" in note for note in translation("nous_torchtitan", {"rollout_is": WEIGHTS[-1]}).notes)

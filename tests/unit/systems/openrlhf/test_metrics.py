@@ -1,11 +1,11 @@
-"""OpenRLHF's names, by hand."""
+"""OpenRLHF's names, against manual values."""
 
 import math
 
 import pytest
 import torch
 
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
@@ -26,16 +26,16 @@ def numbers(spec):
         old_T + 0.2,
         document_ids_T=torch.tensor([0, 0, 0, 1, 1, 1]),
     )
-    found = as_named_by(
-        "openrlhf", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=DocumentSlots(0, 2)
+    metrics = as_named_by(
+        "openrlhf", inputs, inputs.counts_T, terms=build_loss(spec)(inputs), loss_spec=spec, slots=DocumentSlots(0, 2)
     )
-    return {name: value.finish() for name, value in found.items()}
+    return {name: value.finish() for name, value in metrics.items()}
 
 
 def test_the_clip_looks_at_the_sign_and_not_at_the_dual_bound():
     for dual in (None, 3.0):
-        found = numbers(LossSpec(surrogate={"dual_clip": dual}))
-        assert found == pytest.approx({"clip_ratio": 2 / 6, "ppo_kl": -sum(GAPS) / 6})
+        metrics = numbers(LossSpec(surrogate={"dual_clip": dual}))
+        assert metrics == pytest.approx({"clip_ratio": 2 / 6, "ppo_kl": -sum(GAPS) / 6})
 
 
 def test_a_ratio_of_documents_clips_all_of_their_tokens():
@@ -48,5 +48,5 @@ def test_the_samplers_drift_is_reported_with_a_correction():
 
 
 def test_implied_rewards_are_means_over_pairs_times_beta():
-    found = of_pairs(torch.tensor([1.0, 3.0]), torch.tensor([-1.0, math.e]), 0.5)
-    assert found == pytest.approx({"chosen_reward_mean": 1.0, "rejected_reward_mean": (math.e - 1) / 4})
+    result = of_pairs(torch.tensor([1.0, 3.0]), torch.tensor([-1.0, math.e]), 0.5)
+    assert result == pytest.approx({"chosen_reward_mean": 1.0, "rejected_reward_mean": (math.e - 1) / 4})

@@ -98,17 +98,17 @@ def test_the_policy_loss_is_its_formula(ratio, correction):
     for seed, counts in zip(range(5), COUNTS, strict=True):
         config = PLAIN | RATIOS[ratio] | CORRECTIONS[correction] | counts
         arrays = batch(seed)
-        found = replay("openrlhf", "policy_loss", "PolicyLoss.forward", config, arrays)
+        result = replay("openrlhf", "policy_loss", "PolicyLoss.forward", config, arrays)
         expected = oracle.policy_loss(config, arrays)
-        close(found, expected, f"{seed} {counts}")
-        assert found["metrics"].keys() == expected["metrics"].keys()
+        close(result, expected, f"{seed} {counts}")
+        assert result["metrics"].keys() == expected["metrics"].keys()
 
 
 def test_a_step_far_beyond_the_clamp_has_no_gradient():
     arrays, config = batch(1), PLAIN | {"dual_clip": None}
-    found = replay("openrlhf", "policy_loss", "PolicyLoss.forward", config, arrays)
-    assert found["grad_logprobs"][4, 0] == 0
-    assert found["loss"] > 1e6
+    result = replay("openrlhf", "policy_loss", "PolicyLoss.forward", config, arrays)
+    assert result["grad_logprobs"][4, 0] == 0
+    assert result["loss"] > 1e6
 
 
 @pytest.mark.parametrize("by_token", [True, False])
@@ -168,19 +168,19 @@ def test_rewards_of_tokens_are_their_formulas(coefficient, bounds):
     given = batch(3)
     config = {"kl_coef": coefficient, "reward_clip_range": bounds}
     rewards = 3 * given["advantages"][:, 0]
-    found = replay(
+    result = replay(
         "openrlhf",
         "reward_shaping",
         "compute_reward",
         config,
         {"rewards": rewards, "kl": given["logprobs"].abs(), "mask": given["mask"]},
     )
-    close(found, {"token_rewards": oracle.token_rewards(config, rewards, given["logprobs"].abs(), given["mask"])})
+    close(result, {"token_rewards": oracle.token_rewards(config, rewards, given["logprobs"].abs(), given["mask"])})
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_settings_go_there_and_back(ratio, correction):
+def test_settings_round_trip(ratio, correction):
     spec = loss_spec("openrlhf", PLAIN | RATIOS[ratio] | CORRECTIONS[correction])
     assert loss_spec("openrlhf", settings_for("openrlhf", spec)) == spec
 
@@ -193,9 +193,9 @@ def test_settings_go_there_and_back(ratio, correction):
         ("gspo", {"policy_loss_type": "gspo", "clip_eps_low": 3e-4}),
     ],
 )
-def test_losses_of_the_house_have_options_there(name, said):
-    found = settings_for("openrlhf", LossSpec(name=name))
-    assert {option: found[option] for option in said} == said
+def test_our_losses_have_options_there(name, said):
+    settings = settings_for("openrlhf", LossSpec(name=name))
+    assert {option: settings[option] for option in said} == said
 
 
 @pytest.mark.parametrize(
@@ -230,14 +230,14 @@ def test_options_that_it_refuses_are_refused_here(settings, words):
 @pytest.mark.parametrize(
     ("settings", "note"),
     [
-        ({}, "within +-20"),
+        ({}, "clamped to +-20"),
         ({"policy_loss_type": "gspo"}, "for any token_level_loss"),
         ({"policy_loss_type": "gspo", "enable_vllm_is_correction": True}, "against the sampler"),
         (CORRECTIONS["seq-mask-tis-0.5-2.0"], "untruncated weights"),
     ],
 )
-def test_what_it_does_silently_is_said(settings, note):
-    assert any(note in said for said in translation("openrlhf", settings).notes)
+def test_implicit_behaviour_is_noted(settings, note):
+    assert any(note in text for text in translation("openrlhf", settings).notes)
 
 
 # ---- nothing counts ----------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def masked_mean(values, mask, dim=None):
 
 
 def policy_loss_of_nothing(c, arrays):
-    """`PolicyLoss` as it stands there, where autograd makes of 0 / 0 what it makes of it: (loss, gradient)."""
+    """The original `PolicyLoss`, in which autograd handles 0 / 0: (loss, gradient)."""
     x = arrays["logprobs"].clone().requires_grad_()
     old, sampler, advantages, mask = (arrays[n] for n in ("old_logprobs", "rollout_logprobs", "advantages", "mask"))
     low, high = 1 - c["clip_eps_low"], 1 + c["clip_eps_high"]
@@ -279,24 +279,24 @@ def test_a_mean_over_nothing_is_no_number_here_either(ratio, correction):
         arrays["mask"] = torch.zeros_like(arrays["mask"])
         arrays["advantages"][1] = -0.5
         loss, gradient = policy_loss_of_nothing(config, arrays)
-        found = replay("openrlhf", "policy_loss", "PolicyLoss", config, arrays)
+        result = replay("openrlhf", "policy_loss", "PolicyLoss", config, arrays)
         assert loss.isnan()
-        assert found["loss"].isnan()
-        assert torch.equal(found["grad_logprobs"].isnan(), gradient.isnan()), seed
-        assert not found["grad_logprobs"].nan_to_num().any()
+        assert result["loss"].isnan()
+        assert torch.equal(result["grad_logprobs"].isnan(), gradient.isnan()), seed
+        assert not result["grad_logprobs"].nan_to_num().any()
         seen |= set(gradient.isnan().flatten().tolist())
-        assert all(math.isnan(value) for value in found["metrics"].values()), found["metrics"]
+        assert all(math.isnan(value) for value in result["metrics"].values()), result["metrics"]
     assert seen == {True, False}, "some tokens are cut off and some are not"
 
 
 @pytest.mark.parametrize(("by_token", "count"), [(True, "batch_num_tokens"), (False, "global_batch_size")])
-def test_nothing_of_a_batch_whose_counts_are_known_is_zero(by_token, count):
+def test_with_given_counts_an_empty_batch_is_zero(by_token, count):
     arrays = batch(1)
     arrays["mask"] = torch.zeros_like(arrays["mask"])
     config = {**PLAIN, "token_level_loss": by_token}
-    found = replay("openrlhf", "policy_loss", "PolicyLoss", config | {count: 12.0}, arrays)
-    assert found["loss"] == 0
-    assert not found["grad_logprobs"].any()
+    result = replay("openrlhf", "policy_loss", "PolicyLoss", config | {count: 12.0}, arrays)
+    assert result["loss"] == 0
+    assert not result["grad_logprobs"].any()
     other = "global_batch_size" if by_token else "batch_num_tokens"
     assert replay("openrlhf", "policy_loss", "PolicyLoss", config | {other: 12.0}, arrays)["loss"].isnan()
 
@@ -311,13 +311,13 @@ def test_a_critics_mean_over_nothing_is_no_number(clip, by_token):
     if clip is not None:
         errors = torch.max((old + (x - old).clamp(-clip, clip) - returns) ** 2, errors)
     (0.5 * masked_mean(errors, torch.zeros_like(old))).backward()
-    found = replay(
+    result = replay(
         "openrlhf",
         "value_loss",
         "ValueLoss",
         {"clip_eps": clip, "token_level_loss": by_token},
         {"values": values, "old_values": old, "returns": returns, "mask": torch.zeros_like(old)},
     )
-    assert found["loss"].isnan()
-    assert torch.equal(found["grad_values"].isnan(), x.grad.isnan())
+    assert result["loss"].isnan()
+    assert torch.equal(result["grad_values"].isnan(), x.grad.isnan())
     assert x.grad.isnan().any()

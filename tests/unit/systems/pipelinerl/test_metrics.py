@@ -1,4 +1,4 @@
-"""PipelineRL's names, by hand: sums over documents of token means."""
+"""PipelineRL's names, against manual values: sums over documents of token means."""
 
 import math
 
@@ -8,8 +8,7 @@ import torch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import ClipRule, DocumentSlots
 from workbench.specs.losses import LossSpec
-from workbench.systems.alias import settings_of
-from workbench.systems.metrics import as_named_by
+from workbench.systems.metrics import as_named_by, settings_of
 from workbench.systems.pipelinerl.metrics import clipped_documents, token_weight_numbers
 
 MASK = torch.tensor([True, True, False, True])
@@ -46,30 +45,30 @@ def named(documents=1, **settings):
 
 
 def test_means_of_documents_are_added_and_extremes_are_of_tokens():
-    found = named()
-    assert found["reward"] == 12
-    assert (found["max_reward"], found["min_reward"]) == (7, 5)
-    assert (found["advantage"], found["max_advantage"]) == (-1, 1)
-    assert found["new_logprobs"] == -1.5 - 3
-    assert found["mean_abs_log_ratio_new_old"] == 0.25 + 1
-    assert found["ratio_new_old"] == pytest.approx((math.exp(0.5) + 1) / 2 + math.exp(1))
-    assert found["ratio_new_old_sum"] == pytest.approx(math.exp(0.5) + 1 + math.exp(1))
-    assert found["clamp_log_ratio_new_old_indicator"] == 0.5 + 1
-    assert found["num_output_tokens_sum"] == 3
+    metrics = named()
+    assert metrics["reward"] == 12
+    assert (metrics["max_reward"], metrics["min_reward"]) == (7, 5)
+    assert (metrics["advantage"], metrics["max_advantage"]) == (-1, 1)
+    assert metrics["new_logprobs"] == -1.5 - 3
+    assert metrics["mean_abs_log_ratio_new_old"] == 0.25 + 1
+    assert metrics["ratio_new_old"] == pytest.approx((math.exp(0.5) + 1) / 2 + math.exp(1))
+    assert metrics["ratio_new_old_sum"] == pytest.approx(math.exp(0.5) + 1 + math.exp(1))
+    assert metrics["clamp_log_ratio_new_old_indicator"] == 0.5 + 1
+    assert metrics["num_output_tokens_sum"] == 3
     assert named(2)["reward"] == 6
 
 
-def test_the_log_ratio_of_the_kl_is_held():
-    found = named(kl={"coefficient": 0.1, "input_clamp": 0.4})
-    assert found["max_kl"] == pytest.approx(math.exp(-0.4) - 1 + 0.4, rel=1e-13)
-    assert found["clamp_log_ratio_ref_new_indicator"] == 0.5
+def test_the_log_ratio_of_the_kl_is_clamped():
+    metrics = named(kl={"coefficient": 0.1, "input_clamp": 0.4})
+    assert metrics["max_kl"] == pytest.approx(math.exp(-0.4) - 1 + 0.4, rel=1e-13)
+    assert metrics["clamp_log_ratio_ref_new_indicator"] == 0.5
     assert "clamp_log_ratio_ref_new_indicator" not in named()
 
 
 def test_reinforce_shows_the_ratio_as_it_is_truncated():
-    found = named(surrogate={"kind": "cispo", "clip_high": 0.2})
-    assert found["ratio_new_old_sum"] == pytest.approx(1.2 + 1 + 1.2)
-    assert found["clamp_log_ratio_new_old_indicator"] == 1.5
+    metrics = named(surrogate={"kind": "cispo", "clip_high": 0.2})
+    assert metrics["ratio_new_old_sum"] == pytest.approx(1.2 + 1 + 1.2)
+    assert metrics["clamp_log_ratio_new_old_indicator"] == 1.5
 
 
 def test_a_ratio_of_documents_lies_outside_with_all_its_tokens_or_none():
@@ -81,7 +80,7 @@ def test_a_ratio_of_documents_lies_outside_with_all_its_tokens_or_none():
 
 
 def test_numbers_of_weights():
-    found = token_weight_numbers(INPUTS, reals(0.5, 0.5, 9, 0.2))
-    assert found == {"token_weight": 0.7, "max_token_weight": 0.5, "min_token_weight": 0.2}
+    result = token_weight_numbers(INPUTS, reals(0.5, 0.5, 9, 0.2))
+    assert result == {"token_weight": 0.7, "max_token_weight": 0.5, "min_token_weight": 0.2}
     nothing = LossInputs(reals(0), reals(0), reals(0), loss_mask_T=torch.tensor([False]))
     assert token_weight_numbers(nothing, reals(1)) == {}

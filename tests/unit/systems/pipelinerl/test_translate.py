@@ -76,16 +76,16 @@ def batch(seed, spread):
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 @pytest.mark.parametrize("policy_loss", ["ppo", "reinforce", "gspo"])
-def test_a_step_is_what_pipelinerl_computes(policy_loss, change):
+def test_a_step_matches_pipelinerl(policy_loss, change):
     config = {**PLAIN, **change, "policy_loss": policy_loss}
     for seed, spread in ((1, 0.05), (2, 0.4), (3, 2.0)):
         arrays = batch(seed, spread)
-        found = replay("pipelinerl", "policy_loss_logits", "rl_step", config, arrays)
-        assert differing(found, oracle.rl_step(config, arrays)) == [], seed
+        result = replay("pipelinerl", "policy_loss_logits", "rl_step", config, arrays)
+        assert differing(result, oracle.rl_step(config, arrays)) == [], seed
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
-def test_what_logits_are_where_nothing_trains_does_not_matter(policy_loss):
+def test_logits_of_untrained_tokens_do_not_matter(policy_loss):
     arrays, config = batch(6, 0.3), {**PLAIN, "policy_loss": policy_loss, "kl_coef": 0.1, "entropy_bonus": 0.01}
     expected = oracle.rl_step(config, arrays)
     for garbage in (np.nan, np.inf, -np.inf):
@@ -93,7 +93,7 @@ def test_what_logits_are_where_nothing_trains_does_not_matter(policy_loss):
         assert differing(replay("pipelinerl", "policy_loss_logits", "rl_step", config, arrays), expected) == []
 
 
-def test_nobody_was_cut_off_unless_it_is_said():
+def test_no_document_is_truncated_unless_declared():
     arrays = {name: values for name, values in batch(4, 0.3).items() if name != "overflow"}
     config = {**PLAIN, "overlong_filtering": True}
     expected = oracle.rl_step(config, arrays)
@@ -103,10 +103,10 @@ def test_nobody_was_cut_off_unless_it_is_said():
 def test_a_row_without_labels_reports_its_size_alone():
     arrays = batch(5, 0.3)
     arrays["targets"][:] = -100
-    found = replay("pipelinerl", "policy_loss_logits", "rl_step", PLAIN, arrays)
-    assert found["metrics"] == {"input_size": 20.0}
-    assert found["loss"] == 0
-    assert (found["grad_logits"] == 0).all()
+    result = replay("pipelinerl", "policy_loss_logits", "rl_step", PLAIN, arrays)
+    assert result["metrics"] == {"input_size": 20.0}
+    assert result["loss"] == 0
+    assert (result["grad_logits"] == 0).all()
 
 
 @pytest.mark.parametrize(("seed", "divide"), list(itertools.product(range(3), (False, True))))
@@ -115,8 +115,8 @@ def test_advantages(seed, divide):
     rewards, group_ids = rng.standard_normal(9), np.array([0, 0, 0, 0, 1, 1, 1, 2, 3])
     rewards[4:7] = rewards[4]
     config = {"divide_advantage_by_std": divide, "eps": 1e-4}
-    found = replay("pipelinerl", "advantage", "populate_rl_data", config, {"rewards": rewards, "group_ids": group_ids})
-    assert differing(found, oracle.leave_one_out(config, rewards, group_ids)) == []
+    result = replay("pipelinerl", "advantage", "populate_rl_data", config, {"rewards": rewards, "group_ids": group_ids})
+    assert differing(result, oracle.leave_one_out(config, rewards, group_ids)) == []
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_advantages(seed, divide):
 
 def test_defaults():
     spec = loss_spec("pipelinerl", {})
-    assert (spec.surrogate.kind, spec.denominator, spec.documents_counted) == ("ppo", "document_sum", "all")
+    assert (spec.surrogate.kind, spec.denominator, spec.compat.documents_counted) == ("ppo", "document_sum", "all")
     assert (spec.kl.coefficient, spec.kl.input_clamp) == (0.1, 10)
 
 
@@ -135,16 +135,18 @@ def test_there_and_back(policy_loss, change):
     assert loss_spec("pipelinerl", settings_for("pipelinerl", spec)) == spec
 
 
-def test_what_pipelinerl_has_not():
+def test_unsupported_settings_are_refused():
     with pytest.raises(SpecError, match="surrogate 'sapo'"):
         settings_for("pipelinerl", LossSpec(name="sapo"))
     with pytest.raises(SpecError, match=r"surrogate\.dual_clip = 3\.0"):
-        settings_for("pipelinerl", LossSpec(name="dual_clip", denominator="document_sum", documents_counted="all"))
+        settings_for(
+            "pipelinerl", LossSpec(name="dual_clip", denominator="document_sum", compat={"documents_counted": "all"})
+        )
     with pytest.raises(SpecError, match="did you mean 'kl_coef'"):
         loss_spec("pipelinerl", {"kl_coeff": 0.1})
 
 
-def test_silent_behaviour_is_said():
+def test_implicit_behaviour_is_noted():
     notes = translation("pipelinerl", {"policy_loss": "gspo", "kl_coef": 0.1, "reward_minus_kl_coef": 0.1}).notes
     assert any("have no effect" in note for note in notes)
     assert "reward_minus_kl_coef has no effect" in notes

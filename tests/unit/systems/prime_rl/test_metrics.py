@@ -1,11 +1,11 @@
-"""prime-rl's numbers of documents, by hand."""
+"""prime-rl's numbers of documents, against manual values."""
 
 import math
 
 import pytest
 import torch
 
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
@@ -37,45 +37,45 @@ def k3(t):
 
 def made(name, *, empty=True):
     spec, inputs = LossSpec(name=name), batch()
-    term = make_loss(spec)(inputs)["policy"]
-    found = of_documents(inputs, term, spec.surrogate.kind, 4, empty=empty)
-    return {key: value_N.tolist() for key, value_N in found.items()}
+    term = build_loss(spec)(inputs)["policy"]
+    result = of_documents(inputs, term, spec.surrogate.kind, 4, empty=empty)
+    return {key: value_N.tolist() for key, value_N in result.items()}
 
 
 def single(numerator, denominator):
     return torch.tensor(numerator / denominator, dtype=torch.float32).item()
 
 
-def test_tokens_that_are_dropped_and_kept_in_each_document():
-    found = made("prime_rl")
-    assert found["masked_mismatch_kl"] == pytest.approx([(k3(0) + k3(1)) / 2, k3(3), 0.0, 0.0])
-    assert found["unmasked_mismatch_kl"] == pytest.approx([k3(2), 0.0, 0.0, k3(4)])
-    assert found["is_masked"] == [single(2, 3), 1.0, 0.0, 0.0]
-    assert found["is_masked_low"] == found["is_masked_high"] == [single(1, 3), 0.0, 0.0, 0.0]
-    assert found["masked_advantage_positive"] == [0.5, 0.0, 0.0, 0.0]
-    assert found["masked_advantage_negative"] == [0.5, 0.0, 0.0, 0.0]
+def test_dropped_and_surviving_tokens_of_each_document():
+    result = made("prime_rl")
+    assert result["masked_mismatch_kl"] == pytest.approx([(k3(0) + k3(1)) / 2, k3(3), 0.0, 0.0])
+    assert result["unmasked_mismatch_kl"] == pytest.approx([k3(2), 0.0, 0.0, k3(4)])
+    assert result["is_masked"] == [single(2, 3), 1.0, 0.0, 0.0]
+    assert result["is_masked_low"] == result["is_masked_high"] == [single(1, 3), 0.0, 0.0, 0.0]
+    assert result["masked_advantage_positive"] == [0.5, 0.0, 0.0, 0.0]
+    assert result["masked_advantage_negative"] == [0.5, 0.0, 0.0, 0.0]
 
 
 def test_documents_in_which_nothing_counts_may_be_left_out():
     assert made("prime_rl", empty=False)["is_masked"] == [single(2, 3), 1.0, 0.0]
 
 
-def test_the_symmetric_region_the_distilled_reference_and_the_imitated_tokens_have_names_of_their_own():
+def test_symmetric_region_reference_and_imitation_have_their_own_names():
     assert set(made("ipo")) == {"masked_mismatch_kl", "unmasked_mismatch_kl", "is_masked"}
     assert made("ipo")["is_masked"] == [single(2, 3), 1.0, 0.0, 1.0]
-    found = made("ref_kl")
-    assert found["ref_kl/is_masked"] == [single(1, 3), 1.0, 0.0, 0.0]
-    assert found["ref_kl"][1] == pytest.approx(math.log(0.3 / 0.1))
+    result = made("ref_kl")
+    assert result["ref_kl/is_masked"] == [single(1, 3), 1.0, 0.0, 0.0]
+    assert result["ref_kl"][1] == pytest.approx(math.log(0.3 / 0.1))
     assert made("sft") == {
         "nll": pytest.approx([-sum(math.log(p) for p in POLICY[:3]) / 3, -math.log(0.1), 0.0, -math.log(0.5)])
     }
 
 
-def test_what_is_logged_is_their_mean_over_all_documents():
+def test_logged_values_are_means_over_all_documents():
     spec, inputs = LossSpec(name="prime_rl"), batch()
-    found = as_named_by(
-        "prime_rl", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=DocumentSlots(0, 4)
+    metrics = as_named_by(
+        "prime_rl", inputs, inputs.counts_T, terms=build_loss(spec)(inputs), loss_spec=spec, slots=DocumentSlots(0, 4)
     )
-    assert set(found) == {number.name for number in numbers("dppo_tv")}
-    assert found["masked_mismatch_kl"].finish() == pytest.approx(((k3(0) + k3(1)) / 2 + k3(3)) / 4)
-    assert found["is_masked"].finish() == pytest.approx((single(2, 3) + 1) / 4)
+    assert set(metrics) == {number.name for number in numbers("dppo_tv")}
+    assert metrics["masked_mismatch_kl"].finish() == pytest.approx(((k3(0) + k3(1)) / 2 + k3(3)) / 4)
+    assert metrics["is_masked"].finish() == pytest.approx((single(2, 3) + 1) / 4)

@@ -23,7 +23,7 @@ SCALES = {"rl_scale": 37, "ce_scale": 11, "ref_kl_scale": 13}
 
 
 def batch(seed, streams=()):
-    """Packed documents of 1 to 9 tokens, one without training, with garbage nowhere: ce and ref_kl look everywhere."""
+    """Packed documents of 1 to 9 tokens, one untrained, without garbage: ce and ref_kl read every position."""
     g = torch.Generator().manual_seed(seed)
     sizes = [5, 1, 2, 9, 3]
     index = torch.tensor([d for d, size in enumerate(sizes) for _ in range(size)])
@@ -74,26 +74,26 @@ def test_the_loss_and_the_numbers_of_documents_are_their_formulas(options, strea
         )
 
 
-def test_the_batches_have_tokens_that_are_dropped_and_kept():
+def test_the_batches_have_dropped_and_surviving_tokens():
     dropped = {"doc_is_masked_low": 0.0, "doc_is_masked_high": 0.0, "doc_ref_kl.is_masked": 0.0}
     for seed in range(3):
-        found = oracle.compute_loss(OPTIONS[1] | SCALES, batch(seed, ("ref_kl",)))
-        dropped = {name: max(value, *found[name]) for name, value in dropped.items()}
-        assert min(found["doc_is_masked"]) == 0
+        result = oracle.compute_loss(OPTIONS[1] | SCALES, batch(seed, ("ref_kl",)))
+        dropped = {name: max(value, *result[name]) for name, value in dropped.items()}
+        assert min(result["doc_is_masked"]) == 0
     assert min(dropped.values()) > 0
 
 
-def test_what_stands_under_the_mask_does_not_matter_to_the_component_rl():
+def test_masked_values_do_not_matter_to_the_rl_component():
     arrays, config = batch(1), OPTIONS[0] | SCALES
     clean = replay("prime_rl", "policy_loss_packed", "", config, arrays)
     for name in ("logprobs", "rollout_logprobs", "ref_logprobs", "advantages"):
         arrays[name] = torch.where(arrays["mask"] > 0, arrays[name], torch.nan)
-    found = replay("prime_rl", "policy_loss_packed", "", config, arrays)
-    close(found, {name: value for name, value in clean.items() if name != "metrics"})
+    result = replay("prime_rl", "policy_loss_packed", "", config, arrays)
+    close(result, {name: value for name, value in clean.items() if name != "metrics"})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_settings_go_there_and_back(options):
+def test_settings_round_trip(options):
     spec = loss_spec("prime_rl", options)
     assert settings_for("prime_rl", spec).items() >= {k: v for k, v in options.items() if k != "type"}.items()
     assert loss_spec("prime_rl", settings_for("prime_rl", spec)) == spec
@@ -134,6 +134,6 @@ def test_options_that_it_refuses_are_refused_here(settings, words):
         loss_spec("prime_rl", settings)
 
 
-def test_what_it_does_silently_is_said():
+def test_implicit_behaviour_is_noted():
     assert any("an advantage of 0" in note for note in translation("prime_rl", {}).notes)
     assert translation("prime_rl", {}).given == ("rl_scale", "ce_scale", "ref_kl_scale")

@@ -51,12 +51,12 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 @pytest.mark.parametrize(("estimator", "per_token"), list(itertools.product(FUNCTIONS, (False, True))))
-def test_the_loss_is_what_slime_computes(estimator, per_token, change):
+def test_the_loss_matches_slime(estimator, per_token, change):
     config = {**PLAIN, **change, "calculate_per_token_loss": per_token}
     for seed, spread in ((1, 0.05), (2, 0.4), (3, 3.0)):
         batch = packed(seed, spread=spread)
-        found = replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, batch)
-        assert differing(found, oracle.policy_loss({**config, "advantage_estimator": estimator}, batch)) == []
+        result = replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, batch)
+        assert differing(result, oracle.policy_loss({**config, "advantage_estimator": estimator}, batch)) == []
 
 
 def test_a_policy_without_a_past_is_compared_with_itself():
@@ -67,7 +67,7 @@ def test_a_policy_without_a_past_is_compared_with_itself():
 
 
 @pytest.mark.parametrize(("keep_mask", "entropy_grad"), list(itertools.product((False, True), repeat=2)))
-def test_log_probabilities_among_kept_tokens(keep_mask, entropy_grad):
+def test_log_probabilities_on_a_truncated_support(keep_mask, entropy_grad):
     rng = np.random.default_rng(7)
     arrays = {
         "logits": rng.standard_normal((6, 8)),
@@ -78,8 +78,8 @@ def test_log_probabilities_among_kept_tokens(keep_mask, entropy_grad):
     if keep_mask:
         arrays["keep_mask"] = rng.random((6, 8)) < 0.4
     config = {"keep_mask": keep_mask, "entropy_grad": entropy_grad}
-    found = replay("slime", "logprobs", "_VocabParallelLogProbEntropy (single rank)", config, arrays)
-    assert differing(found, oracle.logprobs(config, arrays)) == []
+    result = replay("slime", "logprobs", "_VocabParallelLogProbEntropy (single rank)", config, arrays)
+    assert differing(result, oracle.logprobs(config, arrays)) == []
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
@@ -87,8 +87,8 @@ def test_generalised_advantages(gamma, lam):
     rng = np.random.default_rng(8)
     arrays = {"token_rewards": rng.standard_normal((3, 7)), "values": rng.standard_normal((3, 7))}
     config = {"gamma": gamma, "lam": lam}
-    found = replay("slime", "advantage", "vanilla_gae", config, arrays)
-    assert differing(found, oracle.gae(config, arrays)) == []
+    result = replay("slime", "advantage", "vanilla_gae", config, arrays)
+    assert differing(result, oracle.gae(config, arrays)) == []
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_there_and_back(estimator, change):
     assert loss_spec("slime", settings_for("slime", spec)) == spec
 
 
-def test_what_slime_has_not():
+def test_unsupported_settings_are_refused():
     with pytest.raises(SpecError, match="surrogate 'sapo'"):
         settings_for("slime", LossSpec(name="sapo"))
     with pytest.raises(SpecError, match="denominator"):
@@ -128,7 +128,7 @@ def test_what_slime_has_not():
         loss_spec("slime", {"eps_clip_hihg": 0.3})
 
 
-def test_silent_behaviour_is_said():
+def test_implicit_behaviour_is_noted():
     assert any(
         "ignored by cispo" in note
         for note in translation("slime", {"advantage_estimator": "cispo", "eps_clip_c": 3.0}).notes
@@ -139,7 +139,7 @@ def test_silent_behaviour_is_said():
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 @pytest.mark.parametrize("estimator", FUNCTIONS)
 def test_denominators_that_are_given_stand_for_the_samples_own(estimator, change):
-    """Sample by sample, because a step is a sum over samples: what each says of itself, times its tokens / given."""
+    """Sample by sample, because a step is a sum over samples: each sample's own value, times its tokens / given."""
     config = {**PLAIN, **change, "calculate_per_token_loss": False}
     batch, given = packed(2), np.array([9.0, 9.0, 0.0, 4.0, 0.5])
     arrays = batch | {"sample_denominators": given}
@@ -147,27 +147,27 @@ def test_denominators_that_are_given_stand_for_the_samples_own(estimator, change
         with pytest.raises(SpecError, match="gspo with use_tis and sample_denominators"):
             replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, arrays)
         return
-    found = replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, arrays)
+    result = replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, arrays)
     total, gradient, metrics = 0.0, np.zeros(len(batch["mask"])), {}
     for document in range(5):
         own = batch["document_index"] == document
         if not batch["mask"][own].any():
             continue
         alone = {name: values[own] for name, values in batch.items()} | {"document_index": np.zeros(own.sum(), int)}
-        said = oracle.policy_loss({**config, "advantage_estimator": estimator}, alone)
+        text = oracle.policy_loss({**config, "advantage_estimator": estimator}, alone)
         share = alone["mask"].sum() / max(given[document], 1)
-        total += share * float(said["loss"])
-        gradient[own] = share * np.asarray(said["grad_logprobs"])
-        for name, value in said["metrics"].items():
+        total += share * float(text["loss"])
+        gradient[own] = share * np.asarray(text["grad_logprobs"])
+        for name, value in text["metrics"].items():
             metrics[name] = metrics.get(name, 0.0) + share * float(value)
     if "opsm_clipfrac" in metrics:  # of the samples' own tokens as before
         plain = replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, batch)
         metrics["opsm_clipfrac"] = plain["metrics"]["opsm_clipfrac"]
-    assert float(found["loss"]) == pytest.approx(total, rel=1e-10, abs=1e-12)
-    np.testing.assert_allclose(found["grad_logprobs"], gradient, rtol=1e-10, atol=1e-12)
-    assert metrics.keys() <= found["metrics"].keys()
+    assert float(result["loss"]) == pytest.approx(total, rel=1e-10, abs=1e-12)
+    np.testing.assert_allclose(result["grad_logprobs"], gradient, rtol=1e-10, atol=1e-12)
+    assert metrics.keys() <= result["metrics"].keys()
     for name, value in metrics.items():
-        assert found["metrics"][name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        assert result["metrics"][name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
 def test_a_loss_of_tokens_takes_no_denominators_and_own_ones_change_nothing():
@@ -176,5 +176,7 @@ def test_a_loss_of_tokens_takes_no_denominators_and_own_ones_change_nothing():
     for per_token, given in ((True, own + 7), (False, own)):
         config = {**PLAIN, "calculate_per_token_loss": per_token}
         plain = replay("slime", "policy_loss_packed", FUNCTIONS["grpo"], config, batch)
-        found = replay("slime", "policy_loss_packed", FUNCTIONS["grpo"], config, batch | {"sample_denominators": given})
-        assert differing(found, plain) == []
+        result = replay(
+            "slime", "policy_loss_packed", FUNCTIONS["grpo"], config, batch | {"sample_denominators": given}
+        )
+        assert differing(result, plain) == []

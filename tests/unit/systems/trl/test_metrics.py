@@ -1,11 +1,11 @@
-"""TRL's names: what a mean is over rows and what over tokens, by hand."""
+"""TRL's names: means over rows and means over tokens, against manual values."""
 
 import math
 
 import pytest
 import torch
 
-from workbench.losses.build import make_loss
+from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
@@ -23,7 +23,7 @@ ROWS = [  # (log ratios of trained tokens, advantages); the last row has no trai
 
 
 def named(spec, *, system="trl", by_token=False, rows=ROWS):
-    """Metrics of rows whose padding is rubbish; one advantage a row is the first of its tokens."""
+    """Metrics of rows whose padding is garbage; one advantage a row is the first of its tokens."""
     ratios, advantages, mask, ids = [], [], [], []
     for number, (log_ratios, own) in enumerate(rows):
         ratios += [*log_ratios, 9.0]
@@ -45,7 +45,7 @@ def named(spec, *, system="trl", by_token=False, rows=ROWS):
         system,
         inputs,
         inputs.loss_mask_T,
-        terms=make_loss(spec)(inputs),
+        terms=build_loss(spec)(inputs),
         loss_spec=spec,
         slots=slots,
         settings=settings,
@@ -54,13 +54,13 @@ def named(spec, *, system="trl", by_token=False, rows=ROWS):
 
 
 def test_a_ratio_of_rows_is_counted_over_all_rows_also_those_without_tokens():
-    found = named(GSPO)  # ratios exp(0.4), exp(-0.6), 1 and, of the empty row, 1
-    assert (found["clip_ratio/high_mean"], found["clip_ratio/low_mean"], found["clip_ratio/region_mean"]) == (
+    metrics = named(GSPO)  # ratios exp(0.4), exp(-0.6), 1 and, of the empty row, 1
+    assert (metrics["clip_ratio/high_mean"], metrics["clip_ratio/low_mean"], metrics["clip_ratio/region_mean"]) == (
         0.25,
         0.25,
         0.5,
     )
-    assert (found["clip_ratio/low_min"], found["clip_ratio/high_max"]) == (0.0, 1.0)
+    assert (metrics["clip_ratio/low_min"], metrics["clip_ratio/high_max"]) == (0.0, 1.0)
 
 
 def test_a_row_without_tokens_is_a_row_that_is_not_clipped():
@@ -70,9 +70,9 @@ def test_a_row_without_tokens_is_a_row_that_is_not_clipped():
 
 
 def test_advantages_of_tokens_make_it_a_mean_over_tokens():
-    found = named(GSPO, by_token=True)  # exp(0.4): one of two tokens pushes up; exp(-0.6): one of one pushes down
-    assert (found["clip_ratio/high_mean"], found["clip_ratio/low_mean"]) == pytest.approx((1 / 6, 1 / 6))
-    assert (found["clip_ratio/low_min"], found["clip_ratio/high_max"]) == (0.0, 0.5)
+    metrics = named(GSPO, by_token=True)  # exp(0.4): one of two tokens pushes up; exp(-0.6): one of one pushes down
+    assert (metrics["clip_ratio/high_mean"], metrics["clip_ratio/low_mean"]) == pytest.approx((1 / 6, 1 / 6))
+    assert (metrics["clip_ratio/low_min"], metrics["clip_ratio/high_max"]) == (0.0, 0.5)
 
 
 def test_cispo_looks_above_its_bound_over_tokens_or_rows():
@@ -86,8 +86,8 @@ def test_cispo_looks_above_its_bound_over_tokens_or_rows():
 )
 def test_a_bound_that_delta_keeps_out_of_reach_clips_nothing(delta, high, low):
     spec = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2, "delta": delta})
-    found = named(spec)
-    assert (found["clip_ratio/high_mean"], found["clip_ratio/low_mean"]) == pytest.approx((high, low))
+    metrics = named(spec)
+    assert (metrics["clip_ratio/high_mean"], metrics["clip_ratio/low_mean"]) == pytest.approx((high, low))
 
 
 def test_the_weight_of_vespo_is_a_mean_over_rows_and_1_where_nothing_counts():

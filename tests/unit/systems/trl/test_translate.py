@@ -115,14 +115,14 @@ def test_every_option_of_the_loss(kind, level, seed):
         options = options_of(kind, level, variant)
         arrays = batch(seed + number, options)
         expected = oracle.policy_loss(options, arrays)
-        found = replay("trl", "policy_loss", "_compute_loss", said(options), arrays)
+        result = replay("trl", "policy_loss", "_compute_loss", said(options), arrays)
         for name in ("loss", "grad_logprobs"):
-            assert_close(found[name], expected[name], f"{variant}: {name}")
+            assert_close(result[name], expected[name], f"{variant}: {name}")
         for name, value in expected["metrics"].items():
-            assert_close(found["metrics"][name], value, f"{variant}: {name}")
+            assert_close(result["metrics"][name], value, f"{variant}: {name}")
 
 
-def test_what_stands_where_nothing_counts_does_not_matter():
+def test_uncounted_values_do_not_matter():
     options = options_of("dapo", "token", "kl_corrected")
     arrays = batch(0, options)
     poisoned = {
@@ -131,9 +131,9 @@ def test_what_stands_where_nothing_counts_does_not_matter():
         else value
         for name, value in arrays.items()
     }
-    expected, found = (replay("trl", "policy_loss", "", said(options), each) for each in (arrays, poisoned))
-    assert torch.equal(found["loss"], expected["loss"])
-    assert torch.equal(found["grad_logprobs"], expected["grad_logprobs"])
+    expected, result = (replay("trl", "policy_loss", "", said(options), each) for each in (arrays, poisoned))
+    assert torch.equal(result["loss"], expected["loss"])
+    assert torch.equal(result["grad_logprobs"], expected["grad_logprobs"])
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -142,8 +142,8 @@ def test_weights_of_the_correction_for_vllm(mode):
         arrays = batch(seed, {"vllm_is": None, "sampler": "unknown", "empty": True})
         options = {"mode": mode, "clip_min": low, "clip_max": high}
         needed = {name: arrays[name] for name in ("old_logprobs", "rollout_logprobs", "mask")}
-        found = replay("trl", "is_correction", "", options, needed)
-        assert_close(found["is_weights"], oracle.is_weights(options, arrays), f"{options}")
+        result = replay("trl", "is_correction", "", options, needed)
+        assert_close(result["is_weights"], oracle.is_weights(options, arrays), f"{options}")
 
 
 @pytest.mark.parametrize("together", ["sum_then_normalize", "normalize_then_sum"])
@@ -159,8 +159,8 @@ def test_advantages(together, scale):
         weights = torch.rand(functions, generator=g, dtype=torch.float64) + 0.5
         options = {"multi_objective_aggregation": together, "scale_rewards": scale, "num_generations": size}
         scored = [[None if math.isnan(r) else r for r in row] for row in rewards.tolist()]
-        found = replay("trl", "advantage", "", options, {"rewards_per_func": rewards, "reward_weights": weights})
-        assert_close(found["advantages"], oracle.advantages(options, scored, weights.tolist()), f"{options} {seed}")
+        result = replay("trl", "advantage", "", options, {"rewards_per_func": rewards, "reward_weights": weights})
+        assert_close(result["advantages"], oracle.advantages(options, scored, weights.tolist()), f"{options} {seed}")
 
 
 # ---- translation ---------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_a_threshold_looks_at_the_sampler_where_vllm_sampled():
     assert anchors == {True: "sampler", False: "old"}
 
 
-def test_old_log_probabilities_are_kept_where_steps_and_generations_are_not_aligned():
+def test_old_logprobs_are_used_if_steps_and_generations_are_not_aligned():
     for options in ({"num_iterations": 2}, {"steps_per_generation": 4}, {"use_vllm": True}):
         assert not any("no old log-probabilities" in note for note in translation("trl", options).notes)
 
@@ -212,7 +212,7 @@ def test_the_way_back_leads_to_the_same_loss(kind):
         assert loss_spec("trl", settings_for("trl", spec)) == spec
 
 
-def test_a_loss_of_the_house_that_trl_has_is_found():
+def test_a_loss_that_trl_supports_has_its_options():
     spec = LossSpec(name="dapo", kl={"coefficient": 0.1})
     options = settings_for("trl", spec)
     assert (options["loss_type"], options["epsilon"], options["epsilon_high"]) == ("dapo", 0.2, 0.28)
@@ -225,12 +225,15 @@ def test_a_loss_of_the_house_that_trl_has_is_found():
         ({"name": "gmpo"}, "the surrogate 'gmpo'"),
         ({"name": "dual_clip"}, "surrogate.dual_clip = 3.0"),
         ({"denominator": "prompt_group"}, "the denominator 'prompt_group'"),
-        ({"denominator": "document", "documents_counted": "all"}, "scaling.counts = 'step' .there 'micro_batch'"),
+        (
+            {"denominator": "document", "compat": {"documents_counted": "all"}},
+            "scaling.counts = 'step' .TRL: 'micro_batch'",
+        ),
         ({"correction": {"kind": "sequence_tis_mean"}}, "the ratio 'document_mean'"),
         ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator = 'k1'"),
     ],
 )
-def test_what_trl_does_not_have_is_said(spec, words):
+def test_unsupported_settings_are_refused(spec, words):
     with pytest.raises(SpecError, match=words):
         settings_for("trl", LossSpec(**spec))
 
@@ -263,5 +266,5 @@ def test_options_that_cannot_be_translated_are_refused(options, words):
         ({"gradient_accumulation_steps": 4}, "no old log-probabilities are kept"),
     ],
 )
-def test_what_is_silent_is_noted(options, note):
+def test_implicit_behaviour_is_noted(options, note):
     assert any(note in each for each in translation("trl", options).notes)

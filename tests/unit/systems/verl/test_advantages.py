@@ -26,14 +26,14 @@ from workbench.systems import replay
         "reinforce_plus_plus_baseline",
     ],
 )
-def test_advantages_of_whole_answers(name, divided):
+def test_advantages_of_whole_completions(name, divided):
     config = {"estimator": name, "norm_adv_by_std_in_grpo": divided, "gamma": 0.9, "f_norm": 1.0 if divided else 2.0}
     for seed, (binary, holes) in enumerate(itertools.product((False, True), repeat=2)):
         batch = graded(seed, binary=binary, holes=holes)
         if name != "grpo_passk":
-            batch["group_ids"][3] = 11  # the only answer to its prompt
-        found = replay("verl", "advantage", f"compute_{name}_outcome_advantage", config, batch)
-        assert differing(found, oracle.advantage(name, config, batch)) == []
+            batch["group_ids"][3] = 11  # the only completion of its prompt
+        result = replay("verl", "advantage", f"compute_{name}_outcome_advantage", config, batch)
+        assert differing(result, oracle.advantage(name, config, batch)) == []
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_advantages_of_tokens(name, called, configs):
         }
         if seed % 2:
             batch["is_weights"] = rng.uniform(0.5, 1.5, (10, 6))
-        found = replay("verl", "advantage", f"compute_{called}", config, batch)
-        assert differing(found, oracle.advantage(name, config, batch)) == []
+        result = replay("verl", "advantage", f"compute_{called}", config, batch)
+        assert differing(result, oracle.advantage(name, config, batch)) == []
 
 
-def test_returns_that_are_all_equal_lie_beside_the_mean_that_verl_takes():
+def test_equal_returns_differ_from_the_mean_of_verl():
     batch = {**graded(0, binary=True, holes=True), "values": np.zeros((10, 6))}
     batch["token_rewards"] = np.zeros((10, 6))
     batch["token_rewards"][np.arange(10), 5 - batch["mask"][:, ::-1].argmax(1)] = 0.75
@@ -78,9 +78,9 @@ def test_returns_that_are_all_equal_lie_beside_the_mean_that_verl_takes():
         ("gae", "gae_advantage_return"),
     ):
         config = {"gamma": 1.0, **({"lam": 1.0} if name == "gae" else {})}
-        found = replay("verl", "advantage", f"compute_{called}", config, batch)
-        assert differing(found, oracle.advantage(name, config, batch)) == []
-        assert np.abs(found["advantages"][batch["mask"] > 0]).min() > 0
+        result = replay("verl", "advantage", f"compute_{called}", config, batch)
+        assert differing(result, oracle.advantage(name, config, batch)) == []
+        assert np.abs(result["advantages"][batch["mask"] > 0]).min() > 0
 
 
 def test_an_estimator_of_another_name_is_refused():

@@ -39,11 +39,11 @@ def test_a_rollout_correction_alone(rejection):
         batch, config = batch_of(seed, SPREADS[seed % 3]), {**weights, **rejection}
         if seed % 2:
             batch["rollout_logprobs"][0, 0] = batch["old_logprobs"][0, 0] - 23 * (-1) ** (seed // 2)
-        found = replay("verl", "is_correction", "compute_rollout_correction_and_rejection_mask", config, batch)
+        result = replay("verl", "is_correction", "compute_rollout_correction_and_rejection_mask", config, batch)
         expected = oracle.is_correction(config, batch)
-        assert differing(found, expected) == [], weights
-        assert found.keys() == expected.keys()
-        assert found["metrics"].keys() == expected["metrics"].keys()
+        assert differing(result, expected) == [], weights
+        assert result.keys() == expected.keys()
+        assert result["metrics"].keys() == expected["metrics"].keys()
 
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
@@ -54,14 +54,14 @@ def test_bypass_mode_corrects_with_the_live_policy(loss_type):
         config = {"rollout_correction": settings, "loss_agg_mode": AGG_MODES[number % 5]}
         expected = oracle.bypass(config, batch)
         del batch["old_logprobs"]
-        found = replay("verl", "policy_loss", function("bypass_mode"), config, batch)
-        assert differing(found, expected) == [], settings
-        assert found["metrics"].keys() == expected["metrics"].keys()
+        result = replay("verl", "policy_loss", function("bypass_mode"), config, batch)
+        assert differing(result, expected) == [], settings
+        assert result["metrics"].keys() == expected["metrics"].keys()
 
 
 def test_counts_of_the_whole_mini_batch_win_over_those_that_survive():
     settings = {"loss_type": "reinforce", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.02}
     batch = batch_of(3, 0.4)
     config = {"rollout_correction": settings, "loss_agg_mode": "token-mean", "global_batch_info": WHOLE}
-    found = replay("verl", "policy_loss", function("bypass_mode"), config, batch)
-    assert differing(found, oracle.bypass(config, batch)) == []
+    result = replay("verl", "policy_loss", function("bypass_mode"), config, batch)
+    assert differing(result, oracle.bypass(config, batch)) == []

@@ -1,4 +1,4 @@
-"""What verl says of sampler and trainer, against loops over its rectangles, and put together from parts."""
+"""verl's metrics of sampler and trainer, against loops over its rectangles, and merged from parts."""
 
 import itertools
 import math
@@ -16,8 +16,7 @@ from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis
 from workbench.specs.losses import LossSpec
-from workbench.systems.alias import settings_of
-from workbench.systems.metrics import as_named_by
+from workbench.systems.metrics import as_named_by, settings_of
 
 ALONE = Axis("dp_cp")
 WEIGHTS = {
@@ -69,13 +68,13 @@ def named(documents, correction, parts=1, **settings):
     inputs = replace(inputs, loss_mask_T=mask)
     inputs = replace(inputs, statistics=step_statistics([inputs], spec.correction))
     term = apply_correction(Term(torch.zeros(len(mask)).double()), inputs, spec.correction)
-    found = []
+    results = []
     for part in range(parts):
         at = list(range(part, len(mask), parts))
         own, own_mask = inputs_of(documents, at)
         own_term = Term(term.values_T[at], extras={name: value[at] for name, value in term.extras.items()})
         slots = DocumentSlots(0, len(documents))
-        found.append(
+        results.append(
             as_named_by(
                 "verl",
                 own,
@@ -86,7 +85,7 @@ def named(documents, correction, parts=1, **settings):
                 settings=settings_of(spec, slots)._replace(only=("rollout_corr/",), **settings),
             )
         )
-    return finish_metrics(found, ALONE)
+    return finish_metrics(results, ALONE)
 
 
 @pytest.mark.parametrize(("weights", "gate"), list(itertools.product(WEIGHTS, GATES)))
@@ -99,10 +98,10 @@ def test_numbers_are_those_of_the_definitions_however_the_batch_is_split(weights
         expected = oracle.rollout_correction(settings, *rectangle_of(documents))[2]
         correction = {**ours, **GATES[gate]}
         for parts in (1, 3):
-            found = named(documents, correction, parts)
-            assert found.keys() == expected.keys()
+            metrics = named(documents, correction, parts)
+            assert metrics.keys() == expected.keys()
             for name, value in expected.items():
-                assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
+                assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
 
 
 def test_shares_of_sequences_may_be_of_single_precision():
@@ -117,15 +116,15 @@ def test_shares_of_sequences_may_be_of_single_precision():
 
 
 def test_without_a_correction_only_the_mismatch_is_named():
-    found = named(nasty_documents(0, infinite=False), {"log_clamp": None})
-    assert len(found) == 13
-    assert not [name for name in found if "rollout_is" in name or "rollout_rs" in name]
+    metrics = named(nasty_documents(0, infinite=False), {"log_clamp": None})
+    assert len(metrics) == 13
+    assert not [name for name in metrics if "rollout_is" in name or "rollout_rs" in name]
 
 
 def test_weights_that_are_all_0_have_no_effective_size():
     documents = nasty_documents(0, infinite=False)
-    found = named(
+    metrics = named(
         documents, {"ratio": "token", "ratio_low": 1e6, "ratio_high": 1e7, "outside": "zero", "normalize": True}
     )
-    assert math.isnan(found["rollout_corr/rollout_is_eff_sample_size"])
-    assert found["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
+    assert math.isnan(metrics["rollout_corr/rollout_is_eff_sample_size"])
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0

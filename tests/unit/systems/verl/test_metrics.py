@@ -1,15 +1,14 @@
-"""verl's names for its losses: each asks another question under the same key."""
+"""verl's names for its losses: each has another definition under the same key."""
 
 import pytest
 import torch
 
-from workbench.losses import LossInputs, make_loss
+from workbench.losses import LossInputs, build_loss
 from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis
 from workbench.specs.losses import LossSpec
-from workbench.systems.alias import settings_of
-from workbench.systems.metrics import aliases, as_named_by
+from workbench.systems.metrics import aliases, as_named_by, settings_of
 
 ADVANTAGES = [1.0, 1.0, -1.0, -1.0, 0.0]
 RATIOS = [2.0, 0.5, 4.0, 0.25, 8.0]
@@ -25,7 +24,7 @@ def named(surrogate, *, ratios=RATIOS, **more):
     slots = DocumentSlots(0, 1)
     settings = settings_of(spec, slots)._replace(only=("actor/",))
     values = as_named_by(
-        "verl", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=slots, settings=settings
+        "verl", inputs, inputs.counts_T, terms=build_loss(spec)(inputs), loss_spec=spec, slots=slots, settings=settings
     )
     return finish_metrics([values], Axis("dp_cp"))
 
@@ -46,19 +45,19 @@ def named(surrogate, *, ratios=RATIOS, **more):
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else str(value),
 )
-def test_what_a_loss_calls_clipped(surrogate, upper, lower):
-    found = named(surrogate)
-    assert (found[UPPER], found[LOWER]) == pytest.approx((upper / 5, lower / 5), rel=1e-8)
+def test_clipped_tokens_of_each_loss(surrogate, upper, lower):
+    metrics = named(surrogate)
+    assert (metrics[UPPER], metrics[LOWER]) == pytest.approx((upper / 5, lower / 5), rel=1e-8)
 
 
 @pytest.mark.parametrize(("ratio", "clipped"), [(1 / 4, 2), (4.0, 2), (1.0, 0)])
-def test_a_documents_ratio_clips_tokens_that_push_it_further_out_and_none_on_the_bound(ratio, clipped):
+def test_a_document_ratio_clips_tokens_that_push_it_outwards_only(ratio, clipped):
     """Below the clip the two with A < 0, above it the two with A > 0; on the bound, which is 1 on both sides, none."""
-    found = named({"kind": "gspo_token", "clip_low": 0.0, "clip_high": 0.0}, ratios=[ratio] * 5)
-    assert (found[UPPER], found[LOWER]) == pytest.approx((clipped / 5, 0.0), rel=1e-8)
+    metrics = named({"kind": "gspo_token", "clip_low": 0.0, "clip_high": 0.0}, ratios=[ratio] * 5)
+    assert (metrics[UPPER], metrics[LOWER]) == pytest.approx((clipped / 5, 0.0), rel=1e-8)
 
 
-def test_the_distance_is_held_for_some_losses_and_absolute_for_one():
+def test_the_distance_is_clamped_for_some_losses_and_absolute_for_one():
     far = [1.0, 1.0, 1.0, 1.0, 2.0**40]
     log = 40 * 0.6931471805599453
     assert named({"kind": "ppo", "dual_clip": 3.0}, ratios=far)[KL] == pytest.approx(-20 / 5, rel=1e-8)
@@ -68,18 +67,18 @@ def test_the_distance_is_held_for_some_losses_and_absolute_for_one():
 
 
 def test_selected_tokens_are_the_clipped_ones_of_clip_cov():
-    found = named(
+    metrics = named(
         {"kind": "clip_cov", "cov_fraction": 1.0, "cov_low": -9.0, "cov_high": 9.0, "clip_low": 0.9, "clip_high": 9.0}
     )
-    assert found[UPPER] == pytest.approx(1.0, rel=1e-8)
-    assert LOWER not in found
+    assert metrics[UPPER] == pytest.approx(1.0, rel=1e-8)
+    assert LOWER not in metrics
 
 
 def test_tokens_that_a_gate_rejects_are_not_of_the_population():
     gate = {"gate": "k2", "gate_high": 1.0, "denominator": "gated"}  # of the last token it is 2
-    found = named({"kind": "ppo", "dual_clip": 3.0}, correction=gate)
-    assert (found[UPPER], found[LOWER]) == pytest.approx((2 / 4, 1 / 4), rel=1e-8)
-    assert found[KL] == pytest.approx(0.0, abs=1e-12)
+    metrics = named({"kind": "ppo", "dual_clip": 3.0}, correction=gate)
+    assert (metrics[UPPER], metrics[LOWER]) == pytest.approx((2 / 4, 1 / 4), rel=1e-8)
+    assert metrics[KL] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_no_name_is_called_the_same_number_as_ours():

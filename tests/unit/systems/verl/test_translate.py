@@ -40,27 +40,27 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_loss_is_what_verl_computes(mode):
+def test_every_loss_matches_verl(mode):
     for number, (agg, info, given, per_token) in enumerate(
         itertools.product(AGG_MODES, INFOS, (False, True), (False, True))
     ):
         batch = batch_of(number, SPREADS[number % 3], given=given, per_token=per_token)
         config = {**PLAIN, "loss_agg_mode": agg, "global_batch_info": info, **MODES[mode]}
-        found = replay("verl", "policy_loss", function(mode), config, batch)
-        assert differing(found, oracle.policy_loss(mode, config, batch)) == [], (agg, info, given, per_token)
-        assert found["metrics"].keys() == oracle.policy_loss(mode, config, batch)["metrics"].keys()
+        result = replay("verl", "policy_loss", function(mode), config, batch)
+        assert differing(result, oracle.policy_loss(mode, config, batch)) == [], (agg, info, given, per_token)
+        assert result["metrics"].keys() == oracle.policy_loss(mode, config, batch)["metrics"].keys()
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "gspo", "sapo", "cispo", "dppo_tv"])
-def test_ratios_beyond_what_verl_lets_through_exp(mode):
+def test_ratios_beyond_the_exp_clamp_of_verl(mode):
     batch = batch_of(4, 0.2)
     batch["advantages"][:3] = [[-1.0], [0.5], [0.7]]
     batch["mask"][2, :3] = 1
     batch["old_logprobs"][:2] -= [[10.5], [23.0]]
     batch["logprobs"][2] -= 23.0
     config = {**PLAIN, "clip_ratio_high": 9.0, "clip_ratio_c": 1e12}
-    found = replay("verl", "policy_loss", function(mode), config, batch)
-    assert differing(found, oracle.policy_loss(mode, config, batch)) == []
+    result = replay("verl", "policy_loss", function(mode), config, batch)
+    assert differing(result, oracle.policy_loss(mode, config, batch)) == []
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_ratios_beyond_what_verl_lets_through_exp(mode):
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo", "geo_mean", "dppo_tv"])
-def test_clip_lengths_and_what_stands_in_for_them(mode, change):
+def test_clip_distances_and_their_substitutes(mode, change):
     batch = batch_of(5, 1.0)
-    found = replay("verl", "policy_loss", function(mode), {**PLAIN, **change}, batch)
-    assert differing(found, oracle.policy_loss(mode, {**PLAIN, **change}, batch)) == []
+    result = replay("verl", "policy_loss", function(mode), {**PLAIN, **change}, batch)
+    assert differing(result, oracle.policy_loss(mode, {**PLAIN, **change}, batch)) == []
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -85,10 +85,10 @@ def test_reinforce_against_the_rollout_policy(given):
     for seed, agg in enumerate(AGG_MODES):
         batch = batch_of(seed, 1.0, given=given)
         del batch["old_logprobs"]
-        found = replay("verl", "policy_loss", "compute_policy_loss_reinforce", {"loss_agg_mode": agg}, batch)
-        assert differing(found, oracle.policy_loss("reinforce", {"loss_agg_mode": agg}, batch)) == []
-    found = replay("verl", "policy_loss", "compute_policy_loss_reinforce", {}, batch)
-    assert differing(found, oracle.policy_loss("reinforce", {"loss_agg_mode": "seq-mean-token-sum"}, batch)) == []
+        result = replay("verl", "policy_loss", "compute_policy_loss_reinforce", {"loss_agg_mode": agg}, batch)
+        assert differing(result, oracle.policy_loss("reinforce", {"loss_agg_mode": agg}, batch)) == []
+    result = replay("verl", "policy_loss", "compute_policy_loss_reinforce", {}, batch)
+    assert differing(result, oracle.policy_loss("reinforce", {"loss_agg_mode": "seq-mean-token-sum"}, batch)) == []
 
 
 # ---- KL, aggregation, critic -------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ def test_reinforce_against_the_rollout_policy(given):
 def test_kl_penalties(kind):
     for seed, agg in enumerate(AGG_MODES):
         batch, config = batch_of(seed, SPREADS[seed % 3]), {"kl_penalty": kind, "loss_agg_mode": agg}
-        found = replay("verl", "kl_estimator", "kl_penalty + agg_loss", config, batch)
-        assert differing(found, oracle.kl_estimator(config, batch)) == []
+        result = replay("verl", "kl_estimator", "kl_penalty + agg_loss", config, batch)
+        assert differing(result, oracle.kl_estimator(config, batch)) == []
 
 
 @pytest.mark.parametrize("info", INFOS, ids=len)
@@ -228,7 +228,7 @@ def test_penalties_are_those_of_the_options():
     ],
     ids=str,
 )
-def test_what_cannot_be_said_is_refused_in_words(settings, words):
+def test_unsupported_settings_are_refused(settings, words):
     with pytest.raises(SpecError, match=words):
         loss_spec("verl", settings)
 
@@ -246,7 +246,7 @@ def test_what_cannot_be_said_is_refused_in_words(settings, words):
     ],
     ids=lambda v: str(v)[:12],
 )
-def test_a_loss_that_verl_does_not_have_is_refused_in_words(spec, words):
+def test_an_unsupported_loss_is_refused(spec, words):
     with pytest.raises(SpecError, match=words):
         settings_for("verl", spec)
 
@@ -258,33 +258,33 @@ def test_a_bypass_of_the_trainer_is_that_of_the_loss():
     assert (spec.surrogate.kind, spec.old_policy) == ("reinforce", "current")
 
 
-def test_every_option_says_what_it_does():
+def test_every_option_is_documented():
     assert all(field.description for field in ActorSettings.model_fields.values())
 
 
 @pytest.mark.parametrize("agg", AGG_MODES)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mean_over_nothing_is_no_number_here_either_and_has_no_gradient(mode, agg):
-    """agg_loss divides the sum over what the mask keeps by its size. What it leaves out gets no gradient."""
+    """agg_loss divides the sum over the masked-in values by its size. Omitted values get no gradient."""
     batch = batch_of(3, 0.3)
     batch["mask"][:] = 0
     config = {**PLAIN, "loss_agg_mode": agg, **MODES[mode]}
-    found = replay("verl", "policy_loss", function(mode), config, batch)
+    result = replay("verl", "policy_loss", function(mode), config, batch)
     sums = mode == "geo_mean" or (agg == "token-sum" and mode not in ("gspo", "sapo"))
-    assert np.isnan(found["loss"]) == (not sums)
-    assert not found["grad_logprobs"].any()
-    assert not np.isnan(list(found["metrics"].values())).any(), "verl adds 1e-8 there"
+    assert np.isnan(result["loss"]) == (not sums)
+    assert not result["grad_logprobs"].any()
+    assert not np.isnan(list(result["metrics"].values())).any(), "verl adds 1e-8 there"
     known = {"batch_num_tokens": 40, "global_batch_size": 9}
     assert replay("verl", "policy_loss", function(mode), config | {"global_batch_info": known}, batch)["loss"] == 0
 
 
 @pytest.mark.parametrize("agg", AGG_MODES)
-def test_other_means_over_nothing_are_no_numbers_either(agg):
+def test_other_means_over_no_tokens_are_nan_too(agg):
     zeros = np.zeros((2, 3))
     config = {"loss_agg_mode": agg}
-    found = replay("verl", "aggregation", "agg_loss", config, {"values": zeros + 1, "mask": zeros})
-    assert np.isnan(found["loss"]) == (agg != "token-sum")
-    assert not found["grad_values"].any()
+    result = replay("verl", "aggregation", "agg_loss", config, {"values": zeros + 1, "mask": zeros})
+    assert np.isnan(result["loss"]) == (agg != "token-sum")
+    assert not result["grad_values"].any()
     critic = replay(
         "verl",
         "value_loss",
@@ -300,13 +300,13 @@ def test_other_means_over_nothing_are_no_numbers_either(agg):
     assert (kl["kl"] > 0).all()
 
 
-def test_what_a_correction_rejects_altogether_is_a_mean_over_nothing():
+def test_a_fully_rejected_batch_is_a_mean_over_no_tokens():
     batch = batch_of(2, 0.3)
     config = {
         **PLAIN,
         "policy_loss": {"loss_mode": "bypass_mode"},
         "rollout_correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12},
     }
-    found = replay("verl", "policy_loss", "compute_policy_loss_bypass_mode", config, batch)
-    assert np.isnan(found["loss"])
-    assert not found["grad_logprobs"].any()
+    result = replay("verl", "policy_loss", "compute_policy_loss_bypass_mode", config, batch)
+    assert np.isnan(result["loss"])
+    assert not result["grad_logprobs"].any()

@@ -16,7 +16,7 @@ outputs with its maximum; its gradient is zero, and the driver computes it by an
 Sources:  the exponential in the GEMM's epilogue: quack 0.6.5, `linear_cross_entropy` scaled-exp, which shifts each
 tile by its own maximum; one shift per row, its target's logit, makes plain GEMMs of E sufficient.
 
-Letters: C rows of a chunk | V vocabulary (this rank's valid rows of the head) | D model dimension | N tiles of columns
+Letters: C rows of a chunk | V vocabulary (this rank's valid rows of the head) | D model dimension | N tiles
 | F sums of a row.
 """
 
@@ -29,30 +29,22 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, count_gemm
-from workbench.policy.logprobs.exp_epilogue import kernels
-from workbench.policy.logprobs.exp_epilogue.tiles import Tile, choose_tile, processors
-from workbench.policy.logprobs.gemms import add_gemm_, exact_float32
+from workbench.policy.logprobs.engine import (
+    Accumulators,
+    Chunk,
+    Keep,
+    RowGradients,
+    add_gemm_,
+    count_gemm,
+    exact_float32,
+)
+from workbench.policy.logprobs.exp_epilogue import gradient_kernels, kernels
+from workbench.policy.logprobs.exp_epilogue.tiles import Tile, aligned, block_of, choose_tile, processors
 from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.sharding.collectives import all_sum
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def unsupported_reason(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Reason why this engine cannot compute with such operands; None if it can."""
-    if dtype not in DTYPES:
-        return f"operands are {dtype}; the kernels sum in float32"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return None if major >= 8 else f"compute capability {major}.{minor}; the kernels need 8.0"
-    if not isinstance(kernels.exp_gemm, InterpretedFunction):
-        return f"operands are on {device.type}; Triton needs CUDA, or its interpreter (TRITON_INTERPRET=1)"
-    return None
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,6 @@ class ExpEpilogueEngine:
     """Exponentials of a chunk's shifted logits, and their row sums, from one GEMM.
 
     Args:
-        head: maps rows to logits.
         tile: tile sizes of GEMMs; None: the fastest on this device.
 
     Raises:
@@ -85,16 +76,16 @@ class ExpEpilogueEngine:
 
     def __init__(self, head: Head, *, tile: Tile | None = None) -> None:
         weight_VD = head.weight_VD
-        if why := unsupported_reason(weight_VD.dtype, weight_VD.device):
+        if why := kernels.unsupported_reason(weight_VD.dtype, weight_VD.device):
             raise SpecError(
                 "token_logprobs: implementation 'triton'",
                 found=why,
-                rule=f"one of {DTYPES} on CUDA",
+                rule=f"one of {kernels.DTYPES} on CUDA",
                 fix="choose implementation='chunked', which needs only torch",
             )
         self.head = head
         self._tile = tile or choose_tile(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
-        self._weight_VD = _aligned(weight_VD[: head.valid])
+        self._weight_VD = aligned(weight_VD[: head.valid])
         self._bias_V = None if head.bias_V is None else head.bias_V[: head.valid].to(torch.float32).contiguous()
         self._scratch = torch.empty(0, dtype=self._kept_dtype, device=weight_VD.device)
 
@@ -107,7 +98,7 @@ class ExpEpilogueEngine:
     ) -> Chunk:
         """See `engine.Engine.forward`."""
         with self._on_device():
-            hidden_CD = _aligned(hidden_CD)
+            hidden_CD = aligned(hidden_CD)
             shifts_C = self._target_logits(hidden_CD, targets_C, temperature)
             exponents = keep != "no" and "mean_squared_logit" in outputs
             exponentials_CV = None if keep == "no" else self._buffer(len(hidden_CD), keep)
@@ -121,16 +112,15 @@ class ExpEpilogueEngine:
 
     def backward(self, chunk: Chunk, gradients: RowGradients, into: Accumulators, rows: slice, *, first: bool) -> None:
         """See `engine.Engine.backward`."""
-        head, hidden_CD = self.head, chunk.hidden_CD
+        head, hidden_CD, depth = self.head, chunk.hidden_CD, chunk.hidden_CD.shape[1]
         with self._on_device(), exact_float32(hidden_CD.dtype):
             gradient_CV, scaled_CD, scales_C = self._gradient(chunk, gradients)
             chunk.saved = None
             if into.hidden_TD is not None:
                 hidden_gradient_CD = into.hidden_TD[rows]
                 torch.mm(gradient_CV, self._weight_VD, out=hidden_gradient_CD)
-                depth = hidden_CD.shape[1]
-                kernels.scale_rows[(len(hidden_CD),)](
-                    hidden_gradient_CD, scales_C, depth, *hidden_gradient_CD.stride(), BLOCK=_block(depth)
+                gradient_kernels.scale_rows[(len(hidden_CD),)](
+                    hidden_gradient_CD, scales_C, depth, *hidden_gradient_CD.stride(), BLOCK=block_of(depth)
                 )
                 count_gemm(len(hidden_CD))
             if into.weight_VD is not None:
@@ -142,8 +132,7 @@ class ExpEpilogueEngine:
                 self._add_bias(gradient_CV, scales_C, into.bias_V, first=first)
 
     @property
-    def _kept_dtype(self) -> torch.dtype:
-        # the range of float32 in 16 bits: float16 would overflow
+    def _kept_dtype(self) -> torch.dtype:  # the range of float32 in 16 bits: float16 would overflow
         return torch.float32 if self.head.weight_VD.dtype == torch.float32 else torch.bfloat16
 
     @property
@@ -196,7 +185,7 @@ class ExpEpilogueEngine:
             BIAS=self._bias_V is not None,
             CAP=head.soft_cap is not None,
             PER_ROW=temperatures_C is not None,
-            BLOCK=_block(depth),
+            BLOCK=block_of(depth),
         )
         return all_sum(logits_C, head.axis) if head.axis is not None and head.is_split else logits_C
 
@@ -213,19 +202,15 @@ class ExpEpilogueEngine:
         head, tile, (rows, depth) = self.head, self._tile, hidden_CD.shape
         temperatures_C, one = self._temperatures(temperature)
         entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
-        tiles = triton.cdiv(head.valid, tile.columns)
-        kinds = 1 + entropy + squares
+        tiles, kinds = triton.cdiv(head.valid, tile.columns), 1 + entropy + squares
         totals_FC = torch.zeros(kinds, rows, dtype=torch.float32, device=hidden_CD.device)
         if head.valid:
             sums_FNC = torch.empty(kinds, tiles, rows, dtype=torch.float32, device=hidden_CD.device)
-            store = exponentials_CV is not None
             hidden_tiles = TensorDescriptor.from_tensor(hidden_CD, [tile.rows, tile.depth])
             weight_tiles = TensorDescriptor.from_tensor(self._weight_VD, [tile.columns, tile.depth])
-            out_tiles = (
-                hidden_tiles
-                if exponentials_CV is None
-                else TensorDescriptor.from_tensor(exponentials_CV, [tile.rows, tile.columns // 2])
-            )
+            out_tiles, store = hidden_tiles, exponentials_CV is not None
+            if store:
+                out_tiles = TensorDescriptor.from_tensor(exponentials_CV, [tile.rows, tile.columns // 2])
             at_once = tile.per_processor * processors(hidden_CD.device)
             kernels.exp_gemm[(min(at_once, triton.cdiv(rows, tile.rows) * tiles),)](
                 hidden_tiles,
@@ -271,9 +256,7 @@ class ExpEpilogueEngine:
         """Head outputs from the sums; for overflowed rows from the logits, unless other ranks hold some of them."""
         head, (rows, depth) = self.head, hidden_CD.shape
         entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
-        logprobs_C, entropy_C, logsumexp_C, squares_C = torch.empty(
-            4, rows, dtype=torch.float32, device=shifts_C.device
-        )
+        logprobs_C, entropy_C, logsumexp_C, squares_C = shifts_C.new_empty(4, rows)
         overflowed_C = torch.empty(rows, dtype=torch.int8, device=shifts_C.device)
         kernels.write_outputs[(triton.cdiv(rows, 128),)](
             totals_FC,
@@ -331,8 +314,7 @@ class ExpEpilogueEngine:
         logprob_C, entropy_C, logsumexp_C, squares_C = (
             None if g_C is None else g_C.to(torch.float32).contiguous() for g_C in gradients
         )
-        exponentials_CV = saved.exponentials_CV
-        gradient_CV = exponentials_CV.view(hidden_CD.dtype)
+        exponentials_CV, gradient_CV = saved.exponentials_CV, saved.exponentials_CV.view(hidden_CD.dtype)
         scaled_CD = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)
         scales_C = torch.empty_like(saved.shifts_C)
         stride, hidden_stride = exponentials_CV.stride(0), hidden_CD.stride(0)
@@ -344,7 +326,7 @@ class ExpEpilogueEngine:
             or hidden_CD.dtype == torch.float16
         )
         if needs_pass and head.valid:
-            kernels.write_gradient[(rows * triton.cdiv(head.valid, 4096),)](
+            gradient_kernels.write_gradient[(rows * triton.cdiv(head.valid, 4096),)](
                 exponentials_CV,
                 gradient_CV,
                 hidden_CD,
@@ -378,11 +360,11 @@ class ExpEpilogueEngine:
                 PER_ROW=temperatures_C is not None,
                 FAST=hidden_CD.is_cuda,
                 BLOCK=4096,
-                DEPTH=_block(depth),
+                DEPTH=block_of(depth),
                 num_warps=8,
             )
         else:
-            kernels.fold_target[(rows,)](
+            gradient_kernels.fold_target[(rows,)](
                 exponentials_CV,
                 hidden_CD,
                 scaled_CD,
@@ -403,7 +385,7 @@ class ExpEpilogueEngine:
                 LOGPROB=logprob_C is not None,
                 LOGSUMEXP=logsumexp_C is not None,
                 PER_ROW=temperatures_C is not None,
-                BLOCK=_block(depth),
+                BLOCK=block_of(depth),
             )
         return gradient_CV, scaled_CD, scales_C
 
@@ -412,23 +394,6 @@ class ExpEpilogueEngine:
         if first:
             bias_V[columns:].zero_()
         if columns:
-            kernels.add_columns[(triton.cdiv(columns, 128),)](
+            gradient_kernels.add_columns[(triton.cdiv(columns, 128),)](
                 gradient_CV, scales_C, bias_V, rows, columns, gradient_CV.stride(0), FIRST=first, ROWS=32, BLOCK=128
             )
-
-
-def _block(depth: int) -> int:
-    """Elements of a row of hidden states that a program loads at a time."""
-    return min(1024, triton.next_power_of_2(depth))
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix with rows aligned to 16 bytes, as TMA requires; copied only if necessary."""
-    size = matrix.element_size()
-    fits = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * size % 16 == 0
-    if fits and matrix.data_ptr() % 16 == 0:
-        return matrix
-    rows, columns = matrix.shape
-    per_row = 16 // size
-    copy = matrix.new_empty(rows, -(-columns // per_row) * per_row)[:, :columns]
-    return copy.copy_(matrix)

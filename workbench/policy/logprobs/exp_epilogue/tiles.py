@@ -1,4 +1,4 @@
-"""Tile sizes of a GEMM with the head, by its depth and dtype and by the device.
+"""Tile sizes of a GEMM with the head, by its depth and dtype and by the device; blocks and alignment of rows.
 
 Letters: D model dimension | C rows of a chunk | V vocabulary.
 """
@@ -9,6 +9,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import triton
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,20 @@ def processors(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may request."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def block_of(depth: int) -> int:
+    """Elements of a row of hidden states that a program loads at a time."""
+    return min(1024, triton.next_power_of_2(depth))
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """Return the matrix with rows aligned to 16 bytes, as TMA requires; copied only if necessary."""
+    size = matrix.element_size()
+    fits = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * size % 16 == 0
+    if fits and matrix.data_ptr() % 16 == 0:
+        return matrix
+    rows, columns = matrix.shape
+    per_row = 16 // size
+    copy = matrix.new_empty(rows, -(-columns // per_row) * per_row)[:, :columns]
+    return copy.copy_(matrix)

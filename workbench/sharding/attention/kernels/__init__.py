@@ -14,10 +14,10 @@ from typing import Protocol
 from torch import Tensor
 
 from workbench.errors import ShardingError
-from workbench.sharding.attention.block import Block
 from workbench.sharding.attention.kernels.flash import FlashKernel
 from workbench.sharding.attention.kernels.flex import FlexKernel
 from workbench.sharding.attention.kernels.plain import PlainKernel
+from workbench.sharding.attention.shard import Block
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -63,18 +63,10 @@ class Kernel(Protocol):
         Formula:  p = exp(s - lse); delta = rowsum(d_out * out); ds = p * (d_out v^T - delta) * scale;
                   dq = ds k; dk = ds^T q; dv = p^T d_out, the last two summed over the query heads that share a head.
 
-        Args:
-            d_out: [1, Hq, q, d].
-            query: as in forward.
-            key: as in forward.
-            value: as in forward.
-            out: over *all* keys that the query sees, in this block and others.
-            lse: likewise.
-            block: as in forward.
-            scale: as in forward.
-            delta: [1, Hq, q], if already computed.
+        ``out`` and ``lse`` are over *all* keys that the query sees, in this block and others; ``delta`` is passed if
+        already computed.
 
-        Shapes:   as query, key and value; of their dtype or a wider one.
+        Shapes:   d_out [1, Hq, q, d], delta [1, Hq, q] -> as query, key and value; of their dtype or a wider one.
         Source:   the backward of FlashAttention-2, arXiv 2307.08691, algorithm 2.
         """
         ...

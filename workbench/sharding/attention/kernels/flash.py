@@ -9,48 +9,24 @@ Letters: q queries | k keys | d head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from workbench.sharding.attention.block import Block
 from workbench.sharding.attention.segments import Call, Rows, find_calls, segments_of
+from workbench.sharding.attention.shard import Block
 
 MOST_CALLS = 8
 """Maximum number of calls per block; a window over keys with gaps needs one per truncated width."""
 MOST_REPEATS = 8
 """Maximum number of gathered keys, as a multiple of the block's keys."""
 
-_FORWARD = (
-    "query",
-    "key",
-    "value",
-    "cum_seq_q",
-    "cum_seq_k",
-    "max_q",
-    "max_k",
-    "dropout_p",
-    "is_causal",
-    "return_debug_mask",
-)
-_BACKWARD = (
-    "grad_out",
-    "query",
-    "key",
-    "value",
-    "out",
-    "logsumexp",
-    "cum_seq_q",
-    "cum_seq_k",
-    "max_q",
-    "max_k",
-    "dropout_p",
-    "is_causal",
-    "rng_state",
-    "unused",
-)
+_SEGMENTS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal")
+_FORWARD = ("query", "key", "value", *_SEGMENTS, "return_debug_mask")
+_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", *_SEGMENTS, "rng_state", "unused")
 _OPTIONS = ("scale", "window_size_left", "window_size_right")
 
 
@@ -115,7 +91,7 @@ class FlashKernel:
         """See `Kernel.forward`. Output of the query's dtype, log-normalisers in float32."""
         calls = _calls(block, query.device)
         query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
-        outputs = [(call, *self._forward(call, query_qHd, key_kHd, value_kHd, scale)) for call in calls]
+        outputs = [(call, *self._forward(call, (query_qHd, key_kHd, value_kHd), scale)) for call in calls]
         if len(calls) == 1 and _is_all(calls[0].query_rows, query_qHd):
             _, out_qHd, lse_Hq = outputs[0]
         else:
@@ -146,10 +122,8 @@ class FlashKernel:
         query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
         d_out_qHd, out_qHd = _rows(d_out.to(query.dtype)), _rows(out.to(query.dtype))
         lse_Hq = lse[0].float()
-        grads = [
-            (call, *self._backward(call, d_out_qHd, query_qHd, key_kHd, value_kHd, out_qHd, lse_Hq, scale))
-            for call in calls
-        ]
+        of_queries, of_keys = (d_out_qHd, query_qHd, out_qHd), (key_kHd, value_kHd)
+        grads = [(call, *self._backward(call, of_queries, of_keys, lse_Hq, scale)) for call in calls]
         d_query = _heads(_merged([(call.query_rows, d_qHd) for call, d_qHd, _, _ in grads], query_qHd, add=False))
         add = len(calls) > 1 or any(call.repeats for call in calls)
         d_key, d_value = (
@@ -157,48 +131,22 @@ class FlashKernel:
         )
         return d_query, d_key, d_value
 
-    def _forward(
-        self, call: Call, query_qHd: Tensor, key_kHd: Tensor, value_kHd: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, call: Call, inputs: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        rows = call.query_rows, call.key_rows, call.key_rows
+        taken = map(_take, inputs, rows)
         out_qHd, lse_Hq, *_ = self.operators.forward(
-            _take(query_qHd, call.query_rows),
-            _take(key_kHd, call.key_rows),
-            _take(value_kHd, call.key_rows),
-            *_lengths(call),
-            *_mask(call),
-            False,
-            scale=scale,
-            **_window(call),
+            *taken, *_lengths_and_mask(call), False, scale=scale, **_window(call)
         )
         return out_qHd, lse_Hq
 
     def _backward(
-        self,
-        call: Call,
-        d_out_qHd: Tensor,
-        query_qHd: Tensor,
-        key_kHd: Tensor,
-        value_kHd: Tensor,
-        out_qHd: Tensor,
-        lse_Hq: Tensor,
-        scale: float,
+        self, call: Call, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], lse_Hq: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        unused = torch.empty(2, dtype=torch.uint64, device=query_qHd.device)  # random state: there is no dropout
-        rows = call.query_rows
-        return self.operators.backward(
-            _take(d_out_qHd, rows),
-            _take(query_qHd, rows),
-            _take(key_kHd, call.key_rows),
-            _take(value_kHd, call.key_rows),
-            _take(out_qHd, rows),
-            _take(lse_Hq.T, rows).T.contiguous(),
-            *_lengths(call),
-            *_mask(call),
-            unused,
-            unused,
-            scale=scale,
-            **_window(call),
-        )
+        d_out_qHd, query_qHd, out_qHd = (_take(one_qHd, call.query_rows) for one_qHd in of_queries)
+        key_kHd, value_kHd = (_take(one_kHd, call.key_rows) for one_kHd in of_keys)
+        inputs = d_out_qHd, query_qHd, key_kHd, value_kHd, out_qHd, _take(lse_Hq.T, call.query_rows).T.contiguous()
+        unused = torch.empty(2, dtype=torch.uint64, device=lse_Hq.device)  # random state: there is no dropout
+        return self.operators.backward(*inputs, *_lengths_and_mask(call), unused, unused, scale=scale, **_window(call))
 
 
 def _calls(block: Block, device: torch.device) -> list[Call]:
@@ -211,10 +159,8 @@ def _refused_block(block: Block) -> str | None:
         gathered = sum(segment.keys[1] - segment.keys[0] for segment in segments)
         masks = len({(segment.causal, segment.window) for segment in segments if segment.causal is not None})
         if masks > MOST_CALLS:
-            return (
-                f"flash needs one call for each mask of this order of tokens and this window: {masks}, of at "
-                f"most {MOST_CALLS}"
-            )
+            needed = f"{masks}, of at most {MOST_CALLS}"
+            return f"flash needs one call for each mask of this order of tokens and this window: {needed}"
         if gathered > MOST_REPEATS * block.shape[1]:
             return (
                 f"flash would gather {gathered} keys of {block.shape[1]} for {len(segments)} runs of queries, "
@@ -225,14 +171,11 @@ def _refused_block(block: Block) -> str | None:
     return block.once("flash", why)
 
 
-def _lengths(call: Call) -> tuple[Tensor, Tensor, int, int]:
+def _lengths_and_mask(call: Call) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    """Starts and longest lengths, dropout 0, and True if the mask is causal without a window."""
     # With longest query 1 the operator takes a special path that assumes one query per segment; ours may have none.
-    return call.query_starts, call.key_starts, max(call.longest_query, 2), call.longest_key
-
-
-def _mask(call: Call) -> tuple[float, bool]:
-    """Dropout 0, and True if the mask is causal without a window."""
-    return 0.0, call.causal and call.window is None
+    longest = max(call.longest_query, 2), call.longest_key
+    return call.query_starts, call.key_starts, *longest, 0.0, call.causal and call.window is None
 
 
 def _window(call: Call) -> dict[str, int]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.shard import Block
 
 TILE = 128
 """Queries, and keys, per tile."""

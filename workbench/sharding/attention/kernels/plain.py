@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.shard import Block
 
 _SCORES = {"cpu": 2**18, "cuda": 2**27}
 """Maximum number of scores in memory, over all heads; on a CPU as many as fit in its cache."""

@@ -17,7 +17,8 @@ from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.engine import Accumulators, count_gemms
 from workbench.policy.logprobs.exp_epilogue import engine as module
-from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine, unsupported_reason
+from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine
+from workbench.policy.logprobs.exp_epilogue.kernels import unsupported_reason
 from workbench.policy.logprobs.exp_epilogue.tiles import Tile
 from workbench.policy.logprobs.head import make_head
 from workbench.sharding.mesh import Axis, make_mesh
@@ -38,17 +39,17 @@ def test_equals_the_reference_through_the_driver(options):
     if DEVICE.type == "cuda":
         leaves = [None if x is None else x.to(DEVICE) for x in leaves]
         call = {k: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for k, x in call.items()}
-    found = answers(triton, leaves, call, chunk_tokens=4, keep_bytes=1000)
-    for one, other in zip(found[0], expected[0], strict=True):
+    result = answers(triton, leaves, call, chunk_tokens=4, keep_bytes=1000)
+    for one, other in zip(result[0], expected[0], strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one.double().cpu(), other, rtol=1e-5, atol=1e-5)
-    for one, other in zip(found[1], expected[1], strict=True):
+    for one, other in zip(result[1], expected[1], strict=True):
         assert one is None or error(one, other) < RELATIVE[torch.float32]
 
 
 def cases(count):
-    """So many combinations of what an engine may meet, drawn from all."""
+    """A sample of all combinations of an engine's inputs."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     everything = itertools.product(
         dtypes,
@@ -79,7 +80,7 @@ def test_a_chunk_equals_an_exact_one(case):
     targets = torch.randint(0, columns - padding, (rows,), generator=g)
     temperature = 0.5 + torch.rand(rows, generator=g) if temperature == "each" else temperature
     gradients = [torch.randn(rows, generator=g) if use else None for use in uses]
-    found, expected = (
+    result, expected = (
         chunk_and_back(make, *moved, keep=keep, logit_scale=scale, soft_cap=cap, valid=columns - padding)
         for make, moved in (
             (
@@ -102,22 +103,22 @@ def test_a_chunk_equals_an_exact_one(case):
             ),
         )
     )
-    assert not found[0].overflowed_C.any()
-    for one, other in zip(found[0].head_output[:4], expected[0].head_output[:4], strict=True):
+    assert not result[0].overflowed_C.any()
+    for one, other in zip(result[0].head_output[:4], expected[0].head_output[:4], strict=True):
         torch.testing.assert_close(one.double().cpu(), other, rtol=1e-5, atol=2e-5)
     for name in ("hidden_TD", "weight_VD", "bias_V"):
-        one, other = getattr(found[1], name), getattr(expected[1], name)
+        one, other = getattr(result[1], name), getattr(expected[1], name)
         assert one is None or error(one, other) < RELATIVE[dtype], name
-    assert (found[1].weight_VD[columns - padding :] == 0).all()
+    assert (result[1].weight_VD[columns - padding :] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_says_the_same_bits_whatever_is_kept_or_wanted_and_wherever_it_lies(dtype):
+def test_a_row_has_the_same_bits_for_any_budget_outputs_and_position(dtype):
     hidden, weight, _, targets, temperature, _ = plain(dtype)
     engine = ExpEpilogueEngine(make_head(weight))
     alone = engine.forward(hidden, targets, temperature, outputs=frozenset(), keep="no").head_output
     order = torch.randperm(21, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    for keep, wanted, places in (
+    for keep, outputs, places in (
         ("scratch", EVERYTHING, slice(None)),
         ("own", frozenset({"entropy"}), order),
         ("no", EVERYTHING, order[:5]),
@@ -125,11 +126,11 @@ def test_a_row_says_the_same_bits_whatever_is_kept_or_wanted_and_wherever_it_lie
     ):
         each = torch.full((len(targets[places]),), temperature, device=DEVICE)
         for given in (temperature, each):
-            said = engine.forward(
-                hidden[places].contiguous(), targets[places], given, outputs=wanted, keep=keep
+            output = engine.forward(
+                hidden[places].contiguous(), targets[places], given, outputs=outputs, keep=keep
             ).head_output
-            assert torch.equal(said.logprobs_T, alone.logprobs_T[places])
-            assert torch.equal(said.logsumexp_T, alone.logsumexp_T[places])
+            assert torch.equal(output.logprobs_T, alone.logprobs_T[places])
+            assert torch.equal(output.logsumexp_T, alone.logsumexp_T[places])
 
 
 def test_the_ratio_to_the_policy_s_own_old_self_is_exactly_one():
@@ -137,7 +138,13 @@ def test_the_ratio_to_the_policy_s_own_old_self_is_exactly_one():
     with torch.no_grad():
         old = triton(hidden, weight, targets, temperature=0.7, chunk_tokens=21).logprobs_T
     new = triton(
-        hidden.requires_grad_(), weight, targets, temperature=0.7, wanted=("entropy",), chunk_tokens=9, keep_bytes=10**5
+        hidden.requires_grad_(),
+        weight,
+        targets,
+        temperature=0.7,
+        outputs=("entropy",),
+        chunk_tokens=9,
+        keep_bytes=10**5,
     ).logprobs_T
     assert (new - old).exp().eq(1).all()
     assert new.requires_grad
@@ -174,7 +181,7 @@ def test_a_gradient_may_be_summed_in_the_width_of_the_weight():
 
 
 @pytest.mark.parametrize(("wants", "expected"), [((True, True), 2), ((True, False), 1), ((False, True), 1)])
-def test_products_that_nobody_wants_are_not_made(wants, expected):
+def test_unused_gemms_are_skipped(wants, expected):
     hidden, weight, *rest = plain()
     into = Accumulators(torch.empty_like(hidden) if wants[0] else None, torch.empty_like(weight) if wants[1] else None)
     with count_gemms() as count:
@@ -182,7 +189,7 @@ def test_products_that_nobody_wants_are_not_made(wants, expected):
     assert count.rows == 21 * (1 + expected)
 
 
-def test_no_number_is_read_from_memory_that_nobody_wrote():
+def test_uninitialised_memory_is_never_read():
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -211,10 +218,10 @@ def test_operands_may_lie_in_memory_as_they_like(layout):
         laid = hidden.new_empty(21 * 40 + 1)[1:].view(21, 40), weight.new_empty(53 * 40 + 1)[1:].view(53, 40)
     for empty, value in zip(laid, (hidden, weight), strict=True):
         empty.copy_(value)
-    found = chunk_and_back(ExpEpilogueEngine, *laid, *rest)
-    assert torch.equal(found[0].head_output.logprobs_T, expected[0].head_output.logprobs_T)
-    assert torch.equal(found[1].hidden_TD, expected[1].hidden_TD)
-    assert torch.equal(found[1].weight_VD, expected[1].weight_VD)
+    result = chunk_and_back(ExpEpilogueEngine, *laid, *rest)
+    assert torch.equal(result[0].head_output.logprobs_T, expected[0].head_output.logprobs_T)
+    assert torch.equal(result[1].hidden_TD, expected[1].hidden_TD)
+    assert torch.equal(result[1].weight_VD, expected[1].weight_VD)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,7 +230,7 @@ def test_a_row_beyond_the_range_of_exponentials_is_reported_and_moves_nothing(dt
     hidden, weight, _, targets, _, gradients = plain(dtype)
     if entropy:
         gradients[1] = gradients[0]
-    wanted = frozenset({"entropy"}) if entropy else frozenset()
+    outputs = frozenset({"entropy"}) if entropy else frozenset()
     expected = chunk_and_back(
         ExpEpilogueEngine,
         hidden[1:-1],
@@ -232,11 +239,11 @@ def test_a_row_beyond_the_range_of_exponentials_is_reported_and_moves_nothing(dt
         targets[1:-1],
         1.0,
         [None if x is None else x[1:-1] for x in gradients],
-        wanted=wanted,
+        outputs=outputs,
     )
     hidden[0] = -200 * weight[targets[0]] / weight[targets[0]].square().sum()
     hidden[-1] = torch.nan
-    chunk, into = chunk_and_back(ExpEpilogueEngine, hidden, weight, None, targets, 1.0, gradients, wanted=wanted)
+    chunk, into = chunk_and_back(ExpEpilogueEngine, hidden, weight, None, targets, 1.0, gradients, outputs=outputs)
     assert chunk.overflowed_C.nonzero()[:, 0].tolist() == [0, 20]
     assert (into.hidden_TD[[0, -1]] == 0).all()
     torch.testing.assert_close(into.hidden_TD[1:-1], expected[1].hidden_TD, rtol=1e-2, atol=1e-4)
@@ -248,7 +255,7 @@ def test_a_row_beyond_the_range_of_exponentials_is_reported_and_moves_nothing(dt
     [{}, {"soft_cap": 90.0, "temperature": "each"}, {"bias": True, "valid": 140}],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_a_row_beyond_the_range_of_exponentials_says_what_its_logits_say(options):
+def test_a_row_beyond_the_exponential_range_matches_its_logits(options):
     hidden, weight, _, targets, temperature, _ = plain(columns=150 if "bias" in options else 53)
     hidden[::4] = -200 * weight[targets[::4]] / weight[targets[::4]].square().sum(-1, keepdim=True)
     hidden[-1] = torch.nan
@@ -261,7 +268,7 @@ def test_a_row_beyond_the_range_of_exponentials_says_what_its_logits_say(options
         bias[3] = -torch.inf
         targets = targets % 140
         targets[1::4] = 3
-    found, expected = (
+    result, expected = (
         chunk_and_back(
             engine,
             hidden.to(dtype),
@@ -274,9 +281,9 @@ def test_a_row_beyond_the_range_of_exponentials_says_what_its_logits_say(options
         )[0]
         for engine, dtype in ((ExpEpilogueEngine, torch.float32), (ChunkedEngine, torch.float64))
     )
-    assert found.overflowed_C[::4].all()
-    assert found.outputs_are_exact
-    for one, other in zip(found.head_output[:4], expected.head_output[:4], strict=True):
+    assert result.overflowed_C[::4].all()
+    assert result.outputs_are_exact
+    for one, other in zip(result.head_output[:4], expected.head_output[:4], strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4, equal_nan=True)
         assert one[-1].isnan()
 
@@ -291,12 +298,12 @@ def test_extreme_logits_are_exact_through_the_driver():
     targets[4] = 8  # a target of probability 0 has no gradient
     hidden[1] = -200 * weight[1] / weight[1].square().sum()  # e^-200 and less
     leaves = [x.float() for x in (hidden, weight, bias)]
-    call = {"targets_T": targets, "wanted": ("entropy", "logsumexp", "mean_squared_logit")}
+    call = {"targets_T": targets, "outputs": ("entropy", "logsumexp", "mean_squared_logit")}
     expected = answers(reference.token_logprobs, [x.double() for x in leaves], call)
-    found = answers(triton, [x.to(DEVICE) for x in leaves], {**call, "targets_T": targets.to(DEVICE)}, chunk_tokens=4)
-    for one, other in zip(found[0][:4], expected[0][:4], strict=True):
+    result = answers(triton, [x.to(DEVICE) for x in leaves], {**call, "targets_T": targets.to(DEVICE)}, chunk_tokens=4)
+    for one, other in zip(result[0][:4], expected[0][:4], strict=True):
         torch.testing.assert_close(one.double().cpu(), other, rtol=1e-5, atol=2e-3)
-    for one, other in zip(found[1], expected[1], strict=True):
+    for one, other in zip(result[1], expected[1], strict=True):
         assert error(one, other) < 1e-4
 
 
@@ -360,9 +367,9 @@ def test_ranks_with_uneven_and_with_empty_slices_of_the_vocabulary(uses, tempera
         [x.masked_fill(lost, 0).double() if use else None for x, use in zip(gradients, uses, strict=True)],
         soft_cap=6.0 if capped else None,
     )
-    for said, overflowed, *_, beyond in ranks:
+    for text, overflowed, *_, beyond in ranks:
         assert torch.equal(overflowed, lost)
-        for one, other in zip(said, chunk.head_output[:4], strict=True):
+        for one, other in zip(text, chunk.head_output[:4], strict=True):
             torch.testing.assert_close(one[~lost].double(), other[~lost], rtol=1e-5, atol=1e-5)
         assert (beyond == 0).all()
     assert error(sum(rank[2] for rank in ranks), into.hidden_TD) < 2e-5
@@ -373,12 +380,12 @@ def test_ranks_with_uneven_and_with_empty_slices_of_the_vocabulary(uses, tempera
 def test_an_axis_of_one_rank_is_none():
     made = plain()
     alone = chunk_and_back(ExpEpilogueEngine, *made)
-    found = chunk_and_back(ExpEpilogueEngine, *made, axis=Axis("tp"))
-    assert torch.equal(found[0].head_output.logprobs_T, alone[0].head_output.logprobs_T)
-    assert torch.equal(found[1].hidden_TD, alone[1].hidden_TD)
+    result = chunk_and_back(ExpEpilogueEngine, *made, axis=Axis("tp"))
+    assert torch.equal(result[0].head_output.logprobs_T, alone[0].head_output.logprobs_T)
+    assert torch.equal(result[1].hidden_TD, alone[1].hidden_TD)
 
 
-def test_what_is_kept_is_as_large_as_is_said():
+def test_saved_bytes_match_the_estimate():
     hidden, weight, _, targets, temperature, _ = plain(torch.bfloat16)
     engine = ExpEpilogueEngine(make_head(weight))
     saved = engine.forward(hidden, targets, temperature, outputs=EVERYTHING, keep="own").saved
@@ -398,12 +405,12 @@ def test_one_scratch_serves_every_chunk():
     assert len(places) == 1
 
 
-def test_operands_that_the_kernels_cannot_take_are_refused_in_words():
+def test_unsupported_operands_are_refused():
     with pytest.raises(SpecError, match=r"float64; the kernels sum in float32"):
         ExpEpilogueEngine(make_head(torch.zeros(3, 2, dtype=torch.float64)))
 
 
-def test_without_a_gpu_and_without_an_interpreter_it_says_so(monkeypatch):
+def test_a_missing_gpu_and_interpreter_are_reported(monkeypatch):
     monkeypatch.setattr(module.kernels, "exp_gemm", object())
     assert "Triton needs CUDA" in unsupported_reason(torch.float32, torch.device("cpu"))
 
@@ -411,6 +418,6 @@ def test_without_a_gpu_and_without_an_interpreter_it_says_so(monkeypatch):
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
 def test_a_gpu_must_multiply_bfloat16(capability, refused, monkeypatch):
     monkeypatch.setattr(
-        module, "torch", stand_in(torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability))
+        module.kernels, "torch", stand_in(torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability))
     )
     assert (unsupported_reason(torch.bfloat16, torch.device("cuda", 0)) is not None) == refused

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the Triton engine: sizes of models, memory, and the process's precision settings."""
+"""GPU-only properties of the Triton engine: sizes of models, memory, and the process's precision settings."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def grown(call):
-    """Bytes by which the peak of allocated memory exceeds what was there before, after one run to compile."""
+    """Bytes by which the peak of allocated memory exceeds the allocation before, after one run to compile."""
     call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -37,7 +37,7 @@ def test_errors_at_the_size_of_a_model_are_those_of_one_rounding():
         targets,
         1.0,
         [gradient, None, None, None],
-        wanted=frozenset({"entropy"}),
+        outputs=frozenset({"entropy"}),
     )
     rows, columns = slice(0, 256), torch.cat([targets[:1000], torch.arange(1000, device="cuda")]).unique()
     wide, logprobs, entropy, d_weight = weight.double(), [], [], 0
@@ -60,22 +60,22 @@ def test_errors_at_the_size_of_a_model_are_those_of_one_rounding():
 def test_a_row_of_a_million_tokens():
     hidden, weight, targets = like_a_model(2**20 + 7, 64, 4099)
     wants = torch.randn(len(targets), device="cuda")
-    found = {}
+    results = {}
     for name, engine in (("triton", ExpEpilogueEngine), ("chunked", ChunkedEngine)):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        said = driver.token_logprobs(*leaves, targets, engine=engine, temperature=0.7, outputs=("entropy",))
-        (said.logprobs_T * wants).sum().backward()
-        found[name] = said.logprobs_T.detach(), said.entropy_T.detach(), *(x.grad for x in leaves)
-    for one, other in zip(found["triton"][:2], found["chunked"][:2], strict=True):
+        output = driver.token_logprobs(*leaves, targets, engine=engine, temperature=0.7, outputs=("entropy",))
+        (output.logprobs_T * wants).sum().backward()
+        results[name] = output.logprobs_T.detach(), output.entropy_T.detach(), *(x.grad for x in leaves)
+    for one, other in zip(results["triton"][:2], results["chunked"][:2], strict=True):
         assert (one - other).abs().max() < 1e-3
-    for one, other in zip(found["triton"][2:], found["chunked"][2:], strict=True):
+    for one, other in zip(results["triton"][2:], results["chunked"][2:], strict=True):
         assert error(one, other) < 7e-3
 
 
 def test_the_ratio_to_the_policy_s_own_old_self_is_exactly_one():
     hidden, weight, targets = like_a_model(5001, 1024, 50001)
     with torch.no_grad():
-        old = triton(hidden, weight, targets, temperature=0.7, chunk_tokens=5001, wanted=()).logprobs_T
+        old = triton(hidden, weight, targets, temperature=0.7, chunk_tokens=5001, outputs=()).logprobs_T
     new = triton(hidden.requires_grad_(), weight, targets, temperature=0.7, chunk_tokens=1000, keep_bytes=2**30)
     assert (new.logprobs_T - old).exp().eq(1).all()
 
@@ -94,7 +94,7 @@ def test_two_runs_give_the_same_bits():
 def test_forward_alone_takes_less_than_64_mebibytes():
     hidden, weight, targets = like_a_model(16384, 1024, 151936)
     with torch.no_grad():
-        assert grown(lambda: triton(hidden, weight, targets, wanted=("entropy", "logsumexp"))) < 64 * MIB
+        assert grown(lambda: triton(hidden, weight, targets, outputs=("entropy", "logsumexp"))) < 64 * MIB
 
 
 def test_backward_takes_one_chunk_of_exponentials():
@@ -110,7 +110,7 @@ def test_backward_takes_one_chunk_of_exponentials():
     assert grown(there_and_back) < 1.3 * 1024 * MIB
 
 
-def test_a_float32_head_is_exact_whatever_the_process_has_set():
+def test_a_float32_head_is_exact_under_any_global_setting():
     hidden, weight, targets = like_a_model(500, 1000, 2003, torch.float32)
     expected = chunk_and_back(
         ChunkedEngine,
@@ -124,29 +124,31 @@ def test_a_float32_head_is_exact_whatever_the_process_has_set():
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        found = chunk_and_back(
+        result = chunk_and_back(
             ExpEpilogueEngine, hidden, weight, None, targets, 1.0, [torch.ones(500), None, None, None]
         )
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-    assert (found[0].head_output.logprobs_T - expected[0].head_output.logprobs_T).abs().max() < 3e-5
-    assert error(found[1].hidden_TD, expected[1].hidden_TD) < 2e-5
-    assert error(found[1].weight_VD, expected[1].weight_VD) < 2e-5
+    assert (result[0].head_output.logprobs_T - expected[0].head_output.logprobs_T).abs().max() < 3e-5
+    assert error(result[1].hidden_TD, expected[1].hidden_TD) < 2e-5
+    assert error(result[1].weight_VD, expected[1].weight_VD) < 2e-5
 
 
-@pytest.mark.parametrize("wanted", [(), ("entropy", "logsumexp", "mean_squared_logit")])
-def test_logits_that_are_there_already(wanted):
+@pytest.mark.parametrize("outputs", [(), ("entropy", "logsumexp", "mean_squared_logit")])
+def test_logits_that_are_there_already(outputs):
     logits = 4 * torch.randn(701, 50257, device="cuda", dtype=torch.bfloat16)
     targets = torch.randint(0, 50257, (701,), device="cuda")
-    found = []
+    results = []
     for implementation, dtype in (("triton", torch.bfloat16), ("torch", torch.float64)):
         leaf = logits.detach().to(dtype, copy=True).requires_grad_()
-        said = token_logprobs_from_logits(leaf, targets, implementation=implementation, temperature=0.8, outputs=wanted)
-        sum((x * torch.arange(701, device="cuda")).sum() for x in said if x is not None).backward()
-        found.append((*(x.detach() for x in said if x is not None), leaf.grad))
-    for one, other in zip(found[0][:-1], found[1][:-1], strict=True):
+        output = token_logprobs_from_logits(
+            leaf, targets, implementation=implementation, temperature=0.8, outputs=outputs
+        )
+        sum((x * torch.arange(701, device="cuda")).sum() for x in output if x is not None).backward()
+        results.append((*(x.detach() for x in output if x is not None), leaf.grad))
+    for one, other in zip(results[0][:-1], results[1][:-1], strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
-    assert error(found[0][-1], found[1][-1]) < 3e-3
+    assert error(results[0][-1], results[1][-1]) < 3e-3
 
 
 def test_a_gradient_over_the_logits_takes_no_memory_of_its_own():
@@ -154,11 +156,11 @@ def test_a_gradient_over_the_logits_takes_no_memory_of_its_own():
 
     def there_and_back():
         logits = hidden.detach().requires_grad_() @ weight.T
-        said = token_logprobs_from_logits(logits, targets, outputs=("entropy",), inplace_backward=True)
-        said.logprobs_T.sum().backward()
+        output = token_logprobs_from_logits(logits, targets, outputs=("entropy",), inplace_backward=True)
+        output.logprobs_T.sum().backward()
 
     assert grown(there_and_back) < 4096 * 50257 * 2 + 16 * MIB
 
 
-def test_bfloat16_on_this_gpu_goes_to_the_kernels():
+def test_bfloat16_on_this_gpu_uses_the_kernels():
     assert fastest(torch.bfloat16, torch.device("cuda", 0)) == "triton"

@@ -33,7 +33,7 @@ def device(monkeypatch):
     ("kilobytes", "depth", "dtype"),
     [(227, 1024, torch.bfloat16), (227, 8192, torch.float16), (99, 4096, torch.bfloat16), (163, 4096, torch.float32)],
 )
-def test_operands_in_flight_and_what_is_stored_fit_into_shared_memory(device, kilobytes, depth, dtype):
+def test_stages_and_outputs_fit_into_shared_memory(device, kilobytes, depth, dtype):
     tile = tiles.choose_tile(depth, dtype, device(kilobytes))
     loaded = (tile.rows + tile.columns) * tile.depth * dtype.itemsize
     stored = tile.rows * (tile.columns // 2) * dtype.itemsize

@@ -16,7 +16,7 @@ STAND_IN = Operators(varlen_attention.forward, varlen_attention.backward)
 
 
 class Watched:
-    """The stand-in, and what it was called with."""
+    """The stand-in, and its calls."""
 
     def __init__(self):
         self.calls = []
@@ -36,7 +36,7 @@ def token_major(heads, tokens, dtype=torch.float64):
 
 
 def on_a_gpu(query):
-    """What a refusal looks at, as if the tensor were on a GPU."""
+    """The tensor properties that a refusal reads, as if the tensor were on a GPU."""
     return types.SimpleNamespace(device=torch.device("cuda", 0), dtype=query.dtype, shape=query.shape)
 
 
@@ -71,8 +71,8 @@ def test_blocks_give_the_attention_of_the_row_and_its_gradients(order, at_once, 
 def test_every_algorithm_can_stand_on_it(monkeypatch, algorithm, inner):
     monkeypatch.setattr(FlashKernel, "_refused_tensors", lambda *_: None)
     monkeypatch.setattr(kernels, "KERNELS", (FlashKernel(STAND_IN),))
-    found = by_ranks("zigzag", 4, algorithm, (8, 4), inner=inner, window=9, kernel="flash")
-    assert_right(found, (8, 4), 9, atol=2e-6)
+    by_rank = by_ranks("zigzag", 4, algorithm, (8, 4), inner=inner, window=9, kernel="flash")
+    assert_right(by_rank, (8, 4), 9, atol=2e-6)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "balanced"])
@@ -81,7 +81,7 @@ def test_a_rank_alone(order):
 
 
 @pytest.mark.parametrize("keys", [range(40), [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7, 8, 9, 10, 11]])
-def test_the_operators_of_this_torch_take_what_they_are_given(keys):
+def test_the_operators_of_this_torch_accept_our_arguments(keys):
     kernel, its = FlashKernel(), block([2, 3, 14, 15], keys, [0] * 40, window=7)
     query, key = (
         torch.empty(1, n, heads, 16, dtype=torch.bfloat16, device="meta").transpose(1, 2)
@@ -124,7 +124,7 @@ def test_keys_that_lie_in_order_are_not_copied_for_a_shard_either():
         ([4, 5], range(3), 4, (False, 0, -1)),
     ],
 )
-def test_masks_are_said_as_torch_says_them(queries, keys, window, mask):
+def test_masks_match_torch(queries, keys, window, mask):
     watched = Watched()
     query, key = token_major(1, 2), token_major(1, len(keys))
     FlashKernel(watched).forward(query, key, key, block(queries, keys, [0] * 6, window), 0.3)
@@ -169,7 +169,7 @@ def test_heads_that_the_operator_could_not_read_are_copied():
         (torch.bfloat16, 264, "up to 256"),
     ],
 )
-def test_what_it_cannot_is_refused_in_words(hopper, dtype, d, words):
+def test_unsupported_operands_are_refused(hopper, dtype, d, words):
     query = on_a_gpu(torch.empty(1, 2, 4, d, dtype=dtype, device="meta"))
     assert words in FlashKernel(STAND_IN).refusal(query, query, block(range(4), range(4), [0] * 4))
 
@@ -186,9 +186,9 @@ def test_a_gpu_before_ampere_and_a_torch_without_the_operator_are_refused(hopper
 def test_an_order_that_needs_too_many_keys_is_refused_with_their_number(hopper):
     query = on_a_gpu(torch.empty(1, 2, 32, 64, dtype=torch.bfloat16, device="meta"))
     striped = block(range(1, 64, 2), [*range(0, 64, 2), *range(1, 64, 2)], [0] * 64)
-    found = FlashKernel(STAND_IN).refusal(query, query, striped)
-    assert "1056 keys of 64 for 32 runs of queries" in found
-    assert "at most 8 times" in found
+    result = FlashKernel(STAND_IN).refusal(query, query, striped)
+    assert "1056 keys of 64 for 32 runs of queries" in result
+    assert "at most 8 times" in result
 
 
 def test_a_window_over_keys_with_many_gaps_is_refused(hopper):
@@ -196,8 +196,8 @@ def test_a_window_over_keys_with_many_gaps_is_refused(hopper):
     documents = [number for number in range(10) for _ in range(20)]
     queries = [20 * number + place for number in range(10) for place in (15, 16)]
     keys = [20 * number + place for number in range(10) for place in range(11 - number)]
-    found = FlashKernel(STAND_IN).refusal(query, query, block(queries, keys, documents, window=16))
-    assert "10, of at most 8" in found
+    result = FlashKernel(STAND_IN).refusal(query, query, block(queries, keys, documents, window=16))
+    assert "10, of at most 8" in result
 
 
 def test_on_a_cpu_it_is_refused_by_name_and_passed_over():

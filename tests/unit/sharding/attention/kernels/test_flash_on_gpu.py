@@ -1,4 +1,4 @@
-"""What only a GPU can show of the flash kernel: torch's operator itself, its numbers, copies and waits."""
+"""GPU-only properties of the flash kernel: torch's operator itself, its numbers, copies and waits."""
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ def held_against_plain(its, *, queries=16, keys=8, d=128, dtype=torch.bfloat16):
     out, lse = kernel.forward(query, key, value, its, SCALE)
     right, right_lse = plain.forward(query, key, value, its, SCALE)
     right_lse = right_lse.float()
-    assert error(out, right) < 4.5e-3  # bars: twice what an H200 shows
+    assert error(out, right) < 4.5e-3  # bars: twice the value measured on an H200
     assert torch.equal(lse.isneginf(), right_lse.isneginf())
     torch.testing.assert_close(lse, right_lse, rtol=0, atol=1e-4)
     final, d_out = right_lse.masked_fill(right_lse.isneginf(), 0) + 0.4, heads(queries, its.shape[0], d, dtype)
     mixed = (right.to(dtype) * 0.6).to(dtype)
-    found = kernel.backward(d_out, query, key, value, mixed, final, its, SCALE)
-    for one, other in zip(found, plain.backward(d_out, query, key, value, mixed, final, its, SCALE), strict=True):
+    result = kernel.backward(d_out, query, key, value, mixed, final, its, SCALE)
+    for one, other in zip(result, plain.backward(d_out, query, key, value, mixed, final, its, SCALE), strict=True):
         assert error(one, other) < 6.5e-3
         assert one.isfinite().all()
 
@@ -64,7 +64,7 @@ def test_heads_of_every_kind(queries, keys, d, dtype):
     held_against_plain(its, queries=queries, keys=keys, d=d, dtype=dtype)
 
 
-def test_segments_of_one_query_and_keys_that_nobody_sees():
+def test_segments_of_one_query_and_unseen_keys():
     documents = [0] * 700 + [1] * 700 + [2] * 700
     held_against_plain(block([699, 1399, 2099], range(2100), documents))
     held_against_plain(block([1200], range(2100), documents))

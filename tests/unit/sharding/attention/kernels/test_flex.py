@@ -52,15 +52,15 @@ def test_blocks_give_the_attention_of_the_row_and_its_gradients(order, at_once, 
     assert_right(by_blocks(FlexKernel(attend), order, 4, heads, window, at_once=at_once), heads, window)
 
 
-def test_a_delta_that_is_known_is_not_computed_again():
+def test_a_given_delta_is_not_recomputed():
     its = shuffled(20, 30, [0] * 20 + [1] * 20)
     query, key, value = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (20, 30, 30))
     kernel = FlexKernel(attend)
     out, lse = kernel.forward(query, key, value, its, SCALE)
     d_out, delta = torch.randn_like(out), torch.randn(1, 2, 20, dtype=torch.float64)
-    found = kernel.backward(d_out, query, key, value, out, lse, its, SCALE, delta)
+    result = kernel.backward(d_out, query, key, value, out, lse, its, SCALE, delta)
     right = PlainKernel().backward(d_out, query, key, value, out, lse, its, SCALE, delta)
-    for one, other in zip(found, right, strict=True):
+    for one, other in zip(result, right, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
 
 
@@ -68,10 +68,10 @@ def test_a_query_that_sees_nothing_anywhere_hands_on_no_gradient():
     handed = []
 
     def watched(*call):
-        for found in (said := attend(*call)):
-            if found.requires_grad:
-                found.register_hook(handed.append)
-        return said
+        for result in (text := attend(*call)):
+            if result.requires_grad:
+                result.register_hook(handed.append)
+        return text
 
     its = block([0, 5], [4, 5, 6], [0] * 3 + [1] * 4)
     query, key = torch.randn(1, 2, 2, 4, dtype=torch.float64), torch.randn(1, 2, 3, 4, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_a_query_that_sees_nothing_anywhere_hands_on_no_gradient():
 
 
 @pytest.mark.parametrize("window", [None, 40, 300])
-def test_tiles_that_are_seen_whole_or_not_at_all_are_found(window):
+def test_full_and_empty_tiles_are_detected(window):
     documents = [0] * 300 + [1] * 500 + [2] * 90
     for its in (block(range(128, 890), range(890), documents, window), shuffled(300, 600, documents, window)):
         some_mn, whole_mn = tiles(its)
@@ -108,7 +108,7 @@ def test_the_mask_that_torch_is_given_lists_these_tiles():
     assert mask.full_kv_indices[0, 0, 5, :3].tolist() == [2, 3, 4]
 
 
-def test_a_mask_is_made_once_for_all_layers(monkeypatch):
+def test_a_mask_is_built_once_for_all_layers(monkeypatch):
     masks = []
 
     def compiled(query, _key, _value, *, block_mask, **_):
@@ -123,19 +123,19 @@ def test_a_mask_is_made_once_for_all_layers(monkeypatch):
     assert masks[0].shape == (1, 1, 20, 30)
 
 
-def test_torch_reads_the_mask_as_it_is_meant(in_torch):
+def test_torch_applies_the_mask_as_intended(in_torch):
     kernel, documents = in_torch("eager"), [0] * 100 + [1] * 150 + [2] * 50
     for queries, keys in ((170, 290), (65, 300)):
         its = shuffled(queries, keys, documents, 37)
         query, key, value = (
             torch.randn(1, heads, n, 16, dtype=torch.float64) for heads, n in ((4, queries), (2, keys), (2, keys))
         )
-        for found, right in zip(
+        for result, right in zip(
             kernel.forward(query, key, value, its, SCALE),
             PlainKernel().forward(query, key, value, its, SCALE),
             strict=True,
         ):
-            torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
+            torch.testing.assert_close(result, right, rtol=0, atol=1e-13)
 
 
 @pytest.mark.slow
@@ -168,13 +168,13 @@ def test_lengths_that_differ_are_not_each_compiled(in_torch):
         (torch.float32, 64, (9, 0), None),
     ],
 )
-def test_what_it_cannot_is_refused_in_words(monkeypatch, dtype, d, capability, words):
+def test_unsupported_operands_are_refused(monkeypatch, dtype, d, capability, words):
     monkeypatch.setattr(
         flex, "torch", stand_in(torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability))
     )
     query = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(1, 2, 4, d))
-    found = FlexKernel(attend).refusal(query, query, block(range(4), range(4), [0] * 4))
-    assert found == words or words in found
+    result = FlexKernel(attend).refusal(query, query, block(range(4), range(4), [0] * 4))
+    assert result == words or words in result
 
 
 def test_on_a_cpu_it_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the flex kernel: what torch compiles of it, its numbers, and how often it compiles."""
+"""GPU-only properties of the flex kernel: the code that torch compiles, its numbers, and the number of compilations."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
 ]  # and advises TF32
 SCALE = 0.09
-BARS = {torch.bfloat16: (4.5e-3, 7.5e-3), torch.float32: (1e-6, 1e-6)}  # twice what an H200 shows
+BARS = {torch.bfloat16: (4.5e-3, 7.5e-3), torch.float32: (1e-6, 1e-6)}  # twice the value measured on an H200
 
 
 def held_against_plain(its, *, queries=16, keys=8, d=128, dtype=torch.bfloat16):
@@ -31,8 +31,8 @@ def held_against_plain(its, *, queries=16, keys=8, d=128, dtype=torch.bfloat16):
     torch.testing.assert_close(lse, right_lse, rtol=0, atol=1e-4)
     final, d_out = right_lse.masked_fill(right_lse.isneginf(), 0) + 0.4, heads(queries, its.shape[0], d, dtype)
     mixed = (right.to(dtype) * 0.6).to(dtype)
-    found = kernel.backward(d_out, query, key, value, mixed, final, its, SCALE)
-    for one, other in zip(found, plain.backward(d_out, query, key, value, mixed, final, its, SCALE), strict=True):
+    result = kernel.backward(d_out, query, key, value, mixed, final, its, SCALE)
+    for one, other in zip(result, plain.backward(d_out, query, key, value, mixed, final, its, SCALE), strict=True):
         assert error(one, other) < BARS[dtype][1]
         assert one.isfinite().all()
 

@@ -5,10 +5,10 @@ import torch
 
 from tests.helpers.attention_case import SCALE, STRETCHES, T, expected, plan, tensors
 from tests.oracles.attention import normaliser
-from workbench.sharding.attention.block import Block
 from workbench.sharding.attention.kernels import plain
 from workbench.sharding.attention.kernels.plain import PlainKernel
 from workbench.sharding.attention.ring import merge
+from workbench.sharding.attention.shard import Block
 
 IDS = torch.tensor(STRETCHES)
 
@@ -26,25 +26,25 @@ def test_a_row_in_one_piece_or_in_many_is_the_oracles(heads, window, scores, mon
     kernel = PlainKernel()
     assert kernel.refusal(query, key, made) is None
     out, lse = kernel.forward(query, key, value, made, SCALE)
-    found = (out, *kernel.backward(d_out, query, key, value, out, lse, made, SCALE))
-    for actual, right in zip(found, expected(heads, window), strict=True):
+    results = (out, *kernel.backward(d_out, query, key, value, out, lse, made, SCALE))
+    for actual, right in zip(results, expected(heads, window), strict=True):
         torch.testing.assert_close(actual[0], right, rtol=0, atol=1e-13)
     torch.testing.assert_close(
         lse[0], normaliser(*tensors(*heads)[:2], STRETCHES, scale=SCALE, window=window), rtol=0, atol=1e-13
     )
 
 
-def test_queries_that_see_nothing_say_nothing_and_want_nothing():
+def test_queries_without_keys_have_zero_output_and_no_gradient():
     queries, keys = torch.tensor([20, 4, 0, 47]), torch.tensor([3, 2, 19])
     made, (query, key, value, d_out) = block(queries, keys), tensors(4, 2)
     query, key, value = query[None, :, queries], key[None, :, keys], value[None, :, keys]
     out, lse = PlainKernel().forward(query, key, value, made, SCALE)
     assert lse.isneginf()[0].tolist() == [[False, False, True, True]] * 4
     assert not out[:, :, 2:].any()
-    found = PlainKernel().backward(d_out[None, :, queries], query, key, value, out, lse, made, SCALE)
-    assert all(torch.isfinite(x).all() for x in found)
-    assert not found[0][:, :, 2:].any()
-    assert found[0][:, :, 1].all()
+    result = PlainKernel().backward(d_out[None, :, queries], query, key, value, out, lse, made, SCALE)
+    assert all(torch.isfinite(x).all() for x in result)
+    assert not result[0][:, :, 2:].any()
+    assert result[0][:, :, 1].all()
 
 
 @pytest.mark.parametrize("scores", [2**18, 1])
@@ -86,7 +86,7 @@ def test_half_precision_is_computed_in_float32():
     assert {x.dtype for x in PlainKernel().backward(d_out, query, key, value, out, lse, made, SCALE)} == {torch.float32}
 
 
-def test_a_mask_is_made_once_for_all_layers_where_it_is_small(monkeypatch):
+def test_a_small_mask_is_built_once_for_all_layers(monkeypatch):
     made = block(torch.arange(T), torch.arange(T))
     query, key, value, _ = (x[None] for x in tensors(4, 2))
     asked = []

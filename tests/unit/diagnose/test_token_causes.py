@@ -1,0 +1,223 @@
+"""Causes in tokens and terms of the loss: which tokens differ tells what is wrong."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.hand_records import (
+    ENTROPY,
+    METRICS,
+    gradients,
+    make_record,
+    mixed,
+    put,
+    tokens,
+    values,
+)
+from workbench.diagnose.diagnosis import diagnose_records
+from workbench.diagnose.evidence import compare_records
+from workbench.diagnose.facts import Facts
+
+
+def first_of(trusted, suspect):
+    return diagnose_records(trusted, suspect).causes[0].name
+
+
+def clipped(*which):
+    return tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(which))}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "name"), [((3, 9), (3,), "clipping"), ((8, 9, 10, 11), (2, 3, 4, 5), "ratio")]
+)
+def test_clipping_by_documents_depends_on_more_than_token_ratios(right, wrong, name):
+    there = {"metrics": METRICS | {"clip/region/fraction": 0.3}, "tokens": clipped(*right)}
+    other = {"metrics": METRICS | {"clip/region/fraction": 0.1}, "tokens": clipped(*wrong)}
+    assert first_of(make_record(**there), make_record(**other, loss=0.3, changes=mixed([""]))) == name
+
+
+def test_one_term_is_blamed_only_if_other_terms_are_correct():
+    right = make_record(metrics={"loss/policy": 0.2, "loss/kl": 1e-3})
+    both = make_record(metrics={"loss/policy": 0.4, "loss/kl": 2e-3}, loss=0.4, changes=mixed([""]))
+    bf16 = {"precision": "bfloat16"}
+    diagnosis = diagnose_records(
+        replace(right, context=right.context | bf16), replace(both, context=both.context | bf16)
+    )
+    assert "one_term" not in [cause.name for cause in diagnosis.causes]
+
+
+def laid(**by_name):
+    """A record and its tokens, some of which are given."""
+    return make_record(metrics=METRICS, tokens=tokens() | by_name), tokens() | by_name
+
+
+def elsewhere(there, where):
+    return there | {"policy_logprobs": put(where, -2.1)(there["policy_logprobs"])}
+
+
+@pytest.mark.parametrize(
+    ("shards", "where"),
+    [([0, 0, 1, 1, 0, 0] * 3, [4, 5, 10, 11, 16]), ([0] * 9 + [1] * 9, [5, 8, 9, 10, 11, 14, 15, 16])],
+)
+def test_positions_are_wrong_where_shards_or_their_halves_meet(shards, where):
+    right, there = laid(shards=torch.tensor(shards))
+    diagnosis = diagnose_records(right, make_record(metrics=METRICS, tokens=elsewhere(there, where)))
+    assert diagnosis.causes[0].name == "positions_of_shards"
+    every = elsewhere(there, there["trained"])
+    assert first_of(right, make_record(metrics=METRICS, tokens=every)) != "positions_of_shards"
+
+
+def test_rounded_positions_do_not_affect_isolated_tokens():
+    index = torch.arange(18)
+    right, there = laid(trained=(index % 6 > 0) & (index < 17))
+    noise = torch.linspace(-1, 1, 18, dtype=torch.float64).roll(5) * 0.001
+    small = {name: each + 0.01 * gradients(3)[name] for name, each in gradients().items()}
+
+    def first_when_rounded_but_at(position):
+        moved = torch.where(there["positions"] == position, 0.0, noise)
+        text = {"policy_logprobs": there["policy_logprobs"] + moved, "entropy_nats": there["entropy_nats"] - moved}
+        return first_of(right, make_record(metrics=METRICS, changes=small, tokens=there | text))
+
+    assert first_when_rounded_but_at(1) == "lower_precision"
+    assert first_when_rounded_but_at(2) == "other_logprobs"
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_distributions_of_the_token_before_are_other_targets(shift):
+    moved = values(
+        policy_logprobs=lambda p: p.flip(0), entropy_nats=lambda h: h.roll(shift), trained=put([2, 8, 14], False)
+    )
+    both = values(
+        policy_logprobs=lambda p: p.roll(shift), entropy_nats=lambda h: h.roll(shift), trained=put([2, 8, 14], False)
+    )
+    changes = {"changes": mixed([""]), "loss": 0.3}
+    assert first_of(make_record(), make_record(tokens=moved, **changes)) == "other_targets"
+    diagnosis = diagnose_records(make_record(), make_record(tokens=both, **changes))
+    assert "other_targets" not in [cause.name for cause in diagnosis.causes]
+
+
+def named(trusted, suspect):
+    return {cause.name for cause in diagnose_records(trusted, suspect).causes}
+
+
+@pytest.mark.parametrize(
+    ("places", "name", "told"),
+    [
+        ([2, 8, 14], "first_tokens", True),
+        ([2, 8, 14, 3], "first_tokens", False),
+        ([9, 15], "attention_across_documents", True),
+        ([9], "attention_across_documents", False),
+    ],
+)
+def test_a_place_is_blamed_if_the_differences_agree_with_it(places, name, told):
+    """Of later documents two tokens of seven, and all first tokens except those next to another one."""
+    moved = torch.isin(torch.arange(18), torch.tensor(places)) * torch.linspace(-0.4, 0.5, 18, dtype=torch.float64)
+    wrong = values(policy_logprobs=lambda p: p + moved, entropy_nats=lambda h: h + 0.7 * moved)
+    assert (name in named(make_record(), make_record({"dp": 1}, tokens=wrong))) == told
+
+
+@pytest.mark.parametrize(("still", "told"), [([], True), ([11], True), ([10, 11], True), ([10, 11, 16], False)])
+def test_a_temperature_moves_nearly_all_tokens(still, told):
+    """Eight in ten of them; tokens 10, 11 and 16 are those that it moves least, so that the others fit it as well."""
+    wrong = values(policy_logprobs=lambda p: p + 0.2 * put(still, 0.0)(ENTROPY), entropy_nats=lambda h: h - 0.1)
+    assert ("temperature" in named(make_record(), make_record(tokens=wrong))) == told
+
+
+def test_four_fifths_of_the_tokens_are_nearly_all():
+    there = tokens() | {"trained": put(5, False)(tokens()["trained"])}
+    wrong = there | {
+        "policy_logprobs": there["policy_logprobs"] + 0.2 * put([10, 11], 0.0)(ENTROPY),
+        "entropy_nats": there["entropy_nats"] - 0.1,
+    }
+    assert int(there["trained"].sum()) == 10
+    assert "temperature" in named(make_record(tokens=there), make_record(tokens=wrong))
+
+
+def test_a_temperature_is_detected_although_rounding_hides_most_of_it():
+    bf16 = {"precision": "bfloat16"}
+    wrong = values(policy_logprobs=lambda p: p + 0.2 * ENTROPY, entropy_nats=lambda h: h - 0.1)
+    suspect = make_record(bf16, tokens=wrong)
+    assert Facts(compare_records(make_record(bf16), suspect)).share_off("policy_logprobs") < 0.5
+    assert first_of(make_record(bf16), suspect) == "temperature"
+
+
+@pytest.mark.parametrize(("temperature", "slope"), [(0.8, -0.4), (1.25, 0.4)])
+def test_another_temperature_is_no_softmax_without_one(temperature, slope):
+    """Times the temperature they move along logp + entropy as well, and as they are they do so exactly."""
+    wrong = values(policy_logprobs=lambda p: p + slope * ENTROPY, entropy_nats=lambda h: h - slope / 2)
+    context = {"temperature": temperature}
+    metrics = named(make_record(context), make_record(context, tokens=wrong))
+    assert "temperature" in metrics
+    assert "logprobs_scaled" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda old: old.roll(1), "are those of the token before"),
+        (lambda old: old.roll(-1), "of the token after"),
+        (lambda old: 0 * old, "tokens differ and are 0"),
+        (lambda old: old - 0.1, "tokens differ and equal the policy's own"),
+        (lambda old: old.flip(0), "tokens differ"),
+    ],
+)
+def test_wrong_old_log_probabilities_are_named(wrong, said):
+    diagnosis = diagnose_records(make_record(), make_record(tokens=values(old_logprobs=wrong)))
+    assert diagnosis.causes[0].name == "old_logprobs"
+    assert said in diagnosis.causes[0].evidence[0]
+    assert ("of the token" in diagnosis.causes[0].evidence[0]) == ("of the token" in said)
+
+
+def test_a_difference_within_rounding_is_no_temperature():
+    bf16 = {"precision": "bfloat16"}
+    small = values(policy_logprobs=lambda p: p + 0.05 * ENTROPY, entropy_nats=lambda h: h - 0.025)
+    assert named(make_record(bf16), make_record(bf16, tokens=small)) == {"no_difference"}
+    large = values(policy_logprobs=lambda p: p + 0.2 * ENTROPY, entropy_nats=lambda h: h - 0.1)
+    known = named(make_record(), make_record(tokens=large))
+    there, other = ({name: each[name] for name in each if name != "entropy_nats"} for each in (tokens(), large))
+    unknown = named(make_record(tokens=there), make_record(tokens=other))
+    assert "temperature" in known
+    assert "temperature" not in unknown
+
+
+def test_clipping_is_detected_by_tokens_or_metrics_if_ratios_agree():
+    def found(right, wrong, own=None):
+        one, other = METRICS | {"clip/region/fraction": right[1]}, METRICS | {"clip/region/fraction": wrong[1]}
+        return diagnose_records(
+            make_record(metrics=one, tokens=right[0]),
+            make_record(metrics=other | (own or {}), tokens=wrong[0], loss=0.3, changes=mixed([""])),
+        )
+
+    of_tokens = found((clipped(3, 9), 0.3), (clipped(3), 0.3))
+    assert of_tokens["clipping"].evidence[0] == "1 tokens are clipped otherwise"
+    of_metrics = found((tokens(), 0.3), (tokens(), 0.1))
+    assert of_metrics["clipping"].evidence[0] == "clip/region/fraction differs"
+    ratios = found((clipped(3, 9), 0.3), (clipped(3), 0.1), {"ratio/policy_old/mean": 1.4})
+    assert "clipping" not in [cause.name for cause in ratios.causes]
+    same = found((clipped(3), 0.3), (clipped(3), 0.3))
+    assert "clipping" not in [cause.name for cause in same.causes]
+
+
+@pytest.mark.parametrize(
+    ("own", "shards", "policy", "name"),
+    [
+        (0.0, [0] * 9 + [1] * 9, 0.2001, "ratio"),
+        (1.0, [0] * 9 + [1] * 9, 0.2001, "one_term"),
+        (0.0, [0] * 6 + [1] * 12, 0.2001, "one_term"),
+        (0.0, [0] * 9 + [1] * 9, 0.4, "one_term"),
+    ],
+)
+def test_document_ratios_over_several_ranks(own, shards, policy, name):
+    log_ratio = 0.1 * torch.randn(18, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    there = tokens()
+    there |= {
+        "old_logprobs": there["policy_logprobs"] - log_ratio,
+        "shards": torch.tensor(shards),
+        "losses": (1.0 + there["documents"]) * torch.exp(own * log_ratio),
+    }
+    right, wrong = (
+        make_record(tokens=there, metrics={"loss/policy": value, "loss/kl": 0.05}, loss=value + 0.05, changes=changes)
+        for value, changes in ((0.2, None), (policy, mixed([""])))
+    )
+    assert first_of(right, wrong) == name

@@ -1,0 +1,74 @@
+"""The tiny models have every part that sharding can get wrong, and the seed decides their weights."""
+
+import pytest
+import torch
+
+from workbench.policy.decoder import TINY, TINY_VISION, published_qwen3, tiny_qwen3, tiny_qwen3_moe
+
+
+def test_grouped_heads_query_norms_and_a_vocabulary_of_any_size():
+    model = tiny_qwen3(19)
+    config = model.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (19, 64, 3)
+    assert any("q_norm" in name for name, _ in model.named_parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not model.training
+
+
+def test_experts_a_router_and_a_dense_layer_between():
+    model = tiny_qwen3_moe(19)
+    kinds = [type(layer.mlp).__name__ for layer in model.model.layers]
+    assert kinds == ["Qwen3MoeSparseMoeBlock", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"]
+    assert model.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 2 * 96, 64)
+    assert (model.config.num_experts_per_tok, model.config.norm_topk_prob) == (2, True)
+    assert any("q_norm" in name for name, _ in model.named_parameters())
+    assert not model.training
+
+
+@pytest.mark.parametrize("make", TINY.values(), ids=TINY)
+def test_tied_and_untied_heads(make):
+    tied, untied = make(19), make(19, tied=False)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    assert not torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("make", TINY.values(), ids=TINY)
+def test_the_seed_alone_decides_the_weights(make):
+    first, other = make(19, seed=1).state_dict(), make(19, seed=2).state_dict()
+    torch.manual_seed(123)
+    again = make(19, seed=1).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert not torch.equal(other["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("make", TINY.values(), ids=TINY)
+def test_the_global_random_state_is_left_alone(make):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    make(19)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("make", TINY_VISION.values(), ids=TINY_VISION)
+def test_vision_models_are_small_drawn_from_their_seed_and_without_dropout(make):
+    torch.manual_seed(123)
+    first, again, other = (make(seed=seed).state_dict() for seed in (1, 1, 2))
+    after = torch.rand(1)
+    torch.manual_seed(123)
+    assert torch.equal(after, torch.rand(1))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not any(torch.equal(value, other[name]) for name, value in first.items() if value.is_floating_point())
+    model = make()
+    assert sum(parameter.numel() for parameter in model.parameters()) < 25_000
+    assert (model.training, model.config.attention_dropout) == (False, 0.0)
+
+
+def test_qwen3_has_the_weights_of_the_published_checkpoint():
+    with torch.device("meta"):
+        model = published_qwen3("qwen3-0.6b")
+    assert sum(p.numel() for p in model.parameters()) == 596_049_920  # the head is the embedding, counted once
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config.rope_parameters["rope_theta"] == 1e6

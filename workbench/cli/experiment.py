@@ -1,0 +1,154 @@
+"""`workbench compare`, `report`, `cancel` and `export`: verbs of an experiment that has been launched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from workbench.cli.terminal import print_lines, safe, safe_lines
+from workbench.errors import RecordError
+from workbench.launch.cancel import cancel_runs
+from workbench.records.directory import ENDED
+from workbench.records.lookup import look_up
+from workbench.report.exporters import TRACKERS
+from workbench.report.exporters.export import Exported, TrackerName, default_folder, export_runs
+
+if TYPE_CHECKING:
+    from workbench.compare.comparison import Comparison
+    from workbench.records.directory import RunDirectory
+
+Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")]
+
+
+def compare(
+    experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],
+    reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "",
+) -> int:
+    """Print the verdicts of an experiment; or, given two runs, compare their certificates.
+
+    Exit code 0: every configuration without a planted fault agrees; 1: one of them is different, vacuous, has an
+    unsound baseline or failed, or the two runs differ; 2: invalid input.
+
+    Args:
+        experiment_dir: Folder that holds comparison.json; or a run.
+        reference: The run to compare it with.
+    """
+    from workbench.compare.comparison import Comparison
+
+    if not reference:
+        return print_verdicts(Comparison.load(experiment_dir))
+    text, equal = certified(experiment_dir, reference)
+    print_lines(safe_lines(text))
+    return 0 if equal else 1
+
+
+def print_verdicts(comparison: Comparison) -> int:
+    """Print the verdicts; return 1 if a configuration without a planted fault does not agree, else 0."""
+    from workbench.compare.seeds import identical_notes
+
+    question = [comparison.question] if comparison.question else []
+    print("\n".join([*question, *comparison.verdict_lines(), *identical_notes(comparison)]))
+    return 1 if comparison.disagreeing() else 0
+
+
+def certified(run: str, reference: str) -> tuple[str, bool]:
+    """Compare two runs bit for bit by their certificates, and name the first tensor that differs.
+
+    Args:
+        run: as `workbench status` finds it.
+        reference: likewise.
+
+    Raises:
+        RecordError: not one run each, or runs without certificates.
+
+    Returns:
+        The comparison as text with its evidence, and True only if there was something to compare and it is the same.
+    """
+    from workbench.compare.certificates import compare_certificates
+
+    runs = [run for target in (run, reference) for run in look_up(target).opened()]
+    result = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None
+    if result is None:
+        raise RecordError(
+            f"compare {run} with {reference}",
+            found="no certificates in one of them" if len(runs) == 2 else f"{len(runs)} runs",
+            rule="two runs, each with a certificate of its steps",
+            fix="set record: {certificate: true} and run again; the reproducible mode always records one",
+        )
+    evidence = "" if result.evidence is None else f"\ncould have seen: {result.evidence.summary()}"
+    return f"{result}{evidence}", result.verdict == "equal"
+
+
+def report(experiment_dir: tyro.conf.Positional[Path], *, notebook: bool = True) -> int:
+    """Write an experiment's report page and notebook again, from its saved comparison.
+
+    Args:
+        experiment_dir: folder that holds comparison.json.
+        notebook: also execute the report as a notebook, next to the page.
+    """
+    from workbench.experiment import rebuild_report
+
+    print(f"report: {rebuild_report(experiment_dir, notebook=notebook)}")
+    return 0
+
+
+def cancel(run_or_experiment: Target) -> int:
+    """Cancel a run, or all runs of an experiment that have not ended, and wait until they have.
+
+    Exit code 0 if all of them have ended now, 1 if one has not.
+
+    Args:
+        run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
+    """
+
+    def on_end(run: RunDirectory, state: str, had_ended: bool) -> None:
+        if had_ended:
+            outcome = f"had ended before: {state}"
+        elif state in ENDED:
+            outcome = state + ("" if state == "cancelled" else ", before it could be cancelled")
+        else:
+            outcome = f"still {state}; cancellation was requested and is not complete"
+        print_lines([f"{safe(run.path.name)}: {outcome}"])
+
+    states = cancel_runs(look_up(run_or_experiment).opened(), on_end=on_end)
+    return 0 if all(state in ENDED for state in states) else 1
+
+
+def export(
+    run_or_experiment: Target,
+    *,
+    to: TrackerName,
+    project: str = "workbench",
+    folder: Path | None = None,
+) -> int:
+    """Export runs that have ended to a tracker, offline: nothing is sent anywhere.
+
+    Exporting again adds what is new and leaves the rest alone. Exit code 1 if a run was left out.
+
+    Args:
+        run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
+        to: The tracker; each is an extra, as in pip install 'workbench[wandb]'.
+        project: The tracker's project, above the experiment.
+        folder: Gets the tracker's files; by default runs/exports/<tracker> of the experiment.
+    """
+    runs = look_up(run_or_experiment).opened()
+    exported = export_runs(runs, to=to, project=project, folder=folder)
+    print_lines(export_lines(exported))
+    where = folder or default_folder(runs[0], to)
+    if any(run.outcome != "left out" for run in exported):
+        print_lines([f"to look at it: {TRACKERS[to].look.format(folder=where, project=project)}"])
+    return 1 if any(run.outcome == "left out" for run in exported) else 0
+
+
+def export_lines(exported: Sequence[Exported]) -> list[str]:
+    """Return the outcome of each run as text, and once each what the tracker could not store as it is."""
+    lines = []
+    for run in exported:
+        steps = f", {run.steps} step{'' if run.steps == 1 else 's'}" if run.outcome == "exported" else ""
+        lines.append(safe(f"{run.id}: {run.outcome}{steps}" + (f": {run.why}" if run.why else "")))
+    notes = Counter(note for run in exported for note in run.notes)
+    return lines + [safe(f"  in {count} run{'' if count == 1 else 's'}: {note}") for note, count in notes.items()]

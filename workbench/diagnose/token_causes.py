@@ -1,0 +1,298 @@
+"""Causes that show in tokens, log-probabilities and terms of the loss.
+
+Letters: S tokens of the source batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from workbench.diagnose.causes import NOT, Family, Judged, likeliest
+from workbench.diagnose.facts import ADVANTAGES, Facts, fit
+
+TOKENS = Family("tokens")
+
+
+# ---- which tokens -------------------------------------------------------------------------------------------
+
+
+def _at(places: tuple[str, ...], *values: str, high: float = 0.95) -> Callable[[Facts], Judged]:
+    """Differences, in one of these values or in any, lie at one of these places."""
+    among = [values, *((value,) for value in values if len(values) > 1)]
+
+    def judge(facts: Facts) -> Judged:
+        agreed, place = max((facts.agree(place, *chosen), place) for place in places for chosen in among)
+        if not agreed and facts.all_lie_in(places[0]) and facts.share_off(values[0]) > 0.98:
+            return 0.4, [f"every trained token differs, and all of them lie at {places[0]}"]
+        if agreed < 0.2:
+            return NOT
+        return high * min(1.0, agreed + 0.15), [f"what differs lies at {place} (agreement {agreed:.2f} of 1)"]
+
+    return judge
+
+
+TOKENS.add(
+    "targets_at_shard_edges",
+    "each rank shifts the targets of its own shard",
+    _at(("shard edges",), "policy_logprobs", "trained"),
+    "cp",
+)
+
+
+@TOKENS.cause("targets are taken from the next document")
+def _targets_at_document_ends(facts: Facts) -> Judged:
+    """The last token of a document predicts, or trains, the first of the next; a token lost there is a mask fault."""
+    return likeliest(
+        _at(("document ends",), "policy_logprobs")(facts),
+        _at(("document starts",), "policy_logprobs", "trained")(facts),
+    )
+
+
+TOKENS.add(
+    "first_tokens",
+    "the first trained token of each document is treated otherwise",
+    _at(("document beginnings",), "policy_logprobs", "trained", "old_logprobs", high=0.9),
+)
+
+
+@TOKENS.cause("positions or keys of other ranks are wrong where shards or their halves meet", "cp")
+def _positions_of_shards(facts: Facts) -> Judged:
+    """Differences behind an edge between ranks, or behind half a shard, which is the rarer mistake."""
+    return likeliest(
+        _at(("behind shard edges", "returns"), "policy_logprobs")(facts),
+        _at(("behind half a shard",), "policy_logprobs", high=0.9)(facts),
+    )
+
+
+TOKENS.add(
+    "attention_across_documents",
+    "tokens attend to other documents of their row",
+    _at(("later documents",), "policy_logprobs"),
+    "packing",
+)
+
+
+@TOKENS.cause("tokens read other features than their own")
+def _other_features(facts: Facts) -> Judged:
+    """Score of forward differences behind tokens replaced by a feature: in all documents that read one, or in some.
+
+    Some documents are weaker evidence, since in most documents little trains before a feature.
+    """
+    place, off = "behind features", facts.off_tokens("policy_logprobs")
+    if off is None or facts.trained is None or place not in facts.places or not (off & facts.trained).any():
+        return NOT
+    if (agreed := facts.agree(place, "policy_logprobs")) >= 0.2:
+        return 0.95 * min(1.0, agreed + 0.15), [f"what differs lies {place} (agreement {agreed:.2f} of 1)"]
+    if (off & facts.trained & ~facts.places[place]).any():
+        return NOT
+    return 0.4, [f"all {int((off & facts.trained).sum())} tokens that differ lie {place}, in some documents of several"]
+
+
+@TOKENS.cause("other tokens train")
+def _other_mask(facts: Facts) -> Judged:
+    if facts.mask_same is not False:
+        return NOT
+    at_places = max(
+        facts.agree(place, "trained") for place in ("shard edges", "document starts", "document beginnings")
+    )
+    return 0.85 * (1 - 0.7 * at_places), [
+        "other tokens train"
+        + ("" if facts.off_tokens("trained") is None else f": {int(facts.off_tokens('trained').sum())} differ")
+    ]
+
+
+@TOKENS.cause("log-probabilities are those of other tokens of the same distributions")
+def _other_targets(facts: Facts) -> Judged:
+    """The distribution at a token is the same, as its entropy shows, but another token's log-probability is taken."""
+    change, off, entropies = facts.change(), facts.off_tokens("policy_logprobs"), facts.off_tokens("entropy_nats")
+    if (shift := facts.distributions_shifted) is not None:
+        return 0.95, [
+            "entropies are those of the token "
+            f"{'before' if shift > 0 else 'after'}, and log-probabilities are not: the distributions are "
+            "right, and the targets of others are read"
+        ]
+    if change is None or off is None or entropies is None or not bool(off.any()) or not bool((change[1] != 0).any()):
+        return NOT
+    turned = facts.change("entropy_nats")
+    if (
+        turned is None
+        or float((off & ~entropies).sum()) < 0.9 * float(off.sum())
+        or float(turned[1].norm()) > 0.05 * float(change[1].norm())
+    ):
+        return NOT
+    moved = change[1][change[1].abs() > facts.step.noise.logprob_nats]
+    if len(moved) and abs(float(moved.sign().mean())) > 0.95 and facts.share_off("policy_logprobs") > 0.3:
+        return NOT
+    at_places = max(facts.agree(place, "policy_logprobs") for place in ("shard edges", "document ends"))
+    return 0.8 * (1 - 0.5 * at_places), [
+        f"log-probabilities of {int(off.sum())} tokens differ, and the entropies "
+        "there do not: the distributions are right, and other targets are read"
+    ]
+
+
+@TOKENS.cause("the old policy's log-probabilities are not those of these tokens")
+def _old_logprobs(facts: Facts) -> Judged:
+    if facts.old_same is not False:
+        return NOT
+    change = facts.change("old_logprobs")
+    if change is None:
+        return 0.6, ["old log-probabilities differ"]
+    right, wrong = (tokens["old_logprobs"].double() for tokens in facts.tokens)
+    off = facts.step.tokens["old_logprobs"]
+    for shift, word in ((1, "before"), (-1, "after")):
+        match = float(torch.isclose(right.roll(shift), wrong, atol=1e-5)[off].double().mean())
+        if match > 0.6:
+            return 0.96, [f"old log-probabilities are those of the token {word}"]
+    zeros = float((wrong[off] == 0).double().mean())
+    policy = facts.tokens[1].get("policy_logprobs")
+    same = 0.0 if policy is None else float(torch.isclose(policy.double()[off], wrong[off], atol=1e-6).double().mean())
+    detail = " and are 0" if zeros > 0.5 else " and equal the policy's own" if same > 0.9 else ""
+    return 0.85, [f"old log-probabilities of {int(off.sum())} tokens differ{detail}"]
+
+
+# ---- log-probabilities and entropies ------------------------------------------------------------------------
+
+
+@TOKENS.cause("logits are divided by another temperature", "temperature")
+def _temperature(facts: Facts) -> Judged:
+    """To first order, d logp / d (1/T) = logp + entropy: a wrong temperature moves each token in that direction."""
+    change, entropy = facts.change(), facts.change("entropy_nats")
+    if facts.forward_same is not False or change is None or entropy is None:
+        return NOT
+    middle = (change[0] + entropy[0]) + (change[1] + entropy[1]) / 2
+    slope, rest = fit(middle, change[1])
+    everywhere = facts.share_off("policy_logprobs") >= 0.8 or float((change[1] != 0).double().mean()) > 0.95
+    if rest > 0.35 or not everywhere or abs(slope) < 0.01:
+        return NOT
+    sharper = float(entropy[1].sum()) < 0
+    if (slope > 0) != sharper:
+        return NOT
+    return 0.95 - rest, [
+        f"log-probabilities move along logp + entropy (slope {slope:.3g}, {rest:.1%} unexplained), "
+        f"and the entropy {'falls' if sharper else 'rises'}"
+    ]
+
+
+@TOKENS.cause("log-probabilities are scaled after the softmax", "temperature")
+def _logprobs_scaled(facts: Facts) -> Judged:
+    """Log-probabilities of the plain softmax, divided by a temperature: multiplied back, they are those at T = 1."""
+    change, entropy = facts.change(), facts.change("entropy_nats")
+    if facts.forward_same is not False or change is None:
+        return NOT
+    slope, rest = fit(change[0], change[1])
+    if rest <= 1e-6 + facts.step.noise.logprob_nats and abs(slope) > 1e-4:
+        return 0.97, [f"every log-probability is {1 + slope:.6g} times the trusted one"]
+    temperature = float(facts.context.get("temperature") or 1.0)
+    if entropy is None or temperature == 1:
+        return NOT
+    undone = temperature * (change[0] + change[1]) - change[0]
+    slope, rest = fit(change[0] + entropy[0], undone)
+    _, as_is = fit(change[0] + entropy[0], change[1])
+    if rest > 0.35 or rest > as_is or (slope > 0) != (temperature > 1):
+        return NOT
+    return 0.93 - rest, [
+        f"times the temperature they move along logp + entropy (slope {slope:.3g}, {rest:.1%} "
+        "unexplained): the softmax was without it, and its logarithm was divided"
+    ]
+
+
+@TOKENS.cause("the softmax sums over other tokens of the vocabulary")
+def _normaliser(facts: Facts) -> Judged:
+    change = facts.change()
+    if facts.forward_same is not False or change is None or facts.share_off("policy_logprobs") < 0.3:
+        return NOT
+    moved = change[1][change[1].abs() > facts.step.noise.logprob_nats]
+    sided = abs(float(moved.sign().mean())) if len(moved) else 0.0
+    if sided < 0.98:
+        return NOT
+    return 0.5 + 0.3 * facts.share_off("policy_logprobs"), [
+        f"log-probabilities of {len(moved)} tokens move, all of them "
+        f"{'up' if float(moved.sum()) > 0 else 'down'}: the normaliser is over other tokens of the vocabulary"
+    ]
+
+
+@TOKENS.cause("the policy says something else of its tokens")
+def _other_logprobs(facts: Facts) -> Judged:
+    if facts.forward_same is not False:
+        return NOT
+    return 0.2, [f"the policy says something else of {facts.share_off('policy_logprobs'):.0%} of the tokens"]
+
+
+@TOKENS.cause("the entropy is computed wrong")
+def _entropy_alone(facts: Facts) -> Judged:
+    if facts.step.token_same("entropy_nats") is not False or facts.forward_same is not True:
+        return NOT
+    return 0.96, ["log-probabilities agree, and entropies do not"]
+
+
+# ---- terms of the loss --------------------------------------------------------------------------------------
+
+
+@TOKENS.cause("advantages are other ones: grouped, centred or whitened otherwise", uses=("metrics",))
+def _advantages(facts: Facts) -> Judged:
+    off = facts.metrics_off(*ADVANTAGES)
+    if not off or facts.forward_same is False or facts.mask_same is False or facts.gradient_same is not False:
+        return NOT
+    return 0.9, [f"{', '.join(off)} differ, and log-probabilities do not"]
+
+
+@TOKENS.cause("other tokens are clipped, by the same ratios", uses=("metrics", "tokens"))
+def _clipping(facts: Facts) -> Judged:
+    """The ratios are right, and other tokens are clipped, or at other bounds."""
+    if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
+        return NOT
+    if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
+        return NOT
+    clipped, metrics = facts.off_tokens("clipped"), facts.metrics_off("clip/")
+    number = 0 if clipped is None else int(clipped.sum())
+    if (not number and not metrics) or (facts.gradient_same is not False and facts.loss_same is not False):
+        return NOT
+    reason = f"{number} tokens are clipped otherwise" if number else f"{metrics[0]} differs"
+    if not any(key.startswith("ratio/") and key in facts.pair[1].metrics for key in facts.pair[0].metrics):
+        return 0.4, [reason]
+    return (0.6 if facts.clips_documents else 0.85), [reason, "ratios of tokens do not differ"]
+
+
+@TOKENS.cause("importance ratios are computed otherwise from equal log-probabilities", uses=("metrics",))
+def _ratio(facts: Facts) -> Judged:
+    if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
+        return NOT
+    off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
+    if (
+        not off
+        and facts.document_values_cut
+        and facts.loss_moves_less
+        and _one_term(facts)[0] >= 0.8
+        and all(key.startswith("loss/policy") for key in facts.terms[0])
+    ):
+        return 0.85, [
+            "only the policy's term differs, its gradient much and its value little; tokens' values do not "
+            "follow their own ratios, so ratios are those of documents, of which ranks hold parts"
+        ]
+    if not off or facts.gradient_same is not False or facts.metrics_off(*ADVANTAGES):
+        return NOT
+    return 0.75, [f"{', '.join(off[:3])} differ, and the log-probabilities that they are computed from do not"]
+
+
+@TOKENS.cause("one term of the loss is weighed or computed otherwise", uses=("metrics",))
+def _one_term(facts: Facts) -> Judged:
+    """One term of the loss is wrong and others are right, from the same inputs."""
+    off, right = facts.terms
+    off = [key for key in off if not key.startswith("loss/total")]
+    if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
+        return NOT
+    if facts.metrics_off("ratio/", "clip/"):
+        return 0.3, [f"{', '.join(off)} differ, {', '.join(right)} do not"]
+    trusted, suspect = facts.step.metrics[off[0]]
+    times = f", {suspect / trusted:.6g} times" if trusted else ""
+    return 0.8, [f"{', '.join(off)} differ{times}, {', '.join(right)} do not"]
+
+
+@TOKENS.cause("the per-token loss is another one", uses=("loss", "gradient"))
+def _other_loss(facts: Facts) -> Judged:
+    if not facts.inputs_same or facts.loss_same is not False or facts.gradient_same is not False:
+        return NOT
+    terms = facts.metrics_off("loss/")
+    return 0.35, ["the same inputs give another loss" + (f": {', '.join(terms)}" if terms else "")]

@@ -1,0 +1,329 @@
+"""Facts about single tokens of the first step that differs: what differs, and where it lies.
+
+A mistake of shifting, packing or splitting affects tokens in particular places: at the end of a shard, at the start of
+a document, in every document of a row but the first. `agreement` compares the tokens that differ with each such set.
+
+Letters: S tokens of the source batch; index s stands for the prediction of token s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.diagnose.denominators import PIECES, pieces
+from workbench.diagnose.evidence import Evidence, StepEvidence
+from workbench.diagnose.record import RecordedStep, shared_tokens
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """Per-token values of the first step that differs.
+
+    Attributes:
+        evidence: all steps.
+    """
+
+    evidence: Evidence
+
+    @property
+    def step(self) -> StepEvidence:
+        """The first step that differs."""
+        return self.evidence.first
+
+    @cached_property
+    def pair(self) -> tuple[RecordedStep, RecordedStep]:
+        """Both records of that step."""
+        return self.evidence.pair
+
+    @property
+    def context(self) -> Mapping[str, Any]:
+        """The suspect's context."""
+        return self.evidence.suspect.context
+
+    @cached_property
+    def tokens(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Per-token values of both, cut to the shorter one."""
+        return shared_tokens(*self.pair)
+
+    @property
+    def forward_same(self) -> bool | None:
+        """True if log-probabilities of all trained tokens agree; from the metrics where no token was recorded."""
+        return self._same("policy_logprobs", "logprob/policy/mean")
+
+    @property
+    def old_same(self) -> bool | None:
+        """True if the old log-probabilities agree; from the metrics where no token was recorded."""
+        return self._same("old_logprobs", "logprob/old/mean")
+
+    @property
+    def mask_same(self) -> bool | None:
+        """True if the same tokens trained; from the metrics where no token was recorded."""
+        return self._same("trained", "tokens/trained/sum")
+
+    def _same(self, value: str, key: str) -> bool | None:
+        known = self.step.token_same(value)
+        if known is not None or not all(key in step.metrics for step in self.pair):
+            return known
+        return key not in self.step.metrics
+
+    @cached_property
+    def trained(self) -> Tensor | None:
+        """[S] bool, tokens that train in the trusted record."""
+        return self.tokens[0]["trained"].bool() if "trained" in self.tokens[0] else None
+
+    @cached_property
+    def places(self) -> dict[str, Tensor]:
+        """Places that a mistake may touch, in the suspect's layout."""
+        if self.trained is None:
+            return {}
+        merged = {**self.tokens[0], **self.tokens[1]}
+        return places(merged | {"trained": self.trained | merged["trained"].bool()})
+
+    def off_tokens(self, *names: str) -> Tensor | None:
+        """[S] bool, tokens of which one of these values differs; None if none was recorded."""
+        masks = [self.step.tokens[name] for name in names if name in self.step.tokens]
+        return torch.stack(masks).any(0) if masks else None
+
+    def share_off(self, name: str) -> float:
+        """Share of the trained tokens of which a value differs."""
+        off = self.off_tokens(name)
+        if off is None or self.trained is None:
+            return 0.0
+        return int((off & self.trained).sum()) / max(int(self.trained.sum()), 1)
+
+    def agree(self, place: str, *names: str) -> float:
+        """Agreement of the tokens that differ with a place, in excess of that with all trained tokens; 0 if unknown."""
+        off = self.off_tokens(*names)
+        if off is None or self.trained is None or place not in self.places:
+            return 0.0
+        everywhere, there = agreement(off, self.trained), agreement(off, self.places[place])
+        return (there - everywhere) / (1 - everywhere) if there > everywhere else 0.0
+
+    @property
+    def lost_pieces(self) -> str:
+        """Kind of pieces that the tokens that no longer train fill completely; "" if none, or if new tokens train."""
+        lost, merged = self.off_tokens("trained"), {**self.tokens[0], **self.tokens[1]}
+        if (
+            lost is None
+            or self.trained is None
+            or not bool((lost & self.trained).any())
+            or bool((lost & ~self.trained).any())
+        ):
+            return ""
+        for kind, piece in pieces(merged | {"trained": self.trained}, self.context).items():
+            gone = torch.isin(piece, piece[lost]) & self.trained
+            if kind != "documents" and torch.equal(gone, lost) and int(gone.sum()) < int(self.trained.sum()):
+                return f"{PIECES[kind]}s"
+        return ""
+
+    @property
+    def clips_documents(self) -> bool:
+        """True if the trusted policy is clipped by whole documents, as a document-level ratio does."""
+        tokens, trained = self.tokens[0], self.trained
+        if trained is None or not {"clipped", "documents"} <= set(tokens):
+            return False
+        clipped, documents = tokens["clipped"].bool() & trained, tokens["documents"]
+        several = any(int(clipped[documents == one].sum()) > 1 for one in documents[clipped].unique())
+        return several and torch.equal(torch.isin(documents, documents[clipped]) & trained, clipped)
+
+    def all_lie_in(self, place: str) -> bool:
+        """True if every trained token lies in a place, so that it cannot be distinguished from everywhere."""
+        return self.trained is not None and place in self.places and bool((self.places[place] == self.trained).all())
+
+    def change(self, name: str = "policy_logprobs") -> tuple[Tensor, Tensor] | None:
+        """A value of the tokens that train in both: the trusted one, and suspect minus trusted."""
+        if any(name not in tokens or "trained" not in tokens for tokens in self.tokens):
+            return None
+        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
+        trusted, suspect = (tokens[name].double()[both] for tokens in self.tokens)
+        return trusted, suspect - trusted
+
+    @property
+    def share_moved(self) -> float:
+        """Share of tokens whose log-probability differs, of those where rounding could change it.
+
+        The first prediction of a document sees a single token: rounding of positions and keys does not affect it.
+        """
+        change = self.change()
+        if change is None:
+            return 0.0
+        moved = change[1] != 0
+        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
+        alone = self.tokens[0].get("positions")
+        here = moved if alone is None else moved[alone[both] != 1]
+        return float(here.double().mean()) if len(here) else 0.0
+
+    @cached_property
+    def distributions_shifted(self) -> int | None:
+        """Shift, in tokens, of the suspect's entropies within documents, if log-probabilities do not shift along.
+
+        None if there is no shift.
+        """
+        names = {"policy_logprobs", "entropy_nats", "trained", "documents"}
+        if not all(names <= set(tokens) for tokens in self.tokens) or self.forward_same is not False:
+            return None
+        trusted, suspect = self.tokens
+        known, documents = trusted["trained"].bool() & suspect["trained"].bool(), trusted["documents"]
+        for shift in (1, -1):
+            there = known & known.roll(shift) & (documents.roll(shift) == documents)
+            there[0 if shift > 0 else -1] = False
+            if int(there.sum()) < 4:
+                continue
+            left = {
+                name: _left_by_shift(trusted[name].double(), suspect[name].double(), there, shift)
+                for name in ("entropy_nats", "policy_logprobs")
+            }
+            if left["entropy_nats"] < 0.1 and left["policy_logprobs"] > 0.5:
+                return shift
+        return None
+
+    @cached_property
+    def document_values_cut(self) -> bool:
+        """True if token values do not follow their own ratios, and trained tokens of a document lie on several ranks.
+
+        With token-level ratios a token's value is proportional to its ratio: within a document its logarithm grows with
+        the log ratio at slope 1; with a document-level ratio at slope 0.
+        """
+        tokens, trained = self.tokens[0], self.trained
+        if trained is None or not {"losses", "old_logprobs", "policy_logprobs", "documents", "shards"} <= set(tokens):
+            return False
+        here = trained & (tokens["losses"] != 0)
+        documents, shards = tokens["documents"][here], tokens["shards"][here]
+        cut = any(len(shards[documents == one].unique()) > 1 for one in documents.unique())
+        logprobs = tokens["policy_logprobs"].double()[here]
+        sizes, ratios = tokens["losses"].double()[here].abs().log(), logprobs - tokens["old_logprobs"].double()[here]
+        slopes = [_slope_within(documents, each, sizes) for each in (ratios, logprobs.abs().clamp_min(1e-30).log())]
+        return cut and all(slope is not None and abs(slope) < 0.5 for slope in slopes)
+
+
+def fit(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Slope of y on x through the origin, and the unexplained share of y's sum of squares."""
+    if not float(x.square().sum()) or not float(y.square().sum()):
+        return 0.0, 1.0
+    slope = float(x @ y) / float(x.square().sum())
+    return slope, float((y - slope * x).square().sum()) / float(y.square().sum())
+
+
+def _left_by_shift(trusted: Tensor, suspect: Tensor, there: Tensor, shift: int) -> float:
+    """Median distance of the two after a shift, relative to that without a shift."""
+    shifted, as_is = (float((suspect - each)[there].abs().median()) for each in (trusted.roll(shift), trusted))
+    return shifted / as_is if as_is else math.inf
+
+
+def _slope_within(labels: Tensor, x: Tensor, y: Tensor) -> float | None:
+    """Slope of y on x, both less their means over each label; None if x does not vary within any."""
+    _, place = torch.unique(labels, return_inverse=True)
+    counts = torch.bincount(place).double()
+    x, y = (each - (torch.zeros_like(counts).index_add_(0, place, each) / counts)[place] for each in (x, y))
+    return fit(x, y)[0] if float(x.square().sum()) > 1e-12 else None
+
+
+# ---- places ----------------------------------------------------------------------------------------------
+
+
+def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """[S] bool of each place that the record can identify, trained tokens only.
+
+    Returns:
+        By name: "shard edges" (the last prediction of a cp rank before another rank continues), "behind shard
+        edges" (of a document, all after its first rank change), "returns" (of a document, all predictions of a rank
+        after another rank has continued), "behind half a shard" (of a row, all but the first half of its first rank's
+        shard: the only part that keeps its place when halves of shards are placed elsewhere), "document ends",
+        "document beginnings" (first trained tokens), "document starts" (first tokens, without a prediction), "later
+        documents" (not the first of their row), "behind features" (of a document, all after the first token that is
+        replaced by a feature).
+    """
+    if not {"trained", "documents"} <= set(tokens):
+        return {}
+    trained, documents = tokens["trained"].bool(), tokens["documents"]
+    masks = {
+        "document beginnings": _first_of(documents, trained),
+        "document ends": _first_of(documents.flip(0), trained.flip(0)).flip(0),
+    }
+    if "shards" in tokens:
+        shards = tokens["shards"]
+        changes = torch.zeros_like(trained)
+        changes[1:] = (shards[1:] != shards[:-1]) & (documents[1:] == documents[:-1]) & (shards[:-1] >= 0)
+        edges = changes.roll(-1)
+        edges[-1:] = False
+        masks |= {
+            "shard edges": edges,
+            "behind shard edges": _after(changes, documents),
+            "returns": _returns(documents, shards),
+        }
+        if {"rows", "places"} <= set(tokens):
+            masks["behind half a shard"] = _behind_half(tokens["rows"], tokens["places"], shards)
+    if "places" in tokens and "positions" in tokens:  # the first document of a row begins at place 0
+        masks["later documents"] = tokens["places"] > tokens["positions"] - 1
+    if "features" in tokens:
+        read = torch.zeros_like(trained)
+        read[1:] = (tokens["features"][:-1] >= 0) & (documents[1:] == documents[:-1])
+        masks["behind features"] = _after(read, documents)
+    masks = {name: where_S & trained for name, where_S in masks.items()}
+    starts = torch.ones_like(trained)
+    starts[1:] = documents[1:] != documents[:-1]
+    return masks | {"document starts": starts}
+
+
+def agreement(where: Tensor, place: Tensor) -> float:
+    """Agreement of the tokens that differ with a place: the F-measure that weighs precision twice as much as recall.
+
+    Formula: 1.25 p r / (0.25 p + r), p the share of differing tokens that lie there, r the share of it that differs.
+    """
+    both = int((where & place).sum())
+    if not both:
+        return 0.0
+    precision, recall = both / int(where.sum()), both / int(place.sum())
+    return 1.25 * precision * recall / (0.25 * precision + recall)
+
+
+def _first_of(labels: Tensor, among: Tensor) -> Tensor:
+    seen: set[int] = set()
+    first = torch.zeros_like(among)
+    for place, (label, counts) in enumerate(zip(labels.tolist(), among.tolist(), strict=True)):
+        if counts and label not in seen:
+            seen.add(label)
+            first[place] = True
+    return first
+
+
+def _after(changes: Tensor, documents: Tensor) -> Tensor:
+    """All tokens of a document from its first change on."""
+    total = changes.long().cumsum(0)
+    before = torch.zeros(int(documents.max()) + 1, dtype=torch.long)
+    begins = torch.ones_like(changes)
+    begins[1:] = documents[1:] != documents[:-1]
+    before[documents[begins]] = (total - changes.long())[begins]
+    return total > before[documents]
+
+
+def _returns(documents: Tensor, shards: Tensor) -> Tensor:
+    """All tokens of a document on a rank that had some of it before another rank did."""
+    again = torch.zeros_like(documents, dtype=torch.bool)
+    left: set[tuple[int, int]] = set()
+    before = None
+    for place, here in enumerate(zip(documents.tolist(), shards.tolist(), strict=True)):
+        if before is not None and before != here:
+            left.add(before)
+        if here[1] >= 0:  # the first token of a document has no prediction
+            again[place], before = here in left, here
+    return again
+
+
+def _behind_half(rows: Tensor, places: Tensor, shards: Tensor) -> Tensor:
+    """All tokens of a row from the middle of its first rank's first stretch on; none of a row on one rank."""
+    behind = torch.zeros_like(rows, dtype=torch.bool)
+    for row in rows[rows >= 0].unique():
+        here = rows == row
+        later = here & (shards != shards[here][places[here].argmin()])
+        if bool(later.any()):
+            stretch = here & (places < places[later].min())
+            behind |= here & (2 * places > places[stretch].max())
+    return behind

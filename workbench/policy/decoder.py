@@ -1,0 +1,252 @@
+"""Stock decoders of `transformers`: checkpoints, tiny ones, and published sizes with seeded weights.
+
+Tiny models are the default when no checkpoint is named: real architectures, toy sizes. Grouped-query attention (4 query
+heads on 2 key-value heads), query and key norms, rotary positions, gated feed-forward, in one of them experts and a
+router: each can break in its own way under sharding, so all are included.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import SpecError
+
+if TYPE_CHECKING:
+    from transformers import CLIPVisionModel, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SiglipVisionModel
+
+
+def load_decoder(source: str, *, project: Path | None = None, tied: bool | None = None, seed: int = 0) -> Any:
+    """Return the stock `transformers` decoder of a source, unsharded, in float32, on CPU.
+
+    Args:
+        source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `TINY`.
+        project: base of relative folders.
+        tied: tiny models only: the head is the embedding.
+        seed: tiny models only: of their weights.
+
+    Raises:
+        SpecError: no such checkpoint, or one whose tensors are not exactly the model's.
+    """
+    import torch
+
+    if source in TINY:
+        return TINY[source](19, tied=tied is not False, seed=seed)
+    if tied is not None:
+        raise SpecError(
+            f"model.tied = {tied} with model.source = {source!r}",
+            rule="a checkpoint defines whether its head is tied",
+            fix="leave model.tied out",
+        )
+    import transformers
+    from safetensors import SafetensorError
+
+    transformers.utils.logging.disable_progress_bar()
+    folder = (project or Path()) / source
+    # safetensors only, so that no pickle is loaded (DECISIONS.md, 18)
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise SpecError(
+            f"load model.source = {source!r}",
+            found=str(error).splitlines()[0],
+            rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
+            f"{' or '.join(TINY)}",
+            fix=f"check the path (the folder {source!r} is looked up under the project root)",
+        ) from None
+    mismatches = [
+        f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info.get(kind)
+    ]
+    if mismatches:
+        raise SpecError(
+            f"load model.source = {source!r}",
+            found="; ".join(mismatches),
+            rule="the checkpoint holds exactly the tensors of the model: none initialized at random, none ignored",
+            fix="save the whole model again, or fix config.json",
+        )
+    return model
+
+
+def head_of(model: Any) -> dict[str, Any]:
+    """Weight, bias, scale and cap of a decoder's output head, by the names of `transformers` configurations."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return {
+        "weight_VD": head.weight,
+        "bias_V": getattr(head, "bias", None),
+        "logit_scale": scale,
+        "soft_cap": getattr(config, "final_logit_softcapping", None) or None,
+    }
+
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "dtype": "float32",
+    # 0.02, the usual value, leaves a model this narrow with logits near zero and hardly any gradient.
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def tiny_qwen3(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
+    """A Qwen3 of about 150 000 float32 weights drawn from a seed, on CPU, in evaluation mode.
+
+    Args:
+        vocab_size: rows of the embedding; any number, also one that no rank count divides.
+        tied: the output head is the embedding.
+        seed: of the weights. The global random state is preserved.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(vocab_size=vocab_size, intermediate_size=192, tie_word_embeddings=tied, **SIZES)
+    return _seeded(Qwen3ForCausalLM, config, seed)
+
+
+def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3MoeForCausalLM:
+    """A Qwen3-MoE of about 220 000 float32 weights: two layers of 4 experts, 2 for each token, around a dense one.
+
+    Args:
+        vocab_size: rows of the embedding; any number, also one that no rank count divides.
+        tied: the output head is the embedding.
+        seed: of the weights. The global random state is preserved.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        intermediate_size=192,
+        tie_word_embeddings=tied,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        **SIZES,
+    )
+    return _seeded(Qwen3MoeForCausalLM, config, seed)
+
+
+# torch is imported in functions: the launcher reads these names and must not wait for it
+TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe}
+"""Tiny decoders that `load_policy` builds by name."""
+
+VISION_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_channels": 3,
+    "image_size": 8,
+    "patch_size": 4,
+    "attention_dropout": 0.0,
+    "dtype": "float32",
+}
+
+
+def tiny_siglip(*, seed: int = 0) -> SiglipVisionModel:
+    """A SigLIP vision encoder of about 20 000 weights drawn from a seed: 8 x 8 pixels, 4 patches, no pooling head.
+
+    Args:
+        seed: of the weights. The global random state is preserved.
+    """
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    return _tiny_vision(SiglipVisionModel, SiglipVisionConfig(vision_use_head=False, **VISION_SIZES), seed)
+
+
+def tiny_clip(*, seed: int = 0) -> CLIPVisionModel:
+    """A CLIP vision encoder of the same size: a class token before the patches, another activation.
+
+    Args:
+        seed: of the weights. The global random state is preserved.
+    """
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return _tiny_vision(CLIPVisionModel, CLIPVisionConfig(**VISION_SIZES), seed)
+
+
+def _tiny_vision(kind: Any, config: Any, seed: int) -> Any:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config).eval()
+        for parameter in model.parameters():  # initialisation leaves biases and other parameters at or near zero
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+TINY_VISION = {"tiny-siglip": tiny_siglip, "tiny-clip": tiny_clip}
+"""Vision encoders of toy size, by name."""
+
+QWEN3: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+"""Name -> the sizes that differ between checkpoints, from their published config.json."""
+
+
+def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed: int = 0) -> Qwen3ForCausalLM:
+    """A published Qwen3 with float32 weights drawn from a seed, on CPU, in evaluation mode.
+
+    Args:
+        name: one of `QWEN3`.
+        layers: number of layers; None: all.
+        seed: of the weights. The global random state is preserved.
+
+    Source: Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, config.json.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = QWEN3[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = Qwen3Config(
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        attention_dropout=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **sizes,
+    )
+    return _seeded(Qwen3ForCausalLM, config, seed)
+
+
+def _seeded(kind: Any, config: Any, seed: int) -> Any:
+    """Return a model with float32 weights drawn from a seed; the global random state is preserved."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(config).eval()

@@ -1,0 +1,305 @@
+"""The groups of settings of a run, beside those of its loss (`workbench.specs.losses`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from workbench.specs.losses.base import Settings
+
+
+class Group(Settings):
+    """Settings whose repr shows only what differs from the defaults."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        known = type(self).model_fields
+        return (
+            (name, value)
+            for name, value in super().__repr_args__()
+            if name not in known or value != known[name].default
+        )
+
+
+class LayoutSpec(Group):
+    """The parallel layout: the number of ranks and the split of the work."""
+
+    dp: int = Field(1, ge=1)
+    """Data-parallel ranks: each trains on rows of its own."""
+    cp: int = Field(1, ge=1)
+    """Context-parallel ranks: they share the tokens of each row."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel ranks: they share heads, feed-forward columns and the vocabulary."""
+    order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
+    """Assignment of a row's tokens to context-parallel ranks; see `workbench.sharding.orders`."""
+    block_tokens: int = Field(128, ge=1)
+    """Tokens of a block that the balanced order moves as a whole."""
+    attention: Literal["gathered", "ring", "ulysses", "hybrid"] = "gathered"
+    """Exchange of keys and values between context-parallel ranks; see `workbench.sharding.attention`."""
+    ulysses: int = Field(1, ge=1)
+    """For hybrid attention: neighbouring cp ranks that exchange heads; the rings go over cp / ulysses ranks."""
+    kernel: Literal["auto", "plain", "flash", "flex"] = "auto"
+    """The attention kernel of a rank. auto takes the fastest supported one."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel layers, each tp rank holds 1 / tp of the tokens of its cp rank."""
+    shard_parameters: bool = False
+    """Shard parameters, gradients and optimizer state over dp x cp (FSDP2) instead of replicating them."""
+    checkpointing: bool = False
+    """Activation checkpointing of decoder layers: recompute their activations in backward."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_axes(cls, value: Any) -> Any:
+        for axis, meaning in (("pp", "pipeline"), ("ep", "expert")):
+            if isinstance(value, Mapping) and axis in value:
+                raise ValueError(f"{axis} ({meaning} parallelism) is not supported; the axes are dp, cp and tp")
+        return value
+
+    @property
+    def world_size(self) -> int:
+        """Total number of ranks."""
+        return self.dp * self.cp * self.tp
+
+    @model_validator(mode="after")
+    def _check_ulysses(self) -> LayoutSpec:
+        if self.ulysses > 1 and self.attention != "hybrid":
+            raise ValueError(
+                f"ulysses = {self.ulysses} with attention {self.attention!r}; it is the number of neighbours that "
+                "exchange heads in hybrid attention (attention ulysses takes all of cp)"
+            )
+        if self.cp % self.ulysses:
+            raise ValueError(f"ulysses = {self.ulysses} does not divide cp = {self.cp}")
+        if self.attention == "hybrid" and self.ulysses == 1 < self.cp:
+            raise ValueError(
+                "attention 'hybrid' with ulysses = 1 is attention 'ring'; give ulysses, a divisor of cp, or take ring"
+            )
+        return self
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1]
+        if self.cp > 1:
+            parts.append(self.order)
+            parts += [f"blocks={self.block_tokens}"] if self.order == "balanced" and self.block_tokens != 128 else []
+            parts += [self.attention] if self.attention != "gathered" else []
+            parts += [f"ulysses={self.ulysses}"] if self.ulysses > 1 else []
+        parts += [self.kernel] if self.kernel != "auto" else []
+        parts += [
+            label
+            for label, on in (
+                ("sp", self.sequence_parallel),
+                ("fsdp", self.shard_parameters),
+                ("checkpointing", self.checkpointing),
+            )
+            if on
+        ]
+        return " ".join(parts if self.world_size > 1 else ["one rank", *parts])
+
+
+class ModelSpec(Group):
+    """The decoder and its source."""
+
+    source: str = "data/arithmetic/policy"
+    """A checkpoint folder (relative to the project root, or absolute), a hub id, `tiny-qwen3` or `tiny-qwen3-moe`."""
+    tied: bool | None = None
+    """Tie the output head to the embedding; None keeps the setting of the source. Only tiny models can change it."""
+    seed: int = 0
+    """Seed of the weights of tiny models."""
+
+
+class PolicySpec(Group):
+    """The computation of token log-probabilities from hidden states."""
+
+    logprobs: Literal["auto", "reference", "vocabulary_parallel", "chunked", "triton"] = "auto"
+    """Implementation by name. On a GPU auto takes triton, or chunked if triton cannot run; on a CPU reference, or
+    vocabulary_parallel when tp > 1, and chunked with fused_loss."""
+    temperature: float | None = Field(None, gt=0)
+    """Divides logits; None takes the temperature of the rollouts."""
+    fused_loss: bool = False
+    """Compute the gradient in the forward pass over the head, a chunk at a time: three GEMMs with the head, and the
+    logits of one chunk. A loss whose coupling of tokens forbids it takes four; the record has the reason."""
+    fp32_head: bool = False
+    """Cast hidden states and head to float32 before their GEMM, in a bfloat16 run."""
+    chunk_tokens: int = Field(4096, ge=1)
+    """Rows whose logits exist at a time, for chunked and triton."""
+    keep_bytes: int = Field(0, ge=0)
+    """Memory for head outputs saved for backward, for chunked and triton: saved chunks cost three GEMMs with the
+    head, others four."""
+
+    @model_validator(mode="after")
+    def _check_chunked_settings(self) -> PolicySpec:
+        if self.logprobs in ("reference", "vocabulary_parallel"):
+            chunked = [
+                name
+                for name in ("fused_loss", "chunk_tokens", "keep_bytes")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if chunked:
+                raise ValueError(
+                    f"{' and '.join(chunked)} with logprobs {self.logprobs!r}, which holds all logits of a "
+                    "row at once; take chunked, triton or auto"
+                )
+        return self
+
+
+class AdvantageSpec(Group):
+    """The source of advantages."""
+
+    name: Literal[
+        "recorded",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "leave_one_out",
+        "opo",
+        "gpg",
+        "pass_at_k",
+        "gdpo",
+        "grpo_whitened",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "optimal_token_baseline",
+        "gae",
+        "vapo",
+    ] = "recorded"
+    """recorded: those of the rollout dataset. Otherwise an estimator of `workbench.rollouts.advantages`, from the
+    rewards of all documents of the step, less a KL penalty that `loss.kl` places in the reward."""
+    settings: dict[str, bool | float | str] = Field(default_factory=dict)
+    """Of the estimator, such as {ddof: 0, epsilon: 1e-6}."""
+
+
+class DataSpec(Group):
+    """The rollout dataset and its split into steps and rows."""
+
+    path: str = "data/arithmetic/rollouts"
+    """Folder of a rollout dataset (relative to the project root, or absolute)."""
+    documents_per_step: int | None = Field(None, ge=1)
+    """Documents of one optimizer step, taken in order and cyclically; None takes all of them every step."""
+    micro_batches: int = Field(1, ge=1)
+    """Rows of each data-parallel rank per optimizer step, one after another."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Maximum tokens of a row. Micro-batches of this size are filled, on all data-parallel ranks in turn, until the
+    step has its documents, in as many micro-batches as needed; `micro_batches` must stay 1."""
+    advantages: AdvantageSpec = AdvantageSpec()
+    """The source of advantages."""
+    keep_groups: bool = False
+    """Put all documents of a group into one row. A loss on preference pairs implies it."""
+    multiple_of: int | None = Field(None, ge=1)
+    """Rows are padded to a multiple of this; None takes the multiple of the layout."""
+
+    @model_validator(mode="after")
+    def _check_micro_batches(self) -> DataSpec:
+        if self.micro_batch_tokens is not None and self.micro_batches != 1:
+            raise ValueError(
+                "micro_batches is the number of rows of a rank, micro_batch_tokens the size of a row; give one of them"
+            )
+        return self
+
+
+class OnlineSpec(Group):
+    """Rollouts sampled from the policy during the run, for a task with a checkable reward."""
+
+    task: str | None = None
+    """arithmetic, or FILE.py:NAME, a custom class (see `workbench.rollouts.task.Task`). None: rollouts come from
+    data.path."""
+    prompts: int = Field(16, ge=1)
+    """Prompts of a sampling."""
+    answers: int = Field(8, ge=1)
+    """Completions of each prompt; they are a group."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the sampler's logits. The trainer's are divided by policy.temperature, which defaults to this."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Length limit of a completion."""
+    updates: int = Field(1, ge=1)
+    """Optimizer steps on the completions of one sampling. Each takes data.documents_per_step of them, in order and
+    cyclically; all of them if that is left out."""
+    sampler_precision: Literal["float64", "float32", "bfloat16"] | None = None
+    """Of the sampler's weights and activations; None takes the run's."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Source of the old policy's log-probabilities: the trainer, in a forward pass before the first update, or the
+    sampler."""
+    prompts_at_once: int = Field(8, ge=1)
+    """Prompts whose completions are sampled in one batch. Batches, and not prompts, are assigned to ranks, so that they
+    are the same in every layout. A rank without a batch waits for the others, no longer than timeout_s."""
+
+    @property
+    def on(self) -> bool:
+        """True if the run samples its own rollouts."""
+        return self.task is not None
+
+    @property
+    def documents(self) -> int:
+        """Completions of a sampling."""
+        return self.prompts * self.answers
+
+    @model_validator(mode="after")
+    def _check_task(self) -> OnlineSpec:
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if not self.on and given:
+            raise ValueError(
+                f"{', '.join(given)} without a task, which turns online rollouts on; give online.task, "
+                "such as arithmetic"
+            )
+        return self
+
+
+class OptimizerSpec(Group):
+    """The optimizer and gradient clipping."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(1e-4, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float | None = Field(None, gt=0)
+    """Clip the global gradient norm to this; None: no clipping."""
+
+
+class ReproducibleSpec(Group):
+    """The same bits in every layout: settings that must be equal in compared runs; see `workbench.reproducible`."""
+
+    block_tokens: int | None = Field(None, ge=1)
+    """Tokens of a block: everything is computed block by block, in blocks that no layout splits. None: the ordinary
+    mode, whose last bits depend on the layout."""
+    weight_chunks: int = Field(1, ge=1)
+    """Chunks in which weights are multiplied: a power of two that divides heads and features, and at least the tp ranks
+    of every run to be compared."""
+    bits: int = Field(32, ge=1, le=60)
+    """Gradients are summed as multiples of 2^-bits, for a loss in which the mean token weight is 1."""
+
+    @property
+    def on(self) -> bool:
+        """True if the run is in this mode."""
+        return self.block_tokens is not None
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> ReproducibleSpec:
+        if not self.on and (self.weight_chunks, self.bits) != (1, 32):
+            raise ValueError(
+                "weight_chunks and bits belong to the reproducible mode, which block_tokens turns on; give "
+                "reproducible.block_tokens, such as 128"
+            )
+        if self.weight_chunks & (self.weight_chunks - 1):
+            raise ValueError(
+                f"weight_chunks = {self.weight_chunks} is no power of two, and sums over chunks are a binary tree"
+            )
+        return self
+
+
+class RecordSpec(Group):
+    """The files of a run in addition to its step records."""
+
+    gradients: Literal["none", "norms", "full"] = "full"
+    """Per-parameter gradients after reduction: nothing, their norms, or every element."""
+    tokens: bool = True
+    """Per-token log-probabilities, ratios and clip decisions, in the order of the rollout dataset."""
+    metrics: Literal["none", "basic", "full"] = "basic"
+    """Metrics of each step: none, the cheap ones, or all."""
+    certificate: bool | None = None
+    """A hash of each step's loss, log-probabilities, gradients and weights, bit for bit; see
+    `workbench.records.certificate`. None: in the reproducible mode."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Interval, in steps, of checkpoints of weights and optimizer state, of which the newest is kept, and one at the
+    end: an interrupted run resumes from it when it is launched again. None: no checkpoints."""
+    trace_tokens: int | None = Field(None, ge=1)
+    """Tokens of a block in traces: fingerprints of every module's input and output, and of its gradient, per block; see
+    `workbench.train.trace`. None: no trace."""

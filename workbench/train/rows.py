@@ -1,0 +1,288 @@
+"""Rows of a step: documents packed into rows, split into the shards of ranks, and back to the source batch's order.
+
+Letters: T packed tokens | t tokens of this rank | S tokens of the source batch | D model dimension.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.losses.document_sums import DocumentSums, segment_ids
+from workbench.losses.terms import Loss, LossInputs, Term
+from workbench.metrics.quantities import DocumentSlots
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.model import Policy
+from workbench.reduction.weights import TokenWeights
+from workbench.rollouts.batch import PADDING, RolloutBatch
+from workbench.rollouts.packing import deal, fill, pack
+from workbench.rollouts.targets import TrainingRow
+from workbench.sharding.attention import AttentionShard
+from workbench.sharding.collectives import all_gather, sum_sum
+from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.orders import Multiples, document_lengths, padding_rule
+from workbench.sharding.plan import ShardPlan
+from workbench.specs.groups import LayoutSpec, ReproducibleSpec
+from workbench.specs.run import RunSpec
+
+ORDINARY = ReproducibleSpec()
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The training data of one optimizer step.
+
+    Attributes:
+        documents: of the step.
+        source: the batch from which they were taken; per-token records are in its order.
+        numbers: statistics of the sampling, for the step's record.
+        fresh: True for the first step on that batch.
+    """
+
+    documents: RolloutBatch
+    source: RolloutBatch
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    fresh: bool = False
+
+
+def in_order(batch: RolloutBatch, documents_per_step: int | None, first: int = 0) -> Iterator[RolloutBatch]:
+    """Yield the documents of each optimizer step from step ``first``: in order, cyclically; None: all of them."""
+    if documents_per_step is None:
+        yield from itertools.repeat(batch)
+        return
+    for taken in itertools.count(first * documents_per_step, documents_per_step):
+        yield batch.select([(taken + i) % batch.num_documents for i in range(documents_per_step)])
+
+
+@dataclass(frozen=True)
+class WholeRow:
+    """The row on which every rank that shares it evaluates the loss: not split, without the padding at its end.
+
+    On the CPU, where any loss and metric is deterministic: a GPU sums documents with atomics. Some kilobytes a row are
+    copied each way while the GPU continues.
+
+    Attributes:
+        number: of the row in the step; see `row_numbers`.
+        row: the tokens, in the order of the row.
+        weights: as in `LocalRow`.
+        documents: as in `LocalRow`.
+        plan: how the row is split.
+        axis: the ranks that share it.
+    """
+
+    number: int
+    row: TrainingRow
+    weights: Mapping[str, TokenWeights]
+    documents: DocumentSlots
+    plan: ShardPlan
+    axis: Axis
+
+
+@dataclass(frozen=True)
+class LocalRow:
+    """This rank's shard of one micro-batch.
+
+    Attributes:
+        row: this rank's tokens, in the order of the shard plan.
+        weights: per-token weights, by the name that a term uses.
+        attention: the attention mask, and how keys and values are exchanged over cp.
+        sums: sums over whole documents, of which this rank may hold a part.
+        documents: the numbers of the row's documents in the whole step, for per-document metrics.
+        whole: the row before the split, on which the loss is evaluated in the reproducible mode.
+    """
+
+    row: TrainingRow
+    weights: Mapping[str, TokenWeights]
+    attention: AttentionShard
+    sums: DocumentSums
+    documents: DocumentSlots
+    whole: WholeRow | None = None
+
+    def hidden_states(self, policy: Policy) -> Tensor:
+        """[t, D] hidden states of this rank's tokens."""
+        return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention)
+
+    def token_logprobs(
+        self, policy: Policy, hidden_TD: Tensor, outputs: Sequence[str], active_T: Tensor | None = None
+    ) -> TokenLogprobs:
+        """[t] head outputs of this rank's tokens; with ``active_T`` [t] bool, of those alone."""
+        row = self.row
+        temperature_T = row.extensions.get("temperature_T")
+        return policy.token_logprobs(hidden_TD, row.targets_T, temperature_T, active_T=active_T, outputs=outputs)
+
+
+def pack_step(
+    batch: RolloutBatch, spec: RunSpec, document_rows: Sequence[Sequence[int]] | None = None
+) -> list[RolloutBatch]:
+    """Pack the rows of one optimizer step: those of the first dp rank, then those of the second, ...
+
+    Args:
+        batch: the documents of the whole step.
+        spec: of the run.
+        document_rows: numbers of the documents of each row, a multiple of dp rows; None: assigned by `pack` or `fill`.
+
+    Raises:
+        SpecError: ``data.keep_groups`` without group ids; a multiple that the layout cannot split.
+    """
+    layout, data = spec.layout, spec.data
+    if data.keep_groups and batch.group_ids_N is None:
+        raise SpecError(
+            "data.keep_groups",
+            found="a batch without group_ids",
+            rule="documents of a group share an id",
+            fix="record group ids with the rollouts, or leave keep_groups out",
+        )
+    needed = multiples(layout, spec.reproducible)
+    if data.multiple_of is not None and data.multiple_of % needed.row:
+        smaller = ", or a smaller layout.block_tokens" if layout.order == "balanced" else ""
+        raise SpecError(
+            f"data.multiple_of = {data.multiple_of}",
+            found=f"layout {layout}",
+            rule=f"rows of this layout are multiples of {needed.row} tokens in every step",
+            fix=f"leave data.multiple_of out, or take a multiple of {needed.row}{smaller}",
+        )
+    rules = {
+        "multiple_of": data.multiple_of or needed.row,
+        "document_multiple_of": needed.document,
+        "group_labels_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None,
+    }
+    if spec.reproducible.on and data.micro_batch_tokens is not None and data.micro_batch_tokens % rules["multiple_of"]:
+        raise SpecError(
+            f"data.micro_batch_tokens = {data.micro_batch_tokens} in the reproducible mode",
+            found=f"layout {layout}",
+            rule=f"rows of this layout are multiples of {rules['multiple_of']} "
+            "tokens; with another multiple the capacity of a row, and so its documents, depend on the layout",
+            fix=f"take a multiple of {rules['multiple_of']}, the same in every run that is to agree",
+        )
+    if document_rows is not None:
+        return deal(batch, document_rows, multiple_of=rules["multiple_of"], document_multiple_of=needed.document)
+    if data.micro_batch_tokens is None:
+        return pack(batch, rows=layout.dp * data.micro_batches, **rules)
+    return fill(batch, tokens=data.micro_batch_tokens, ranks=layout.dp, **rules)
+
+
+def multiples(layout: LayoutSpec, reproducible: ReproducibleSpec = ORDINARY) -> Multiples:
+    """Return the multiples to which rows and documents are padded; rows in the reproducible mode to whole blocks."""
+    order = layout.order if layout.cp > 1 else "contiguous"  # on one rank all orders coincide
+    rule = padding_rule(
+        order, layout.cp, block_tokens=layout.block_tokens, tp=layout.tp if layout.sequence_parallel else 1
+    )
+    if reproducible.block_tokens is None or order == "balanced":  # "balanced" pads to whole blocks already
+        return rule
+    return replace(rule, row=rule.row * reproducible.block_tokens)
+
+
+def plan_row(document_ids_T: Tensor, layout: LayoutSpec) -> ShardPlan:
+    """Return the shard plan of a packed row over cp, given its document ids [T]."""
+    return ShardPlan.make(
+        layout.order if layout.cp > 1 else "contiguous",
+        num_tokens=len(document_ids_T),
+        cp=layout.cp,
+        document_lengths=document_lengths(document_ids_T, multiples(layout).document),
+        block_tokens=layout.block_tokens,
+    )
+
+
+def row_numbers(rows: Sequence[TrainingRow]) -> list[int]:
+    """Return the place of each row in the order of the rows' first targets in the source batch; empty rows come last.
+
+    Independent of the layout: of the rank that holds a row, and of the grouping of rows into micro-batches.
+    """
+
+    def first(row: TrainingRow) -> float:
+        targets = row.source_T[row.source_T != PADDING]
+        return int(targets.min()) if len(targets) else math.inf
+
+    order = sorted(range(len(rows)), key=lambda at: first(rows[at]))
+    return [order.index(at) for at in range(len(rows))]
+
+
+def number_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
+    """Return, for each row, the numbers of its documents in the step and the length of each run of trained tokens.
+
+    Rows are counted in an order that is independent of the layout; see `row_numbers`.
+    """
+    counts = [int(row.document_ids_T.max()) + 1 for row in whole]
+    numbers, slots = row_numbers(whole), []
+    for number, row in zip(numbers, whole, strict=True):
+        runs_T = segment_ids(row.document_ids_T, row.loss_mask_T) + 1  # 0: no run
+        lengths_T = torch.bincount(runs_T)[runs_T] * row.loss_mask_T
+        before = sum(count for count, other in zip(counts, numbers, strict=True) if other < number)
+        slots.append(DocumentSlots(before, sum(counts), lengths_T))
+    return slots
+
+
+def split_row(
+    row: TrainingRow,
+    weights: Mapping[str, TokenWeights],
+    documents: DocumentSlots,
+    plan: ShardPlan,
+    mesh: Mesh,
+    layout: LayoutSpec,
+) -> LocalRow:
+    """Return this rank's shard of a row: every token-aligned tensor is split by the same plan."""
+    axis = mesh["cp"]
+    inner, outer = (mesh["cp_inner"], mesh["cp_outer"]) if layout.attention == "hybrid" else (None, None)
+    attention = AttentionShard.make(
+        plan, row.document_ids_T, axis, algorithm=layout.attention, kernel=layout.kernel, inner=inner, outer=outer
+    )
+
+    def shard(values_T: Tensor) -> Tensor:
+        return plan.split(values_T, axis.rank)
+
+    if documents.segment_lengths_T is not None:
+        documents = documents._replace(segment_lengths_T=shard(documents.segment_lengths_T.to(mesh.device)))
+    return LocalRow(
+        row.map(shard),
+        {name: pair.map(shard) for name, pair in weights.items()},
+        attention,
+        DocumentSums.of_row(row, plan.positions(axis.rank), axis=axis, complete=sum_sum),
+        documents,
+    )
+
+
+def at_targets(values_S: Tensor | None, row: TrainingRow) -> Tensor | None:
+    """[T] values of each target from those of the source batch, False where nothing counts; None stays None."""
+    if values_S is None:
+        return None
+    return values_S.to(row.source_T.device)[row.source_T.clamp_min(0)] & row.loss_mask_T
+
+
+def recorded_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], row: TrainingRow) -> dict[str, Tensor]:
+    """Per-token values for a record: "clipped" is the decision applied, "would_clip" this run's own decision."""
+    with torch.no_grad():
+        own_terms = terms if inputs.frozen_clip_T is None else loss(replace(inputs, frozen_clip_T=None))
+    none_T = torch.zeros_like(row.loss_mask_T)
+    applied_T, own_T = (
+        next((t.clipped_T for t in named.values() if t.clipped_T is not None), none_T) for named in (terms, own_terms)
+    )
+    return {
+        "source": row.source_T,
+        "targets": row.targets_T,
+        "trained": row.loss_mask_T,
+        "policy_logprobs": inputs.policy_logprobs_T.detach(),
+        "old_logprobs": inputs.old_logprobs_T,
+        "entropy_nats": inputs.entropy_T.detach(),
+        "clipped": applied_T & row.loss_mask_T,
+        "would_clip": own_T & row.loss_mask_T,
+    }
+
+
+def in_source_order(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_source: int) -> dict[str, Tensor]:
+    """Gather per-token values of all dp x cp ranks, each at the position of its target in the source batch."""
+    local = {name: torch.cat([tokens[name] for tokens in per_token]).to(mesh.device) for name in per_token[0]}
+    gathered = {name: torch.cat(all_gather(values_T, mesh["dp_cp"])) for name, values_T in local.items()}
+    source = gathered.pop("source")
+    is_token = source != PADDING  # source positions name tokens in every packing (DECISIONS.md, row 8)
+    ordered = {}
+    for name, values_T in gathered.items():
+        values_S = values_T.new_zeros(num_source)
+        values_S[source[is_token]] = values_T[is_token]
+        ordered[name] = values_S.cpu()
+    return ordered
