@@ -20,6 +20,7 @@ from workbench.diagnose import diagnose
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
+from workbench.losses.terms import LossInputs
 from workbench.metrics.evidence import Evidence
 from workbench.policy.decoder import load_decoder, tiny_qwen3
 from workbench.policy.precision import lift_to_float64
@@ -227,7 +228,7 @@ def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
         {"name": name} if name in PRESETS else {"kl": {"coefficient": 0.1, "against": "sampler"}}
     )
     mask_T, zeros_T = torch.tensor([True, True]), torch.zeros(2)
-    inputs = flow.LossInputs(zeros_T - 1, zeros_T - 1, zeros_T + 1, zeros_T - 1, None, loss_mask_T=mask_T)
+    inputs = LossInputs(zeros_T - 1, zeros_T - 1, zeros_T + 1, zeros_T - 1, None, loss_mask_T=mask_T)
     try:
         flow.build_loss(spec)(inputs)
         asked = False
