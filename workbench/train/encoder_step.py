@@ -37,7 +37,8 @@ from workbench.sharding.mesh import Axis, Mesh
 from workbench.sharding.plan import ShardPlan
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.step import LocalRow, StepResult
+from workbench.train.rows import LocalRow
+from workbench.train.step import StepResult
 
 IMAGE_FEATURES = "image_features"
 """The token field with the number of the feature that replaces a token's embedding; -1: none."""
