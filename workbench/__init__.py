@@ -40,7 +40,7 @@ _PUBLIC = {
     "LossInputs": "workbench.losses.terms",
     "token_logprobs": "workbench.policy.logprobs",
     "fused_loss": "workbench.policy.logprobs.fused_loss",
-    "token_credit": "workbench.attribution.credit",
+    "token_credit": "workbench.attribution",
     "align_loss": "workbench.parallel_loss.align",
     "simulate": "workbench.sharding.simulated",
     "reproducibly": "workbench.reproducible",

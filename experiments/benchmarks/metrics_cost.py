@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.losses.build import build_loss
 from workbench.losses.terms import LossInputs
-from workbench.metrics.cost import StepClock
 from workbench.metrics.definitions import Level
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
+from workbench.metrics.step import StepClock
 from workbench.metrics.values import finish_metrics
 from workbench.policy.decoder import published_qwen3
 from workbench.policy.model import Policy, load_policy

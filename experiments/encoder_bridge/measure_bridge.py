@@ -23,7 +23,7 @@ from torch import Tensor
 
 from experiments.encoder_bridge.page_bridge import write_bridge_report
 from experiments.entries import JOB_S, OUT, job_output
-from workbench.metrics.cost import StepClock
+from workbench.metrics.step import StepClock
 from workbench.records.provenance import project_root, provenance
 from workbench.sharding.bridge import Grid, GridGroups, GridPair, connect
 from workbench.sharding.bridge.delivery import Delivery, crossing_of, sides_of

@@ -36,7 +36,7 @@ from experiments.entries import GIVE_UP_S, entry_file, recording_failure, result
 from experiments.gpu_layouts.page import write_layout_report
 from workbench.atomic import from_json, to_json, write_whole
 from workbench.errors import WorkbenchError
-from workbench.metrics.cost import StepClock, peak_bytes
+from workbench.metrics.step import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
 from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.batch import PADDING, RolloutBatch

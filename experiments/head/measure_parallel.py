@@ -26,7 +26,7 @@ from experiments.entries import JOB_S, OUT, job_output
 from experiments.head.contenders import TOKEN
 from experiments.head.page import write_head_report
 from experiments.head.workloads import DOCUMENT, SIZES, SIZES_WITHOUT_GPU, Size, Workload
-from workbench.metrics.cost import StepClock
+from workbench.metrics.step import StepClock
 from workbench.policy.logprobs.fused_loss import fused_loss
 from workbench.records.provenance import project_root, provenance
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh

@@ -39,7 +39,7 @@ from experiments.gpu_layouts.measure import draw_documents
 from experiments.reproducible.page import write_reproducible_report
 from workbench.atomic import from_json, to_json, write_whole
 from workbench.errors import RecordError, SpecError, WorkbenchError
-from workbench.metrics.cost import StepClock, peak_bytes
+from workbench.metrics.step import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
 from workbench.records.provenance import project_root, provenance
 from workbench.rollouts.batch import RolloutBatch

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import tempfile
+import time
 
 import pytest
 import yaml
 
 from tests.helpers.hand_made import make_run
+from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import LaunchError, RecordError, SpecError
 from workbench.experiment import Experiment, rebuild_report
@@ -101,7 +104,9 @@ class TestInput:
         assert [plan.name for plan in Experiment({"steps": 2}, folder=tmp_path / "new").planned] == ["ablation"]
 
     def test_settings_without_a_folder_get_a_temporary_one(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(
+            module, "tempfile", stand_in(tempfile, mkdtemp=lambda prefix: tempfile.mkdtemp(dir=tmp_path))
+        )
         assert Experiment(SETTINGS).folder.parent == tmp_path
 
     def test_settings_never_replace_others(self, tmp_path):
@@ -238,7 +243,7 @@ class TestFromDisk:
         ]
 
     def test_waits_for_runs_of_other_processes(self, on_disk, monkeypatch):
-        monkeypatch.setattr(module.time, "sleep", lambda seconds: on_disk.runs[1].set_state("failed"))
+        monkeypatch.setattr(module, "time", stand_in(time, sleep=lambda seconds: on_disk.runs[1].set_state("failed")))
         assert on_disk.wait() == {"a": "succeeded", "b": "failed"}
 
     def test_the_panel_shows_them(self, on_disk):

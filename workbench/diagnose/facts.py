@@ -14,7 +14,7 @@ from workbench.diagnose.denominators import AXES, Named, Way, names_of, reproduc
 from workbench.diagnose.evidence import Parameter
 from workbench.diagnose.record import whole
 from workbench.diagnose.token_facts import TokenFacts, fit
-from workbench.metrics.gradients import parameter_group, parameter_layer
+from workbench.metrics.step import parameter_group, parameter_layer
 
 ADVANTAGES = ("advantage/all/mean", "advantage/all/std", "advantage/all/min", "advantage/all/max")
 """Metrics of advantages that depend on nothing else."""

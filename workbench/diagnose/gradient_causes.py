@@ -17,7 +17,7 @@ from typing import Any
 from workbench.diagnose.causes import NOT, Family, Judged, another_gradient
 from workbench.diagnose.denominators import names_of, sizes
 from workbench.diagnose.facts import Facts
-from workbench.metrics.gradients import LAYERS, parameter_layer
+from workbench.metrics.step import LAYERS, parameter_layer
 
 NEXT_TO_NOTHING = 1e-4
 """Share of the whole gradient: a parameter with less (a bias that a softmax cancels) is no evidence for its module."""

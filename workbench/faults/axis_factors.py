@@ -49,11 +49,11 @@ def clip_of_averaged_gradients(
     detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )
 def cp_factor_twice(
-    step_weights: Callable, rows: list, spec: object, cut: StepLayout | None = None, **options: object
+    step_weights: Callable, rows: list, spec: object, step_layout: StepLayout | None = None, **options: object
 ) -> tuple:
     """The factor that undoes a mean over context-parallel ranks stays in the loss, but their gradients are summed."""
-    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
-    cp = 1 if cut is None else cut.cp
+    weights, totals = step_weights(rows, spec, step_layout=step_layout, **options)
+    cp = 1 if step_layout is None else step_layout.cp
     return [{name: pair.map(lambda w_T: w_T * cp) for name, pair in named.items()} for named in weights], totals
 
 
@@ -104,11 +104,11 @@ def loss_counted_by_every_rank(evaluate_loss: Callable, loss: object, inputs: An
     detected_by="tests/faults/test_unseen.py::test_a_mean_over_sequence_ranks_is_one_factor_in_loss_and_gradient",
 )
 def loss_divided_by_sequence_ranks(
-    step_weights: Callable, rows: list, spec: object, cut: StepLayout | None = None, **options: object
+    step_weights: Callable, rows: list, spec: object, step_layout: StepLayout | None = None, **options: object
 ) -> tuple:
     """A loss already divided by the tokens of the whole sequence is averaged over the ranks that share it."""
-    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
-    cp = 1 if cut is None else cut.cp
+    weights, totals = step_weights(rows, spec, step_layout=step_layout, **options)
+    cp = 1 if step_layout is None else step_layout.cp
     return [{name: pair.map(lambda w_T: w_T / cp) for name, pair in named.items()} for named in weights], totals
 
 

@@ -31,13 +31,13 @@ def _reweigh(named: dict[str, TokenWeights], change: Callable[[Tensor], Tensor],
     detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )
 def constant_denominator_without_dp(
-    step_weights: Callable, rows: list, spec: LossSpec, cut: StepLayout | None = None, **options: object
+    step_weights: Callable, rows: list, spec: LossSpec, step_layout: StepLayout | None = None, **options: object
 ) -> tuple:
     """Every aggregation multiplies by dp, which cancels the mean over ranks, except the one with a constant length."""
-    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
-    if spec.denominator == "constant" and cut is not None:
+    weights, totals = step_weights(rows, spec, step_layout=step_layout, **options)
+    if spec.denominator == "constant" and step_layout is not None:
         for named in weights:
-            _reweigh(named, lambda w_T: w_T / cut.dp)
+            _reweigh(named, lambda w_T: w_T / step_layout.dp)
     return weights, totals
 
 
@@ -163,18 +163,18 @@ def luspo_over_tokens(step_weights: Callable, rows: list, spec: LossSpec, **opti
     detected_by="tests/faults/test_unseen.py::test_document_weights_match_each_fault",
 )
 def mean_over_all_rows(
-    step_weights: Callable, rows: list, spec: LossSpec, cut: StepLayout | None = None, **options: object
+    step_weights: Callable, rows: list, spec: LossSpec, step_layout: StepLayout | None = None, **options: object
 ) -> tuple:
     """The loss is a mean over all rows of a micro-batch, including those without trained tokens.
 
     GMPO ends in a plain mean over the completions of a micro-batch, masked ones too, while every other loss is divided
     by the completions of the step.
     """
-    weights, totals = step_weights(rows, spec, step_layout=cut, **options)
+    weights, totals = step_weights(rows, spec, step_layout=step_layout, **options)
     if spec.surrogate.kind != "gmpo":
         return weights, totals
     local = spec.model_copy(update={"denominator": "document", "compat": _counting_all(spec)})
-    dp = 1 if cut is None else cut.dp
+    dp = 1 if step_layout is None else step_layout.dp
     for row, named in zip(rows, weights, strict=True):
         alone = step_weights([row], local)[0][0]["policy"]
         named["policy"] = alone.map(lambda w_T: w_T / dp)

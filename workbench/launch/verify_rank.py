@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from workbench.atomic import write_whole
 from workbench.launch.verify import Task
-from workbench.metrics.cost import StepClock
+from workbench.metrics.step import StepClock
 from workbench.parallel_loss.align import Alignment, Engine, align_loss
 from workbench.parallel_loss.rows import shifted
 from workbench.policy.attention import with_our_attention, with_torch_attention

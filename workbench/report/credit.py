@@ -1,6 +1,6 @@
 """Credit of every token as a heat map: a row per document, several losses side by side.
 
-Credit is `workbench.attribution.credit`: weight times gradient coefficient. Tokens without credit show the reason:
+Credit is `workbench.attribution`: weight times gradient coefficient. Tokens without credit show the reason:
 clipped, rejected by a correction, or without an advantage. The share of each of these in the step is above the map.
 """
 
@@ -16,7 +16,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from workbench.attribution.credit import FATES, Credit
+from workbench.attribution import FATES, Credit
 from workbench.errors import SpecError
 from workbench.report import style
 from workbench.report.numbers import significant
@@ -47,7 +47,7 @@ def credit_map(
 
     Args:
         batch: batch of the credits.
-        credits: by the name of the loss; from `workbench.attribution.credit.token_credit`.
+        credits: by the name of the loss; from `workbench.attribution.token_credit`.
         documents: rows to draw, in this order; None draws all. Shares and scale are those of the whole step.
         decode: from a token id to the text in its cell; None draws no text.
 

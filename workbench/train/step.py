@@ -29,8 +29,8 @@ from workbench.losses.document_sums import pair_signs
 from workbench.losses.terms import Loss
 from workbench.metrics.definitions import Level
 from workbench.metrics.evidence import GradientTokens, count_evidence, split_evidence
-from workbench.metrics.gradients import gradient_group_norms
 from workbench.metrics.policy import policy_metrics
+from workbench.metrics.step import gradient_group_norms
 from workbench.metrics.values import Value, finish_metrics
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import DTYPES, Policy

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.faults import planted
-from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.metrics.evidence import Evidence
+from workbench.metrics.step import StepClock, peak_bytes
 from workbench.policy.model import Policy
 from workbench.records.certificate import Certificate, write_certificate
 from workbench.records.directory import RunDirectory

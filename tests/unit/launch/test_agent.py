@@ -26,12 +26,12 @@ from workbench.train.watched import flight_path
 AGENT = """
 import os, signal, subprocess, sys, time
 sys.path.insert(0, {root!r})
-from workbench.launch.agent import leave_with
+from workbench.launch.agent import exit_with_parent
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 def stop(number, frame):
     child.kill(); child.wait(); print("told to stop", flush=True); os._exit(7)
 signal.signal(signal.SIGTERM, {on_sigterm})
-leave_with(os.getppid(), poll_s=0.05, grace_s=0.3)
+exit_with_parent(os.getppid(), poll_s=0.05, grace_s=0.3)
 print(os.getpid(), child.pid, flush=True)
 time.sleep(300)
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 
-from workbench.attribution.credit import token_credit
+from workbench.attribution import token_credit
 from workbench.errors import SpecError
 from workbench.report import style
 from workbench.report.credit import LIKELIER, NOTHING, RARER, SILENT, credit_map, hue, shares_text

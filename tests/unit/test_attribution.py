@@ -9,7 +9,7 @@ import torch
 from tests.helpers.loss_batches import nasty_documents
 from tests.oracles.surrogates import ORACLES
 from tests.oracles.weights import gradient_weight
-from workbench.attribution.credit import FATES, token_credit
+from workbench.attribution import FATES, token_credit
 from workbench.errors import ShapeError, SpecError
 from workbench.losses.corrections import CORRECTION_WEIGHTS
 from workbench.rollouts.batch import Extension, RolloutBatch

@@ -1,4 +1,4 @@
-"""Gradient norms by group of parameters: embedding, attention, mlp, norm, head, and by layer.
+"""Metrics of a whole step: gradient norms by group of parameters and by layer, wall time, peak memory.
 
 A wrong factor in one part of a model (a head whose gradient is lost, norms that miss a sum over tp) is hidden in the
 global norm and visible here. A parameter's group follows from the full names of the modules on its path.
@@ -7,7 +7,11 @@ global norm and visible here. A parameter's group follows from the full names of
 from __future__ import annotations
 
 import math
+import resource
+import time
 from collections.abc import Mapping
+
+import torch
 
 from workbench.metrics.definitions import Level
 
@@ -80,3 +84,38 @@ def gradient_group_norms(norms: Mapping[str, float], level: Level = "basic") -> 
     order = [*GROUPS, "other"]
     ordered = sorted(squares, key=lambda key: (order.index(key), "") if key in order else (len(order), key))
     return {f"gradient/norm/{key}": math.sqrt(squares[key]) for key in ordered}
+
+
+class StepClock:
+    """Wall-clock timer of a region on a device; waits for the device at both ends.
+
+    Example:
+        >>> with StepClock(torch.device("cpu")) as clock:
+        ...     pass
+        >>> clock.step_ms >= 0
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.step_ms = 0.0
+
+    def __enter__(self) -> StepClock:
+        self._synchronize()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._synchronize()
+        self.step_ms = (time.perf_counter() - self._start) * 1e3
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process so far: allocated on the GPU if there is one, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,1 +1,0 @@
-"""Attribution of a loss and its gradient: per-token credit."""
