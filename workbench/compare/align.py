@@ -191,7 +191,7 @@ def _compared(base: dict[str, Any], run: RunReader, subject: Subject, by_name: M
 
 
 def _seen(run: RunReader, reference: RunReader | None) -> dict[str, Any]:
-    """What a comparison could have seen: importance ratios, and tokens and documents with a gradient."""
+    """Evidence of a comparison: importance ratios, and tokens and documents with a gradient."""
     evidence = evidence_of(run, reference)
     ratios = ratio_histograms(run, reference or run)
     return {"ratios": ratios, "evidence": {} if evidence is None else evidence.as_json()}

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from workbench.faults import fault
 from workbench.reduction.evaluate import Evaluated
-from workbench.reduction.scaling import StepLayout
-from workbench.reduction.weights import TokenWeights
+from workbench.reduction.weights import StepLayout, TokenWeights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis, Mesh

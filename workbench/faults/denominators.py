@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from workbench.faults import fault
-from workbench.reduction.scaling import StepLayout
-from workbench.reduction.weights import TokenWeights
+from workbench.reduction.weights import StepLayout, TokenWeights
 from workbench.rollouts.batch import PADDING
 from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import CompatSpec, LossSpec

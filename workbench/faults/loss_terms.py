@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workbench.faults import fault
 from workbench.losses.terms import LossInputs, Term
-from workbench.reduction.advantages import compute_advantages
+from workbench.reduction.weights import compute_advantages
 from workbench.rollouts.advantages.inputs import AdvantageInputs, Estimate
 from workbench.rollouts.advantages.registry import WITHOUT_BASELINE
 from workbench.rollouts.advantages.tokens import whiten
@@ -20,7 +20,7 @@ from workbench.specs.run import RunSpec
 
 
 @fault(
-    seam="workbench.reduction.advantages:estimate_advantages",
+    seam="workbench.reduction.weights:estimate_advantages",
     origin="axon-rl/gem#113, amazon-science/reskill#12",
     signature="right log-probabilities; all advantages shifted and scaled by one pair of numbers of the step, so that "
     "completions whose group has no signal train too; the policy term alone is wrong",
@@ -82,7 +82,7 @@ def groups_by_position(compute_advantages: Callable, batch: RolloutBatch, spec: 
 
 
 @fault(
-    seam="workbench.reduction.advantages:kl_in_reward",
+    seam="workbench.reduction.weights:kl_in_reward",
     origin="nebuly-ai/optimate#298 (Chatllama)",
     signature="right log-probabilities; advantages move the other way with the distance from the reference, the more "
     "the greater the coefficient; the policy term alone is wrong; no effect without a penalty",
@@ -117,7 +117,7 @@ def leave_one_out_over_zero_deviation(deviation_of_others: Callable, rewards: Te
 
 
 @fault(
-    seam="workbench.reduction.advantages:estimate_advantages",
+    seam="workbench.reduction.weights:estimate_advantages",
     origin="NVIDIA-NeMo/RL#3467, verl-project/verl#6362 and #6375",
     signature="right log-probabilities, advantages shifted in groups with a masked completion and right in the others; "
     "the policy term alone is wrong",

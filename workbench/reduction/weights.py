@@ -1,4 +1,4 @@
-"""Token weights, computed on the whole optimizer step before anything is split.
+"""Token weights, scaling contracts and advantages, computed on the whole optimizer step before anything is split.
 
 The denominator is a property of the step, not of a rank or a micro-batch: dividing by a rank's own count gives every
 layout a different loss. The weights are data, constant under autograd. There are two of each: one for the reported
@@ -10,17 +10,21 @@ Letters: T packed tokens | N documents of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.corrections import step_statistics, survivors, whole_row
+from workbench.losses.kl import kl_in_reward
 from workbench.reduction.denominators import ALWAYS, DENOMINATORS, GivenCounts, StepDocuments, positive_token
-from workbench.reduction.scaling import StepLayout, scaling_factor
+from workbench.rollouts.advantages.inputs import AdvantageInputs
+from workbench.rollouts.advantages.registry import estimate_advantages
+from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import TrainingRow
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
+from workbench.specs.run import RunSpec
 
 LOSS_WEIGHTS = "loss_weights"
 """Token-level extension of a batch: factor of the weights of each target."""
@@ -166,3 +170,88 @@ def _on_targets(values_N: Tensor, row: TrainingRow) -> Tensor:
     if not len(values_N):
         return torch.zeros(row.loss_mask_T.shape, dtype=torch.float64)
     return torch.where(row.loss_mask_T, values_N[row.document_ids_T.clamp_min(0)], 0.0)
+
+
+def compute_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
+    """Return the documents of a step with the advantages that the spec requests.
+
+    Every document of the step is here, so baselines see their groups, as far as the step holds them.
+
+    Raises:
+        SpecError: the batch lacks a field that the estimator, or a KL penalty in the reward, needs.
+    """
+    estimator, kl = spec.data.advantages, spec.loss.kl
+    if estimator.name == "recorded":
+        return batch
+    in_reward = bool(kl.coefficient) and kl.placement == "reward"
+    if in_reward and batch.ref_logprobs_T is None:
+        raise SpecError(
+            "loss.kl.placement = 'reward'",
+            found="no ref_logprobs",
+            rule="the penalty compares the old policy with the reference policy",
+            fix="record ref_logprobs with the rollouts, or leave the penalty out",
+        )
+    penalties_T, values = None, batch.extensions.get("values")
+    if in_reward:
+        penalties_T = kl_in_reward(batch.old_logprobs_T, batch.ref_logprobs_T, batch.loss_mask_T, kl)
+    inputs = AdvantageInputs.of(batch, penalties_T=penalties_T, values_T=None if values is None else values.values)
+    return replace(batch, advantages_T=estimate_advantages(estimator.name, inputs, **estimator.settings).advantages_T)
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Split of a step into ranks.
+
+    Attributes:
+        dp: data-parallel ranks.
+        cp: context-parallel ranks that share a row.
+    """
+
+    dp: int = 1
+    cp: int = 1
+
+    def micro_batches(self, rows: int) -> int:
+        """Number of rows that each dp rank trains on, one after another, before it steps.
+
+        Raises:
+            SpecError: the rows do not divide evenly over the ranks.
+        """
+        if rows % self.dp:
+            raise SpecError(
+                f"{rows} rows on {self.dp} data-parallel ranks",
+                rule="each rank takes the same number of rows",
+                fix="pack the step into a multiple of dp rows",
+            )
+        return rows // self.dp
+
+    def counted_together(self, rows: int, counts: str) -> list[range]:
+        """Rows that share one count: all of the step, those of one pass of all dp ranks, or each its own."""
+        stride = {"step": 1, "pass": self.micro_batches(rows), "micro_batch": rows}[counts]
+        return [range(start, rows, stride) for start in range(stride)]
+
+
+def scaling_factor(scaling: ScalingSpec, *, dp: int, cp: int, micro_batches: int, engine: bool = True) -> float:
+    """Factor of a token's gradient, in addition to its weight, from the trainer and its engine.
+
+    Formula:  multiplied_by * engine_multiplies * (cp if replicated) / (divided_by * engine_divides), each name its size
+
+    Args:
+        scaling: the contract.
+        dp: data-parallel ranks.
+        cp: context-parallel ranks that share a row.
+        micro_batches: of a rank in an optimizer step.
+        engine: include the engine's part; without it this is the factor in the trainer's returned loss.
+    """
+    sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": micro_batches}
+
+    def product(names: Sequence[str]) -> int:
+        total = 1
+        for name in names:
+            total *= sizes[name]
+        return total
+
+    trainer = product(scaling.multiplied_by) / product(scaling.divided_by)
+    if not engine:
+        return trainer
+    gathered = cp if scaling.replicated else 1
+    return trainer * gathered * product(scaling.engine_multiplies) / product(scaling.engine_divides)

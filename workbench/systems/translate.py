@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from workbench.errors import SpecError
 from workbench.losses.canonical import canonical
-from workbench.reduction.scaling import scaling_factor
+from workbench.reduction.weights import scaling_factor
 from workbench.specs.losses import CorrectionSpec, KLSpec, LossSpec, ScalingSpec
 from workbench.systems.registry import (
     SYSTEMS,

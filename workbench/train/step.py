@@ -34,11 +34,9 @@ from workbench.metrics.step import gradient_group_norms
 from workbench.metrics.values import Value, finish_metrics
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import DTYPES, Policy
-from workbench.reduction.advantages import compute_advantages
 from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
 from workbench.reduction.partial import Scalar
-from workbench.reduction.scaling import StepLayout
-from workbench.reduction.weights import StepTotals, step_weights
+from workbench.reduction.weights import StepLayout, StepTotals, compute_advantages, step_weights
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients

@@ -11,8 +11,7 @@ from tests.unit.systems.test_explanations import LOSSES, spec_of
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec
 from workbench.losses.canonical import canonical
-from workbench.reduction.scaling import StepLayout
-from workbench.reduction.weights import step_weights
+from workbench.reduction.weights import StepLayout, step_weights
 from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems import loss_spec, settings_for
 from workbench.systems import registry as systems

@@ -18,7 +18,7 @@ class ScalingSpec(Settings):
     """The reduction of token sums to one number in a trainer; the defaults are the exact contract.
 
     The workbench sums over micro-batches and ranks. Factors of another trainer are multiplied into the weights
-    (`workbench.reduction.scaling`), so that the same sum gives its gradient.
+    (`workbench.reduction.weights`), so that the same sum gives its gradient.
     """
 
     counts: Literal["step", "pass", "micro_batch"] = "step"
@@ -69,7 +69,7 @@ class ScalingSpec(Settings):
 
 
 class CompatSpec(Settings):
-    """What a loss of another system counts, and what its trainer and engine do to it; the workbench's own need none."""
+    """Counts of another system's loss, and what its trainer and engine do to it; the workbench's own need none."""
 
     documents_counted: Literal["trained", "all"] = "trained"
     """The documents that a count of documents, prompts or rollouts includes: those with a trained token, or all."""

@@ -123,7 +123,7 @@ class LossSpec(Settings):
     denominator_constant: float | None = Field(None, gt=0)
     """constant: the C of 1 / (documents of the step * C)."""
     compat: CompatSpec = CompatSpec()
-    """What losses of other systems need in addition."""
+    """Additional settings of other systems' losses."""
 
     @model_validator(mode="after")
     def _check_settings(self) -> LossSpec:
