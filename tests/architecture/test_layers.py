@@ -30,7 +30,7 @@ LAYERS = (
     "cli",
 )
 """From the bottom up. Layers that "|" separates do not import each other; those that "," separates may."""
-DOORS = {
+ONLY_IN = {
     "torch.distributed": {"sharding", "reproducible", "launch"},
     "triton": {"policy", "reproducible"},
     "transformers": {"policy"},
@@ -70,9 +70,9 @@ def broken_rules(here, source):
                     results.add(f"line {line}: {here} is pure and may not import {there}")
             elif there not in LEVEL:
                 results.add(f"line {line}: {here} imports the public name {there}, which hides the layer that it is of")
-        for library, rooms in DOORS.items():
-            if (module == library or module.startswith(f"{library}.")) and here not in rooms:
-                results.add(f"line {line}: {library} enters through {' or '.join(sorted(rooms))}, not {here}")
+        for library, packages in ONLY_IN.items():
+            if (module == library or module.startswith(f"{library}.")) and here not in packages:
+                results.add(f"line {line}: {library} is imported only by {' or '.join(sorted(packages))}, not {here}")
     return sorted(results)
 
 
