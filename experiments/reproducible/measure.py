@@ -273,15 +273,17 @@ def write_page(record: Mapping[str, Any], folder: Path) -> Path:
 # ---- the launching process -----------------------------------------------------------------------------
 
 
+RECORD = Path(__file__).with_name("reproducible.json")
+
+
 def _earlier(plan: Plan, gpus: int, measured: Sequence[str]) -> list[dict[str, Any]]:
     """Read earlier measurements from the saved record, if it has the same plan.
 
     Of machines with other numbers of GPUs everything, of a machine with this number the other workloads.
     """
-    file = Path(__file__).parent / "reproducible.json"
-    if not gpus or not file.exists():
+    if not gpus or not RECORD.exists():
         return []
-    record = from_json(file.read_text())
+    record = from_json(RECORD.read_text())
     if record["plan"] != from_json(to_json(plan.model_dump(mode="json"))):
         return []
     machines = [
@@ -582,7 +584,7 @@ class Rank:
                 {
                     "certificate": certificate.hash,
                     "fingerprints": dict(certificate.fingerprints),
-                    "unlike": certificate.unlike,
+                    "unlike": certificate.differing_replicas,
                     "loss": float(result.loss["total"]),
                     "norm": norm,
                     **result.range,

@@ -11,7 +11,7 @@ from workbench.records.provenance import project_root
 
 def test_it_is_the_trivial_rank_with_the_imports_of_a_real_one():
     assert ready_rank.main is trivial_rank.main
-    command = "import sys, workbench.bench.{}; print('workbench.policy.model' in sys.modules)"
+    command = "import sys, experiments.benchmarks.{}; print('workbench.policy.model' in sys.modules)"
     texts = [
         subprocess.run(
             [sys.executable, "-c", command.format(name)], capture_output=True, text=True, cwd=project_root()

@@ -125,10 +125,9 @@ def test_bars():
 
 
 def test_machines_with_other_numbers_of_gpus_stay_in_the_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "project_root", lambda: tmp_path)
+    file = tmp_path / "reproducible.json"
+    monkeypatch.setattr(bench, "RECORD", file)
     plan = PLANS["dry_run.yaml"]
-    file = tmp_path / "experiments/reproducible/reproducible.json"
-    file.parent.mkdir(parents=True)
     machines = [{"gpus": 1, "workloads": {"timed": "a"}}, {"gpus": 4, "workloads": {"timed": "b", "float32": "b"}}]
     file.write_bytes(to_json({"plan": plan.model_dump(mode="json"), "machines": machines}))
     assert bench._earlier(plan, 4, ["timed", "float32"]) == machines[:1]

@@ -68,7 +68,7 @@ def test_a_block_on_two_ranks_is_the_block_on_one(sharded, tmp_path):
 
 
 def test_tokens_indivisible_by_tp_are_refused():
-    for way in ("out_of", "own"):
+    for way in ("out_of", "local_tokens"):
         with pytest.raises(ShardingError) as caught:
             getattr(Stream(Axis("tp", 2), sharded=True), way)(torch.zeros(1, 7, 4))
         assert str(caught.value) == (
