@@ -173,7 +173,7 @@ def recorded(settings: Mapping[str, Any], fault: str | None = None) -> Record:
 def _target(settings: Mapping[str, Any], fault: str | None) -> tuple[Path, str, RunSpec]:
     """Path, name and spec of a run."""
     spec = RunSpec.model_validate(merge(settings, {"faults": [fault] if fault else []}))
-    name = f"{fault}-{_of_source(fault)}" if fault else "right"
+    name = f"{fault}-{_of_faults()}" if fault else "right"
     return _runs() / f"{name}-{spec.content_hash()}", name, spec
 
 
@@ -233,21 +233,18 @@ def _read(path: Path) -> Record:
 def _runs() -> Path:
     """Folder of the runs of this code."""
     package = PROJECT / "workbench"
-    layers = ("rollouts", "sharding", "policy", "losses", "reduction", "metrics", "runs")
-    sources = [
-        path
-        for layer in layers
-        for path in sorted((package / layer).rglob("*.py"))
-        if path.parent.name != "faults" or path.name == "__init__.py"
-    ]
-    root = HERE / "runs" / _digest([*sources, package / "prove/documents.py", Path(__file__)])
+    layers = ("rollouts", "sharding", "policy", "losses", "reduction", "metrics", "records", "train")
+    sources = [path for layer in layers for path in sorted((package / layer).rglob("*.py"))]
+    others = [package / "faults/__init__.py", package / "prove/documents.py", Path(__file__)]
+    root = HERE / "runs" / _digest([*sources, *others])
     root.mkdir(parents=True, exist_ok=True)
     return root
 
 
 @cache
-def _of_source(fault: str) -> str:
-    return _digest([PROJECT / "workbench/runs/faults" / f"{fault}.py"])
+def _of_faults() -> str:
+    """Digest of all faults: those of a family share functions."""
+    return _digest(sorted((PROJECT / "workbench/faults").glob("*.py")))
 
 
 def _digest(paths: list[Path]) -> str:
@@ -256,7 +253,7 @@ def _digest(paths: list[Path]) -> str:
 
 def of_pairs() -> Path:
     """File of the diagnoses of right pairs, by the code of the runs and the code of diagnose."""
-    return _runs() / f"pairs-{_digest(sorted((PROJECT / 'workbench/compare/diagnose').glob('*.py')))}.jsonl"
+    return _runs() / f"pairs-{_digest(sorted((PROJECT / 'workbench/diagnose').glob('*.py')))}.jsonl"
 
 
 def acts(right: Record, wrong: Record) -> bool:

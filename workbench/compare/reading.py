@@ -96,7 +96,7 @@ class RunReader:
         return self.steps[step]["gradient/norm/global"]
 
     def gradients(self, step: int) -> Gradients:
-        """Whole gradients of a step, in the order of the model, checked against the norms that were recorded.
+        """Full gradients of a step, in the order of the model, checked against the norms that were recorded.
 
         Raises:
             RecordError: not recorded, damaged, or inconsistent with the step record.
