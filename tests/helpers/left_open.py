@@ -36,6 +36,11 @@ SHARED_MEMORY = "/dev/shm/torch_"
 """Memory of tensors that were sent to ranks: torch shares it through a file, open as long as a tensor of it lives, and
 the cases of a module are kept for its other tests."""
 
+GPU_DEVICE = "/dev/nvidia"
+GPU_DRIVER = (GPU_DEVICE, "anon_inode:[eventfd]", "pipe:")
+"""Files that the CUDA driver opens at its first use in a process and keeps; pipes and event counters are its own only
+where a device was opened in the same test (seen on an H200: the first GPU test of each worker failed)."""
+
 GRACE_S = 5.0
 """For what is ending anyhow, such as a file that a thread closes."""
 
@@ -96,15 +101,17 @@ def children() -> set[int]:
 
 def _files(numbers: set[int]) -> list[str]:
     shared = _files_of_shared_processes()
-    results = []
+    places = {}
     for number in sorted(numbers - shared):
         try:
             place = str(Path(f"/proc/self/fd/{number}").readlink())
         except OSError:  # closed since
             continue
         if not place.endswith(SHARED_FILES) and not place.startswith(SHARED_MEMORY):
-            results.append(f"file {number}, {place}")
-    return results
+            places[number] = place
+    if any(place.startswith(GPU_DEVICE) for place in places.values()):
+        places = {number: place for number, place in places.items() if not place.startswith(GPU_DRIVER)}
+    return [f"file {number}, {place}" for number, place in places.items()]
 
 
 def _processes(pids: set[int]) -> list[str]:

@@ -53,7 +53,7 @@ MODULES: Mapping[str, str] = {
 """Modules of this package whose faults a spec can name -> the family of those that state none."""
 
 _STEP = "workbench.train.step"
-_DECLARED = re.compile(r"^@fault\((?:.|\n)*?^\)\ndef (\w+)\(", re.MULTILINE)
+_DECLARED = re.compile(r"^@fault\((?:.|\n)*?\)\ndef (\w+)\(", re.MULTILINE)
 
 
 @dataclass(frozen=True)
