@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from tests.oracles.scaling import token_weights
-from tests.unit.reduction.test_scaling import rows
+from tests.unit.reduction.test_weights import trained_rows as rows
 from tests.unit.systems.test_explanations import LOSSES, spec_of
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec
