@@ -1,4 +1,4 @@
-"""Where a run comes from: project folder, software, machine and process."""
+"""Origin of a run: project folder, software, machine and process."""
 
 from __future__ import annotations
 
