@@ -49,12 +49,8 @@ def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> b
 
 
 def from_json(content: bytes | str) -> Any:
-    """Decode the output of `to_json`.
-
-    Raises:
-        ValueError: not JSON.
-    """
-    return json.loads(content, object_hook=_with_floats)
+    """Decode the output of `to_json`; a ValueError if it is not JSON."""
+    return json.loads(content, object_hook=lambda read: float(read["float"]) if read in _NOT_FINITE else read)
 
 
 def standard(value: Any) -> Any:
@@ -64,10 +60,6 @@ def standard(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: standard(item) for key, item in value.items()}
     return [standard(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _with_floats(read: dict[str, Any]) -> Any:
-    return float(read["float"]) if read in _NOT_FINITE else read
 
 
 def read_json(path: Path, *, requested: str, fix: str) -> Any:
@@ -213,14 +205,10 @@ def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
         ) from None
     if not lines[-1]:
         lines.pop()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        record = checked_line(line)
-        if record is not None:
-            records.append(record)
-        elif number < len(lines):
-            raise damaged(path, f"line {number} of {len(lines)}", fix=fix)
-    return records
+    records = [checked_line(line) for line in lines]
+    if None in records[:-1]:
+        raise damaged(path, f"line {records.index(None) + 1} of {len(lines)}", fix=fix)
+    return [record for record in records if record is not None]
 
 
 def checked_line(line: bytes) -> dict[str, Any] | None:
@@ -245,9 +233,7 @@ def damaged(path: Path, which: str, *, fix: str) -> RecordError:
 
 def drop_torn_tail(path: Path) -> None:
     """Truncate a torn last line of an interrupted writer, so that the next record starts on a new line."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     start = content.rstrip(b"\n").rfind(b"\n") + 1
     last = content[start:]
     if last and (not last.endswith(b"\n") or checked_line(last.rstrip(b"\n")) is None):

@@ -111,29 +111,25 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
 
     term = terms["policy"]
     false_T = torch.zeros_like(row.loss_mask_T)
-    clipped_T = false_T if term.clipped_T is None else term.clipped_T
-    rejected_T = ~term.extras["kept"] if "kept" in term.extras else false_T
     fates_T = torch.full(row.loss_mask_T.shape, FATES.index("no gradient"))
     for fate, where_T in (
-        ("clipped", clipped_T),
-        ("rejected", rejected_T),
+        ("clipped", false_T if term.clipped_T is None else term.clipped_T),
+        ("rejected", ~term.extras["kept"] if "kept" in term.extras else false_T),
         ("zero advantage", row.advantages_T == 0),
         ("acts", by_term["policy"] != 0),
         ("untrained", ~row.loss_mask_T),
     ):
         fates_T[where_T] = FATES.index(fate)  # the later one wins
 
-    def at_tokens(values_T: Tensor) -> Tensor:
-        return values_T.roll(1)  # the last position has no target, the first token no prediction
-
+    # from targets to tokens: the last position has no target, the first token no prediction
     return Credit(
-        at_tokens(by_term["total"]),
-        at_tokens(by_term["policy"]),
-        at_tokens(weights[term.weight].gradient_T.double()),
-        at_tokens(fates_T),
+        by_term["total"].roll(1),
+        by_term["policy"].roll(1),
+        weights[term.weight].gradient_T.double().roll(1),
+        fates_T.roll(1),
         batch.document_ids_T,
         float(scalars["total"].value.detach()),
-        {name: at_tokens(values_T) for name, values_T in term.extras.items()},
+        {name: values_T.roll(1) for name, values_T in term.extras.items()},
     )
 
 
@@ -152,5 +148,4 @@ def _gradient(total: Tensor, policy_T: Tensor) -> Tensor:
     """[T] gradient of one sum; 0 where it does not depend on the policy."""
     if not total.requires_grad:
         return torch.zeros_like(policy_T)
-    (gradient_T,) = torch.autograd.grad(total, policy_T, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(policy_T) if gradient_T is None else gradient_T
+    return torch.autograd.grad(total, policy_T, retain_graph=True, materialize_grads=True)[0]

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from workbench.atomic import write_whole
-from workbench.errors import LaunchError, RecordError, SpecError
-from workbench.launch.ablation import AblationSpec, PlannedRun, load_ablation, select
+from workbench.errors import RecordError, SpecError
+from workbench.launch.ablation import AblationSpec, PlannedRun, ablation_file, load_ablation, lookup, select
 from workbench.launch.run import Where, launch, requests
-from workbench.launch.sweep import Sweep
+from workbench.launch.sweep import Sweep, refuse_unknown
 from workbench.launch.task import RunEvent
 from workbench.records.directory import ENDED, RunDirectory
 from workbench.records.lookup import experiment_folder
@@ -138,7 +138,7 @@ class Experiment:
         force: bool = False,
         options: Mapping[str, str] | None = None,
     ) -> Experiment:
-        """Start the missing runs and return at once; existing runs are not run again.
+        """Start the missing runs and return this experiment at once.
 
         A run that succeeded with the same settings, rollout dataset, checkpoint and code is reused, and one with a
         checkpoint is resumed.
@@ -150,13 +150,8 @@ class Experiment:
             force: run changed configurations again, instead of raising an error.
             options: options of the cluster's scheduler.
 
-        Returns:
-            This experiment.
-
         Raises:
-            SpecError: a configuration changed since it was last run, or is running already; an input is missing.
-            LaunchError: a run cannot be placed. In all these cases nothing was started; a run that fails later raises
-                nothing: its directory records it.
+            SpecError, LaunchError: see `workbench.launch.run.launch`; then nothing was started.
         """
         self._comparison = None
         self.sweep = launch(
@@ -199,13 +194,7 @@ class Experiment:
         from workbench.launch.cancel import cancel_runs
 
         runs = {run.name: run for run in self.runs}
-        if unknown := [name for name in names if name not in runs]:
-            raise LaunchError(
-                f"cancel {', '.join(unknown)}",
-                found=", ".join(runs) or "no run",
-                rule="names of runs of this experiment",
-                fix="choose among them, or name none for all",
-            )
+        refuse_unknown(names, runs, of="experiment")
         cancel_runs([run for name, run in runs.items() if name in (names or runs)], by=f"experiment {self.name}")
 
     # ---- results -------------------------------------------------------------------------------------
@@ -219,9 +208,7 @@ class Experiment:
         """Return live rows of the runs for a notebook: progress, curves, logs, and a button that cancels."""
         from workbench.report.panel import attach
 
-        if self.sweep is not None:
-            return attach(self.sweep)
-        return attach(self.folder if self._whole else self.runs)
+        return attach(self.sweep if self.sweep is not None else self.folder if self._whole else self.runs)
 
     def compare(self) -> Comparison:
         """Wait for the runs, compare each with its baseline, and save the comparison.
@@ -322,11 +309,7 @@ class Experiment:
 
 
 def rebuild_report(folder: Path, *, notebook: bool = False) -> Path:
-    """Write the report page of a folder again, from its saved comparison, and return its path.
-
-    Args:
-        folder: holds comparison.json.
-        notebook: also execute the report as a notebook, next to the page.
+    """Write the page of `Experiment.report` again, from the comparison.json of a folder, and return its path.
 
     Raises:
         RecordError: there is no comparison, or it is damaged.
@@ -357,7 +340,7 @@ def _ablation_file(ablation: Path | str | Mapping[str, Any], folder: Path | str 
                 rule="a file's experiment lies next to the file",
                 fix="leave folder out, or pass the settings",
             )
-        return Path(ablation) / "ablation.yaml" if Path(ablation).is_dir() else Path(ablation)
+        return ablation_file(ablation)
     load_ablation(ablation)  # before anything is written
     try:
         text = yaml.safe_dump(dict(ablation), sort_keys=False, allow_unicode=True)
@@ -383,10 +366,7 @@ def _ablation_file(ablation: Path | str | Mapping[str, Any], folder: Path | str 
 def _changed(ablation: AblationSpec, changes: Mapping[str, Any], *, where: str) -> AblationSpec:
     """Merge settings over the base of an ablation; raise an error for those that an axis overrides."""
     for axis in ablation.axes:
-        value: Any = changes
-        for key in axis.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
+        if (value := lookup(changes, axis)) is not None:
             raise SpecError(
                 f"{where}: set {axis} = {value} for every run",
                 found=f"{axis} is an axis",

@@ -75,7 +75,12 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"workbench: there is no verb {verb!r} ({hint})", file=sys.stderr)
         return 2
     try:
-        return _call(verb, rest)
+        function = getattr(importlib.import_module(f"workbench.cli.{VERBS[verb][0]}"), verb)
+        if verb in _RAW:
+            return function(rest)
+        import tyro
+
+        return tyro.cli(function, args=rest, prog=f"workbench {verb}")
     except WorkbenchError as error:
         notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
         message = "\n".join([f"{type(error).__name__}: {error}", *notes])
@@ -85,29 +90,12 @@ def _dispatch(arguments: list[str]) -> int:
         if error.errno not in _DISK:
             raise
         message = f"workbench {verb}: {error.strerror}: {error.filename or 'no file is named'}"
-        print(
-            "\n".join(
-                [
-                    *safe_lines(message),
-                    "  do: free disk space, or make the folder writable, and run it again: what is recorded is kept",
-                ]
-            ),
-            file=sys.stderr,
-        )
+        fix = "  do: free disk space, or make the folder writable, and run it again: what is recorded is kept"
+        print("\n".join([*safe_lines(message), fix]), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _call(verb: str, arguments: list[str]) -> int:
-    """Import the module of a verb, and call its function."""
-    function = getattr(importlib.import_module(f"workbench.cli.{VERBS[verb][0]}"), verb)
-    if verb in _RAW:
-        return function(arguments)
-    import tyro
-
-    return tyro.cli(function, args=arguments, prog=f"workbench {verb}")
 
 
 def _help() -> str:

@@ -59,19 +59,12 @@ def prove(
             rule="FILE.py:NAME of a function in it",
             fix=f"name the function: {loss}:NAME",
         )
-    elif loss.endswith((".yaml", ".yml")):
+    elif loss.endswith(_YAML):
         subject = load_run_spec(Path(loss))
     elif settings is not None:
         subject, settings = settings.merged({"loss": {"name": loss}}), None
-    proof = prove(
-        subject,
-        spec=settings,
-        engine=engine,
-        invariants=invariants or None,
-        seed=seed,
-        rounds=rounds,
-        budget_s=budget_s,
-    )
+    how = {"engine": engine, "invariants": invariants or None, "seed": seed, "rounds": rounds, "budget_s": budget_s}
+    proof = prove(subject, spec=settings, **how)
     _print(proof, _proof_json(proof) if json else None)
     return 0 if proof.ok else 1
 
@@ -143,10 +136,7 @@ def _short_name(target: str) -> str:
 
 
 def load_function(place: str) -> Callable[..., Any]:
-    """Load a function from a Python file; the file is executed, with its own folder to import from.
-
-    Args:
-        place: ``path/to/file.py:name``.
+    """Load a function from ``path/to/file.py:name``; the file is executed, with its own folder to import from.
 
     Raises:
         SpecError: no such file, it does not run, or it has no such function.
@@ -210,16 +200,8 @@ def _proof_json(proof: Any) -> dict[str, Any]:
         _named(invariant) | {"counterexample": invariant.counterexample and _named(invariant.counterexample)}
         for invariant in proof.invariants
     ]
-    return {
-        "subject": proof.subject,
-        "ok": proof.ok,
-        "verdict": proof.verdict,
-        "broken": proof.broken,
-        "declared": proof.declared,
-        "seed": proof.seed,
-        "seconds": proof.seconds,
-        "invariants": invariants,
-    }
+    names = ("subject", "ok", "verdict", "broken", "declared", "seed", "seconds")
+    return {name: getattr(proof, name) for name in names} | {"invariants": invariants}
 
 
 def _named(value: Any) -> dict[str, Any]:
@@ -233,11 +215,7 @@ def _diagnosis_json(diagnosis: Any) -> dict[str, Any]:
     """Return a diagnosis as JSON data."""
     following = diagnosis.next_experiment()
     causes = [asdict(cause) | {"needs": sorted(cause.needs)} for cause in diagnosis.causes]
-    return {
-        "trusted": diagnosis.trusted,
-        "suspect": diagnosis.suspect,
-        "verdict": diagnosis.verdict,
-        "equal": diagnosis.equal,
+    return {name: getattr(diagnosis, name) for name in ("trusted", "suspect", "verdict", "equal")} | {
         "evidence": diagnosis.sight and diagnosis.sight.as_json(),
         "first_step": diagnosis.evidence.first.number,
         "causes": causes,

@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,14 +62,7 @@ _WRITTEN = 16 * _MIB  # bytes of the write whose speed is measured
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Attributes:
-        about: its subject, in a word or two.
-        verdict: "ok", "note" or "problem": runs fail, or records are lost.
-        says: the result.
-        fix: how to fix it, "" if nothing is to be fixed.
-    """
+    """Result of one check: "ok", "note" or "problem" (runs fail, or records are lost), and how to fix it."""
 
     about: str
     verdict: str
@@ -117,11 +111,8 @@ def _findings(project: Path) -> Iterator[Finding]:
             result = check()
             yield from [result] if isinstance(result, Finding) else result
         except Exception as error:  # a check that breaks must not hide the others
-            yield Finding(
-                getattr(check, "__name__", "check").strip("_<>"),
-                PROBLEM,
-                f"the check failed: {type(error).__name__}: {error}",
-            )
+            about = getattr(check, "__name__", "check").strip("_<>")
+            yield Finding(about, PROBLEM, f"the check failed: {type(error).__name__}: {error}")
 
 
 # ---- software ------------------------------------------------------------------------------------------
@@ -149,18 +140,13 @@ def _torch_and_rendezvous() -> Iterator[Finding]:
         yield Finding("torch", NOTE, f"{_version('torch')}; not checked further, as its ranks did not meet")
         yield Finding("rendezvous", PROBLEM, error.parts["found"], error.parts["fix"])
         return
-    build = [
-        f"CUDA {facts['cuda']}" if facts["cuda"] else "for CPU only",
-        f"NCCL {facts['nccl']}" if facts["nccl"] else "no NCCL",
-        "gloo" if facts["gloo"] else "no gloo",
-    ]
+    cuda = f"CUDA {facts['cuda']}" if facts["cuda"] else "for CPU only"
+    nccl = f"NCCL {facts['nccl']}" if facts["nccl"] else "no NCCL"
+    says = f"{facts['torch']} ({cuda}, {nccl}, {'gloo' if facts['gloo'] else 'no gloo'})"
     fix = "install a build of torch with gloo: CPU ranks cannot talk without it"
-    yield _judge("torch", f"{facts['torch']} ({', '.join(build)})", (not facts["gloo"], PROBLEM, fix))
-    yield Finding(
-        "rendezvous",
-        OK,
-        f"2 ranks met through gloo in {facts['met_s'] * 1e3:.0f} ms, after {facts['loaded_s']:.1f} s of loading torch",
-    )
+    yield _judge("torch", says, (not facts["gloo"], PROBLEM, fix))
+    met = f"2 ranks met through gloo in {facts['met_s'] * 1e3:.0f} ms"
+    yield Finding("rendezvous", OK, f"{met}, after {facts['loaded_s']:.1f} s of loading torch")
     yield from _gpus_of_torch(facts)
 
 
@@ -171,13 +157,11 @@ def _gpus_of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
         if not facts["nccl"] and len(facts["gpus"]) > 1:
             yield Finding("NCCL", PROBLEM, "missing, and there are several GPUs", "install a build of torch with NCCL")
     elif present:
-        why = "this torch is built for CPU" if not facts["cuda"] else "torch sees none; the driver may be too old"
-        yield Finding(
-            "CUDA",
-            PROBLEM if facts["cuda"] else NOTE,
-            f"{present} GPUs, and {why}",
-            "install a torch that fits the driver: make TORCH_INDEX=<address of CUDA builds>",
-        )
+        verdict, why = NOTE, "this torch is built for CPU"
+        if facts["cuda"]:
+            verdict, why = PROBLEM, "torch sees none; the driver may be too old"
+        fix = "install a torch that fits the driver: make TORCH_INDEX=<address of CUDA builds>"
+        yield Finding("CUDA", verdict, f"{present} GPUs, and {why}", fix)
 
 
 def _triton() -> Finding:
@@ -187,21 +171,16 @@ def _triton() -> Finding:
 
 def _browser() -> Finding:
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if executable:
-        return Finding("browser", OK, Path(executable).name)
-    return Finding("browser", NOTE, "no Chromium: its tests are skipped", "apt-get install chromium")
+    says = Path(executable).name if executable else "no Chromium: its tests are skipped"
+    return _judge("browser", says, (not executable, NOTE, "apt-get install chromium"))
 
 
 def _widgets() -> Finding:
     manager = _version("jupyterlab_widgets")
-    if _version("jupyterlab") and _version("ipywidgets") and not manager:
-        return Finding(
-            "widgets",
-            PROBLEM,
-            "JupyterLab's part of ipywidgets is missing: panels stay blank",
-            "pip install jupyterlab_widgets, in the environment that starts JupyterLab",
-        )
-    return Finding("widgets", OK, f"jupyterlab_widgets {manager}")
+    missing = bool(_version("jupyterlab") and _version("ipywidgets") and not manager)
+    blank = "JupyterLab's part of ipywidgets is missing: panels stay blank"
+    fix = "pip install jupyterlab_widgets, in the environment that starts JupyterLab"
+    return _judge("widgets", blank if missing else f"jupyterlab_widgets {manager}", (missing, PROBLEM, fix))
 
 
 def _schedulers() -> Finding:
@@ -260,14 +239,9 @@ def _smi(query: str, what: str = "gpu") -> list[list[str]]:
     """Return the rows of an nvidia-smi query; [] without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
+    command = ["nvidia-smi", f"--query-{what}={query}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-{what}={query}", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
@@ -280,12 +254,8 @@ def _disk(project: Path) -> Finding:
     try:
         speed, flush_ms = _write_speed(folder)
     except OSError as error:
-        return Finding(
-            "disk",
-            PROBLEM,
-            f"{folder.name} cannot be written: {error.strerror}",
-            "make the folder writable, or work in a clone that is yours",
-        )
+        fix = "make the folder writable, or work in a clone that is yours"
+        return Finding("disk", PROBLEM, f"{folder.name} cannot be written: {error.strerror}", fix)
     says = f"{size(free)} free, {speed / _MIB:.0f} MiB/s written, {flush_ms:.1f} ms for a record"
     return _judge(
         "disk",
@@ -299,19 +269,15 @@ def _disk(project: Path) -> Finding:
 def _write_speed(folder: Path) -> tuple[float, float]:
     """Return the bytes per second of a large flushed write, and the milliseconds of a small one."""
     with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
-        began = time.perf_counter()
-        file.write(os.urandom(_MIB) * (_WRITTEN // _MIB))
-        file.flush()
-        os.fsync(file.fileno())
-        speed = _WRITTEN / (time.perf_counter() - began)
         times = []
-        for _ in range(5):
+        for content in [os.urandom(_MIB) * (_WRITTEN // _MIB), *[b"x" * 2048] * 5]:
             began = time.perf_counter()
-            file.write(b"x" * 2048)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
             times.append(time.perf_counter() - began)
-    return speed, 1e3 * sorted(times)[2]
+    large, *small = times
+    return _WRITTEN / large, 1e3 * statistics.median(small)
 
 
 def _shared_memory() -> Finding:

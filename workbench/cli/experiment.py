@@ -56,11 +56,7 @@ def print_verdicts(comparison: Comparison) -> int:
 
 
 def certified(run: str, reference: str) -> tuple[str, bool]:
-    """Compare two runs bit for bit by their certificates, and name the first tensor that differs.
-
-    Args:
-        run: as `workbench status` finds it.
-        reference: likewise.
+    """Compare two runs (as `workbench status` finds them) by their certificates; name the first tensor that differs.
 
     Raises:
         RecordError: not one run each, or runs without certificates.
@@ -119,11 +115,7 @@ def cancel(run_or_experiment: Target) -> int:
 
 
 def export(
-    run_or_experiment: Target,
-    *,
-    to: TrackerName,
-    project: str = "workbench",
-    folder: Path | None = None,
+    run_or_experiment: Target, *, to: TrackerName, project: str = "workbench", folder: Path | None = None
 ) -> int:
     """Export runs that have ended to a tracker, offline: nothing is sent anywhere.
 
@@ -138,10 +130,11 @@ def export(
     runs = look_up(run_or_experiment).opened()
     exported = export_runs(runs, to=to, project=project, folder=folder)
     print_lines(export_lines(exported))
-    where = folder or default_folder(runs[0], to)
-    if any(run.outcome != "left out" for run in exported):
+    left_out = [run for run in exported if run.outcome == "left out"]
+    if len(left_out) < len(exported):
+        where = folder or default_folder(runs[0], to)
         print_lines([f"to look at it: {TRACKERS[to].look.format(folder=where, project=project)}"])
-    return 1 if any(run.outcome == "left out" for run in exported) else 0
+    return 1 if left_out else 0
 
 
 def export_lines(exported: Sequence[Exported]) -> list[str]:

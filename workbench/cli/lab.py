@@ -16,10 +16,6 @@ from workbench.records.provenance import project_root
 def lab_command(project: Path, more: Sequence[str] = ()) -> list[str]:
     """Return the command that opens JupyterLab with the project as its files and the first notebook in view.
 
-    Args:
-        project: the folder that holds ``notebooks``.
-        more: further arguments of `jupyter lab`.
-
     Raises:
         LaunchError: no notebooks there, or JupyterLab is not installed.
     """

@@ -39,13 +39,7 @@ def tail_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: 
 def follow_lines(
     run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: int = -1
 ) -> Iterator[tuple[int, str]]:
-    """Yield (rank, line) as ranks print, until the run has ended, starting with the last lines printed so far.
-
-    Args:
-        run: the run.
-        ranks: ranks to read; None for all.
-        lines: number of last lines of each rank to start with; -1 for all of them.
-    """
+    """Yield (rank, line) as ranks print, until the run has ended; arguments and first lines as in `tail_lines`."""
     logs = _Logs(run, ranks)
     logs.open_new(lines)
     while True:

@@ -24,7 +24,6 @@ from workbench.specs.run import RunSpec
 KINDS = ("--loss.name", "--loss.surrogate.kind", "--loss.correction.kind")
 """Flags that decide which other settings there are."""
 
-
 _Switch = tyro.conf.FlagCreatePairsOff[bool]
 
 
@@ -85,9 +84,8 @@ def run(arguments: Sequence[str]) -> int:
             rule="a file that ends in .yaml or .yml",
             fix="experiments/ holds examples",
         )
-    experiment = Experiment(
-        path, only=options.only, changes=_given(arguments, options.settings.model_dump(mode="json"))
-    )
+    changes = _given(arguments, options.settings.model_dump(mode="json"))
+    experiment = Experiment(path, only=options.only, changes=changes)
     launching: dict[str, Any] = {"where": options.where, "options": _options(options.scheduler)}
     if options.dry_run:
         for name, request in experiment.requests(**launching).items():
@@ -106,7 +104,8 @@ def run(arguments: Sequence[str]) -> int:
     progress.clear()
     print()
     code = print_verdicts(comparison)
-    print(f"\nreport: {_shown(experiment.results / 'report.html')}")
+    page, here = experiment.results / "report.html", Path.cwd()
+    print(f"\nreport: {page.relative_to(here) if page.is_relative_to(here) else page}")
     return code
 
 
@@ -165,8 +164,3 @@ class _Progress:
     def clear(self) -> None:
         if self.live:
             print("\r\x1b[K", end="", flush=True)
-
-
-def _shown(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

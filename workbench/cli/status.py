@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from workbench.cli.terminal import print_json, print_lines, safe, safe_lines, size, table, when, width
-from workbench.launch.status import Listed, RankStatus, RunStatus, list_runs, listing, status_of, waits_of
+from workbench.launch.status import Listed, RunStatus, list_runs, listing, status_of, waits_of
 from workbench.records.directory import CLUSTERS, ENDED, STATES
 from workbench.records.failures import failure_summary
 from workbench.records.lookup import Target, look_up, shell_name
@@ -68,12 +68,7 @@ def status(
 
 
 def list_lines(listed: Sequence[Listed], *, letters: int | None = None) -> list[str]:
-    """Return runs as lines of text.
-
-    Args:
-        listed: the runs.
-        letters: width of a line; None cuts nothing.
-    """
+    """Return runs as lines of text, of at most so many letters; None cuts nothing."""
     several = len({run.experiment for run in listed}) > 1
     count = Counter((run.experiment, run.name) for run in listed)
     rows = []
@@ -97,11 +92,17 @@ def list_lines(listed: Sequence[Listed], *, letters: int | None = None) -> list[
 
 def _run_lines(status: RunStatus) -> list[str]:
     """Return one run as lines of text."""
+    stacks = [
+        line
+        for wait in status.waiting
+        if wait.stack
+        for line in ["", f"where rank {wait.rank} is:", *_indented(wait.stack)]
+    ]
     return [
         f"{safe(status.experiment)}/{safe(status.folder)}",
-        *_in_columns(_facts(status)),
+        *(f"  {line}" for line in table(list(_facts(status)))),
         *_rank_lines(status),
-        *_stack_lines(status),
+        *stacks,
         *_failure_lines(status.failure),
     ]
 
@@ -116,17 +117,10 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     moments = (("requested", status.created_ns), ("began", status.started_ns), ("ended", status.ended_ns))
     yield "when", ", ".join(f"{what} {when(moment)}" for what, moment in moments if moment)
     device = f" on {status.device}" if status.device else ""
-    yield (
-        "where",
-        "".join(
-            [
-                f"{status.world_size} rank{'s' if status.world_size > 1 else ''}{device}",
-                f", {status.backend}" if status.backend else "",
-                f", {status.handle}" if status.backend in CLUSTERS else "",
-                f" ({status.device_note})" if status.device_note else "",
-            ]
-        ),
-    )
+    ranks = f"{status.world_size} rank{'s' if status.world_size > 1 else ''}{device}"
+    backend = f", {status.backend}" if status.backend else ""
+    handle = f", {status.handle}" if status.backend in CLUSTERS else ""
+    yield "where", ranks + backend + handle + (f" ({status.device_note})" if status.device_note else "")
     if status.continues:
         yield "continues", status.continues
     if status.last:
@@ -149,36 +143,13 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "damaged", status.problem
 
 
-def _in_columns(facts: Iterator[tuple[str, str]]) -> list[str]:
-    return [f"  {line}" for line in table(list(facts))]
-
-
 def _rank_lines(status: RunStatus) -> list[str]:
-    rows = [
-        [
-            f"rank {rank.rank}",
-            _rank_state(rank),
-            "no log" if rank.log_bytes is None else f"log {size(rank.log_bytes)}",
-            rank.last_line,
-        ]
-        for rank in status.ranks
-    ]
+    rows = []
+    for rank in status.ranks:
+        state = f"ended: {rank.ended}" if rank.ended else f"in {rank.inside}" if rank.inside else ""
+        log = "no log" if rank.log_bytes is None else f"log {size(rank.log_bytes)}"
+        rows.append([f"rank {rank.rank}", state, log, rank.last_line])
     return [f"  {line}" for line in table(rows)]
-
-
-def _rank_state(rank: RankStatus) -> str:
-    if rank.ended:
-        return f"ended: {rank.ended}"
-    return f"in {rank.inside}" if rank.inside else ""
-
-
-def _stack_lines(status: RunStatus) -> list[str]:
-    return [
-        line
-        for wait in status.waiting
-        if wait.stack
-        for line in ["", f"where rank {wait.rank} is:", *_indented(wait.stack)]
-    ]
 
 
 def _indented(text: str) -> list[str]:
@@ -190,17 +161,14 @@ def _failure_lines(failure: dict[str, Any] | None) -> list[str]:
         return []
     place = ", ".join(f"{axis}={number}" for axis, number in failure.get("coordinates", {}).items())
     also = ", ".join("the agent" if rank is None else str(rank) for rank in failure.get("also_failed", []))
+    facts = {
+        "cause: ": failure.get("cause"),
+        "place: ": place,
+        "in:    ": safe(failure.get("waited_in") or ""),
+        "after it: ": also,
+    }
     lines = ["", f"failed: {safe(failure_summary(failure))}"]
-    lines += [
-        line
-        for line in (
-            f"  cause: {failure['cause']}" if failure.get("cause") else "",
-            f"  place: {place}" if place else "",
-            f"  in:    {safe(failure['waited_in'])}" if failure.get("waited_in") else "",
-            f"  after it: {also}" if also else "",
-        )
-        if line
-    ]
+    lines += [f"  {title}{text}" for title, text in facts.items() if text]
     for title, text in (("where it hung", failure.get("stack")), ("traceback", failure.get("traceback"))):
         if text:
             lines += ["", f"{title}:", *_indented(str(text))]
@@ -217,12 +185,8 @@ def _experiment_lines(target: Target, *, letters: int | None) -> list[str]:
         "",
         *list_lines(listed, letters=letters),
     ]
-    lines += [
-        f"{safe(entry.name)}: {safe(wait.message)}"
-        for entry in target.runs
-        if entry.run
-        for wait in waits_of(entry.run)
-    ]
+    opened = [entry for entry in target.runs if entry.run]
+    lines += [f"{safe(entry.name)}: {safe(wait.message)}" for entry in opened for wait in waits_of(entry.run)]
     if broken := next((entry for entry, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
         lines += ["", f"`workbench status {safe(shell_name(broken.path))}` shows a failure with its traceback"]
     return lines

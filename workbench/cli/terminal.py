@@ -89,9 +89,5 @@ def size(count: int) -> str:
     """
     if count < 1024:
         return f"{count} B"
-    amount = float(count)
-    for unit in ("KiB", "MiB", "GiB"):
-        amount /= 1024
-        if amount < 1024:
-            return f"{amount:.1f} {unit}"
-    return f"{amount / 1024:.1f} TiB"
+    power = next((power for power in (1, 2, 3) if count / 1024**power < 1024), 4)
+    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"

@@ -1,24 +1,8 @@
 """From run directories to verdicts: align steps and parameters, measure distances, compare them with budgets.
 
-Two tolerances, by the precision of the run:
-
-* float64: every parameter's gradient within 1e-12 of the baseline's, relative to its own norm or to a floor where
-  that norm is close to zero. A run that passes is *equal*.
-* below: no further from the float64 ground truth than the baseline of the same precision is, times 2.5 for the whole
-  gradient and 3.5 for one parameter. A run and its baseline are one sample of rounding each, and the baseline can be
-  lucky: a parameter's own error counts as at least the baseline's relative error of the whole gradient, and the
-  factors are those that correct layouts meet in 99 of 100 reports (measured, `tests/parity/rounding.py`). A fault is
-  further off by orders of magnitude. A run that passes is *within budget*, or *equal* if it is bitwise identical.
-
-Two runs in the reproducible mode have a third criterion, their certificates: every bit of loss, log-probabilities,
-gradients and weights. It needs no ground truth and no gradients on disk; gradients on disk are measured anyway.
-
-Everything else is *different*, and the first step and parameter that differ are named, with the factor between the
-gradients if there is one.
-
-Two runs in which nothing was trained are *vacuous*, whatever agrees in them; a baseline or ground truth that cannot
-serve as one gives *unsound baseline*: see `workbench.compare.reading`. Differences in a step before the baseline
-became unsound count: the verdict is *different*.
+README.md has the budgets, with their sources, and the verdicts. In short: in float64 every parameter is within 1e-12
+of the baseline; below, no further from the float64 ground truth than a multiple of the baseline's own distance; two
+runs in the reproducible mode have the same certificates, and gradients on disk are measured anyway.
 """
 
 from __future__ import annotations
@@ -62,11 +46,10 @@ class Subject:
     """One configuration of an ablation and its run.
 
     Attributes:
-        name: of the configuration.
-        run: its run directory; None if it never started.
+        run: None if it never started.
         reference: name of the baseline configuration; "" for a baseline.
         truth: name of the float64 configuration that budgets are measured from.
-        settings: the spec as JSON data; read from the run if None.
+        settings: the spec as JSON data; None: read from the run.
         failure: reason for a missing run.
     """
 
@@ -148,9 +131,8 @@ def _stands_alone(
     if nothing := why_vacuous(run, run):
         return Configuration(**base, verdict="vacuous", why=nothing)
     followed = any(subject.name in (other.reference, other.truth) for other in by_name.values())
-    return Configuration(
-        **base, verdict="reference", why="what the others are compared with" if followed else "stands for itself"
-    )
+    why = "what the others are compared with" if followed else "stands for itself"
+    return Configuration(**base, verdict="reference", why=why)
 
 
 def _too_far_from_truth(run: RunReader, truth: RunDirectory | None) -> str:
@@ -231,10 +213,8 @@ def _judge_bits(
             parameters += rows
             whole.append(entry)
     base |= {"whole_gradient": whole, "parameters": parameters}
-    if certified.verdict == "unsound baseline":
-        return Configuration(
-            **base, verdict="unsound baseline", first_step=reference.diverged_step, why=certified.not_finite
-        )
+    if why := certified.not_finite:
+        return Configuration(**base, verdict="unsound baseline", first_step=reference.diverged_step, why=why)
     if certified.equal:
         return Configuration(**base, verdict="equal", why=certified.why)
     first = next((name.removeprefix("gradient/") for name in certified.differing if name.startswith("gradient/")), None)
@@ -243,12 +223,12 @@ def _judge_bits(
         verdict="different",
         first_step=certified.step,
         first_parameter=first,
-        why=_with(certified.why, _not_finite(run)),
+        why="; ".join(filter(None, (certified.why, _not_finite(run)))),
     )
 
 
 def _standards(subject: Subject, run: RunReader, by_name: Mapping[str, Subject]) -> tuple[RunReader, RunReader]:
-    """The finished baseline and ground truth of a configuration; in float64 the baseline is the ground truth."""
+    """The finished baseline and ground truth of a configuration, in float64 the same run."""
     exact, readers = run.spec.precision == "float64", []
     truth = subject.reference if exact else subject.truth
     for role, name in (("reference", subject.reference), ("truth", truth)):
@@ -278,16 +258,12 @@ def _standards(subject: Subject, run: RunReader, by_name: Mapping[str, Subject])
                 fix="set steps in the base of the ablation",
             )
         readers.append(RunReader(other))
-    return (readers[0], readers[0]) if exact else (readers[0], readers[1])
+    return readers[0], readers[0] if exact else readers[1]
 
 
 def _not_finite(run: RunReader) -> str:
     """The step from which loss or gradient are not finite, in a sentence; "" if they always are."""
     return "" if run.diverged_step is None else f"from step {run.diverged_step} on its loss or gradient is not finite"
-
-
-def _with(why: str, more: str) -> str:
-    return f"{why}; {more}" if more else why
 
 
 def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: RunReader) -> Configuration:
@@ -347,7 +323,7 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
         factor_meaning=meaning,
         first_step=failing[0],
         first_parameter=worst.parameter,
-        why=_with(difference_sentence(failing[0], worst, first, factor, meaning), _not_finite(run)),
+        why="; ".join(filter(None, (difference_sentence(failing[0], worst, first, factor, meaning), _not_finite(run)))),
     )
 
 

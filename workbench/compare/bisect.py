@@ -1,9 +1,8 @@
 """First divergence of two runs: the first module and block of tokens whose bits differ, in the first step that differs.
 
-Both are run again in this process, their ranks simulated, with a trace (`workbench.train.trace`) and certificates. The
-comparison is bitwise, so two layouts of the ordinary mode diverge at the first GEMM whose shape differs; two in the
-reproducible mode never diverge, or there is a bug. The summation order of a real backend does not show here: run both
-on that backend with ``record: {certificate: true, trace_tokens: 64}`` and pass the two run directories.
+The comparison is bitwise, so two layouts of the ordinary mode diverge at the first GEMM whose shape differs; two in the
+reproducible mode never diverge, or there is a bug. The summation order of a real backend does not show on simulated
+ranks: run both on that backend with ``record: {certificate: true, trace_tokens: 64}`` and pass the run directories.
 """
 
 from __future__ import annotations
@@ -72,11 +71,9 @@ class Divergence:
     def description(self) -> str:
         """One-sentence description."""
         name = self.tensor.removesuffix(INPUT)
-        module = {
-            True: f"the input of {name} (from attention, a sum or a product before it)",
-            False: "the log-probabilities" if name == LOGPROBS else f"the output of {name}",
-        }
-        activation = module[self.tensor.endswith(INPUT)]
+        activation = "the log-probabilities" if name == LOGPROBS else f"the output of {name}"
+        if name != self.tensor:
+            activation = f"the input of {name} (from attention, a sum or a product before it)"
         quantity = {
             "forward": activation,
             "loss": f"the loss ({name})",
@@ -98,9 +95,8 @@ class Bisection:
     """Result of comparing two traced runs.
 
     Attributes:
-        a: name of the first run.
-        b: name of the second.
-        divergence: first divergence; None if there is none.
+        a, b: names of the runs.
+        divergence: None if there is none.
         steps: number of steps compared.
         stations: tensors compared in the forward pass through the decoder.
         changes: settings changed in a run, by its name, so that both have the same rows.
@@ -148,15 +144,11 @@ class Bisection:
             "both have the same rows"
             for name, changes in self.changes.items()
         ]
-        seen = (
-            []
-            if self.evidence is None
-            else [
-                f"  could have seen: {self.evidence.summary()}",
-                *(f"  warning: {warning}" for warning in self.evidence.warnings),
-            ]
-        )
-        return "\n".join([f"{self.a} and {self.b}: {result}", *changed, *seen])
+        lines = [f"{self.a} and {self.b}: {result}", *changed]
+        if self.evidence is not None:
+            lines.append(f"  could have seen: {self.evidence.summary()}")
+            lines += [f"  warning: {warning}" for warning in self.evidence.warnings]
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -199,9 +191,8 @@ def bisect(
     ]
     if labels[0] == labels[1]:
         labels = [f"{label}-{letter}" for label, letter in zip(labels, "ab", strict=True)]
-    traced = [run for run in sources if isinstance(run, RunDirectory)]
-    if len(traced) == 2 and _both_traced(traced[0], traced[1], block_tokens):
-        return _bisection(labels, traced, {})
+    if _both_traced(sources, block_tokens):
+        return _bisection(labels, sources, {})
     specs = [run.spec if isinstance(run, RunDirectory) else run for run in sources]
     block = block_tokens or specs[0].reproducible.block_tokens or specs[1].reproducible.block_tokens or BLOCK_TOKENS
     most, changes = _steps(sources, [spec.steps for spec in specs] + ([steps] if steps else [])), _same_rows(specs)
@@ -246,14 +237,12 @@ def _resolved(source: RunSpec | RunDirectory | Path | str, project: Path) -> Run
     return runs[0]
 
 
-def _both_traced(a: RunDirectory, b: RunDirectory, block_tokens: int | None) -> bool:
-    sizes = {run.spec.record.trace_tokens for run in (a, b)}
-    return (
-        None not in sizes
-        and len(sizes) == 1
-        and block_tokens in (None, *sizes)
-        and all(run.status == "succeeded" and run.spec.certified for run in (a, b))
-    )
+def _both_traced(sources: Sequence[RunSpec | RunDirectory], block_tokens: int | None) -> bool:
+    runs = [run for run in sources if isinstance(run, RunDirectory)]
+    sizes = {run.spec.record.trace_tokens for run in runs}
+    if len(runs) < 2 or None in sizes or len(sizes) > 1 or block_tokens not in (None, *sizes):
+        return False
+    return all(run.status == "succeeded" and run.spec.certified for run in runs)
 
 
 def _same_rows(specs: Sequence[RunSpec]) -> list[dict[str, int]]:
@@ -289,7 +278,7 @@ def _bisection(
     names: Sequence[str], runs: Sequence[RunDirectory], changes: Mapping[str, Mapping[str, Any]]
 ) -> Bisection:
     certified = compare_certificates(runs[0], runs[1])
-    steps, stations = min(len(run.steps()) for run in runs), 0
+    steps, stations, parting = min(len(run.steps()) for run in runs), 0, None
     for step in range(steps):
         traces = [_trace(run, step) for run in runs]
         forward, backward = [trace.forward for trace in traces], [trace.backward for trace in traces]
@@ -301,17 +290,19 @@ def _bisection(
             parting = parting or _first_difference(step, "backward", backward, pairs, block)
             parting = parting or _of_certificate(certified, "gradient") or _of_certificate(certified, "weight")
         if parting is not None:
-            return Bisection(names[0], names[1], parting, step + 1, stations, changes, *_evidence(runs, step + 1))
-    return Bisection(names[0], names[1], None, steps, stations, changes, *_evidence(runs, steps))
-
-
-def _evidence(runs: Sequence[RunDirectory], steps: int) -> tuple[Evidence | None, str, str]:
-    """Evidence, reason why it is vacuous, and the first value of the first run that is not finite."""
+            steps = step + 1
+            break
     lines = [run.steps()[:steps] for run in runs]
-    return (
-        weaker(*(Evidence.of_steps(each) for each in lines)),
-        next(filter(None, map(nothing_trained, lines)), ""),
-        first_not_finite(lines[0]),
+    return Bisection(
+        names[0],
+        names[1],
+        parting,
+        steps,
+        stations,
+        changes,
+        evidence=weaker(*map(Evidence.of_steps, lines)),
+        vacuous=next(filter(None, map(nothing_trained, lines)), ""),
+        not_finite=first_not_finite(lines[0]),
     )
 
 
@@ -338,12 +329,11 @@ def _pairs(traces: Sequence[Trace], names: Sequence[str]) -> list[tuple[int, int
             fix="give both the same data.path, data.documents_per_step and dp * data.micro_batches, and "
             "an order that does not pad inside a row",
         )
-    left = list(range(len(others)))
+    left: list[list[str] | None] = list(others)
     pairs = []
     for number, row in enumerate(rows):
-        other = next(place for place in left if others[place] == row)
-        left.remove(other)
-        pairs.append((number, other))
+        pairs.append((number, left.index(row)))
+        left[pairs[-1][1]] = None
     return pairs
 
 
@@ -370,10 +360,9 @@ def _first_difference(
     return None
 
 
-def _trimmed(blocks: Sequence[str]) -> list[str]:
+def _trimmed(blocks: list[str]) -> list[str]:
     """The blocks without the padding at their end."""
-    count = max((number for number, block in enumerate(blocks, 1) if block != _NOTHING), default=0)
-    return list(blocks[:count])
+    return blocks[: max((number for number, block in enumerate(blocks, 1) if block != _NOTHING), default=0)]
 
 
 def _of_certificate(certified: CertificateComparison, kind: str) -> Divergence | None:

@@ -20,15 +20,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Element:
-    """The first element in which two recorded tensors differ, in row-major order.
-
-    Attributes:
-        place: its index.
-        value: in the run.
-        reference: in the other.
-        differing: number of elements that differ.
-        elements: total number of elements.
-    """
+    """The first element, in row-major order, in which two recorded tensors differ; ``differing`` of ``elements`` do."""
 
     place: tuple[int, ...]
     value: float
@@ -41,8 +33,7 @@ class Element:
         values = f"{self.value!r} against {self.reference!r}"
         if not self.place:
             return values
-        where = ", ".join(map(str, self.place))
-        return f"element [{where}] {values}, the first of {self.differing:,} in {self.elements:,}"
+        return f"element {list(self.place)} {values}, the first of {self.differing:,} in {self.elements:,}"
 
 
 @dataclass(frozen=True)
@@ -127,30 +118,24 @@ def compare_certificates(run: RunDirectory, reference: RunDirectory) -> Certific
     lines, baseline_lines = run.steps()[:steps], reference.steps()[:steps]
     evidence = weaker(Evidence.of_steps(lines), Evidence.of_steps(baseline_lines))
     vacuous = nothing_trained(lines) or nothing_trained(baseline_lines)
-    for number in range(steps):
-        if certificates[number].hash != baseline[number].hash or certificates[number].differing_replicas:
-            differing = certificates[number].differing(baseline[number])
-            return CertificateComparison(
-                run.name,
-                reference.name,
-                steps,
-                number,
-                tuple(differing),
-                len(certificates[number].fingerprints),
-                _element(differing[0], number, run, reference),
-                certificates[number].differing_replicas,
-                evidence,
-                vacuous,
-                first_not_finite(baseline_lines[: number + 1]),
-            )
+    pairs = enumerate(zip(certificates, baseline, strict=False))
+    step = next((number for number, (own, other) in pairs if own.hash != other.hash or own.differing_replicas), None)
+    certificate, differing, element = certificates[step or 0], [], None
+    if step is not None:
+        differing, baseline_lines = certificate.differing(baseline[step]), baseline_lines[: step + 1]
+        element = _element(differing[0], step, run, reference)
     return CertificateComparison(
         run.name,
         reference.name,
         steps,
-        tensors=len(certificates[0].fingerprints),
-        evidence=evidence,
-        vacuous=vacuous,
-        not_finite=first_not_finite(baseline_lines),
+        step,
+        tuple(differing),
+        len(certificate.fingerprints),
+        element,
+        certificate.differing_replicas,
+        evidence,
+        vacuous,
+        first_not_finite(baseline_lines),
     )
 
 

@@ -50,10 +50,7 @@ class ParameterDifference:
     """One parameter's gradient in one step, against the baseline's.
 
     Attributes:
-        step: optimizer step, from 0.
-        parameter: name in the model.
-        norm: L2 norm of this configuration's gradient.
-        reference_norm: L2 norm of the baseline's.
+        norm: L2 norm of this configuration's gradient; ``reference_norm`` is the baseline's.
         norm_ratio: norm / reference_norm.
         relative_l2: ||g - reference|| / ||reference||.
         cosine: between the two.
@@ -163,15 +160,12 @@ class Configuration:
     @property
     def _amplified(self) -> str:
         """Note on a float64 difference so small that rounding, amplified by a cancelling gradient, explains it."""
-        error = self.relative_error
-        small = self.verdict == "different" and self.settings.get("precision") == "float64" and error is not None
+        exact, error = self.settings.get("precision") == "float64", self.relative_error
+        if self.verdict != "different" or not exact or error is None or not error < AMPLIFIED:
+            return ""
         return (
-            (
-                f"the whole gradient differs by less than {AMPLIFIED:.0e} of itself: rounding alone does that where "
-                "the gradient cancels or an earlier step amplified it"
-            )
-            if small and error < AMPLIFIED
-            else ""
+            f"the whole gradient differs by less than {AMPLIFIED:.0e} of itself: rounding alone does that where "
+            "the gradient cancels or an earlier step amplified it"
         )
 
 
@@ -182,12 +176,11 @@ def _largest(values: Iterable[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All configurations of one ablation, each compared with its baseline.
+    """All configurations of one ablation, baselines included and in its order, each compared with its baseline.
 
     Attributes:
         experiment: name of the ablation.
         question: of the ablation, one sentence.
-        configurations: in the order of the ablation, baselines included.
         provenance: versions, git state, command, machine; root-relative paths and no host name.
     """
 
@@ -197,9 +190,8 @@ class Comparison:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Configuration:
-        for configuration in self.configurations:
-            if configuration.name == name:
-                return configuration
+        if (match := next((c for c in self.configurations if c.name == name), None)) is not None:
+            return match
         raise RecordError(
             f"comparison of {self.experiment}: configuration {name!r}",
             found=", ".join(c.name for c in self.configurations),
@@ -226,8 +218,7 @@ class Comparison:
     def disagreeing(self, *names: str) -> list[Configuration]:
         """The configurations that do not agree with their baselines.
 
-        Args:
-            *names: of the configurations; none means all in which no known fault is switched on.
+        Without names: of all in which no known fault is switched on.
         """
         chosen = [self[name] for name in names] if names else self._without_faults()
         return [c for c in chosen if c.verdict not in AGREES]
@@ -249,28 +240,27 @@ class Comparison:
 
     def table(self) -> pd.DataFrame:
         """One row per configuration: verdict, factor, first difference, worst distance over budget."""
-        rows = []
-        for c in self.configurations:
-            rows.append(
-                {
-                    "configuration": c.name,
-                    "layout": layout_of(c.settings),
-                    "precision": c.settings["precision"],
-                    "device": c.device,
-                    "verdict": c.verdict,
-                    "factor": c.factor,
-                    "meaning": c.factor_meaning,
-                    "relative_l2": c.relative_error,
-                    "of_budget": c.times_budget,
-                    "first_step": c.first_step,
-                    "first_parameter": c.first_parameter,
-                    "diverged_step": c.diverged_step,
-                    "gradient_documents": c.evidence.get("gradient_document_share"),
-                    "gradient_tokens": c.evidence.get("gradient_token_share"),
-                    "clipped": c.evidence.get("clipped_share"),
-                    "why": c.why,
-                }
-            )
+        rows = [
+            {
+                "configuration": c.name,
+                "layout": layout_of(c.settings),
+                "precision": c.settings["precision"],
+                "device": c.device,
+                "verdict": c.verdict,
+                "factor": c.factor,
+                "meaning": c.factor_meaning,
+                "relative_l2": c.relative_error,
+                "of_budget": c.times_budget,
+                "first_step": c.first_step,
+                "first_parameter": c.first_parameter,
+                "diverged_step": c.diverged_step,
+                "gradient_documents": c.evidence.get("gradient_document_share"),
+                "gradient_tokens": c.evidence.get("gradient_token_share"),
+                "clipped": c.evidence.get("clipped_share"),
+                "why": c.why,
+            }
+            for c in self.configurations
+        ]
         return pd.DataFrame(rows).set_index("configuration")
 
     def steps(self) -> pd.DataFrame:
@@ -329,13 +319,11 @@ class Comparison:
         width = max((len(c.name) for c in self.configurations), default=0)
         lines = []
         for c in self.configurations:
-            factor = "" if c.factor is None else f"x {c.factor:.4g}"
-            meaning = f"= {c.factor_meaning}" if c.factor_meaning else ""
             parts = [
                 f"{c.name:<{width}}",
                 f"{c.verdict:<16}",
-                factor,
-                meaning,
+                "" if c.factor is None else f"x {c.factor:.4g}",
+                f"= {c.factor_meaning}" if c.factor_meaning else "",
                 c.error_text,
                 _changes(self.setting_changes(c.name)),
                 c.why,
@@ -349,9 +337,9 @@ class Comparison:
 
 
 def declared_note(settings: Mapping[str, Any]) -> str:
-    """Return a sentence on the invariants that the loss of a spec (JSON data) declares to break; "" if there are none.
+    """Return a sentence on the invariants that the loss of a spec (JSON data) declares to break.
 
-    "" also for a loss that this version cannot read, such as one of an older record.
+    "" if there are none, or if this version cannot read the loss, such as one of an older record.
 
     Example:
         >>> declared_note({"loss": {"name": "bnpo"}})
@@ -369,11 +357,10 @@ def declared_note(settings: Mapping[str, Any]) -> str:
 
 def _changes(changes: Mapping[str, tuple[Any, Any]], most: int = 4) -> str:
     """Settings that differ, in brackets; "" for none."""
-    if not changes:
-        return ""
     listed = [f"{key}={own}" for key, (_, own) in changes.items()]
-    more = [f"and {len(listed) - most} more"] if len(listed) > most + 1 else []
-    return f"[{', '.join((listed[:most] if more else listed) + more)}]"
+    if len(listed) > most + 1:
+        listed[most:] = [f"and {len(listed) - most} more"]
+    return f"[{', '.join(listed)}]" if listed else ""
 
 
 def _listed(names: Sequence[str], of: int, most: int = 3) -> str:

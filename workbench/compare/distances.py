@@ -52,7 +52,7 @@ def measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[
     return budgets
 
 
-def differences(
+def _differences(
     step: int, run: Gradients, reference: Gradients, truth: Gradients, budgets: Mapping[str, tuple[float, str]]
 ) -> list[ParameterDifference]:
     """Compare the gradients of one step, parameter by parameter."""
@@ -79,33 +79,46 @@ def differences(
     return rows
 
 
-def whole_gradient(
-    step: int, rows: list[ParameterDifference], run: Gradients, reference: Gradients, truth: Gradients, exact: bool
-) -> dict[str, Any]:
-    """The whole gradient of one step: all parameters as one vector.
+def step_differences(
+    run: RunReader,
+    reference: RunReader,
+    truth: RunReader,
+    step: int,
+    gradients: Gradients,
+    baseline: Gradients,
+    true: Gradients,
+    budgets: Mapping[str, tuple[float, str]],
+    *,
+    exact: bool,
+) -> tuple[list[ParameterDifference], dict[str, Any]]:
+    """The differences of a step: of each parameter, and of the whole gradient with loss and clip decisions.
 
     In float64 every parameter has its own tolerance, and the whole is judged by the parameter that is nearest to its
-    tolerance (or furthest over it). Below float64 the whole vector has a measured budget.
+    tolerance (or furthest over it). Below float64 the whole, all parameters as one vector, has a measured budget.
     """
-    own, baseline, true = (
-        torch.cat([g[name].double().flatten() for name in reference]) for g in (run, reference, truth)
+    rows = _differences(step, gradients, baseline, true, budgets)
+    own, base, exactly = (
+        torch.cat([g[name].double().flatten() for name in baseline]) for g in (gradients, baseline, true)
     )
     if exact:
         worst = max(rows, key=lambda row: math.inf if math.isnan(row.distance) else share(row.distance, row.budget))
         distance, budget = worst.distance, worst.budget
         within = all(row.within for row in rows)
     else:
-        distance, budget = distance_of(own, true), WHOLE_FACTOR * distance_of(baseline, true)
+        distance, budget = distance_of(own, exactly), WHOLE_FACTOR * distance_of(base, exactly)
         within = distance <= budget and all(row.within for row in rows)
-    return {
+    loss, base_loss = run.loss(step), reference.loss(step)
+    return rows, {
         "step": step,
         "distance": distance,
         "budget": budget,
         "within": within,
-        "relative_l2": share(float((own - baseline).norm()), float(baseline.norm())),
-        "norm_ratio": ratio(float(own.norm()), float(baseline.norm())),
-        "cosine": ratio(float(own @ baseline), float(own.norm() * baseline.norm())),
-        "bitwise_equal": all(torch.equal(run[name], reference[name]) for name in reference),
+        "relative_l2": share(float((own - base).norm()), float(base.norm())),
+        "norm_ratio": ratio(float(own.norm()), float(base.norm())),
+        "cosine": ratio(float(own @ base), float(own.norm() * base.norm())),
+        "bitwise_equal": all(torch.equal(gradients[name], baseline[name]) for name in baseline),
+        "flipped_clips": flipped_clips(run, truth, step),
+        "relative_loss": abs(loss - base_loss) / (abs(base_loss) or 1.0),
     }
 
 
@@ -122,31 +135,6 @@ def ratio(a: float, b: float) -> float:
 def share(distance: float, of: float) -> float:
     """Ratio of a distance to a size; 0 for a distance of 0, also where both gradients are 0."""
     return ratio(distance, of) if distance else 0.0
-
-
-def relative(a: float, b: float) -> float:
-    """Relative difference of two numbers; absolute if the second is 0."""
-    return abs(a - b) / abs(b) if b else abs(a - b)
-
-
-def step_differences(
-    run: RunReader,
-    reference: RunReader,
-    truth: RunReader,
-    step: int,
-    gradients: Gradients,
-    baseline: Gradients,
-    true: Gradients,
-    budgets: Mapping[str, tuple[float, str]],
-    *,
-    exact: bool,
-) -> tuple[list[ParameterDifference], dict[str, Any]]:
-    """The differences of a step: of each parameter, and of the whole gradient with loss and clip decisions."""
-    rows = differences(step, gradients, baseline, true, budgets)
-    return rows, whole_gradient(step, rows, gradients, baseline, true, exact) | {
-        "flipped_clips": flipped_clips(run, truth, step),
-        "relative_loss": relative(run.loss(step), reference.loss(step)),
-    }
 
 
 def unlike_parameters(gradients: Gradients, reference: Gradients, *, whose: str = "the reference") -> list[str]:
@@ -179,16 +167,9 @@ def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[flo
     factor = statistics.median(ratios)
     if not factor or max(abs(ratio / factor - 1) for ratio in ratios) > SAME:
         return factor, ""
-    return factor, meaning(
-        factor,
-        {
-            "cp": spec.layout.cp,
-            "dp": spec.layout.dp,
-            "tp": spec.layout.tp,
-            "micro_batches": spec.data.micro_batches,
-            "dp * cp": spec.layout.dp * spec.layout.cp,
-        },
-    )
+    dp, cp, tp = spec.layout.dp, spec.layout.cp, spec.layout.tp
+    sizes = {"cp": cp, "dp": dp, "tp": tp, "micro_batches": spec.data.micro_batches, "dp * cp": dp * cp}
+    return factor, meaning(factor, sizes)
 
 
 def meaning(factor: float, sizes: Mapping[str, float]) -> str:
@@ -204,17 +185,11 @@ def meaning(factor: float, sizes: Mapping[str, float]) -> str:
         if abs(size - 1) <= SAME:
             continue
         if abs(factor * size - 1) <= SAME:
-            return _one_over(name)
+            above, slash, below = name.partition(" / ")
+            return f"{below} / {above}" if slash else f"1 / ({name})" if " " in name else f"1 / {name}"
         if abs(factor / size - 1) <= SAME:
             return name
     return ""
-
-
-def _one_over(name: str) -> str:
-    above, slash, below = name.partition(" / ")
-    if slash:
-        return f"{below} / {above}"
-    return f"1 / ({name})" if " " in name else f"1 / {name}"
 
 
 # ---- messages --------------------------------------------------------------------------------------------

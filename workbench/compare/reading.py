@@ -1,12 +1,7 @@
 """Reader of a finished run for a comparison, and the preconditions of a verdict: evidence, and a sound baseline.
 
 Two runs of nothing agree, and a bad baseline gives a generous budget. Neither proves anything about a configuration, so
-both are verdicts of their own:
-
-    vacuous              nothing was trained in either run: no trained token, no document with a gradient, or every
-                         gradient zero. Two runs that agree are *equal* only if there was something to disagree about.
-    unsound baseline     the baseline or the float64 ground truth is not finite, or the baseline lies further from the
-                         ground truth than rounding in its precision explains
+both are verdicts of their own, *vacuous* and *unsound baseline*: README.md has when.
 """
 
 from __future__ import annotations
@@ -24,8 +19,7 @@ from workbench.errors import RecordError
 from workbench.metrics.evidence import Evidence, weaker
 from workbench.records.certificate import check_certificate, read_certificate
 from workbench.records.directory import RunDirectory
-from workbench.records.integrity import check_gradients
-from workbench.specs.run import RunSpec
+from workbench.records.integrity import STEP_KEYS, check_gradients
 
 Gradients = Mapping[str, Tensor]
 
@@ -38,17 +32,7 @@ class RunReader:
     """One finished run and what it recorded."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self.run = run
-
-    @property
-    def name(self) -> str:
-        """Name of the configuration."""
-        return self.run.name
-
-    @property
-    def spec(self) -> RunSpec:
-        """Settings of the run."""
-        return self.run.spec
+        self.run, self.name, self.spec = run, run.name, run.spec
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
@@ -75,17 +59,7 @@ class RunReader:
     @cached_property
     def diverged_step(self) -> int | None:
         """The first step whose loss or gradient norm is not finite; None if all are."""
-        return next(
-            (
-                record["step"]
-                for record in self.steps
-                if not all(
-                    isinstance(record.get(key), float | int) and math.isfinite(record[key])
-                    for key in ("loss/total/sum", "gradient/norm/global")
-                )
-            ),
-            None,
-        )
+        return next((r["step"] for r in self.steps if not all(_is_finite(r.get(key)) for key in STEP_KEYS)), None)
 
     def loss(self, step: int) -> float:
         """The total loss of a step."""
@@ -120,8 +94,7 @@ class RunReader:
                 fix="the file was changed after it was written; run the configuration again",
             )
         check_gradients(tensors, norms, where=where)
-        certificate = read_certificate(self.run, step)
-        if certificate is not None:
+        if (certificate := read_certificate(self.run, step)) is not None:
             check_certificate(tensors, certificate, where=where)
         return {name: tensors[name] for name in norms}  # in the order of the model; files are in alphabetical order
 
@@ -132,8 +105,7 @@ class RunReader:
 
     def log_ratios(self, step: int) -> Tensor | None:
         """Log importance ratios of trained tokens; None if they were not recorded."""
-        tokens = self.tokens(step)
-        if tokens is None:
+        if (tokens := self.tokens(step)) is None:
             return None
         return (tokens["policy_logprobs"].double() - tokens["old_logprobs"].double())[tokens["trained"]]
 
@@ -211,9 +183,13 @@ def _flip_share(baseline: RunReader, truth: RunReader, step: int) -> float:
 def not_finite(role: str, run: RunReader, step: int) -> str:
     """Reason why a baseline or ground truth cannot serve as one in a step; "" if its loss and gradient are finite."""
     for quantity, value in (("loss", run.loss(step)), ("gradient norm", run.norm(step))):
-        if not (isinstance(value, float | int) and math.isfinite(value)):
+        if not _is_finite(value):
             return f"the {quantity} of {role} {run.name} is {value} in step {step}"
     return ""
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value)
 
 
 def too_small(role: str, run: RunReader, step: int, gradients: Gradients) -> str:
@@ -221,11 +197,11 @@ def too_small(role: str, run: RunReader, step: int, gradients: Gradients) -> str
     if run.norm(step) != 0:
         return ""
     largest = max((float(values.abs().max()) for values in gradients.values() if values.numel()), default=0.0)
+    if not largest:
+        return ""
     return (
         f"in step {step} the gradient of {role} {run.name} is too small to measure: its largest element is "
         f"{largest:.2g}, and the squares of such numbers are 0 in float64"
-        if largest
-        else ""
     )
 
 
@@ -256,8 +232,7 @@ def why_vacuous(run: RunReader, baseline: RunReader) -> str:
 
     Records of earlier versions have no counts: there every gradient must be zero.
     """
-    evidence = evidence_of(run, baseline)
-    if evidence is not None and evidence.nothing:
+    if (evidence := evidence_of(run, baseline)) is not None and evidence.nothing:
         return evidence.nothing
     zero = all(each.norm(step) == 0 for each in (run, baseline) for step in range(each.spec.steps))
     return "every gradient is zero in every step" if zero else ""

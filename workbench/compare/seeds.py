@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from workbench.compare.comparison import PLACE, Comparison, Configuration
 from workbench.specs.reading import flatten
@@ -29,15 +30,7 @@ _COSTS = ("time", "memory")
 
 @dataclass(frozen=True)
 class Spread:
-    """Several draws of one number.
-
-    Attributes:
-        count: number of finite draws.
-        mean: of them; NaN of none.
-        deviation: their standard deviation, n - 1 in the denominator; NaN of fewer than two.
-        low: smallest.
-        high: largest.
-    """
+    """The finite draws of one number: NaN if there are none; the deviation has n - 1 in the denominator."""
 
     count: int
     mean: float
@@ -60,12 +53,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class SeedGroup:
-    """The draws of one configuration.
-
-    Attributes:
-        name: common parts of its runs' names.
-        members: the runs, in the order of the ablation.
-    """
+    """The draws of one configuration, in the order of the ablation; its name is what the runs' names share."""
 
     name: str
     members: tuple[Configuration, ...]
@@ -73,14 +61,16 @@ class SeedGroup:
     @property
     def seeds(self) -> list[str]:
         """The seeds of each member: the values of the `SEEDS` settings that vary."""
-        flat = [flatten(c.settings) for c in self.members]
-        return [" ".join(str(f.get(key)) for key in self.varying) for f in flat]
+        varying = self.varying
+        return [
+            " ".join(str(s) for key, s in zip(SEEDS, _seeds(c), strict=True) if key in varying) for c in self.members
+        ]
 
     @property
     def varying(self) -> tuple[str, ...]:
         """The settings of `SEEDS` that are not the same in all members."""
-        flat = [flatten(c.settings) for c in self.members]
-        return tuple(key for key in SEEDS if len({f.get(key) for f in flat}) > 1)
+        by_key = zip(*map(_seeds, self.members), strict=True)
+        return tuple(key for key, seeds in zip(SEEDS, by_key, strict=True) if len(set(seeds)) > 1)
 
     @property
     def identical(self) -> tuple[tuple[str, ...], ...]:
@@ -107,7 +97,10 @@ class SeedGroup:
             'seeds 0 and 1 gave identical runs: model.seed draws nothing where weights are loaded from a checkpoint'
         """
         seed_of = dict(zip((c.name for c in self.members), self.seeds, strict=True))
-        listed = [_listed([seed_of[name] for name in names]) for names in self.identical]
+        listed = []
+        for names in self.identical:
+            *others, last = (seed_of[name] for name in names)
+            listed.append(f"{', '.join(others)} and {last}")
         if not listed:
             return ""
         why = " and ".join(f"{key} draws nothing where {NOTHING_TO_DRAW[key]}" for key in self.varying)
@@ -115,31 +108,29 @@ class SeedGroup:
 
     def by_step(self, key: str) -> dict[int, Spread]:
         """Mean and spread of a metric at every step that any of the runs recorded."""
-        steps = sorted({record["step"] for c in self.members for record in c.steps})
-        return {
-            step: Spread.of([record.get(key) for c in self.members for record in c.steps if record["step"] == step])
-            for step in steps
-        }
+        drawn: dict[int, list[float | None]] = {}
+        for record in (record for c in self.members for record in c.steps):
+            drawn.setdefault(record["step"], []).append(record.get(key))
+        return {step: Spread.of(drawn[step]) for step in sorted(drawn)}
 
 
 def seed_groups(comparison: Comparison) -> list[SeedGroup]:
     """The configurations with several draws; [] if no two runs differ only in a seed."""
     alike: dict[str, list[Configuration]] = {}
     for c in comparison.configurations:
-        settings = flatten(c.settings)
-        alike.setdefault(
-            repr(sorted((key, repr(value)) for key, value in settings.items() if key not in SEEDS + PLACE)), []
-        ).append(c)
+        settings = flatten(c.settings).items()
+        same = repr(sorted((key, repr(value)) for key, value in settings if key not in SEEDS + PLACE))
+        alike.setdefault(same, []).append(c)
     return [
         SeedGroup(_common_name([c.name for c in members]), tuple(members))
         for members in alike.values()
-        if len(members) > 1 and _draws_differ(members)
+        if len(members) > 1 and len({_seeds(c) for c in members}) == len(members)
     ]
 
 
-def _draws_differ(members: Sequence[Configuration]) -> bool:
-    drawn = [tuple(flatten(c.settings).get(key) for key in SEEDS) for c in members]
-    return len(set(drawn)) == len(drawn)
+def _seeds(c: Configuration) -> tuple[Any, ...]:
+    settings = flatten(c.settings)
+    return tuple(settings.get(key) for key in SEEDS)
 
 
 def _recorded(c: Configuration) -> str:
@@ -150,10 +141,6 @@ def _recorded(c: Configuration) -> str:
             for record in c.steps
         ]
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def identical_notes(comparison: Comparison) -> list[str]:
@@ -172,10 +159,5 @@ def identical_notes(comparison: Comparison) -> list[str]:
 
 def _common_name(names: Sequence[str]) -> str:
     """The parts between dashes that all names share, in order; the first name if they share none."""
-    split = [name.split("-") for name in names]
-    shared = [
-        part
-        for place, part in enumerate(split[0])
-        if all(place < len(other) and other[place] == part for other in split)
-    ]
-    return "-".join(shared) or names[0]
+    by_place = zip(*(name.split("-") for name in names), strict=False)
+    return "-".join(parts[0] for parts in by_place if len(set(parts)) == 1) or names[0]

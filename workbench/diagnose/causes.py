@@ -32,7 +32,6 @@ class Cause:
 
     Attributes:
         name: one to three words, joined by underscores.
-        description: description.
         judge: score of the cause, from the facts.
         needs: sizes that must exceed 1 (or values that must differ from the default) for it to act at all: axes,
             "micro_batches", "temperature", ...
@@ -362,14 +361,12 @@ def _metrics_alone(facts: Facts) -> Judged:
 @WHOLE.cause("the gradient's norm is reported wrong: replicas counted, or parts merged wrong")
 def _norm_alone(facts: Facts) -> Judged:
     """The reported norm is not the norm of the gradient."""
-    off = facts.metrics_off("gradient/norm/")
-    others = [key for key in facts.step.metrics if key not in off]
-    if others or facts.loss_same is False:
+    off, step = facts.metrics_off("gradient/norm/"), facts.step
+    if not off or len(off) < len(step.metrics) or facts.loss_same is False:
         return NOT
-    whole_known = bool(facts.step.parameters) and facts.step.cosine is not None
-    if off and whole_known and facts.gradient_same:
-        return 0.96, ["every gradient is right, and what is reported as its norm is not"]
-    return NOT
+    if step.cosine is None or not facts.gradient_same:  # a norm is compared with the whole gradient
+        return NOT
+    return 0.96, ["every gradient is right, and what is reported as its norm is not"]
 
 
 def parts_that_agree(**parts: bool | None) -> str:

@@ -10,6 +10,7 @@ Letters: S tokens of the source batch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -42,8 +43,6 @@ class Way(NamedTuple):
 
     Attributes:
         kind: the pieces within which it counts; "" for a count of the whole step.
-        description: description.
-        loss: the resulting loss.
     """
 
     kind: str
@@ -55,13 +54,9 @@ def ways(step: RecordedStep, context: Mapping[str, Any], *, exact: bool = False)
     """The loss of a step under each way of dividing its per-token values; [] if the record does not have them.
 
     Formula: with s_p, n_p and a_p the sum, the count of trained and of all tokens of piece p of P: sum s / sum n;
-             sum_p (s_p / n_p) and 1 / P of it; sum s over other counts. If exact: sum_p (s_p / n_p),
-             sum_p (s_p / a_p) and sum_p s_p n_p over 1, P, P with empty pieces, sum n, documents, and each axis.
-
-    Args:
-        step: with the values.
-        context: of the record, with its layout.
-        exact: losses are known precisely enough that one of many ways does not match by chance.
+             sum_p (s_p / n_p) and 1 / P of it; sum s over other counts. If exact, where losses are known so precisely
+             that one of many ways does not match by chance: sum_p (s_p / n_p), sum_p (s_p / a_p) and sum_p s_p n_p
+             over 1, P, P with empty pieces, sum n, documents, and each axis.
     """
     tokens = whole(step.tokens)
     if not {"losses", "trained"} <= set(tokens):
@@ -179,13 +174,11 @@ def sizes(context: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, 
     kept mass.
     """
     axes = {name: float(context[name]) for name in AXES if (context.get(name) or 1) > 1}
-    known = {name: (size, frozenset({name})) for name, size in axes.items()}
-    for several in (2, 3):
-        for names in itertools.combinations(axes, several):
-            product = 1.0
-            for name in names:
-                product *= axes[name]
-            known[" * ".join(names)] = (product, frozenset(names))
+    known = {
+        " * ".join(names): (math.prod(map(axes.get, names)), frozenset(names))
+        for several in (1, 2, 3)
+        for names in itertools.combinations(axes, several)
+    }
     for first, second in itertools.permutations(axes, 2):
         if axes[first] > axes[second]:
             known[f"{first} / {second}"] = (axes[first] / axes[second], frozenset({first, second}))
@@ -216,7 +209,6 @@ class Named(NamedTuple):
     """A size that a factor equals.
 
     Attributes:
-        name: of the size.
         inverse: the factor is 1 over the size.
         off: relative distance from it.
         needs: sizes that must exceed 1.

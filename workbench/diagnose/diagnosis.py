@@ -37,10 +37,7 @@ class Suspicion:
     """One cause in a diagnosis.
 
     Attributes:
-        name: of the cause.
-        description: description.
         score: from 0 to 1.
-        evidence: reasons for it.
         missing: parts of a record that it reads, and that one of the two does not have.
         needs: sizes that must exceed 1 for it to act.
     """
@@ -59,7 +56,6 @@ class Experiment:
 
     Attributes:
         name: of the removed axis or setting.
-        description: description of the change.
         changes: settings to merge into those of both runs.
         excludes: suspects that cannot act then.
         leaves: suspects that still can.
@@ -77,7 +73,6 @@ class Trial:
     """An experiment and its outcome.
 
     Attributes:
-        experiment: that was run.
         equal: True if the two records agreed under it.
         verdict: on the two records, see `Diagnosis.verdict`.
     """
@@ -117,8 +112,6 @@ class Diagnosis:
         trusted: name of the record that is taken for right.
         suspect: name of the other.
         causes: those reported, ranked.
-        evidence: of the comparison.
-        tried: experiments that were run.
         sight: how much of the steps a comparison could have seen, of the record that shows less; None if unknown.
     """
 
@@ -157,11 +150,8 @@ class Diagnosis:
             if share * (1 - share) > best + 1e-9:  # ties go to the first, which changes least
                 best = share * (1 - share)
                 excluded = tuple(cause.name for cause in out)
-                chosen = replace(
-                    experiment,
-                    excludes=excluded,
-                    leaves=tuple(cause.name for cause in near if cause.name not in excluded),
-                )
+                left = tuple(cause.name for cause in near if cause.name not in excluded)
+                chosen = replace(experiment, excludes=excluded, leaves=left)
         return chosen
 
     def __getitem__(self, name: str) -> Suspicion:
@@ -202,10 +192,8 @@ class Diagnosis:
             lines += [f"  warning: {warning}" for warning in self.sight.warnings]
         lines += [f"  tried {tried.experiment.description}: {tried.result}" for tried in self.tried]
         if (experiment := self.next_experiment()) is not None:
-            lines.append(
-                f"  next: {experiment.description}; it would rule out {', '.join(experiment.excludes)}, or leave only "
-                "these"
-            )
+            excluded = ", ".join(experiment.excludes)
+            lines.append(f"  next: {experiment.description}; it would rule out {excluded}, or leave only these")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -233,14 +221,8 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     facts = Facts(evidence)
     ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
     if ranked[0].name == "no_difference" and sight.nothing:
-        ranked = (
-            Suspicion(
-                "nothing_compared",
-                f"{VACUOUS}: {sight.nothing}",
-                ranked[0].score,
-                ("nothing was there to differ, so agreement proves nothing",),
-            ),
-        )
+        reasons = ("nothing was there to differ, so agreement proves nothing",)
+        ranked = (Suspicion("nothing_compared", f"{VACUOUS}: {sight.nothing}", ranked[0].score, reasons),)
     return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight)
 
 
@@ -315,11 +297,9 @@ def _present(need: str, context: Mapping[str, Any], counts: Mapping[str, float] 
     if need == "one rank":
         return any((known.get(axis) or 1) > 1 for axis in AXES)
     if need == "packing":
-        return (
-            None
-            if "documents" not in known or "micro_batches" not in known
-            else known["documents"] > known["micro_batches"] * known.get("dp", 1)
-        )
+        if "documents" not in known or "micro_batches" not in known:
+            return None
+        return known["documents"] > known["micro_batches"] * known.get("dp", 1)
     if need in ("temperature", "kept_mass"):
         return None if known.get(need) is None else known[need] != 1
     sizes = [known.get(name) for name in need.split(" * ")]

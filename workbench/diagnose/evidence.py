@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from workbench.diagnose.noise import Noise
-from workbench.diagnose.record import Record, RecordedStep, shared_tokens, whole
+from workbench.diagnose.record import Record, RecordedStep, shared_tokens, trained_in_both, whole
 from workbench.records.certificate import check_certificate
 from workbench.records.integrity import check_gradients
 
@@ -64,8 +64,6 @@ class StepEvidence:
     """One step of both records.
 
     Attributes:
-        number: of the step.
-        noise: tolerances.
         losses: trusted and suspect; None where one is unknown.
         loss_same: within noise; None if unknown.
         parameters: by name; {} if no gradient was recorded.
@@ -133,8 +131,6 @@ class Evidence:
     """Comparison of two records.
 
     Attributes:
-        trusted: the one that is taken for right.
-        suspect: the other.
         steps: those that both have.
     """
 
@@ -181,13 +177,8 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
 
 def _same_forward(a: RecordedStep, b: RecordedStep) -> bool:
     """True if log-probabilities of all tokens that train in both are bitwise identical."""
-    trusted, suspect = shared_tokens(a, b)
-    if any(not {"policy_logprobs", "trained"} <= set(tokens) for tokens in (trusted, suspect)):
-        return False
-    both = trusted["trained"].bool() & suspect["trained"].bool()
-    return bool(both.any()) and torch.equal(
-        trusted["policy_logprobs"][both].double(), suspect["policy_logprobs"][both].double()
-    )
+    pair = trained_in_both(shared_tokens(a, b), "policy_logprobs")
+    return pair is not None and len(pair[0]) > 0 and torch.equal(pair[0].double(), pair[1].double())
 
 
 def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
@@ -247,11 +238,9 @@ def _step(
 
 def _flipped(a: RecordedStep, b: RecordedStep) -> float:
     """Tokens that one of two policies clips and the other does not, as a share of those that neither clips."""
-    trusted, suspect = shared_tokens(a, b)
-    if any(not {"clipped", "trained"} <= set(tokens) for tokens in (trusted, suspect)):
+    if (pair := trained_in_both(shared_tokens(a, b), "clipped")) is None:
         return 0.0
-    both = trusted["trained"].bool() & suspect["trained"].bool()
-    one, other = trusted["clipped"].bool()[both], suspect["clipped"].bool()[both]
+    one, other = (clipped.bool() for clipped in pair)
     return int((one ^ other).sum()) / max(int((~one & ~other).sum()), 1)
 
 
@@ -378,9 +367,8 @@ def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise
 
 def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]:
     trusted, suspect = shared_tokens(a, b)
-    both_S = (
-        trusted["trained"].bool() & suspect["trained"].bool() if "trained" in trusted and "trained" in suspect else None
-    )
+    masked = "trained" in trusted and "trained" in suspect
+    both_S = trusted["trained"].bool() & suspect["trained"].bool() if masked else None
     differing = {}
     for name in TOKEN_VALUES:
         if name not in trusted or name not in suspect or (name == "clipped" and not noise.same_forward):

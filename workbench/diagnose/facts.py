@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import torch
@@ -135,8 +135,6 @@ class Facts(TokenFacts):
     @property
     def norm_factor(self) -> float | None:
         """Ratio of the whole gradients' norms."""
-        if not self.step.parameters:
-            return None
         shares = self.step.parameters.values()
         trusted = sum(p.share**2 for p in shares)
         suspect = sum((p.share * p.ratio) ** 2 for p in shares if not math.isnan(p.ratio))
@@ -224,12 +222,10 @@ class Facts(TokenFacts):
     @cached_property
     def above_right(self) -> bool:
         """True if something above the highest layer that differs, or in it, is right."""
-        layers = [layer for name in self.off if (layer := parameter_layer(name)) is not None]
-        if not layers:
-            return bool(self.right)
+        highest = max((layer for name in self.off if (layer := parameter_layer(name)) is not None), default=-1)
         return any(
-            parameter_group(name) in ("head",)
-            or (parameter_layer(name) or 0) >= max(layers)
+            parameter_group(name) == "head"
+            or (parameter_layer(name) or 0) >= highest
             or (parameter_layer(name) is None and parameter_group(name) == "norm")
             for name in self.right
         )
@@ -244,10 +240,10 @@ class Facts(TokenFacts):
         rest = {name: p for name, p in self.step.parameters.items() if parameter_group(name) != "embedding"}
         own = [p for name, p in self.step.parameters.items() if name not in rest]
         noise = max(1e-6, self.step.noise.gradient)
-        if not own or len(rest) < 2 or any(p.cosine is None or p.cosine < 1 - noise for p in rest.values()):
+        if not own or len(rest) < 2 or any(p.cosine is None for p in rest.values()):
             return None
-        factor = statistics.median(p.ratio for p in rest.values())
-        if factor <= 0 or abs(factor - 1) <= noise or any(abs(p.ratio / factor - 1) > noise for p in rest.values()):
+        factor = common_ratio(rest.values(), noise)
+        if factor is None or abs(factor - 1) <= noise:
             return None
         apart = any((p.cosine is not None and p.cosine < 1 - noise) or abs(p.ratio / factor - 1) > noise for p in own)
         return factor if apart else None
@@ -255,12 +251,7 @@ class Facts(TokenFacts):
     @cached_property
     def elements(self) -> tuple[Tensor, Tensor]:
         """All elements of both gradients that are not 0 in the trusted one."""
-        trusted, suspect = (whole(step.gradients) for step in self.pair)
-        shared = [name for name in trusted if name in suspect and trusted[name].shape == suspect[name].shape]
-        one, two = (
-            torch.cat([gradients[name].double().flatten() for name in shared]) if shared else torch.zeros(0).double()
-            for gradients in (trusted, suspect)
-        )
+        one, two = _vectors(*(whole(step.gradients) for step in self.pair))
         return one[one != 0], two[one != 0]
 
     @property
@@ -270,14 +261,8 @@ class Facts(TokenFacts):
         before = next((step for step in self.evidence.suspect.steps if step.number == number - 1), None)
         if before is None or self.gradient_same is not False or self.forward_same is False:
             return None
-        earlier, (trusted, suspect) = whole(before.gradients), (whole(step.gradients) for step in self.pair)
-        shared = [name for name in trusted if name in suspect and name in earlier]
-        if not shared:
-            return None
-        old, one, two = (
-            torch.cat([grads[name].double().flatten() for name in shared]) for grads in (earlier, trusted, suspect)
-        )
-        return fit(old, two - one)
+        one, two, old = _vectors(*(whole(step.gradients) for step in (*self.pair, before)))
+        return fit(old, two - one) if len(old) else None
 
     @property
     def loss_moves_less(self) -> bool:
@@ -313,6 +298,21 @@ class Facts(TokenFacts):
         hits = reproduced(candidates, suspect, bar * max(abs(suspect), scale))
         nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
         return [way for way in nearest if way.description not in usual] if usual else []
+
+
+def _vectors(*gradients: Mapping[str, Tensor]) -> list[Tensor]:
+    """Each whole gradient as a vector in float64, of the parameters that all have in one shape."""
+    shapes = [{name: values.shape for name, values in each.items()} for each in gradients]
+    shared = [name for name, shape in shapes[0].items() if all(other.get(name) == shape for other in shapes)]
+    nothing = torch.zeros(0).double()
+    return [torch.cat([nothing, *(each[name].double().flatten() for name in shared)]) for each in gradients]
+
+
+def common_ratio(parameters: Collection[Parameter], bar: float) -> float | None:
+    """The factor by which every one of these gradients is multiplied; None if they share none but 0."""
+    middle = statistics.median(p.ratio for p in parameters)
+    straight = all(p.cosine is None or p.cosine >= 1 - bar for p in parameters)
+    return middle if middle and straight and all(abs(p.ratio / middle - 1) <= bar for p in parameters) else None
 
 
 def coarse(values: Tensor) -> str | None:

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from workbench.diagnose.causes import NOT, Family, Judged, another_gradient
 from workbench.diagnose.denominators import names_of, sizes
-from workbench.diagnose.facts import Facts
+from workbench.diagnose.facts import Facts, common_ratio
 from workbench.metrics.step import LAYERS, parameter_layer
 
 NEXT_TO_NOTHING = 1e-4
@@ -53,9 +51,12 @@ def _only(groups: set[str], high: float) -> Callable[[Facts], Judged]:
     return judge
 
 
-@GRADIENTS.cause("gradients of replicated norms are not summed over ranks that hold parts of them", "tp")
-def _norms_not_summed(facts: Facts) -> Judged:
-    return _only({"norm"}, 0.95)(facts)
+GRADIENTS.add(
+    "norms_not_summed",
+    "gradients of replicated norms are not summed over ranks that hold parts of them",
+    _only({"norm"}, 0.95),
+    "tp",
+)
 
 
 def _head_only(facts: Facts) -> Judged:
@@ -172,24 +173,15 @@ def _module_scaled(facts: Facts) -> Judged:
     if module is None:
         return NOT
     telling = [p for p in facts.off.values() if p.share > NEXT_TO_NOTHING]
-    if not telling:
+    ratio = common_ratio(telling, facts.bar) if telling else None
+    if ratio is None:
         return NOT
-    ratio = statistics.median(p.ratio for p in telling)
-    straight = all(p.cosine is None or p.cosine > 1 - facts.bar for p in telling)
-    if not ratio or not straight or any(abs(p.ratio / ratio - 1) > facts.bar for p in telling):
-        return NOT
-    names = _names(ratio, module, facts)
+    # sizes of the module's own layout, if that was recorded, and of the run's
+    layouts = ((f" of {module}", sizes(facts.context.get("modules", {}).get(module, {}), {})), ("", facts.sizes))
+    names = [f"{named.description}{of}" for of, known in layouts for named in names_of(ratio, known, facts.bar)]
     meaning = f", which is {names[0]}" if names else ", which equals no size on record"
     return 0.96 if names else 0.92, [
         f"every gradient of {module} is {ratio:.6g} times the trusted one{meaning}; the loss and all others are right"
-    ]
-
-
-def _names(ratio: float, module: str, facts: Facts) -> list[str]:
-    """Names of a factor: sizes of the module's own layout, if that was recorded, and of the run's."""
-    own: Mapping[str, Any] = facts.context.get("modules", {}).get(module, {})
-    return [f"{named.description} of {module}" for named in names_of(ratio, sizes(own, {}), facts.bar)] + [
-        named.description for named in names_of(ratio, facts.sizes, facts.bar)
     ]
 
 
@@ -206,21 +198,12 @@ def _module_reached_wrongly(facts: Facts) -> Judged:
     ]
 
 
-def _scaled_together(facts: Facts) -> float | None:
-    """The common factor of the parameters that differ; None if they have none."""
-    known = [p for p in facts.off.values() if p.cosine is not None and not math.isnan(p.ratio)]
-    if len(known) < len(facts.off) or not known:
-        return None
-    middle, noise = statistics.median(p.ratio for p in known), max(1e-4, facts.step.noise.gradient)
-    alike = all((p.cosine or 0) > 1 - noise and abs(p.ratio / middle - 1) < noise for p in known) if middle else False
-    return middle if alike else None
-
-
 @GRADIENTS.cause("a part of the model has another gradient")
 def _some_parameters(facts: Facts) -> Judged:
     if not facts.gradient_only or not facts.clear or facts.scaled:
         return NOT
-    if (factor := _scaled_together(facts)) is not None:
+    straight = all(p.cosine is not None for p in facts.off.values())
+    if straight and (factor := common_ratio(facts.off.values(), max(1e-4, facts.step.noise.gradient))) is not None:
         named = names_of(factor, facts.sizes, max(1e-4, facts.step.noise.gradient / 5))
         return 0.5, [
             f"{len(facts.off)} of {len(facts.step.parameters)} parameters are {factor:.6g} times the trusted "

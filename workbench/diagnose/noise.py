@@ -56,12 +56,6 @@ class Noise:
         """Tolerances between records of these contexts, ``step`` optimizer steps after the same weights.
 
         The lower precision of the two decides; a record without one is taken for float32.
-
-        Args:
-            first: context of one.
-            second: of the other.
-            step: number of optimizer steps before it.
-            same_forward: log-probabilities of all tokens are bitwise identical.
         """
         precisions = [str(context.get("precision", _UNKNOWN)) for context in (first, second)]
         name = max((each if each in _COARSE else _UNKNOWN for each in precisions), key=_COARSE.index)

@@ -111,6 +111,16 @@ def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], 
     return trusted, suspect
 
 
+def trained_in_both(
+    tokens: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], name: str
+) -> tuple[Tensor, Tensor] | None:
+    """A value of the tokens that train in both, of each; None if one lacks it."""
+    if any(not {name, "trained"} <= set(each) for each in tokens):
+        return None
+    both_S = tokens[0]["trained"].bool() & tokens[1]["trained"].bool()
+    return tokens[0][name][both_S], tokens[1][name][both_S]
+
+
 @dataclass(frozen=True)
 class Record:
     """Record of one training run.
@@ -186,13 +196,8 @@ class Record:
                     files.write_tensors(folder, step.number, kind, dict(whole(tensors)))
             files.append_step(
                 folder,
-                {
-                    "step": step.number,
-                    "loss": step.loss,
-                    "metrics": dict(step.metrics),
-                    "gradient_norms": dict(step.gradient_norms),
-                    "counts": dict(step.counts),
-                }
+                {"step": step.number, "loss": step.loss}
+                | {name: dict(getattr(step, name)) for name in ("metrics", "gradient_norms", "counts")}
                 | ({"evidence": dict(step.evidence)} if step.evidence else {}),
             )
         return folder
@@ -202,12 +207,8 @@ class Record:
         """Parts that its first step has."""
         first = self.steps[0] if self.steps else RecordedStep(0)
         names = ("loss", "metrics", "gradient_norms", "counts", "gradients", "tokens")
-        return tuple(
-            part
-            for part in names
-            if getattr(first, part) not in (None, {})
-            and (not isinstance(getattr(first, part), Mapping) or len(getattr(first, part)))
-        )
+        values = {name: getattr(first, name) for name in names}
+        return tuple(name for name, value in values.items() if (len(value) if name != "loss" else value is not None))
 
     def __repr__(self) -> str:
         """One-line summary."""
@@ -226,16 +227,8 @@ def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
     def of_kind(kind: str) -> LazyTensors:
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
-    return RecordedStep(
-        number,
-        step.get("loss"),
-        step.get("metrics") or {},
-        step.get("gradient_norms") or {},
-        step.get("counts") or {},
-        of_kind("gradients"),
-        of_kind("tokens"),
-        step.get("evidence") or {},
-    )
+    measured = {name: step.get(name) or {} for name in ("metrics", "gradient_norms", "counts", "evidence")}
+    return RecordedStep(number, step.get("loss"), **measured, gradients=of_kind("gradients"), tokens=of_kind("tokens"))
 
 
 # ---- run directories -------------------------------------------------------------------------------------
@@ -251,20 +244,16 @@ def _of_run(run: RunDirectory) -> Record:
             rule="at least one step",
             fix="run it first",
         )
-    rollouts = None if spec.online.on else _rollouts(project_root() / spec.data.path)
+    online, counted = spec.online.on, with_advantages(spec) if spec.online.on else spec
+    rollouts = None if online else _rollouts(project_root() / spec.data.path)
     steps = []
     for line in written:
         number = int(line["step"])
-        tokens = _run_tokens(run, number, "tokens")
-        since = number % spec.online.updates if spec.online.on else number
-        batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if spec.online.on else rollouts
-        counts, places = (
-            ({}, {})
-            if batch is None
-            else placed(
-                with_advantages(spec) if spec.online.on else spec, batch, _documents_of_step(spec, batch, since), tokens
-            )
-        )
+        tokens, counts, places = _run_tokens(run, number, "tokens"), {}, {}
+        since = number % spec.online.updates if online else number
+        batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if online else rollouts
+        if batch is not None:
+            counts, places = placed(counted, batch, _documents_of_step(spec, batch, since), tokens)
         steps.append(
             RecordedStep(
                 number,
@@ -303,12 +292,7 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
     layout, data = spec.layout, spec.data
     sampled = spec.online.temperature if spec.online.on else None if batch is None else batch.temperature
     context = {
-        "dp": layout.dp,
-        "cp": layout.cp,
-        "tp": layout.tp,
-        "order": layout.order,
-        "attention": layout.attention,
-        "sequence_parallel": layout.sequence_parallel,
+        **{name: getattr(layout, name) for name in ("dp", "cp", "tp", "order", "attention", "sequence_parallel")},
         "micro_batches": data.micro_batches,
         "temperature": spec.policy.temperature or sampled,
         "learning_rate": spec.optimizer.learning_rate,
@@ -326,12 +310,7 @@ def placed(
     """Counts of a step, and the place and loss value of each of its tokens.
 
     They follow from the spec and the rollouts, computed whole on one rank; of the run only its log-probabilities enter.
-
-    Args:
-        spec: of the run.
-        batch: the rollout dataset.
-        documents: of the step.
-        tokens: the run's recorded values of them; {}: only the counts are computed.
+    If ``tokens``, its recorded values, is empty, only the counts are computed.
     """
     chosen = compute_advantages(batch.select(documents), spec)
     rows = pack_step(chosen, spec)
@@ -345,10 +324,8 @@ def placed(
         "padded_tokens": sum(row.num_tokens for row in rows),
         "micro_batches": len(rows) // spec.layout.dp,
     }
-    return (
-        {name: float(value) for name, value in counts.items()},
-        _places(spec, rows, batch, tokens) if tokens else {},
-    )
+    located = _places(spec, rows, batch, tokens) if tokens else {}
+    return {name: float(value) for name, value in counts.items()}, located
 
 
 def _documents_of_step(spec: RunSpec, batch: RolloutBatch, number: int) -> list[int]:
@@ -361,12 +338,9 @@ def _documents_of_step(spec: RunSpec, batch: RolloutBatch, number: int) -> list[
 def _places(
     spec: RunSpec, rows: Sequence[RolloutBatch], batch: RolloutBatch, tokens: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    nowhere_S = torch.full((batch.num_tokens,), -1)
     values = {
         "documents": batch.document_ids_T.clone(),
-        "rows": nowhere_S.clone(),
-        "shards": nowhere_S.clone(),
-        "places": nowhere_S.clone(),
+        **{name: torch.full((batch.num_tokens,), -1) for name in ("rows", "shards", "places")},
         "positions": batch.positions_T.clone(),
     }
     if not (spec.loss.squared_logit_coefficient or spec.loss.mean_squared_logit_coefficient):  # these need logits

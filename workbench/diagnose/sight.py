@@ -54,11 +54,8 @@ class Sight:
     @property
     def clipped_share(self) -> float | None:
         """Share of trained tokens that are clipped; None if unknown."""
-        return (
-            self.clipped_tokens / self.trained_tokens
-            if self.clipped_tokens is not None and self.trained_tokens
-            else None
-        )
+        known = self.clipped_tokens is not None and self.trained_tokens
+        return self.clipped_tokens / self.trained_tokens if known else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -84,26 +81,19 @@ class Sight:
             >>> Sight(2, 130, 9, 11, 13).summary()
             '130 trained tokens in 9 of 11 documents, clipped 10.0%; unknown: gradients, gradient tokens'
         """
-        parts, missing = [], []
-        if self.trained_tokens is None:
-            missing.append("trained tokens")
-        else:
-            parts.append(f"{self.trained_tokens:,} trained tokens")
-        if self.trained_documents is None:
-            missing.append("documents")
-        else:
+        parts = {}
+        if self.trained_tokens is not None:
+            parts["trained tokens"] = f"{self.trained_tokens:,} trained tokens"
+        if self.trained_documents is not None:
             of = "" if self.documents is None else f" of {self.documents:,}"
-            parts.append(f"in {self.trained_documents:,}{of} documents")
-        if self.zero_steps is None:
-            missing.append("gradients")
-        else:
-            parts.append(f"a gradient in {self.steps - self.zero_steps} of {self.steps} steps")
-        if self.clipped_tokens is None:
-            missing.append("clipped tokens")
-        elif self.clipped_share is not None:
-            parts.append(f"clipped {self.clipped_share:.1%}")
-        known = ", ".join(parts).replace(" tokens, in ", " tokens in ") or "nothing recorded"
-        return f"{known}; unknown: {', '.join([*missing, 'gradient tokens'])}"
+            parts["documents"] = f"in {self.trained_documents:,}{of} documents"
+        if self.zero_steps is not None:
+            parts["gradients"] = f"a gradient in {self.steps - self.zero_steps} of {self.steps} steps"
+        if self.clipped_tokens is not None:
+            parts["clipped tokens"] = "" if self.clipped_share is None else f"clipped {self.clipped_share:.1%}"
+        known = ", ".join(filter(None, parts.values())).replace(" tokens, in ", " tokens in ") or "nothing recorded"
+        every = ("trained tokens", "documents", "gradients", "clipped tokens", "gradient tokens")
+        return f"{known}; unknown: {', '.join(part for part in every if part not in parts)}"
 
     def as_json(self) -> dict[str, Any]:
         """The keys of `workbench.metrics.evidence.Evidence.as_json` and of trained documents, null where unknown."""
@@ -157,41 +147,28 @@ def _norm(step: RecordedStep) -> float | None:
     """A number that is zero exactly if every recorded gradient is; None if none is recorded."""
     if step.gradient_norms:
         return math.sqrt(sum(norm**2 for norm in step.gradient_norms.values()))
-    gradients = whole(step.gradients)
-    return (
-        max(float(values.abs().max()) if values.numel() else 0.0 for values in gradients.values())
-        if gradients
-        else None
-    )
+    gradients = whole(step.gradients).values()
+    return max((float(values.abs().max()) if values.numel() else 0.0 for values in gradients), default=None)
 
 
 def _read(steps: Sequence[RecordedStep]) -> Sight:
     norms = [_norm(step) for step in steps]
     tokens = [_tokens(step) for step in steps]
-
-    def total(column: int) -> int | None:
-        known = [row[column] for row in tokens]
-        return None if None in known or not known else int(sum(known))
-
+    totals = [None if None in column else int(sum(column)) for column in zip(*tokens, strict=True)]
     numbers = [number for step in steps for number in (step.loss, *step.metrics.values()) if number is not None]
     known = any(norm is not None for norm in norms) or any(row[0] is not None for row in tokens)
     return Sight(
         len(steps),
-        total(0),
-        total(1),
-        total(2),
-        total(3),
+        *(totals or [None] * 4),
         None if None in norms or not norms else sum(norm == 0 for norm in norms),
         only_zeros=bool(numbers) and not any(numbers) and not known,
     )
 
 
-def _tokens(step: RecordedStep) -> tuple[int | None, int | None, int | None, int | None]:
+def _tokens(step: RecordedStep) -> tuple[float | None, float | None, float | None, int | None]:
     """Trained tokens, documents with one, all documents, clipped trained tokens."""
     tokens, counts = whole(step.tokens), step.counts
-    trained = counts.get("trained_tokens")
-    documents = counts.get("documents")
-    masked = counts.get("masked_documents")
+    trained, documents, masked = map(counts.get, ("trained_tokens", "documents", "masked_documents"))
     clipped = None
     if "trained" in tokens:
         trained_S = tokens["trained"].bool()
@@ -202,10 +179,4 @@ def _tokens(step: RecordedStep) -> tuple[int | None, int | None, int | None, int
             masked = len(ids_S[ids_S >= 0].unique()) - documents
         if "clipped" in tokens:
             clipped = int((tokens["clipped"].bool() & trained_S).sum())
-    everything = None if documents is None or masked is None else int(documents + masked)
-    return (
-        None if trained is None else int(trained),
-        None if documents is None else int(documents),
-        everything,
-        clipped,
-    )
+    return trained, documents, None if documents is None or masked is None else documents + masked, clipped

@@ -19,16 +19,12 @@ from torch import Tensor
 
 from workbench.diagnose.denominators import PIECES, pieces
 from workbench.diagnose.evidence import Evidence, StepEvidence
-from workbench.diagnose.record import RecordedStep, shared_tokens
+from workbench.diagnose.record import RecordedStep, shared_tokens, trained_in_both
 
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """Per-token values of the first step that differs.
-
-    Attributes:
-        evidence: all steps.
-    """
+    """Per-token values of the first step that differs, of the evidence of all."""
 
     evidence: Evidence
 
@@ -110,12 +106,7 @@ class TokenFacts:
     def lost_pieces(self) -> str:
         """Kind of pieces that the tokens that no longer train fill completely; "" if none, or if new tokens train."""
         lost, merged = self.off_tokens("trained"), {**self.tokens[0], **self.tokens[1]}
-        if (
-            lost is None
-            or self.trained is None
-            or not bool((lost & self.trained).any())
-            or bool((lost & ~self.trained).any())
-        ):
+        if lost is None or self.trained is None or not (lost & self.trained).any() or (lost & ~self.trained).any():
             return ""
         for kind, piece in pieces(merged | {"trained": self.trained}, self.context).items():
             gone = torch.isin(piece, piece[lost]) & self.trained
@@ -139,10 +130,9 @@ class TokenFacts:
 
     def change(self, name: str = "policy_logprobs") -> tuple[Tensor, Tensor] | None:
         """A value of the tokens that train in both: the trusted one, and suspect minus trusted."""
-        if any(name not in tokens or "trained" not in tokens for tokens in self.tokens):
+        if (pair := trained_in_both(self.tokens, name)) is None:
             return None
-        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
-        trusted, suspect = (tokens[name].double()[both] for tokens in self.tokens)
+        trusted, suspect = (values.double() for values in pair)
         return trusted, suspect - trusted
 
     @property
@@ -151,13 +141,11 @@ class TokenFacts:
 
         The first prediction of a document sees a single token: rounding of positions and keys does not affect it.
         """
-        change = self.change()
-        if change is None:
+        if (change := self.change()) is None:
             return 0.0
-        moved = change[1] != 0
+        moved, positions = change[1] != 0, self.tokens[0].get("positions")
         both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
-        alone = self.tokens[0].get("positions")
-        here = moved if alone is None else moved[alone[both] != 1]
+        here = moved if positions is None else moved[positions[both] != 1]
         return float(here.double().mean()) if len(here) else 0.0
 
     @cached_property
@@ -285,12 +273,9 @@ def agreement(where: Tensor, place: Tensor) -> float:
 
 
 def _first_of(labels: Tensor, among: Tensor) -> Tensor:
-    seen: set[int] = set()
     first = torch.zeros_like(among)
-    for place, (label, counts) in enumerate(zip(labels.tolist(), among.tolist(), strict=True)):
-        if counts and label not in seen:
-            seen.add(label)
-            first[place] = True
+    for label in labels[among].unique():
+        first[int((among & (labels == label)).nonzero()[0])] = True
     return first
 
 

@@ -97,7 +97,7 @@ class Fault:
 
 
 def fault(
-    *, seam: str, origin: str, signature: str, factory: bool = False, **settings: Any
+    *, seam: str, origin: str, signature: str, needs: str = "", factory: bool = False, **settings: Any
 ) -> Callable[[Callable[..., Any]], Fault]:
     """Declare a fault: decorate a function that takes the correct function of a seam, then the seam's own arguments.
 
@@ -107,10 +107,15 @@ def fault(
         seam: see `Fault`.
         origin: see `Fault`.
         signature: see `Fault`.
+        needs: an axis or "micro_batches", for a fault that shows with several and is hidden with one; in place of
+            ``shows_in`` and ``hidden_in``.
         factory: True for a function that takes the correct function only and returns the wrong one, to keep a state of
             its own each time it is planted.
         settings: other attributes of `Fault`; the family defaults to that of the module.
     """
+    if needs:
+        group, several = ("data", 3) if needs == "micro_batches" else ("layout", 2)
+        settings |= {"shows_in": {group: {needs: several}}, "hidden_in": {group: {needs: 1}}}
 
     def declare(function: Callable[..., Any]) -> Fault:
         module = function.__module__.rpartition(".")[2]

@@ -21,19 +21,14 @@ from workbench.sharding.plan import ShardPlan
     origin="THUDM/slime#1748, radixark/miles#852 (linear attention under context parallelism)",
     signature="forward and loss exact; in the last layer all right but the norm before attention, exactly cp times "
     "too big; below it gradients through attention are too big by a factor cp per layer passed",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     detected_by="tests/faults/test_unseen.py::test_copies_of_attention_inflate_gradients_below_it",
     changes_metrics=False,
 )
 def attention_input_gradient_times_cp(
     forward: Callable, self: Any, hidden_states: Tensor, *args: Any, **options: Any
 ) -> Any:
-    """Each rank computes all of a layer's attention, and the gradients of the copies' input are summed.
-
-    Tokens are gathered for a layer that all ranks compute identically, and the adjoint of the gather sums identical
-    gradients over cp.
-    """
+    """Each rank computes all of a layer's attention, and the gather's adjoint sums identical gradients over cp."""
     if (shard := options.get("shard")) is not None:  # None while the model is loaded
         cp = shard.inner.size * shard.outer.size
         hidden_states = hidden_states + (cp - 1) * (hidden_states - hidden_states.detach())
@@ -91,11 +86,7 @@ class _FirstCopy(Function):
     detected_by="tests/faults/test_unseen.py::test_tiled_heads_move_every_token",
 )
 def heads_tiled(repeated: Callable, heads: Tensor, copies: int) -> Tensor:
-    """Key heads are tiled, a b a b, instead of interleaved, a a b b.
-
-    Grouped key and value heads are tiled for the exchange of heads, so some query heads attend to the keys of another
-    group.
-    """
+    """Key heads are tiled, a b a b, instead of interleaved, a a b b: queries attend to keys of other groups."""
     return heads.repeat(1, copies, 1, 1)
 
 
@@ -104,8 +95,7 @@ def heads_tiled(repeated: Callable, heads: Tensor, copies: int) -> Tensor:
     origin="no single report: all_gather without a gradient of its own, the slice that autograd then takes",
     signature="loss right; in the last layer k_proj, v_proj, k_norm and the norm before them wrong, q_proj, o_proj "
     "and MLP right; below it everything wrong; no effect if no document straddles ranks",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     detected_by="tests/faults/test_unseen_at_first.py::test_keys_without_their_gradient_spare_queries_in_the_last_layer",
     changes_metrics=False,
 )
@@ -119,8 +109,7 @@ def key_gradients_not_returned(scatter_sum: Callable, pieces_R: Tensor, axis: Ax
     origin="no single report: position_ids that a model counts itself if a shard has none",
     signature="documents on one rank are right; of those that straddle ranks, the first part is right and the tail has "
     "keys at wrong distances: log-probabilities, loss and gradients wrong from there on",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
 )
 def positions_from_shard(split_row: Callable, *args: object) -> object:
     """Rotary positions are recomputed on each shard, from the document starts that the shard contains."""
@@ -141,11 +130,7 @@ def positions_from_shard(split_row: Callable, *args: object) -> object:
     changes_metrics=False,
 )
 def ring_block_normaliser(choose: Callable, *args: object) -> _Miscalled:
-    """The backward of a ring treats the softmax of each block as a part of the whole one.
-
-    The backward of ring attention computes the probabilities of a block with the log-normaliser of that block, not of
-    all keys.
-    """
+    """Backward computes the probabilities of a block with the log-normaliser of that block, not of all keys."""
     return _Miscalled(choose(*args), _own_normaliser)
 
 
@@ -186,11 +171,7 @@ def _first_keys(_: Kernel, args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tenso
     changes_metrics=False,
 )
 def stale_keys_in_ring_backward(choose: Callable, *args: object) -> _Miscalled:
-    """The backward of a ring computes every block with the rank's own keys and values.
-
-    Keys and values circulate in backward, but each block is computed with those saved in forward, which are the
-    rank's own.
-    """
+    """Keys and values circulate in backward, but each block is computed with the rank's own, saved in forward."""
     return _Miscalled(choose(*args), _first_keys)
 
 

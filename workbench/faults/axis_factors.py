@@ -31,11 +31,7 @@ from workbench.specs.run import RunSpec
 def clip_of_averaged_gradients(
     gradient_norms: Callable, model: object, shards: Mapping, mesh: Mesh
 ) -> dict[str, float]:
-    """The clip uses the norm of averaged gradients, the step their sum.
-
-    Gradients are clipped while they are still averaged over dp x cp ranks: the effective threshold is dp cp times the
-    setting.
-    """
+    """Gradients are clipped while averaged over dp x cp ranks: the effective threshold is dp cp times the setting."""
     return {name: norm / mesh["dp_cp"].size for name, norm in gradient_norms(model, shards, mesh).items()}
 
 
@@ -43,8 +39,7 @@ def clip_of_averaged_gradients(
     seam="step_weights",
     origin="NovaSky-AI/SkyRL#1751 (after the opposite mistake, #1420)",
     signature="loss and every gradient exactly cp times the right ones, cosine 1; metrics of tokens right",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )
 def cp_factor_twice(
@@ -77,8 +72,7 @@ def gradient_divided_by_documents_again(step_weights: Callable, *args: object, *
     seam="evaluate_loss",
     origin="ServiceNow/Fast-LLM#520 (the GSPO loss under sequence data parallelism)",
     signature="the reported loss and each of its terms exactly cp times too big; gradients and metrics of tokens right",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     changes_gradient=False,
 )
 def loss_counted_by_every_rank(evaluate_loss: Callable, loss: object, inputs: Any, *more: object) -> Evaluated:
@@ -98,8 +92,7 @@ def loss_counted_by_every_rank(evaluate_loss: Callable, loss: object, inputs: An
     seam="step_weights",
     origin="ByteDance-Seed/VeOmni#338 (8 ranks, loss and gradient 8 times too small)",
     signature="loss and every gradient exactly 1 / cp of the right ones, cosine 1; metrics of tokens right",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     detected_by="tests/faults/test_unseen.py::test_a_mean_over_sequence_ranks_is_one_factor_in_loss_and_gradient",
 )
 def loss_divided_by_sequence_ranks(
@@ -115,8 +108,7 @@ def loss_divided_by_sequence_ranks(
     seam="sum_gradients",
     origin="NVIDIA/Megatron-LM#673, THUDM/slime#987, NovaSky-AI/SkyRL#1420",
     signature="every gradient exactly 1 / cp of the right one, cosine 1, loss right; invisible after one Adam step",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     detected_by="tests/parity/test_faults.py::test_missing_cp_factor_halves_every_gradient_and_not_the_loss",
     changes_metrics=False,
 )
@@ -137,11 +129,7 @@ def missing_cp_factor(sum_gradients: Callable, model: object, shards: object, me
     detected_by="tests/faults/test_unseen.py::test_a_reward_on_every_rank_multiplies_the_policy_term",
 )
 def reward_on_every_cp_rank(compute_advantages: Callable, batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
-    """Each context-parallel rank adds the reward at the end of a completion, and the ranks' rewards are summed.
-
-    The reward of a completion is assigned to its last token by every context-parallel rank, not only by the rank of
-    that token.
-    """
+    """Every context-parallel rank assigns the reward to a completion's last token, and these are summed."""
     if batch.rewards_N is None:
         return compute_advantages(batch, spec)
     wrong = compute_advantages(replace(batch, rewards_N=batch.rewards_N * spec.layout.cp), spec)
@@ -193,16 +181,11 @@ def sequence_sums_at_wrong_offsets(
     origin="a fork of NVIDIA/Megatron-LM (NMFW-17, bridge to cp > 1), after NVIDIA/Megatron-LM#4368",
     signature="loss and gradient about cp times too big; exactly so if all cp ranks have equally many trained tokens, "
     "else tilted towards those with few; no effect at cp = 1",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     detected_by="tests/faults/test_unseen.py::test_tokens_counted_over_dp_only_are_cp_times_too_few",
 )
 def tokens_counted_over_dp_only(prepare_rows: Callable, batch: object, spec: RunSpec, mesh: Mesh, *more: object) -> Any:
-    """The token count in the denominator is summed over data-parallel ranks, not over context-parallel ones.
-
-    Numerator and count are reduced over data-parallel ranks alone: each context-parallel rank divides by the tokens of
-    the ranks with its own coordinate on the cp axis.
-    """
+    """Each context-parallel rank divides by the tokens of the dp ranks with its own coordinate on the cp axis."""
     rows, totals = prepare_rows(batch, spec, mesh, *more)
     if spec.loss.denominator != "token":
         return rows, totals

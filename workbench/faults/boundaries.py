@@ -14,6 +14,8 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.targets import TrainingRow
 from workbench.sharding.plan import ShardPlan
 
+_VALUES = ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T")
+
 
 @fault(
     seam="split_row",
@@ -42,11 +44,7 @@ def attention_across_documents(split_row: Callable, *args: object) -> object:
 def documents_from_shard_positions(
     split_row: Callable, row: Any, weights: Any, documents: Any, plan: ShardPlan, *more: Any
 ) -> Any:
-    """A step of positions other than 1 is treated as the beginning of a document.
-
-    A packed row has no document ids, and attention derives documents from positions: those of a zigzag shard jump
-    where its tail begins.
-    """
+    """Attention derives documents from positions, which jump inside a zigzag shard: each jump begins a new one."""
     local = split_row(row, weights, documents, plan, *more)
     documents_T, places_T = local.attention.documents_T, plan.inverse_T.cpu()
     begins_T = documents_T != documents_T.roll(1)
@@ -72,7 +70,7 @@ def label_roll_across_documents(shift_targets: Callable, row: RolloutBatch) -> T
     # The other fields of the extra target are those of the document's last token.
     values = {
         name: torch.where(ends_T, getattr(row, name), values_T)
-        for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T")
+        for name in _VALUES
         if (values_T := getattr(right, name)) is not None
     }
     return replace(
@@ -93,11 +91,7 @@ def label_roll_across_documents(shift_targets: Callable, row: RolloutBatch) -> T
     detected_by="tests/faults/test_unseen_at_first.py::test_a_mask_one_late_trains_the_token_after_each_trained_one",
 )
 def loss_mask_one_late(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
-    """The mask is shifted with the inputs, not with the targets.
-
-    The mask of each target is that of the token before it: the first token of each completion is lost, and the token
-    after a run of trained tokens is gained.
-    """
+    """The mask is shifted with the inputs, not with the targets: a target has the mask of the token before it."""
     inside_T = row.document_ids_T == row.document_ids_T.roll(1)
     inside_T[0] = False
     return shift_targets(replace(row, loss_mask_T=row.loss_mask_T.roll(1) & inside_T))
@@ -193,11 +187,7 @@ def shift_after_shard(split_row: Callable, *args: object) -> object:
     detected_by="tests/faults/test_unseen.py::test_targets_shifted_twice_are_those_after_the_next",
 )
 def targets_shifted_twice(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
-    """Shifted targets are shifted again.
-
-    Data aligned with the previous position goes through a loss that shifts too: a position predicts the token after
-    the next.
-    """
+    """Shifted targets go through a loss that shifts too: a position predicts the token after the next."""
     right, ids_T = shift_targets(row), row.document_ids_T
     inside_T = torch.zeros_like(row.loss_mask_T)
     inside_T[:-1] = ids_T[1:] == ids_T[:-1]
@@ -205,16 +195,8 @@ def targets_shifted_twice(shift_targets: Callable, row: RolloutBatch) -> Trainin
     def again(values_T: Tensor | None, fill: float = 0) -> Tensor | None:
         return None if values_T is None else torch.where(inside_T, values_T.roll(-1), values_T.new_tensor(fill))
 
-    return replace(
-        right,
-        targets_T=again(right.targets_T),
-        loss_mask_T=again(right.loss_mask_T),
-        advantages_T=again(right.advantages_T),
-        old_logprobs_T=again(right.old_logprobs_T),
-        sampler_logprobs_T=again(right.sampler_logprobs_T),
-        ref_logprobs_T=again(right.ref_logprobs_T),
-        source_T=again(right.source_T, PADDING),
-    )
+    shifted = {name: again(getattr(right, name)) for name in ("targets_T", "loss_mask_T", *_VALUES)}
+    return replace(right, **shifted, source_T=again(right.source_T, PADDING))
 
 
 @fault(
@@ -227,11 +209,7 @@ def targets_shifted_twice(shift_targets: Callable, row: RolloutBatch) -> Trainin
     detected_by="tests/faults/test_unseen.py::test_borders_without_padding_spare_the_first_document",
 )
 def unpadded_borders_on_padded_row(split_row: Callable, row: Any, *more: Any) -> Any:
-    """Attention gets the unpadded lengths of padded documents.
-
-    Boundaries of documents are cumulative sums of their real lengths, in a row in which each document was padded for
-    its shards.
-    """
+    """Attention gets cumulative sums of real lengths, for a row in which each document was padded for its shards."""
     local = split_row(row, *more)
     ids_T = row.document_ids_T.cpu()
     ends_N = torch.bincount(ids_T[ids_T >= 0]).cumsum(0)

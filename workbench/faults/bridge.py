@@ -30,16 +30,15 @@ _FAN_OUT_WITHOUT_CP = {"encoder": {"tp": 2}, "layout": {"dp": 2}, "delivery": "w
 _EQUAL_WITH_CP = {"encoder": {"tp": 2, "dp": 2}, "layout": {"cp": 2, "dp": 2}, "delivery": "whole"}
 _BRIDGE = "workbench.sharding.bridge"
 _fault = functools.partial(fault, detected_by="tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_red")
+_fan_in_fault = functools.partial(_fault, shows_in=_FAN_IN, hidden_in=_FAN_IN_WITHOUT_CP)
 
 
-@_fault(
+@_fan_in_fault(
     seam=f"{_BRIDGE}.direct:summed_over_cp",
     family="H",
     origin="the bridge before its cp support: NVIDIA/Megatron-LM#4368 has cp = 1 on both sides; its extension "
     "all-reduces over the destination's cp first",
     signature="loss and policy right; the encoder's gradient another one, for tokens of one cp rank only",
-    shows_in=_FAN_IN,
-    hidden_in=_FAN_IN_WITHOUT_CP,
     changes_metrics=False,
 )
 def encoder_gradient_not_summed_over_cp(_: Callable, gradient: Tensor, direct: Direct, caller: str | None) -> Tensor:
@@ -47,13 +46,11 @@ def encoder_gradient_not_summed_over_cp(_: Callable, gradient: Tensor, direct: D
     return gradient
 
 
-@_fault(
+@_fan_in_fault(
     seam=f"{_BRIDGE}.direct:summed_over_cp",
     family="B",
     origin="AVG instead of SUM at the bridge, the default of data-parallel wrappers",
     signature="loss and policy right; every gradient of the encoder 1 / cp, cosine 1; no effect after a step of Adam",
-    shows_in=_FAN_IN,
-    hidden_in=_FAN_IN_WITHOUT_CP,
     changes_metrics=False,
 )
 def encoder_gradient_averaged_over_cp(summed_over_cp: Callable, gradient: Tensor, direct: Direct, *more: Any) -> Tensor:
@@ -61,13 +58,11 @@ def encoder_gradient_averaged_over_cp(summed_over_cp: Callable, gradient: Tensor
     return summed_over_cp(gradient, direct, *more) / direct.cp.size
 
 
-@_fault(
+@_fan_in_fault(
     seam="workbench.train.step:run_step",
     family="B",
     origin="the language model's sum over cp applied to the parameters of both modules",
     signature="loss and policy right; every gradient of the encoder cp times, cosine 1; no effect after a step of Adam",
-    shows_in=_FAN_IN,
-    hidden_in=_FAN_IN_WITHOUT_CP,
     changes_metrics=False,
 )
 def encoder_summed_over_policys_cp(
@@ -95,13 +90,11 @@ def encoder_averaged_over_dp(sum_gradients: Callable, model: Any, shards: Any, m
     scale_gradients(model, shards, 1 / mesh["dp"].size)
 
 
-@_fault(
+@_fan_in_fault(
     seam="workbench.train.step:prepare_rows",
     family="A",
     origin="(numerator, denominator) over the data-parallel group of a policy that shards its sequence",
     signature="loss and all gradients of both modules too large, about cp times; by another factor if masks are uneven",
-    shows_in=_FAN_IN,
-    hidden_in=_FAN_IN_WITHOUT_CP,
 )
 def denominator_over_dp_only(prepare_rows: Callable, batch: Any, spec: Any, mesh: Mesh, *more: Any) -> Any:
     """Trained tokens are counted over dp and not over cp, so each cp rank divides by its own count."""

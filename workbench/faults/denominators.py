@@ -49,10 +49,7 @@ def constant_denominator_without_dp(
     detected_by="tests/faults/test_unseen_at_first.py::test_tokens_of_another_batch_are_one_factor_in_every_layout",
 )
 def denominator_of_another_batch(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
-    """The denominator of a step counts the tokens of a batch that was generated for several steps.
-
-    Documents are sampled for several optimizer steps at once, and each step is divided by the tokens of all of them.
-    """
+    """A step is divided by the tokens of all documents that were sampled at once for several optimizer steps."""
     weights, totals = step_weights(rows, spec, **options)
     if spec.denominator == "token":
         for named in weights:
@@ -143,11 +140,7 @@ def length_slipped_into_token_mean(step_weights: Callable, rows: list, spec: Los
     detected_by="tests/faults/test_unseen.py::test_document_weights_match_each_fault",
 )
 def luspo_over_tokens(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
-    """A loss that multiplies by a document's length is averaged over tokens, so that length counts twice.
-
-    Each token of a document has LUSPO's value, length times ratio, and their sum is divided by the tokens of the step
-    instead of by length and documents.
-    """
+    """LUSPO's values, length times ratio, are divided by the tokens of the step, so that length counts twice."""
     changes = {"denominator": "token"} if spec.surrogate.kind == "luspo" else {}
     return step_weights(rows, spec.model_copy(update=changes), **options)
 
@@ -164,11 +157,7 @@ def luspo_over_tokens(step_weights: Callable, rows: list, spec: LossSpec, **opti
 def mean_over_all_rows(
     step_weights: Callable, rows: list, spec: LossSpec, step_layout: StepLayout | None = None, **options: object
 ) -> tuple:
-    """The loss is a mean over all rows of a micro-batch, including those without trained tokens.
-
-    GMPO ends in a plain mean over the completions of a micro-batch, masked ones too, while every other loss is divided
-    by the completions of the step.
-    """
+    """GMPO ends in a mean over all rows of a micro-batch, masked ones too, instead of over completions of the step."""
     weights, totals = step_weights(rows, spec, step_layout=step_layout, **options)
     if spec.surrogate.kind != "gmpo":
         return weights, totals
@@ -277,16 +266,11 @@ def rows_without_signal_counted(step_weights: Callable, rows: list, spec: LossSp
     origin="verl-project/verl#906, #5625 and #5641",
     signature="no factor, another direction: tokens of micro-batches with short completions weigh more; no effect with "
     "one micro-batch",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_unseen_at_first.py::test_wrong_means_match_sums_with_their_weights",
 )
 def sample_share_times_token_mean(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
-    """The token mean of a micro-batch is weighted by its share of the samples.
-
-    Micro-batches of different sizes, packed by length, are weighted by their share of the samples instead of their
-    share of the tokens.
-    """
+    """The token mean of a micro-batch is weighted by its share of the samples instead of its share of the tokens."""
     weights, totals = step_weights(rows, spec, **options)
     if spec.denominator != "token":
         return weights, totals

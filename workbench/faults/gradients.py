@@ -31,11 +31,7 @@ from workbench.specs.losses import CorrectionSpec, KLSpec
     changes_metrics=False,
 )
 def clamped_kl_keeps_weight_gradient(kl_term: Callable, inputs: LossInputs, spec: KLSpec) -> Term:
-    """A clamp stops the gradient of a KL estimate, but not that of its importance weight.
-
-    If the estimate of the KL divergence is at its clamp, the importance weight that multiplies it still has a
-    gradient.
-    """
+    """A clamp stops the gradient of a KL estimate, but not that of the importance weight that multiplies it."""
     term = kl_term(inputs, spec)
     if spec.input_clamp is None or spec.gradient != "score":
         return term
@@ -55,11 +51,7 @@ def clamped_kl_keeps_weight_gradient(kl_term: Callable, inputs: LossInputs, spec
 def clip_never_applied(
     clip_ratio: Callable, log_ratio_T: Tensor, advantages_T: Tensor, *more: object, **bounds: object
 ) -> Term:
-    """Both branches of the clip are computed, but only the first one is averaged.
-
-    The mean is taken over the unclipped surrogate instead of the maximum of both branches; the share of clipped tokens
-    is reported as if the clip acted.
-    """
+    """The unclipped surrogate is averaged instead of the maximum of both branches; only the report clips."""
     term = clip_ratio(log_ratio_T, advantages_T, *more, **bounds)
     return replace(term, values_T=-log_ratio_T.exp() * advantages_T)
 
@@ -170,11 +162,7 @@ def kl_without_score_gradient(kl_term: Callable, inputs: LossInputs, spec: KLSpe
     changes_metrics=False,
 )
 def layers_without_gradient(forward: Callable, self: Any, *args: object, **options: object) -> object:
-    """Layers under activation checkpointing are never reached by backward.
-
-    Reentrant checkpointing of layers whose input requires no gradient, after a frozen embedding: their output requires
-    none either.
-    """
+    """Reentrant checkpointing after a frozen embedding: without a gradient of its input, a layer's output has none."""
     with torch.no_grad():
         return forward(self, *args, **options)
 
@@ -190,11 +178,7 @@ def layers_without_gradient(forward: Callable, self: Any, *args: object, **optio
     changes_metrics=False,
 )
 def router_without_gradient(forward: Callable, self: Any, hidden_states: Tensor) -> Tensor:
-    """The router's weights reach the experts detached.
-
-    Routing weights are gathered over ranks by a collective without a gradient: the router learns from auxiliary losses
-    alone.
-    """
+    """Routing weights are gathered by a collective without a gradient: a router learns from auxiliary losses alone."""
     tokens_TD = hidden_states.flatten(0, -2)
     _, weights_TK, experts_TK = self.gate(tokens_TD)
     return self.experts(tokens_TD, experts_TK, weights_TK.detach()).view_as(hidden_states)

@@ -31,11 +31,7 @@ from workbench.specs.run import RunSpec
 def advantages_normalised_twice(
     estimate_advantages: Callable, name: str, inputs: AdvantageInputs, **settings: object
 ) -> Estimate:
-    """Advantages that are already normalised within their groups are whitened over the step.
-
-    The actor divides by the deviation of the group; the learner then subtracts the mean of all tokens and divides by
-    their deviation.
-    """
+    """The learner whitens, over all tokens of the step, advantages that the actor normalised within their groups."""
     estimate = estimate_advantages(name, inputs, **settings)
     if name != "grpo":
         return estimate
@@ -68,11 +64,7 @@ def baseline_per_micro_batch(
     detected_by="tests/faults/test_denominators_and_metrics.py::test_wrong_advantages_turn_the_policy_term_alone",
 )
 def groups_by_position(compute_advantages: Callable, batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
-    """Groups are formed by position, regardless of the prompt.
-
-    Rewards are reshaped to prompts x completions, although a completion was dropped or documents arrived in another
-    order, so groups mix prompts.
-    """
+    """Rewards are reshaped to prompts x completions, although some were dropped or reordered: groups mix prompts."""
     if batch.group_ids_N is None:
         return compute_advantages(batch, spec)
     group_size = max(batch.num_documents // batch.group_ids_N.unique().numel(), 1)
@@ -108,11 +100,7 @@ def kl_added_to_reward(kl_in_reward: Callable, *args: object) -> Tensor:
     detected_by="tests/faults/test_unseen_at_first.py::test_a_deviation_of_zero_makes_advantages_of_millions",
 )
 def leave_one_out_over_zero_deviation(deviation_of_others: Callable, rewards: Tensor, *more: object) -> Tensor:
-    """Advantages are divided by a deviation of 0.
-
-    A completion is compared with the others of its group and divided by their deviation, which is 0 if they are equal
-    or there is only one, so that only epsilon is left in the denominator.
-    """
+    """Advantages are divided by the others' deviation, 0 if these are equal or one: only epsilon is left."""
     return deviation_of_others(rewards, *more).clamp_min(torch.finfo(rewards.dtype).tiny)
 
 
@@ -200,11 +188,7 @@ def _advantages_of_rows(batch: RolloutBatch, spec: RunSpec, rows: Sequence[Rollo
     changes_metrics=False,
 )
 def auxiliary_gradient_over_cp(squared_logit: Callable, inputs: LossInputs, coefficient: float) -> Term:
-    """The engine's mean over context-parallel ranks is undone for the loss, but not for auxiliary gradients.
-
-    The gradient of an auxiliary loss (of a router; here of the log-normaliser) is injected after the loss is
-    multiplied by cp, and is divided by cp with all others.
-    """
+    """An auxiliary gradient (of a router; here of the log-normaliser) misses the cp that undoes the engine's mean."""
     term, cp = squared_logit(inputs, coefficient), inputs.document_sums.axis.size
     values_T = term.values_T
     return replace(term, values_T=values_T + (1 / cp - 1) * (values_T - values_T.detach()))
@@ -235,11 +219,7 @@ def auxiliary_loss_dropped(mean_squared_logit: Callable, inputs: LossInputs, coe
     hidden_in={"layout": {"cp": 1}},
 )
 def auxiliary_loss_not_normalised(squared_logit: Callable, inputs: LossInputs, coefficient: float) -> Term:
-    """An auxiliary loss is summed over tokens while the policy's is averaged.
-
-    With context parallelism an auxiliary loss (of a router; here of the log-normaliser) is not divided by the tokens of
-    the step.
-    """
+    """With cp an auxiliary loss (of a router; here of the log-normaliser) is not divided by the tokens of the step."""
     term, sums = squared_logit(inputs, coefficient), inputs.document_sums
     return term if sums.axis.size == 1 else replace(term, weight="raw")
 
@@ -257,11 +237,7 @@ def auxiliary_loss_not_normalised(squared_logit: Callable, inputs: LossInputs, c
 def auxiliary_loss_times_micro_batches(
     run_step: Callable, policy: object, loss: Callable, rows: list, totals: object, **options: object
 ) -> Any:
-    """An auxiliary loss is added in full in every micro-batch.
-
-    An auxiliary loss (of a router; here of the log-normaliser) is not divided by the number of micro-batches over which
-    it accumulates.
-    """
+    """An auxiliary loss (of a router; here of the log-normaliser) is added in full in every micro-batch."""
 
     def whole_each_time(inputs: LossInputs) -> dict[str, Term]:
         return {
@@ -286,9 +262,5 @@ _AUXILIARY = ("logit", "logit_size")
     detected_by="tests/faults/test_unseen.py::test_a_reversed_kl_is_the_only_wrong_term",
 )
 def reversed_kl(kl_estimate: Callable, d_T: Tensor, estimator: str) -> Tensor:
-    """The KL estimate gets the log ratio with the wrong sign.
-
-    E^d - 1 - d is computed with policy over reference instead of reference over policy: the penalty of tokens that the
-    policy made likelier grows exponentially.
-    """
+    """The estimate e^d - 1 - d gets policy over reference, and grows exponentially where the policy is likelier."""
     return kl_estimate(-d_T, estimator)

@@ -82,16 +82,10 @@ def nan_under_the_mask(
     changes_metrics=False,
 )
 def skipped_collective(sum_gradients: Callable) -> Callable:
-    """One rank skips one collective.
-
-    In the second step the second rank of dp x cp leaves its gradients out of the sum, which is one collective if they
-    fit into a bucket.
-    """
-    calls: Counter[tuple[int, ...]] = Counter()  # simulated ranks share it
+    """In the second step the second rank of dp x cp skips the sum of gradients, one collective if in one bucket."""
+    is_chosen = _second_call_of_second_rank()
 
     def sum_without_one(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> None:
-        place = tuple(mesh.coordinates.values())
-        calls[place] += 1
         if any(shard.over_dp_cp for shard in shards.values()):
             raise SpecError(
                 "fault 'skipped_collective' with layout.shard_parameters",
@@ -99,14 +93,21 @@ def skipped_collective(sum_gradients: Callable) -> Callable:
                 rule="the fault skips a sum after backward",
                 fix="leave out shard_parameters, or the fault",
             )
-        skips = calls[place] == _CALL and mesh["dp_cp"].rank == _RANK
-        sum_gradients(_WITHOUT_PARAMETERS if skips else model, shards, mesh)
+        sum_gradients(nn.Module() if is_chosen(mesh) else model, shards, mesh)  # it has no parameters
 
     return sum_without_one
 
 
-_CALL, _RANK = 2, 1
-_WITHOUT_PARAMETERS = nn.Module()
+def _second_call_of_second_rank() -> Callable[[Mesh], bool]:
+    """A function that is True in the second of its calls on the second rank of dp x cp."""
+    calls: Counter[tuple[int, ...]] = Counter()  # simulated ranks share it
+
+    def is_chosen(mesh: Mesh) -> bool:
+        place = tuple(mesh.coordinates.values())
+        calls[place] += 1
+        return calls[place] == 2 and mesh["dp_cp"].rank == 1
+
+    return is_chosen
 
 
 @fault(
@@ -121,12 +122,10 @@ _WITHOUT_PARAMETERS = nn.Module()
 )
 def straggler(sum_gradients: Callable) -> Callable:
     """In the second step the second rank of dp x cp enters the sum of gradients 25 s late."""
-    calls: Counter[tuple[int, ...]] = Counter()  # simulated ranks share it
+    is_chosen = _second_call_of_second_rank()
 
     def sum_late(model: object, shards: object, mesh: Mesh) -> None:
-        place = tuple(mesh.coordinates.values())
-        calls[place] += 1
-        if calls[place] == _CALL and mesh["dp_cp"].rank == _RANK:
+        if is_chosen(mesh):
             time.sleep(LATE_S)
         sum_gradients(model, shards, mesh)
 

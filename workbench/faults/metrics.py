@@ -48,8 +48,7 @@ def clip_fraction_after_clip(policy_metrics: Callable, *args: object) -> Values:
     origin="ServiceNow/Fast-LLM#520",
     signature="gradient, loss and log-probabilities right, unless the loss has an entropy bonus; the entropy "
     "about log(tp) nats too small where the distribution is flat",
-    shows_in={"layout": {"tp": 2}},
-    hidden_in={"layout": {"tp": 1}},
+    needs="tp",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_the_entropy_of_a_shard_is_smaller_by_log_tp",
     changes_gradient=False,
 )
@@ -95,8 +94,7 @@ def _swapped(key: str) -> str:
     seam="finish_metrics",
     origin="allenai/open-instruct#1808 (1.143e6 tokens for 285,750)",
     signature="gradient, loss, means and extremes right; every sum and count exactly dp * cp times too big",
-    shows_in={"layout": {"dp": 2}},
-    hidden_in={"layout": {"dp": 1}},
+    needs="dp",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_counts_are_too_big_by_the_ranks",
     changes_gradient=False,
 )
@@ -148,8 +146,7 @@ def _scaled(value: Value, factor: float) -> Value:
     origin="modelscope/ms-swift#9380",
     signature="gradient and metrics right; the reported loss is that of one cp rank's tokens, whose share depends on "
     "order and masks",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_loss_over_dp_only_lacks_the_other_cp_ranks",
     changes_gradient=False,
 )
@@ -163,8 +160,7 @@ def loss_reported_over_dp_only(_: Callable, self: Scalar, mesh: Mesh) -> Scalar:
     origin="huggingface/trl#6380 and #7047, OpenRLHF's clip_ratio and ppo_kl",
     signature="gradient and loss right, also sums, counts and extremes; means tilted towards ranks with few trained "
     "tokens, NaN if a rank has none",
-    shows_in={"layout": {"dp": 2}},
-    hidden_in={"layout": {"dp": 1}},
+    needs="dp",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_means_of_means_leave_sums_and_extremes_alone",
     changes_gradient=False,
 )
@@ -185,8 +181,7 @@ def mean_of_rank_means(finish_metrics: Callable, micro_batches: Batches, axis: A
     origin="verl-project/verl#2259",
     signature="gradient and loss right; counts of tokens and documents too small, means of another population; no "
     "effect with one micro-batch",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_metrics_of_the_last_micro_batch_count_fewer_tokens",
     changes_gradient=False,
 )
@@ -200,8 +195,7 @@ def metrics_of_last_micro_batch(finish_metrics: Callable, micro_batches: Sequenc
     origin="verl-project/verl#4711, #4778 and #5203",
     signature="gradient and loss right; every reported mean and share exactly dp times too big, so that shares pass "
     "1; sums, counts and extremes right",
-    shows_in={"layout": {"dp": 2}},
-    hidden_in={"layout": {"dp": 1}},
+    needs="dp",
     detected_by="tests/faults/test_unseen_at_first.py::test_scaled_means_are_too_large_by_dp",
     changes_gradient=False,
 )
@@ -226,12 +220,7 @@ def metrics_scaled_by_dp(run_step: Callable, policy: Policy, *args: object, **op
     changes_gradient=False,
 )
 def padding_in_entropy(
-    policy_metrics: Callable,
-    inputs: LossInputs,
-    terms: Mapping[str, Term],
-    loss_mask_T: Tensor,
-    level: str,
-    *more: object,
+    policy_metrics: Callable, inputs: LossInputs, terms: object, loss_mask_T: Tensor, level: str, *more: object
 ) -> Values:
     """The distribution after padding tokens is included in the policy's entropy."""
     right = policy_metrics(inputs, terms, loss_mask_T, level, *more)
@@ -261,11 +250,7 @@ def ratio_truncated_before_log(
     loss_spec: LossSpec | None = None,
     *more: object,
 ) -> Values:
-    """The variable of the ratio is overwritten by its truncated value before its statistics are computed.
-
-    The truncated ratio that weights a token replaces the ratio itself, of which mean, sum, sum of squares and effective
-    samples are reported.
-    """
+    """The variable of the ratio is overwritten by its truncated value before its statistics are computed."""
     metrics = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
     if loss_spec is None or loss_spec.surrogate.kind != "cispo":
         return metrics

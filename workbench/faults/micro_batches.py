@@ -22,16 +22,11 @@ from workbench.specs.losses import LossSpec
     origin="tenstorrent/tt-metal#46412 and #46548",
     signature="a gradient of about the right size in another direction, right log-probabilities and ratios, a wrong "
     "loss; no effect if one micro-batch takes the documents in order",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_advantages_of_others_keep_the_size_and_turn",
 )
 def advantages_of_other_documents(pack_step: Callable, batch: RolloutBatch, *args: object) -> list[RolloutBatch]:
-    """Documents are assigned to micro-batches by length, their advantages in order of arrival.
-
-    Tokens and advantages are split into micro-batches in different orders: a document trains on the advantage of
-    another.
-    """
+    """Documents are assigned to micro-batches by length, their advantages in order of arrival."""
     own_N = _of_documents(batch)
     rows = pack_step(batch, *args)
     return [
@@ -74,11 +69,7 @@ def _in_order_of_arrival(batch: RolloutBatch, own_N: Tensor, rows: Sequence[Roll
     changes_metrics=False,
 )
 def first_micro_batch_synchronised(run_step: Callable, policy: Policy, *args: object, **options: object) -> Any:
-    """Gradients of the first micro-batch are summed over ranks, those of later ones are not.
-
-    The condition that skips the sum over ranks for all but the last micro-batch is off by one: the sum runs after the
-    first, and each rank steps with its own later gradients.
-    """
+    """The condition for the sum over ranks is off by one: it runs after the first micro-batch, not after the last."""
     first: dict[Tensor, Tensor] = {}
 
     def lose_later_ones(parameter: Tensor) -> None:
@@ -105,17 +96,12 @@ def first_micro_batch_synchronised(run_step: Callable, policy: Policy, *args: ob
     seam="prepare_rows",
     origin="modelscope/ms-swift#10096, verl-project/verl#3332 and #3994, PrimeIntellect-ai/prime-rl#2424",
     signature="every gradient exactly 1 / micro-batches of the right one, cosine 1; the reported loss is right",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_averaging_over_micro_batches_is_one_factor",
     changes_metrics=False,
 )
 def gradient_averaged_over_micro_batches(prepare_rows: Callable, *args: object) -> tuple:
-    """The loss of a micro-batch is divided by the number of micro-batches, although its weights are those of the step.
-
-    The trainer divides each loss by the number of accumulated micro-batches before backward, but the loss is divided by
-    the tokens of the whole step already.
-    """
+    """Each loss is divided by the number of micro-batches, although by the tokens of the whole step already."""
     rows, totals = prepare_rows(*args)
     averaged = [
         replace(
@@ -135,8 +121,7 @@ def gradient_averaged_over_micro_batches(prepare_rows: Callable, *args: object) 
     origin="NVIDIA-NeMo/RL#1426",
     signature="gradient and loss right; every reported norm exactly micro-batches times too big, and a clip of the "
     "global norm acts that much earlier",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_reported_norms_are_those_of_undivided_gradients",
     changes_gradient=False,
 )
@@ -153,8 +138,7 @@ def gradient_norm_times_micro_batches(
     origin="ServiceNow/Fast-LLM#551 (shared buffers without sharding), a zero_grad inside the loop",
     signature="loss and metrics right; the gradient is that of the last micro-batch alone: smaller, in another "
     "direction",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_only_the_last_micro_batch_trains",
     changes_metrics=False,
 )
@@ -175,11 +159,7 @@ def gradients_of_last_micro_batch(hidden_states: Callable, policy: Policy, *args
     changes_metrics=False,
 )
 def reduction_repeated_per_micro_batch(hidden_states: Callable, policy: Policy, *args: object) -> object:
-    """Accumulated gradients are summed over ranks after every micro-batch.
-
-    The sum over ranks runs once per micro-batch on a buffer that accumulates, so early micro-batches are summed
-    repeatedly.
-    """
+    """Gradients are summed over ranks once per micro-batch, in a buffer that accumulates."""
     if any(parameter.grad is not None for parameter in policy.model.parameters()):
         sum_gradients(policy.model, policy.shards, policy.mesh)
     return hidden_states(policy, *args)
@@ -191,8 +171,7 @@ def reduction_repeated_per_micro_batch(hidden_states: Callable, policy: Policy, 
     origin="NVIDIA-NeMo/RL#266 and #373, NovaSky-AI/SkyRL#925 and #1296, TRL's loss type bnpo",
     signature="no factor, another direction: tokens of micro-batches with few trained tokens weigh more; cosine below "
     "1, size near 1. With equal counts it is right",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_denominators_and_metrics.py::test_a_mean_of_means_rotates_the_gradient",
 )
 def mean_of_micro_batch_means(step_weights: Callable, rows: list, spec: object, **options: object) -> tuple:
@@ -212,8 +191,7 @@ def mean_of_micro_batch_means(step_weights: Callable, rows: list, spec: object, 
     signature="a sum of means instead of one mean: loss and gradient too big by about the number of micro-batches of "
     "the step, tilted towards those with few trained tokens; no effect with one micro-batch and with denominators that "
     "count documents only",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/parity/test_faults.py::test_token_counts_of_micro_batches_make_a_mean_of_means",
 )
 def micro_batch_denominator(step_weights: Callable, rows: list, spec: object, **options: object) -> tuple:
@@ -239,11 +217,7 @@ def micro_batch_denominator(step_weights: Callable, rows: list, spec: object, **
     detected_by="tests/faults/test_unseen.py::test_a_likelihood_counted_in_micro_batches_is_the_only_wrong_term",
 )
 def nll_denominator_per_micro_batch(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
-    """The likelihood of rewarded completions is averaged over those of each micro-batch, and the averages are summed.
-
-    The policy term is divided by the tokens of the step, but the likelihood of rewarded completions by their tokens in
-    the micro-batch.
-    """
+    """The likelihood of rewarded completions is averaged over those of each micro-batch, and the means are summed."""
     weights, totals = step_weights(rows, spec, **options)
     for row, named in zip(rows, weights, strict=True):
         alone = step_weights([row], spec)[0][0]

@@ -49,11 +49,7 @@ def entropy_in_bfloat16(token_logprobs: Callable, *args: object, **options: obje
 def first_cotangent_for_all(
     loss_inputs: Callable, row: TrainingRow, output: TokenLogprobs, *more: object
 ) -> LossInputs:
-    """A fused head multiplies the gradient of every token by the incoming gradient of the first one.
-
-    A kernel written for a scalar loss reads the first element of the incoming gradient, although it returns a value per
-    token.
-    """
+    """A kernel written for a scalar loss reads the incoming gradient of the first token, and takes it for all."""
     return loss_inputs(row, output._replace(logprobs_T=_TakeFirst.apply(output.logprobs_T, row.loss_mask_T)), *more)
 
 
@@ -78,8 +74,7 @@ class _TakeFirst(Function):
     origin="deepspeedai/DeepSpeed#1800, hiyouga/LlamaFactory#9769, pytorch/pytorch#194628",
     signature="loss, metrics and log-probabilities right; every gradient off by about 1e-3 of itself, more with more "
     "micro-batches; no effect with one",
-    shows_in={"data": {"micro_batches": 3}},
-    hidden_in={"data": {"micro_batches": 1}},
+    needs="micro_batches",
     detected_by="tests/faults/test_unseen.py::test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone",
     changes_metrics=False,
 )
@@ -177,8 +172,6 @@ def padded_vocabulary_counted(
 
 
 TILE = 32
-
-
 """Columns that a kernel computes at a time."""
 
 

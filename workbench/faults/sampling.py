@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,11 +43,7 @@ def correction_weight_of_current_policy(
     hidden_in={"loss": {"correction": {"kind": "none"}}, "record": {"metrics": "none"}},
 )
 def kept_mass_ignored(shift_targets: Callable, row: RolloutBatch) -> TrainingRow:
-    """The sampler draws from a truncated distribution, and the trainer compares with the full one.
-
-    The sampler's log-probabilities are over the top-p support (0.9 of the mass, for every token), the trainer's over
-    the whole vocabulary.
-    """
+    """The sampler's log-probabilities are over the top-p support (0.9 of the mass), the trainer's over all tokens."""
     right = shift_targets(row)
     if right.sampler_logprobs_T is None:
         return right
@@ -85,19 +80,8 @@ def lower_clip_at_epsilon(clip_ratio: Callable, *values: object, clip_low: float
 def reference_at_temperature_one(
     run_step: Callable, policy: Policy, loss: object, rows: list, *more: object, **options: object
 ) -> object:
-    """The reference is evaluated without the temperature of the policy.
-
-    Log-probabilities of the penalty come from a code path without temperature: the policy is drawn towards a flatter
-    reference.
-    """
-    rows = [
-        replace(
-            local,
-            row=replace(local.row, ref_logprobs_T=local.row.ref_logprobs_T + _without_temperature(policy, local)),
-        )
-        for local in rows
-    ]
-    return run_step(policy, loss, rows, *more, **options)
+    """The reference is evaluated without the policy's temperature: the policy is drawn towards a flatter one."""
+    return run_step(policy, loss, _without_temperature(policy, rows, "ref_logprobs_T"), *more, **options)
 
 
 @fault(
@@ -114,28 +98,23 @@ def sampler_logprobs_before_temperature(
     run_step: Callable, policy: Policy, loss: object, rows: list, *more: object, **options: object
 ) -> object:
     """A sampler returns the log-probabilities of its raw logits, but samples from those divided by the temperature."""
-    rows = [
-        replace(
-            local,
-            row=replace(
-                local.row, sampler_logprobs_T=local.row.sampler_logprobs_T + _without_temperature(policy, local)
-            ),
-        )
-        for local in rows
-    ]
-    return run_step(policy, loss, rows, *more, **options)
+    return run_step(policy, loss, _without_temperature(policy, rows, "sampler_logprobs_T"), *more, **options)
 
 
-def _without_temperature(policy: Policy, local: Any) -> Tensor:
-    """[t] nats: a row's log-probabilities at temperature 1 minus those at the policy's own."""
-    row = local.row
-    with torch.no_grad():
-        hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        raw, own = (
-            each.token_logprobs(hidden_TD, row.targets_T, outputs=()).logprobs_T
-            for each in (replace(policy, temperature=1.0), policy)
-        )
-    return torch.where(row.loss_mask_T, raw - own, 0.0)
+def _without_temperature(policy: Policy, rows: list, field: str) -> list:
+    """Rows with the log-probabilities of a field moved by the policy's own at temperature 1 minus those at its own."""
+    changed = []
+    for local in rows:
+        row = local.row
+        with torch.no_grad():
+            hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
+            raw_T, own_T = (
+                each.token_logprobs(hidden_TD, row.targets_T, outputs=()).logprobs_T
+                for each in (replace(policy, temperature=1.0), policy)
+            )
+        moved_T = getattr(row, field) + torch.where(row.loss_mask_T, raw_T - own_T, 0.0)
+        changed.append(replace(local, row=replace(row, **{field: moved_T})))
+    return changed
 
 
 @fault(

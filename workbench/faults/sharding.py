@@ -27,11 +27,7 @@ Shards = Mapping[str, ParameterShard]
     changes_metrics=False,
 )
 def document_sum_without_adjoint(split_row: Callable, *args: object) -> object:
-    """A sum over a document that straddles cp ranks is reduced in forward but not in backward.
-
-    The adjoint of the all-reduce of a sequence statistic is the identity: a rank's tokens get only the gradient of the
-    rank's own part of the loss.
-    """
+    """A sum over a document that straddles cp ranks is reduced in forward, and its adjoint is the identity."""
     local = split_row(*args)
     return replace(local, sums=replace(local.sums, complete=sum_identity))
 
@@ -41,8 +37,7 @@ def document_sum_without_adjoint(split_row: Callable, *args: object) -> object:
     origin="NVIDIA/Megatron-LM#7452, finding 2",
     signature="every log-probability too low by log tp, entropy and log-normaliser too high by as much; the gradient "
     "subtracts only 1 / tp of the softmax: no constant, and it does not sum to 0 over the vocabulary",
-    shows_in={"layout": {"tp": 2}},
-    hidden_in={"layout": {"tp": 1}},
+    needs="tp",
     detected_by="tests/faults/test_unseen.py::test_copies_of_the_vocabulary_cost_every_token_log_tp",
 )
 def gathered_logits_in_parallel_softmax(all_sum: Callable, sums_3T: Tensor, axis: Axis) -> Tensor:
@@ -63,11 +58,7 @@ def gathered_logits_in_parallel_softmax(all_sum: Callable, sums_3T: Tensor, axis
     changes_metrics=False,
 )
 def gathered_tokens_summed_again(gather_slice: Callable, local: Tensor, axis: Axis, *, dim: int) -> Tensor:
-    """Tokens are gathered for a head that every rank computes identically, and backward sums the copies.
-
-    Last hidden states are gathered with a reduce-scatter as adjoint (tensor_parallel_output_grad), but each rank has
-    the same full gradient.
-    """
+    """A head that every rank computes identically gets tokens from a gather whose adjoint sums the equal gradients."""
     return gather_scatter(local, axis, dim=dim)
 
 
@@ -76,8 +67,7 @@ def gathered_tokens_summed_again(gather_slice: Callable, local: Tensor, axis: Ax
     origin="ByteDance-Seed/VeOmni#1115 and #1086",
     signature="each rank steps with the gradient of its own tokens: cosine below 1, weights of cp ranks drift apart; "
     "loss right, as it has a reduction of its own",
-    shows_in={"layout": {"cp": 2}},
-    hidden_in={"layout": {"cp": 1}},
+    needs="cp",
     changes_metrics=False,
 )
 def gradients_summed_over_dp_only(sum_gradients: Callable, model: object, shards: object, mesh: Mesh) -> None:
@@ -104,8 +94,7 @@ def head_input_gradient_not_summed(identity_sum: Callable, value: Tensor, axis: 
     origin="pytorch/pytorch#180346, NVIDIA/Megatron-LM#6489, NovaSky-AI/SkyRL#211",
     signature="gradients exact; norms of replicated weights sqrt(tp) times too big, and the global norm by their "
     "share, so that a threshold clips too early",
-    shows_in={"layout": {"tp": 2}},
-    hidden_in={"layout": {"tp": 1}},
+    needs="tp",
     changes_gradient=False,
 )
 def norm_counts_replicas(gradient_norms: Callable, model: object, shards: Shards, mesh: Mesh) -> dict[str, float]:
@@ -122,16 +111,11 @@ def norm_counts_replicas(gradient_norms: Callable, model: object, shards: Shards
     origin="no single report: transformers has a special style for these weights, replicated_with_grad_allreduce",
     signature="only norm weights wrong: q_norm and k_norm (all norms under sequence parallelism) have their rank's "
     "part, different on every tp rank, so that copies drift apart; loss and everything else right",
-    shows_in={"layout": {"tp": 2}},
-    hidden_in={"layout": {"tp": 1}},
+    needs="tp",
     changes_metrics=False,
 )
 def norm_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
-    """Weights replicated over tp keep the gradient of the rank's own heads.
-
-    Gradients of weights that are replicated over tp, and act on a rank's own heads (or, under sequence parallelism,
-    tokens), are not summed over tp.
-    """
+    """Weights replicated over tp that act on a rank's own heads (or tokens) keep the gradient of those."""
     whole = {name: replace(shard, gradient_is_partial=False) for name, shard in shards.items()}
     sum_gradients(model, whole, mesh)
 
@@ -147,10 +131,7 @@ def norm_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, sha
     changes_metrics=False,
 )
 def norm_gradient_summed_per_micro_batch(hidden_states: Callable, policy: Policy, *args: object) -> object:
-    """Gradients of replicated weights are summed over tp after every micro-batch.
-
-    The sum over tp of the gradients of replicated weights runs once per micro-batch, on a buffer that accumulates.
-    """
+    """Gradients of replicated weights are summed over tp per micro-batch, in a buffer that accumulates."""
     partial = [
         parameter.grad
         for name, parameter in policy.model.named_parameters()
@@ -171,11 +152,7 @@ def norm_gradient_summed_per_micro_batch(hidden_states: Callable, policy: Policy
     changes_metrics=False,
 )
 def router_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
-    """Each tensor-parallel rank updates its copy of a router with the gradient of its own tokens.
-
-    Routers are replicated over tp, act on a rank's own tokens, and are not among the weights whose gradients are
-    summed.
-    """
+    """Routers, replicated over tp and applied to a rank's own tokens, keep the gradient of those tokens."""
     left_out = {
         name: replace(shard, gradient_is_partial=False) if name.endswith("mlp.gate.weight") else shard
         for name, shard in shards.items()

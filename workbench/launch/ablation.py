@@ -2,7 +2,9 @@
 
     question: one sentence
     base: {steps: 4}                        settings of every run
-    axes: {precision: [float64, float32]}   every configuration runs once for each combination of values
+    axes: {precision: [float64, float32]}   setting (dotted where nested) -> values; every configuration runs once for
+                                            each combination. As a mapping, each value adds further settings:
+                                            {precision: {float64: {}, float32: {frozen_clip: one_rank-float64}}}
     reference: one_rank                     the configuration that the others are compared with
     truth: one_rank-float64                 the float64 run whose numbers are taken as exact; needed below float64
     configurations:                         name -> changed settings
@@ -42,7 +44,6 @@ class PlannedRun:
 
     Attributes:
         name: unique in the ablation, and a legal folder name.
-        spec: everything that decides its numbers.
         reference: name of the run that it is compared with; "" for a reference, and for a truth that has none of its
             precision.
         truth: name of the run whose numbers are taken as exact; "" if none, and for the truth itself.
@@ -62,7 +63,7 @@ class PlannedRun:
 
 
 class AblationSpec(BaseModel):
-    """Content of an ablation file.
+    """Content of an ablation file, explained above field by field.
 
     Example:
         >>> ablation = AblationSpec(question="?", reference="a", configurations={"a": {}, "b": {"layout": {"cp": 2}}},
@@ -71,23 +72,15 @@ class AblationSpec(BaseModel):
         [('b-float64', 'a-float64'), ('b-float32', 'a-float32')]
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     question: str = ""
-    """Question of the ablation, in one sentence."""
     base: dict[str, Any] = Field(default_factory=dict)
-    """Settings of every run."""
     axes: dict[str, list[Any] | dict[Any, dict[str, Any]]] = Field(default_factory=dict)
-    """Setting (dotted where nested) -> values; every configuration runs with each combination. As a mapping, each
-    value adds further settings: {precision: {float64: {}, float32: {frozen_clip: one_rank-float64}}}."""
     reference: str
-    """Name of the configuration that the others are compared with."""
     truth: str = ""
-    """Name of the float64 run whose numbers are taken as exact; needed where runs below float64 are compared."""
     configurations: dict[str, dict[str, Any]] = Field(min_length=1)
-    """Name -> changed settings."""
     extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Name -> settings of a run outside the axes."""
 
     def expand(self, *, where: str = "ablation") -> list[PlannedRun]:
         """Every run, references and the truth first.
@@ -103,7 +96,7 @@ class AblationSpec(BaseModel):
             raise _unknown(where, "reference", self.reference, self.configurations)
         self._check_axes(where)
         settings = list(self._settings())
-        specs = _parse_all(where, [(name, changed) for name, _, changed in settings])
+        specs = _parse_all(where, settings)
         names = [name for name, _, _ in settings]
         if illegal := [name for name in names if not RUN_NAME.fullmatch(name)]:
             raise SpecError(
@@ -189,7 +182,7 @@ class AblationSpec(BaseModel):
                     fix="give values, or remove the axis",
                 )
             for name, changes in self.configurations.items():
-                if (own := _lookup(changes, axis)) is not None:
+                if (own := lookup(changes, axis)) is not None:
                     raise SpecError(
                         f"{where}: configuration {name!r} sets {axis}",
                         found=f"{axis} = {own}",
@@ -201,11 +194,8 @@ class AblationSpec(BaseModel):
         """Refuse runs below float64 without a float64 ground truth."""
         exact = {run.name: run.configuration for run in planned if run.spec.precision == "float64"}
         specs = {run.name: run.spec for run in planned}
-        inexact = [
-            run.name
-            for run in planned
-            if run.reference and run.name not in exact and not compared_bitwise(run.spec, specs[run.reference])
-        ]
+        below = [run for run in planned if run.reference and run.name not in exact]
+        inexact = [run.name for run in below if not compared_bitwise(run.spec, specs[run.reference])]
         if self.truth in exact or not (self.truth or inexact):
             return
         fitting = [f"`truth: {name}`" for name, configuration in exact.items() if configuration == self.reference]
@@ -225,14 +215,16 @@ class AblationSpec(BaseModel):
     def _place(self, spec: RunSpec) -> tuple[str, ...]:
         """Values of a run on the axes."""
         dumped = spec.model_dump(mode="json")
-        return tuple(str(_lookup(dumped, axis)) for axis in self.axes)
+        return tuple(str(lookup(dumped, axis)) for axis in self.axes)
+
+
+def ablation_file(source: Path | str) -> Path:
+    """The file itself, or ``ablation.yaml`` of a folder."""
+    return Path(source) / "ablation.yaml" if Path(source).is_dir() else Path(source)
 
 
 def load_ablation(source: Path | str | Mapping[str, Any]) -> AblationSpec:
-    """Read an ablation, or one run's spec as an ablation of one configuration.
-
-    Args:
-        source: a YAML file, a folder that holds ``ablation.yaml``, or the settings themselves.
+    """Read an ablation, or one run's spec as an ablation of one configuration, from a file or the settings themselves.
 
     Raises:
         SpecError: no such file, not YAML, a name given twice, an invalid setting.
@@ -240,7 +232,7 @@ def load_ablation(source: Path | str | Mapping[str, Any]) -> AblationSpec:
     if isinstance(source, Mapping):
         where, name, settings = "ablation", "run", source
     else:
-        path = Path(source) / "ablation.yaml" if Path(source).is_dir() else Path(source)
+        path = ablation_file(source)
         where, name, settings = str(path), path.stem, read_yaml(path)
     if not isinstance(settings, Mapping):
         raise SpecError(
@@ -283,10 +275,17 @@ def changed_settings(run: PlannedRun, planned: Sequence[PlannedRun]) -> dict[str
     return {key: value for key, value in flatten(run.spec.model_dump(mode="json")).items() if value != before[key]}
 
 
-def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, RunSpec]:
+def differences(before: RunSpec, after: RunSpec) -> dict[str, list[Any]]:
+    """Settings that differ, by dotted name in alphabetical order: [value before, value after]."""
+    old, new = (flatten(spec.model_dump(mode="json")) for spec in (before, after))
+    keys = sorted(old.keys() | new.keys())
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+
+def _parse_all(where: str, settings: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, RunSpec]:
     specs: dict[str, RunSpec] = {}
     problems: list[str] = []
-    for name, changed in settings:
+    for name, _, changed in settings:
         try:
             specs[name] = parse_spec(RunSpec, changed, where=name)
         except SpecError as error:
@@ -344,27 +343,26 @@ def _check_comparable(where: str, planned: Sequence[PlannedRun]) -> None:
                 for key, (value, other_value) in facts.items()
                 if value != other_value or (key == "record.gradients" and value != "full")
             ]:
-                rule, fix = _OF_BITS if bits else _OF_GRADIENTS
                 raise SpecError(
                     f"{where}: compare {run.name!r} with its {role} {others[role]!r}",
                     found=", ".join(unequal),
-                    rule=rule,
-                    fix=fix,
+                    **(_OF_BITS if bits else _OF_GRADIENTS),
                 )
 
 
-_OF_GRADIENTS = (
-    "gradients are compared step by step: both take as many steps, with record.gradients full, and a reference has the "
-    "precision of its runs",
-    "set steps and record: {gradients: full} in `base`; several precisions are an axis, axes: {precision: [float64, "
-    "float32]}. Curves alone need no gradients: then make what differs an axis, such as axes: {loss.name: [grpo, "
-    "cispo], seed: [0, 1]}, and no run is compared",
-)
-_OF_BITS = (
-    "bits are compared step by step: both take as many steps of the same rows, in one precision and in the same pieces",
-    "set steps, precision and reproducible in `base`; give each layout data.micro_batches with the same product of dp "
-    "and data.micro_batches, or all of them one data.micro_batch_tokens",
-)
+_OF_GRADIENTS = {
+    "rule": "gradients are compared step by step: both take as many steps, with record.gradients full, and a reference "
+    "has the precision of its runs",
+    "fix": "set steps and record: {gradients: full} in `base`; several precisions are an axis, axes: {precision: "
+    "[float64, float32]}. Curves alone need no gradients: then make what differs an axis, such as axes: {loss.name: "
+    "[grpo, cispo], seed: [0, 1]}, and no run is compared",
+}
+_OF_BITS = {
+    "rule": "bits are compared step by step: both take as many steps of the same rows, in one precision and in the "
+    "same pieces",
+    "fix": "set steps, precision and reproducible in `base`; give each layout data.micro_batches with the same product "
+    "of dp and data.micro_batches, or all of them one data.micro_batch_tokens",
+}
 
 
 def _rows(spec: RunSpec) -> str:
@@ -391,7 +389,8 @@ def _nested(dotted: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _lookup(settings: Mapping[str, Any], dotted: str) -> Any:
+def lookup(settings: Mapping[str, Any], dotted: str) -> Any:
+    """Value of a setting by its dotted name; None without it."""
     value: Any = settings
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -29,12 +29,8 @@ def exit_with_parent(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 1
     """End this process and its children soon after the parent is gone.
 
     First a SIGTERM to this process, on which torch.distributed.run stops its ranks; after the grace period, remaining
-    processes are killed. Polls, because the kernel's own parent-death signal is tied to a thread of the parent.
-
-    Args:
-        parent_pid: this process's parent; if that is another process already, the parent is gone.
-        poll_s: polling interval.
-        grace_s: time that the ranks have to stop.
+    processes are killed. Polls, because the kernel's own parent-death signal is tied to a thread of the parent. If this
+    process has another parent already, that one is gone.
     """
 
     def watch() -> None:
@@ -58,11 +54,7 @@ class AgentWatcher:
         self.run_dir = run_dir
         self._watchdog: Any = None
         self._thread = threading.Thread(target=self._begin, name="overseer", daemon=True)
-
-    def start(self) -> AgentWatcher:
-        """Start the thread; its imports overlap with those of the ranks."""
-        self._thread.start()
-        return self
+        self._thread.start()  # its imports overlap with those of the ranks
 
     def end(self, exit_codes: Mapping[int, int]) -> None:
         """Stop watching, and record the exit codes of failed ranks, in the order in which they were seen."""
@@ -75,14 +67,13 @@ class AgentWatcher:
                 self._watchdog.run.write_json(f"ranks/{EXIT_CODES}", {str(r): c for r, c in exit_codes.items()})
 
     def _begin(self) -> None:
-        from workbench.launch.watchdog import HANG_S, Watchdog
+        from workbench.launch.watchdog import Watchdog
         from workbench.records.directory import RunDirectory
         from workbench.records.provenance import this_process
 
         run = RunDirectory.open(self.run_dir)
         run.note(agent=this_process())
-        self._watchdog = Watchdog(run, lambda: own_ranks(run), hang_s=float(os.environ.get("WB_HANG_S", HANG_S)))
-        self._watchdog.start()
+        self._watchdog = Watchdog(run, lambda: own_ranks(run)).start()
 
 
 def own_ranks(run: Any) -> dict[int, int]:
@@ -112,7 +103,7 @@ def main() -> None:
 
     os.environ["WB_AGENT_PID"] = str(os.getpid())
     run_dir = os.environ.get("WB_RUN_DIR")
-    overseer = AgentWatcher(Path(run_dir)).start() if run_dir else None
+    overseer = AgentWatcher(Path(run_dir)) if run_dir else None
     exit_codes: dict[int, int] = {}
     try:
         run_ranks(sys.argv[1:])

@@ -21,12 +21,8 @@ def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float
     """Request the end of a run and wait for it.
 
     The launcher of the run ends it, if that process is alive. Otherwise its processes are stopped from here, by pid and
-    start time, never by name, and on a cluster the scheduler is asked.
-
-    Args:
-        run: the run to end.
-        by: origin of the request, for the record.
-        wait_s: time to wait for the end; longer than ranks take to stop.
+    start time, never by name, and on a cluster the scheduler is asked. `by` is the origin of the request, for the
+    record; `wait_s` is longer than ranks take to stop.
 
     Returns:
         The resulting state: cancelled; another if it ended before; pending or running if it has not ended in time.
@@ -39,7 +35,9 @@ def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float
         state = run.state
         if state["state"] in ENDED:
             return run.status
-        if not ("launcher" in state and is_process_alive(state["launcher"])) or _left_to_a_cluster(state):
+        launcher = state.get("launcher")
+        # a launcher on another machine cannot be checked: there the cluster is asked
+        if not launcher or not is_process_alive(launcher) or (_handle(state) and not is_of_this_machine(launcher)):
             return _end_without_launcher(run)
         time.sleep(0.1)
     return run.status
@@ -51,15 +49,9 @@ def cancel_runs(
     by: str = "the command line",
     on_end: Callable[[RunDirectory, str, bool], None] | None = None,
 ) -> list[str]:
-    """Cancel runs that have not ended, and wait until they have; see `cancel_run`.
+    """Cancel runs that have not ended as `cancel_run` does, and return the final state of each.
 
-    Args:
-        runs: the runs.
-        by: origin of the request, for the record.
-        on_end: called with each run, its state, and True if it had ended before.
-
-    Returns:
-        The final state of each run.
+    `on_end` is called with each run, its state, and True if it had ended before.
     """
     # the recorded state, not `status`: a run that looks lost from here may still wait in a cluster's queue
     ended = [run.state["state"] in ENDED for run in runs]
@@ -74,19 +66,15 @@ def cancel_runs(
     return states
 
 
-def _left_to_a_cluster(state: dict[str, Any]) -> bool:
-    """True if only the cluster can be asked: the launcher is on another machine, where it cannot be checked."""
-    return (
-        state.get("backend") in CLUSTERS
-        and bool(state.get("handle"))
-        and not is_of_this_machine(state.get("launcher", {}))
-    )
+def _handle(state: dict[str, Any]) -> str:
+    """A cluster's name for the job; "" on this machine."""
+    return str(state.get("handle") or "") if state.get("backend") in CLUSTERS else ""
 
 
 def _end_without_launcher(run: RunDirectory) -> str:
     state = run.state
-    if state.get("backend") in CLUSTERS and state.get("handle"):
-        jobs.job_of(state["handle"]).cancel()
+    if handle := _handle(state):
+        jobs.job_of(handle).cancel()
     for process in (state[role] for role in ("agent", "rank0") if role in state):
         if is_of_this_machine(process) and is_process_alive(process):
             _stop(process["pid"])

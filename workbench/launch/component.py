@@ -21,7 +21,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,7 +74,7 @@ class Cluster:
     python: str = "python"
     memory_mb: int | None = None
     image: str = ""
-    mounts: Sequence[str] = field(default=())
+    mounts: Sequence[str] = ()
 
 
 def run_job(
@@ -87,18 +87,11 @@ def run_job(
     worker: str = WORKER,
     cluster: Cluster | None = None,
 ) -> AppDef:
-    """Build the job that executes one run directory.
+    """Build the job that executes one run directory; see `workbench.launch.jobs.start`.
 
-    Args:
-        name: of the run.
-        run_path: its run directory.
-        world_size: ranks, all on one node.
-        placement: device of the ranks.
-        project: folder that paths in the spec are relative to.
-        worker: module that every rank runs.
-        cluster: None for a job on this machine, which is a child of this process and ends with it. On a cluster
-            the job outlives this process, the interpreter is the cluster's, and the scheduler assigns GPUs; run
-            directory and project have the same paths there as here, on a shared file system.
+    Without a cluster it is a child of this process and ends with it. On a cluster it outlives this process, the
+    interpreter is the cluster's, and the scheduler assigns GPUs; run directory and project have the same paths there as
+    here, on a shared file system.
     """
     from torchx import specs
 
@@ -107,26 +100,14 @@ def run_job(
         environment["WB_PARENT_PID"] = str(os.getpid())
     else:
         environment = {key: value for key, value in environment.items() if not key.startswith("CUDA_")}
-    arguments = [
-        "-m",
-        "workbench.launch.agent",
-        "--standalone",
-        "--nnodes=1",
-        f"--nproc-per-node={world_size}",
-        "--max-restarts=0",
-        "-m",
-        worker,
-        str(run_path.resolve()),
-        "--project",
-        str(project.resolve()),
-    ]
+    agent = f"-m workbench.launch.agent --standalone --nnodes=1 --nproc-per-node={world_size} --max-restarts=0"
     target = cluster or Cluster(python=sys.executable)
     memory_mb = MEMORY_MB[placement.device] if target.memory_mb is None else target.memory_mb
     role = specs.Role(
         name="trainer",
         image=target.image,
         entrypoint=target.python,
-        args=arguments,
+        args=[*agent.split(), "-m", worker, str(run_path.resolve()), "--project", str(project.resolve())],
         env=environment,
         num_replicas=1,
         mounts=specs.parse_mounts(list(target.mounts)) if target.mounts else [],
@@ -189,8 +170,14 @@ def request_of(
         ) from None
     if scheduler == LOCAL:
         settings = {"log_dir": str(run_path / "torchx")}
-    if scheduler == SLURM:
-        _refuse_commas(app)
+    commas = [f"{key}={value}" for key, value in app.roles[0].env.items() if "," in value]
+    if commas and scheduler == SLURM:
+        raise LaunchError(
+            f"give a Slurm job {commas[0]}",
+            found="a comma",
+            rule="sbatch --export ends a value at a comma",  # and the rest of it would be lost
+            fix="use a path without commas",
+        )
     if "validate_spec" in dict(runner().scheduler_run_opts(scheduler)):
         settings["validate_spec"] = False  # torchx after 0.7 would ask the cluster
     try:
@@ -236,10 +223,9 @@ def _checked(scheduler: str, options: Mapping[str, str]) -> tuple[dict[str, Any]
     }
     if scheduler == LOCAL:
         return settings, None
-    memory_mb = _value("memory_mb", options["memory_mb"], int) if "memory_mb" in options else None
     return settings, Cluster(
         python=options.get("python", "python"),
-        memory_mb=memory_mb,
+        memory_mb=_value("memory_mb", options["memory_mb"], int) if "memory_mb" in options else None,
         image=options.get("image", ""),
         mounts=options["mounts"].split(",") if options.get("mounts") else (),
     )
@@ -277,18 +263,6 @@ def _value(name: str, text: str, kind: Any) -> Any:
         ) from None
 
 
-def _refuse_commas(app: AppDef) -> None:
-    """Refuse commas in the environment: Slurm splits torchx's exports there, and the rest of a value would be lost."""
-    for name, value in app.roles[0].env.items():
-        if "," in value:
-            raise LaunchError(
-                f"give a Slurm job {name}={value}",
-                found="a comma",
-                rule="sbatch --export ends a value at a comma",
-                fix="use a path without commas",
-            )
-
-
 def _correct_slurm(request: Any, name: str, run_path: Path) -> None:
     """Correct torchx's script where it would lose a run, cores or output."""
     request.cmd.append(f"--chdir={run_path / 'torchx'}")  # its output, too, belongs to the run
@@ -310,7 +284,7 @@ def _kubernetes_name(name: str, run_path: Path) -> str:
 
 
 def _renamed(resource: Any, name: str) -> dict[str, Any]:
-    """Return the resource under our name in place of torchx's random one."""
+    """The resource under our name in place of torchx's random one."""
     from torchx.schedulers import kubernetes_scheduler
 
     plain = json.dumps(kubernetes_scheduler.sanitize_for_serialization(resource))
@@ -322,11 +296,7 @@ def _renamed(resource: Any, name: str) -> dict[str, Any]:
 
 
 def options_of(scheduler: str) -> dict[str, str]:
-    """Options of a scheduler: name -> meaning, marked if the option is needed.
-
-    Those of Slurm and Kubernetes are torchx's own (of the installed version), and ours: ``python``, the interpreter
-    there; ``memory_mb`` of the host for each rank, 0 to request none; and on Kubernetes ``image`` and ``mounts``
-    (``type=volume,src=<claim>,dst=<folder>``), through which the pod sees run directory and project.
+    """Options of a scheduler, torchx's own (of the installed version) and ours: name -> meaning, marked if needed.
 
     Raises:
         LaunchError: no such scheduler.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import os
 import re
@@ -64,12 +65,8 @@ def visible_gpus() -> list[str]:
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None or not present:
         return present
-    chosen: list[str] = []
-    for name in (part.strip() for part in allowed.split(",")):
-        if not name or name == "-1":
-            break  # CUDA ignores everything after the first invalid id
-        chosen.append(name)
-    return chosen
+    names = (part.strip() for part in allowed.split(","))
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # CUDA ignores the rest, too
 
 
 def cores() -> list[str]:
@@ -132,14 +129,10 @@ def _uuids_by(tool: str) -> tuple[str, ...]:
 
 
 @dataclass
-class Lease:
-    """Slots of this process until they are released, or it ends.
+class Lease(contextlib.AbstractContextManager["Lease"]):
+    """Slots of this process until they are released, or it ends."""
 
-    Attributes:
-        ids: of the devices, in the order in which they were offered.
-    """
-
-    ids: tuple[str, ...]
+    ids: tuple[str, ...]  # of the devices, in the order in which they were offered
     _files: list[int] = field(repr=False)
 
     def note(self, pid: int, create_time: float) -> None:
@@ -154,9 +147,6 @@ class Lease:
             _write(file, {})
             fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that inherited the file
             os.close(file)
-
-    def __enter__(self) -> Lease:
-        return self
 
     def __exit__(self, *raised: object) -> None:
         self.release()
@@ -192,9 +182,11 @@ def take(kind: str, count: int, of: Sequence[str], *, requester: str = "") -> Le
     folder.mkdir(mode=0o700, exist_ok=True)
     claim = {**own_process(), "who": f"{requester} {count}", "slots": sorted(names.values())}
     with _in_this_process, locked(folder / f"{kind}.guard"), _queue(folder / f"{kind}.waiting") as queue:
-        first = _is_first(queue, claim)
-        lease = _lease_free(folder, names, count) if first else None
-        entry = next((other for other in queue if _same(other, claim)), None)
+        identity = ("pid", "create_time", "who")
+        entry = next((other for other in queue if all(other[key] == claim[key] for key in identity)), None)
+        earlier = queue if entry is None else queue[: queue.index(entry)]
+        blocked = any(set(other["slots"]) & set(claim["slots"]) for other in earlier)
+        lease = None if blocked else _lease_free(folder, names, count)
         if entry is not None:
             queue.remove(entry) if lease else entry.update(seen_s=time.monotonic())
         elif lease is None:
@@ -230,7 +222,7 @@ def _lease_free(folder: Path, names: dict[str, str], count: int) -> Lease | None
     lease = Lease((), [])
     for device, name in names.items():
         file = os.open(folder / f"{name}.slot", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if _lock(file) and not _used(file):
+        if _lock_free(file):
             lease.ids += (device,)
             lease._files.append(file)
             if len(lease.ids) == count:
@@ -242,32 +234,14 @@ def _lease_free(folder: Path, names: dict[str, str], count: int) -> Lease | None
     return None
 
 
-def _lock(file: int) -> bool:
+def _lock_free(file: int) -> bool:
+    """Lock a slot; False if it is locked, or a process recorded in it lives: a job whose launcher has died."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
-
-
-def _used(file: int) -> bool:
-    """True if the process recorded in an unlocked slot is alive: a job whose launcher has died."""
     user = _read(file)
-    return bool(user) and process_alive(user["pid"], user["create_time"])
-
-
-def _is_first(queue: list[dict[str, Any]], claim: dict[str, Any]) -> bool:
-    """True if no earlier request waits for a slot that this one could get."""
-    for other in queue:
-        if _same(other, claim):
-            return True
-        if set(other["slots"]) & set(claim["slots"]):
-            return False
-    return True
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in ("pid", "create_time", "who"))
+    return not (user and process_alive(user["pid"], user["create_time"]))
 
 
 @contextlib.contextmanager

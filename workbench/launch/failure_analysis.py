@@ -62,16 +62,10 @@ def write_hang(
     stack: str = "",
     stopped: bool = False,
 ) -> None:
-    """Write the exit record of a rank that others wait for.
+    """Write the exit record of a rank that others wait for; the message tells which, and where.
 
-    Args:
-        run: its run directory.
-        rank: that rank.
-        message: the ranks that wait for it, and where.
-        certain: waiting longer could not have helped.
-        waited_in: the collective that it was in itself, "" if none.
-        stack: its Python stack, "" if unknown.
-        stopped: its process was stopped (state T), not busy.
+    `certain`: waiting longer could not have helped. `waited_in`: the collective that the rank was in itself. `stopped`:
+    its process was stopped (state T), not busy.
     """
     stack = without_machine_paths(stack)
     too_long = f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}"
@@ -102,12 +96,8 @@ def write_hang(
 def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool, cause: str = "early exit") -> None:
     """Write the exit record of a rank that ended with exit code 0 while others waited for it.
 
-    Args:
-        run: its run directory.
-        wait: the ranks that waited for it, and where.
-        last: the last collective that it came to, "" if none.
-        finished: it had recorded that its part was done.
-        cause: "hang" if the others did not notice that it was gone, and hung.
+    `last`: the last collective that it came to. `finished`: it had recorded that its part was done. The cause is "hang"
+    if the others did not notice that it was gone, and hung.
     """
     rank = wait.rank
     after = f"after {last}" if last else "before its first collective"
@@ -149,8 +139,13 @@ def place_of(stack: str) -> str:
 
 def own_threads(stacks: str) -> str:
     """The stacks that faulthandler wrote, the main thread first, without those that only watch a parent process."""
-    threads = [f"{head}{rest}" for head, rest in reversed(_sections(stacks))]
-    kept = [thread for thread in threads if not (_WATCHING.search(thread) or "<no Python frame>" in thread)]
+    threads: list[str] = []
+    for line in stacks.splitlines(keepends=True):
+        if line.startswith(("Thread ", "Current thread ")):
+            threads.append(line)
+        elif threads and line.startswith("  "):
+            threads[-1] += line
+    kept = [thread for thread in reversed(threads) if not (_WATCHING.search(thread) or "<no Python frame>" in thread)]
     return "\n\n".join(thread.strip("\n") for thread in kept) + "\n" if kept else ""
 
 
@@ -181,22 +176,19 @@ class _FailureAnalysis:
         """Record the first rank that was killed before it could write a record."""
         exits = self.run.exits()
         # A stopped rank cannot end on SIGTERM: the SIGKILL that ended it was the agent's.
-        silent = [
-            rank for rank in self.codes if rank not in exits and self.codes[rank] != 0 and rank not in self.stopped
-        ]
+        silent = {rank: code for rank, code in self.codes.items() if code and rank not in {*exits, *self.stopped}}
         # The agent stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
         first = next(iter(self.codes), None)
-        silent = [rank for rank in silent if self.codes[rank] != -signal.SIGTERM or rank == first]
+        silent = {rank: code for rank, code in silent.items() if code != -signal.SIGTERM or rank == first}
         if any(record["cause"] in RECORDED_LAST for record in exits.values()):  # the watchdog stopped all of them
-            silent = [rank for rank in silent if self.codes[rank] not in (-signal.SIGTERM, -signal.SIGKILL)]
+            silent = {rank: code for rank, code in silent.items() if code not in (-signal.SIGTERM, -signal.SIGKILL)}
         if not silent:
             return
-        rank = min(silent, key=lambda rank: self.codes[rank] == -signal.SIGTERM)
-        code = self.codes[rank]
+        rank, code = min(silent.items(), key=lambda entry: entry[1] == -signal.SIGTERM)
         gave_up = code == -signal.SIGABRT and _GAVE_UP.search(read_text(self.run.log_path(rank)))
         for_memory = code == -signal.SIGKILL and self.oom_kills > 0
-        name = _SIGNALS.get(-code, f"signal {-code}")
-        killed = f"was killed by {name}" if code < 0 else f"ended with exit code {code}"
+        by = _SIGNALS.get(-code, f"signal {-code}")
+        killed = f"was killed by {by}" if code < 0 else f"ended with exit code {code}"
         fix = f"read ranks/{self.run.log_path(rank).name} in the run directory"
         if for_memory:
             times = "" if self.oom_kills == 1 else f" ({self.oom_kills} times)"
@@ -277,14 +269,8 @@ class _FailureAnalysis:
         )
 
     def _write(self, rank: int, error: LaunchError, cause: str) -> None:
-        self.run.write_exit(
-            rank,
-            coordinates_of(self.run, rank),
-            error,
-            cause=cause,
-            waited_in=self._waited_in(rank),
-            stack=self._stack(rank),
-        )
+        evidence = {"waited_in": self._waited_in(rank), "stack": self._stack(rank)}
+        self.run.write_exit(rank, coordinates_of(self.run, rank), error, cause=cause, **evidence)
 
     def _record_agent(self) -> None:
         """Record a job without any exit record of a rank, from the agent's output."""
@@ -297,11 +283,14 @@ class _FailureAnalysis:
         else:
             message = "the agent that starts the ranks failed before any rank recorded why"
         places = "; ".join(f"rank {rank} was in {view.inside}" for rank, view in self.views.items() if view.inside)
+        # the agent's output, which depends on the backend
+        logs = {"processes": "ranks/agent.log", "slurm": "torchx/slurm-*.err"}
+        log = logs.get(str(self.run.state.get("backend")), "torchx/*/*/trainer/0/stderr.log")
         error = LaunchError(
             message,
             found=last or places or "no output",
             rule="rank 0 records how a run ended",
-            fix=f"read {_agent_log(self.run)} in the run directory",
+            fix=f"read {log} in the run directory",
         )
         killed = began and self.job_state != "succeeded"
         self.run.write_exit(None, {}, error, cause="killed" if killed else "start")
@@ -310,10 +299,8 @@ class _FailureAnalysis:
         """Record the ranks that were stopped because another one had failed, and the collectives that they were in."""
         failure = self.run.failure()
         first = "the agent" if failure is None or failure["rank"] is None else f"rank {failure['rank']}"
-        exits = self.run.exits()
-        for rank in sorted({*self.codes, *self.views}.difference(exits)):
-            if self.codes.get(rank) == 0:
-                continue
+        ended_well = {rank for rank, code in self.codes.items() if code == 0}
+        for rank in sorted({*self.codes, *self.views}.difference(self.run.exits(), ended_well)):
             error = LaunchError(
                 f"rank {rank} was stopped",
                 found=f"{first} had failed",
@@ -338,12 +325,6 @@ class _FailureAnalysis:
         """The last waits that the watchdog saw."""
         content = _mapping(self.run.path / WAITING)
         return content.get("waiting") or content.get("was") or []
-
-
-def _agent_log(run: RunDirectory) -> str:
-    """Path of the agent's output, which depends on the backend."""
-    logs = {"processes": "ranks/agent.log", "slurm": "torchx/slurm-*.err"}
-    return logs.get(str(run.state.get("backend")), "torchx/*/*/trainer/0/stderr.log")
 
 
 def _codes(run: RunDirectory, output: str) -> dict[int, int]:
@@ -375,13 +356,3 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf8", errors="replace")
     except OSError:
         return ""
-
-
-def _sections(stacks: str) -> list[tuple[str, str]]:
-    sections: list[list[str]] = []
-    for line in stacks.splitlines(keepends=True):
-        if line.startswith(("Thread ", "Current thread ")):
-            sections.append([line, ""])
-        elif sections and line.startswith("  "):
-            sections[-1][1] += line
-    return [(head, rest) for head, rest in sections]

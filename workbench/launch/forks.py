@@ -72,7 +72,8 @@ class Request:
 
 def serve(connection: socket.socket) -> None:
     """Serve the request of one connection until the last rank is gone, then end this process with all its children."""
-    request = Request(**json.loads(_read_line(connection)))
+    with connection.makefile("rb") as file:
+        request = Request(**json.loads(file.readline()))
     os.environ.clear()
     os.environ.update(request.environment)
     try:
@@ -131,13 +132,19 @@ class _Agent:
                     end.close()
                 _run_rank(self.request, self.run, rank, port, self.worker)
             self.ranks[pid] = rank
-        self.store = _host_store(listener, port)
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore(  # on a port that was bound before the ranks got its number, so that it cannot be taken
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         _send(self.connection, agent=this_process(), ranks={rank: pid for pid, rank in self.ranks.items()})
 
     def watch(self) -> None:
         """Watch the ranks until the last one is gone."""
         self.run.note(agent=this_process())
-        watchdog = _watchdog(self.run, {rank: pid for pid, rank in self.ranks.items()})
+        from workbench.launch.watchdog import Watchdog  # imported late: the ranks need not wait for it
+
+        watchdog = Watchdog(self.run, {rank: pid for pid, rank in self.ranks.items()}).start()
         self.connection.setblocking(False)
         listening = [self.wake, self.connection]
         look_s = 0.0
@@ -159,7 +166,9 @@ class _Agent:
                 self._stop("left alone")
         watchdog.stop()
         write_whole(self.run.path / "ranks" / EXIT_CODES, to_json({str(r): c for r, c in self.exit_codes.items()}))
-        _send(self.connection, ended=self._end(), exit_codes=self.exit_codes)
+        failed = "failed" if self.stopping == "failed" else "cancelled"
+        ended = failed if any(self.exit_codes.values()) else "succeeded"
+        _send(self.connection, ended=ended, exit_codes=self.exit_codes)
 
     def _reap(self) -> bool:
         """Record the ranks that have ended; True if any is left."""
@@ -190,11 +199,6 @@ class _Agent:
                 os.kill(pid, signal.SIGTERM)
         self.terminated = True
 
-    def _end(self) -> str:
-        if not any(self.exit_codes.values()):
-            return "succeeded"
-        return "failed" if self.stopping == "failed" else "cancelled"
-
 
 def _run_rank(request: Request, run: RunDirectory, rank: int, port: int, worker: ModuleType) -> None:
     """Run the worker's main as this rank; never returns."""
@@ -213,7 +217,8 @@ def _run_rank(request: Request, run: RunDirectory, rank: int, port: int, worker:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        _reseed_numpy()
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()  # it was seeded before the fork, the same in every rank and every run
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was loaded before it could read this
         sys.argv = [str(worker.__file__), request.run, "--project", request.project]
@@ -251,24 +256,11 @@ def _refuse_initialised_cuda() -> None:
         )
 
 
-def _host_store(listener: socket.socket, port: int) -> Any:
-    """The store of the ranks, on a port that was bound before they got its number, so that it cannot be taken."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def _reset_signals() -> None:
     """Remove the agent's signal handlers from a rank."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-
-
-def _reseed_numpy() -> None:
-    """Reseed numpy's generator, which was seeded before the fork and would be the same in every rank and every run."""
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
 
 
 def _send_output_to(log: Path) -> None:
@@ -278,18 +270,6 @@ def _send_output_to(log: Path) -> None:
     os.close(file)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
-
-
-def _watchdog(run: RunDirectory, pids: dict[int, int]) -> Any:
-    """Start the watchdog of the ranks."""
-    from workbench.launch.watchdog import HANG_S, Watchdog  # imported late: the ranks need not wait for it
-
-    return Watchdog(run, pids, hang_s=float(os.environ.get("WB_HANG_S", HANG_S))).start()
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    with connection.makefile("rb") as file:
-        return file.readline()
 
 
 def _send(connection: socket.socket, **message: Any) -> None:

@@ -163,12 +163,7 @@ def agent_output(log_dir: Path) -> str:
 
 
 class LocalJob:
-    """A child of this process.
-
-    Attributes:
-        handle: torchx's name for it.
-        agent: the process that starts the ranks, {"pid", "create_time"}; None if it has ended already.
-    """
+    """A child of this process; its `agent` is None if that has ended already."""
 
     def __init__(self, handle: str) -> None:
         self.handle = handle
@@ -179,10 +174,7 @@ class LocalJob:
         self._ended: str | None = None
 
     def poll(self) -> str:
-        """Current state: running, succeeded, failed or cancelled.
-
-        torchx is never asked again after the end.
-        """
+        """Current state, as of every `Job`; torchx is never asked again after the end."""
         if self._ended is None:
             status = runner().status(self.handle)
             if status is None:
@@ -234,7 +226,6 @@ class ClusterJob:
     """A job of Slurm or Kubernetes, known by its handle in any process.
 
     Attributes:
-        handle: torchx's name for it.
         trouble: the error of the last question to the cluster, "" if it answered. A cluster that does not answer has
             not ended the job, so it still counts as running.
     """
@@ -247,7 +238,7 @@ class ClusterJob:
         self._first = True
 
     def poll(self) -> str:
-        """Current state: running, succeeded, failed or cancelled; asks the cluster every `ASK_EVERY_S` at most.
+        """Current state, as of every `Job`; asks the cluster every `POLL_INTERVAL_S` at most.
 
         If the cluster has no record of ended jobs, the end is read from the run directory.
         """

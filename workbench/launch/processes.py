@@ -244,10 +244,6 @@ class _Server:
                 fix="check the installation and the memory, or launch torchx jobs instead",
             )
 
-    def fits(self) -> bool:
-        """True if it is alive and was started with the current environment."""
-        return self.process.poll() is None and self.environment == _read_on_import()
-
     def close(self) -> None:
         """End it by closing its standard input."""
         self.control.close()
@@ -269,11 +265,11 @@ def _server() -> _Server:
     """The server of this process, started if there is none."""
     global _started
     with _lock:
-        if _started is not None and _started.owner == os.getpid() and not _started.fits():
-            _started.close()  # its forks continue
-            _started = None
-        if _started is None or _started.owner != os.getpid():
-            _started = _Server()
+        server = _started if _started is not None and _started.owner == os.getpid() else None
+        if server is not None and (server.process.poll() is not None or server.environment != _read_on_import()):
+            server.close()  # its forks continue
+            server = _started = None
+        _started = server or _Server()
         return _started
 
 
@@ -285,8 +281,7 @@ def _first_message(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
     """First line from an agent, {} if it ends before, and the bytes after it."""
     received = b""
     while b"\n" not in received:
-        data = _receive(connection)
-        if not data:
+        if not (data := _receive(connection)):
             return {}, b""
         received += data
     line, _, rest = received.partition(b"\n")

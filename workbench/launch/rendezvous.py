@@ -32,10 +32,13 @@ def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
     Raises:
         LaunchError: they did not connect, with the last line that each printed.
     """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free_port = probe.getsockname()[1]
     environment = os.environ | {
         "WORLD_SIZE": str(RANKS),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": python_path(),
     }
@@ -46,17 +49,10 @@ def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
         ranks = []
         try:
             for rank, log in enumerate(logs):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as file:
-                    ranks.append(
-                        subprocess.Popen(
-                            command,
-                            env=environment | own,
-                            stdin=subprocess.DEVNULL,
-                            stdout=file,
-                            stderr=subprocess.STDOUT,
-                        )
-                    )
+                    streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+                    ranks.append(subprocess.Popen(command, env=own, **streams))
             codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired:
             codes = [None]
@@ -64,9 +60,8 @@ def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        outputs = [
-            log.read_text(encoding="utf8", errors="replace").strip().splitlines() for log in logs if log.exists()
-        ]
+        texts = [log.read_text(encoding="utf8", errors="replace") for log in logs if log.exists()]
+    outputs = [text.strip().splitlines() for text in texts]
     if any(codes):
         problem = "; ".join(f"rank {rank}: {lines[-1]}" for rank, lines in enumerate(outputs) if lines)
     elif codes == [None]:
@@ -80,12 +75,6 @@ def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
         fix="see that the host's own name resolves (/etc/hosts) and that nothing closes the loopback; "
         "GLOO_SOCKET_IFNAME=lo names the interface",
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(timeout_s: float) -> None:

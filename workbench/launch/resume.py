@@ -24,13 +24,12 @@ from typing import Any
 import workbench
 from workbench.atomic import locked, read_json, to_json, write_whole
 from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError
-from workbench.launch.ablation import PlannedRun
+from workbench.launch.ablation import PlannedRun, differences
 from workbench.policy.decoder import TINY
 from workbench.records.directory import ENDED, RunDirectory
 from workbench.records.integrity import check_whole
 from workbench.records.provenance import this_process, versions
 from workbench.rollouts.task import task_file
-from workbench.specs.reading import flatten
 from workbench.specs.run import RunSpec
 
 RECORD = "sweep.json"
@@ -62,13 +61,17 @@ def launch_lock(runs_dir: Path) -> Iterator[None]:
 
 def reusable(runs_dir: Path, plan: PlannedRun, identity: Mapping[str, Any]) -> RunDirectory | None:
     """Return the newest run of a plan's settings, if it succeeded with the same device and inputs."""
-    same = [
-        run for run in RunDirectory.find(runs_dir, plan.name) if run.spec.content_hash() == plan.spec.content_hash()
-    ]
-    if not same or same[-1].status != "succeeded":
+    newest = next(reversed(_of_settings(runs_dir, plan)), None)
+    if newest is None or newest.status != "succeeded":
         return None
-    state = same[-1].state
-    return same[-1] if all(state.get(key) == value for key, value in identity.items()) else None
+    state = newest.state
+    return newest if all(state.get(key) == value for key, value in identity.items()) else None
+
+
+def _of_settings(runs_dir: Path, plan: PlannedRun) -> list[RunDirectory]:
+    """Runs of a plan's name and settings, the newest last."""
+    settings = plan.spec.content_hash()
+    return [run for run in RunDirectory.find(runs_dir, plan.name) if run.spec.content_hash() == settings]
 
 
 def damage(run: RunDirectory) -> str:
@@ -87,9 +90,7 @@ def interrupted(runs_dir: Path, plan: PlannedRun, identity: Mapping[str, Any]) -
     resumed, because other steps would follow: the note tells the differences.
     """
     candidates = []
-    for run in reversed(RunDirectory.find(runs_dir, plan.name)):
-        if run.spec.content_hash() != plan.spec.content_hash():
-            continue
+    for run in reversed(_of_settings(runs_dir, plan)):
         if run.status == "succeeded":
             break
         if run.status in ENDED and run.checkpoints():
@@ -128,12 +129,12 @@ def refuse_running(runs_dir: Path, planned: Sequence[PlannedRun]) -> None:
     Raises:
         SpecError: runs that wait or run, with the process that watches them.
     """
-    busy = []
-    for plan in planned:
-        for run in RunDirectory.find(runs_dir, plan.name):
-            if run.status not in ENDED and run.spec.content_hash() == plan.spec.content_hash():
-                busy.append(f"{run.path.name} ({run.status}, process {run.state.get('launcher', {}).get('pid', '?')})")
-    if busy:
+    if busy := [
+        f"{run.path.name} ({status}, process {run.state.get('launcher', {}).get('pid', '?')})"
+        for plan in planned
+        for run in _of_settings(runs_dir, plan)
+        if (status := run.status) not in ENDED
+    ]:
         raise SpecError(
             f"launch {runs_dir.parent.name}",
             found="already running or waiting: " + ", ".join(busy),
@@ -160,10 +161,9 @@ def refuse_changed(runs_dir: Path, planned: Sequence[PlannedRun], inputs: Sequen
         except WorkbenchError as error:
             changed.append(f"{plan.name}: {folder} is of another version ({error.parts['found']})")
             continue
-        differing = _settings_changed(before, plan) + [
-            f"another {key}" for key in _DATA if before.state.get("inputs", {}).get(key) != identity.get(key)
-        ]
-        if differing:
+        differing = [f"{key} {old} -> {new}" for key, (old, new) in differences(before.spec, plan.spec).items()]
+        inputs_before = before.state.get("inputs", {})
+        if differing := differing + [f"another {key}" for key in _DATA if inputs_before.get(key) != identity.get(key)]:
             changed.append(f"{plan.name}: {', '.join(differing)}")
     if changed:
         raise SpecError(
@@ -176,15 +176,6 @@ def refuse_changed(runs_dir: Path, planned: Sequence[PlannedRun], inputs: Sequen
         )
 
 
-def _settings_changed(before: RunDirectory, plan: PlannedRun) -> list[str]:
-    old, new = (flatten(spec.model_dump(mode="json")) for spec in (before.spec, plan.spec))
-    return [
-        f"{key} {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-
-
 def sweep_identity(planned: Sequence[PlannedRun]) -> str:
     """Eight hex digits of all names and settings: the same for the same sweep, in any order."""
     content = json.dumps(sorted((plan.name, plan.spec.canonical()) for plan in planned))
@@ -192,14 +183,7 @@ def sweep_identity(planned: Sequence[PlannedRun]) -> str:
 
 
 def write_record(runs_dir: Path, planned: Sequence[PlannedRun], runs: Sequence[RunDirectory], *, trial: bool) -> None:
-    """Record the launch, and the folder of each name's run.
-
-    Args:
-        runs_dir: the ``runs`` folder of the experiment.
-        planned: the launched runs.
-        runs: a directory for each.
-        trial: settings override the experiment's own, so the experiment does not use these runs.
-    """
+    """Record the launch, and the folder of each name's run; the experiment does not use the runs of a trial."""
     before = read_record(runs_dir) or {"runs": {}}
     folders = {plan.name: run.path.name for plan, run in zip(planned, runs, strict=True)}
     record = {
@@ -240,26 +224,19 @@ def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
         SpecError: a rollout dataset, checkpoint or task that is missing, with the folder that was searched.
     """
     specs = list(specs)
-    datasets = {
-        path: _dataset(path, project) for path in {spec.data.path: None for spec in specs if not spec.online.on}
-    }
-    checkpoints = {source: _checkpoint(source, project) for source in {spec.model.source: None for spec in specs}}
+    paths = dict.fromkeys(spec.data.path for spec in specs if not spec.online.on)
+    datasets = {path: _dataset(path, project) for path in paths}
+    sources = dict.fromkeys(spec.model.source for spec in specs)
+    checkpoints = {source: _checkpoint(source, project) for source in sources}
     software = {"versions": versions(), "code": _code()}
-    return [
-        software
-        | {"checkpoint": checkpoints[spec.model.source]}
-        | (
-            {"recording": datasets[spec.data.path]}
-            if spec.online.task is None
-            else {"task": _task(spec.online.task, project)}
-        )
-        for spec in specs
-    ]
-
-
-def _task(name: str, project: Path) -> str:
-    """Identity of a user's task: the hash of its file, without its imports."""
-    return name if name == "arithmetic" else _sha256(task_file(name, project)[0])
+    identities = []
+    for spec in specs:
+        if (task := spec.online.task) is None:
+            data = {"recording": datasets[spec.data.path]}
+        else:  # the hash of its file, without its imports
+            data = {"task": task if task == "arithmetic" else _sha256(task_file(task, project)[0])}
+        identities.append(software | {"checkpoint": checkpoints[spec.model.source]} | data)
+    return identities
 
 
 def _dataset(path: str, project: Path) -> str:

@@ -6,7 +6,6 @@ up) is recorded in its directory: state.json, and an exit record with cause, ran
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from workbench.errors import LaunchError
 from workbench.launch import jobs, processes, resume
 from workbench.launch.ablation import AblationSpec, PlannedRun
-from workbench.launch.component import WORKER
+from workbench.launch.component import LOCAL, WORKER
 from workbench.launch.devices import Placement, place, visible_gpus
 from workbench.launch.sweep import Starter, Sweep
 from workbench.launch.task import RunEvent, Task
@@ -72,7 +71,7 @@ def launch(
     project, experiment_dir = (project or project_root()).resolve(), experiment_dir.resolve()
     runs_dir = experiment_dir / "runs"
     gpus = visible_gpus() if where not in CLUSTERS and any(run.spec.device != "cpu" for run in planned) else []
-    placements = [on_cluster(run) if where in CLUSTERS else place(run.name, run.spec, gpus) for run in planned]
+    placements = [_place(run, where, gpus) for run in planned]
     if where == "here":
         _refuse_sharded_parameters(planned)
     inputs = resume.identify([run.spec for run in planned], project)
@@ -94,15 +93,17 @@ def launch(
     sweep = Sweep(tasks, experiment_dir, on_event=on_event)
     if where == "here":
         return sweep.here(functools.partial(_run_here, project=project, worker=worker))
-    return sweep.in_jobs(starter(where, project, options or {}, worker), gpus=gpus, leased=where not in CLUSTERS)
-
-
-def starter(where: Where, project: Path, options: Mapping[str, str], worker: str = WORKER) -> Starter:
-    """Return the function that starts a run, in one of the ways that create processes."""
     if where == "processes":
-        return functools.partial(processes.start, project=project, worker=worker)
-    scheduler = "local_cwd" if where == "torchx" else where
-    return functools.partial(jobs.start, project=project, worker=worker, scheduler=scheduler, options=options)
+        start: Starter = functools.partial(processes.start, project=project, worker=worker)
+    else:
+        start = functools.partial(jobs.start, **_job(where, project, options, worker))
+    return sweep.in_jobs(start, gpus=gpus, leased=where not in CLUSTERS)
+
+
+def _job(where: Where, project: Path, options: Mapping[str, str] | None, worker: str) -> dict[str, Any]:
+    """Arguments of `jobs.start` and `jobs.describe` that all runs share."""
+    scheduler = LOCAL if where == "torchx" else where
+    return {"project": project, "worker": worker, "scheduler": scheduler, "options": options}
 
 
 def requests(
@@ -129,26 +130,18 @@ def requests(
         )
     project = (project or project_root()).resolve()
     gpus = visible_gpus() if where == "torchx" else []
-    scheduler = "local_cwd" if where == "torchx" else where
-    descriptions = {}
+    job, descriptions = _job(where, project, options, worker), {}
     for plan in planned:
-        placement = on_cluster(plan) if where in CLUSTERS else place(plan.name, plan.spec, gpus)
+        placement = _place(plan, where, gpus)
         path = RunDirectory.next_path(experiment_dir.resolve() / "runs", plan.name, plan.spec)
-        descriptions[plan.name] = jobs.describe(
-            plan.name,
-            path,
-            plan.world_size,
-            placement,
-            project=project,
-            worker=worker,
-            scheduler=scheduler,
-            options=options or {},
-        )
+        descriptions[plan.name] = jobs.describe(plan.name, path, plan.world_size, placement, **job)
     return descriptions
 
 
-def on_cluster(plan: PlannedRun) -> Placement:
-    """Placement of a run on a cluster, which cannot be inspected: one GPU for each rank, unless its spec says cpu."""
+def _place(plan: PlannedRun, where: Where, gpus: Sequence[str]) -> Placement:
+    """Placement of a run. A cluster cannot be inspected: there each rank gets a GPU, unless the spec says cpu."""
+    if where not in CLUSTERS:
+        return place(plan.name, plan.spec, gpus)
     if plan.spec.device == "cpu":
         return Placement("cpu")
     return Placement("cuda", gpus=tuple(str(rank) for rank in range(plan.world_size)))
@@ -169,14 +162,13 @@ def _prepare(
     identity: dict[str, Any] = {"device": placement.device, "inputs": inputs}
     if plan.spec.frozen_clip in prepared:
         identity["frozen_clip_run"] = prepared[plan.spec.frozen_clip].run.path.name
-    earlier = None if fresh else resume.reusable(runs_dir, plan, identity)
-    broken = "" if earlier is None else resume.damage(earlier)
-    if earlier is not None and not broken:
-        return Task(plan, earlier, placement, reused=True)
-    note = placement.note
+    note, notes = placement.note, [placement.note]
+    if (earlier := None if fresh else resume.reusable(runs_dir, plan, identity)) is not None:
+        if not (broken := resume.damage(earlier)):
+            return Task(plan, earlier, placement, reused=True)
+        notes.append(f"runs again, because the record of the earlier run is damaged: {broken}")
     interrupted, resume_note = (None, "") if fresh else resume.interrupted(runs_dir, plan, identity)
-    damage_note = f"runs again, because the record of the earlier run is damaged: {broken}" if broken else ""
-    placement = replace(placement, note="; ".join(filter(None, [note, damage_note, resume_note])))
+    placement = replace(placement, note="; ".join(filter(None, [*notes, resume_note])))
     if interrupted is not None:
         identity["continues"] = interrupted.path.name
     run = RunDirectory.create(
@@ -203,33 +195,23 @@ def _deciding_first(
 
 
 def _run_here(task: Task, *, project: Path, worker: str) -> None:
-    with _environment("WORKBENCH_DEVICE", task.placement.device):
-        importlib.import_module(worker).run_here(task.run, project)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
+    before = os.environ.get("WORKBENCH_DEVICE")
+    os.environ["WORKBENCH_DEVICE"] = task.placement.device
     try:
-        yield
+        importlib.import_module(worker).run_here(task.run, project)
     finally:
         if before is None:
-            del os.environ[name]
+            del os.environ["WORKBENCH_DEVICE"]
         else:
-            os.environ[name] = before
+            os.environ["WORKBENCH_DEVICE"] = before
 
 
 def _refuse_sharded_parameters(planned: Sequence[PlannedRun]) -> None:
-    sharded = [
-        f"{run.name} ({run.world_size} ranks)"
-        for run in planned
-        if run.world_size > 1 and run.spec.layout.shard_parameters
-    ]
+    sharded = [run for run in planned if run.world_size > 1 and run.spec.layout.shard_parameters]
     if sharded:
         raise LaunchError(
             "run the ablation here, in one process",
-            found=f"shard_parameters in {', '.join(sharded)}",
+            found="shard_parameters in " + ", ".join(f"{run.name} ({run.world_size} ranks)" for run in sharded),
             rule="here ranks are simulated, and FSDP2 needs real ones",
             fix="leave these out, or use where='processes' or 'torchx'",
         )

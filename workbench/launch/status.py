@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,7 +15,7 @@ from typing import Any
 
 from workbench.atomic import from_json
 from workbench.errors import RecordError, WorkbenchError
-from workbench.launch.ablation import load_ablation
+from workbench.launch.ablation import differences, load_ablation
 from workbench.launch.waits import find_waits
 from workbench.metrics.evidence import Evidence
 from workbench.records.directory import ENDED, RunDirectory
@@ -23,7 +23,6 @@ from workbench.records.failures import failure_summary
 from workbench.records.lookup import RunEntry, experiment_at, experiments, runs_of
 from workbench.records.progress import CONTINUES, Pace, steps_recorded
 from workbench.sharding import flight
-from workbench.specs.reading import flatten
 
 _TAIL_BYTES = 16 * 1024  # only the last line of a log is shown
 _PATIENCE_S = 5.0  # healthy ranks wait for one another too, but not for that long
@@ -38,8 +37,7 @@ class Listed:
         name: of the configuration.
         folder: name of the run's own folder.
         state: one of `workbench.records.directory.STATES`, or "unreadable".
-        steps_done: optimizer steps recorded.
-        steps: optimizer steps in all.
+        steps_done: optimizer steps recorded, of ``steps``.
         created_ns: time of the request.
         seconds: from the start of its first rank until its end, or until now; None before and if unknown.
         ranks: its world size; 0 if unknown.
@@ -132,10 +130,9 @@ class RankStatus:
     """State of one rank.
 
     Attributes:
-        rank: number of the rank.
         log_bytes: size of its log; None if there is none.
         last_line: the last line of its log that is not empty.
-        ended: its end: "well", one of `workbench.records.failures.CAUSES`, or "" if it recorded none.
+        ended: "well", one of `workbench.records.failures.CAUSES`, or "" if it recorded none.
         inside: the collective that it entered and has not left, "" if none is known.
     """
 
@@ -151,7 +148,6 @@ class WaitStatus:
     """A rank that others wait for.
 
     Attributes:
-        rank: the rank that is waited for.
         message: the collective, the waiting ranks, the duration, and what the rank did instead.
         stack: its Python stack, if the watchdog of the run recorded it; "" otherwise.
     """
@@ -163,24 +159,12 @@ class WaitStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of a run.
+    """State of a run; names that `Listed` has too mean the same.
 
     Attributes:
-        experiment: name of the folder that holds its ``runs``.
-        name: of the configuration.
-        folder: name of the run's own folder.
-        state: one of `workbench.records.directory.STATES`.
-        cancel_requested: True if its cancellation was requested.
-        created_ns: time of the request.
         started_ns: start of its first rank; None before.
         ended_ns: end; None before.
-        seconds: its duration, so far if it runs.
-        steps_done: optimizer steps recorded.
-        steps: optimizer steps in all.
-        world_size: its ranks.
-        device: device type of its ranks.
         device_note: why this device, "" if it is the requested one.
-        backend: what launched its ranks.
         handle: the scheduler's name of the job, "" if none.
         continues: folder of the run that it continues, and from which step; "" if none.
         compared_with: name of the baseline run; "" if it is this one.
@@ -190,7 +174,6 @@ class RunStatus:
         last: the last step's record; {} if there is none.
         evidence: of all recorded steps, as `workbench.metrics.evidence.Evidence.as_json` has it: tokens and documents
             with a gradient, why a comparison would be vacuous, warnings; None for records without counts.
-        ranks: state of each rank.
         waiting: ranks that are waited for; only while it runs.
         failure: the root cause, as `RunDirectory.failure` gives it.
         problem: which part of the record cannot be read, "" if all can.
@@ -248,6 +231,7 @@ def status_of(run: RunDirectory) -> RunStatus:
     baseline = _baseline(run, experiment_dir)
     world_size = int(state.get("world_size", run.spec.layout.world_size))
     evidence = Evidence.of_steps(steps)
+    since = next((f" from step {record['step']}" for record in steps if CONTINUES in record), "")
     times = [record["time/step_ms"] for record in steps[1:] if "time/step_ms" in record]
     return RunStatus(
         experiment=experiment_dir.name,
@@ -266,9 +250,9 @@ def status_of(run: RunDirectory) -> RunStatus:
         device_note=str(state.get("device_note", "")),
         backend=str(state.get("backend", "")),
         handle=str(state.get("handle", "")),
-        continues=_continues(state, steps),
+        continues=f"with {state['continues']}{since}" if "continues" in state else "",
         compared_with=baseline.name if baseline else "",
-        settings=_changed_settings(baseline, run) if baseline else {},
+        settings=differences(baseline.spec, run.spec) if baseline else {},
         seconds_left=Pace(steps).seconds_left(run.spec.steps - len(steps)) if status == "running" else None,
         step_ms=median(times) if times else None,
         last=steps[-1] if steps else {},
@@ -280,29 +264,13 @@ def status_of(run: RunDirectory) -> RunStatus:
     )
 
 
-def _continues(state: dict[str, Any], steps: Sequence[dict[str, Any]]) -> str:
-    since = next((f" from step {record['step']}" for record in steps if CONTINUES in record), "")
-    return f"with {state['continues']}{since}" if "continues" in state else ""
-
-
-def _changed_settings(baseline: RunDirectory, run: RunDirectory) -> dict[str, list[Any]]:
-    before, after = (flatten(each.spec.model_dump(mode="json")) for each in (baseline, run))
-    return {
-        key: [before.get(key), after.get(key)]
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    }
-
-
 def _baseline(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
     """Return the run to compare with: the reference that the ablation names, or else the experiment's first."""
     name: str | None = None
     for file in (experiment_dir / "ablation.yaml", experiment_dir.with_suffix(".yaml")):
         if file.is_file():
-            try:
+            with contextlib.suppress(WorkbenchError):
                 name = {plan.name: plan.reference for plan in load_ablation(file).expand()}.get(run.name)
-            except WorkbenchError:
-                continue
     if name == "":
         return None
     others = [entry.run for entry in runs_of(experiment_dir, every=True) if entry.run]
@@ -314,20 +282,13 @@ def _baseline(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
 
 def _ranks(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str, Any]]) -> list[RankStatus]:
     views = flight.read_all(run.path / "ranks")
-    numbers = sorted({*range(world_size), *(rank for rank in exits if rank is not None)})
     ranks = []
-    for rank in numbers:
+    for rank in sorted({*range(world_size), *(rank for rank in exits if rank is not None)}):
         log, record = run.log_path(rank), exits.get(rank)
-        inside = views[rank].inside if rank in views else None
-        ranks.append(
-            RankStatus(
-                rank,
-                log.stat().st_size if log.is_file() else None,
-                _last_line(log),
-                "" if record is None else "well" if record["ok"] else str(record.get("cause")),
-                str(inside) if inside else "",
-            )
-        )
+        size = log.stat().st_size if log.is_file() else None
+        ended = "" if record is None else "well" if record["ok"] else str(record.get("cause"))
+        inside = str(views[rank].inside or "") if rank in views else ""
+        ranks.append(RankStatus(rank, size, _last_line(log), ended, inside))
     return ranks
 
 
@@ -344,20 +305,17 @@ def _last_line(log: Path) -> str:
 def waits_of(run: RunDirectory, exits: Mapping[int | None, Any] | None = None) -> list[WaitStatus]:
     """Return the ranks that are waited for longer than healthy ones, with the stacks that the watchdog recorded.
 
-    Args:
-        run: the run; nothing is waited for after its end.
-        exits: its exit records by rank, if they have been read.
+    Nothing is waited for after the end of a run. `exits` are its exit records by rank, if they have been read.
     """
     if run.status in ENDED:
         return []
     exits = run.exits() if exits is None else exits
     world_size = int(run.state.get("world_size", run.spec.layout.world_size))
     views, now = flight.read_all(run.path / "ranks"), time.time_ns()
-    waits = find_waits(views, range(world_size), [rank for rank in exits if rank is not None])
     stacks = _stacks(run)
     return [
         WaitStatus(wait.rank, wait.message(now), stacks.get(wait.rank, ""))
-        for wait in waits
+        for wait in find_waits(views, range(world_size), [rank for rank in exits if rank is not None])
         if now - wait.entry.entered_ns > _PATIENCE_S * 1e9
     ]
 

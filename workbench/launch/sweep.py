@@ -13,7 +13,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from workbench.errors import LaunchError, RecordError, WorkbenchError
@@ -108,13 +108,7 @@ class Sweep:
             LaunchError: a name that is not in the sweep; then nothing is cancelled.
         """
         known = {plan.name: run for plan, run in zip(self.planned, self.runs, strict=True)}
-        if unknown := [name for name in names if name not in known]:
-            raise LaunchError(
-                f"cancel {', '.join(unknown)}",
-                found=", ".join(known),
-                rule="names of runs of this sweep",
-                fix="choose among them, or name none for all",
-            )
+        refuse_unknown(names, known, of="sweep")
         for name in names or known:
             if _status(known[name]) not in ENDED:
                 known[name].request_cancel("the process that launched it")
@@ -155,8 +149,7 @@ class Sweep:
     def here(self, run_here: Callable[[Task], None]) -> Sweep:
         """Execute the runs in this process and thread, one after another, and return when the last has ended."""
         try:
-            self._report_reused()
-            remaining = [task for task in self._tasks if not task.reused]
+            remaining = self._report_reused()
             while task := _ready(remaining, []):
                 remaining.remove(task)
                 task.started = time.monotonic()
@@ -177,8 +170,7 @@ class Sweep:
 
     def _watch(self, start: Starter, gpus: Sequence[str], leased: bool) -> None:
         try:
-            self._report_reused()
-            waiting, active = [task for task in self._tasks if not task.reused], []
+            waiting, active = self._report_reused(), []
             while (waiting or active) and not self._stop.is_set():
                 self._drop_cancelled(waiting)
                 while (task := _ready(waiting, active)) and (not leased or task.take_devices(gpus)):
@@ -238,8 +230,7 @@ class Sweep:
     def _drop_cancelled(self, waiting: list[Task]) -> None:
         for task in [task for task in waiting if task.run.cancel_requested]:
             waiting.remove(task)
-            task.run.set_state("cancelled")
-            self._report_end(task, "cancelled")
+            self._report_end(task, task.run.set_state("cancelled"))
 
     def _leave(self) -> None:
         """End the jobs of this machine in order when the interpreter ends, before they notice it themselves."""
@@ -275,10 +266,12 @@ class Sweep:
 
     # ---- events --------------------------------------------------------------------------------------
 
-    def _report_reused(self) -> None:
+    def _report_reused(self) -> list[Task]:
+        """Report the runs that need not run, and return the others."""
         for task in self._tasks:
             if task.reused:
                 self._report_end(task, "reused")
+        return [task for task in self._tasks if not task.reused]
 
     def _report_progress(self, task: Task) -> None:
         """Report new steps, once."""
@@ -297,6 +290,17 @@ class Sweep:
         event = task.event(number, len(self._tasks), state, why)
         self._events.put(event)
         self._on_event(event)
+
+
+def refuse_unknown(names: Sequence[str], known: Mapping[str, RunDirectory], *, of: str) -> None:
+    """Refuse to cancel runs by names that do not exist."""
+    if unknown := [name for name in names if name not in known]:
+        raise LaunchError(
+            f"cancel {', '.join(unknown)}",
+            found=", ".join(known) or "no run",
+            rule=f"names of runs of this {of}",
+            fix="choose among them, or name none for all",
+        )
 
 
 def _status(run: RunDirectory) -> str:

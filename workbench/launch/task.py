@@ -22,13 +22,9 @@ class RunEvent:
     Attributes:
         number: of the run, from 1, in the order in which runs end; 0 while it runs.
         total: runs in all.
-        name: of the run.
         state: running or an ended state; "reused" if an earlier run's record is used.
-        world_size: its ranks.
-        device: "cpu" or "cuda".
-        device_note: the reason for that device, "" if it was requested.
-        steps_done: optimizer steps recorded so far.
-        steps: optimizer steps in all.
+        device_note: the reason for the device, "" if it was requested.
+        steps_done: optimizer steps recorded so far, of ``steps``.
         seconds: since it was started.
         why: one-line summary of its failure; "" if it did not fail.
         seconds_left: estimate from its last steps; None if it has ended, or too few steps have.
@@ -63,19 +59,12 @@ class RunEvent:
 
 @dataclass
 class Task:
-    """One run of a sweep, with the state of its watcher.
-
-    Attributes:
-        plan: the planned run.
-        run: its directory.
-        placement: device of its ranks.
-        reused: an earlier run is used, so there is nothing to start.
-    """
+    """One run of a sweep, with the state of its watcher."""
 
     plan: PlannedRun
     run: RunDirectory
     placement: Placement
-    reused: bool = False
+    reused: bool = False  # an earlier run is used, so there is nothing to start
     job: Job | None = None
     lease: Lease | None = None
     started: float = 0.0
@@ -90,22 +79,17 @@ class Task:
 
     def take_devices(self, gpus: Sequence[str]) -> bool:
         """Lease the devices of the run; False if too few are free, used by this process or another one."""
-        ranks = self.plan.world_size
-        if self.placement.device == "cuda":
-            self.lease = take("gpu", ranks, gpus, requester=str(self.run.path))
-            if self.lease is not None:
-                self.placement = replace(self.placement, gpus=self.lease.ids)
-        else:
-            self.lease = take("core", ranks, cores(), requester=str(self.run.path))
+        kind, devices = ("gpu", gpus) if self.placement.device == "cuda" else ("core", cores())
+        self.lease = take(kind, self.plan.world_size, devices, requester=str(self.run.path))
+        if self.lease is not None and kind == "gpu":
+            self.placement = replace(self.placement, gpus=self.lease.ids)
         return self.lease is not None
 
     def note_user(self) -> None:
         """Keep the devices taken while the processes of the run live, even after this one."""
-        if self.lease is not None and not self.user_recorded:
-            agent = self.run.state.get("agent")
-            if agent is not None:
-                self.lease.note(agent["pid"], agent["create_time"])
-                self.user_recorded = True
+        if self.lease is not None and not self.user_recorded and (agent := self.run.state.get("agent")) is not None:
+            self.lease.note(agent["pid"], agent["create_time"])
+            self.user_recorded = True
 
     def release(self) -> None:
         """Free the devices; nothing if that was done."""

@@ -30,6 +30,7 @@ Letters: B rows | T tokens of a row.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -72,25 +73,19 @@ class Task:
 
     Attributes:
         model: `tiny-qwen3`, or a published architecture (`workbench.policy.decoder.QWEN3`), with seeded weights.
-        steps: optimizer steps of each run.
-        rows: B.
-        tokens: T.
         learning_rate: of plain SGD, under which a scaled gradient changes the weights, unlike under Adam.
-        ranks: that share each row.
         orders: float32 runs of one rank, each with the rows in another order.
-        device: "cpu" or "cuda".
-        timeout_s: of a collective.
     """
 
     model: str = "tiny-qwen3"
     steps: int = 200
     rows: int = 4
-    tokens: int = 256
+    tokens: int = 256  # T
     learning_rate: float = 0.3
-    ranks: int = 2
+    ranks: int = 2  # that share each row
     orders: int = 3
     device: str = "cpu"
-    timeout_s: float = 120.0
+    timeout_s: float = 120.0  # of a collective
 
     def attentions(self) -> tuple[str, ...]:
         """Implementations of context parallelism: torch's, where it can train, and ours."""
@@ -109,14 +104,8 @@ def measure(
 ) -> dict[str, Any]:
     """Train on one rank and on several, and return the comparison as a record.
 
-    Args:
-        gpus: number that shares the rows; 0: as many processes as ``ranks`` on CPU, through gloo.
-        model: one of `MODELS`.
-        steps: of every run.
-        ranks: on CPU; None: two.
-        give_up_s: time after which a job is ended.
-        report_progress: called with lines of progress.
-        task: other settings of `Task`.
+    As many GPUs as `gpus` share the rows; with 0, as many processes as `ranks` (two) on CPU, through gloo. A job is
+    ended after `give_up_s`. `task` has other settings of `Task`.
 
     Raises:
         SpecError: another model, no steps, or no second rank.
@@ -144,10 +133,8 @@ def measure(
         folder = Path(scratch)
         (folder / "task.json").write_text(json.dumps(settings))
         for count in (1, ranks):
-            report_progress(
-                f"{steps} steps on {count} {'GPU' if gpus else 'process'}{'s' if gpus and count > 1 else ''}"
-                f"{'es' if not gpus and count > 1 else ''}"
-            )
+            unit, plural = ("GPU", "s") if gpus else ("process", "es")
+            report_progress(f"{steps} steps on {count} {unit}{plural if count > 1 else ''}")
             _job(count, folder, give_up_s)
         record = compared(folder, ranks)
     return {
@@ -179,9 +166,7 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
         if run["allocated_bytes"]:
             entry["bytes"] = {kind: _memory(run[f"{kind}_bytes"]) for kind in ("allocated", "reserved")}
         if name != "truth":
-            each = {
-                parameter: _over(distance, own_parameters[parameter]) for parameter, distance in distances[name].items()
-            }
+            each = {key: _over(distance, own_parameters[key]) for key, distance in distances[name].items()}
             worst = max(each, key=lambda parameter: _size(each[parameter]))
             entry |= {
                 "distance": _whole(distances[name]),
@@ -202,16 +187,12 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
         "trained": _trained(baselines.values()),
     }
     bars = {
-        name: {
-            "bar": bar,
-            "found": measured[name],
-            "holds": measured[name] >= bar if name in _AT_LEAST else measured[name] <= bar,
-        }
+        name: {"bar": bar, "found": value, "holds": value >= bar if name in _AT_LEAST else value <= bar}
         for name, bar in BARS.items()
-        if measured[name] is not None
+        if (value := measured[name]) is not None
     }
-    bars["same"] = {"bar": True, "found": all(entry["same_on_all_ranks"] for entry in shared)}
-    bars["same"]["holds"] = bars["same"]["found"]
+    same = all(entry["same_on_all_ranks"] for entry in shared)
+    bars["same"] = {"bar": True, "found": same, "holds": same}
     if growths := [entry["bytes"][kind]["growth"] for entry in shared if "bytes" in entry for kind in entry["bytes"]]:
         bars["growth"] = {"bar": 0, "found": max(growths), "holds": max(growths) <= 0}
     broken = [name for name, run in baselines.items() if not all(map(math.isfinite, run["losses"]))]
@@ -234,13 +215,10 @@ def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[
     if broken:
         return "unsound baseline", f"not finite: {', '.join(broken)}"
     if not moved or "trained" in missed:
-        share = bars.get("trained", {"found": 0.0})["found"]
-        return (
-            "vacuous",
-            "training did not move the weights"
-            if not moved
-            else f"only {share:.1%} of one rank's steps have a gradient that is finite and not zero",
-        )
+        if not moved:
+            return "vacuous", "training did not move the weights"
+        share = bars["trained"]["found"]
+        return "vacuous", f"only {share:.1%} of one rank's steps have a gradient that is finite and not zero"
     if too_far := [name for name in ("sight", "moved") if name in missed]:
         return "unsound baseline", f"one rank is too far from the truth to show a missing factor: {', '.join(too_far)}"
     return ("different", f"missed: {', '.join(missed)}") if missed else ("equal", "")
@@ -248,9 +226,8 @@ def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[
 
 def verdict_of(record: dict[str, Any]) -> str:
     """The verdict of a record; derived from its bars for older records without one."""
-    return str(
-        record.get("verdict") or ("equal" if all(bar["holds"] for bar in record["bars"].values()) else "different")
-    )
+    holds = all(bar["holds"] for bar in record["bars"].values())
+    return str(record.get("verdict") or ("equal" if holds else "different"))
 
 
 def format_record(record: dict[str, Any]) -> str:
@@ -305,7 +282,7 @@ def _trained(runs: Iterable[dict[str, Any]]) -> float | None:
     norms = [run.get("gradient_norms") for run in runs]
     if None in norms:
         return None
-    every = [norm for each in norms for norm in each or ()]
+    every = list(itertools.chain.from_iterable(norms))
     return sum(norm != 0 and math.isfinite(norm) for norm in every) / len(every) if every else 0.0
 
 
@@ -346,13 +323,8 @@ def _job(ranks: int, folder: Path, give_up_s: float) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     title = f"verify: {ranks} rank{'s' if ranks > 1 else ''}"
     with (folder / f"said{ranks}").open("w+") as log:
-        process = subprocess.Popen(
-            _command(ranks, folder),
-            env={"OMP_NUM_THREADS": "1"} | env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(_command(ranks, folder), env={"OMP_NUM_THREADS": "1"} | env, **streams)
         try:
             process.wait(give_up_s)
         except subprocess.TimeoutExpired:

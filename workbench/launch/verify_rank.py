@@ -159,16 +159,10 @@ def train(
     mesh: Mesh,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
-    """Train with plain SGD, and return the loss and memory of each step.
+    """Train a model in place with plain SGD on batches in turn, and return the loss and memory of each step.
 
-    Args:
-        model: trained in place.
-        backward: forward, loss and backward of a batch.
-        batches: taken in turn.
-        task: number of steps, and learning rate.
-        mesh: the ranks.
-        engine: reduction of gradients: "sum", a plain all-reduce; "mean", DDP with its defaults. None: no reduction;
-            one rank records the norm of its gradient, too, which shows if anything was trained.
+    The engine reduces gradients: "sum", a plain all-reduce; "mean", DDP with its defaults. None: no reduction; one rank
+    records the norm of its gradient, too, which shows if anything was trained.
     """
     wrapped: nn.Module = model
     if engine == "mean":
@@ -183,11 +177,8 @@ def train(
             if engine == "sum":
                 all_sum_([parameter.grad for parameter in model.parameters()], mesh["cp"])
             if engine is None:
-                norms.append(
-                    torch.linalg.vector_norm(
-                        torch.stack([torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()])
-                    ).item()
-                )
+                each = [torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()]
+                norms.append(torch.linalg.vector_norm(torch.stack(each)).item())
             optimizer.step()
             if mesh.device.type == "cuda":
                 allocated.append(torch.cuda.memory_allocated(mesh.device))

@@ -73,7 +73,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """Format a list of ranks.
 
     Example:
-        >>> ranks_in_words([0]), ranks_in_words([0, 2, 3]), ranks_in_words(range(64))
+        >>> format_ranks([0]), format_ranks([0, 2, 3]), format_ranks(range(64))
         ('rank 0', 'ranks 0, 2 and 3', 'ranks 0, 1, 2 and 61 more')
     """
     parts = [str(rank) for rank in ranks]
@@ -91,8 +91,7 @@ def find_waits(views: Mapping[int, FlightView], ranks: Collection[int], ended: C
         ended: ranks whose process is gone, or that recorded their end.
     """
     groups = list(_groups(views, ranks))
-    skipped = [wait for group in groups for wait in _skipped(group, views)]
-    if skipped:
+    if skipped := [wait for group in groups if (wait := _skipped(group, views))]:
         return skipped  # all other waits follow from it
     missing = {(ahead, behind): entry for group in groups for ahead, behind, entry in _missing(group)}
     blocked = {ahead for ahead, _ in missing}
@@ -105,7 +104,7 @@ def find_waits(views: Mapping[int, FlightView], ranks: Collection[int], ended: C
         elif rank not in blocked:
             waits.append(Wait(rank, entry, tuple(waiting), "behind", _last_seen(rank, views)))
     if missing and not waits:
-        waits = list(_deadlock(missing, views))
+        waits = [_deadlock(missing, views)]
     return sorted(waits, key=lambda wait: (not wait.certain, wait.entry.entered_ns))
 
 
@@ -143,17 +142,13 @@ def _missing(group: _Group) -> Iterator[tuple[int, int, Entry]]:
                 yield ahead, behind, entries.get(less + 1) or entries[min(entries)]
 
 
-def _skipped(group: _Group, views: Mapping[int, FlightView]) -> Iterator[Wait]:
+def _skipped(group: _Group, views: Mapping[int, FlightView]) -> Wait | None:
     """The first number at which the ranks of a group came to different collectives."""
-    by_seq: dict[int, dict[int, Entry]] = {}
-    for rank, entries in group.entries.items():
-        for seq, entry in entries.items():
-            by_seq.setdefault(seq, {})[rank] = entry
-    for seq in sorted(by_seq):
-        by_rank = by_seq[seq]
+    for seq in sorted(set().union(*group.entries.values())):
+        by_rank = {rank: entries[seq] for rank, entries in group.entries.items() if seq in entries}
         if len({entry.signature for entry in by_rank.values()}) > 1:
-            yield _blame(by_rank, views)
-            return
+            return _blame(by_rank, views)
+    return None
 
 
 def _blame(by_rank: Mapping[int, Entry], views: Mapping[int, FlightView]) -> Wait:
@@ -210,7 +205,7 @@ def _call(entry: Entry) -> tuple[str, str, str, str]:
     return entry.name, entry.dtype, entry.axis, entry.caller
 
 
-def _deadlock(missing: Mapping[tuple[int, int], Entry], views: Mapping[int, FlightView]) -> Iterator[Wait]:
+def _deadlock(missing: Mapping[tuple[int, int], Entry], views: Mapping[int, FlightView]) -> Wait:
     """Ranks that wait for each other; certain only if each is in a collective."""
     waited_for = {behind for _, behind in missing}
     unusual = [rank for rank in sorted(waited_for) if _is_unusual(views[rank])]
@@ -218,13 +213,8 @@ def _deadlock(missing: Mapping[tuple[int, int], Entry], views: Mapping[int, Flig
     waiting = tuple(sorted(ahead for ahead, behind in missing if behind == rank))
     all_inside = all(views[each].inside is not None for each in waited_for)
     places = "; ".join(f"rank {each} is in {views[each].inside}" for each in sorted(waited_for) if views[each].inside)
-    yield Wait(
-        rank,
-        missing[waiting[0], rank],
-        waiting,
-        "deadlock" if all_inside else "behind",
-        f"they wait for each other: {places}" if all_inside else _last_seen(rank, views),
-    )
+    why = f"they wait for each other: {places}" if all_inside else _last_seen(rank, views)
+    return Wait(rank, missing[waiting[0], rank], waiting, "deadlock" if all_inside else "behind", why)
 
 
 def _is_unusual(view: FlightView) -> bool:
@@ -245,8 +235,7 @@ def _last_seen(rank: int, views: Mapping[int, FlightView]) -> str:
         return "it has not begun"
     if not views[rank].entries:
         return "it has not come to any collective"
-    last = views[rank].entries[-1]
-    return f"its last was {last}"
+    return f"its last was {views[rank].entries[-1]}"
 
 
 def _describe(entry: Entry) -> str:

@@ -12,7 +12,7 @@ A look costs a read of 128 bytes a rank; only when a rank has been still for a s
 
 waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "message", "collective", "waiting", "since_ns", "at",
 "stack"}], "was": [...]}; ``waiting`` is an empty list once no rank is waited for, and ``was`` its last content.
-``message`` is a message with the time waited until ``looked_ns``.
+``message`` has the time waited until ``looked_ns``.
 
 stopped.json: {rank: ns} of the ranks whose process is in state T (SIGSTOP, Ctrl-Z, a debugger), and the time at which
 they were first seen so. Such a rank writes no stack, and ends on SIGKILL alone: when the agent has ended the job it
@@ -35,13 +35,7 @@ from typing import Any
 import psutil
 
 from workbench.errors import RecordError
-from workbench.launch.failure_analysis import (
-    own_threads,
-    place_of,
-    read_text,
-    write_early_exit,
-    write_hang,
-)
+from workbench.launch.failure_analysis import own_threads, place_of, read_text, write_early_exit, write_hang
 from workbench.launch.waits import Wait, find_waits
 from workbench.records.directory import RunDirectory
 from workbench.records.failures import OOM, STOPPED, WAITING
@@ -69,7 +63,7 @@ class Watchdog:
     Args:
         run: run directory that the ranks write to.
         pids: rank -> pid, as a mapping or as a function that is called at every look.
-        hang_s: time that others wait for a rank before it is named.
+        hang_s: time that others wait for a rank before it is named; None takes WB_HANG_S, or `HANG_S`.
         poll_s: interval between looks.
     """
 
@@ -78,10 +72,11 @@ class Watchdog:
         run: RunDirectory,
         pids: Mapping[int, int] | Callable[[], Mapping[int, int]],
         *,
-        hang_s: float = HANG_S,
+        hang_s: float | None = None,
         poll_s: float = 0.5,
     ) -> None:
-        self.run, self.hang_s, self.poll_s = run, hang_s, poll_s
+        self.run, self.poll_s = run, poll_s
+        self.hang_s = float(os.environ.get("WB_HANG_S", HANG_S)) if hang_s is None else hang_s
         self._pids: Callable[[], Mapping[int, int]] = pids if callable(pids) else lambda: pids
         self._ranks = range(run.spec.layout.world_size)
         self._known: dict[int, int] = {}
@@ -108,8 +103,7 @@ class Watchdog:
             self._thread.join(_STACK_S + 2 * _GRACE_S)
         if self._named and self._all_ended_well():
             self._write_waiting({})
-        killed = oom_kills() - self._oom_kills
-        if killed > 0:
+        if (killed := oom_kills() - self._oom_kills) > 0:
             self.run.write_json(OOM, {"oom_kills": killed})
 
     def _watch(self) -> None:
@@ -127,11 +121,10 @@ class Watchdog:
         self._update_processes()
         beats = {rank: self._beat(rank) for rank in self._known}
         now_ns = time.time_ns()
+        self._write_stopped(now_ns)
         if all(rank in beats and now_ns - beats[rank] < _STILL_S * 1e9 for rank in self._ranks):
             self._write_waiting({})
-            self._write_stopped(now_ns)
             return False
-        self._write_stopped(now_ns)
         for rank, beat_ns in beats.items():
             if beat_ns and (rank not in self._views or self._views[rank].beat_ns != beat_ns):
                 with contextlib.suppress(RecordError):
@@ -140,12 +133,11 @@ class Watchdog:
         done = {rank for rank, view in self._views.items() if view.ended}
         waits = find_waits(self._views, self._ranks, gone | done)
         too_long_s = self.run.spec.timeout_s + _BACKEND_S
-        since = {wait.key: self._seen.get(wait.key, time.monotonic()) for wait in waits}
-        self._seen = since
+        self._seen = {wait.key: self._seen.get(wait.key, time.monotonic()) for wait in waits}
         for wait in waits:
             patience_s = _GONE_S if wait.rank in gone - done else _SURE_S
             hopeless = wait.certain or now_ns - wait.entry.entered_ns >= too_long_s * 1e9
-            lasts = time.monotonic() - since[wait.key] >= patience_s
+            lasts = time.monotonic() - self._seen[wait.key] >= patience_s
             if hopeless and lasts and not self._any_failed() and self._end(wait):
                 return True
         self._write_waiting({wait.rank: wait for wait in waits if now_ns - wait.entry.entered_ns >= self.hang_s * 1e9})
@@ -260,7 +252,6 @@ class Watchdog:
         if self._is_leaving(wait.rank, stack):
             return False
         view = self._views.get(wait.rank)
-        waited_in = str(view.inside) if view is not None and view.inside is not None else ""
         others = [rank for rank in self._processes if rank != wait.rank]
         for rank in others:  # first: otherwise they would report only that the connection to that rank was closed
             self._signal(rank, signal.SIGTERM)
@@ -275,7 +266,7 @@ class Watchdog:
                 wait.rank,
                 wait.message(now_ns),
                 certain=wait.certain,
-                waited_in=waited_in,
+                waited_in=str(view.inside) if view is not None and view.inside is not None else "",
                 stack=stack,
                 stopped=wait.rank in self._stopped,
             )
@@ -313,7 +304,6 @@ def oom_kills(root: Path = Path("/")) -> int:
         if kinds == "memory"
     ]
     for file in [*files, root / "proc/vmstat"]:
-        match = re.search(r"^oom_kill (\d+)$", read_text(file), flags=re.MULTILINE)
-        if match:
+        if match := re.search(r"^oom_kill (\d+)$", read_text(file), flags=re.MULTILINE):
             return int(match[1])
     return 0

@@ -34,20 +34,11 @@ def value_loss(
     """Error of a critic per token, pessimistic about its change since the start of the update.
 
     Formula:  mse: ``e(u) = u^2 / 2``;  huber: the same where ``|u| <= delta``, else ``delta (|u| - delta / 2)``
-              value = e(V - R);  with a clip: ``max(e(V - R), e(clamp(V, old - clip, old + clip) - R))``
-
-    Args:
-        values_T: [T] predictions of the critic; the only input with a gradient.
-        returns_T: [T] targets.
-        loss_mask_T: [T] bool, the token counts.
-        old_values_T: [T] predictions at the start of the update; only used by a clip.
-        clip: largest change of a value from the old one that lowers the loss; None: unlimited.
-        kind: the shape of the error.
-        delta: huber: error at which the parabola ends.
-
+              value = e(V - R);  with a clip: ``max(e(V - R), e(clamp(V, old - clip, old + clip) - R))``, old the
+              prediction at the start of the update
     Shapes:   [T] each -> a term of [T], in squared reward units (huber: times delta beyond it); 0 where nothing counts.
-    Backward: e'(u), u or its sign times delta; 0 where V is further than clip from old and the clipped error is the
-              greater. ``clipped_T``: the clipped error is the greater.
+    Backward: to the values: e'(u), u or its sign times delta; 0 where V is further than clip from old and the clipped
+              error is the greater. ``clipped_T``: the clipped error is the greater.
     Raises:   SpecError: another kind, a delta or a clip that is not positive, a clip without old values.
     Source:   clip: PPO's code (openai/baselines ppo2, 2017); NeMo-RL MseValueLossFn, OpenRLHF ValueLoss and verl
               compute_value_loss halve the mean as here; huber: AReaL ppo_critic_loss_fn.

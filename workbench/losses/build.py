@@ -71,12 +71,9 @@ def build_loss(spec: LossSpec) -> Loss:
 
     def loss(inputs: LossInputs) -> dict[str, Term]:
         inputs = prepare_inputs(inputs, spec)
-        sequence_inputs = {}
-        if spec.correction.enters == "sequence_weight":
-            sequence_inputs["log_correction_T"] = log_document_weight(inputs, spec.correction)
-        policy = replace(
-            surrogate(surrogate_inputs(inputs, spec), **sequence_inputs), coefficient=spec.surrogate.coefficient
-        )
+        enters = spec.correction.enters == "sequence_weight"
+        weight = {"log_correction_T": log_document_weight(inputs, spec.correction)} if enters else {}
+        policy = replace(surrogate(surrogate_inputs(inputs, spec), **weight), coefficient=spec.surrogate.coefficient)
         policy = apply_correction(policy, inputs, spec.correction)
         chosen_T = None if spec.top_entropy_share == 1 else highest_entropy(inputs, spec.top_entropy_share)
         terms = {"policy": policy if chosen_T is None else restricted_to(policy, inputs, chosen_T)}
@@ -129,13 +126,7 @@ def surrogate_inputs(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     if spec.signal_floor is not None:
         inputs = replace(inputs, advantages_T=inputs.advantages_T.clamp_min(spec.signal_floor))
     if spec.correction.surrogate_over == "kept":
-        kept_T = correct(inputs, spec.correction).kept_T
-        inputs = replace(
-            inputs,
-            loss_mask_T=kept_T,
-            lengths_T=inputs.document_sums.document(kept_T.double()),
-            sums=inputs.document_sums,
-        )
+        inputs = inputs.counting(correct(inputs, spec.correction).kept_T)
     return inputs
 
 
@@ -148,9 +139,7 @@ def surrogate_ratio(inputs: LossInputs, spec: LossSpec) -> Tensor:
     """
     with torch.no_grad():
         inputs = surrogate_inputs(prepare_inputs(inputs, spec), spec)
-        surrogate = spec.surrogate
-        level, anchor = surrogate.ratio_level, surrogate.ratio_anchor
-        log_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
+        log_T = log_sequence_ratio(inputs, spec.surrogate.ratio_level, spec.surrogate.ratio_anchor)
         return torch.where(inputs.counts_T, log_T.exp(), 0.0)
 
 

@@ -66,21 +66,15 @@ def _names(form: Form) -> None:
 def _one_micro_batch(form: Form) -> None:
     """With one micro-batch on one rank all counts and statistics are the step's, and all sizes are 1."""
     compat, given = form["compat"], form["compat"]["scaling"]
-    scaling = {
-        name: given[name] for name in ("count_epsilon", "length_epsilon", "mean_epsilon") if given[name] > EPSILON
-    }
+    epsilons = ("count_epsilon", "length_epsilon", "mean_epsilon")
+    compat["scaling"] = scaling = {name: given[name] for name in epsilons if given[name] > EPSILON}
     if given["least_tokens"] and form["denominator"] == "token":
         scaling["least_tokens"] = given["least_tokens"]
-    compat["scaling"] = scaling
     del form["correction"]["population"]
     if form["denominator"] == "local_token":
         form["denominator"] = "token"
-    if (
-        compat["entropy_denominator"] == "local_token"
-        and form["denominator"] == "token"
-        and form["top_entropy_share"] == 1
-        and not scaling
-    ):
+    plain_mean = form["denominator"] == "token" and form["top_entropy_share"] == 1 and not scaling
+    if compat["entropy_denominator"] == "local_token" and plain_mean:
         compat["entropy_denominator"] = "penalty"
 
 
@@ -110,20 +104,14 @@ def _correction(form: Form) -> None:
         spec["ratio_low"] = None
         if spec["ratio_high"] is None:
             spec["outside"] = "truncate"
-    rejects = (
-        spec["outside"] == "zero"
-        or spec["gate"] != "none"
-        or spec["unsampled"] == "drop"
-        or spec["opsm_threshold"] is not None
-        or spec["m2_threshold"] is not None
-    )
+    rejects = spec["outside"] == "zero" or spec["gate"] != "none" or spec["unsampled"] == "drop"
+    rejects |= spec["opsm_threshold"] is not None or spec["m2_threshold"] is not None
     if spec["ratio"] == "none" and not rejects:
         form["correction"] = {}
         return
-    if spec["given_epsilon"] <= EPSILON:
-        del spec["given_epsilon"]
-    if spec["mean_epsilon"] <= EPSILON:
-        del spec["mean_epsilon"]
+    for name in ("given_epsilon", "mean_epsilon"):
+        if spec[name] <= EPSILON:
+            del spec[name]
     # FAR: a token's own weight is within e^20; under an upper bound, a weight below e^-20 is 0 at working precision,
     # and one above e^20 is the bound (or rejected).
     bounded = spec["ratio"] in ("none", "token") or (spec["ratio_high"] is not None and not spec["normalize"])
@@ -206,15 +194,14 @@ def _far_ratios(form: Form) -> None:
 def _current_policy(form: Form) -> None:
     """If the old policy is sg[policy], a token's ratio to it is the number 1 with the gradient of l."""
     spec = form["surrogate"]
-    if form["old_policy"] != "current":
+    if form["old_policy"] != "current" or spec["anchor"] != "old":
         return
-    if spec["anchor"] == "old":
-        if spec["kind"] in ("ppo", "importance_sampling") and spec.get("upper", 1) >= 1:
-            # 1 is within every bound (a bound keeps the gradient), so the value is -exp(l - sg[l]) A
-            form["surrogate"] = {"kind": "on_policy", "coefficient": spec["coefficient"]}
-        elif spec["kind"] == "cispo" and spec["upper"] >= 1 and (spec["lower"] is None or spec["lower"] <= 1):
-            # the truncated weight is sg[1], for a document as for a token, so the value is -A l
-            form["surrogate"] = {"kind": "reinforce", "coefficient": spec["coefficient"]}
+    if spec["kind"] in ("ppo", "importance_sampling") and spec.get("upper", 1) >= 1:
+        # 1 is within every bound (a bound keeps the gradient), so the value is -exp(l - sg[l]) A
+        form["surrogate"] = {"kind": "on_policy", "coefficient": spec["coefficient"]}
+    elif spec["kind"] == "cispo" and spec["upper"] >= 1 and (spec["lower"] is None or spec["lower"] <= 1):
+        # the truncated weight is sg[1], for a document as for a token, so the value is -A l
+        form["surrogate"] = {"kind": "reinforce", "coefficient": spec["coefficient"]}
 
 
 def _old_policy(form: Form) -> None:
@@ -229,20 +216,10 @@ def _luspo(form: Form) -> None:
 
     Penalties share the denominator, so there may be none; and L and the denominator count the same tokens.
     """
-    spec = form["surrogate"]
-    alone = not form["kl"] and not any(form[name] for name in PENALTIES)
-    correction = form["correction"]
-    counted = (
-        correction.get("denominator", "original") == "original"
-        and correction.get("surrogate_over", "trained") == "trained"
-    )
-    if (
-        spec["kind"] == "luspo"
-        and form["denominator"] == "document"
-        and alone
-        and counted
-        and not form["compat"]["scaling"]
-    ):
+    spec, counted = form["surrogate"], {"denominator": "original", "surrogate_over": "trained"}
+    alone = not form["kl"] and not any(form[name] for name in PENALTIES) and not form["compat"]["scaling"]
+    alone &= all(form["correction"].get(name, value) == value for name, value in counted.items())
+    if spec["kind"] == "luspo" and form["denominator"] == "document" and alone:
         spec["kind"], spec["level"], form["denominator"] = "gspo", "document", "document_sum"
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from workbench.losses.terms import LossInputs, Term
+from workbench.losses.terms import LossInputs, Term, clamped
 
 
 def clipped_surrogate(
@@ -23,7 +23,7 @@ def clipped_surrogate(
     log_clamp: float | None = None,
     anchor: str = "old",
 ) -> Term:
-    """The pessimistic surrogate of PPO, per token, with an optional upper bound for negative advantages.
+    """The pessimistic surrogate of PPO, per token.
 
     Formula:  r = exp(clamp(policy - anchor, -log_clamp, log_clamp))
               value = -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -36,7 +36,7 @@ def clipped_surrogate(
     Differs:  token weights are in `workbench.reduction`.
     """
     log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
-    clamped_T = clamp_log_ratio(log_ratio_T, log_clamp)
+    clamped_T = clamped(log_ratio_T, log_clamp)
     term = clip_ratio(
         clamped_T,
         advantages_T,
@@ -47,11 +47,6 @@ def clipped_surrogate(
         delta=delta,
     )
     return term if log_clamp is None else replace(term, silent_T=(clamped_T != log_ratio_T) | (advantages_T == 0))
-
-
-def clamp_log_ratio(log_ratio_T: Tensor, log_clamp: float | None) -> Tensor:
-    """[T] log ratio clamped to +-log_clamp, without gradient beyond; unchanged if log_clamp is None."""
-    return log_ratio_T if log_clamp is None else log_ratio_T.clamp(-log_clamp, log_clamp)
 
 
 def clip_ratio(
@@ -73,20 +68,14 @@ def clip_ratio(
         A > 0: above min(1 + clip_high, delta)
         A < 0: below 1 - clip_low; above the smaller of dual_clip and max(delta, 1 + clip_high)
 
-    Args:
-        log_ratio_T: [T] with gradient.
-        advantages_T: [T]; 0 makes a token silent, whatever its ratio.
-        frozen_clip_T: [T] bool, decisions taken elsewhere; the bound of a token still follows from its ratio.
-        clip_low: distance of the lower bound from 1.
-        clip_high: distance of the upper bound from 1.
-        dual_clip: see `clipped_surrogate`.
-        delta: see `clipped_surrogate`.
+    An advantage of 0 makes a token silent, whatever its ratio. Under frozen decisions the bound of a token still
+    follows from its ratio.
     """
     lower, upper = 1 - clip_low, 1 + clip_high
-    above_if_positive = min(upper, delta) if delta is not None else upper
-    bounds_if_negative = [
-        bound for bound in (dual_clip, None if delta is None else max(delta, upper)) if bound is not None
-    ]
+    above_if_positive, bounds_if_negative = upper, [] if dual_clip is None else [dual_clip]
+    if delta is not None:
+        above_if_positive = min(upper, delta)
+        bounds_if_negative.append(max(delta, upper))
     with torch.no_grad():
         positive_T = advantages_T > 0
         # Bounds as tensors of the ratio's dtype: two Python numbers in `where` would make float32 of them.

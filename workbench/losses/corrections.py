@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.terms import LossInputs, Term
+from workbench.losses.terms import LossInputs, Term, clamped
 from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import CorrectionSpec, GateSpec
 
@@ -49,12 +49,12 @@ class Correction:
     """Effect of a correction on each token. Detached; where nothing counts: raw weight 1, weight 0, not kept.
 
     Attributes:
-        weights_T: [T] factor of the policy term; 0 where the token is rejected.
-        raw_weights_T: [T] the weight before bounds, division and gates.
-        kept_T: [T] bool, the token is trained and not rejected.
-        truncated_T: [T] bool, a bound changed the weight of a kept token.
-        bounded_weights_T: [T] the weight within its bounds, before division and gates.
-        passed_T: [T] bool, the token is trained and no gate rejects it, whatever its weight.
+        weights_T: factor of the policy term; 0 where the token is rejected.
+        raw_weights_T: the weight before bounds, division and gates.
+        kept_T: bool, the token is trained and not rejected.
+        truncated_T: bool, a bound changed the weight of a kept token.
+        bounded_weights_T: the weight within its bounds, before division and gates.
+        passed_T: bool, the token is trained and no gate rejects it, whatever its weight.
     """
 
     weights_T: Tensor
@@ -189,12 +189,11 @@ def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -
 
 
 def step_statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, float]:
-    """Compute the numbers of the whole optimizer step that a correction needs, from all whole rows of all ranks.
+    """Return `LossInputs.statistics` that a correction needs, from all whole rows of all ranks in the step.
 
     Formula:  mean weight: over trained tokens, or over documents with a trained token for a ratio of documents, of
               the bounded weights (zeroed ones count). Cutoff of m2: the greatest v such that the mean of all
               mu^2 <= v is at most the threshold; equal ones are kept or rejected together.
-    Returns:  value for `LossInputs.statistics`; empty if the spec needs none.
     """
     return _statistics(rows, spec) if spec.needs_step_statistics else {}
 
@@ -267,13 +266,7 @@ def _sampled(inputs: LossInputs, spec: CorrectionSpec) -> LossInputs:
     """Inputs in which tokens that the sampler did not draw do not count."""
     if spec.unsampled == "as_given":
         return inputs
-    drawn_T = inputs.counts_T & (inputs.logprobs("sampler") <= 0)
-    return replace(
-        inputs,
-        loss_mask_T=drawn_T,
-        lengths_T=inputs.document_sums.document(drawn_T.double()),
-        sums=inputs.document_sums,
-    )
+    return inputs.counting(inputs.counts_T & (inputs.logprobs("sampler") <= 0))
 
 
 def _mismatch(inputs: LossInputs) -> Tensor:
@@ -298,7 +291,7 @@ def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, 
         raw_T = torch.where(inputs.counts_T, _given(inputs), 1.0)
     else:
         log_T = _gathered(inputs, spec.ratio, _log_weight(inputs, spec))
-        raw_T = _clamped(torch.where(inputs.counts_T, log_T, 0.0), spec).exp()
+        raw_T = clamped(torch.where(inputs.counts_T, log_T, 0.0), spec.log_clamp).exp()
     if spec.outside == "zero":
         inside_T = _within(raw_T, spec.ratio_low, spec.ratio_high)
         return raw_T, torch.where(inside_T, raw_T, 0.0), inputs.counts_T & inside_T
@@ -321,10 +314,6 @@ def _given(inputs: LossInputs) -> Tensor:
     return inputs.correction_weights_T.double()
 
 
-def _clamped(log_T: Tensor, spec: CorrectionSpec) -> Tensor:
-    return log_T if spec.log_clamp is None else log_T.clamp(-spec.log_clamp, spec.log_clamp)
-
-
 def _within(values_T: Tensor, low: float | None, high: float | None) -> Tensor:
     """[T] bool: at least low and at most high; NaN is not within a bound."""
     within_T = torch.ones_like(values_T, dtype=torch.bool)
@@ -340,24 +329,18 @@ def _gathered(inputs: LossInputs, level: str, values_T: Tensor) -> Tensor:
     values_T = torch.where(inputs.counts_T, values_T, 0.0)
     if level == "document_sum":
         return inputs.document_sums.document(values_T)
-    if level in ("document_mean", "given_document_mean"):
-        return inputs.document_mean(values_T)
-    if level == "segment_mean":
-        count_T = inputs.document_sums.segment(inputs.counts_T.to(values_T.dtype))
-        return inputs.document_sums.segment(values_T) / count_T.clamp_min(1)
-    return values_T
+    return inputs.mean_over(level.removeprefix("given_").removesuffix("_mean"), values_T)
 
 
 def _through_gate(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
     """[T] bool: True if the token passes every gate."""
     passed_T = torch.ones_like(inputs.counts_T)
     for gate in spec.gates:
-        passed_T &= _passes(inputs, gate, _clamped(_mismatch(inputs), spec))
+        passed_T &= _passes(inputs, gate, clamped(_mismatch(inputs), spec.log_clamp))
     return passed_T
 
 
 def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
-    low, high = gate.low, gate.high
     if gate.statistic == "binary_kl":
         values_T = _binary_kl(inputs)
     else:
@@ -368,22 +351,23 @@ def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
             "k3": mu_T.expm1() - mu_T,
             "inverse_k3": (-mu_T).expm1() + mu_T,
         }[gate.statistic]
-    if gate.level in ("document_max", "document_min"):
-        # An extreme value needs no maximum over ranks: the greatest is at most `high` if no token is above it, and at
-        # least `low` if some token is. For the smallest, low and high swap.
-        values_T = values_T.exp() if gate.statistic == "ratio" else values_T
-        for_all, for_any = (low, high) if gate.level == "document_min" else (high, low)
-        kept_T = torch.ones_like(inputs.counts_T)
-        if for_all is not None:
-            beyond_T = ~(values_T >= for_all if gate.level == "document_min" else values_T <= for_all)
-            kept_T &= inputs.document_sums.document((beyond_T & inputs.counts_T).double()) == 0
-        if for_any is not None:
-            within_T = values_T <= for_any if gate.level == "document_min" else values_T >= for_any
-            kept_T &= inputs.document_sums.document((within_T & inputs.counts_T).double()) > 0
-        return kept_T
-    values_T = _gathered(inputs, gate.level, values_T)
+    extreme = gate.level in ("document_max", "document_min")
+    values_T = values_T if extreme else _gathered(inputs, gate.level, values_T)
     values_T = values_T.exp() if gate.statistic == "ratio" else values_T
-    return _within(values_T, low, high)
+    if not extreme:
+        return _within(values_T, gate.low, gate.high)
+    # An extreme value needs no maximum over ranks: the greatest is at most `high` if no token is above it, and at least
+    # `low` if some token is. For the smallest, low and high swap.
+    for_all_T, for_any_T = _within(values_T, None, gate.high), _within(values_T, gate.low, None)
+    bounds = gate.high, gate.low
+    if gate.level == "document_min":
+        for_all_T, for_any_T, bounds = for_any_T, for_all_T, bounds[::-1]
+    kept_T = torch.ones_like(inputs.counts_T)
+    if bounds[0] is not None:
+        kept_T &= inputs.document_sums.document((~for_all_T & inputs.counts_T).double()) == 0
+    if bounds[1] is not None:
+        kept_T &= inputs.document_sums.document((for_any_T & inputs.counts_T).double()) > 0
+    return kept_T
 
 
 def _binary_kl(inputs: LossInputs) -> Tensor:

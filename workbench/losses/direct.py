@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 
 from workbench.errors import SpecError
-from workbench.losses.clipped import clamp_log_ratio
 from workbench.losses.sequence import log_sequence_ratio
-from workbench.losses.terms import LossInputs, Term
+from workbench.losses.terms import LossInputs, Term, clamped
 
 
 def importance_sampling(inputs: LossInputs, *, anchor: str = "old") -> Term:
@@ -88,8 +87,7 @@ def cispo(
     high = 1 + clip_high if relative else clip_high
     low = 0.0 if clip_low is None else 1 - clip_low if relative else clip_low
     with torch.no_grad():
-        log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
-        ratio_T = clamp_log_ratio(log_ratio_T, log_clamp).exp()
+        ratio_T = clamped(log_sequence_ratio(inputs, level, anchor), log_clamp).exp()
         weight_T = ratio_T.clamp(low, high)
     values_T = -inputs.counted_advantages_T * weight_T * inputs.counted_logprobs_T
     return Term(values_T, extras={"ratio_truncated": weight_T != ratio_T})

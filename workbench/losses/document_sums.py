@@ -2,10 +2,9 @@
 
     s_d = sum over ranks of the sum over the rank's trained tokens t of d of x_t        read back on every token of d
 
-A rank adds up its own tokens of every document; a collective that is handed in completes the sums, where ranks share
-documents; each token takes its document's. Every rank continues with *its own* tokens only, so the cotangents of a sum
-differ between ranks, and the collective's adjoint has to add them up (`workbench.sharding.collectives.sum_sum`). With
-the identity instead a rank's tokens get the cotangents of that rank only: 1 / cp where a document is spread evenly.
+A rank adds up its own tokens of every document; a collective that is handed in completes the sums. Every rank continues
+with *its own* tokens only, so the cotangents of a sum differ between ranks, and the collective's adjoint has to add
+them up (`workbench.sharding.collectives.sum_sum`): with the identity a document spread evenly gets 1 / cp of them.
 
 Letters: T packed tokens of a row | t tokens of this rank | C some of them | N documents, segments or pairs of the row.
 """
@@ -87,12 +86,9 @@ class DocumentSums:
 
     @classmethod
     def of_row(cls, row: TrainingRow, positions_t: Tensor | None = None, **shared: Any) -> DocumentSums:
-        """Return the sums of a whole row, for the tokens at some places of it.
+        """Return the sums of a whole row, before the split, for the tokens at some places of it.
 
-        Args:
-            row: before the split, the same on every rank that shares it.
-            positions_t: see the class.
-            shared: ``axis`` and ``complete``, if ranks share the row.
+        ``shared`` is ``axis`` and ``complete``, if ranks share the row.
         """
         return cls(row.document_ids_T, row.loss_mask_T, row.group_ids_T, row.rewards_T, positions_t, **shared)
 
@@ -128,11 +124,7 @@ class DocumentSums:
         return of_documents_N.index_select(0, self._part("document").ids_T)
 
     def at(self, places_C: Tensor) -> DocumentSums:
-        """Return the same sums over and for some tokens only.
-
-        Args:
-            places_C: their indices among this rank's tokens.
-        """
+        """Return the same sums over and for some tokens only, by their indices among this rank's tokens."""
         positions_t = places_C if self.positions_t is None else self.positions_t[places_C.to(self.positions_t.device)]
         subset = replace(self, positions_t=positions_t)
         subset.__dict__["_row_parts"] = self._row_parts  # of the whole row: computed once
@@ -162,9 +154,9 @@ class DocumentSums:
         return self.complete(torch.stack(partial), self.axis)
 
     def _part(self, kind: str) -> _Part:
+        if kind not in self._row_parts:
+            self._row_parts[kind] = self._row_part(kind)
         if kind not in self._parts:
-            if kind not in self._row_parts:
-                self._row_parts[kind] = self._row_part(kind)
             self._parts[kind] = self._local_part(self._row_parts[kind])
         return self._parts[kind]
 

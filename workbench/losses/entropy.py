@@ -23,20 +23,14 @@ def entropy_bonus(
 ) -> Term:
     """Reward the policy for high entropy.
 
-    Formula:  ``-coefficient * H``, H the exact entropy over the whole vocabulary of logits over temperature; under
-              local_token times (tokens that count here / chosen ones), which turns the mean over the tokens of the
-              micro-batch into one over the chosen ones
+    Formula:  ``-coefficient * H`` on the chosen tokens (None: all), H the exact entropy over the whole vocabulary of
+              logits over temperature; under the denominator local_token times (tokens that count here / chosen ones),
+              which turns the mean over the tokens of the micro-batch into one over the chosen ones
     Shapes:   [T] -> a term of [T] nats whose values are H and whose coefficient is negated; 0 where nothing counts.
     Backward: -coefficient to the entropy, times that share.
     Raises:   SpecError: no entropy.
     Source:   Williams and Peng (1991); A3C, arXiv 1602.01783, section 4. A mean over the chosen tokens:
               huggingface/trl.
-
-    Args:
-        inputs: of the loss.
-        coefficient: of the bonus.
-        denominator: the weights of its sum, "penalty" or "local_token".
-        chosen_T: [T] bool, tokens that get it; None: all.
     """
     if inputs.entropy_T is None:
         raise SpecError(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.terms import LossInputs, Term
+from workbench.losses.terms import LossInputs, Term, clamped
 from workbench.specs.losses import KLSpec
 
 
@@ -74,10 +74,9 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
     d_T = -inputs.log_ratio(spec.against)
     anchor_T = inputs.policy_logprobs_T.detach() if spec.importance == "none" else inputs.logprobs(spec.importance)
     log_weight_T = torch.where(inputs.counts_T, inputs.policy_logprobs_T - anchor_T, 0.0)
-    if spec.importance_level == "document":
-        log_weight_T = inputs.document_mean(log_weight_T)
+    log_weight_T = inputs.mean_over(spec.importance_level, log_weight_T)
     with torch.no_grad():
-        bound_T = d_T if spec.input_clamp is None else d_T.clamp(-spec.input_clamp, spec.input_clamp)
+        bound_T = clamped(d_T, spec.input_clamp)
         value_T = log_weight_T.exp() * kl_estimate(bound_T, spec.estimator)
         cut_T = bound_T != d_T
         if spec.output_clamp is not None:
@@ -91,11 +90,8 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
     open_d_T, open_weight_T = torch.where(cut_T, 0.0, d_T), torch.where(cut_T, 0.0, log_weight_T)
     if spec.gradient == "path":
         open_weight_T = open_weight_T.detach()
-    return Term(
-        torch.where(cut_T, value_T, open_weight_T.exp() * kl_estimate(open_d_T, spec.estimator)),
-        spec.coefficient,
-        weight="penalty",
-    )
+    values_T = torch.where(cut_T, value_T, open_weight_T.exp() * kl_estimate(open_d_T, spec.estimator))
+    return Term(values_T, spec.coefficient, weight="penalty")
 
 
 def kl_in_reward(old_logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Tensor, spec: KLSpec) -> Tensor:
@@ -111,9 +107,6 @@ def kl_in_reward(old_logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Te
     """
     with torch.no_grad():
         d_T = torch.where(loss_mask_T, ref_logprobs_T - old_logprobs_T, 0.0)
-        if spec.input_clamp is not None:
-            d_T = d_T.clamp(-spec.input_clamp, spec.input_clamp)
-        value_T = kl_estimate(d_T, spec.estimator)
-        if spec.output_clamp is not None:
-            value_T = value_T.clamp(-spec.output_clamp, spec.output_clamp)
-        return spec.coefficient * value_T
+        return spec.coefficient * clamped(
+            kl_estimate(clamped(d_T, spec.input_clamp), spec.estimator), spec.output_clamp
+        )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from workbench.errors import SpecError
+from workbench.losses.document_sums import document_totals
 from workbench.losses.terms import LossInputs, Term
 
 
@@ -61,17 +62,11 @@ def document_rewards(
 ) -> Tensor:
     """Implied rewards of whole documents: log of each one's probability ratio to another policy.
 
-    Formula:  ``sum (l - other)`` over the document's trained tokens; divided by their number if averaged, and 0 for a
-              document in which nothing counts
+    Formula:  ``sum (l - other)`` over the document's trained tokens, other 0 if None; divided by their number if
+              averaged, and 0 for a document in which nothing counts
     Shapes:   inputs of T tokens, with document ids 0 to N - 1 -> [N] nats.
     Backward: 1, or 1 / length, on each trained token.
     Raises:   SpecError: no log-probabilities of the other policy, or no document ids.
-
-    Args:
-        inputs: of the loss.
-        documents: N.
-        against: policy whose log-probabilities are subtracted; None: none.
-        average: mean in place of sum.
     """
     if inputs.document_ids_T is None:
         raise SpecError(
@@ -81,18 +76,17 @@ def document_rewards(
             fix="pass document_ids_T, the document of each token",
         )
     values_T = inputs.counted_logprobs_T if against is None else inputs.log_ratio(against)
-    index_T = torch.where(inputs.counts_T, inputs.document_ids_T, 0)
-    sums_N = values_T.new_zeros(documents).index_add(0, index_T, torch.where(inputs.counts_T, values_T, 0.0))
+    counts_T, ids_T = inputs.counts_T, inputs.document_ids_T
+    sums_N = document_totals(values_T, counts_T, ids_T, documents)
     if not average:
         return sums_N
-    lengths_N = sums_N.new_zeros(documents).index_add(0, index_T, inputs.counts_T.to(sums_N.dtype))
-    return sums_N / lengths_N.clamp_min(1)
+    return sums_N / document_totals(counts_T.to(sums_N.dtype), counts_T, ids_T, documents).clamp_min(1)
 
 
 def implied_rewards(policy_N: Tensor, ref_N: Tensor) -> Tensor:
-    """Implied rewards of documents whose sums, or means, of log-probabilities are known.
+    """Implied rewards of documents, as in `document_rewards`, from known sums, or means, of log-probabilities.
 
-    Formula:  ``policy - ref``; see `document_rewards`, which also takes the sums.
+    Formula:  ``policy - ref``
     Shapes:   any, equal -> the same. Units: nats.
     Backward: 1 to the policy.
     """
@@ -135,14 +129,9 @@ def pair_losses(
               DiscoPOP: arXiv 2406.08414, equation 5.
     """
     smoothed = bool(label_smoothing)
-    divides = kind in ("ipo", "sppo_hard") and beta == 0
-    if (
-        kind not in KINDS
-        or not 0 <= label_smoothing < 0.5
-        or divides
-        or (smoothed and kind not in SMOOTHED)
-        or (kind == "exo_pair" and not smoothed)
-    ):
+    wrong_smoothing = kind == "exo_pair" if not smoothed else kind not in SMOOTHED
+    divides_by_0 = kind in ("ipo", "sppo_hard") and beta == 0
+    if kind not in KINDS or not 0 <= label_smoothing < 0.5 or wrong_smoothing or divides_by_0:
         raise SpecError(
             f"pair_losses(kind={kind!r}, beta={beta}, label_smoothing={label_smoothing})",
             rule=f"kind is one of {', '.join(KINDS)}; label_smoothing lies in [0, 0.5), above 0 for "
@@ -183,15 +172,10 @@ def mean_over_pairs(
 ) -> Tensor:
     """Sum over pairs that count, divided by their number in the whole step.
 
-    Formula:  ``sum counts_p values_p / (pairs + epsilon)``
+    Formula:  ``sum counts_p values_p / (pairs + epsilon)``, counts 1 or 0 (None: all 1), pairs those of the whole step
+              (None: that count here)
     Shapes:   [P] -> scalar.
     Backward: 1 / (pairs + epsilon) on pairs that count.
-
-    Args:
-        values_P: [P] of each pair.
-        counts_P: [P] 1 where the pair counts, else 0; None: all do.
-        pairs: of the whole step; None: those that count here.
-        epsilon: added to their number.
     """
     counts_P = torch.ones_like(values_P, requires_grad=False) if counts_P is None else counts_P.to(values_P.dtype)
     return torch.where(counts_P != 0, values_P * pair_weights(counts_P, pairs=pairs, epsilon=epsilon), 0.0).sum()

@@ -173,31 +173,20 @@ def vespo(
             log_w_T = log_w_T + log_correction_T
         log_w_T = log_w_T.clamp(*SEQUENCE_LOG_CLAMP)
         rising_T = advantages_T >= 0
-        k_T = torch.where(rising_T, log_w_T.new_full((), k_positive), log_w_T.new_full((), k_negative))
-        lambda_T = torch.where(rising_T, log_w_T.new_full((), lambda_positive), log_w_T.new_full((), lambda_negative))
+        k_T, lambda_T = (
+            torch.where(rising_T, log_w_T.new_full((), up), log_w_T.new_full((), down))
+            for up, down in ((k_positive, k_negative), (lambda_positive, lambda_negative))
+        )
         phi_T = torch.exp(lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp())
         phi_T = torch.where(phi_T.isinf(), 0.0, phi_T)
     return Term(-phi_T * advantages_T * inputs.counted_logprobs_T, extras={"sequence_weight": phi_T})
 
 
 def log_sequence_ratio(inputs: LossInputs, level: str, anchor: str) -> Tensor:
-    """[T] log of the geometric mean of the ratios of a document, or of a segment; on each of its tokens.
-
-    Args:
-        inputs: of the loss.
-        level: "document", or "segment" for each unbroken run of trained tokens.
-        anchor: policy in the denominator of the ratio.
-    """
-    log_ratio_T = inputs.log_ratio(anchor)
-    if level == "document":
-        return inputs.document_mean(log_ratio_T)
-    counts_T = inputs.document_sums.segment(inputs.counts_T.to(log_ratio_T.dtype))
-    return inputs.document_sums.segment(log_ratio_T) / counts_T.clamp_min(1)
+    """[T] log of the geometric mean of the ratios at a level of `LossInputs.mean_over`, on each of its tokens."""
+    return inputs.mean_over(level, inputs.log_ratio(anchor))
 
 
 def advantages_at(inputs: LossInputs, advantage_level: str) -> Tensor:
     """[T] advantages of the tokens ("token"), or their means over the document ("document"); 0 where nothing counts."""
-    advantages_T = inputs.counted_advantages_T
-    if advantage_level == "token":
-        return advantages_T
-    return torch.where(inputs.counts_T, inputs.document_mean(advantages_T), 0.0)
+    return torch.where(inputs.counts_T, inputs.mean_over(advantage_level, inputs.counted_advantages_T), 0.0)

@@ -11,7 +11,7 @@ Letters: T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -76,14 +76,7 @@ class LossInputs:
     statistics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_shapes(
-            "LossInputs",
-            **{
-                name: value
-                for name, value in self.__dict__.items()
-                if name not in ("sums", "statistics", "length_epsilon")
-            },
-        )
+        check_shapes("LossInputs", **{name: value for name, value in self.__dict__.items() if name.endswith("_T")})
         for name in ("loss_mask_T", "frozen_clip_T"):
             mask_T = getattr(self, name)
             if mask_T is not None and mask_T.dtype is not torch.bool:
@@ -133,6 +126,20 @@ class LossInputs:
             lengths_T + self.length_epsilon if self.length_epsilon else lengths_T
         )
 
+    def mean_over(self, level: str, values_T: Tensor) -> Tensor:
+        """[T] values ("token"), or their means over the token's "document" or "segment" (unbroken trained tokens)."""
+        if level == "token":
+            return values_T
+        if level == "document":
+            return self.document_mean(values_T)
+        lengths_T = self.document_sums.segment(self.counts_T.to(values_T.dtype))
+        return self.document_sums.segment(values_T) / lengths_T.clamp_min(1)
+
+    def counting(self, mask_T: Tensor) -> LossInputs:
+        """Return the inputs with other tokens that count; documents stay whole."""
+        sums = self.document_sums
+        return replace(self, loss_mask_T=mask_T, lengths_T=sums.document(mask_T.double()), sums=sums)
+
     @property
     def counted_logprobs_T(self) -> Tensor:
         """[T] of the policy; 0, without gradient, where nothing counts (also if NaN)."""
@@ -144,10 +151,7 @@ class LossInputs:
         return torch.where(self.counts_T, self.advantages_T, 0.0)
 
     def log_ratio(self, anchor: str = "old") -> Tensor:
-        """[T] log of policy / anchor; 0, without gradient, where nothing counts (also if NaN).
-
-        Args:
-            anchor: "old", "sampler" or "ref".
+        """[T] log of policy / anchor, "old", "sampler" or "ref"; 0, without gradient, where nothing counts (NaN too).
 
         Raises:
             SpecError: the batch has no log-probabilities of that policy.
@@ -194,3 +198,8 @@ class Term:
 
 Loss = Callable[[LossInputs], dict[str, Term]]
 """A policy loss: inputs to named terms."""
+
+
+def clamped(values_T: Tensor, bound: float | None) -> Tensor:
+    """[T] values clamped to +-bound, without gradient beyond; unchanged if None."""
+    return values_T if bound is None else values_T.clamp(-bound, bound)

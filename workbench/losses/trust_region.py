@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.losses.clipped import clamp_log_ratio
 from workbench.losses.sequence import advantages_at, log_sequence_ratio
-from workbench.losses.terms import LossInputs, Term
+from workbench.losses.terms import LossInputs, Term, clamped
 
 
 def dppo_tv(
@@ -32,8 +31,7 @@ def dppo_tv(
     Backward: -A min(r, ratio_cap), or 0 where dropped. On a threshold the token is kept.
     Source:   DPPO, arXiv 2602.04879, equation 12; the cap is that of verl's "dppo_tv".
     """
-    moved_T = _probability(inputs.counted_logprobs_T) - _probability(_anchor(inputs, anchor))
-    dropped_T = _beyond(inputs, moved_T, threshold_low, threshold_high)
+    dropped_T = _beyond(inputs, _moved(inputs, anchor), threshold_low, threshold_high)
     return _masked_ratio(inputs, dropped_T, ratio_cap, anchor, log_clamp)
 
 
@@ -75,10 +73,7 @@ def ipo(inputs: LossInputs, *, threshold: float = 0.1, anchor: str = "sampler") 
     Source:   PrimeIntellect-ai/prime-rl, loss "ipo". Its quadratic term is `kl` with the estimator "squared"
               against the sampler (the preset "ipo" has both).
     """
-    with torch.no_grad():
-        moved_T = _probability(inputs.counted_logprobs_T) - _probability(_anchor(inputs, anchor))
-        dropped_T = moved_T.abs() > threshold
-    return _masked_ratio(inputs, dropped_T, None, anchor)
+    return _masked_ratio(inputs, _moved(inputs, anchor).abs() > threshold, None, anchor)
 
 
 def ref_kl(inputs: LossInputs, *, threshold_low: float = 0.2, anchor: str = "sampler") -> Term:
@@ -91,18 +86,17 @@ def ref_kl(inputs: LossInputs, *, threshold_low: float = 0.2, anchor: str = "sam
     Source:   PrimeIntellect-ai/prime-rl, loss component "ref_kl". Its quadratic term is `kl` with the estimator
               "squared" against the sampler.
     """
-    with torch.no_grad():
-        advantages_T = -inputs.log_ratio("ref")
-        moved_T = _probability(inputs.counted_logprobs_T) - _probability(_anchor(inputs, anchor))
-    return _masked_ratio(inputs, moved_T < -threshold_low, None, anchor, advantages_T=advantages_T)
+    advantages_T = -inputs.log_ratio("ref").detach()
+    return _masked_ratio(inputs, _moved(inputs, anchor) < -threshold_low, None, anchor, advantages_T=advantages_T)
 
 
 def _anchor(inputs: LossInputs, anchor: str) -> Tensor:
     return torch.where(inputs.counts_T, inputs.logprobs(anchor), 0.0)
 
 
-def _probability(logprobs_T: Tensor) -> Tensor:
-    return logprobs_T.detach().exp()
+def _moved(inputs: LossInputs, anchor: str) -> Tensor:
+    """[T] p - q, without gradient."""
+    return inputs.counted_logprobs_T.detach().exp() - _anchor(inputs, anchor).detach().exp()
 
 
 def _beyond(inputs: LossInputs, moved_T: Tensor, low: float, high: float) -> Tensor:
@@ -122,11 +116,9 @@ def _masked_ratio(
     advantages_T = inputs.counted_advantages_T if advantages_T is None else advantages_T
     dropped_T = dropped_T & inputs.counts_T if inputs.frozen_clip_T is None else inputs.frozen_clip_T
     silent_T = dropped_T | (advantages_T == 0)
-    log_ratio_T = clamp_log_ratio(torch.where(silent_T, 0.0, inputs.log_ratio(anchor)), log_clamp)
-    if ratio_cap is None:
-        ratio_T = log_ratio_T.exp()
-    else:
-        ratio_T = log_ratio_T.detach().exp().clamp(max=ratio_cap) * inputs.counted_logprobs_T
+    ratio_T = clamped(torch.where(silent_T, 0.0, inputs.log_ratio(anchor)), log_clamp).exp()
+    if ratio_cap is not None:
+        ratio_T = ratio_T.detach().clamp(max=ratio_cap) * inputs.counted_logprobs_T
     values_T = torch.where(silent_T, 0.0, -advantages_T * ratio_T)
     return Term(values_T, clipped_T=dropped_T, silent_T=None if own else advantages_T == 0)
 
@@ -155,10 +147,10 @@ def sapo(
     Source:   SAPO, arXiv 2511.20347; a ratio of documents, with A averaged there (advantage_level "document"): AReaL.
     """
     advantages_T = advantages_at(inputs, advantage_level)
-    log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
+    log_ratio_T = log_sequence_ratio(inputs, level, anchor)
     positive, negative = log_ratio_T.new_full((), tau_positive), log_ratio_T.new_full((), tau_negative)
     tau_T = torch.where(advantages_T > 0, positive, negative)
-    clamped_T = clamp_log_ratio(log_ratio_T, log_clamp)
+    clamped_T = clamped(log_ratio_T, log_clamp)
     with torch.no_grad():
         saturated_T = clamped_T > torch.log1p(SATURATED / tau_T)
         silent_T = saturated_T | (advantages_T == 0)

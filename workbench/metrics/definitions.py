@@ -141,8 +141,7 @@ def _population(needs: Iterable[str]) -> str:
 def metric_table(metrics: Sequence[AnyMetric] | None = None) -> pd.DataFrame:
     """Return every metric with its meaning, unit, population, weight, reducer and level; one row per key.
 
-    Args:
-        metrics: declarations; None: the canonical ones of a loss whose term "policy" clips.
+    By default the canonical ones of a loss whose term "policy" clips.
     """
     import pandas as pd
 
@@ -272,17 +271,12 @@ _BASIC_KL = {
 
 
 def declared(clipping_terms: Sequence[str] = ("policy",), clip: ClipRule | None = None) -> tuple[AnyMetric, ...]:
-    """Return the canonical metrics of a loss.
+    """Return the canonical metrics of a loss, some of whose terms report the tokens they clip.
 
-    Args:
-        clipping_terms: names of its terms that report the tokens they clip.
-        clip: its clip, if a surrogate of whole documents needs document metrics for it; None: of tokens.
+    ``clip`` is its clip, if a surrogate of whole documents needs document metrics for it; None: of tokens.
     """
-    return tuple(
-        itertools.chain(
-            _counts(), _logprobs(), _ratios(), _clips(tuple(clipping_terms), clip), _kls(), _advantages(), _weights()
-        )
-    )
+    clips = _clips(clipping_terms, clip)
+    return (*_counts(), *_logprobs(), *_ratios(), *clips, *_kls(), *_advantages(), *_weights())
 
 
 def _document_mean(key: str, meaning: str, unit: str, column: Column) -> Metric:

@@ -1,19 +1,16 @@
 """The evidence of a comparison: the tokens and documents of a step that have a gradient, and those that are clipped.
 
 Two runs whose advantages are all zero agree in every bit, and so do two with empty loss masks: nothing could differ.
-Every step therefore counts, at every metrics level, the tokens to which its loss sends a gradient, and every verdict
-quotes these counts. A comparison without any is vacuous.
-
-The counts are taken at the head outputs: a token has a gradient if the derivative of the step's total loss with
-respect to its head outputs (log-probability, entropy, log normaliser) is not zero. They are merged together with the
-metrics of the step, so they cost no collective of their own.
+Every step therefore counts, at every metrics level, the tokens to which its loss sends a gradient: those for which the
+derivative of the total loss with respect to the head outputs (log-probability, entropy, log normaliser) is not zero.
+Every verdict quotes these counts. They are merged together with the metrics, so they cost no collective of their own.
 
 Letters: T packed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,18 +42,7 @@ _REACHED, _DOCUMENTS, _REACHED_DOCUMENTS = "gradient_tokens/sum", "documents/sum
 
 
 class GradientTokens:
-    """The tokens of a loss evaluation that receive a gradient, recorded during its backward pass.
-
-    Args:
-        row: the evaluated tokens, a whole row or a part of one.
-        inputs: of the loss, for these tokens.
-
-    Example:
-        >>> reached = GradientTokens(row, inputs)  # doctest: +SKIP
-        >>> loss(inputs)["policy"].values_T.sum().backward()  # doctest: +SKIP
-        >>> int(reached.mask_T.sum())  # doctest: +SKIP
-        861
-    """
+    """The tokens of a row, or of a part of one, that receive a gradient, recorded in backward: ``mask_T``."""
 
     def __init__(self, row: TrainingRow, inputs: LossInputs) -> None:
         import torch
@@ -84,12 +70,7 @@ def count_evidence(
 ) -> dict[str, Value]:
     """Count one micro-batch on one rank; `finish_metrics` merges the values with the metrics of the step.
 
-    Args:
-        inputs: of the loss, for the whole row.
-        terms: its result.
-        row: the tokens of the row.
-        slots: the numbers of the row's documents in the whole step.
-        reached: the last evaluation that was back-propagated; None if no token of the row was evaluated.
+    ``reached`` is the last evaluation that was back-propagated; None if no token of the row was evaluated.
     """
     import torch
 
@@ -134,17 +115,11 @@ def _documents(slots: DocumentSlots, mask_T: Tensor, documents_T: Tensor) -> Val
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence that a run, or some of its steps, gives a comparison: counts, summed over steps.
+    """The evidence that a run, or some of its steps, gives a comparison: counts, summed over ``steps``.
 
-    Attributes:
-        steps: number of counted steps.
-        documents: in them.
-        gradient_documents: documents with a token that has a gradient.
-        trained_tokens: trained targets.
-        gradient_tokens: trained tokens that have a gradient, from any term of the loss.
-        policy_gradient_tokens: trained tokens with a gradient from the policy term; None for a loss without one.
-        clipped_tokens: trained tokens whose gradient is clipped to zero; None for a loss without a clip.
-        zero_steps: steps in which every parameter's gradient was zero.
+    ``gradient_documents`` have a token with a gradient; ``gradient_tokens`` are trained tokens with one from any term
+    of the loss, ``policy_gradient_tokens`` from the policy term (None for a loss without one). ``clipped_tokens`` have
+    their gradient clipped to zero (None for a loss without a clip). In ``zero_steps`` every gradient was zero.
     """
 
     steps: int
@@ -263,8 +238,7 @@ def split_evidence(numbers: Mapping[str, float]) -> tuple[dict[str, float], dict
 
 def weaker(first: Evidence | None, second: Evidence | None) -> Evidence | None:
     """Return the evidence of the run with fewer tokens that have a gradient, of two that are compared."""
-    known: Sequence[Evidence] = [each for each in (first, second) if each is not None]
-    return min(known, key=lambda each: each.gradient_tokens, default=None)
+    return min(filter(None, (first, second)), key=lambda each: each.gradient_tokens, default=None)
 
 
 def _share(part: int | None, whole: int) -> float | None:

@@ -37,15 +37,8 @@ def policy_metrics(
     """Compute the unfinished metrics of one micro-batch on one rank. The same keys on every rank, tokens or not.
 
     The keys depend on the level, the loss and the log-probabilities of the batch, never on the tokens of a
-    micro-batch.
-
-    Args:
-        inputs: of the loss.
-        terms: its result.
-        loss_mask_T: [T] bool, the population.
-        level: "none", "basic" or "full".
-        loss_spec: the loss's settings, for the bounds of its clip; None: metrics of the clip region are left out.
-        slots: the numbers of the row's documents in the whole step; None: metrics of whole documents are left out.
+    micro-batch. Without ``loss_spec``, which has the bounds of the clip, metrics of the clip region are left out,
+    without ``slots`` those of whole documents.
 
     Raises:
         SpecError: another level.
@@ -125,20 +118,15 @@ def _power(q: Quantities, column: Column, power: Power) -> Tensor:
 
 
 def _of_documents(metric: DocumentMetric, q: Quantities) -> Value:
-    mask_T = q.population_of(metric.needs)
-    return OfDocuments(metric.read, len(metric.columns), q.slots.number, len(metric.extremes)).table(
-        [q.column(column) for column in metric.columns],
-        mask_T,
-        q.step_documents_T,
-        [q.column(column) for column in metric.extremes],
-    )
+    columns, extremes = (list(map(q.column, of)) for of in (metric.columns, metric.extremes))
+    reducer = OfDocuments(metric.read, len(columns), q.slots.number, len(extremes))
+    return reducer.table(columns, q.population_of(metric.needs), q.step_documents_T, extremes)
 
 
 def _is_known(metric: AnyMetric, q: Quantities) -> bool:
     if isinstance(metric, DocumentMetric):
-        return q.slots is not None and all(
-            q.column(column) is not None for column in (*metric.columns, *metric.extremes)
-        )
+        columns = (*metric.columns, *metric.extremes)
+        return q.slots is not None and all(q.column(column) is not None for column in columns)
     return q.weights(metric.weight) is not None and q.column(metric.column) is not None
 
 
@@ -151,8 +139,7 @@ class OfDocuments(Reducer):
     the one maximum of all metrics.
 
     Attributes:
-        read: returns the number from tokens_N, one sum_N per column and one maximum_N per extreme, of the documents
-            with trained tokens.
+        read: see `DocumentMetric`.
         columns: number of columns that are summed.
         documents: N of the whole step.
         extremes: number of columns whose maximum is taken.
@@ -168,8 +155,7 @@ class OfDocuments(Reducer):
         self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor, extremes: Sequence[Tensor] = ()
     ) -> Value:
         """Return the value from per-token columns; ``document_ids_T`` are the numbers of documents in the step."""
-        weights_T = mask_T.double()
-        rows = torch.stack([weights_T, *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
+        rows = torch.stack([mask_T.double(), *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
         # A table in the one sum of all metrics, instead of a collective per metric (DECISIONS.md, row 39).
         sums = rows.new_zeros(len(rows), self.documents)
         document_T = torch.where(mask_T, document_ids_T, 0)
@@ -196,15 +182,7 @@ class OfDocuments(Reducer):
 
 
 class Quantities:
-    """Per-token quantities of one micro-batch on one rank, each computed at most once.
-
-    Args:
-        inputs: of the loss.
-        terms: its result.
-        loss_mask_T: [T] bool, the trained tokens.
-        clip: the surrogate's clip, if it has one.
-        slots: the numbers of the row's documents in the whole step, if known.
-    """
+    """Per-token quantities of a micro-batch on a rank, from the inputs and terms of its loss, each computed once."""
 
     def __init__(
         self,
@@ -230,9 +208,7 @@ class Quantities:
         if self.slots is None:
             return None
         ids_T = self.inputs.document_ids_T
-        if ids_T is None:
-            ids_T = torch.zeros_like(self.mask_T, dtype=torch.long)
-        return ids_T + self.slots.first
+        return (torch.zeros_like(self.mask_T, dtype=torch.long) if ids_T is None else ids_T) + self.slots.first
 
     @cached_property
     def advantages_T(self) -> Tensor:
@@ -292,10 +268,7 @@ class Quantities:
     def _lengths(self, name: str) -> Tensor | None:
         """[T] trained tokens of the token's document or segment: from the inputs, or counted if the row is whole."""
         inputs = self.inputs
-        if name == "document":
-            lengths_T = inputs.lengths_T
-        else:
-            lengths_T = None if self.slots is None else self.slots.segment_lengths_T
+        lengths_T = inputs.lengths_T if name == "document" else self.slots and self.slots.segment_lengths_T
         if lengths_T is not None or inputs.sums is not None or inputs.document_ids_T is None:
             return lengths_T
         sums = DocumentSums(inputs.document_ids_T, self.mask_T)
@@ -304,9 +277,8 @@ class Quantities:
     def extra(self, name: str) -> Tensor | None:
         """[T] float64, a value that the policy term returned under a name, or None."""
         term = self.terms.get("policy")
-        if term is None or term.extras.get(name) is None:
-            return None
-        return term.extras[name].detach().double()
+        value_T = None if term is None else term.extras.get(name)
+        return None if value_T is None else value_T.detach().double()
 
     def column(self, column: Column) -> Tensor | None:
         """[T] float64, computed at most once."""

@@ -30,14 +30,11 @@ POLICY_NAMES: tuple[PolicyName, ...] = ("policy", "old", "sampler", "ref")
 
 
 class ClipRule(NamedTuple):
-    """The clip of a surrogate, for metrics of the clip region.
+    """The clip of a surrogate, as bounds of a ratio to an anchor, for metrics of the clip region.
 
     Attributes:
-        lower: lower bound of the ratio.
-        upper: upper bound of the ratio.
-        dual: bound of the ratio for negative advantages (dual clip), or None.
+        dual: bound for negative advantages (dual clip), or None.
         of_documents: the ratio is that of a document (GSPO): exp of the mean log ratio of its trained tokens.
-        anchor: the policy in the denominator of the ratio.
     """
 
     lower: float
@@ -392,8 +389,7 @@ class Truncated(Column):
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
-        stated_T, kept_T = q.extra("truncated"), q.extra("kept")
-        raw_T, applied_T = q.extra("raw_weight"), q.extra("applied_weight")
+        stated_T, kept_T, raw_T, applied_T = map(q.extra, ("truncated", "kept", "raw_weight", "applied_weight"))
         if stated_T is not None or raw_T is None or applied_T is None:
             return stated_T
         changed_T = (raw_T != applied_T).double()

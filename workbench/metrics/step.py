@@ -62,16 +62,12 @@ def parameter_layer(name: str) -> int | None:
 
 
 def gradient_group_norms(norms: Mapping[str, float], level: Level = "basic") -> dict[str, float]:
-    """Return L2 norms of the full gradient by group and, at level full, by layer.
+    """Return L2 norms of the gradient, ``gradient/norm/<group>`` and, at level full, ``gradient/norm/layer_<number>``.
+
+    ``norms`` are of the *full* gradients (`workbench.sharding.gradients.gradient_norms`), so there is nothing to merge.
+    Groups without parameters are left out.
 
     Formula:  norm of a group = sqrt(sum of its parameters' squared norms); squares of groups add up to the global one.
-
-    Args:
-        norms: of the *full* gradients (`workbench.sharding.gradients.gradient_norms`), so there is nothing to merge.
-        level: "none", "basic" (groups) or "full" (groups and layers).
-
-    Returns:
-        ``gradient/norm/<group>`` and ``gradient/norm/layer_<number>``; groups without parameters are left out.
     """
     if level == "none":
         return {}
@@ -87,31 +83,23 @@ def gradient_group_norms(norms: Mapping[str, float], level: Level = "basic") -> 
 
 
 class StepClock:
-    """Wall-clock timer of a region on a device; waits for the device at both ends.
-
-    Example:
-        >>> with StepClock(torch.device("cpu")) as clock:
-        ...     pass
-        >>> clock.step_ms >= 0
-        True
-    """
+    """Wall-clock timer of a region on a device, in ``step_ms``; waits for the device at both ends."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.step_ms = 0.0
 
     def __enter__(self) -> StepClock:
-        self._synchronize()
-        self._start = time.perf_counter()
+        self._start = self._now()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._synchronize()
-        self.step_ms = (time.perf_counter() - self._start) * 1e3
+        self.step_ms = (self._now() - self._start) * 1e3
 
-    def _synchronize(self) -> None:
+    def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
 def peak_bytes(device: torch.device) -> int:

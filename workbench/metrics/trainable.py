@@ -67,17 +67,11 @@ class Trainable:
         trained_T = batch.loss_mask_T & (batch.document_ids_T >= 0)
         nonzero_T = trained_T & (batch.advantages_T != 0)
         trained_N = _documents(trained_T, batch)
-        counts = (
-            batch.num_documents,
-            int((batch.document_ids_T >= 0).sum()),
-            int(trained_N.sum()),
-            int(trained_T.sum()),
-            int(_documents(nonzero_T, batch).sum()),
-            int(nonzero_T.sum()),
-        )
+        sets = (batch.document_ids_T >= 0, trained_N, trained_T, _documents(nonzero_T, batch), nonzero_T)
+        counts = (batch.num_documents, *(int(each.sum()) for each in sets))
         if batch.group_ids_N is None or batch.rewards_N is None:
             return cls(*counts)
-        mixed, single, documents, trained, pairs = 0, 0, 0, 0, 0
+        mixed = single = documents = trained = pairs = 0
         ids = batch.group_ids_N.unique()
         for group in ids:
             rewards = batch.rewards_N[trained_N & (batch.group_ids_N == group)].double()
@@ -148,20 +142,19 @@ class Trainable:
 
     def lines(self) -> list[str]:
         """Return the counts as text."""
-        lines = [
+        groups = "none, without group ids and rewards"
+        if self.groups is not None:
+            groups = (
+                f"not zero on {_part(self.group_documents, self.documents)} documents; {self.mixed_groups} of "
+                f"{self.groups} groups have different rewards"
+            )
+            groups += f", {self.single_groups} of one document" if self.single_groups else ""
+        return [
             f"trained: {_part(self.trained_tokens, self.tokens)} tokens, "
             f"in {_part(self.trained_documents, self.documents)} documents",
             f"recorded advantages: not zero on {_part(self.advantage_documents, self.documents)} documents, "
             f"{_part(self.advantage_tokens, self.trained_tokens)} trained tokens",
-        ]
-        if self.groups is None:
-            return [*lines, "advantages of group estimators (grpo, rloo, ...): none, without group ids and rewards"]
-        single = f", {self.single_groups} of one document" if self.single_groups else ""
-        return [
-            *lines,
-            f"advantages of group estimators (grpo, rloo, ...): not zero on "
-            f"{_part(self.group_documents, self.documents)} documents; {self.mixed_groups} of "
-            f"{self.groups} groups have different rewards{single}",
+            f"advantages of group estimators (grpo, rloo, ...): {groups}",
         ]
 
 

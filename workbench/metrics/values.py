@@ -55,13 +55,7 @@ class Reducer:
     signs: ClassVar[tuple[int, ...]] = ()
 
     def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
-        """Return the unfinished value of the tokens under a mask; the mask is the population.
-
-        Args:
-            values_T: [T] arbitrary where the mask is False.
-            mask_T: [T] bool.
-            weights_T: [T] weight of each token; None: 1.
-        """
+        """Return the unfinished value of the tokens under a mask, the population; weights of None are 1. [T] each."""
         values_T, weights_T = _masked(values_T, mask_T, weights_T)
         sums = tuple((weights_T * (values_T - pivot) ** exponent).sum() for exponent, pivot in self.powers)
         return Value(self, sums, tuple(_largest(sign * values_T, weights_T > 0) for sign in self.signs))
@@ -83,24 +77,14 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Value:
-    """The unfinished value of a metric. float64.
-
-    Attributes:
-        reducer: of the metric.
-        sums: parts that are summed over ranks and micro-batches.
-        maxima: parts of which the maximum is taken.
-    """
+    """The unfinished value of a metric: parts that are summed, and parts of which the maximum is taken. float64."""
 
     reducer: Reducer
     sums: tuple[Tensor, ...]
     maxima: tuple[Tensor, ...]
 
     def merge(self, other: Value) -> Value:
-        """Merge two values. Associative and commutative.
-
-        Raises:
-            SpecError: values of two different reducers.
-        """
+        """Merge two values, associative and commutative; SpecError for values of two different reducers."""
         if other.reducer != self.reducer:
             raise SpecError(
                 f"merge {self.reducer!r} with {other.reducer!r}",
@@ -144,8 +128,7 @@ class Count(Reducer):
 class Mean(Reducer):
     """A mean, as weighted total and weight. Identity: 0 of 0, whose mean is NaN.
 
-    Attributes:
-        epsilon: added to the weight, as some systems do; the mean of no tokens is then 0.
+    An epsilon is added to the weight, as some systems do; the mean of no tokens is then 0.
     """
 
     epsilon: float = 0.0
@@ -160,9 +143,7 @@ class Mean(Reducer):
 class Share(Reducer):
     """A total divided by a number that the whole step knows. Identity: 0.
 
-    Attributes:
-        of: the divisor; for example all documents of the step, including those without trained tokens.
-        epsilon: added to it.
+    For example ``of`` all documents of the step, including those without trained tokens, plus an epsilon.
     """
 
     of: float
@@ -177,8 +158,7 @@ class Share(Reducer):
 class Deviation(Reducer):
     """A standard deviation (population), around a pivot near the mean so that nothing cancels; NaN of no tokens.
 
-    Attributes:
-        pivot: a number near the mean, the same on every rank.
+    The pivot is the same on every rank.
     """
 
     pivot: float = 0.0
@@ -260,12 +240,9 @@ class LogMeanExp(Reducer):
 
 @dataclass(frozen=True)
 class Quantile(Reducer):
-    """A quantile of positive values, from counts in logarithmic bins. Identity: counts of 0; then NaN.
+    """The quantile q (0 to 1) of positive values, from counts in logarithmic bins. Identity: counts of 0; then NaN.
 
     The relative error is at most `ACCURACY` between 1e-6 and 1e6; values outside are counted in the edge bins.
-
-    Attributes:
-        q: the quantile, between 0 and 1.
 
     Source: Masson, Rim, Lee, "DDSketch", arXiv 1908.10693.
     """
@@ -297,9 +274,8 @@ class Quantile(Reducer):
 def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
     """Merge metrics over micro-batches and over an axis, and finish them. At most two collectives in total.
 
-    Args:
-        micro_batches: the same keys in each, in the same order on every rank.
-        axis: the ranks with different tokens (dp_cp). Ranks of tp have the same tokens and are not merged.
+    Every micro-batch has the same keys, in the same order on every rank. The axis has the ranks with different tokens
+    (dp_cp); ranks of tp have the same ones and are not merged.
 
     Raises:
         SpecError: micro-batches with different metrics.
@@ -312,10 +288,7 @@ def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> 
 def finish_in_order(rows: Sequence[Mapping[str, Value]], numbers_r: Tensor, axis: Axis) -> dict[str, float]:
     """Finish the metrics of whole rows, with sums that are bitwise independent of the assignment of rows to ranks.
 
-    Args:
-        rows: metrics of whole rows.
-        numbers_r: [r] the number of each in the step; see `workbench.reproducible.rows.sum_in_order`.
-        axis: the ranks with different rows (dp).
+    ``numbers_r`` [r] are the rows' numbers in the step, see `workbench.reproducible.rows.sum_in_order`; the axis is dp.
     """
     return _finished(
         rows,
@@ -342,38 +315,27 @@ def _finished(
                 rule="every micro-batch and rank has the same metrics, tokens or not",
                 fix="select metrics by the spec, not by the data of a micro-batch",
             )
-    largest = _reduced(
-        [[part for value in metrics.values() for part in value.maxima] for metrics in micro_batches], largest_of
-    )
+    largest = _reduced([[v.maxima for v in metrics.values()] for metrics in micro_batches], largest_of)
     # A sum that is relative to a maximum needs the merged maximum, so maxima come first.
     merged = _unpacked(largest, {key: value.maxima for key, value in first.items()})
     total = _reduced(
-        [
-            [
-                part
-                for key, value in metrics.items()
-                for part in value.reducer.moved(value.sums, value.maxima, merged[key])
-            ]
-            for metrics in micro_batches
-        ],
+        [[v.reducer.moved(v.sums, v.maxima, merged[key]) for key, v in metrics.items()] for metrics in micro_batches],
         total_of,
     )
-    sums = _unpacked(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()})
-    maxima = _unpacked(None if largest is None else largest.cpu(), {key: value.maxima for key, value in first.items()})
+    sums = _unpacked(total.cpu(), {key: value.sums for key, value in first.items()})
+    maxima = _unpacked(largest.cpu(), {key: value.maxima for key, value in first.items()})
     return {key: value.reducer.finish(sums[key], maxima[key]) for key, value in first.items()}
 
 
-def _reduced(rows: list[list[Tensor]], reduce: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Pack all parts of each micro-batch into one line, and reduce the lines to one; None if there are no parts."""
-    if not rows[0]:
-        return None
-    return reduce(torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows]))
+def _reduced(rows: list[list[Sequence[Tensor]]], reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Pack all parts of each micro-batch into one line, and reduce the lines to one; without parts, to an empty one."""
+    lines = [[part.reshape(-1) for parts in row for part in parts] for row in rows]
+    return reduce(torch.stack([torch.cat(line) for line in lines])) if lines[0] else torch.zeros(0)
 
 
-def _unpacked(packed: Tensor | None, like: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+def _unpacked(packed: Tensor, like: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
     """Split one line into the parts of each metric; views, no copies."""
-    sizes = [part.numel() for parts in like.values() for part in parts]
-    pieces = iter(packed.split(sizes)) if packed is not None else iter(())
+    pieces = iter(packed.split([part.numel() for parts in like.values() for part in parts]))
     return {key: [next(pieces).view(part.shape) for part in parts] for key, parts in like.items()}
 
 

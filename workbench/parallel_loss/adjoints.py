@@ -6,19 +6,7 @@ backward determines the gradient of a local value: with c = 1 if it sums over th
     gradient of a global value = dL/dx, the same on every rank        gradient of a local value = c dL/dx
 
 so c is multiplied in where a gradient goes from a global value to local ones and divided out on the way back, once on
-every path, however often a loss crosses between the two.
-
-    crossing           forward         backward                       equivalent
-    local -> global    all-reduce sum  times c, no collective         c = 1: all-reduce with identity backward
-                                                                      c = N: all-reduce with all-reduce backward
-    global -> local    identity        all-reduce sum, divided by c   c = 1: identity with all-reduce backward
-    local -> local     all-reduce sum  all-reduce sum                 a document's sum, back on its tokens
-
-Mixing up the two cases of the first line is wrong by a factor of N: all-reduce backward under an engine that sums is
-N times too large, identity backward under one that averages is N times too small.
-
-In the workbench each rank back-propagates the plain sum over its own tokens, and gradients are *summed* over dp x cp.
-DDP and FSDP2 average by default, so there the loss is multiplied by the number of ranks: `engine_factor`.
+every path. The README of this package has the table of crossings, and what each wrong pair of collectives costs.
 
 Source: the adjoints of Megatron-LM, arXiv 1909.08053, section 3 (f and g).
 """
@@ -37,11 +25,7 @@ from workbench.sharding.mesh import Axis, Mesh
 
 
 class EngineFactor(float):
-    """A float that multiplies the loss before backward, with the reason for it.
-
-    Attributes:
-        why: the reason, as text.
-    """
+    """A float that multiplies the loss before backward, with the reason for it."""
 
     why: str
 
@@ -59,17 +43,11 @@ def engine_factor(mesh: Mesh, reduction: Literal["sum", "mean"]) -> EngineFactor
     """Return the loss factor that makes the gradient of an engine over dp x cp the sum over its ranks.
 
     The engine must span dp and cp; one that spans dp only leaves cp ranks with different weights. tp ranks compute the
-    same loss and do not count.
+    same loss and do not count. "mean" is the reduction of DDP, and of FSDP2 by default; "sum" that of FSDP2 with a
+    gradient divide factor of 1, and of `workbench.sharding.gradients`.
 
     Formula:  mean over R ranks of the gradient of R * loss_r = sum over ranks of the gradient of loss_r, R = dp * cp.
-
-    Args:
-        mesh: the axes.
-        reduction: the engine's gradient reduction. "mean": DDP, FSDP2 by default. "sum": FSDP2 with a gradient divide
-            factor of 1, or `workbench.sharding.gradients`.
-
-    Raises:
-        SpecError: another reduction.
+    Raises:   SpecError: another reduction.
     """
     dp, cp = mesh["dp"].size, mesh["cp"].size
     ranks = f"{dp * cp} rank{'s' if dp * cp > 1 else ''} (dp={dp} x cp={cp})"
@@ -83,12 +61,7 @@ def engine_factor(mesh: Mesh, reduction: Literal["sum", "mean"]) -> EngineFactor
 
 
 def local_to_global(local: Tensor, axes: Sequence[Axis], factor: float) -> Tensor:
-    """Sum local parts over ranks into a global value.
-
-    Args:
-        local: this rank's part.
-        axes: the axes to sum over, one after another.
-        factor: c: 1 if the engine sums gradients over these ranks, their number if it averages.
+    """Sum local parts over ranks into a global value; ``factor`` is c.
 
     Backward: the gradient times c, without a collective: the incoming gradient is the same on all ranks.
     """

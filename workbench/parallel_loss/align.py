@@ -86,13 +86,7 @@ def align_loss(
 
 @dataclass(frozen=True)
 class Alignment:
-    """Sums, means, ratios and statistics over the ranks of a trainer, with the gradients that its engine needs.
-
-    Attributes:
-        cp: the ranks that share rows.
-        dp: the ranks that hold other rows.
-        engine: how gradients are reduced after backward.
-    """
+    """Sums, means, ratios and statistics over the ranks of a trainer (`align_loss`), with the gradients it needs."""
 
     cp: Axis
     dp: tuple[Axis, ...]
@@ -105,7 +99,6 @@ class Alignment:
         return engine_factor(Mesh(axes, torch.device("cpu")), self.engine)
 
     def __repr__(self) -> str:
-        """Show the factor and its reason."""
         return f"Alignment({self.factor!r})"
 
     # -- sums and means ----------------------------------------------------------------------------------------
@@ -126,11 +119,7 @@ class Alignment:
         Shapes:   values and mask in one shape -> scalar. One collective per axis.
         Backward: 1 / max(n, 1) on values that count (times `factor`); none into n.
 
-        Args:
-            values: of this rank.
-            mask: bool, the value counts.
-            count: n of the whole optimizer step, from `count`, if this is one of several micro-batches; the result is
-                then this micro-batch's share of the mean.
+        With ``count``, n of the whole optimizer step from `count`, the result is this micro-batch's share of the mean.
         """
         if count is not None:
             n = torch.as_tensor(count, device=values.device).double().clamp_min(1)
@@ -164,12 +153,9 @@ class Alignment:
         Shapes:   [t] or [b, t] -> the same, one number on all tokens of a document; 0 where nothing counts.
         Backward: the gradients of the sum from the tokens of all cp ranks, on each token that counts; either engine.
 
-        Args:
-            values: of this rank.
-            mask: bool, the value counts.
-            documents: ids in the shape of the values, 0 to num_documents - 1 over the whole rows, below 0 on padding;
-                None: each row of [b, t] is a document.
-            num_documents: number of documents on all cp ranks; None: from their maximum, in one more collective.
+        ``documents`` are ids in the shape of the values, 0 to num_documents - 1 over the whole rows, below 0 on
+        padding; None: each row of [b, t] is a document. ``num_documents`` counts them on all cp ranks; None: from their
+        maximum, in one more collective.
         """
         check_values(values, mask)
         return document_sums(mask, documents, num_documents, self.cp).document(values.reshape(-1)).view(mask.shape)
@@ -201,10 +187,8 @@ class Alignment:
     ) -> StepCounts:
         """Tokens and documents of an optimizer step, for the losses of its micro-batches.
 
-        Args:
-            masks: of all micro-batches of this rank; every rank has as many.
-            documents: their ids, one tensor per mask; None: rows are documents.
-            num_documents: the maximum over micro-batches; see `document_sums`.
+        Masks are those of all micro-batches of this rank, and every rank has as many; ``documents`` are their ids, and
+        ``num_documents`` the maximum over micro-batches, as in `document_sums`.
         """
         documents_of_masks = [
             self._documents_of(mask, ids, num_documents)
@@ -213,11 +197,7 @@ class Alignment:
         return self._counted([lengths_N for _, lengths_N in documents_of_masks])
 
     def row_counts(self, masks: Sequence[Tensor]) -> StepCounts:
-        """`step_counts` from whole rows, as `torch_context_parallel` takes them: the first token never counts.
-
-        Args:
-            masks: [B, T] bool, of all micro-batches of this rank; the same on all cp ranks.
-        """
+        """`step_counts` from masks of whole rows, [B, T], the same on all cp ranks: the first token never counts."""
         for mask in masks:
             check_values(mask, mask)
         return self._counted([mask[:, 1:].sum(dim=1).double() for mask in masks])
@@ -264,11 +244,8 @@ class Alignment:
     ) -> AdvantageStatistics:
         """Mean and standard deviation of advantages over all ranks.
 
-        Args:
-            advantages: one value per token of this rank, or per document of its rows.
-            mask: bool, the value counts; None: all.
-            of: "tokens" are split over cp ranks; "documents" are the same on all cp ranks, and are counted once.
-            correction: 0 for the deviation of a population, 1 for that of a sample.
+        Advantages are of the tokens of this rank, or of the documents of its rows, which are the same on all cp ranks
+        and counted once. ``correction`` is 0 for the deviation of a population, 1 for that of a sample.
 
         Backward: none.
         """
@@ -303,29 +280,18 @@ class Alignment:
     ) -> Tensor:
         """Compute a policy loss of the workbench over the tokens of all ranks.
 
-        All inputs are aligned with the target's log-probability: nothing is shifted here.
+        All inputs are aligned with the target's log-probability: nothing is shifted here. ``loss`` is a spec, or the
+        name of a preset; reference log-probabilities are for a KL penalty, the sampler's for a correction. Documents
+        are given as in `document_sums`. ``counts`` are those of the whole step, from `step_counts`, if this is one of
+        several micro-batches.
 
         Formula:  sum over terms and tokens of weight * value; the weight from ``loss.denominator``, counted over all
                   ranks
-        Shapes:   [t] or [b, t] each -> scalar, the same on every rank.
+        Shapes:   [t] or [b, t] each, the mask bool, rewards those of each token's document -> scalar, the same on
+                  every rank.
+        Units:    log-probabilities and entropy in nats.
         Backward: to ``policy_logprobs`` (and ``entropy``), as the engine needs it.
-
-        Args:
-            loss: a spec, or the name of a preset.
-            policy_logprobs: nats, with a gradient.
-            old_logprobs: nats, of the policy at the start of the update.
-            advantages: of each token.
-            mask: bool, the token counts.
-            ref_logprobs: nats, of the frozen reference, for a KL penalty.
-            sampler_logprobs: nats, as the sampler computed them, for a correction.
-            entropy: nats, for an entropy bonus.
-            rewards: of each token's document.
-            documents: see `document_sums`.
-            num_documents: see `document_sums`.
-            counts: of the whole step, from `step_counts`, if this is one of several micro-batches.
-
-        Raises:
-            SpecError: a spec that needs more than counts of the step; a tensor that none of its terms uses.
+        Raises:   SpecError: a spec that needs more than counts of the step; a tensor that none of its terms uses.
         """
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
         check_spec(spec)
@@ -347,10 +313,7 @@ class Alignment:
         return self._whole(local_policy_loss(spec, flat, sums, lengths_N, counts))
 
     def torch_context_parallel(self, **rows: Any) -> AbstractContextManager[ContextParallelRows]:
-        """Run unpacked rows under torch's own context parallelism over ``cp``, on GPUs.
-
-        See `workbench.parallel_loss.rows.context_parallel_rows`, which takes the same arguments.
-        """
+        """`workbench.parallel_loss.rows.context_parallel_rows` of this alignment, with the same arguments."""
         return context_parallel_rows(self, **rows)
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -373,11 +336,7 @@ class Alignment:
 
 
 def check_values(values: Tensor, mask: Tensor, *others: Tensor) -> None:
-    """Raise if the mask is not bool or shapes differ.
-
-    Raises:
-        ShapeError: names the dtype, or the shapes.
-    """
+    """Raise if the mask is not bool or shapes differ."""
     if mask.dtype is not torch.bool:
         raise ShapeError("a loss mask", found=f"dtype {mask.dtype}", rule="bool", fix="compare with 0: mask != 0")
     if wrong := [tuple(other.shape) for other in (mask, *others) if other.shape != values.shape]:

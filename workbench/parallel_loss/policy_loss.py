@@ -43,11 +43,7 @@ class StepCounts:
 
 
 def check_spec(spec: LossSpec) -> None:
-    """Raise if a loss needs more than counts.
-
-    Raises:
-        SpecError: names the setting, and what supports it.
-    """
+    """Raise if a loss needs more than counts."""
     unsupported = {
         f"denominator {spec.denominator}": spec.denominator not in DENOMINATORS,
         f"a loss that breaks {', '.join(spec.breaks)}": bool(spec.breaks),
@@ -68,15 +64,7 @@ def check_spec(spec: LossSpec) -> None:
 
 
 def check_inputs_used(spec: LossSpec, given: Mapping[str, Tensor | None]) -> None:
-    """Raise if a tensor is given that the loss does not use: the caller probably meant another loss.
-
-    Args:
-        spec: the loss, checked.
-        given: the inputs, by name.
-
-    Raises:
-        SpecError: names each unused tensor and the settings that would use it.
-    """
+    """Raise if a tensor is given that the loss does not use: the caller probably meant another loss."""
     unused = [name for name in _USED_BY if given.get(name) is not None and not uses_input(spec, name)]
     if unused:
         raise SpecError(
@@ -124,13 +112,7 @@ def uses_input(spec: LossSpec, name: str) -> bool:
 def document_sums(mask: Tensor, ids: Tensor | None, count: int | None, axis: Axis) -> DocumentSums:
     """Sums over the documents of this rank's flat tokens; without ids each row of [b, t] is a document, one of [t] too.
 
-    Collective over the axis (a maximum) if ids come without a count.
-
-    Args:
-        mask: bool, the token counts; one that does not may have an id below 0 (no document).
-        ids: in the shape of the mask, or None.
-        count: number of documents of the whole row or rows, or None.
-        axis: the ranks that share them.
+    Collective over the axis (a maximum) if ids come without a count: the number of documents of the whole rows.
 
     Raises:
         ShapeError: ids of another shape, not integers, not below the count, or below 0 on a token that counts.
@@ -170,16 +152,9 @@ def document_sums(mask: Tensor, ids: Tensor | None, count: int | None, axis: Axi
 def local_policy_loss(
     spec: LossSpec, inputs: dict[str, Tensor | None], sums: DocumentSums, lengths_N: Tensor, counts: StepCounts
 ) -> Tensor:
-    """Return this rank's part of a loss.
+    """Return this rank's part of a loss, from fields of `LossInputs`, `document_sums` and the step's counts.
 
-    Args:
-        spec: the loss, checked.
-        inputs: ``policy_logprobs``, ``old_logprobs``, ``advantages`` and other fields of `LossInputs`, flat.
-        sums: over the documents of the tokens, from `document_sums`.
-        lengths_N: [N] tokens that count in each document, on all ranks.
-        counts: of the whole step.
-
-    Shapes:   [T] -> scalar.
+    Shapes:   [T] inputs, [N] tokens that count in each document, on all ranks -> scalar.
     Backward: of the part; a document's sum receives gradients from all ranks of its axis.
     """
     mask_T = sums.loss_mask_T
@@ -196,7 +171,10 @@ def local_policy_loss(
         lengths_T=lengths_T,
         sums=sums,
     )
-    weights = {name: _weights(1 / divisor_T, mask_T) for name, divisor_T in _divisors(spec, lengths_T, counts).items()}
+    weights = {}
+    for name, divisor_T in _divisors(spec, lengths_T, counts).items():
+        masked_T = torch.where(mask_T, 1 / divisor_T, 0.0)
+        weights[name] = TokenWeights(masked_T, masked_T)
     weights |= {"policy": weights[spec.denominator], "penalty": weights[spec.denominator]}
     return evaluate_loss(build_loss(spec), loss_inputs, weights, mask_T).scalars["total"].value
 
@@ -222,8 +200,3 @@ def _divisors(spec: LossSpec, lengths_T: Tensor, counts: StepCounts) -> dict[str
             )
         divisors["constant"] = documents * spec.denominator_constant * ones_T
     return divisors
-
-
-def _weights(values_T: Tensor, mask_T: Tensor) -> TokenWeights:
-    masked_T = torch.where(mask_T, values_T, 0.0)
-    return TokenWeights(masked_T, masked_T)

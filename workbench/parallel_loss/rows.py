@@ -72,18 +72,11 @@ class ContextParallelRows:
     ) -> Tensor:
         """Compute a policy loss over the tokens of all ranks, each row a document.
 
+        ``counts`` are those of the whole step, from `Alignment.row_counts`, if this is one of several micro-batches.
+
         Shapes:   logits [B, t, V], or logprobs [B, t] of the targets -> scalar, the same on every rank.
         Backward: as the engine needs it (`Alignment.policy_loss`); inside the context manager only.
-
-        Args:
-            loss: a spec, or the name of a preset.
-            logits: of this rank's tokens.
-            logprobs: instead of logits.
-            temperature: divides logits.
-            counts: of the whole step, from `Alignment.row_counts`, if this is one of several micro-batches.
-
-        Raises:
-            ShapeError: neither logits nor log-probabilities.
+        Raises:   ShapeError: neither logits nor log-probabilities.
         """
         if (logits is None) == (logprobs is None):
             raise ShapeError(
@@ -136,31 +129,26 @@ def context_parallel_rows(
     sampler_logprobs: Tensor | None = None,
     ring: TorchRing | None = None,
 ) -> Iterator[ContextParallelRows]:
-    """Shard rows over the cp ranks of an alignment, with attention over whole rows.
+    """Shard rows over the cp ranks of an alignment, with attention over whole rows, on GPUs.
 
-    Every cp rank passes the same whole rows.
+    Every cp rank passes the same whole rows, each one document, padded at its end if at all. ``mask`` has the tokens
+    that count; the first of a row is not predicted, and never counts. Positions in the row (None: 0, 1, 2, ...) and
+    the attention mask, 0 on padding, are only checked. ``ring`` is as in `workbench.sharding.torch_context_parallel`.
 
-    Args:
-        align: the ranks and the engine.
-        tokens: [B, T] ids; each row is one document, padded at its end if at all.
-        mask: [B, T] bool, the token counts. The first of a row is not predicted, and never counts.
-        positions: [B, T] positions in the row; None: 0, 1, 2, ...
-        attention_mask: [B, T], 0 on padding, as tokenizers return it; only checked.
-        old_logprobs: [B, T] nats, of the token.
-        advantages: [B, T], or [B], one for all tokens of a row.
-        ref_logprobs: [B, T] nats, of the token, or None.
-        sampler_logprobs: [B, T] nats, of the token, or None.
-        ring: see `workbench.sharding.torch_context_parallel`.
+    Shapes: [B, T] each; advantages also [B], one for all tokens of a row.
+    Units:  log-probabilities in nats.
 
     Raises:
         ShardingError: packed rows, left-padded rows, and errors of `torch_context_parallel`.
         ShapeError: tensors of other shapes.
     """
     _refuse_packed(tokens, positions, attention_mask)
+    if advantages is not None and advantages.dim() == 1 and len(advantages) == len(tokens):
+        advantages = advantages[:, None].expand_as(tokens)
     whole = shifted(
         tokens,
         mask,
-        advantages=_on_tokens(advantages, tokens),
+        advantages=advantages,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         sampler_logprobs=sampler_logprobs,
@@ -212,12 +200,6 @@ def shifted(tokens: Tensor, mask: Tensor, **of_tokens: Tensor | None) -> dict[st
         for name, value in of_tokens.items()
         if value is not None
     }
-
-
-def _on_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
-    if values is None or values.dim() != 1 or values.shape[0] != tokens.shape[0]:
-        return values
-    return values[:, None].expand_as(tokens)
 
 
 def _refuse_packed(tokens: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:

@@ -63,14 +63,8 @@ def with_our_attention(model: Any) -> Any:
     from transformers import AttentionInterface
 
     with _short_windows(model), torch.no_grad():
-        stock = torch.cat(
-            [
-                model(
-                    input_ids=_PROBE[None, start:stop] % model.config.get_text_config().vocab_size, use_cache=False
-                ).logits[0]
-                for start, stop in ((0, 5), (5, 8))
-            ]
-        )
+        documents = (_PROBE[None] % model.config.get_text_config().vocab_size).split([5, 3], dim=1)
+        stock = torch.cat([model(input_ids=tokens, use_cache=False).logits[0] for tokens in documents])
         AttentionInterface.register(SHARDED, sharded_attention)
         model.set_attn_implementation(SHARDED)
         check_logits(model, probe_logits(model, "packed"), stock, what="packed run")
@@ -81,18 +75,12 @@ def with_our_attention(model: Any) -> Any:
 def _short_windows(model: Any) -> Iterator[None]:
     """Limit sliding windows to three tokens, wherever the model and its configuration have one."""
     owners = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
-    windows = [
-        (owner, owner.sliding_window)
-        for owner in owners.values()
-        if isinstance(getattr(owner, "sliding_window", None), int)
-    ]
-    try:
-        for owner, window in windows:
-            owner.sliding_window = min(window, 3)
+    with contextlib.ExitStack() as restore:
+        for owner in owners.values():
+            if isinstance(window := getattr(owner, "sliding_window", None), int):
+                restore.callback(setattr, owner, "sliding_window", window)
+                owner.sliding_window = min(window, 3)
         yield
-    finally:
-        for owner, window in windows:
-            owner.sliding_window = window
 
 
 _PROBE = torch.tensor([1, 3, 2, 5, 4, 2, 6, 1])

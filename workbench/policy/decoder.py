@@ -1,8 +1,7 @@
 """Stock decoders of `transformers`: checkpoints, tiny ones, and published sizes with seeded weights.
 
-Tiny models are the default when no checkpoint is named: real architectures, toy sizes. Grouped-query attention (4 query
-heads on 2 key-value heads), query and key norms, rotary positions, gated feed-forward, in one of them experts and a
-router: each can break in its own way under sharding, so all are included.
+Tiny models are real architectures in toy sizes: grouped-query attention, query and key norms, rotary positions, gated
+feed-forward, in one of them experts and a router. Each can break in its own way under sharding.
 """
 
 from __future__ import annotations
@@ -104,10 +103,7 @@ SIZES = {
 def tiny_qwen3(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
     """A Qwen3 of about 150 000 float32 weights drawn from a seed, on CPU, in evaluation mode.
 
-    Args:
-        vocab_size: rows of the embedding; any number, also one that no rank count divides.
-        tied: the output head is the embedding.
-        seed: of the weights. The global random state is preserved.
+    The vocabulary may have any size, also one that no rank count divides. The global random state is preserved.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -116,13 +112,7 @@ def tiny_qwen3(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3For
 
 
 def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3MoeForCausalLM:
-    """A Qwen3-MoE of about 220 000 float32 weights: two layers of 4 experts, 2 for each token, around a dense one.
-
-    Args:
-        vocab_size: rows of the embedding; any number, also one that no rank count divides.
-        tied: the output head is the embedding.
-        seed: of the weights. The global random state is preserved.
-    """
+    """A Qwen3-MoE of about 220 000 weights, as `tiny_qwen3`: two layers of 4 experts, 2 a token, around a dense one."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -157,36 +147,17 @@ VISION_SIZES = {
 
 
 def tiny_siglip(*, seed: int = 0) -> SiglipVisionModel:
-    """A SigLIP vision encoder of about 20 000 weights drawn from a seed: 8 x 8 pixels, 4 patches, no pooling head.
-
-    Args:
-        seed: of the weights. The global random state is preserved.
-    """
+    """A SigLIP vision encoder of about 20 000 weights drawn from a seed: 8 x 8 pixels, 4 patches, no pooling head."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
-    return _tiny_vision(SiglipVisionModel, SiglipVisionConfig(vision_use_head=False, **VISION_SIZES), seed)
+    return _seeded(SiglipVisionModel, SiglipVisionConfig(vision_use_head=False, **VISION_SIZES), seed, noise=0.1)
 
 
 def tiny_clip(*, seed: int = 0) -> CLIPVisionModel:
-    """A CLIP vision encoder of the same size: a class token before the patches, another activation.
-
-    Args:
-        seed: of the weights. The global random state is preserved.
-    """
+    """A CLIP vision encoder of the same size: a class token before the patches, another activation."""
     from transformers import CLIPVisionConfig, CLIPVisionModel
 
-    return _tiny_vision(CLIPVisionModel, CLIPVisionConfig(**VISION_SIZES), seed)
-
-
-def _tiny_vision(kind: Any, config: Any, seed: int) -> Any:
-    import torch
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = kind(config).eval()
-        for parameter in model.parameters():  # initialisation leaves biases and other parameters at or near zero
-            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
-    return model
+    return _seeded(CLIPVisionModel, CLIPVisionConfig(**VISION_SIZES), seed, noise=0.1)
 
 
 TINY_VISION = {"tiny-siglip": tiny_siglip, "tiny-clip": tiny_clip}
@@ -198,8 +169,6 @@ QWEN3: dict[str, dict[str, Any]] = {
         "intermediate_size": 3072,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "tie_word_embeddings": True,
     },
     "qwen3-8b": {
@@ -207,8 +176,6 @@ QWEN3: dict[str, dict[str, Any]] = {
         "intermediate_size": 12288,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
         "tie_word_embeddings": False,
     },
 }
@@ -216,12 +183,7 @@ QWEN3: dict[str, dict[str, Any]] = {
 
 
 def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed: int = 0) -> Qwen3ForCausalLM:
-    """A published Qwen3 with float32 weights drawn from a seed, on CPU, in evaluation mode.
-
-    Args:
-        name: one of `QWEN3`.
-        layers: number of layers; None: all.
-        seed: of the weights. The global random state is preserved.
+    """One of `QWEN3`, with so many layers (None: all), float32 weights drawn from a seed, on CPU, in evaluation mode.
 
     Source: Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, config.json.
     """
@@ -230,6 +192,8 @@ def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed
     sizes = QWEN3[name] | ({} if layers is None else {"num_hidden_layers": layers})
     config = Qwen3Config(
         vocab_size=151936,
+        num_key_value_heads=8,
+        head_dim=128,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
         attention_dropout=0.0,
@@ -243,10 +207,13 @@ def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed
     return _seeded(Qwen3ForCausalLM, config, seed)
 
 
-def _seeded(kind: Any, config: Any, seed: int) -> Any:
-    """Return a model with float32 weights drawn from a seed; the global random state is preserved."""
+def _seeded(kind: Any, config: Any, seed: int, noise: float = 0.0) -> Any:
+    """Return a model with float32 weights drawn from a seed, noise added; the global random state is preserved."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return kind(config).eval()
+        model = kind(config).eval()
+        for parameter in model.parameters() if noise else ():  # initialisation leaves biases and others near zero
+            parameter.data.add_(torch.randn_like(parameter), alpha=noise)
+    return model

@@ -1,9 +1,5 @@
 """The policy: a Hugging Face decoder, sharded for this rank, from a packed row to token log-probabilities.
 
-`transformers` is used through two public APIs: the Auto classes, and the attention registry, where the
-workbench's context-parallel attention has its own name. Under that name no mask is built from positions
-(which would take a zigzag shard for two documents); the mask comes from the shard plan.
-
 Letters: T packed tokens | V vocabulary | D model dimension.
 """
 
@@ -59,11 +55,7 @@ class Policy:
         mesh: the axes.
         shards: how every parameter is sharded, by name.
         vocabulary_size: V of the whole model.
-        temperature: divides logits, unless a call passes one per token.
-        implementation: of the log-probabilities, by name.
-        fp32_head: True if hidden states and head are cast to float32 before their GEMM.
-        chunk_tokens: rows whose logits exist at a time.
-        keep_bytes: how much the head may save for backward.
+        temperature, implementation, fp32_head, chunk_tokens, keep_bytes: see `load_policy`.
         trunk: module that computes hidden states and gathers parameters on the way, if they are sharded over dp x cp.
             Each call is followed by its backward before the next. None: parameters are replicated.
         exact: computes instead if every layout must give the same bits.
@@ -84,13 +76,9 @@ class Policy:
     def hidden_states(
         self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, *, embeddings_TD: Tensor | None = None
     ) -> Tensor:
-        """Last hidden states of this rank's tokens.
+        """Last hidden states of this rank's tokens, whose positions are those in their documents.
 
-        Args:
-            tokens_T: [t] vocabulary ids.
-            positions_T: [t] positions in their documents.
-            shard: which tokens attend to which.
-            embeddings_TD: input of the first layer, if not the tokens' own embeddings; see `embeddings`.
+        ``embeddings_TD`` is the input of the first layer, if not the tokens' own embeddings; see `embeddings`.
 
         Shapes:   tokens_T and positions_T [t] -> [t, D].
         Layout:   cp: sharded(T); tp: replicated.
@@ -221,8 +209,7 @@ def load_policy(
         mesh: the axes; one rank if None.
         precision: float64, float32 or bfloat16. float64 includes norms and rotary embeddings.
         temperature: divides logits.
-        implementation: of the log-probabilities: auto, or one of `logprobs.IMPLEMENTATIONS`; see
-            `choose_implementation`.
+        implementation: of the log-probabilities, see `choose_implementation`.
         project: base of relative folders.
         tied: tiny models only: the head is the embedding.
         seed: tiny models only: of their weights.
@@ -310,14 +297,8 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
     """Choose the implementation of a policy's log-probabilities, once for every pass of a run.
 
     Old, reference and training passes use the same one: two implementations differ in their last bits, and with them
-    the ratio of a policy to itself differs from 1. "auto" takes the fastest on a GPU; on a CPU the slow and simple
-    ones, which match the numbers of earlier runs, or chunked for a fused loss.
-
-    Args:
-        requested: auto, or one of `logprobs.IMPLEMENTATIONS`.
-        mesh: the axes.
-        dtype: of the operands of the head's GEMM.
-        fused_loss: the head has to work in chunks.
+    the ratio of a policy to itself differs from 1. "auto" takes the fastest on a GPU for operands of this dtype; on a
+    CPU the slow and simple ones, which match the numbers of earlier runs, or chunked for a fused loss.
 
     Raises:
         SpecError: an unknown implementation, or one that does not support this layout, this device or a fused loss.

@@ -50,30 +50,25 @@ def lift_to_float64(model: Any) -> Any:
         model.set_experts_implementation("eager")
     for name, module in model.named_modules():
         kind = type(module).__name__
+        exact, rule, fix = None, "", "use precision: float32 for this model"
         if hasattr(module, "variance_epsilon"):
-            _lift_rms_norm(module, name, kind)
+            exact = None if "Gemma" in kind else _exact_norm
+            rule = "norms that multiply by their weight"
         elif hasattr(module, "inv_freq"):
-            _lift_rotary(module)
+            exact = _exact_rotary
         elif "Norm" in kind and not isinstance(module, nn.LayerNorm):
-            raise SpecError(
-                f"float64 run of a model with {kind} at {name}",
-                rule="RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known",
-                fix="use precision: float32, or add this norm to policy/precision.py",
-            )
+            rule = "RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known"
+            fix = "use precision: float32, or add this norm to policy/precision.py"
         elif "Router" in kind:
-            _lift_router(module, name, kind)
+            exact = _exact_router if kind in ROUTERS else None
+            rule = f"routers that take the top k of a softmax are known: {', '.join(ROUTERS)}"
+            fix = "use precision: float32, or add this router to policy/precision.py"
+        else:
+            continue
+        if exact is None:
+            raise SpecError(f"float64 run of a model with {kind} at {name}", rule=rule, fix=fix)
+        module.forward = types.MethodType(exact, module)  # a bound method: a deep copy binds to the copy
     return model
-
-
-def _lift_rms_norm(module: Any, name: str, kind: str) -> None:
-    if "Gemma" in kind:
-        raise SpecError(
-            f"float64 run of a model with {kind} at {name}",
-            rule="norms that multiply by their weight",
-            fix="use precision: float32 for this model",
-        )
-
-    module.forward = types.MethodType(_exact_norm, module)  # a bound method: a deep copy binds to the copy
 
 
 def _exact_norm(module: Any, hidden: Tensor) -> Tensor:
@@ -81,26 +76,12 @@ def _exact_norm(module: Any, hidden: Tensor) -> Tensor:
     return module.weight * (hidden * torch.rsqrt(variance + module.variance_epsilon))
 
 
-def _lift_router(module: Any, name: str, kind: str) -> None:
-    if kind not in ROUTERS:
-        raise SpecError(
-            f"float64 run of a model with {kind} at {name}",
-            rule=f"routers that take the top k of a softmax are known: {', '.join(ROUTERS)}",
-            fix="use precision: float32, or add this router to policy/precision.py",
-        )
-
-    def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits_tE = hidden.reshape(-1, hidden.shape[-1]) @ module.weight.T
-        weights_tk, experts_tk = torch.softmax(logits_tE, dim=-1).topk(module.top_k, dim=-1)
-        if getattr(module, "norm_topk_prob", True):
-            weights_tk = weights_tk / weights_tk.sum(dim=-1, keepdim=True)
-        return logits_tE, weights_tk, experts_tk
-
-    module.forward = forward
-
-
-def _lift_rotary(module: Any) -> None:
-    module.forward = types.MethodType(_exact_rotary, module)
+def _exact_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits_tE = hidden.reshape(-1, hidden.shape[-1]) @ module.weight.T
+    weights_tk, experts_tk = torch.softmax(logits_tE, dim=-1).topk(module.top_k, dim=-1)
+    if getattr(module, "norm_topk_prob", True):
+        weights_tk = weights_tk / weights_tk.sum(dim=-1, keepdim=True)
+    return logits_tE, weights_tk, experts_tk
 
 
 def _exact_rotary(module: Any, hidden: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -26,12 +26,7 @@ Choose = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion.
-
-    Attributes:
-        tokens: vocabulary ids, including the end symbol if it was sampled.
-        logprobs: nats of each token, as the sampler computed them.
-    """
+    """Vocabulary ids, including the end symbol if it was sampled, and nats of each, as the sampler computed them."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -139,10 +134,11 @@ def generate(
         if position_inputs:
             mask = torch.cat([position_inputs["attention_mask"], torch.ones_like(inputs)], dim=1)
             position_inputs = {"attention_mask": mask, "position_ids": position_inputs["position_ids"][:, -1:] + 1}
-    return [
-        _truncated_at_end(tokens, nats, end_ids)
-        for tokens, nats in zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
-    ]
+    completions = []
+    for tokens, nats in zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True):
+        length = next((place for place, token in enumerate(tokens, 1) if token in end_ids), len(tokens))
+        completions.append(Completion(tokens[:length], nats[:length]))
+    return completions
 
 
 def by_uniforms(uniforms_NM: Tensor) -> Choose:
@@ -159,8 +155,3 @@ def by_uniforms(uniforms_NM: Tensor) -> Choose:
         return token_N1[:, 0].clamp_max(sums_NV.shape[1] - 1)
 
     return choose
-
-
-def _truncated_at_end(tokens: Sequence[int], logprobs: Sequence[float], end_ids: Sequence[int]) -> Completion:
-    first = next((place for place, token in enumerate(tokens) if token in end_ids), len(tokens) - 1)
-    return Completion(list(tokens[: first + 1]), list(logprobs[: first + 1]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,28 +25,12 @@ from workbench.sharding.plan import ShardPlan
 from workbench.sharding.sequence_parallel import Stream
 from workbench.sharding.tensor_parallel import ParameterShard, apply_tensor_parallel, check_heads
 
-NAMES = {
-    "q_proj": "colwise",
-    "k_proj": "colwise",
-    "v_proj": "colwise",
-    "o_proj": "rowwise",
-    "out_proj": "rowwise",
-    "query_key_value": "colwise",
-    "dense": "rowwise",
-    "c_attn": "colwise_of_three",
-    "c_proj": "rowwise",
-    "gate_proj": "colwise",
-    "up_proj": "colwise",
-    "down_proj": "rowwise",
-    "fc1": "colwise",
-    "fc2": "rowwise",
-    "w1": "colwise",
-    "w3": "colwise",
-    "w2": "rowwise",
-    "c_fc": "colwise",
-    "dense_h_to_4h": "colwise",
-    "dense_4h_to_h": "rowwise",
+_STYLES = {
+    "colwise": "q_proj k_proj v_proj query_key_value gate_proj up_proj fc1 w1 w3 c_fc dense_h_to_4h",
+    "colwise_of_three": "c_attn",
+    "rowwise": "o_proj out_proj dense c_proj down_proj fc2 w2 dense_4h_to_h",
 }
+NAMES = {name: style for style, names in _STYLES.items() for name in names.split()}
 """Names of linear layers in decoders, and their sharding styles."""
 
 _COUNTS = ("num_heads", "num_key_value_heads", "split_size")
@@ -112,27 +96,36 @@ def shard_decoder(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) ->
         return {name: ParameterShard() for name, _ in model.named_parameters()}
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    check_heads(
-        {
-            "query": config.num_attention_heads,
-            "key/value": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        },
-        axis,
-    )
+    heads = config.num_attention_heads
+    check_heads({"query": heads, "key/value": getattr(config, "num_key_value_heads", None) or heads}, axis)
     plan, tied = tensor_plan(model), head.weight is embedding.weight
     plan |= {name: "positions" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     plan |= {_name_of(model, embedding): "embedding_rowwise", _name_of(model, head): "vocabulary_head"}
     dtype = embedding.weight.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    expected_tD = _probe(cast(model, wide), axis)
+    expected_tD = _probe(cast(model, torch.promote_types(dtype, torch.float32)), axis)
     shards = apply_tensor_parallel(model, plan, axis, sequence_parallel=sequence_parallel)
     if tied:
         head.weight = embedding.weight
     if not getattr(config, "base_model_tp_plan", None):
         _divide_sizes(model, plan, axis)
     if sequence_parallel:
-        model.base_model.register_forward_hook(_gathering(Stream(axis, sharded=True)))
-    _check_hidden_states(model.to(mesh.device), axis, expected_tD, sequence_parallel=sequence_parallel)
+        stream = Stream(axis, sharded=True)
+
+        def gather(_: nn.Module, __: Any, out: Any) -> Any:
+            out.last_hidden_state = stream.all_tokens(out.last_hidden_state)
+            return out
+
+        model.base_model.register_forward_hook(gather)
+    model.to(mesh.device)
+    check_sharded(
+        f"tensor parallelism of model type {config.model_type!r} over tp={axis.size}"
+        + (" with sequence_parallel" if sequence_parallel else ""),
+        "hidden states",
+        expected_tD,
+        lambda: _probe(model, axis),
+        rule="sharded and unsharded model give the same hidden states",
+        fix="leave sequence_parallel out" if sequence_parallel else "use tp=1 for this model",
+    )
     cast(model, dtype)
     return shards
 
@@ -149,46 +142,26 @@ def _divide_sizes(model: nn.Module, plan: Mapping[str, str], axis: Axis) -> None
                 setattr(module, count, getattr(module, count) // axis.size)
 
 
-def _gathering(stream: Stream) -> Any:
-    def hook(_: nn.Module, __: Any, out: Any) -> Any:
-        out.last_hidden_state = stream.all_tokens(out.last_hidden_state)
-        return out
-
-    return hook
-
-
+@torch.no_grad()
 def _probe(model: Any, axis: Axis) -> Tensor:
     """[t, D] last hidden states of a short row, whose length tp divides."""
     count = math.lcm(8, axis.size)
     tokens_T, places_T = torch.arange(count).flip(0) % model.config.get_text_config().vocab_size, torch.arange(count)
-    device = next(model.parameters()).device
     plan = ShardPlan.make("contiguous", num_tokens=count, cp=1)
     shard = AttentionShard.make(plan, torch.zeros_like(places_T), Axis("cp"), kernel="plain")
-    with torch.no_grad():
-        return (
-            model.base_model(
-                input_ids=tokens_T[None].to(device),
-                position_ids=places_T[None].to(device),
-                use_cache=False,
-                shard=shard,
-            )
-            .last_hidden_state[0]
-            .cpu()
-        )
+    tokens_1T, places_1T = (row_T[None].to(next(model.parameters()).device) for row_T in (tokens_T, places_T))
+    out = model.base_model(input_ids=tokens_1T, position_ids=places_1T, use_cache=False, shard=shard)
+    return out.last_hidden_state[0].cpu()
 
 
-def _check_hidden_states(model: Any, axis: Axis, expected_tD: Tensor, *, sequence_parallel: bool) -> None:
-    """Reject a model whose sharded hidden states differ from the unsharded ones."""
-    what = f"tensor parallelism of model type {model.config.get_text_config().model_type!r} over tp={axis.size}"
-    what += " with sequence_parallel" if sequence_parallel else ""
-    rule = "sharded and unsharded model give the same hidden states"
-    fix = "leave sequence_parallel out" if sequence_parallel else "use tp=1 for this model"
+def check_sharded(
+    what: str, values: str, expected: Tensor, compute: Callable[[], Tensor], *, rule: str, fix: str
+) -> None:
+    """Reject a sharded model that does not run, or computes other values (named for the message) than expected."""
     try:
-        actual_tD = _probe(model, axis)
+        relative_error = float((compute() - expected).norm() / expected.norm())
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise SpecError(
-            what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule, fix=fix
-        ) from error
-    relative_error = float((actual_tD - expected_tD).norm() / expected_tD.norm())
+        message = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise SpecError(what, found=message, rule=rule, fix=fix) from error
     if not relative_error <= 1e-3:  # far above rounding; the negation also catches NaN
-        raise SpecError(what, found=f"hidden states off by {relative_error:.2g} of their norm", rule=rule, fix=fix)
+        raise SpecError(what, found=f"{values} off by {relative_error:.2g} of their norm", rule=rule, fix=fix)

@@ -73,11 +73,7 @@ def prove(
 
 
 def assert_proved(loss: Any, **settings: Any) -> Proof:
-    """Fail unless a loss keeps every requested invariant, and all of them were tried.
-
-    Args:
-        loss: any loss that `workbench.prove` accepts.
-        **settings: of `workbench.prove`: engine, spec, seed, invariants, budget_s.
+    """Fail unless a loss keeps every requested invariant, and all of them were tried; see `prove` for the settings.
 
     Returns:
         The proof. An invariant that the loss's spec declares to break is no failure.

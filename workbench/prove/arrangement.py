@@ -42,9 +42,6 @@ class Arrangement:
         documents: of the whole step.
         rows: numbers of the documents of each row, in their order there: the micro-batches of the first dp rank, then
             those of the second, ...
-        dp: data-parallel ranks.
-        cp: context-parallel ranks.
-        tp: tensor-parallel ranks.
         order: token order, which deals a row's tokens to cp ranks.
         attention: exchange of keys and values between cp ranks.
         sequence_parallel: True if tp ranks shard tokens between tensor-parallel layers.
@@ -101,12 +98,11 @@ class Arrangement:
 
     def __str__(self) -> str:
         """Short description."""
-        parts = [str(self.layout)]
-        parts += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        parts = [str(self.layout), *([f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else [])]
         if len(self.rows) > 1 or self.rows[0] != tuple(range(len(self.documents))):
             parts.append("documents " + " | ".join(" ".join(map(str, row)) or "none" for row in self.rows))
-        padded = self.multiple_of is not None and self.tokens > sum(len(d.tokens) for d in self.documents)
-        parts += [f"padded to {self.tokens} tokens"] if padded else []
+        if self.multiple_of is not None and self.tokens > sum(len(d.tokens) for d in self.documents):
+            parts.append(f"padded to {self.tokens} tokens")
         if self.chunk_tokens is not None:
             tokens = "1 token" if self.chunk_tokens == 1 else f"{self.chunk_tokens} tokens"
             parts.append(f"head {tokens} at a time{', fused' if self.fused else ''}")
@@ -147,7 +143,6 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
     spec = arrangement.spec(subject.run_spec)
     batch = to_batch(arrangement.documents)
     chosen: Any = replace(subject, run_spec=spec)  # type: ignore[type-var]
-
     idle = []
 
     def rank(mesh: Mesh) -> StepResult:
@@ -166,7 +161,7 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
 
 def one_rank_policy() -> Policy:
     """The decoder of all proofs, unsharded."""
-    return _copies(1)[0]
+    return _copy(0)
 
 
 def one_row(documents: Sequence[Document], **settings: Any) -> Arrangement:
@@ -177,33 +172,19 @@ def one_row(documents: Sequence[Document], **settings: Any) -> Arrangement:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     """The decoder as sharded on one rank of a mesh. Ranks of one mesh have separate copies of the weights."""
     settings = spec.policy
-    temperature = settings.temperature or 1.0
+    head: dict[str, Any] = {"temperature": settings.temperature or 1.0, "chunk_tokens": settings.chunk_tokens}
     if mesh["tp"].size > 1:
-        implementation = "auto" if settings.logprobs == "reference" else settings.logprobs
-        return load_policy(
-            "tiny-qwen3",
-            mesh=mesh,
-            precision="float64",
-            temperature=temperature,
-            implementation=implementation,
-            chunk_tokens=settings.chunk_tokens,
-            sequence_parallel=spec.layout.sequence_parallel,
-        )
-    number = mesh["dp_cp"].rank
-    whole = _copies(mesh["dp_cp"].size)[number]
+        head["implementation"] = "auto" if settings.logprobs == "reference" else settings.logprobs
+        sequence_parallel = spec.layout.sequence_parallel
+        return load_policy("tiny-qwen3", mesh=mesh, precision="float64", sequence_parallel=sequence_parallel, **head)
+    whole = _copy(mesh["dp_cp"].rank)
     implementation = whole.implementation if settings.logprobs == "auto" else settings.logprobs
-    return replace(
-        whole, mesh=mesh, temperature=temperature, implementation=implementation, chunk_tokens=settings.chunk_tokens
-    )
+    return replace(whole, mesh=mesh, implementation=implementation, **head)
 
 
 @functools.cache
 def _copy(number: int) -> Policy:
     return load_policy("tiny-qwen3", precision="float64")
-
-
-def _copies(number: int) -> list[Policy]:
-    return [_copy(each) for each in range(number)]
 
 
 GRADIENT_BAR = 1e-10
@@ -247,10 +228,7 @@ class Difference:
 def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement, Arrangement]) -> Difference:
     """Compare the outcome of a changed arrangement with that of the plain one, which is finite and has a gradient.
 
-    Args:
-        plain: the outcome taken for right.
-        changed: the other.
-        arrangements: of both, for the sizes that a factor may equal.
+    The arrangements of both have the sizes that a factor may equal.
     """
     if changed.error is not None:
         lines = str(changed.error).splitlines() or [""]
@@ -267,10 +245,8 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
         for key, value in plain.metrics.items()
     }
     worst = max([gradient, loss, *metrics.values()])
-    differing: list[str] = []
-    messages: list[str] = []
-    factor: float | None = None
-    sizes = _sizes(*arrangements)
+    differing, messages = [], []
+    factor, sizes = None, _sizes(*arrangements)
     if gradient > GRADIENT_BAR:
         factor, message = _gradient_message(plain.gradients, changed.gradients, name)
         differing.append("gradient")
@@ -287,10 +263,8 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
         first, before = changed.metrics.get(off[0], math.nan), plain.metrics[off[0]]
         if not differing and before:
             factor = first / before
-        messages.append(
-            f"{off[0]} is {_apart(first, before)}"
-            + (f", and {len(off) - 1} more metrics differ" if len(off) > 1 else "")
-        )
+        more = f", and {len(off) - 1} more metrics differ" if len(off) > 1 else ""
+        messages.append(f"{off[0]} is {_apart(first, before)}{more}")
     differing += [f"metric {key}" for key in off]
     return Difference(
         worst, tuple(differing), "; ".join(messages), factor, "" if factor is None else meaning(factor, sizes)
@@ -338,11 +312,11 @@ def _farthest(plain: Gradients, changed: Gradients) -> tuple[float, str]:
     """The greatest distance of a parameter's gradient, relative to its norm or the floor, and the parameter."""
     elements = sum(values.numel() for values in plain.values())
     floor = FLOOR * norm_of(plain) / math.sqrt(elements)
-    far = {}
-    for name, values in plain.items():
-        scale = max(float(values.norm()), floor * math.sqrt(values.numel()))
-        far[name] = float((changed[name] - values).norm()) / scale
-    name = max(far, key=lambda each: far[each])
+    far = {
+        name: float((changed[name] - values).norm()) / max(float(values.norm()), floor * math.sqrt(values.numel()))
+        for name, values in plain.items()
+    }
+    name = max(far, key=far.__getitem__)
     return far[name], name
 
 

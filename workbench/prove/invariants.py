@@ -36,7 +36,6 @@ class Case:
     """Input of one trial of an invariant.
 
     Attributes:
-        documents: of the step.
         numbers: parameters of the invariant, by name; "seed" decides everything random.
         together: True to keep documents of a group in one row.
     """
@@ -57,6 +56,9 @@ class Case:
         return random.Random(f"{self['seed']} {what}")
 
 
+Arrange = Callable[[Case], Pair | None]
+
+
 @dataclass(frozen=True)
 class Invariant:
     """One invariant.
@@ -72,7 +74,7 @@ class Invariant:
     name: str
     says: str
     numbers: Mapping[str, Sequence[int]]
-    arrange: Callable[[Case], Pair | None]
+    arrange: Arrange
     idle: bool = False
 
     def draw(self, documents: tuple[Document, ...], number: int, seed: str, *, together: bool = False) -> Case:
@@ -86,8 +88,6 @@ class Invariant:
 
 INVARIANTS: dict[str, Invariant] = {}
 """Every invariant by name, in the order of a proof's table."""
-
-Arrange = Callable[[Case], Pair | None]
 
 
 def _invariant(says: str, *, idle: bool = False, **numbers: Sequence[int]) -> Callable[[Arrange], Arrange]:
@@ -137,7 +137,7 @@ def _micro_batch_order(case: Case) -> Pair | None:
 
 @_invariant("any document may share a row with any other, in any order", micro_batches=(1, 2))
 def _packing_order(case: Case) -> Pair | None:
-    rows, others = dealt(case, case["micro_batches"]), dealt(case, case["micro_batches"], "other")
+    rows, others = (dealt(case, case["micro_batches"], what) for what in ("", "other"))
     if rows is None or others is None or rows == others:
         return None
     return Arrangement(case.documents, rows), Arrangement(case.documents, others)
@@ -252,23 +252,11 @@ EMPTY = ("dp", "micro_batch", "cp")
 
 
 def shrink(case: Case, invariant: Invariant, fails: Callable[[Case], bool], has_time: Callable[[], bool]) -> Case:
-    """The smallest case that greedy steps find.
-
-    Args:
-        case: one that fails.
-        invariant: the invariant it breaks.
-        fails: True for a case that fails in the same way.
-        has_time: True while there is time for another try.
-    """
-    improved = True
-    while improved:
-        improved = False
-        for smaller in smaller_cases(case, invariant):
-            if not has_time():
-                return case
-            if fails(smaller):
-                case, improved = smaller, True
-                break
+    """The smallest case that greedy steps from a failing one find, while there is time; each fails in the same way."""
+    tries = smaller_cases(case, invariant)
+    while (smaller := next(tries, None)) is not None and has_time():
+        if fails(smaller):
+            case, tries = smaller, smaller_cases(smaller, invariant)
     return case
 
 

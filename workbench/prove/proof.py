@@ -48,10 +48,8 @@ class InvariantResult:
     """Result for one invariant.
 
     Attributes:
-        name: of the invariant.
         says: the change that it allows.
         verdict: see `Verdict`.
-        cases: number of cases tried.
         worst: greatest relative difference of any number from the plain arrangement's; NaN if there was no case.
         differing: differing parts of the counterexample: "gradient", "loss", "metric KEY"; "not a number"; or "error".
         factor: multiplier of the gradient (or of the loss, where the gradient is right) in the counterexample; None
@@ -81,10 +79,8 @@ class Proof:
     of them broke it.
 
     Attributes:
-        subject: the loss.
         invariants: results in the order of `workbench.prove.invariants.INVARIANTS`.
         seed: of the generated cases.
-        seconds: duration.
     """
 
     subject: str
@@ -115,18 +111,14 @@ class Proof:
     @property
     def kept(self) -> tuple[str, ...]:
         """Invariants that hold."""
-        return tuple(
-            invariant.name for invariant in self.invariants if invariant.verdict in ("holds", "declared, but holds")
-        )
+        return self._of("holds", "declared, but holds")
 
     @property
     def verdict(self) -> str:
         """One-line summary."""
         parts = [f"breaks {', '.join(self.broken)}"] if self.broken else []
         parts += [f"breaks {', '.join(self.declared)}, as declared"] if self.declared else []
-        everything = len(self.kept) == len(
-            [invariant for invariant in self.invariants if invariant.verdict != "skipped"]
-        )
+        everything = len(self.kept) + len(self._of("skipped")) == len(self.invariants)
         parts += [f"keeps {'all ' if everything else ''}{len(self.kept)} invariant{'s' * (len(self.kept) != 1)}"]
         parts += [f"{len(self.untried)} not tried"] if self.untried else []
         return "; ".join(parts)
@@ -154,7 +146,7 @@ class Proof:
                 invariant.verdict,
                 f"{invariant.cases}",
                 f"{invariant.worst:.1e}" if invariant.cases else "",
-                _explanation(invariant),
+                invariant.why or (invariant.counterexample.description if invariant.counterexample else ""),
             )
             for invariant in self.invariants
         ]
@@ -168,12 +160,8 @@ class Proof:
 
     __repr__ = __str__
 
-    def _of(self, verdict: Verdict) -> tuple[str, ...]:
-        return tuple(invariant.name for invariant in self.invariants if invariant.verdict == verdict)
-
-
-def _explanation(invariant: InvariantResult) -> str:
-    return invariant.why or (invariant.counterexample.description if invariant.counterexample else "")
+    def _of(self, *verdicts: Verdict) -> tuple[str, ...]:
+        return tuple(invariant.name for invariant in self.invariants if invariant.verdict in verdicts)
 
 
 def _columns(lines: Sequence[tuple[str, ...]]) -> str:

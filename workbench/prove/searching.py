@@ -120,8 +120,7 @@ class _Search:
         for draw in range(DRAWS):
             seed = f"{self.seed} {number}" + (f" {draw}" if draw else "")
             case = record.invariant.draw(self.documents(seed), number, seed, together=self.together)
-            result = self.try_case(record.invariant, case)
-            if result is not None:
+            if (result := self.try_case(record.invariant, case)) is not None:
                 break
         else:
             return
@@ -156,14 +155,7 @@ def search(subject: Subject, invariants: Sequence[Invariant], *, seed: int, roun
     """Try invariants on a subject, one case of each in turn, then shrink the failures that are not declared.
 
     An invariant that is broken and not excused is not tried again. "together" is tried only while all others hold: it
-    would find the same failures.
-
-    Args:
-        subject: takes the step.
-        invariants: in the order of the table.
-        seed: of the generated cases.
-        rounds: cases per invariant.
-        budget_s: no case is started after this many seconds of processor time; a started one is finished.
+    would find the same failures. See `workbench.prove.prove` for the arguments.
 
     Raises:
         SpecError: a loss whose values are not finite on one rank, or not reproducible.
@@ -207,9 +199,8 @@ def _result(record: _Record) -> InvariantResult:
     if record.why:
         return replace(base, verdict="skipped", why=record.why)
     if not record.cases:
-        return replace(
-            base, verdict="not tried", worst=math.nan, why="time was over, or no documents fitted it and had a gradient"
-        )
+        why = "time was over, or no documents fitted it and had a gradient"
+        return replace(base, verdict="not tried", worst=math.nan, why=why)
     if record.failed is None:
         return base
     case, failure = record.failed

@@ -63,9 +63,7 @@ class WorkbenchSubject:
     """A loss whose weights are data of the step, for `workbench.train.step.run_step`.
 
     Attributes:
-        title: display name.
         run_spec: its ``loss`` gives the weights and the declared breaks.
-        loss: pure per-token loss.
         from_spec: True if ``loss`` is the one that the spec describes; a user function need not have the spec's
             clip, and has no clip metrics.
     """
@@ -189,8 +187,6 @@ class TrainerSubject:
     """A trainer's loss, and its engine's reduction of gradients.
 
     Attributes:
-        microbatch_loss: see `MicrobatchLoss`.
-        engine: "sum" or "mean" of gradients over dp x cp.
         run_spec: that rows are prepared with; its loss is ignored.
     """
 
@@ -227,14 +223,8 @@ class TrainerSubject:
             SpecError: the returned value is no number with a gradient.
         """
         mesh = policy.mesh
-        known = Totals(
-            totals.tokens,
-            totals.documents,
-            rows[0].documents.number,
-            len(rows),
-            *(mesh[axis].size for axis in ("dp", "cp", "tp")),
-            mesh,
-        )
+        sizes = (mesh[axis].size for axis in ("dp", "cp", "tp"))
+        known = Totals(totals.tokens, totals.documents, rows[0].documents.number, len(rows), *sizes, mesh)
         divisor = mesh["dp_cp"].size if self.engine == "mean" else 1
         policy.model.zero_grad(set_to_none=True)
         parts = []
@@ -263,21 +253,16 @@ class TrainerSubject:
 
 def _checked(returned: Any, mesh: Mesh) -> Tensor:
     """The returned loss; raises unless it is a scalar tensor with a gradient."""
-    where = ", ".join(f"{axis}={place}" for axis, place in mesh.coordinates.items())
     if not isinstance(returned, Tensor) or returned.dim():
-        value = f"a tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
-        raise SpecError(
-            "microbatch_loss(batch, outputs, totals)",
-            found=f"{value}, on rank {where}",
-            rule="it returns one number: a tensor without dimensions",
-            fix="sum over the tokens",
+        found = f"a tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        rule, fix = "it returns one number: a tensor without dimensions", "sum over the tokens"
+    elif not returned.requires_grad:
+        found, fix = "a constant", "return outputs.policy_logprobs_T.sum() * 0 there, or sum over no token"
+        rule = (
+            "every rank runs backward on every micro-batch, even if it has nothing to train: "
+            "the others wait for it in their collectives"
         )
-    if not returned.requires_grad:
-        raise SpecError(
-            "microbatch_loss(batch, outputs, totals)",
-            found=f"a constant, on rank {where}",
-            rule="every rank runs backward on every micro-batch, even if it has nothing to train: "
-            "the others wait for it in their collectives",
-            fix="return outputs.policy_logprobs_T.sum() * 0 there, or sum over no token",
-        )
-    return returned
+    else:
+        return returned
+    where = ", ".join(f"{axis}={place}" for axis, place in mesh.coordinates.items())
+    raise SpecError("microbatch_loss(batch, outputs, totals)", found=f"{found}, on rank {where}", rule=rule, fix=fix)

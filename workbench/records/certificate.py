@@ -50,19 +50,17 @@ class Certificate:
     def hash(self) -> str:
         """SHA-256 of all fingerprints, in hexadecimal."""
         lines = [f"{name} {fingerprint}" for name, fingerprint in self.fingerprints.items()]
-        return hashlib.sha256(
-            "\n".join([*lines, *(f"unlike {name}" for name in self.differing_replicas)]).encode()
-        ).hexdigest()
+        lines += [f"unlike {name}" for name in self.differing_replicas]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def differing(self, other: Certificate) -> list[str]:
         """Tensors that differ between the two, in the order of computation; those that only the other has come last."""
-        differing = [
+        unlike = {*self.differing_replicas, *other.differing_replicas}
+        return [
             name
-            for name, fingerprint in self.fingerprints.items()
-            if other.fingerprints.get(name) != fingerprint
-            or name in (*self.differing_replicas, *other.differing_replicas)
+            for name in self.fingerprints | other.fingerprints
+            if self.fingerprints.get(name) != other.fingerprints.get(name) or name in unlike
         ]
-        return differing + [name for name in other.fingerprints if name not in self.fingerprints]
 
 
 def compared_bitwise(spec: RunSpec, reference: RunSpec) -> bool:

@@ -1,24 +1,8 @@
-"""The run directory: a run's inputs and outputs on disk. Every file is written atomically.
+"""The run directory: a run's inputs and outputs on disk, file by file in README.md. Every file is written atomically.
 
 It is the source of truth: a notebook, the command line or a comparison only reads it, so a killed kernel
 loses nothing. A file is written under a temporary name, flushed and renamed; appended lines carry their own
 checksum; JSON is standard JSON (NaN too); nothing is ever unpickled.
-
-    <experiment>/runs/<name>-<hash8>[-k]/
-      config.json                  the canonical spec; hash8 is its content hash
-      state.json                   pending | running | succeeded | failed | cancelled | lost; times, processes
-      cancel.json                  a request to end the run
-      metrics.jsonl                one reduced record per optimizer step, written by rank 0
-      provenance.json              versions, git state, command, machine
-      ranks/rank00000.log          standard output and error of a rank
-      ranks/rank00000.exit.json    a rank's exit: cause, exception, traceback, time
-      ranks/exit_codes.json        exit codes of the ranks, from the process that started them
-      ranks/rank00000.flight       the collectives that it entered and left, see `workbench.sharding.flight`
-      tensors/<name>.safetensors   gradients and per-token values
-      certificates/step0000.json   fingerprints behind the hash of a step, see `workbench.records.certificate`
-      traces/step0000.json         fingerprints of every module's outputs, see `workbench.train.trace`
-      rollouts/step0000/           the samples of an online run before a step, as a rollout dataset
-      checkpoints/step0020/        weights and optimizer state after 20 steps, see `workbench.train.checkpoint`
 
 This module imports no torch until a tensor is read or written, so that looking at runs stays quick.
 """
@@ -74,8 +58,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, spec: RunSpec) -> None:
-        self.path = path
-        self.spec = spec
+        self.path, self.spec = path, spec
         self._tail_checked = False
         self._steps_read: tuple[tuple[int, int], list[dict[str, Any]]] | None = None
 
@@ -83,11 +66,8 @@ class RunDirectory:
     def create(cls, root: Path, name: str, spec: RunSpec, **fields: Any) -> RunDirectory:
         """Create a new, pending run directory; an existing one is never touched.
 
-        Args:
-            root: folder of all runs of an experiment; created if missing.
-            name: of the configuration.
-            spec: settings of the run.
-            fields: of the initial state; a run whose state names no process is never `lost`.
+        ``root``, the folder of all runs of an experiment, is created if missing. ``fields`` are of the initial state; a
+        run whose state names no process is never `lost`.
 
         Raises:
             RecordError: the name cannot be a folder name.
@@ -102,11 +82,9 @@ class RunDirectory:
         root.mkdir(parents=True, exist_ok=True)
         while True:
             path = cls.next_path(root, name, spec)
-            try:
+            with contextlib.suppress(FileExistsError):  # another process was faster
                 path.mkdir()
                 break
-            except FileExistsError:
-                continue  # another process was faster
         run = cls(path, spec)
         (path / "ranks").mkdir()
         state = {"state": "pending", "name": name, "created_ns": time.time_ns()} | fields
@@ -256,9 +234,8 @@ class RunDirectory:
 
         The file of a run that succeeded is read once and then only when it changes.
 
-        Args:
-            partial: return all readable records, even if a run that succeeded lacks some: for showing a run, not for
-                comparing it.
+        ``partial`` returns all readable records, even if a run that succeeded lacks some: for showing a run, not for
+        comparing it.
 
         Raises:
             RecordError: a line before the last is damaged; a run that succeeded lacks a step, or a number that every
@@ -333,7 +310,7 @@ class RunDirectory:
         Messages and tracebacks are stored without machine paths, because reports quote them.
 
         Args:
-            rank: global rank; None for the agent that starts the ranks.
+            rank: None for the agent that starts the ranks.
             coordinates: its place on the mesh, such as {"dp": 0, "cp": 1, "tp": 0}; {} if not known yet.
             error: its exception, or one that describes its failure; None if it succeeded.
             cause: one of `CAUSES`; None reads it from the error.

@@ -43,7 +43,6 @@ SAME_RATIO = 1e-3
 wrong factor in a program is exact, and independent flips agree this well by chance in one of some thousand pairs."""
 
 RESTORE = "restore the file from a copy, or record the run again"
-"""Fix of a file of gradients that is damaged."""
 
 
 def refuse_incomplete(path: Path, records: Sequence[Mapping[str, Any]], expected: int) -> None:
@@ -110,11 +109,6 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
     dtype (float64 for float64, float32 below) for each doubling of the elements, which is how pairwise sums round. NaN
     equals NaN, and infinity infinity. Parameters that only one of the two has are ignored.
 
-    Args:
-        gradients: as they are stored, whole, by parameter.
-        norms: L2 norms that were recorded of them.
-        where: the record and file, for the message, such as "record mine: tensors/step0000.gradients".
-
     Raises:
         RecordError: a gradient with another norm.
 
@@ -123,13 +117,12 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
         >>> stored = {"w": torch.tensor([3.0, 4.0])}
         >>> check_gradients(stored, {"w": 5.0}, where="record mine: tensors/step0000.gradients")
     """
-    off: dict[str, tuple[float, float, float]] = {}
-    for name, values in gradients.items():
-        if name not in norms:
-            continue
-        norm, recorded, tolerance = _norm(values), float(norms[name]), _tolerance(values)
-        if not _near(norm, recorded, tolerance):
-            off[name] = (norm, recorded, tolerance)
+    numbers = {
+        name: (_norm(values), float(norms[name]), _tolerance(values))
+        for name, values in gradients.items()
+        if name in norms
+    }
+    off = {name: each for name, each in numbers.items() if not _near(*each)}
     alone = [name for name in off if not _shared(name, off)]
     if alone:
         norm, recorded, tolerance = off[alone[0]]
@@ -158,9 +151,7 @@ def _tolerance(values: Tensor) -> float:
 
 
 def _near(norm: float, recorded: float, tolerance: float) -> bool:
-    if not (math.isfinite(norm) and math.isfinite(recorded)):
-        return norm == recorded or (math.isnan(norm) and math.isnan(recorded))
-    return abs(norm - recorded) <= tolerance * max(abs(norm), abs(recorded))
+    return math.isclose(norm, recorded, rel_tol=tolerance) or (math.isnan(norm) and math.isnan(recorded))
 
 
 def _shared(name: str, off: Mapping[str, tuple[float, float, float]]) -> bool:

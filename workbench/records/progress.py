@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,8 +52,7 @@ class StepTail:
     """Step records of a run as they are written: each call reads only the new ones."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self.run = run
-        self._offset = 0
+        self.run, self._offset = run, 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return the records since the last call; an incomplete last line follows once it is complete.
@@ -82,10 +82,7 @@ class StepTail:
 def steps_recorded(run: RunDirectory) -> int:
     """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not."""
     count = 0
-    try:
-        with (run.path / "metrics.jsonl").open("rb") as file:
-            while block := file.read(1 << 20):
-                count += block.count(b"\n")
-    except FileNotFoundError:
-        pass
+    with contextlib.suppress(FileNotFoundError), (run.path / "metrics.jsonl").open("rb") as file:
+        while block := file.read(1 << 20):
+            count += block.count(b"\n")
     return count

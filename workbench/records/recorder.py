@@ -19,9 +19,10 @@ parameters without a gradient, if others have one, count as 0, and the step's li
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class Recorder:
         self._job = world if world.size > 1 else self._ranks
         self._share = 1 / self._ranks.size if engine == "mean" else 1.0
         self._reset()
-        self._run_on_writer(self._begin, dict(context or {}), optimizer)
+        self._begin(dict(context or {}), optimizer)
         self._hook = optimizer and optimizer.register_step_pre_hook(lambda *_: self.step())
 
     def note(
@@ -135,7 +136,7 @@ class Recorder:
         by_rank = self._gather_json({"none": here, "buffers": in_buffers(self._parameters)}, self._job)
         without = [name for name in here if all(name in rank["none"] for rank in by_rank)]
         if len(without) == len(self._parameters):
-            raise _no_gradient(self._parameters, self.number)
+            self._refuse_no_gradient()
         norms = given_norms(self._parameters)
         self._buffers_of_zeros = all(rank["buffers"] for rank in by_rank) and not any(norms.values())
         self._without = without
@@ -165,7 +166,9 @@ class Recorder:
         tokens = self._gather_tokens(by_rank)
         if self._writes:
             losses = [value for rank in by_rank for value in rank["losses"]]
-            counts = _summed([counts for rank in by_rank for counts in rank["counts"]])
+            counts: Counter[str] = Counter()
+            for of_batch in (of_batch for rank in by_rank for of_batch in rank["counts"]):
+                counts.update(of_batch)
             for kind, tensors in (("gradients", whole), ("tokens", tokens)):
                 if tensors:
                     files.write_tensors(self.folder, self.number, kind, tensors)
@@ -174,7 +177,7 @@ class Recorder:
                 "loss": self._share * math.fsum(losses) if losses else None,
                 "metrics": {name: float(value) for name, value in self._metrics.items()},
                 "gradient_norms": norms,
-                "counts": counts,
+                "counts": dict(counts),
             }
             files.append_step(self.folder, line | ({"no_gradient": self._without} if self._without else {}))
         self.number += 1
@@ -202,17 +205,14 @@ class Recorder:
         return self._job.rank == 0
 
     def _begin(self, context: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+        """Create the record on the rank that writes; its error is raised on every rank."""
         known: dict[str, Any] = {"precision": _name(next(iter(self._parameters.values())).dtype)}
         if optimizer is not None:
             known |= {"optimizer": type(optimizer).__name__.lower(), "learning_rate": optimizer.param_groups[0]["lr"]}
-        files.write_record(self.folder, known | context)
-
-    def _run_on_writer(self, action: Any, *arguments: Any) -> None:
-        """Run an action on the rank that writes; its error is raised on every rank."""
         problem: dict[str, str] = {}
         if self._writes:
             try:
-                action(*arguments)
+                files.write_record(self.folder, known | context)
             except (RecordError, OSError) as error:
                 problem = error.parts if isinstance(error, RecordError) else {"requested": str(error)}
         [writer_problem, *_] = self._gather_json(problem, self._job)
@@ -227,6 +227,19 @@ class Recorder:
         self._taken: tuple[dict[str, float], dict[str, Tensor]] | None = None
         self._without: list[str] = []
         self._buffers_of_zeros = False
+
+    def _refuse_no_gradient(self) -> NoReturn:
+        names = list(self._parameters)
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise RecordError(
+            f"record the gradients of step {self.number}",
+            found=f"no gradient in any of {len(names)} trained parameter(s): grad is None and there is no main_grad "
+            f"in {shown}",
+            rule="a record is of gradients, from parameter.grad or, where that is None, from parameter.main_grad",
+            fix="call recorder.take_gradients() after backward and before zero_grad(), with the model that the loss "
+            "goes through; where an engine keeps gradients in buffers of its own (DeepSpeed ZeRO), put them into "
+            "parameter.grad first (deepspeed.utils.safe_get_full_grad)",
+        )
 
     def _refuse_cleared_buffers(self) -> None:
         """Refuse gradients of 0 that are all from ``main_grad``, unless the losses are 0, too.
@@ -323,29 +336,6 @@ def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]
             rule="a record is of gradients",
             fix="pass the model that is trained",
         )
-
-
-def _no_gradient(parameters: Mapping[str, nn.Parameter], number: int) -> RecordError:
-    names = list(parameters)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return RecordError(
-        f"record the gradients of step {number}",
-        found=f"no gradient in any of {len(names)} trained parameter(s): grad is None and there is no main_grad in "
-        f"{shown}",
-        rule="a record is of gradients, from parameter.grad or, where that is None, from parameter.main_grad",
-        fix="call recorder.take_gradients() after backward and before zero_grad(), with the model that the loss goes "
-        "through; where an engine keeps gradients in buffers of its own (DeepSpeed ZeRO), put them into "
-        "parameter.grad first (deepspeed.utils.safe_get_full_grad)",
-    )
-
-
-def _summed(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sums by name; a count that no micro-batch has is absent."""
-    total: dict[str, float] = {}
-    for each in counts:
-        for name, count in each.items():
-            total[name] = total.get(name, 0.0) + count
-    return total
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -24,14 +24,8 @@ class GivenCounts:
     """Counts of the whole step for a micro-batch, when only the micro-batch is available.
 
     With them the weights are those of the number that a trainer's loss function returns, before its engine scales the
-    gradients.
-
-    Attributes:
-        tokens: targets of the step that count; None: counted here.
-        documents: documents of the step; None: counted here.
-        dp: data-parallel ranks.
-        cp: context-parallel ranks that share a row.
-        micro_batches: of a rank in an optimizer step.
+    gradients. Targets that count (``tokens``) and documents are counted in the micro-batch if they are None;
+    ``micro_batches`` are those of a rank in an optimizer step.
     """
 
     tokens: float | None = None
@@ -82,46 +76,33 @@ class StepDocuments:
         with_empty: bool = False,
         given: GivenCounts | None = None,
     ) -> StepDocuments:
-        """Build the table from whole rows.
-
-        Args:
-            rows: all rows of the step.
-            counted: one [T] bool per row, the targets that count for the denominator.
-            with_empty: count documents in which nothing counts.
-            given: counts of the whole step; None: none.
-        """
-        sizes = [int(row.document_ids_T.max()) + 1 for row in rows]
+        """Build the table from all rows of the step, and the targets of each, [T] bool, that count."""
+        ids = [row.document_ids_T for row in rows]
+        sizes = [int(ids_T.max()) + 1 for ids_T in ids]
 
         def count(masks: Sequence[Tensor]) -> Tensor:
+            of_rows = zip(ids, masks, sizes, strict=True)
             return torch.cat(
-                [
-                    torch.bincount(row.document_ids_T[mask_T], minlength=size).double()
-                    for row, mask_T, size in zip(rows, masks, sizes, strict=True)
-                ]
+                [torch.bincount(ids_T[mask_T], minlength=size).double() for ids_T, mask_T, size in of_rows]
             )
 
-        def column(name: str) -> Tensor | None:
-            if any(getattr(row, name) is None for row in rows):
+        def column(values: Sequence[Tensor | None]) -> Tensor | None:
+            if any(values_T is None for values_T in values):
                 return None
-            return torch.cat(
-                [_first_of_document(row, getattr(row, name), size) for row, size in zip(rows, sizes, strict=True)]
-            )
+            return torch.cat(list(map(_greatest_of_document, ids, values, sizes)))
 
         def extension(name: str) -> Tensor | None:
-            if any(name not in row.extensions for row in rows):
-                return None
-            return torch.cat(
-                [_greatest_of_document(row, row.extensions[name], size) for row, size in zip(rows, sizes, strict=True)]
-            )
+            values = [row.extensions.get(name) for row in rows]
+            return column([None if values_T is None else values_T.double() for values_T in values])
 
         truncated_N = extension("truncated")
         return cls(
             torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
-            count([row.document_ids_T >= 0 for row in rows]),
+            count([ids_T >= 0 for ids_T in ids]),
             count(counted),
-            column("rewards_T"),
-            column("group_ids_T"),
-            column("rollout_ids_T"),
+            column([row.rewards_T for row in rows]),
+            column([row.group_ids_T for row in rows]),
+            column([row.rollout_ids_T for row in rows]),
             len(rows),
             with_empty,
             given or GivenCounts(),
@@ -197,12 +178,11 @@ def group_length(step: StepDocuments, _: LossSpec) -> Tensor:
     """Mean number of tokens of the group's documents, prompts included; as recorded if the batch has it."""
     if step.group_tokens_N is not None:
         return step.group_tokens_N
-    group = _labels("group_length", "group_ids", step.group_ids_N)
-    size = int(group.max()) + 1 if len(group) else 0
     alive = step.alive_N.double()
-    tokens_G = alive.new_zeros(size).index_add(0, group, step.tokens_N * alive)
-    documents_G = alive.new_zeros(size).index_add(0, group, alive)
-    return (tokens_G / documents_G.clamp_min(1))[group]
+    group_N, (tokens, documents) = _set_sums(
+        "group_length", "group_ids", step.group_ids_N, step.tokens_N * alive, alive
+    )
+    return (tokens / documents.clamp_min(1))[group_N]
 
 
 def raw(step: StepDocuments, _: LossSpec) -> Tensor:
@@ -253,22 +233,14 @@ def length_shares(lengths_T: Tensor, given_T: Tensor) -> Tensor:
     return lengths_T.double() / given_T.double().clamp_min(1)
 
 
-def _first_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tensor:
-    real = row.document_ids_T >= 0
-    values_N = values_T.new_zeros(size)
-    values_N[row.document_ids_T[real]] = values_T[real]  # the same on every token of a document
-    return values_N
+def _greatest_of_document(ids_T: Tensor, values_T: Tensor, size: int) -> Tensor:
+    """[N] the greatest of the document's values; 0 for a document without a token."""
+    real = ids_T >= 0
+    return values_T.new_zeros(size).scatter_reduce(0, ids_T[real], values_T[real], "amax", include_self=False)
 
 
-def _greatest_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tensor:
-    """[N] float64 the greatest of the document's values; the pad value for a document without a target."""
-    real = row.document_ids_T >= 0
-    return values_T.new_zeros(size, dtype=torch.float64).scatter_reduce(
-        0, row.document_ids_T[real], values_T[real].double(), "amax", include_self=False
-    )
-
-
-def _labels(name: str, needed: str, ids_N: Tensor | None) -> Tensor:
+def _set_sums(name: str, needed: str, ids_N: Tensor | None, *columns: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """[N] number of the set of documents that share an id, and each column's sum over each set."""
     if ids_N is None:
         raise SpecError(
             f"loss.denominator = {name!r}",
@@ -276,13 +248,12 @@ def _labels(name: str, needed: str, ids_N: Tensor | None) -> Tensor:
             rule=f"{name} is counted over documents that share an id",
             fix=f"add {needed} to the batch",
         )
-    return ids_N.unique(return_inverse=True)[1]
+    ids, set_N = ids_N.unique(return_inverse=True)
+    return set_N, [values_N.new_zeros(len(ids)).index_add(0, set_N, values_N) for values_N in columns]
 
 
 def _mean_over(name: str, needed: str, step: StepDocuments, ids_N: Tensor | None, spec: LossSpec) -> Tensor:
     """Number of sets times the counted tokens of the document's own set."""
-    label = _labels(name, needed, ids_N)
-    size = int(label.max()) + 1 if len(label) else 0
-    tokens = step.counted_N.new_zeros(size).index_add(0, label, step.counted_N)
-    sets = label[step.alive_N].unique().numel()
-    return ((sets + spec.compat.scaling.count_epsilon) * tokens)[label]
+    set_N, (tokens,) = _set_sums(name, needed, ids_N, step.counted_N)
+    sets = set_N[step.alive_N].unique().numel()
+    return ((sets + spec.compat.scaling.count_epsilon) * tokens)[set_N]

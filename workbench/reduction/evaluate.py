@@ -1,7 +1,6 @@
 """A loss on one row, from the output of the policy's head to plain weighted sums that can be back-propagated.
 
-The core of a training step, without model and ranks: `workbench.train.step` calls it once for each micro-batch,
-`workbench.systems` once for each case of another system, so both compute the same thing.
+`workbench.train.step` calls it once for each micro-batch, `workbench.systems` once for each case of another system.
 
 Letters: T packed tokens.
 """
@@ -29,13 +28,7 @@ PARTIAL = frozenset({"dp_cp"})
 
 
 class Evaluated(NamedTuple):
-    """Result of a loss on one row, or on some of its tokens.
-
-    Attributes:
-        inputs: of the loss.
-        terms: per-token values by name.
-        scalars: this rank's share of every term, coefficient included, and their sum under "total".
-    """
+    """Result of a loss on one row, or on some of its tokens: per-token terms by name, and `reduce_terms` of them."""
 
     inputs: LossInputs
     terms: Mapping[str, Term]
@@ -51,14 +44,9 @@ def loss_inputs(
 ) -> LossInputs:
     """Build the inputs of a loss: the head's output for each token, the row's own data, numbers of the whole step.
 
-    Where nothing counts the ratio is 1, whatever the head returns: no exp can overflow into a gradient.
-
-    Args:
-        row: this rank's tokens.
-        head_output: output of the head: log-probabilities, and, if the loss needs them, entropy and log normaliser.
-        totals: of the whole step.
-        sums: over documents that may straddle ranks; None: the row is whole.
-        frozen_clip_T: [T] bool, clip decisions taken elsewhere.
+    Where nothing counts the ratio is 1, whatever the head returns: no exp can overflow into a gradient. ``sums`` are
+    over documents that may straddle ranks, None if the row is whole; ``frozen_clip_T`` are clip decisions taken
+    elsewhere.
     """
     return LossInputs(
         policy_logprobs_T=torch.where(row.loss_mask_T, head_output.logprobs_T, row.old_logprobs_T),

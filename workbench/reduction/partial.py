@@ -1,8 +1,7 @@
 """Scalars that carry the mesh axes over which they are still partial.
 
 A sum over this rank's tokens is a *part* of a number. It looks like a number, logs like one, and is wrong by a
-factor that depends on the layout. Here it carries the mesh axes over which it still has to be summed, and raises if
-it is read before.
+factor that depends on the layout. Here it raises if it is read before it is summed.
 """
 
 from __future__ import annotations

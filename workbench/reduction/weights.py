@@ -9,6 +9,7 @@ Letters: T packed tokens | N documents of the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -72,13 +73,8 @@ def step_weights(
 ) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
     """Compute the weights of every target of the step, by name.
 
-    "policy" is the denominator of the spec, and "penalty" the same for terms that no correction touches. A term may
-    also name "token", "document", "document_sum", "raw", "local_token" and, if the batch has rewards, "positive_token"
-    (1 / trained tokens of documents with a reward above 0, and 0 on all others).
-
-    If the correction of the spec counts survivors, so does the D_d of "policy": rejected targets have values of 0 and
-    are not in the count; a document that is rejected whole gets weight 0. All other weights, whose terms keep their
-    values on rejected targets, count every trained target.
+    The names are those that a term may have (README of this package): "policy", "penalty", `ALWAYS` and, if the batch
+    has rewards, "positive_token".
 
     Formula:  loss weight     = F / D_d on every target of document d that counts, D_d from `denominators`, counted over
                                 the rows of `scaling.counts` (default: the step), F from `scaling_factor` (default: 1);
@@ -90,7 +86,6 @@ def step_weights(
         rows: all rows of the step, whole: of every dp rank and every micro-batch; in the precision of the run.
         spec: of the loss; has the denominator and its settings.
         given: counts of the step if these rows are only a part of it; the weights then leave out the engine's factor.
-            None: they are the step.
         step_layout: the layout, for a spec with a scaling contract: the first rows are those of the first dp rank, and
             so on. None: one rank.
 
@@ -147,7 +142,9 @@ def _counted_weights(
             divisor_N = torch.where(_truncated(step), torch.inf, divisor_N)
         loss_N = torch.where(divisor_N > 0, factor / divisor_N, 0.0)
         for number, row in enumerate(rows):
-            loss_T = _on_targets(loss_N[step.in_row(number)], row)
+            of_row_N = loss_N[step.in_row(number)]
+            of_row_T = of_row_N[row.document_ids_T.clamp_min(0)] if len(of_row_N) else loss_N.new_zeros(())
+            loss_T = torch.where(row.loss_mask_T, of_row_T, 0.0)
             if LOSS_WEIGHTS in row.extensions:
                 loss_T = loss_T * torch.where(row.loss_mask_T, row.extensions[LOSS_WEIGHTS].double(), 0.0)
             weights[number][name] = TokenWeights(loss_T, loss_T if gradient_divisor == 1 else loss_T / gradient_divisor)
@@ -165,17 +162,8 @@ def _truncated(step: StepDocuments) -> Tensor:
     return step.truncated_N
 
 
-def _on_targets(values_N: Tensor, row: TrainingRow) -> Tensor:
-    """[T] a document's value on each of its targets that count, 0 elsewhere."""
-    if not len(values_N):
-        return torch.zeros(row.loss_mask_T.shape, dtype=torch.float64)
-    return torch.where(row.loss_mask_T, values_N[row.document_ids_T.clamp_min(0)], 0.0)
-
-
 def compute_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
     """Return the documents of a step with the advantages that the spec requests.
-
-    Every document of the step is here, so baselines see their groups, as far as the step holds them.
 
     Raises:
         SpecError: the batch lacks a field that the estimator, or a KL penalty in the reward, needs.
@@ -200,12 +188,7 @@ def compute_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Split of a step into ranks.
-
-    Attributes:
-        dp: data-parallel ranks.
-        cp: context-parallel ranks that share a row.
-    """
+    """Split of a step into ranks, dp with rows of their own times cp that share them."""
 
     dp: int = 1
     cp: int = 1
@@ -233,22 +216,13 @@ class StepLayout:
 def scaling_factor(scaling: ScalingSpec, *, dp: int, cp: int, micro_batches: int, engine: bool = True) -> float:
     """Factor of a token's gradient, in addition to its weight, from the trainer and its engine.
 
-    Formula:  multiplied_by * engine_multiplies * (cp if replicated) / (divided_by * engine_divides), each name its size
-
-    Args:
-        scaling: the contract.
-        dp: data-parallel ranks.
-        cp: context-parallel ranks that share a row.
-        micro_batches: of a rank in an optimizer step.
-        engine: include the engine's part; without it this is the factor in the trainer's returned loss.
+    Formula:  multiplied_by * engine_multiplies * (cp if replicated) / (divided_by * engine_divides), each name its
+              size; without ``engine`` that of the trainer's returned loss, multiplied_by / divided_by
     """
     sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": micro_batches}
 
     def product(names: Sequence[str]) -> int:
-        total = 1
-        for name in names:
-            total *= sizes[name]
-        return total
+        return math.prod(sizes[name] for name in names)
 
     trainer = product(scaling.multiplied_by) / product(scaling.divided_by)
     if not engine:

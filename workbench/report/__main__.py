@@ -1,7 +1,6 @@
 """Draw one figure of a saved comparison as an SVG file: `python -m workbench.report EXPERIMENT OUT.svg`.
 
-For a README or a slide. The figure is one of `workbench.report.figures`, drawn from the experiment's
-``comparison.json``; letters are curves, so that it looks the same everywhere.
+For a README or a slide. Letters are curves, so that it looks the same everywhere.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ FIGURES = ("verdicts", "gradient_norm_by_step", "norm_ratios", "importance_ratio
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Draw the requested figure, and return its path."""
-    parser = argparse.ArgumentParser(
-        prog="python -m workbench.report", description="Draw one figure of a saved comparison."
-    )
+    parser = argparse.ArgumentParser("python -m workbench.report", description="Draw one figure of a saved comparison.")
     parser.add_argument("experiment", type=Path, help="folder that holds comparison.json")
     parser.add_argument("out", type=Path, help="SVG file to write")
     parser.add_argument("--figure", choices=FIGURES, default="verdicts")

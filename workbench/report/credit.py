@@ -58,13 +58,9 @@ def credit_map(
     missing = [d for d in chosen if not 0 <= d < batch.num_documents]
     other = [name for name, credit in credits.items() if credit.credit_T.shape != batch.tokens_T.shape]
     if not credits or not chosen or missing or other:
-        problem = (
-            f"documents {missing} are not there"
-            if missing
-            else f"{', '.join(other)} of another batch"
-            if other
-            else f"{len(credits)} credits and {len(chosen)} documents"
-        )
+        problem = f"{len(credits)} credits and {len(chosen)} documents"
+        if missing or other:
+            problem = f"documents {missing} are not there" if missing else f"{', '.join(other)} of another batch"
         raise SpecError(
             "draw a credit map",
             found=problem,
@@ -79,10 +75,10 @@ def credit_map(
     for axes, (name, credit) in zip(panels, credits.items(), strict=True):
         style.tidy(axes, title=f"{name}\n{shares_text(credit)}", grid="")
         axes.title.set_fontsize(7.5)
-        cells = _cells(axes, batch, credit, chosen, largest)
-        cells.set_label(name)
+        _cells(axes, batch, credit, chosen, largest).set_label(name)
         if decode is not None and cell_inches >= SMALLEST_CELL_INCHES:
-            _letters(axes, batch, credit, chosen, decode, deep=0.36 * largest, size=min(7.5, 72 * cell_inches * 0.72))
+            size = min(7.5, 72 * cell_inches * 0.72)
+            _letters(axes, batch, credit, chosen, decode, deep=0.36 * largest, size=size)
         axes.set_xlim(-0.2, columns + 0.2)
         axes.set_ylim(len(chosen) - 0.3, -0.7)
         axes.set_xlabel("token of the document", fontsize=7.5, color=style.MUTED, loc="left")
@@ -106,12 +102,10 @@ def hue(value: float, largest: float) -> str:
 def shares_text(credit: Credit) -> str:
     """Return the shares of the trained tokens of the whole step by fate, as text."""
     shares = credit.shares()
-    lost = [
-        f"{_percent(part)} {fate}"
-        for fate, part in sorted(shares.items(), key=lambda pair: -pair[1])
-        if fate != "acts" and part
-    ]
-    return " · ".join([f"{_percent(shares['acts'])} of tokens act", *lost])
+    lost = sorted(((part, fate) for fate, part in shares.items() if fate != "acts" and part), key=lambda pair: -pair[0])
+    return " · ".join(
+        [f"{_percent(shares['acts'])} of tokens act", *(f"{_percent(part)} {fate}" for part, fate in lost)]
+    )
 
 
 def _percent(part: float) -> str:
@@ -152,20 +146,11 @@ def _letters(
     deep: float,
     size: float,
 ) -> None:
+    how = {"ha": "center", "va": "center", "family": "DejaVu Sans Mono", "clip_on": True, "parse_math": False}
     for token, row, column in _places(batch, chosen):
         trained, dark = bool(credit.trained_T[token]), abs(float(credit.credit_T[token])) > deep
-        axes.text(
-            column + 0.5,
-            row,
-            decode(int(batch.tokens_T[token])),
-            ha="center",
-            va="center",
-            fontsize=size,
-            family="DejaVu Sans Mono",
-            clip_on=True,
-            parse_math=False,
-            color="#fdfdfd" if trained and dark else LETTER if trained else style.MUTED,
-        )
+        color = style.MUTED if not trained else "#fdfdfd" if dark else LETTER
+        axes.text(column + 0.5, row, decode(int(batch.tokens_T[token])), fontsize=size, color=color, **how)
 
 
 def _legend(figure: Figure, credits: Mapping[str, Credit], largest: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from workbench.compare.comparison import Comparison, Configuration, declared_note, flatten
@@ -16,7 +16,7 @@ from workbench.report.numbers import NONE, significant
 AGREEING = ("equal", "within budget")
 """Verdicts of configurations that keep the gradient of their reference."""
 
-DIVERGENCE_KEYS = ("loss/total/sum", "gradient/norm/global")
+LOSS, GRADIENT_NORM = "loss/total/sum", "gradient/norm/global"
 SHOWN_ELSEWHERE = ("faults", "frozen_clip", "layout", "name", "precision")
 """Settings that a configuration's line states already, or that only name another run."""
 MOST_SETTINGS = 3
@@ -46,9 +46,9 @@ def relative_error(configuration: Configuration) -> float | None:
 def diverged_step(configuration: Configuration) -> int | None:
     """Return the first step whose recorded loss or gradient norm is not finite; None if all are."""
     for record in configuration.steps:
-        if not all(is_finite(record[key]) for key in DIVERGENCE_KEYS if record.get(key) is not None):
+        if not all(is_finite(record[key]) for key in (LOSS, GRADIENT_NORM) if record.get(key) is not None):
             return int(record["step"])
-    return getattr(configuration, "diverged_step", None)
+    return configuration.diverged_step
 
 
 def divergence(configuration: Configuration) -> str:
@@ -71,19 +71,20 @@ def which_steps(steps: Sequence[int], of: Sequence[int]) -> str:
 
 def could_have_seen(configuration: Configuration) -> str:
     """Return what share of the tokens and documents a verdict rests on, as text; "" where that was not recorded."""
-    evidence = _evidence(configuration)
+    evidence = configuration.evidence or {}
     return ", ".join(f"{percent(evidence[key])} {what}" for key, what in SHARES if is_finite(evidence.get(key)))
 
 
 def warnings(configuration: Configuration) -> list[str]:
     """Return the warnings about what the verdict could not have seen."""
-    listed = _evidence(configuration).get("warnings") or []
-    return [str(warning) for warning in ([listed] if isinstance(listed, str) else listed)]
+    return list(map(str, (configuration.evidence or {}).get("warnings") or []))
 
 
-def declaration(configuration: Configuration) -> str:
-    """Return which invariants the loss declares to break, as text; "" for almost all losses."""
-    return declared_note(configuration.settings)
+def limits(configuration: Configuration) -> list[str]:
+    """Return what limits a verdict, as texts: divergence, declared breaks, what it could have seen, warnings."""
+    seen = could_have_seen(configuration)
+    texts = (divergence(configuration), declared_note(configuration.settings), seen and f"could have seen: {seen}")
+    return [*filter(None, texts), *warnings(configuration)]
 
 
 def differing_settings(comparison: Comparison) -> dict[str, str]:
@@ -96,17 +97,14 @@ def differing_settings(comparison: Comparison) -> dict[str, str]:
     keys = [key for key in comparison.settings_that_differ().columns if key.split(".")[0] not in SHOWN_ELSEWHERE]
     flat = {c.name: flatten(c.settings) for c in comparison.configurations}
     short = {key: key.rpartition(".")[2] for key in keys}
-    repeated = {name for name in short.values() if list(short.values()).count(name) > 1} | {"name", "kind"}
+    repeated = {"name", "kind"} | {name for name, times in Counter(short.values()).items() if times > 1}
     count = Counter((key, repr(settings.get(key))) for settings in flat.values() for key in keys)
     listed = {}
     for c in comparison.configurations:
-        base = flat.get(c.against, flat[c.name])
-        own = [key for key in keys if key in flat[c.name] and 2 * count[key, repr(flat[c.name][key])] <= len(flat)]
-        changed = [key for key in own if repr(flat[c.name][key]) != repr(base.get(key))]
-        texts = [
-            f"{key if short[key] in repeated else short[key]} {setting_text(flat[c.name][key])}"
-            for key in [*changed, *(key for key in own if key not in changed)]
-        ]
+        settings, base = flat[c.name], flat.get(c.against, flat[c.name])
+        own = [key for key in keys if key in settings and 2 * count[key, repr(settings[key])] <= len(flat)]
+        own.sort(key=lambda key: repr(settings[key]) == repr(base.get(key)))
+        texts = [f"{key if short[key] in repeated else short[key]} {setting_text(settings[key])}" for key in own]
         more = [f"{len(texts) - MOST_SETTINGS} more"] if len(texts) > MOST_SETTINGS else []
         listed[c.name] = " · ".join([*texts[:MOST_SETTINGS], *more])
     return listed
@@ -154,11 +152,6 @@ def percent(share: float) -> str:
     return "99.9 %" if 0.995 <= share < 1 else f"{100 * share:.0f} %"
 
 
-def _evidence(configuration: Configuration) -> Mapping[str, Any]:
-    evidence = getattr(configuration, "evidence", None)
-    return evidence if isinstance(evidence, Mapping) else {}
-
-
 def worst_share(configuration: Configuration) -> float | None:
     """Return the largest distance in units of its budget, over steps, parameters and the whole gradient.
 
@@ -166,8 +159,7 @@ def worst_share(configuration: Configuration) -> float | None:
     """
     pairs = [(w.get("distance"), w.get("budget")) for w in configuration.whole_gradient]
     pairs += [(p.distance, p.budget) for p in configuration.parameters]
-    shares = [share_of_budget(distance, budget) for distance, budget in pairs]
-    return max((s for s in shares if s is not None), default=None)
+    return max((s for pair in pairs if (s := share_of_budget(*pair)) is not None), default=None)
 
 
 def share_of_budget(distance: float | None, budget: float | None) -> float | None:
@@ -186,22 +178,12 @@ def share_of_budget(distance: float | None, budget: float | None) -> float | Non
     return distance / budget
 
 
-def is_bitwise_equal(configuration: Configuration) -> bool:
-    """True if every recorded step has the reference's gradient, bit for bit."""
-    steps = configuration.whole_gradient
-    return bool(steps) and all(step.get("bitwise_equal") for step in steps)
-
-
 def changed_settings(comparison: Comparison, configuration: Configuration) -> dict[str, Any]:
     """Return the settings in which a configuration differs from its reference, flat; of a reference, none."""
     if not configuration.against:
         return {}
-    base = flatten(comparison[configuration.against].settings)
-    return {
-        key: value
-        for key, value in flatten(configuration.settings).items()
-        if key != "frozen_clip" and (key not in base or base[key] != value)
-    }
+    base, own = flatten(comparison[configuration.against].settings), flatten(configuration.settings)
+    return {key: own[key] for key in own if key != "frozen_clip" and (key not in base or base[key] != own[key])}
 
 
 def groups(comparison: Comparison) -> dict[str, list[Configuration]]:

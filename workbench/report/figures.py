@@ -2,13 +2,6 @@
 
 The report page and the notebooks draw with the same functions. None of them displays anything, and none leaves a
 configuration out silently: one without a number is named.
-
-    verdicts               distance from the reference, in units of the budget
-    gradient_norm_by_step  the global gradient norm
-    norm_ratios            per parameter, norm / reference norm
-    importance_ratios      distribution over trained tokens, with the clip bounds
-    loss_by_step           the loss
-    time_and_memory        a step's duration and the peak of memory
 """
 
 from __future__ import annotations
@@ -86,11 +79,15 @@ def verdicts(comparison: Comparison) -> Figure:
         _annotate_right(axes, row, f"{look.sign} {c.verdict}{factor}{meaning}{diverged}", color=look.color, points=62)
     _annotate_right(axes, -0.9, "relative error", color=style.MUTED)
     _annotate_right(axes, -0.9, "verdict", color=style.MUTED, points=62)
+    _name_rows(axes, rows)
+    style.log_ticks(axes.xaxis)
+    return figure
+
+
+def _name_rows(axes: Axes, rows: Sequence[Configuration]) -> None:
     axes.set_yticks(range(len(rows)), [c.name for c in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", colors=style.INK)
-    style.log_ticks(axes.xaxis)
-    return figure
 
 
 def _annotate_right(axes: Axes, row: float, text: str, *, color: str, points: float = 0.0) -> None:
@@ -131,7 +128,7 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
             axes.set_visible(False)
         for c, axes in zip(block, row, strict=False):
             _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach, width=110 // columns + 1)
-        row[0].set_yticks(range(len(names)), [_short(name) for name in names])
+        row[0].set_yticks(range(len(names)), [n.removeprefix("model.").removesuffix(".weight") for n in names])
         row[0].set_ylim(len(names) - 0.3, -0.7)
         for axes in row:
             axes.tick_params(axis="y", length=0, labelsize=7, colors=style.MUTED)
@@ -146,24 +143,15 @@ def _ratio_column(
     for layer, name in enumerate(place):
         if _layer(name) % 2 == 0:
             axes.axhspan(layer - 0.5, layer + 0.5, color=style.LINE, alpha=0.3, linewidth=0)
-    axes.set_title(
-        _wrap(f"{look.sign} {c.name}", width), fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12
-    )
+    title = _wrap(f"{look.sign} {c.name}", width)
+    axes.set_title(title, fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12)
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
-    rows = [place[p.parameter] for p in parameters]
-    axes.plot(
-        [style.drawable(p.norm_ratio) for p in parameters],
-        rows,
-        color=look.color,
-        marker="o",
-        markersize=3.2,
-        linewidth=0.7,
-        markeredgewidth=0.8,
-        label=c.name,
-    )
+    how = {"color": look.color, "marker": "o", "markersize": 3.2, "markeredgewidth": 0.8}
+    ratios = [style.drawable(p.norm_ratio) for p in parameters]
+    axes.plot(ratios, [place[p.parameter] for p in parameters], linewidth=0.7, label=c.name, **how)
     hollow = [p for p in parameters if p.judged_by == "floor"]
     ratios, places = [style.drawable(p.norm_ratio) for p in hollow], [place[p.parameter] for p in hollow]
-    style.marks(axes, ratios, places, look.color, "o", 3.2, markerfacecolor="#ffffff", markeredgewidth=0.8)
+    axes.plot(ratios, places, linestyle="none", markerfacecolor="#ffffff", **how)
     low, high, notes = 2.0**-reach, 2.0**reach, []
     for edge, arrow, beyond in (
         (low, "<", [p for p in parameters if p.norm_ratio < low]),
@@ -179,10 +167,8 @@ def _ratio_column(
     style.remark(axes, "\n".join(notes), (0, 1), offset=(0, 1), fontsize=6.5, color=look.color)
     axes.set_xscale("log", base=2)
     axes.set_xlim(low, high)
-    axes.set_xticks([0.5, 1, 2], ["½", "1", "2"])
+    axes.set_xticks([0.5, 1, 2], ["½", "1", "2"], fontsize=7)
     axes.minorticks_off()
-    for tick in axes.get_xticklabels():
-        tick.set_fontsize(7)
 
 
 def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = None) -> Figure:
@@ -196,16 +182,17 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
         steps: optimizer steps; None takes up to four, the first and the last among them.
     """
     recorded = sorted({int(s) for c in comparison.configurations for s in c.ratios})
-    chosen = list(steps) if steps is not None else _spread(recorded, 4)
-    rows = {ref: [c for c in members if c.ratios] for ref, members in groups(comparison).items()}
-    rows = {ref: members for ref, members in rows.items() if members}
-    if not rows or not chosen:
+    if steps is None:
+        places = dict.fromkeys(round(i * (len(recorded) - 1) / 3) for i in range(4))  # evenly spread, both ends too
+        steps = [recorded[place] for place in places] if recorded else []
+    rows = {ref: shown for ref, members in groups(comparison).items() if (shown := [c for c in members if c.ratios])}
+    if not rows or not steps:
         return style.empty("no importance ratios were recorded")
     looks = series_styles(comparison)
     figure = style.chart(max(0.5 + 1.75 * len(rows), legend_inches(rows, looks)))
-    grid = figure.subplots(len(rows), len(chosen), squeeze=False, sharey="row")
+    grid = figure.subplots(len(rows), len(steps), squeeze=False, sharey="row")
     for (reference, members), line in zip(rows.items(), grid, strict=True):
-        for step, axes in zip(chosen, line, strict=True):
+        for step, axes in zip(steps, line, strict=True):
             _histograms(axes, members, step, looks)
             first = axes is line[0]
             style.tidy(
@@ -228,18 +215,17 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
 
 def _histograms(axes: Axes, members: Sequence[Configuration], step: int, looks: dict[str, SeriesStyle]) -> None:
     used: list[float] = []
+    bins = {c.name: _bins(c.ratios.get(str(step))) for c in members}
+    totals = {name: sum(n for *_, n in listed) for name, listed in bins.items()}
     for c in members:
-        histogram = c.ratios.get(str(step))
-        total = sum(histogram["counts"]) if histogram else 0
-        if not histogram or not total:
-            continue
-        edges, counts = _finite_bins(histogram)
-        if not any(counts):
+        placed = itertools.groupby(bins[c.name], lambda item: math.isfinite(item[1] - item[0]))
+        longest = max((list(run) for finite, run in placed if finite), key=len, default=[])
+        if not any(n for *_, n in longest):
             continue
         look, reference = looks[c.name], not c.against
         axes.stairs(
-            [n / total for n in counts],
-            edges,
+            [n / totals[c.name] for *_, n in longest],
+            [longest[0][0], *(high for _, high, _ in longest)],
             baseline=0,
             color=look.color,
             label=c.name,
@@ -248,48 +234,40 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int, looks: 
             zorder=2 if reference or c.verdict == "different" else 3,
             linestyle="-" if reference else dash_of(c, agreeing_of(members), look),
         )
-        if not c.against or c.verdict in AGREEING:
-            used += [edge for i, n in enumerate(counts) if n for edge in edges[i : i + 2]]
+        if reference or c.verdict in AGREEING:
+            used += [edge for low, high, n in longest if n for edge in (low, high)]
     loss = members[0].settings.get("loss", {})
     surrogate = loss.get("surrogate", loss)  # older records, of one surrogate, hold the bounds themselves
     for name, sign in (("clip_low", -1), ("clip_high", 1)):
         if surrogate.get("kind", "ppo") == "ppo" and math.isfinite(style.drawable(surrogate.get(name))):
             axes.axvline(1 + sign * surrogate[name], color=style.MUTED, linewidth=0.8, linestyle=(0, (1.5, 1.5)))
             used.append(1 + sign * surrogate[name])
-    if used:
-        room = 0.06 * (max(used) - min(used) or 1)
-        axes.set_xlim(min(used) - room, max(used) + room)
-    if used and min(used) > 0 and max(used) / min(used) > 8:
+    least, most = min(used, default=0.0), max(used, default=0.0)
+    if least > 0 and most / least > 8:
         axes.set_xscale("log")
-        axes.set_xlim(min(used) / 1.1, max(used) * 1.1)
-    low, high = axes.get_xlim()
+        axes.set_xlim(least / 1.1, most * 1.1)
+    elif used:
+        room = 0.06 * (most - least or 1)
+        axes.set_xlim(least - room, most + room)
+    left, right = axes.get_xlim()
     notes = []
     for c in members:
-        histogram = c.ratios.get(str(step), {"edges": [], "counts": []})
-        pairs = zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False)
-        beyond = sum(n for (a, b), n in pairs if b <= low or a >= high or not math.isfinite(_width(a, b)))
+        beyond = sum(
+            n for low, high, n in bins[c.name] if high <= left or low >= right or not math.isfinite(high - low)
+        )
         if beyond:
-            percent = significant(100 * beyond / sum(histogram["counts"]), 2)
-            notes.append(f"{percent} % of {looks[c.name].label}")
+            notes.append(f"{significant(100 * beyond / totals[c.name], 2)} % of {looks[c.name].label}")
     if notes:
         box = {"facecolor": "#ffffff", "linewidth": 0, "pad": 1}
         style.remark(axes, "\n".join(["beyond this axis:", *notes]), (0.02, 0.9), va="top", fontsize=6, bbox=box)
 
 
-def _finite_bins(histogram: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return edges and counts of the longest run of bins that have a place on an axis."""
-    bins = list(zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False))
-    runs = [
-        list(run) for placed, run in itertools.groupby(bins, lambda item: math.isfinite(_width(*item[0]))) if placed
-    ]
-    longest = max(runs, key=len, default=[])
-    edges = [longest[0][0][0], *(b for (_, b), _ in longest)] if longest else []
-    return list(map(style.drawable, edges)), [n for _, n in longest]
-
-
-def _width(low: float, high: float) -> float:
-    """Return the width of a bin; NaN where one of its edges has no place on an axis."""
-    return style.drawable(high) - style.drawable(low)
+def _bins(histogram: Mapping[str, Sequence[float]] | None) -> list[tuple[float, float, float]]:
+    """Return (low, high, count) of each bin; an edge that has no place on an axis is NaN."""
+    if histogram is None:
+        return []
+    edges = itertools.pairwise(map(style.drawable, histogram["edges"]))
+    return [(low, high, n) for (low, high), n in zip(edges, histogram["counts"], strict=False)]
 
 
 def time_and_memory(comparison: Comparison) -> Figure:
@@ -323,19 +301,13 @@ def time_and_memory(comparison: Comparison) -> Figure:
             axes.text(1.01, row, written(middle * unit), transform=edge, va="center", fontsize=7, color=style.INK)
         axes.set_xlim(0, max(axes.get_xlim()[1], style.TINY))
         style.plain_ticks(axes.xaxis, 4)
-    left.set_yticks(range(len(rows)), [c.name for c in rows])
-    left.set_ylim(len(rows) - 0.4, -0.6)
-    left.tick_params(axis="y", colors=style.INK)
+    _name_rows(left, rows)
     return figure
 
 
 def _layer(parameter: str) -> int:
     """Return the first number in a parameter's name, -1 if there is none."""
     return next((int(part) for part in parameter.split(".") if part.isdigit()), -1)
-
-
-def _short(parameter: str) -> str:
-    return parameter.removeprefix("model.").removesuffix(".weight")
 
 
 def _wrap(name: str, width: int) -> str:
@@ -347,13 +319,6 @@ def _wrap(name: str, width: int) -> str:
             current = ""
         current += part
     return "\n".join([*lines, current])
-
-
-def _spread(values: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of the values, evenly spread, the first and the last among them."""
-    if len(values) <= most:
-        return list(values)
-    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 __all__ = [

@@ -1,12 +1,10 @@
-"""Loss and gradient coefficient as functions of the ratio, for any spec and several at once.
-
-One figure answers most questions about a surrogate: where it stops pushing, how hard it pushes before, and whether it
-treats good and bad tokens alike.
-"""
+"""Loss and gradient coefficient as functions of the ratio, for any spec and several at once."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,7 +76,8 @@ def loss_curves(
             for axes, values_T in ((left, loss_T - at_one), (right, coefficient_T)):
                 axes.plot(ratios_T.tolist(), values_T.tolist(), label=name, linewidth=1.8, **looks[name])
         for axes in (left, right):
-            _mark(axes, named, advantage, looks, low, high)
+            axes.set_xlim(low, high)
+            _mark(axes, named, advantage, looks)
     handles = [Line2D([], [], label=name, linewidth=1.8, **looks[name]) for name in named]
     style.legend(figure, handles, "outside right center", labelspacing=0.8)
     return figure
@@ -94,14 +93,17 @@ def name_specs(specs: Specs) -> dict[str, LossSpec]:
     if isinstance(specs, Mapping):
         return dict(specs)
     listed = [specs] if isinstance(specs, LossSpec) else list(specs)
-    names = [spec.name for spec in listed]
+    count = Counter(spec.name for spec in listed)
     named: dict[str, LossSpec] = {}
-    for spec, name in zip(listed, names, strict=True):
-        label = name if names.count(name) == 1 else " ".join([name, *_changed(spec)])
-        number = 1
-        while (unique := label if number == 1 else f"{label} ({number})") in named:
-            number += 1
-        named[unique] = spec
+    for spec in listed:
+        label = spec.name
+        if count[label] > 1:
+            changed = flatten(spec.overrides()).items()
+            label = " ".join(
+                [label, *(f"{key.removeprefix('surrogate.')}={value}" for key, value in changed if key != "name")]
+            )
+        repeats = (f"{label} ({number})" for number in itertools.count(2))
+        named[next(name for name in itertools.chain([label], repeats) if name not in named)] = spec
     return named
 
 
@@ -112,11 +114,6 @@ def bounds_of(spec: LossSpec, advantage: float) -> list[float]:
         return []
     bounds = [rule.lower, rule.upper, *([rule.dual] if rule.dual is not None and advantage < 0 else [])]
     return [bound for bound in bounds if 0 < bound < math.inf]
-
-
-def _changed(spec: LossSpec) -> list[str]:
-    changed = {key: value for key, value in flatten(spec.overrides()).items() if key != "name"}
-    return [f"{key.removeprefix('surrogate.')}={value}" for key, value in changed.items()]
 
 
 def _reach(specs: Any) -> tuple[float, float]:
@@ -132,28 +129,16 @@ def _grid(spec: LossSpec, advantage: float, low: float, high: float) -> torch.Te
     return torch.cat([torch.linspace(low, high, POINTS, dtype=torch.float64), inside]).unique()
 
 
-def _mark(
-    axes: Axes,
-    named: Mapping[str, LossSpec],
-    advantage: float,
-    looks: Mapping[str, dict[str, Any]],
-    low: float,
-    high: float,
-) -> None:
+def _mark(axes: Axes, named: Mapping[str, LossSpec], advantage: float, looks: Mapping[str, dict[str, Any]]) -> None:
+    """Mark a ratio of 1, a value of 0 and the clip bounds inside the horizontal limits."""
+    low, high = axes.get_xlim()
     axes.axvline(1, color=style.LINE, linewidth=0.9, zorder=0.5)
     axes.axhline(0, color=style.LINE, linewidth=0.9, zorder=0.5)
     for name, spec in named.items():
+        look = {"color": looks[name]["color"], "linewidth": 0.9, "linestyle": (0, (1, 2)), "zorder": 0.8}
         for bound in bounds_of(spec, advantage):
             if low <= bound <= high:
-                axes.axvline(
-                    bound,
-                    color=looks[name]["color"],
-                    linewidth=0.9,
-                    linestyle=(0, (1, 2)),
-                    zorder=0.8,
-                    gid=f"bound-{name}",
-                )
-    axes.set_xlim(low, high)
+                axes.axvline(bound, gid=f"bound-{name}", **look)
     for axis in (axes.xaxis, axes.yaxis):
         style.plain_ticks(axis)
 
@@ -203,12 +188,9 @@ class LossExplorer(widgets.VBox):
         super().__init__([widgets.HBox([self.choice, sliders]), self.drawing], **more)
 
     def _redraw(self, _: Any = None) -> None:
-        if not self.choice.value:
-            self.drawing.value = "<p>Choose a loss.</p>"
-            return
-        self.drawing.value = draw(
-            self.choice.value, clip_low=self.low.value, clip_high=self.high.value, advantage=self.sign.value
-        )
+        bounds = {"clip_low": self.low.value, "clip_high": self.high.value}
+        losses = self.choice.value
+        self.drawing.value = draw(losses, **bounds, advantage=self.sign.value) if losses else "<p>Choose a loss.</p>"
 
 
 def draw(losses: Sequence[str], *, clip_low: float, clip_high: float, advantage: str = "both") -> str:

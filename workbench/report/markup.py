@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 VOID = frozenset({"br", "wbr", "meta"})
@@ -49,42 +50,31 @@ def breakable(name: str) -> Markup:
     return Markup(re.sub(r"([._/-])", r"\1<wbr>", html.escape(name, quote=True)))
 
 
+def style_sheet(file: str) -> Markup:
+    """Return a style sheet of this package, such as "page.css" or "rich/rich.css"."""
+    return Markup((Path(__file__).parent / file).read_text(encoding="utf8"))
+
+
 def join(children: Iterable[Any]) -> Markup:
     """Concatenate children, text escaped."""
-    out = []
-    for child in children:
-        if child is None:
-            continue
-        if isinstance(child, Markup):
-            out.append(str(child))
-        elif isinstance(child, (list, tuple)):
-            out.append(join(child))
-        else:
-            out.append(html.escape(str(child), quote=True))
-    return Markup("".join(out))
+    shown = (join(child) if isinstance(child, (list, tuple)) else child for child in children if child is not None)
+    return Markup("".join(child if isinstance(child, Markup) else html.escape(str(child)) for child in shown))
 
 
 def table(
     head: Iterable[Any], rows: Iterable[Iterable[Any]], *, numbers: Iterable[int] = (), class_: str | None = None
 ) -> Markup:
     """Build a table whose first column heads its rows, in a box that scrolls; ``numbers`` are set flush right."""
-    flush = set(numbers)
+    flush = dict.fromkeys(numbers, "number")
+    heads = [tag("th", name, scope="col", class_=flush.get(column)) for column, name in enumerate(head)]
+    body = []
+    for first, *rest in rows:
+        cells = [tag("td", cell, class_=flush.get(column)) for column, cell in enumerate(rest, 1)]
+        body += [tag("tr", tag("th", first, scope="row"), cells), "\n"]
+    return scrolling_table(heads, body, class_=class_)
 
-    def cells(row: Iterable[Any]) -> list[Markup]:
-        return [
-            tag("th", cell, scope="row")
-            if column == 0
-            else tag("td", cell, class_="number" if column in flush else None)
-            for column, cell in enumerate(row)
-        ]
 
-    heads = [
-        tag("th", name, scope="col", class_="number" if column in flush else None) for column, name in enumerate(head)
-    ]
-    body = [join([tag("tr", cells(row)), Markup("\n")]) for row in rows]
-    return tag(
-        "div",
-        tag("table", tag("thead", tag("tr", heads)), tag("tbody", body), class_=class_),
-        class_="scroll",
-        tabindex="0",
-    )
+def scrolling_table(heads: Sequence[Markup], body: Sequence[Any], *, class_: str | None = None) -> Markup:
+    """Build a table of these head cells and rows, in a box that scrolls."""
+    whole = tag("table", tag("thead", tag("tr", heads)), tag("tbody", body), class_=class_)
+    return tag("div", whole, class_="scroll", tabindex="0")

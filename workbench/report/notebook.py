@@ -63,24 +63,18 @@ def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
     yield "text", f"# {html.escape(comparison.question or comparison.experiment)}"
     yield "code", f'import workbench as wb\n\ncomparison = wb.Comparison.load("{file}")'
     yield "code", "wb.show(comparison)"
-    yield "text", "## What differs between configurations"
-    yield "code", "comparison.settings_that_differ()"
-    yield "text", "## Verdicts"
-    yield "code", "comparison.table()"
-    yield "code", "wb.figures.verdicts(comparison)"
-    if online_groups(comparison):
-        yield "text", "## Online: reward and mismatch by step"
-        yield "code", "wb.report.online.online_curves(comparison)"
-    if seed_groups(comparison):
-        yield "text", "## Across seeds"
-        yield "code", "wb.report.seeds.seeds_by_step(comparison)"
-    for title, figure in (
-        ("Gradient norm by step", "gradient_norm_by_step"),
-        ("Per-parameter norm ratios", "norm_ratios"),
-        ("Importance ratios", "importance_ratios"),
-        ("Loss", "loss_by_step"),
+    online = [("Online: reward and mismatch by step", "wb.report.online.online_curves(comparison)")]
+    seeds = [("Across seeds", "wb.report.seeds.seeds_by_step(comparison)")]
+    for title, *sources in (
+        ("What differs between configurations", "comparison.settings_that_differ()"),
+        ("Verdicts", "comparison.table()", "wb.figures.verdicts(comparison)"),
+        *(online if online_groups(comparison) else []),
+        *(seeds if seed_groups(comparison) else []),
+        ("Gradient norm by step", "wb.figures.gradient_norm_by_step(comparison)"),
+        ("Per-parameter norm ratios", "wb.figures.norm_ratios(comparison)"),
+        ("Importance ratios", "wb.figures.importance_ratios(comparison)"),
+        ("Loss", "wb.figures.loss_by_step(comparison)"),
+        ("Provenance", "comparison.provenance"),
     ):
         yield "text", f"## {title}"
-        yield "code", f"wb.figures.{figure}(comparison)"
-    yield "text", "## Provenance"
-    yield "code", "comparison.provenance"
+        yield from (("code", source) for source in sources)

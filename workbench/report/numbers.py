@@ -37,9 +37,8 @@ def significant(value: float | None, digits: int = 3) -> str:
         return "0"
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     power = int(exponent)
-    if -3 <= power < 5:
-        return _minus(f"{value:.{max(0, digits - 1 - power)}f}")
-    return _minus(f"{mantissa} × {power_of_ten(power)}")
+    text = f"{value:.{max(0, digits - 1 - power)}f}" if -3 <= power < 5 else f"{mantissa} × {power_of_ten(power)}"
+    return text.replace("-", "−")
 
 
 def near_one(value: float | None) -> str:
@@ -76,9 +75,7 @@ def milliseconds(value: float | None) -> str:
         >>> milliseconds(38.27), milliseconds(12300)
         ('38.3 ms', '12.3 s')
     """
-    if value is None:
-        return NONE
-    if not math.isfinite(value):
+    if value is None or not math.isfinite(value):
         return significant(value)
     return f"{significant(value)} ms" if value < 10_000 else f"{significant(value / 1000)} s"
 
@@ -105,7 +102,3 @@ def moment(nanoseconds: int | None) -> str:
     if nanoseconds is None:
         return NONE
     return datetime.fromtimestamp(nanoseconds // 10**9, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _minus(text: str) -> str:
-    return text.replace("-", "−")

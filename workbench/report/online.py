@@ -1,6 +1,6 @@
 """Online runs by optimizer step: reward, completions, mismatch of sampler and trainer, training.
 
-The same figure for a finished comparison and for runs in progress. Reward is noisy, because every sampling has other
+The same figure serves a finished comparison and runs in progress. Reward is noisy, because every sampling has other
 prompts: each run is drawn thin, as it was recorded, and the broad line is the mean over seeds and over a window of
 steps, whose length is in the legend.
 """
@@ -34,14 +34,7 @@ DURATIONS = ("time/sample_ms", "time/score_ms", STEP_MS)
 
 @dataclass(frozen=True)
 class Panel:
-    """One small panel.
-
-    Attributes:
-        key: key of the step records.
-        title: title.
-        unit: unit, and the better direction if there is one.
-        logarithmic: True for a logarithmic axis.
-    """
+    """One small panel: a key of the step records, and its unit with the better direction if there is one."""
 
     key: str
     title: str
@@ -87,7 +80,7 @@ def online_curves(runs: Runs) -> Figure:
             axes, title=panel.title, y=panel.unit, x="optimizer step" if axes.get_subplotspec().is_last_row() else ""
         )
         _draw(axes, panel, lines, width)
-    _legend(figure, lines, width, _not_online(comparison))
+    _legend(figure, lines, width, [c.name for c in comparison.configurations if not _samples(c)])
     return figure
 
 
@@ -99,46 +92,34 @@ def online_groups(comparison: Comparison) -> dict[str, list[Configuration]]:
     online = [c for c in comparison.configurations if _samples(c)]
     lines: dict[str, list[Configuration]] = {}
     for group in seed_groups(Comparison(comparison.experiment, comparison.question, online)):
-        if {c.against for c in group.members} & {c.name for c in group.members}:
-            continue
-        lines[group.name if group.name not in lines else group.members[0].name] = list(group.members)
+        if not {c.against for c in group.members} & {c.name for c in group.members}:
+            lines[group.name if group.name not in lines else group.members[0].name] = list(group.members)
     grouped = {c.name for members in lines.values() for c in members}
     lines |= {c.name: [c] for c in online if c.name not in grouped}
-    place = {c.name: at for at, c in enumerate(online)}
-    return dict(sorted(lines.items(), key=lambda line: place[line[1][0].name]))
+    order = [c.name for c in online]
+    return dict(sorted(lines.items(), key=lambda line: order.index(line[1][0].name)))
 
 
 def online_answer(comparison: Comparison) -> str:
     """Return the share of right completions, a sentence for each line without a reference; "" without lines."""
     sentences = []
     for name, members in online_groups(comparison).items():
-        if any(c.against for c in members):
-            continue
-        (first, last), ran = _ends(members, RIGHT), [c for c in members if c.steps]
-        if first.count:
+        (first, last), ran = _ends(members), [c for c in members if c.steps]
+        if first.count and not any(c.against for c in members):
             seeds = f", mean of {len(ran)} seeds" if len(ran) > 1 else ""
             sentences.append(
-                f"{name}: {_percent(first.mean)} of the completions right in the first tenth of the steps, "
-                f"{_percent(last.mean)} in the last{seeds}."
+                f"{name}: {100 * first.mean:.0f} % of the completions right in the first tenth of the steps, "
+                f"{100 * last.mean:.0f} % in the last{seeds}."
             )
     return " ".join(sentences)
 
 
 def online_table(comparison: Comparison) -> Markup:
     """Build a row for each line of the figure: its begin, its end, and the worst mismatch."""
-    return table(
-        [
-            "configuration",
-            "seeds",
-            "steps",
-            "right completions, first tenth",
-            "right completions, last tenth",
-            "largest mismatch, nats",
-            "a step",
-        ],
-        [_row(name, members) for name, members in online_groups(comparison).items()],
-        numbers=(1, 2, 5, 6),
-    )
+    right = [f"right completions, {which} tenth" for which in ("first", "last")]
+    head = ["configuration", "seeds", "steps", *right, "largest mismatch, nats", "a step"]
+    rows = [_row(name, members) for name, members in online_groups(comparison).items()]
+    return table(head, rows, numbers=(1, 2, 5, 6))
 
 
 # ---- parts -----------------------------------------------------------------------------------------------
@@ -150,27 +131,16 @@ def _comparison(runs: Runs) -> Comparison:
         return runs
     directories = [runs] if isinstance(runs, RunDirectory) else list(runs)
     names = [run.name for run in directories]
-    return Comparison(
-        "",
-        "",
-        [
-            Configuration(
-                name if names.count(name) == 1 else run.path.name,
-                run.spec.model_dump(mode="json"),
-                state=run.status,
-                steps=run.steps(),
-            )
-            for name, run in zip(names, directories, strict=True)
-        ],
-    )
+    configurations = []
+    for run in directories:
+        name = run.name if names.count(run.name) == 1 else run.path.name
+        settings = run.spec.model_dump(mode="json")
+        configurations.append(Configuration(name, settings, state=run.status, steps=run.steps()))
+    return Comparison("", "", configurations)
 
 
 def _samples(c: Configuration) -> bool:
     return (c.settings.get("online") or {}).get("task") is not None
-
-
-def _not_online(comparison: Comparison) -> list[str]:
-    return [c.name for c in comparison.configurations if not _samples(c)]
 
 
 def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]], width: int) -> None:
@@ -183,19 +153,10 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
         colors |= dict.fromkeys(series, color)
         missing += [c.name for c in members if c.steps and not raw[c.name]]
         for name, values in series.items():
-            axes.plot(
-                list(values),
-                list(values.values()),
-                color=color,
-                linewidth=0.7,
-                alpha=0.45,
-                gid=f"run-{name}",
-                marker="o" if len(values) == 1 else "",
-                markersize=3,
-            )
-        mean = smooth(series.values(), width)
-        axes.plot(list(mean), list(mean.values()), linewidth=1.8, gid="mean", **looks[line])
-        drawn += [value for values in series.values() for value in values.values()]
+            point = {"marker": "o" if len(values) == 1 else "", "markersize": 3}
+            axes.plot(*_xy(values), color=color, linewidth=0.7, alpha=0.45, gid=f"run-{name}", **point)
+            drawn += values.values()
+        axes.plot(*_xy(smooth(series.values(), width)), linewidth=1.8, gid="mean", **looks[line])
     lost = mark_not_finite(axes, raw, colors, characters=34)
     if lost:
         axes.set_xlabel("\n".join(filter(None, [axes.get_xlabel(), *lost])), loc="left")
@@ -214,9 +175,12 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
 
 def _values(c: Configuration, key: str) -> dict[int, float]:
     """Return step -> value, without values that have no place on an axis."""
-    return {
-        step: style.drawable(value) for step, value in recorded(c, key).items() if math.isfinite(style.drawable(value))
-    }
+    placed = {step: style.drawable(value) for step, value in recorded(c, key).items()}
+    return {step: value for step, value in placed.items() if math.isfinite(value)}
+
+
+def _xy(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    return list(values), list(values.values())
 
 
 def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:
@@ -260,18 +224,15 @@ def _label(name: str, members: Sequence[Configuration]) -> str:
 
 
 def _row(name: str, members: Sequence[Configuration]) -> list[Any]:
-    ran = [c for c in members if c.steps]
-    first, last = _ends(members, RIGHT)
-    apart = [record[MISMATCH] for c in ran for record in c.steps if record.get(MISMATCH) is not None]
+    records = [record for c in members for record in c.steps]
+    first, last = _ends(members)
+    apart = [record[MISMATCH] for record in records if record.get(MISMATCH) is not None]
     farthest = max(apart, key=lambda value: value if math.isfinite(value) else math.inf, default=None)
-    took = [
-        sum(record.get(key, 0.0) for key in DURATIONS) / 1e3 for c in ran for record in c.steps if STEP_MS in record
-    ]
-    steps = " · ".join(dict.fromkeys(str(len(c.steps)) for c in members))
+    took = [sum(record.get(key, 0.0) for key in DURATIONS) / 1e3 for record in records if STEP_MS in record]
     return [
         tag("code", name),
         len(members),
-        steps,
+        " · ".join(dict.fromkeys(str(len(c.steps)) for c in members)),
         spread_text(first),
         spread_text(last),
         significant(farthest, 2),
@@ -279,15 +240,9 @@ def _row(name: str, members: Sequence[Configuration]) -> list[Any]:
     ]
 
 
-def _ends(members: Sequence[Configuration], key: str) -> tuple[Spread, Spread]:
-    """Return the mean of the first and of the last tenth of each run's steps, as a spread over runs."""
-    series = [list(values.values()) for c in members if (values := _values(c, key))]
-    cut = [max(1, len(values) // 10) for values in series]
-    return (
-        Spread.of([statistics.fmean(values[:n]) for values, n in zip(series, cut, strict=True)]),
-        Spread.of([statistics.fmean(values[-n:]) for values, n in zip(series, cut, strict=True)]),
-    )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.0f} %"
+def _ends(members: Sequence[Configuration]) -> tuple[Spread, Spread]:
+    """Return the share of right completions in the first and in the last tenth of each run's steps, over runs."""
+    series = [list(values.values()) for c in members if (values := _values(c, RIGHT))]
+    first = [statistics.fmean(values[: max(1, len(values) // 10)]) for values in series]
+    last = [statistics.fmean(values[-max(1, len(values) // 10) :]) for values in series]
+    return Spread.of(first), Spread.of(last)

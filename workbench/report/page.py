@@ -19,15 +19,12 @@ from workbench.compare.seeds import seed_groups
 from workbench.report import figures, style
 from workbench.report.evidence import (
     changed_settings,
-    could_have_seen,
-    declaration,
-    divergence,
+    limits,
     relative_text,
     setting_text,
     share_of_budget,
-    warnings,
 )
-from workbench.report.markup import Markup, breakable, join, table, tag
+from workbench.report.markup import Markup, breakable, join, style_sheet, table, tag
 from workbench.report.numbers import NONE, moment, near_one, share, significant
 from workbench.report.online import CAPTION as ONLINE_CAPTION
 from workbench.report.online import online_answer, online_curves, online_groups, online_table
@@ -40,11 +37,9 @@ from workbench.report.summary import (
     shared_note,
     summary_table,
     tiles,
-    verdict_style,
     where_it_ran,
 )
 
-STYLE_SHEET = Path(__file__).with_name("page.css")
 CAPTIONS = {
     "gradient_norm_by_step": "L2 norm over all parameters, each counted once, before clipping.",
     "norm_ratios": "Norm of each parameter's gradient over the reference's, at step 0; parameters run downwards in the "
@@ -129,7 +124,7 @@ def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, An
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
     ]
-    sheets = tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8")))
+    sheets = tag("style", style_sheet("verdicts.css"), style_sheet("page.css"))
     head = join([*([meta, "\n"] for meta in metas), tag("title", f"{name} · workbench report"), sheets])
     main = tag(
         "main", join(opening), "\n", tag("nav", contents, aria_label="Contents"), "\n", [join([s, "\n"]) for s in body]
@@ -143,17 +138,9 @@ def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, An
 def drawing(name: str, caption: str, figure: Figure) -> Markup:
     """Return a figure with its caption as markup; the name must be unique on the page."""
     prefix = name.replace("_", "-")
-    return tag(
-        "figure",
-        tag("figcaption", caption, id=f"{prefix}-caption"),
-        tag(
-            "div",
-            Markup(inline_svg(figure, prefix=prefix)),
-            class_="drawing",
-            role="img",
-            aria_labelledby=f"{prefix}-caption",
-        ),
-    )
+    svg, label = Markup(inline_svg(figure, prefix=prefix)), f"{prefix}-caption"
+    drawn = tag("div", svg, class_="drawing", role="img", aria_labelledby=label)
+    return tag("figure", tag("figcaption", caption, id=label), drawn)
 
 
 # ---- sections -----------------------------------------------------------------------------------------
@@ -166,36 +153,27 @@ def differences(comparison: Comparison) -> Markup:
     keys = [key for key in keys if len({repr(flat.get(key)) for flat in settings.values()}) > 1]
     if not keys:
         return tag("p", "Nothing: all configurations have the same settings.")
-
-    def row(c: Configuration) -> list[Any]:
+    rows = []
+    for c in comparison.configurations:
         changed = changed_settings(comparison, c)
         texts = {key: breakable(setting_text(settings[c.name].get(key))) for key in keys}
-        return [
-            tag("code", breakable(c.name)),
-            *(tag("b", text) if key in changed else tag("span", text, class_="same") for key, text in texts.items()),
-        ]
-
-    note = tag(
-        "p",
-        "Every setting that is not the same in all configurations. Bold: other than in the "
-        "configuration's own reference.",
+        cells = [tag("b", text) if key in changed else tag("span", text, class_="same") for key, text in texts.items()]
+        rows.append([tag("code", breakable(c.name)), *cells])
+    note = (
+        "Every setting that is not the same in all configurations. Bold: other than in the configuration's own "
+        "reference."
     )
     head = ["configuration", *(tag("code", breakable(key)) for key in keys)]
-    return join([note, table(head, [row(c) for c in comparison.configurations], class_="settings")])
+    return join([tag("p", note), table(head, rows, class_="settings")])
 
 
 def _verdicts(comparison: Comparison) -> Markup:
     """Tabulate the verdicts with their reasons, and the whole gradient's distance step by step."""
-    rows = [
-        [
-            tag("code", c.name),
-            chip(c.verdict),
-            tag("code", c.against) if c.against else NONE,
-            _why(c),
-            where_it_ran(comparison, c),
-        ]
-        for c in comparison.configurations
-    ]
+    rows = []
+    for c in comparison.configurations:
+        why = [tag("span", line, class_="line") for line in (c.why or NONE, *limits(c))]
+        against = tag("code", c.against) if c.against else NONE
+        rows.append([tag("code", c.name), chip(c.verdict), against, join(why), where_it_ran(comparison, c)])
     steps = [
         [
             tag("code", c.name),
@@ -218,46 +196,38 @@ def _verdicts(comparison: Comparison) -> Markup:
 
 def _norm_ratios(comparison: Comparison) -> Markup:
     """Draw the figure of norm ratios; tabulate the parameters judged by the floor, and all numbers."""
-    if not any(c.parameters for c in comparison.configurations):
+    compared = [c for c in comparison.configurations if c.parameters]
+    if not compared:
         return tag("p", "No parameter's gradient was compared with another's.")
-    floored: dict[str, list[tuple[Configuration, ParameterDifference]]] = {}
-    for c in comparison.configurations:
+    floored: dict[str, list[tuple[str, ParameterDifference]]] = {}
+    for c in compared:
         for p in c.parameters:
             if p.judged_by == "floor":
-                floored.setdefault(p.parameter, []).append((c, p))
+                floored.setdefault(p.parameter, []).append((c.name, p))
+    floor = [tag("p", "Every parameter was judged by its own gradient; none needed the floor.")]
     if floored:
         rows = [
             [
                 tag("code", name),
-                len({c.name for c, _ in entries}),
+                len({c for c, _ in entries}),
                 significant(max(p.norm for _, p in entries), 2),
                 share(max(share_of_budget(p.distance, p.budget) for _, p in entries)),
             ]
             for name, entries in floored.items()
         ]
-        floor = [
-            tag("h3", "Judged by the floor"),
-            tag("p", FLOOR_CAPTION),
-            table(["parameter", "configurations", "largest norm", "worst distance ÷ budget"], rows, numbers=(1, 2, 3)),
-        ]
-    else:
-        floor = [tag("p", "Every parameter was judged by its own gradient; none needed the floor.")]
-    tables = [_parameter_table(c) for c in comparison.configurations if c.parameters]
-    heading = tag("h3", "All numbers, one step a configuration") if tables else None
-    return join([_figure(comparison, figures.norm_ratios), floor, heading, tables])
+        head = ["parameter", "configurations", "largest norm", "worst distance ÷ budget"]
+        floor = [tag("h3", "Judged by the floor"), tag("p", FLOOR_CAPTION), table(head, rows, numbers=(1, 2, 3))]
+    heading = tag("h3", "All numbers, one step a configuration")
+    return join([_figure(comparison, figures.norm_ratios), floor, heading, [_parameter_table(c) for c in compared]])
 
 
 def _time_and_memory(comparison: Comparison) -> Markup:
     """Draw the figure of time and memory, with a warning where ranks shared a CPU."""
     notes = sorted({c.device_note for c in comparison.configurations if c.device_note} - {shared_note(comparison)})
     on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
-    return join(
-        [
-            _figure(comparison, figures.time_and_memory),
-            tag("p", CPU_CAPTION, class_="caution") if on_cpu else None,
-            tag("p", "Ran on CPU with gloo: ", "; ".join(notes), class_="caution") if notes else None,
-        ]
-    )
+    caution = tag("p", CPU_CAPTION, class_="caution") if on_cpu else None
+    moved = tag("p", "Ran on CPU with gloo: ", "; ".join(notes), class_="caution") if notes else None
+    return join([_figure(comparison, figures.time_and_memory), caution, moved])
 
 
 def _failed_runs(comparison: Comparison) -> Markup:
@@ -291,22 +261,16 @@ def _answers(comparison: Comparison) -> list[str]:
     return [*([answer(comparison)] if judged or not sampled else []), *([sampled] if sampled else [])]
 
 
-def _why(c: Configuration) -> Any:
-    """Return the reason of a verdict in a sentence, and what limits it."""
-    seen = could_have_seen(c)
-    lines = [c.why or NONE, divergence(c), declaration(c), f"could have seen: {seen}" if seen else "", *warnings(c)]
-    return join([tag("span", line, class_="line") for line in lines if line])
-
-
 def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure], *, more: str = "") -> Markup:
     return drawing(draw.__name__, CAPTIONS[draw.__name__] + more, draw(comparison))
 
 
 def _parameter_table(c: Configuration) -> Markup:
     """Tabulate all parameters in the first step that differs, or else in the step closest to its budget."""
-    step = c.first_step
+    step, why = c.first_step, "the first that differs"
     if step is None:
-        step = max(c.parameters, key=lambda p: (share_of_budget(p.distance, p.budget), -p.step)).step
+        nearest = max(c.parameters, key=lambda p: (share_of_budget(p.distance, p.budget), -p.step))
+        step, why = nearest.step, "the closest to its budget"
     shown = [p for p in c.parameters if p.step == step]
     rows = [
         [
@@ -322,15 +286,9 @@ def _parameter_table(c: Configuration) -> Markup:
         for p in shown
     ]
     outside = sum(not p.within for p in shown)
-    why = "the first that differs" if c.first_step is not None else "the closest to its budget"
-    title = tag(
-        "span",
-        chip(c.verdict),
-        " ",
-        tag("code", c.name),
-        f" · step {step}, {why} · {outside} of {len(shown)} parameters out of budget",
-    )
+    text = f" · step {step}, {why} · {outside} of {len(shown)} parameters out of budget"
     head = ["parameter", "norm", "reference", "ratio", "relative L2", "cosine", "÷ budget", "judged by"]
+    title = tag("span", chip(c.verdict), " ", tag("code", c.name), text)
     return _details(title, table(head, rows, numbers=range(1, 7)))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ import ipywidgets
 
 from workbench.launch.cancel import cancel_run
 from workbench.records.directory import RunDirectory
-from workbench.report.markup import Markup, tag
-from workbench.report.rows import as_line, column_heads, duration, heading, live_style, row, shared_place, table_of
+from workbench.report.markup import style_sheet, tag
+from workbench.report.rows import as_line, column_heads, duration, heading, row, shared_place, table_of
 from workbench.report.trial import LogTail, Subject, Trial, TrialReader, elapsed_s, subject_of
 
 POLL_S = 0.3
@@ -94,12 +95,10 @@ class Panel:
         """Return a heading and a line for each trial, as they are now."""
         self.look()
         names = max((len(trial.name) for trial in self._trials), default=0)
-        return "\n".join(
-            [
-                f"{self._subject.what}: {self._counts()}, {duration(self._elapsed_s())}",
-                *(f"  {as_line(trial, names=names)}" for trial in self._trials),
-            ]
-        )
+        states = Counter(trial.state for trial in self._trials)
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
+        head = f"{self._subject.what}: {counts}, {duration(self._elapsed_s())}"
+        return "\n".join([head, *(f"  {as_line(trial, names=names)}" for trial in self._trials)])
 
     def as_html(self) -> str:
         """Return the rows as static HTML, where widgets do not work."""
@@ -162,14 +161,11 @@ class Panel:
         for rank, (log, shown) in enumerate(zip(self._logs, self._ranks.children, strict=True)):
             # the page can switch to another rank while the kernel is busy, so none of them may stay empty for long
             if (rank == self._ranks.selected_index or self._looks % _EVERY_RANK == 0) and log.read():
-                shown.value = _log_markup(log)
+                head = f"... {log.passed_over} bytes passed over\n" if log.passed_over else ""
+                shown.value = tag("pre", head, log.text())
 
     def _elapsed_s(self) -> float | None:
         return elapsed_s(self._trials, self._subject.began_ns)
-
-    def _counts(self) -> str:
-        states = [trial.state for trial in self._trials]
-        return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
     def _show_errors(self, *errors: str) -> None:
         lines = [tag("div", line) for line in (*self._subject.unreadable, *errors) if line]
@@ -185,14 +181,8 @@ class Panel:
         self._cancels = [_Cancel(f"Cancel {name}", _weakly(self._cancel, index)) for index, name in enumerate(names)]
         self._cancel_all = _Cancel("Cancel all trials", _weakly(self._cancel, None), label="Cancel all")
         rows = [_boxed(shown, cancel.button) for shown, cancel in zip(self._rows, self._cancels, strict=True)]
-        hint = html(
-            tag(
-                "span",
-                "Buttons are answered between cells. From a terminal: ",
-                tag("code", self._subject.command),
-                class_="hint",
-            )
-        )
+        text = "Buttons are answered between cells. From a terminal: "
+        hint = html(tag("span", text, tag("code", self._subject.command), class_="hint"))
         options = [(_NO_LOG, None), *((name, index) for index, name in enumerate(names))]
         self._chosen = ipywidgets.Dropdown(options=options, description="Log of")
         self._follow = ipywidgets.Checkbox(value=True, description="follow", indent=False)
@@ -200,10 +190,9 @@ class Panel:
         self._chosen.observe(_weakly(self._choose), names="value")
         self._ranks.observe(_weakly(self._read_all_logs), names="selected_index")
         self._follow.observe(_weakly(self._read_all_logs), names="value")
-        self._style = html(tag("style", live_style()))
         self._box = ipywidgets.VBox(
             [
-                self._style,
+                html(tag("style", style_sheet("live.css"))),
                 self._heading,
                 _boxed(html(column_heads()), self._cancel_all.button),
                 *rows,
@@ -257,8 +246,8 @@ class _Cancel:
         self._armed_at = -CONFIRM_S
         self.button = ipywidgets.Button(
             description=label,
-            tooltip=f"{tooltip}: click, and click again within {CONFIRM_S:g} s. A busy kernel "
-            "answers when its cell has ended.",
+            tooltip=f"{tooltip}: click, and click again within {CONFIRM_S:g} s. A busy kernel answers when its cell "
+            "has ended.",
         )
         self.button.on_click(self._clicked)
 
@@ -296,10 +285,8 @@ def _end(stop: threading.Event, box: ipywidgets.Widget) -> None:
     open_widgets = [box]
     while open_widgets:
         widget = open_widgets.pop()
-        open_widgets += [
-            *getattr(widget, "children", ()),
-            *filter(None, (getattr(widget, "layout", None), getattr(widget, "style", None))),
-        ]
+        parts = (getattr(widget, "layout", None), getattr(widget, "style", None))
+        open_widgets += [*getattr(widget, "children", ()), *filter(None, parts)]
         widget.close()
 
 
@@ -342,9 +329,3 @@ def _boxed(*widgets: ipywidgets.Widget) -> ipywidgets.HBox:
     box = ipywidgets.HBox(widgets)
     box.add_class("workbench-row")
     return box
-
-
-def _log_markup(log: LogTail) -> Markup:
-    text = log.text()
-    head = f"... {log.passed_over} bytes passed over\n" if log.passed_over else ""
-    return tag("pre", head, text)

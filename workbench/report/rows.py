@@ -12,14 +12,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from workbench.records.directory import STATES
-from workbench.report.markup import Markup, breakable, tag
+from workbench.report.markup import Markup, breakable, style_sheet, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.trial import GONE, Trial
-
-STYLE_SHEET = Path(__file__).with_name("live.css")
 
 SIGNS = {"pending": "…", "running": "▸", "succeeded": "✓", "failed": "✕", "cancelled": "⊘", "lost": "?", GONE: "−"}
 """State -> its sign, which needs no hue."""
@@ -31,11 +28,6 @@ _EDGE = 2.0  # room for the line's own width and for the crosses
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def live_style() -> Markup:
-    """Return the style sheet of this module; it applies only inside elements of class ``workbench-live``."""
-    return Markup(STYLE_SHEET.read_text(encoding="utf8"))
-
-
 def chip(state: str) -> Markup:
     """Return a state as a small label: sign, word, hue."""
     known = state if state in SIGNS else GONE
@@ -45,8 +37,7 @@ def chip(state: str) -> Markup:
 def heading(what: str, trials: Sequence[Trial], elapsed_s: float | None) -> Markup:
     """Return the heading of trials: their experiment, the number in each state, and the elapsed time."""
     count = Counter(trial.state for trial in trials)
-    order = [*STATES, GONE]
-    states = [tag("span", chip(state), f" {count[state]}") for state in order if count[state]]
+    states = [tag("span", chip(state), f" {count[state]}") for state in (*STATES, GONE) if count[state]]
     return tag(
         "div",
         tag("strong", what),
@@ -72,13 +63,13 @@ def column_heads() -> Markup:
 def row(trial: Trial, *, heading_place: str = "") -> Markup:
     """Return one trial: name, state, progress, loss and gradient norm, time; notes, but what the heading names."""
     reward = f"reward {sparkline_text(trial.reward)} {last(trial.reward)}" if trial.reward else ""
-    note = "; ".join(
-        filter(None, [reward, left(trial), trial.note, trial.place if trial.place != heading_place else ""])
-    )
+    place = "" if trial.place == heading_place else trial.place
+    note = "; ".join(filter(None, [reward, left(trial), trial.note, place]))
     ranks = f"{trial.ranks} rank{'s' if trial.ranks > 1 else ''}"
+    per_cent = 100 * min(1.0, trial.steps_done / max(1, trial.steps))
     bar = tag(
         "span",
-        tag("i", class_=f"done {trial.state}", style=f"width:{_per_cent(trial):.4g}%"),
+        tag("i", class_=f"done {trial.state}", style=f"width:{per_cent:.4g}%"),
         class_="progress",
         role="progressbar",
         aria_valuemin="0",
@@ -106,25 +97,15 @@ def table_of(
 ) -> Markup:
     """Return trials as static markup: heading, rows, and further markup below them."""
     shown = list(trials)
-    said_once = shared_place(shown)
-    return tag(
-        "div",
-        tag("style", live_style()),
-        heading(what, shown, elapsed_s),
-        column_heads(),
-        [row(trial, heading_place=said_once) for trial in shown],
-        more,
-        class_="workbench-live",
-    )
+    place = shared_place(shown)
+    rows = [row(trial, heading_place=place) for trial in shown]
+    style = tag("style", style_sheet("live.css"))
+    return tag("div", style, heading(what, shown, elapsed_s), column_heads(), rows, more, class_="workbench-live")
 
 
 def _series(label: str, values: Sequence[float | None]) -> Markup:
     drawn = [sparkline(values, label=label), tag("span", last(values), class_="value")] if values else None
     return tag("span", drawn, class_="series")
-
-
-def _per_cent(trial: Trial) -> float:
-    return 100 * min(1.0, trial.steps_done / max(1, trial.steps))
 
 
 # ---- text --------------------------------------------------------------------------------------------------
@@ -236,33 +217,26 @@ def summary(values: Sequence[float]) -> str:
 def _lines(points: Sequence[tuple[float, float]]) -> list[Markup]:
     """Draw lines through finite neighbours, a dot for an isolated value, and a cross for one that is not finite."""
     place = _scale([value for _, value in points])
-    pieces: list[list[str]] = [[]]
+    pieces: list[list[tuple[str, str]]] = [[]]
     crosses = []
     for across, value in points:
         x = _EDGE + across * (WIDTH - 2 * _EDGE)
         if math.isfinite(value):
-            pieces[-1].append(f"{x:.1f},{HEIGHT - _EDGE - place(value) * (HEIGHT - 2 * _EDGE):.1f}")
+            pieces[-1].append((f"{x:.1f}", f"{HEIGHT - _EDGE - place(value) * (HEIGHT - 2 * _EDGE):.1f}"))
         else:
             crosses.append(f"M{x - 2:.1f} {HEIGHT / 2 - 2:.1f}l4 4m0 -4l-4 4")
             pieces.append([])
+    stroke = {"fill": "none", "stroke": "currentColor"}
     drawn = [
-        tag(
-            "polyline",
-            points=" ".join(piece),
-            fill="none",
-            stroke="currentColor",
-            stroke_width="1.3",
-            stroke_linejoin="round",
-        )
+        tag("polyline", points=" ".join(map(",".join, piece)), **stroke, stroke_width="1.3", stroke_linejoin="round")
         for piece in pieces
         if len(piece) > 1
     ]
     ends = [piece[0] for piece in pieces if len(piece) == 1]
-    if points and math.isfinite(points[-1][1]) and len(pieces[-1]) > 1:
+    if len(pieces[-1]) > 1:
         ends.append(pieces[-1][-1])
-    dots = [tag("circle", cx=end.split(",")[0], cy=end.split(",")[1], r="1.8", fill="currentColor") for end in ends]
-    lost = [tag("path", d="".join(crosses), fill="none", stroke="currentColor", class_="lost")] if crosses else []
-    return [*drawn, *dots, *lost]
+    dots = [tag("circle", cx=x, cy=y, r="1.8", fill="currentColor") for x, y in ends]
+    return [*drawn, *dots, *([tag("path", d="".join(crosses), **stroke, class_="lost")] if crosses else [])]
 
 
 def _thinned(series: Sequence[float]) -> list[tuple[float, float]]:
@@ -270,19 +244,17 @@ def _thinned(series: Sequence[float]) -> list[tuple[float, float]]:
 
     A spike of one step stays visible however long the series is, and so does a value that is not finite.
     """
-    last = max(len(series) - 1, 1)
-    if len(series) <= 2 * WIDTH:
-        return [(index / last, value) for index, value in enumerate(series)]
-    indices: set[int] = {0, len(series) - 1}
-    buckets = int(WIDTH / 2)
-    for bucket in range(buckets):
-        inside = range(bucket * len(series) // buckets, (bucket + 1) * len(series) // buckets)
-        finite = [index for index in inside if math.isfinite(series[index])]
-        lost = [index for index in inside if not math.isfinite(series[index])]
-        indices.update(lost[:1])
-        if finite:
-            indices.update((min(finite, key=series.__getitem__), max(finite, key=series.__getitem__)))
-    return [(index / last, series[index]) for index in sorted(indices)]
+    indices: Iterable[int] = range(len(series))
+    if len(series) > 2 * WIDTH:
+        chosen, buckets = {0, len(series) - 1}, int(WIDTH / 2)
+        for bucket in range(buckets):
+            inside = range(bucket * len(series) // buckets, (bucket + 1) * len(series) // buckets)
+            finite = [index for index in inside if math.isfinite(series[index])]
+            chosen.update([index for index in inside if not math.isfinite(series[index])][:1])
+            if finite:
+                chosen.update((min(finite, key=series.__getitem__), max(finite, key=series.__getitem__)))
+        indices = sorted(chosen)
+    return [(index / max(len(series) - 1, 1), series[index]) for index in indices]
 
 
 def _scale(series: Sequence[float]) -> Callable[[float], float]:

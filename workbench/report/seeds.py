@@ -23,42 +23,37 @@ def seeds_by_step(comparison: Comparison) -> Figure:
     groups = seed_groups(comparison)
     if not groups:
         return style.empty("no configuration was run with several seeds")
+    hues = [style.SERIES[place % len(style.SERIES)] for place in range(len(groups))]
+    colors = {c.name: hue for group, hue in zip(groups, hues, strict=True) for c in group.members}
     figure = style.chart(3.0)
     for axes, (key, title) in zip(
         figure.subplots(1, 2), ((LOSS, "loss"), (GRADIENT_NORM, "global gradient norm (L2)")), strict=True
     ):
         series = {c.name: recorded(c, key) for group in groups for c in group.members}
-        colors = {c.name: _color(place) for place, group in enumerate(groups) for c in group.members}
         lost = mark_not_finite(axes, series, colors, characters=65)
         style.tidy(axes, title=title, x="\n".join(["optimizer step", *lost]))
         for place, group in enumerate(groups):
             drawn = [{s: style.drawable(value) for s, value in series[c.name].items()} for c in group.members]
             spreads = {
-                step: Spread.of([values.get(step) for values in drawn])
+                step: spread
                 for step in sorted({step for values in drawn for step in values})
+                if (spread := Spread.of([values.get(step) for values in drawn])).count
             }
-            spreads = {step: spread for step, spread in spreads.items() if spread.count}
             alike = ", identical" if group.all_identical else ""
             mean = [spread.mean for spread in spreads.values()]
             half = [spread.deviation if spread.count > 1 else 0.0 for spread in spreads.values()]
             axes.plot(
                 list(spreads),
                 mean,
-                color=_color(place),
+                color=hues[place],
                 marker=style.MARKERS[place % len(style.MARKERS)],
                 markevery=max(1, len(mean) // 12),
                 markersize=4.6,
                 linewidth=1.7,
                 label=f"{group.name} ({len(group.members)} seeds{alike})",
             )
-            axes.fill_between(
-                list(spreads),
-                [m - h for m, h in zip(mean, half, strict=True)],
-                [m + h for m, h in zip(mean, half, strict=True)],
-                color=_color(place),
-                alpha=0.18,
-                linewidth=0,
-            )
+            low, high = ([m + sign * h for m, h in zip(mean, half, strict=True)] for sign in (-1, 1))
+            axes.fill_between(list(spreads), low, high, color=hues[place], alpha=0.18, linewidth=0)
         style.step_ticks(axes.xaxis, (step for group in groups for step in group.by_step(key)))
         style.plain_ticks(axes.yaxis)
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -66,22 +61,11 @@ def seeds_by_step(comparison: Comparison) -> Figure:
     return figure
 
 
-def _color(place: int) -> str:
-    return style.SERIES[place % len(style.SERIES)]
-
-
 def seeds_table(comparison: Comparison) -> Markup:
     """Tabulate configurations of several seeds, a row each."""
-    return join(
-        [
-            tag("p", CAPTION),
-            [tag("p", tag("b", note, ".")) for note in identical_notes(comparison)],
-            table(
-                ["configuration", "seeds", "verdicts", "loss", "gradient norm", "worst distance ÷ budget"],
-                [_row(group) for group in seed_groups(comparison)],
-            ),
-        ]
-    )
+    notes = [tag("p", tag("b", note, ".")) for note in identical_notes(comparison)]
+    head = ["configuration", "seeds", "verdicts", "loss", "gradient norm", "worst distance ÷ budget"]
+    return join([tag("p", CAPTION), notes, table(head, [_row(group) for group in seed_groups(comparison)])])
 
 
 def _row(group: SeedGroup) -> list[object]:
@@ -100,21 +84,14 @@ def _row(group: SeedGroup) -> list[object]:
 
 def _spread(group: SeedGroup, key: str) -> str:
     """Return the spread of a metric in the last step; of identical runs the value alone: one draw has no spread."""
-    last = _last(group, key)
+    ends = [c.steps[-1][key] for c in group.members if c.steps and c.steps[-1].get(key) is not None]
+    last = Spread.of(ends)
     if last.count and group.all_identical:
         return f"{significant(last.mean)} (identical runs)"
-    lost = sum(1 for c in group.members if c.steps and c.steps[-1].get(key) is not None) - last.count
-    return (
-        f"{spread_text(last)}, {lost} not finite"
-        if lost and last.count
-        else "not finite"
-        if lost
-        else spread_text(last)
-    )
-
-
-def _last(group: SeedGroup, key: str) -> Spread:
-    return Spread.of([c.steps[-1].get(key) for c in group.members if c.steps])
+    lost = len(ends) - last.count
+    if not lost:
+        return spread_text(last)
+    return f"{spread_text(last)}, {lost} not finite" if last.count else "not finite"
 
 
 def spread_text(spread: Spread) -> str:

@@ -16,11 +16,9 @@ from matplotlib.lines import Line2D
 
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.report import style
-from workbench.report.evidence import AGREEING, changed_settings, groups, which_steps
+from workbench.report.evidence import AGREEING, GRADIENT_NORM, LOSS, changed_settings, groups, which_steps
 from workbench.report.numbers import power_of_ten
 
-LOSS = "loss/total/sum"
-GRADIENT_NORM = "gradient/norm/global"
 MOST_NAMES = 4
 DIVERGED = 50.0
 """Multiples of the median beyond which a loss or a gradient norm does not set the scale."""
@@ -46,24 +44,17 @@ class SeriesStyle:
 def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
     """Return a style for every configuration; those that change the same settings of their references share one."""
     kinds: dict[str, list[Configuration]] = {}
-    for configuration in comparison.configurations:
-        kinds.setdefault(repr(sorted(changed_settings(comparison, configuration).items(), key=str)), []).append(
-            configuration
-        )
+    for c in comparison.configurations:
+        kinds.setdefault(repr(sorted(changed_settings(comparison, c).items(), key=str)), []).append(c)
     styles, hue = {}, 0
     for members in kinds.values():
         names = [c.name for c in members]
         label = names[0] if len(names) == 1 else _common_start(names) or names[0]
-        if not members[0].against:
-            drawn = SeriesStyle(label, style.INK, "", "-")
-        else:
-            turn = hue // len(style.SERIES)
-            drawn = SeriesStyle(
-                label,
-                style.SERIES[hue % len(style.SERIES)],
-                style.MARKERS[(hue + turn) % len(style.MARKERS)],
-                style.DASHES[(hue + turn) % len(style.DASHES)],
-            )
+        drawn = SeriesStyle(label, style.INK, "", "-")
+        if members[0].against:
+            color, turn = style.SERIES[hue % len(style.SERIES)], hue + hue // len(style.SERIES)
+            marker, dash = (looks[turn % len(looks)] for looks in (style.MARKERS, style.DASHES))
+            drawn = SeriesStyle(label, color, marker, dash)
             hue += 1
         styles |= dict.fromkeys(names, drawn)
     return styles
@@ -85,24 +76,19 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
     The reference is a broad pale line. Configurations that agree lie on it and on one another, so each of
     them gets its turn of one common dash: all stay visible along the same path.
     """
-    panels = {ref: [c for c in members if recorded(c, key)] for ref, members in groups(comparison).items()}
-    panels = {ref: members for ref, members in panels.items() if members}
+    panels = {
+        ref: shown for ref, members in groups(comparison).items() if (shown := [c for c in members if recorded(c, key)])
+    }
     if not panels:
         return style.empty(f"{key} was not recorded")
     looks = series_styles(comparison)
     figure = style.chart(max(0.4 + 2.6 * -(-len(panels) // style.PANELS_A_ROW), legend_inches(panels, looks)))
-    series = {c.name: recorded(c, key) for members in panels.values() for c in members}
+    everyone = [c for members in panels.values() for c in members]
+    series = {c.name: recorded(c, key) for c in everyone}
     placed = {name: list(map(style.drawable, values.values())) for name, values in series.items()}
     drawn = [v for values in placed.values() for v in values if math.isfinite(v)]
-    sound = [
-        v
-        for members in panels.values()
-        for c in members
-        if not c.against or c.verdict in AGREEING
-        for v in placed[c.name]
-        if math.isfinite(v)
-    ]
-    scale, reach = _scale(drawn, sound)
+    kept = [c.name for c in everyone if not c.against or c.verdict in AGREEING]
+    scale, reach = _scale(drawn, [v for name in kept for v in placed[name] if math.isfinite(v)])
     title += {"linear": "", "log": ", logarithmic", "asinh": ", linear near 0 and logarithmic beyond"}[scale]
     for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(), strict=True):
         lost = mark_not_finite(
@@ -114,29 +100,23 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         style.tidy(axes, title=reference, y=title, x="\n".join(["optimizer step", *lost]))
         agreeing = agreeing_of(members)
         for order, c in enumerate(members):
-            look = looks[c.name]
-            x, y = list(series[c.name]), placed[c.name]
-            if not c.against and len(members) == 1:
-                axes.plot(x, y, color=look.color, linewidth=1.2, label=c.name, **_dot(y))
-                continue
+            look, x, y = looks[c.name], list(series[c.name]), placed[c.name]
             if not c.against:
-                axes.plot(
-                    x, y, color=look.color, linewidth=6, alpha=0.16, label=c.name, solid_capstyle="round", **_dot(y)
-                )
-                continue
-            axes.plot(
-                x,
-                y,
-                color=look.color,
-                linewidth=1.7,
-                linestyle=dash_of(c, agreeing, look),
-                marker=look.marker,
-                markersize=4.6,
-                markeredgewidth=1.0,
-                markerfacecolor="none" if c in agreeing else look.color,
-                label=c.name,
-                zorder=3 + order / 100,
-            )
+                broad = {"linewidth": 6, "alpha": 0.16, "solid_capstyle": "round"}
+                how = {"linewidth": 1.2} if len(members) == 1 else broad
+                if sum(map(math.isfinite, y)) == 1:  # a line of a single point would be invisible
+                    how |= {"marker": "o", "markersize": 4}
+            else:
+                how = {
+                    "linewidth": 1.7,
+                    "linestyle": dash_of(c, agreeing, look),
+                    "marker": look.marker,
+                    "markersize": 4.6,
+                    "markeredgewidth": 1.0,
+                    "markerfacecolor": "none" if c in agreeing else look.color,
+                    "zorder": 3 + order / 100,
+                }
+            axes.plot(x, y, color=look.color, label=c.name, **how)
         style.step_ticks(axes.xaxis, (step["step"] for c in members for step in c.steps))
         axes.margins(x=0.06, y=0.12)
         if scale == "asinh":
@@ -145,7 +125,7 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         elif scale == "log":
             axes.set_yscale("log")
         (style.log_ticks if scale == "log" else style.plain_ticks)(axes.yaxis)
-    legend(figure, comparison, [c for members in panels.values() for c in members])
+    legend(figure, comparison, everyone)
     return figure
 
 
@@ -154,17 +134,8 @@ def recorded(c: Configuration, key: str) -> dict[int, float]:
     return {record["step"]: float(record[key]) for record in c.steps if record.get(key) is not None}
 
 
-def _dot(values: Sequence[float]) -> dict[str, Any]:
-    """Return a mark for a line of a single point, which would be invisible."""
-    return {"marker": "o", "markersize": 4} if sum(map(math.isfinite, values)) == 1 else {}
-
-
 def mark_not_finite(
-    axes: Axes,
-    series: Mapping[str, Mapping[int, float]],
-    colors: Mapping[str, str],
-    *,
-    characters: int,
+    axes: Axes, series: Mapping[str, Mapping[int, float]], colors: Mapping[str, str], *, characters: int
 ) -> list[str]:
     """Put a cross at the top edge of a panel where a line stops being finite; return lines of text that name it.
 
@@ -181,25 +152,15 @@ def mark_not_finite(
             what = "not finite"
             if any(map(math.isfinite, off.values())):
                 what += f" or beyond {power_of_ten(round(math.log10(style.HUGE)))}"
-            style.marks(
-                axes,
-                [next(iter(off))],
-                [1],
-                colors[name],
-                "x",
-                5,
-                transform=axes.get_xaxis_transform(),
-                markeredgewidth=1.4,
-                clip_on=False,
-                gid=f"lost-{name}",
-            )
+            edge = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            look = {"markeredgewidth": 1.4, "gid": f"lost-{name}"}
+            style.marks(axes, [next(iter(off))], [1], colors[name], "x", 5, **edge, **look)
             lost.setdefault(f"{what} {which_steps(list(off), list(values))}", []).append(name)
-    return ["\n".join(textwrap.wrap(f"× {text}: {_listed(names)}", characters)) for text, names in lost.items()]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    return ", ".join([*names[:MOST_NAMES], *more])
+    lines = []
+    for text, names in lost.items():
+        more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+        lines.append("\n".join(textwrap.wrap(f"× {text}: {', '.join([*names[:MOST_NAMES], *more])}", characters)))
+    return lines
 
 
 def _scale(drawn: Sequence[float], sound: Sequence[float]) -> tuple[str, float]:
@@ -235,23 +196,14 @@ def legend_inches(panels: Mapping[str, Sequence[Configuration]], looks: Mapping[
 def legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuration]) -> None:
     """Draw one legend entry per kind, next to the panels."""
     looks = series_styles(comparison)
-    kinds = {looks[c.name]: c for c in shown}
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=look.color,
-            marker=look.marker,
-            linestyle=look.dash,
-            linewidth=1.7,
-            markersize=4.6,
-            label=look.label,
-            markerfacecolor="none" if c.verdict in AGREEING else look.color,
-        )
-        if c.against
-        else Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)")
-        for look, c in kinds.items()
-    ]
+    handles = []
+    for look, c in {looks[c.name]: c for c in shown}.items():
+        if not c.against:
+            handles.append(Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)"))
+            continue
+        face = "none" if c.verdict in AGREEING else look.color
+        mark = {"marker": look.marker, "markersize": 4.6, "markerfacecolor": face}
+        handles.append(Line2D([], [], color=look.color, linestyle=look.dash, linewidth=1.7, label=look.label, **mark))
     style.legend(figure, handles, "outside right center", labelspacing=0.8)
 
 

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from pathlib import Path
 
-from workbench.compare.comparison import Comparison, Configuration, layout_of
+from workbench.compare.comparison import Comparison, Configuration, declared_note, layout_of
 from workbench.compare.seeds import identical_notes
 from workbench.report.evidence import (
     AGREEING,
     could_have_seen,
-    declaration,
     differing_settings,
     diverged_step,
     divergence,
     groups,
-    is_bitwise_equal,
+    limits,
     relative_error,
     relative_text,
     warnings,
     worst_share,
 )
-from workbench.report.markup import Markup, breakable, join, tag
+from workbench.report.markup import Markup, breakable, join, style_sheet, tag
 from workbench.report.numbers import NONE, near_one, power_of_ten, share
 from workbench.report.style import VERDICT_STYLES
 
-STYLE_SHEET = Path(__file__).with_name("verdicts.css")
-COLUMNS = 6
-"""Columns of the summary."""
+COLUMNS = (
+    "Configuration",
+    "Verdict",
+    "Relative error of the gradient",
+    "Worst distance ÷ budget",
+    "Gradient norm",
+    "First difference",
+)
 
 
 def show(comparison: Comparison) -> None:
@@ -36,11 +39,17 @@ def show(comparison: Comparison) -> None:
     _display({"text/html": as_html(comparison), "text/plain": as_text(comparison)})
 
 
+def _display(data: dict[str, str]) -> None:
+    from IPython.display import display
+
+    display(data, raw=True)
+
+
 def as_html(comparison: Comparison) -> str:
     """Return the head of the report page as a fragment with scoped style."""
     return tag(
         "div",
-        tag("style", verdict_style()),
+        tag("style", style_sheet("verdicts.css")),
         tag("p", answer(comparison), class_="answer"),
         tiles(comparison),
         summary_table(comparison),
@@ -58,10 +67,10 @@ def as_text(comparison: Comparison) -> str:
         ≠ missing_cp_factor  different  50 %  6.0 × 10¹¹ of budget  × 0.500 (1 / cp)  step 0, model.norm.weight
     """
     ordered = [c for members in groups(comparison).values() for c in members]
-    names = max((len(c.name) for c in ordered), default=0)
-    verdicts = max((len(c.verdict) for c in ordered), default=0)
     errors = {c.name: relative_text(relative_error(c)) for c in ordered}
-    width = max(map(len, errors.values()), default=0)
+    names, verdicts, width = (
+        max(map(len, texts), default=0) for texts in (errors, [c.verdict for c in ordered], errors.values())
+    )
     lines = [f"{comparison.experiment}: {comparison.question}", answer(comparison), ""]
     for c in ordered:
         worst = worst_share(c)
@@ -76,66 +85,36 @@ def as_text(comparison: Comparison) -> str:
             cells.append(f"step {c.first_step}, {c.first_parameter}")
         if c.failure:
             cells.append(failure_line(c))
-        seen = could_have_seen(c)
-        cells += filter(None, [divergence(c), declaration(c), f"could have seen: {seen}" if seen else "", *warnings(c)])
-        lines.append("  ".join(cells).rstrip())
+        lines.append("  ".join([*cells, *limits(c)]).rstrip())
     return "\n".join(lines)
-
-
-def _display(data: dict[str, str]) -> None:
-    """Display one object in several formats."""
-    from IPython.display import display
-
-    display(data, raw=True)
-
-
-def verdict_style() -> Markup:
-    """Return the style sheet of this module; it applies only inside elements of class ``workbench``."""
-    return Markup(STYLE_SHEET.read_text(encoding="utf8"))
 
 
 def answer(comparison: Comparison) -> str:
     """Summarize the verdicts in sentences, by number, with known faults apart from surprises."""
     judged = [c for c in comparison.configurations if c.against or c.verdict == "failed"]
-    count = Counter(c.verdict for c in judged)
-    agreeing = sum(count[verdict] for verdict in AGREEING)
     if not judged:
         return " ".join(["Every configuration is a reference: there is nothing to compare.", *_remarks(comparison)])
-    sentences = [
-        f"1 of {len(judged)} configurations keeps the gradient of its reference."
-        if agreeing == 1
-        else f"{agreeing} of {len(judged)} configurations keep the gradient of their reference."
-    ]
-    different = [c for c in judged if c.verdict == "different"]
-    if different:
-        faulty = sum(bool(faults_of(c)) for c in different)
-        how = (
-            ", each with a known fault switched on"
-            if faulty == len(different) and faulty > 1
-            else ", with a known fault switched on"
-            if faulty == len(different)
-            else f", {faulty} of them with a known fault switched on"
-            if faulty
-            else ""
-        )
-        sentences.append(f"{len(different)} differ{'s' if len(different) == 1 else ''}{how}.")
-    if count["vacuous"]:
-        sentences.append(
-            f"{count['vacuous']} {'is' if count['vacuous'] == 1 else 'are'} vacuous: "
-            "nothing in the batch could have shown a difference."
-        )
-    if count["unsound baseline"]:
-        sentences.append(
-            f"{count['unsound baseline']} {'has' if count['unsound baseline'] == 1 else 'have'} an unsound "
-            "baseline, which is not finite or too far from the truth to judge by."
-        )
-    weak = [c for c in judged if warnings(c)]
-    if weak:
+    count = Counter(c.verdict for c in judged)
+    agreeing = sum(count[verdict] for verdict in AGREEING)
+    keep, whose = ("keeps", "its") if agreeing == 1 else ("keep", "their")
+    sentences = [f"{agreeing} of {len(judged)} configurations {keep} the gradient of {whose} reference."]
+    if different := count["different"]:
+        faulty = sum(bool(faults_of(c)) for c in judged if c.verdict == "different")
+        which = f"{faulty} of them " if faulty < different else "each " if faulty > 1 else ""
+        how = f", {which}with a known fault switched on" if faulty else ""
+        sentences.append(f"{different} differ{'s' if different == 1 else ''}{how}.")
+    if vacuous := count["vacuous"]:
+        is_ = "is" if vacuous == 1 else "are"
+        sentences.append(f"{vacuous} {is_} vacuous: nothing in the batch could have shown a difference.")
+    if unsound := count["unsound baseline"]:
+        has = "has" if unsound == 1 else "have"
+        what = "an unsound baseline, which is not finite or too far from the truth to judge by"
+        sentences.append(f"{unsound} {has} {what}.")
+    if weak := [c for c in judged if warnings(c)]:
         sentences.append(f"Weak evidence for {len(weak)}: {warnings(weak[0])[0]}.")
-    if count["failed"]:
-        sentences.append(f"{count['failed']} failed and {'has' if count['failed'] == 1 else 'have'} no verdict.")
-    unseen = [c.name for c in judged if faults_of(c) and c.verdict in AGREEING]
-    if unseen:
+    if failed := count["failed"]:
+        sentences.append(f"{failed} failed and {'has' if failed == 1 else 'have'} no verdict.")
+    if unseen := [c.name for c in judged if faults_of(c) and c.verdict in AGREEING]:
         sentences.append(f"Not seen, although a fault was switched on: {', '.join(unseen)}.")
     return " ".join([*sentences, *_remarks(comparison)])
 
@@ -157,16 +136,10 @@ def chip(verdict: str) -> Markup:
 def tiles(comparison: Comparison) -> Markup:
     """Return a tile per configuration, in the order of the summary, each a link to its row."""
     ordered = [c for members in groups(comparison).values() for c in members]
-    links = [
-        tag(
-            "a",
-            VERDICT_STYLES[c.verdict].sign,
-            class_=f"tile {VERDICT_STYLES[c.verdict].name}",
-            href=f"#{anchor(comparison, c)}",
-            title=f"{c.name}: {c.verdict}",
-        )
-        for c in ordered
-    ]
+    links = []
+    for c in ordered:
+        look, row = VERDICT_STYLES[c.verdict], f"#{anchor(comparison, c)}"
+        links.append(tag("a", look.sign, class_=f"tile {look.name}", href=row, title=f"{c.name}: {c.verdict}"))
     count = Counter(c.verdict for c in ordered)
     legend = [tag("li", chip(verdict), f" {count[verdict]}") for verdict in VERDICT_STYLES if count[verdict]]
     return tag("div", tag("p", links, class_="tiles"), tag("ul", legend, class_="tally"), class_="overview")
@@ -181,44 +154,24 @@ def summary_table(comparison: Comparison) -> Markup:
     """Tabulate the configurations, each under the reference that it is compared with."""
     shares = {c.name: worst_share(c) for c in comparison.configurations}
     scale, differing = _Scale([s for s in shares.values() if s]), differing_settings(comparison)
-    seen = {c.name: could_have_seen(c) for c in comparison.configurations if c.run or c.steps}
-    same = len(seen) > 1 and len(set(seen.values())) == 1
+    seen = [could_have_seen(c) for c in comparison.configurations if c.run or c.steps]
+    same = seen[0] if len(seen) > 1 and len(set(seen)) == 1 else None
     bodies = []
     for members in groups(comparison).values():
-        bodies.append(
-            tag(
-                "tbody",
-                [
-                    join(
-                        _rows(
-                            comparison,
-                            c,
-                            shares[c.name],
-                            scale,
-                            differing[c.name],
-                            _remarks_on(c, "" if same else could_have_seen(c)),
-                        )
-                    )
-                    for c in members
-                ],
-            )
-        )
-    head = tag(
-        "tr",
-        tag("th", "Configuration", scope="col"),
-        tag("th", "Verdict", scope="col"),
-        tag("th", "Relative error of the gradient", scope="col"),
-        tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
-        tag("th", "Gradient norm", scope="col"),
-        tag("th", "First difference", scope="col"),
-    )
-    notes = list(dict.fromkeys(c.device_note for c in comparison.configurations if c.device_note))
-    foot = tag("p", tag("mark"), "ran on CPU with gloo: ", "; ".join(notes), class_="foot")
+        rows = []
+        for c in members:
+            remarks = _remarks_on(c, could_have_seen(c) if same is None else "")
+            rows.append(_rows(comparison, c, shares[c.name], scale, differing[c.name], remarks))
+        bodies.append(tag("tbody", rows))
+    labels = {"Worst distance ÷ budget": scale.labels()}
+    head = tag("tr", [tag("th", name, labels.get(name), scope="col") for name in COLUMNS])
+    foot = None
     if shared := shared_note(comparison):
         foot = tag("p", "Every configuration ran on CPU with gloo: ", shared, class_="foot")
-    shared = next(iter(seen.values()), "") if same else ""
-    all_saw = tag("p", "Every verdict rests on: ", shared, ".", class_="foot") if shared else None
-    return join([tag("table", tag("thead", head), bodies, class_="summary"), foot if notes else None, all_saw])
+    elif notes := list(dict.fromkeys(c.device_note for c in comparison.configurations if c.device_note)):
+        foot = tag("p", tag("mark"), "ran on CPU with gloo: ", "; ".join(notes), class_="foot")
+    all_saw = tag("p", "Every verdict rests on: ", same, ".", class_="foot") if same else None
+    return join([tag("table", tag("thead", head), bodies, class_="summary"), foot, all_saw])
 
 
 def shared_note(comparison: Comparison) -> str:
@@ -255,68 +208,46 @@ def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief:
 
 def _remarks_on(c: Configuration, seen: str) -> list[Markup]:
     """Return what limits a verdict, for below its row; of a reference only what it could have seen."""
-    texts = [
-        declaration(c) if c.against else "",
-        f"could have seen: {seen}" if seen else "",
-        *(f"weak evidence: {warning}" for warning in warnings(c)),
-    ]
-    return [tag("span", text) for text in texts if text]
+    declared = declared_note(c.settings) if c.against else ""
+    weak = (f"weak evidence: {warning}" for warning in warnings(c))
+    return [tag("span", text) for text in (declared, seen and f"could have seen: {seen}", *weak) if text]
 
 
 def _rows(
     comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale, differing: str, remarks: list[Markup]
 ) -> list[Markup]:
-    faults = [tag("span", f"fault: {name}", class_="fault") for name in faults_of(c)]
-    first = NONE
+    look = VERDICT_STYLES[c.verdict]
+    first = failure_line(c) if c.failure else NONE
     if c.first_step is not None:
         first = tag("span", f"step {c.first_step} ", tag("br"), tag("code", breakable(c.first_parameter or "")))
-    elif c.failure:
-        first = failure_line(c)
     factor = NONE
     if c.factor is not None:
-        factor = tag(
-            "span",
-            tag("b", f"× {near_one(c.factor)}"),
-            tag("br") if c.factor_meaning else None,
-            tag("span", c.factor_meaning, class_="meaning"),
-        )
+        meaning = tag("span", c.factor_meaning, class_="meaning")
+        factor = tag("span", tag("b", f"× {near_one(c.factor)}"), tag("br") if c.factor_meaning else None, meaning)
     distance = NONE
-    if c.verdict == "reference":
+    if worst is not None:
+        bitwise = worst == 0 and c.whole_gradient and all(w.get("bitwise_equal") for w in c.whole_gradient)
+        value = tag("span", "0, bit for bit" if bitwise else share(worst), class_="value")
+        distance = tag("div", scale.bar(worst, look.name), value, class_="distance")
+    elif c.verdict == "reference":
         followed = any(other.against == c.name for other in comparison.configurations)
         distance = "baseline of the others" if followed else "baseline of none"
-    if worst is not None:
-        value = "0, bit for bit" if worst == 0 and is_bitwise_equal(c) else share(worst)
-        distance = tag(
-            "div",
-            scale.bar(worst, VERDICT_STYLES[c.verdict].name),
-            tag("span", value, class_="value"),
-            class_="distance",
-        )
-    row = tag(
-        "tr",
-        tag(
-            "th",
-            tag("span", breakable(c.name), class_="name"),
-            where_it_ran(comparison, c, brief=True),
-            tag("span", breakable(differing), class_="where") if differing else None,
-            faults,
-            scope="row",
-            rowspan=2 if remarks else None,
-        ),
-        tag("td", chip(c.verdict), tag("span", divergence(c), class_="diverged") if divergence(c) else None),
-        *(
-            tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
-            for cell, label in (
-                (relative_text(relative_error(c)), "Relative error of the gradient"),
-                (distance, "Worst distance ÷ budget"),
-                (factor, "Gradient norm"),
-                (first, "First difference"),
-            )
-        ),
-        id=anchor(comparison, c),
-        class_=f"row {VERDICT_STYLES[c.verdict].name}",
+    heading = tag(
+        "th",
+        tag("span", breakable(c.name), class_="name"),
+        where_it_ran(comparison, c, brief=True),
+        tag("span", breakable(differing), class_="where") if differing else None,
+        [tag("span", f"fault: {name}", class_="fault") for name in faults_of(c)],
+        scope="row",
+        rowspan=2 if remarks else None,
     )
-    return [row, tag("tr", tag("td", remarks, colspan=COLUMNS - 1), class_="remarks")] if remarks else [row]
+    verdict = tag("td", chip(c.verdict), tag("span", divergence(c), class_="diverged") if divergence(c) else None)
+    cells = [
+        tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
+        for cell, label in zip((relative_text(relative_error(c)), distance, factor, first), COLUMNS[2:], strict=True)
+    ]
+    row = tag("tr", heading, verdict, cells, id=anchor(comparison, c), class_=f"row {look.name}")
+    return [row, tag("tr", tag("td", remarks, colspan=len(COLUMNS) - 1), class_="remarks")] if remarks else [row]
 
 
 class _Scale:

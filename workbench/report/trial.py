@@ -1,9 +1,4 @@
-"""A run that is followed: its records and its logs, read incrementally.
-
-A `TrialReader` reads only what is new: step records from where it stopped, the state while the run is in progress, and
-of a run that has ended only whether its state file has changed. A `LogTail` reads the end of a growing log from where
-it stopped, as it is shown on a terminal, without its colours; of a line that overwrites itself, the last state.
-"""
+"""A run that is followed: its records and its logs, read incrementally."""
 
 from __future__ import annotations
 
@@ -42,21 +37,14 @@ class Trial:
     """One run as a panel shows it. Equal values look the same.
 
     Attributes:
-        name: name of the run.
-        folder: name of its directory.
         state: pending, running, succeeded, failed, cancelled, lost; or `GONE`.
-        steps_done: optimizer steps recorded so far.
-        steps: optimizer steps in all.
-        ranks: its world size.
-        loss: loss of each step, as recorded; None where a step recorded none.
-        gradient_norm: likewise, the global one.
+        steps_done, steps: optimizer steps recorded so far, and in all.
+        loss, gradient_norm, reward: of each step, as recorded; None where a step recorded none.
         seconds: since its ranks started, whole while it runs; None before.
-        reward: mean reward of each step's sampling, of an online run.
         seconds_left: estimate, whole, while it runs and enough steps have ended; None otherwise.
         note: what it waits for, or why it failed; "" if nothing.
         place: where it runs if not as requested, and why; "" otherwise.
-        created_ns: time of the request, in nanoseconds since 1970; 0 if unknown.
-        ended_ns: likewise its end; 0 before.
+        created_ns, ended_ns: the request and the end, in nanoseconds since 1970; 0 if unknown, or before.
     """
 
     name: str
@@ -82,7 +70,11 @@ class Trial:
 
 
 class TrialReader:
-    """Follow one run directory."""
+    """Follow one run directory.
+
+    Only what is new is read: step records from where it stopped, the state while the run is in progress, and of a run
+    that has ended only whether its state file has changed.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -115,6 +107,7 @@ class TrialReader:
         self._pace.add(new)
         done = self._last.steps_done + len(new)
         left = self._pace.seconds_left(self.run.spec.steps - done) if status == "running" else None
+        place = state.get("device_note")
         return replace(
             self._last,
             name=str(state["name"]),
@@ -127,7 +120,7 @@ class TrialReader:
             gradient_norm=_longer(self._last.gradient_norm, new, GRADIENT_NORM),
             seconds=_seconds(status, state),
             note=self._damage or self._note(status, state),
-            place=_place(state),
+            place=f"on {state.get('device', 'cpu')}: {place}" if place else "",
             created_ns=int(state.get("created_ns", 0)),
             ended_ns=int(state.get("ended_ns", 0)),
         )
@@ -147,15 +140,11 @@ class TrialReader:
             return failure_summary(failure) if failure else "no rank recorded a cause"
         if status == "lost":
             return "no process is left that could end it; launch again to finish what is missing"
-        if status in ENDED:
-            return ""
-        if self.run.cancel_requested:
+        if status not in ENDED and self.run.cancel_requested:
             return "cancellation requested"
-        return self._waits_for(state) if status == "pending" else ""
-
-    def _waits_for(self, state: dict[str, Any]) -> str:
-        folder = state.get("frozen_clip_run")
-        if folder:
+        if status != "pending":
+            return ""
+        if folder := state.get("frozen_clip_run"):
             decides = RunDirectory(self.run.path.parent / folder, self.run.spec)
             if decides.path.is_dir() and decides.state["state"] not in ENDED:
                 return f"waits for the clip decisions of {decides.name}"
@@ -186,11 +175,6 @@ def _seconds(status: str, state: dict[str, Any]) -> float | None:
     return float(math.floor(max(0, time.time_ns() - state["started_ns"]) / 1e9))
 
 
-def _place(state: dict[str, Any]) -> str:
-    note = state.get("device_note")
-    return f"on {state.get('device', 'cpu')}: {note}" if note else ""
-
-
 def _longer(values: tuple[float | None, ...], new: list[dict[str, Any]], key: str) -> tuple[float | None, ...]:
     """Append new values; without any, return the same tuple, so that a comparison costs nothing."""
     return (*values, *(record.get(key) for record in new)) if new else values
@@ -204,11 +188,9 @@ def _one_line(error: WorkbenchError) -> str:
 
 
 class LogTail:
-    """The last lines of one file.
+    """The last lines of a growing log, which need not exist yet; read from where the last read stopped.
 
-    Args:
-        path: of the log; it need not exist yet.
-        lines: number of lines to keep.
+    Lines are as a terminal shows them, without colours; of a line that overwrites itself, the last state.
 
     Attributes:
         passed_over: bytes of the file that were skipped, because the log grew too fast.
@@ -256,9 +238,7 @@ class LogTail:
 def _as_text(line: bytes) -> str:
     plain = _TERMINAL.sub(b"", line).rstrip(b"\r")
     shown = plain.rpartition(b"\r")[2].decode("utf8", errors="replace")
-    shown = "".join(
-        letter if letter.isprintable() or letter == "\t" else "\N{REPLACEMENT CHARACTER}" for letter in shown
-    )
+    shown = "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
     return shown if len(shown) <= _LINE_LETTERS else f"{shown[:_LINE_LETTERS]} ..."
 
 
@@ -270,8 +250,6 @@ class Subject:
     """Runs that are followed together.
 
     Attributes:
-        what: their common name.
-        runs: runs to follow.
         began_ns: their launch, in nanoseconds since 1970; 0 if not recorded.
         command: command that cancels them from a terminal.
         unreadable: runs that cannot be opened, a line each.
@@ -306,13 +284,11 @@ def subject_of(target: Any) -> Subject:
     match = look_up(target)
     if match.experiment is None:
         return subject_of(match.opened()[0])
-    runs_dir = match.experiment / "runs"
-    record = read_record(runs_dir)
+    record = read_record(match.experiment / "runs")
     shown = match.runs
     if record is not None:
-        order = list(record["latest"].values())
-        launched = [each for each in match.runs if each.path.name in order]
-        shown = tuple(sorted(launched, key=lambda each: order.index(each.path.name))) or shown
+        by_folder = {each.path.name: each for each in match.runs}
+        shown = tuple(by_folder[name] for name in record["latest"].values() if name in by_folder) or shown
     return Subject(
         match.experiment.name,
         [each.run for each in shown if each.run is not None],
@@ -344,8 +320,6 @@ def _several(parts: Sequence[Subject]) -> Subject:
 def _command(folder: Path) -> str:
     """Return the cancel command, for the project's root."""
     project = project_root()
-    if folder.parent == project / "experiments":
-        name = folder.name
-    else:
-        name = str(folder.relative_to(project) if folder.is_relative_to(project) else folder)
-    return shlex.join(["workbench", "cancel", name])
+    base = folder.parent if folder.parent == project / "experiments" else project
+    shown = folder.relative_to(base) if folder.is_relative_to(base) else folder
+    return shlex.join(["workbench", "cancel", str(shown)])

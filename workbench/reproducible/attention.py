@@ -51,11 +51,9 @@ class _Attention(Function):
         ctx.blocks, ctx.pieces, ctx.kernels, ctx.scale = blocks, pieces, kernels, scale
         ctx.spans = blocks.spans(window)
         query_tHd, both_tHd = _tokens_first(query), pack_key_value(key, value)
-        outs, lses = [], []
-        for heads, (keys, values) in zip(query_tHd.chunk(pieces, 1), _gathered(both_tHd, blocks, pieces), strict=True):
-            out, lse = kernels.attend(heads.contiguous(), keys, values, ctx.spans, scale)
-            outs.append(out)
-            lses.append(lse)
+        heads_and_row = zip(query_tHd.chunk(pieces, 1), _gathered(both_tHd, blocks, pieces), strict=True)
+        results = [kernels.attend(heads.contiguous(), *row, ctx.spans, scale) for heads, row in heads_and_row]
+        outs, lses = zip(*results, strict=True)
         out_tHd = torch.cat(outs, 1) if pieces > 1 else outs[0]
         ctx.save_for_backward(query_tHd, both_tHd, out_tHd, *lses)
         return _heads_first(out_tHd)

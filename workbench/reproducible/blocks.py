@@ -19,13 +19,7 @@ from workbench.sharding.mesh import Axis
 
 @dataclass(frozen=True)
 class Span:
-    """One block of queries, and the range of the row that contains all of its keys.
-
-    Attributes:
-        queries: rows of this rank's tokens.
-        keys: positions in the row.
-        seen: mask between the two.
-    """
+    """A block of queries (rows of this rank's tokens), the range of the row with all of its keys, and their mask."""
 
     queries: slice
     keys: slice
@@ -73,10 +67,10 @@ class RowBlocks:
             raise ShardingError(
                 f"blocks of {block} tokens in shards of {places_RT.shape[1]}",
                 found=f"rank 0 holds places {places_RT[0, :6].tolist()} ...",
-                rule="an order moves whole blocks of a row: contiguous, zigzag, or balanced by blocks "
-                "that are multiples of these",
-                fix="choose such an order, smaller blocks, or rows that are "
-                "a multiple of block_tokens * cp (zigzag: 2 cp)",
+                rule="an order moves whole blocks of a row: contiguous, zigzag, or balanced by blocks that are "
+                "multiples of these",
+                fix="choose such an order, smaller blocks, or rows that are a multiple of block_tokens * cp "
+                "(zigzag: 2 cp)",
             )
         real_T = torch.ones_like(shard.documents_T, dtype=torch.bool) if shard.real_T is None else shard.real_T
         return cls(axis, block, owned_B, shard.documents_T, real_T)

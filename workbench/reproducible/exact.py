@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs, check_targets, logit_divisor
+from workbench.policy.logprobs.head import OUTPUTS, TokenLogprobs, check_outputs, check_targets, logit_divisor
 from workbench.policy.model import Policy
 from workbench.reproducible import attention
 from workbench.reproducible.blocks import RowBlocks
@@ -35,10 +35,9 @@ class Exact:
         pieces: canonical pieces, and the kernels that compute them.
         accumulators: exact sums of gradients, by the parameter's name in the model.
         head: returns the output head with its current weights, which may be sharded in between.
-        undo: restores the policy.
+        remove: restores the policy to its state before `install`.
         used_bits: of the largest partial gradient of each parameter in the last step, 0 if all were zero.
-        bits: gradients of this step are summed in multiples of 2^-bits.
-        scale: divisor of the gradients at the end.
+        bits: gradients of this step are summed in multiples of 2^-bits, and divided by ``scale`` at the end.
         leaves: tokens and blocks that this rank has computed in this step.
     """
 
@@ -47,17 +46,13 @@ class Exact:
     pieces: Pieces
     accumulators: Mapping[str, Accumulator]
     head: Callable[[], ExactHead]
-    undo: Callable[[], None]
+    remove: Callable[[], None]
     used_bits: Mapping[str, int] = field(default_factory=dict)
     bits: int = 0
     scale: float = 1.0
     leaves: Leaves = field(default_factory=Leaves)
     _rows: MutableMapping[AttentionShard, RowBlocks] = field(default_factory=WeakKeyDictionary, repr=False)
     _begun: bool = field(default=False, repr=False)
-
-    def remove(self) -> None:
-        """Restore the policy to its state before `install`."""
-        self.undo()
 
     def start(self, scale: float = 1.0, bits: int | None = None) -> None:
         """Begin a step: reset all sums, in multiples of 2^-bits, by default those of the resolution.
@@ -95,9 +90,9 @@ class Exact:
             )
         if torch.is_grad_enabled():
             self._require_step("exact.hidden_states(...)")
-        blocks = self._rows.get(shard) or self._rows.setdefault(
-            shard, RowBlocks.make(shard, self.resolution.block_tokens)
-        )
+        if shard not in self._rows:
+            self._rows[shard] = RowBlocks.make(shard, self.resolution.block_tokens)
+        blocks = self._rows[shard]
         if torch.is_grad_enabled():
             tokens, count = blocks.leaves
             self.leaves = Leaves(self.leaves.tokens + tokens, self.leaves.blocks + count)
@@ -133,12 +128,7 @@ class Exact:
                 fix="replace ids that are not trained by -100",
             )
         outputs = frozenset(outputs)
-        if unknown := sorted(outputs - set(OUTPUTS)):
-            raise SpecError(
-                f"token_logprobs: outputs = {', '.join(map(repr, unknown))}",
-                rule=f"any of {', '.join(OUTPUTS)}",
-                fix="request only those, in a tuple",
-            )
+        check_outputs("token_logprobs", outputs, "request only those, in a tuple")
         if temperature_T is None:
             temperature_T = torch.full(targets_T.shape, self.policy.temperature, device=hidden_TD.device)
         divisor_T = logit_divisor(temperature_T, targets_T, torch.float32)[:, 0]
@@ -176,8 +166,8 @@ class Exact:
             raise SpecError(
                 call,
                 found="no step that has begun",
-                rule="start(), then forward and backward of every "
-                "row, then reduce(): a second reduce() would give the gradients of its own rows only",
+                rule="start(), then forward and backward of every row, then reduce(): a second reduce() would give the "
+                "gradients of its own rows only",
                 fix="call exact.start() before the first row of a step, and reduce() after its last",
             )
 
@@ -190,8 +180,7 @@ class Exact:
         Raises:
             SpecError: before `reduce`.
         """
-        mesh, squares = self.policy.mesh, {}
-        parameters = local_parameters(self.policy)
+        mesh, squares, parameters = self.policy.mesh, {}, local_parameters(self.policy)
         if missing := [name for name, one in parameters.items() if one.parameter.grad is None]:
             raise SpecError(
                 "exact.norms()",

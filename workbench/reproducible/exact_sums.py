@@ -2,7 +2,7 @@
 
 A partial gradient is rounded once, to a multiple of 2^-bits, and from then on only integers are added: over blocks,
 micro-batches and ranks, in any order and by any algorithm. The range check uses the largest partial and their number,
-which are the same in every layout. `OutOfRange` says that the integers cannot hold the gradients.
+which are the same in every layout.
 
 Letters: P parameters.
 """
@@ -99,12 +99,9 @@ class Leaves:
 
 
 class Accumulator:
-    """Exact sum of one parameter's partial gradients.
+    """Exact sum of the partial gradients of one parameter, of which this rank computes with ``shape``.
 
-    Args:
-        shape: of the parameter as this rank computes with it.
-        device: of the sum.
-        per: partials of each element per token and block of the step, over all tp ranks.
+    ``per``: partials of each element per token and block of the step, over all tp ranks.
     """
 
     def __init__(self, shape: torch.Size, device: torch.device, per: Leaves) -> None:
@@ -188,32 +185,23 @@ def check_range(
     most = min(fits.values(), default=bits)
     if most < bits:
         tight = [name for name, fit in fits.items() if fit < bits]
-        raise OutOfRange.because(
-            f"partial gradients of {_some(tight)} up to {max(peaks):.3g}: more than fit with "
-            f"{bits} bits after the point",
-            most - MARGIN,
-        )
+        excess = f"up to {max(peaks):.3g}: more than fit with {bits} bits after the point"
+        raise OutOfRange.because(f"partial gradients of {_some(tight)} {excess}", most - MARGIN)
     lowest = min(used.values(), default=MINIMUM_BITS)
     enough = min(bits + MINIMUM_BITS + MARGIN - lowest, most)
     if lowest < MINIMUM_BITS and enough > bits:
         coarse = [name for name, count in used.items() if count < MINIMUM_BITS]
-        raise OutOfRange.because(
-            f"partial gradients of {_some(coarse)} that use {lowest} bits of {bits} after the "
-            f"point: fewer than {MINIMUM_BITS}",
-            enough,
-        )
+        lack = f"that use {lowest} bits of {bits} after the point: fewer than {MINIMUM_BITS}"
+        raise OutOfRange.because(f"partial gradients of {_some(coarse)} {lack}", enough)
     return [used.get(name, 0) for name in names]
 
 
 def exact_sum(values: Tensor, *axes: Axis) -> float:
     """Sum of all elements on all ranks, bitwise independent of their order and distribution.
 
-    Each is rounded to a multiple of a power of two that depends on the largest magnitude and the number of elements; a
-    sum of n is off by at most n 2^(log2(n) - 61) of the largest. NaN if any element is not finite.
-
-    Args:
-        values: of any shape; float32 or wider.
-        axes: axes whose ranks hold different elements.
+    Each, float32 or wider, is rounded to a multiple of a power of two that depends on the largest magnitude and the
+    number of elements; a sum of n is off by at most n 2^(log2(n) - 61) of the largest. NaN if any element is not
+    finite. The ranks of the axes hold different elements.
     """
 
     def total(one: Tensor, scale: Tensor) -> Tensor:

@@ -124,12 +124,8 @@ def _dealt(places: Tensor, parts: tuple[int, ...], longest: int, mesh: Mesh) -> 
     if not parts:
         return places + axis.rank * longest
     firsts = [sum(parts[:number]) + axis.rank * part // axis.size for number, part in enumerate(parts)]
-    return torch.cat(
-        [
-            torch.arange(first, first + part // axis.size, device=places.device)
-            for first, part in zip(firsts, parts, strict=True)
-        ]
-    )
+    ends = [first + part // axis.size for first, part in zip(firsts, parts, strict=True)]
+    return torch.cat([torch.arange(*bounds, device=places.device) for bounds in zip(firsts, ends, strict=True)])
 
 
 def _of_places(values: Tensor, places: list[Tensor], sizes: Any) -> Tensor:

@@ -62,12 +62,8 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
     _refuse(policy, resolution)
     model, tp = policy.model, policy.mesh["tp"]
     dtype = next(model.parameters()).dtype
-    pieces = Pieces(
-        choose(policy.mesh.device, dtype, resolution.block_tokens),
-        resolution.block_tokens,
-        resolution.weight_chunks // tp.size,
-        tp,
-    )
+    kernels = choose(policy.mesh.device, dtype, resolution.block_tokens)
+    pieces = Pieces(kernels, resolution.block_tokens, resolution.weight_chunks // tp.size, tp)
     swap = _Swap(policy, pieces)
     before = torch.get_num_threads()
     defer_input_sums(model, deferred=True)
@@ -76,14 +72,14 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
     end_flushes = flush_layers(policy, swap.accumulators)
     torch.set_num_threads(1)  # threads split a tensor by its size, and the tail of a split may round differently
 
-    def undo() -> None:
+    def remove() -> None:
         torch.set_num_threads(before)
         end_flushes()
         defer_input_sums(model, deferred=False)
         swap.back()
         policy.exact = None
 
-    exact = Exact(policy, resolution, pieces, swap.accumulators, swap.head, undo)
+    exact = Exact(policy, resolution, pieces, swap.accumulators, swap.head, remove)
     exact.start()
     policy.exact = exact
     return exact
@@ -137,15 +133,11 @@ class _Swap:
     def module(self, name: str, module: Any) -> None:
         """Swap one module, if it does computation."""
         pieces, kind = self.pieces, type(module).__name__
-        head = module is self.policy.model.get_output_embeddings()
-        if head:
+        if module is self.policy.model.get_output_embeddings():
             self._head = self._sums(module.weight, blocks=1)
         elif isinstance(module, nn.Linear):
-            into, into_bias = self._sums(module.weight, blocks=1), None
-            if module.bias is not None:
-                into_bias = self._sums(module.bias, tokens=1)
-            by_outputs = self._by_outputs[name]
-            sums = into, into_bias
+            by_outputs, bias = self._by_outputs[name], module.bias
+            sums = self._sums(module.weight, blocks=1), None if bias is None else self._sums(bias, tokens=1)
             self._set(module, lambda x: modules.linear(x, module.weight, module.bias, by_outputs, sums, pieces))
         elif isinstance(module, nn.Embedding):
             into, (first, _) = self._sums(module.weight, tokens=1), self._vocabulary()
@@ -180,9 +172,9 @@ class _Swap:
     def _sums(self, parameter: Tensor, tokens: int = 0, blocks: int = 0) -> Accumulator:
         """Accumulator of a parameter's gradient; shared by tied parameters."""
         name = self._names[id(parameter)]
-        sums = self.accumulators.get(name)
-        if sums is None:
-            sums = self.accumulators[name] = Accumulator(parameter.shape, self.policy.mesh.device, Leaves())
+        if name not in self.accumulators:
+            self.accumulators[name] = Accumulator(parameter.shape, self.policy.mesh.device, Leaves())
+        sums = self.accumulators[name]
         sums.per = Leaves(sums.per.tokens + tokens, sums.per.blocks + blocks)
         return sums
 
@@ -218,17 +210,13 @@ def _refuse(policy: Policy, resolution: Resolution) -> None:
             wrong.append(f"{name} in {str(parameter.dtype).removeprefix('torch.')}")
         if not parameter.requires_grad:
             wrong.append(f"{name}, which is not trained")
-    styles = _styles(model)
-    wrong += [
-        f"{name}, which no plan shards"
-        for name, module, _ in named
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings() and name not in styles
-    ]
+    head, styles = model.get_output_embeddings(), _styles(model)
+    linear = [name for name, module, _ in named if isinstance(module, nn.Linear) and module is not head]
+    wrong += [f"{name}, which no plan shards" for name in linear if name not in styles]
     rules = {
-        "a bias of the output head": getattr(model.get_output_embeddings(), "bias", None) is not None,
-        "a scale of the logits": any(
-            getattr(config, name, None) not in (None, 1.0) for name in ("logit_scale", "logits_scaling")
-        ),
+        "a bias of the output head": getattr(head, "bias", None) is not None,
+        "a scale of the logits": {getattr(config, name, None) for name in ("logit_scale", "logits_scaling")}
+        - {None, 1.0},
         "a cap of the logits": bool(getattr(config, "final_logit_softcapping", None)),
         "fp32_head": policy.fp32_head,
     }

@@ -82,18 +82,13 @@ class _FromHidden(Function):
         block, statistics = head.pieces.block, head.pieces.kernels.piece_statistics
         outputs = []
         for hidden_bD, targets_b, divisor_b in _blocks(block, hidden_TD, targets_T, temperature_T):
+            logits = ((first, head.logits(hidden_bD, rows_vD)) for first, rows_vD in head.parts())
             outputs.append(
-                torch.stack(
-                    [
-                        statistics(head.logits(hidden_bD, rows_vD), targets_b - first, divisor_b)
-                        for first, rows_vD in head.parts()
-                    ]
-                )
+                torch.stack([statistics(logits_bv, targets_b - first, divisor_b) for first, logits_bv in logits])
             )
         pieces_C5T = gather_equal(torch.cat(outputs, 2), head.pieces.tp).flatten(0, 1)
-        merged_4T = torch.cat(
-            [_merged(part_C5b.contiguous(), head.vocabulary) for part_C5b in pieces_C5T.split(block, 2)], 1
-        )
+        blocks = pieces_C5T.split(block, 2)
+        merged_4T = torch.cat([_merged(part_C5b.contiguous(), head.vocabulary) for part_C5b in blocks], 1)
         ctx.save_for_backward(hidden_TD, targets_T, temperature_T, merged_4T)
         ctx.head = head
         return tuple(merged_4T.masked_fill(targets_T < 0, 0).unbind())

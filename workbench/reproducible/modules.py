@@ -25,13 +25,9 @@ from workbench.sharding.mesh import Axis
 
 @dataclass(frozen=True)
 class Pieces:
-    """Canonical pieces, and the kernels that compute them.
+    """Canonical pieces: ``block`` tokens, and ``here`` pieces of each weight on this rank, the others over tp.
 
-    Attributes:
-        kernels: module that computes the pieces.
-        block: tokens of a block.
-        here: pieces of each weight that this rank holds.
-        tp: axis whose ranks hold the other pieces.
+    ``kernels`` is the module that computes them.
     """
 
     kernels: ModuleType
@@ -75,10 +71,8 @@ class _Linear(Function):
         if by_outputs or pieces.is_whole:
             y_TN = matmul(x_TK, weight_NK, pieces.block, height // (here if by_outputs else 1))
         else:
-            parts = [
-                matmul(x_TK[:, some], weight_NK[:, some], pieces.block, height, torch.float32)
-                for some in _columns(x_TK, here)
-            ]
+            columns = zip(x_TK.chunk(here, 1), weight_NK.chunk(here, 1), strict=True)
+            parts = [matmul(x, weight, pieces.block, height, torch.float32) for x, weight in columns]
             y_TN = sum_over_pieces(parts, pieces.tp).to(x.dtype)
         if bias_N is not None:
             y_TN = y_TN + bias_N
@@ -96,17 +90,10 @@ class _Linear(Function):
         if not ctx.by_outputs or pieces.is_whole:
             dx_TK = kernels.matmul_backward(dy_TN, weight_NK, pieces.block, tile[1])
         else:
-            parts = [
-                kernels.matmul_backward(dy_TN[:, some], weight_NK[some], pieces.block, width, torch.float32)
-                for some in _columns(dy_TN, here)
-            ]
-            dx_TK = sum_over_pieces(parts, pieces.tp).to(dy.dtype)
+            rows = zip(dy_TN.chunk(here, 1), weight_NK.chunk(here), strict=True)
+            parts = [kernels.matmul_backward(dy, weight, pieces.block, width, torch.float32) for dy, weight in rows]
+            dx_TK = sum_over_pieces(parts, pieces.tp).to(dy_TN.dtype)
         return dx_TK.view(ctx.shape), None, None, None, None, None
-
-
-def _columns(values_TK: Tensor, pieces: int) -> list[slice]:
-    width = values_TK.shape[1] // pieces
-    return [slice(start, start + width) for start in range(0, values_TK.shape[1], width)]
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, into: Accumulator, pieces: Pieces) -> Tensor:

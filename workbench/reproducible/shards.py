@@ -23,12 +23,7 @@ BUCKET = 2**23
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """This rank's part of a parameter.
-
-    Attributes:
-        parameter: replicated over dp x cp, or a DTensor of which this rank has rows.
-        shard: its sharding.
-    """
+    """This rank's part of a parameter, which is replicated over dp x cp, or a DTensor of which this rank has rows."""
 
     parameter: Any
     shard: ParameterShard
@@ -37,11 +32,6 @@ class LocalParameter:
     def sharded_over(self) -> tuple[str, ...]:
         """Axes whose ranks hold different elements."""
         return ("tp",) * (self.shard.dim is not None) + ("dp_cp",) * self.shard.over_dp_cp
-
-    @property
-    def dtype_and_elements(self) -> tuple[torch.dtype, int]:
-        """Its dtype and number of elements."""
-        return self.parameter.dtype, self.parameter.numel()
 
     @property
     def gradient(self) -> Tensor:
@@ -90,16 +80,12 @@ def sum_over_ranks(
     sharded = {
         name: accumulators[name].flush(own_rows(mesh)) for name, one in parameters.items() if one.shard.over_dp_cp
     }
-    partial = [
-        sharded[name] if name in sharded else accumulators[name].total
-        for name, one in parameters.items()
-        if one.shard.gradient_is_partial
-    ]
-    all_sum_(partial, mesh["tp"])
+    partial = [name for name, one in parameters.items() if one.shard.gradient_is_partial]
+    all_sum_([sharded[name] if name in sharded else accumulators[name].total for name in partial], mesh["tp"])
     yield from ((name, finish(rows, parameters[name].parameter.dtype)) for name, rows in sharded.items())
-    replicated = [name for name, one in parameters.items() if not one.shard.over_dp_cp]
-    for names in buckets(replicated, BUCKET, lambda name: parameters[name].dtype_and_elements):
-        dtype = parameters[names[0]].parameter.dtype
+    replicated = {name: one.parameter for name, one in parameters.items() if not one.shard.over_dp_cp}
+    for names in buckets(list(replicated), BUCKET, lambda name: (replicated[name].dtype, replicated[name].numel())):
+        dtype = replicated[names[0]].dtype
         flat = [accumulators[name].total.view(-1) for name in names]
         integers = torch.cat(flat) if len(flat) > 1 else flat[0]
         del flat
@@ -111,9 +97,9 @@ def sum_over_ranks(
         finished = finish(scatter_sum(integers.view(parts, -1), mesh["dp_cp"]), dtype)
         del integers
         whole = gather_equal(finished, mesh["dp_cp"]).view(-1)[:elements]
-        pieces = whole.split([parameters[name].parameter.numel() for name in names])
+        pieces = whole.split([replicated[name].numel() for name in names])
         for name, piece in zip(names, pieces, strict=True):
-            yield name, (piece if len(names) == 1 else piece.clone()).view(parameters[name].parameter.shape)
+            yield name, (piece if len(names) == 1 else piece.clone()).view(replicated[name].shape)
 
 
 def own_rows(mesh: Mesh) -> Callable[[Tensor], Tensor]:

@@ -9,7 +9,7 @@ Letters: T packed tokens | N documents in the row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -133,14 +133,15 @@ class RolloutBatch:
 
     def token_fields(self) -> dict[str, Tensor]:
         """Every token-level tensor that is present, extensions included, by name."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("level") == "token"}
-        more = {name: e.values for name, e in self.extensions.items() if e.level == "token"}
-        return {name: value for name, value in (own | more).items() if value is not None}
+        return self._fields_of("token")
 
     def document_fields(self) -> dict[str, Tensor]:
         """Every document-level tensor that is present, extensions included, by name."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("level") == "document"}
-        more = {name: e.values for name, e in self.extensions.items() if e.level == "document"}
+        return self._fields_of("document")
+
+    def _fields_of(self, level: str) -> dict[str, Tensor]:
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("level") == level}
+        more = {name: e.values for name, e in self.extensions.items() if e.level == level}
         return {name: value for name, value in (own | more).items() if value is not None}
 
     def __repr__(self) -> str:
@@ -193,9 +194,8 @@ class RolloutBatch:
     ) -> RolloutBatch:
         """Unpad a rectangle of prompts and completions, the format of most trainers.
 
-        Arrays may be tensors, numpy arrays or lists. Real numbers stay float64 if given as float64 tensors or arrays,
-        and are float32 otherwise, lists included. Letters here: B documents | P and C, the padded lengths of prompts
-        and completions.
+        Types and dtypes as in `from_documents`. Letters here: B documents | P and C, the padded lengths of prompts and
+        completions.
 
         Args:
             prompt_ids: [B, P] padded on the left.
@@ -211,7 +211,7 @@ class RolloutBatch:
                 the whole completion.
             rewards: [B] reward units.
             group_ids: [B] prompt of each document.
-            temperature: divisor of the logits when the tokens were sampled.
+            temperature: of the sampling.
 
         Shapes: B rows of P + C -> one row of T = every token under the two masks, in order. Prompt tokens get
             advantage and log-probabilities 0, and so does a value that is not finite on an untrained token.
@@ -229,19 +229,7 @@ class RolloutBatch:
             >>> batch.tokens_T.tolist(), batch.document_ids_T.tolist(), batch.loss_mask_T.int().tolist()
             ([5, 8, 2, 6, 7, 2], [0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 0, 1])
         """
-        given = {
-            "prompt_ids": prompt_ids,
-            "prompt_mask": prompt_mask,
-            "completion_ids": completion_ids,
-            "completion_mask": completion_mask,
-            "advantages": advantages,
-            "old_logprobs": old_logprobs,
-            "sampler_logprobs": sampler_logprobs,
-            "ref_logprobs": ref_logprobs,
-            "loss_mask": loss_mask,
-            "rewards": rewards,
-            "group_ids": group_ids,
-        }
+        given = {name: value for name, value in locals().items() if name not in ("cls", "temperature")}
         return cls(**columns_of_padded("RolloutBatch.from_padded", given), temperature=temperature)
 
     # ---- selection and padding -----------------------------------------------------------------------
@@ -314,34 +302,21 @@ class RolloutBatch:
         """Pad each of the row's segments, of ``lengths`` tokens, to its ``padded`` length."""
         pads = {f.name: f.metadata["pad"] for f in fields(self) if f.metadata.get("level") == "token"}
         pads |= {name: e.pad for name, e in self.extensions.items() if e.level == "token"}
-        ends = torch.tensor(padded).cumsum(0).tolist()
-        starts = [end - size for end, size in zip(ends, padded, strict=True)]
-        index = torch.cat(
-            [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-            or [torch.arange(0)]
-        )
+        # Negative on the tokens of a segment, and from 0 on the padding after it.
         padding_positions = torch.cat(
             [torch.arange(-length, size - length) for length, size in zip(lengths, padded, strict=True)]
             or [torch.arange(0)]
         )
-
-        def spread(name: str, value: Tensor) -> Tensor:
-            return value.new_full((len(padding_positions),), pads[name]).index_copy(0, index, value)
-
-        changed = {name: spread(name, value) for name, value in self.token_fields().items()}
-        padding = torch.ones_like(padding_positions, dtype=torch.bool).index_fill(0, index, False)
-        changed["positions_T"] = torch.where(padding, padding_positions, changed["positions_T"])
+        index = torch.nonzero(padding_positions < 0).squeeze(1)
+        changed = {
+            name: value.new_full((len(padding_positions),), pads[name]).index_copy(0, index, value)
+            for name, value in self.token_fields().items()
+        }
+        changed["positions_T"] = torch.where(padding_positions < 0, changed["positions_T"], padding_positions)
         return self._with(changed)
 
     def as_source(self) -> RolloutBatch:
-        """The same row as a batch of its own, its tokens numbered from 0.
-
-        Rows that are packed from it refer to indices of this row.
-
-        Example:
-            >>> batch.select([3, 1]).as_source().source_T   # doctest: +SKIP
-            tensor([0, 1, 2, 3, 4])
-        """
+        """The same row as a batch of its own: its tokens are numbered from 0, and rows packed from it refer to them."""
         return replace(self, source_T=None)
 
     def _with(self, changed: Mapping[str, Tensor]) -> RolloutBatch:
@@ -350,8 +325,8 @@ class RolloutBatch:
         return replace(self, **own, extensions=more)
 
 
-def _refuse(broken: Sequence[str]) -> None:
-    if broken:
+def _refuse(broken: Iterable[str]) -> None:
+    if broken := list(broken):
         raise ShapeError(
             "RolloutBatch",
             found="; ".join(broken),
@@ -360,38 +335,33 @@ def _refuse(broken: Sequence[str]) -> None:
         )
 
 
-def _broken_rules(batch: RolloutBatch) -> list[str]:
-    broken: list[str] = []
+def _broken_rules(batch: RolloutBatch) -> Iterator[str]:
     ids, positions = batch.document_ids_T, batch.positions_T
     real = ids >= 0
     if (ids < PADDING).any():
-        broken.append(f"document_ids_T holds {int(ids.min())}")
+        yield f"document_ids_T holds {int(ids.min())}"
     inner = ids[real]
     starts = torch.ones_like(inner, dtype=torch.bool)
     starts[1:] = inner[1:] != inner[:-1]
     if inner.numel() and not torch.equal(inner[starts], torch.arange(int(inner.max()) + 1)):
-        broken.append("document_ids_T does not count 0, 1, 2, ... along the row")
+        yield "document_ids_T does not count 0, 1, 2, ... along the row"
     else:
         begin = torch.nonzero(starts).squeeze(1)
-        expected = torch.arange(inner.numel())
-        if inner.numel():
-            expected = expected - begin[inner]
-        if not torch.equal(positions[real], expected):
-            broken.append("positions_T does not count from 0 in each document")
+        if not torch.equal(positions[real], torch.arange(inner.numel()) - begin[inner]):
+            yield "positions_T does not count from 0 in each document"
         if (batch.loss_mask_T & real & (positions == 0)).any():
-            broken.append("loss_mask_T is true on the first token of a document, which nothing predicts")
+            yield "loss_mask_T is true on the first token of a document, which nothing predicts"
     if (batch.loss_mask_T & ~real).any():
-        broken.append("loss_mask_T is true on padding")
+        yield "loss_mask_T is true on padding"
     if (batch.tokens_T < 0).any():
-        broken.append(f"tokens_T holds {int(batch.tokens_T.min())}")
+        yield f"tokens_T holds {int(batch.tokens_T.min())}"
     for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T"):
         value = getattr(batch, name)
         if value is not None and not torch.isfinite(value[batch.loss_mask_T]).all():
-            broken.append(f"{name} is not finite on a token that counts")
+            yield f"{name} is not finite on a token that counts"
         if value is not None and "logprobs" in name and (value[batch.loss_mask_T] > 1e-4).any():
-            broken.append(f"{name} is positive on a token that counts: these are not log-probabilities")
+            yield f"{name} is positive on a token that counts: these are not log-probabilities"
     if batch.rewards_N is not None and not (finite := batch.rewards_N.isfinite()).all():
-        broken.append(f"rewards_N is not finite for documents {torch.nonzero(~finite)[:, 0].tolist()}")
+        yield f"rewards_N is not finite for documents {torch.nonzero(~finite)[:, 0].tolist()}"
     if not 0 < batch.temperature < float("inf"):
-        broken.append(f"temperature is {batch.temperature}")
-    return broken
+        yield f"temperature is {batch.temperature}"

@@ -18,16 +18,8 @@ from workbench.shapes import check_shapes
 if TYPE_CHECKING:
     from workbench.rollouts.batch import RolloutBatch
 
-_DOCUMENT_KEYS = (
-    "tokens",
-    "loss_mask",
-    "advantages",
-    "old_logprobs",
-    "sampler_logprobs",
-    "ref_logprobs",
-    "reward",
-    "group_id",
-)
+_REALS = ("advantages", "old_logprobs", "sampler_logprobs", "ref_logprobs")
+_DOCUMENT_KEYS = ("tokens", "loss_mask", *_REALS, "reward", "group_id")
 """Keys of a document; the first four are required."""
 
 
@@ -69,20 +61,12 @@ def columns_of_documents(where: str, documents: Sequence[Mapping[str, Any]]) -> 
                     fix="pad the prompt's part with zeros, or use from_padded",
                 )
             columns[key].append(_CONVERTERS.get(key, _as_reals)(labels[key], value))
-    lengths = [len(values) for values in columns["tokens"]]
 
     def column(key: str) -> Tensor | None:
         return torch.cat([values.reshape(-1) for values in columns[key]]) if key in columns else None
 
-    return {
-        "tokens_T": column("tokens"),
-        "positions_T": torch.cat([torch.arange(n) for n in lengths]),
-        "document_ids_T": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        "loss_mask_T": column("loss_mask"),
-        "advantages_T": column("advantages"),
-        "old_logprobs_T": column("old_logprobs"),
-        "sampler_logprobs_T": column("sampler_logprobs"),
-        "ref_logprobs_T": column("ref_logprobs"),
+    return _places([len(values) for values in columns["tokens"]]) | {
+        **{f"{key}_T": column(key) for key in ("tokens", "loss_mask", *_REALS)},
         "group_ids_N": column("group_id"),
         "rewards_N": column("reward"),
     }
@@ -92,12 +76,7 @@ def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Tensor 
     """Return the fields of `RolloutBatch.from_padded`, of its arguments by name; ``where`` begins its errors."""
     arrays = {name: as_tensor(f"{where}: {name}", value) for name, value in given.items() if value is not None}
     _refuse_absent(where, arrays, list(given)[:6])
-    shapes = dict.fromkeys(given, "BC") | {
-        "prompt_ids": "BP",
-        "prompt_mask": "BP",
-        "rewards": "B",
-        "group_ids": "B",
-    }
+    shapes = dict.fromkeys(given, "BC") | {"prompt_ids": "BP", "prompt_mask": "BP", "rewards": "B", "group_ids": "B"}
     if arrays["advantages"].dim() == 1:
         shapes["advantages"] = "B"
     check_shapes(where, **{f"{name}_{shapes[name]}": value for name, value in arrays.items()})
@@ -112,7 +91,6 @@ def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Tensor 
 
     real = torch.cat([prompt_BP, completion_BC], dim=1)
     trained = torch.cat([torch.zeros_like(prompt_BP), trained_BC], dim=1)
-    lengths = real.sum(dim=1)
 
     def column(name: str) -> Tensor | None:
         if name not in arrays:
@@ -136,26 +114,25 @@ def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Tensor 
         for name in ("prompt_ids", "completion_ids", "group_ids")
         if name in arrays
     }
-    return {
+    return _places(real.sum(dim=1).tolist()) | {
         "tokens_T": torch.cat([ids["prompt_ids"], ids["completion_ids"]], dim=1)[real],
-        "positions_T": torch.cat([torch.arange(int(n)) for n in lengths]),
-        "document_ids_T": torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         "loss_mask_T": trained[real],
-        "advantages_T": column("advantages"),
-        "old_logprobs_T": column("old_logprobs"),
-        "sampler_logprobs_T": column("sampler_logprobs"),
-        "ref_logprobs_T": column("ref_logprobs"),
+        **{f"{name}_T": column(name) for name in _REALS},
         "group_ids_N": ids.get("group_ids"),
         "rewards_N": _as_reals(f"{where}: rewards", arrays["rewards"]) if "rewards" in arrays else None,
     }
 
 
-def as_tensor(what: str, value: Any) -> Tensor:
-    """Convert a tensor, a numpy array or nested lists to a tensor on the CPU.
+def _places(lengths: list[int]) -> dict[str, Tensor | None]:
+    """Positions and document ids of documents of these lengths."""
+    return {
+        "positions_T": torch.cat([torch.arange(length) for length in lengths]),
+        "document_ids_T": torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
+    }
 
-    Raises:
-        ShapeError: not a rectangle of numbers; the message begins with ``what``.
-    """
+
+def as_tensor(what: str, value: Any) -> Tensor:
+    """Convert a tensor, a numpy array or nested lists to a tensor on the CPU; errors begin with ``what``."""
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -195,8 +172,7 @@ _CONVERTERS = {"tokens": _as_ids, "group_id": _as_ids, "loss_mask": _as_mask}
 
 
 def _refuse_absent(where: str, given: Mapping[str, Any], required: Sequence[str]) -> None:
-    missing = [name for name in required if name not in given]
-    if missing:
+    if missing := [name for name in required if name not in given]:
         raise ShapeError(
             where,
             found=f"no {', '.join(missing)}",
@@ -241,8 +217,7 @@ def _refuse_padded(where: str, prompt_BP: Tensor, completion_BC: Tensor, trained
         ),
     )
     for broken, found, rule, fix in rules:
-        rows = torch.nonzero(broken.any(dim=1)).squeeze(1).tolist()
-        if rows:
+        if rows := torch.nonzero(broken.any(dim=1)).squeeze(1).tolist():
             more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
             raise ShapeError(f"{where}: row {', '.join(map(str, rows[:5]))}{more}", found=found, rule=rule, fix=fix)
 

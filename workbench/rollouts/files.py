@@ -3,8 +3,8 @@
     folder/rollouts.safetensors     every field of the batch, bit for bit
     folder/manifest.json            format, checksum, shape, unit and meaning of each field, provenance
 
-A rollout dataset is written atomically: both files are written under another name, flushed and renamed, the manifest
-last; its presence marks a complete dataset. Nothing here is ever unpickled.
+Both files are written under another name, flushed and renamed, the manifest last; its presence marks a complete
+dataset. Nothing here is ever unpickled.
 """
 
 from __future__ import annotations
@@ -99,12 +99,7 @@ def save(
     """Write a batch to ``folder`` atomically.
 
     A rollout dataset is its own source: its tokens are numbered from 0, also if ``batch`` was selected from another.
-
-    Args:
-        batch: to write; every other value comes back bit for bit, in its dtype.
-        folder: created if missing.
-        provenance: any JSON data, stored in the manifest.
-        overwrite: replace an existing rollout dataset.
+    Every other value comes back bit for bit, in its dtype. The provenance is any JSON data.
 
     Raises:
         RecordError: there is a rollout dataset in the folder and ``overwrite`` is False.
@@ -155,10 +150,9 @@ def load(folder: Path) -> RolloutBatch:
     except OSError as error:
         raise _damaged(path, f"{type(error).__name__}: {error.strerror}") from None
     expected = manifest.tensors
-    if len(content) < expected.bytes:
-        raise _damaged(path, f"truncated: {len(content)} bytes, where {MANIFEST} says {expected.bytes}")
-    if len(content) > expected.bytes:
-        raise _damaged(path, f"{len(content)} bytes, where {MANIFEST} says {expected.bytes}")
+    if len(content) != expected.bytes:
+        cut = "truncated: " if len(content) < expected.bytes else ""
+        raise _damaged(path, f"{cut}{len(content)} bytes, where {MANIFEST} says {expected.bytes}")
     digest = hashlib.sha256(content).hexdigest()
     if digest != expected.sha256:
         raise _damaged(path, f"sha256 {digest[:16]}..., where {MANIFEST} says {expected.sha256[:16]}...")
@@ -179,8 +173,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(json.loads(path.read_text(encoding="utf8")))
     except FileNotFoundError:
-        missing = "no such file" if folder.is_dir() else "no such folder"
-        raise _damaged(path, missing) from None
+        raise _damaged(path, "no such file" if folder.is_dir() else "no such folder") from None
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
         raise _damaged(path, wrong) from None
@@ -189,11 +182,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def refuse_existing(folder: Path) -> None:
-    """Refuse a folder that already has a rollout dataset.
-
-    Raises:
-        RecordError: it has one.
-    """
+    """Raise RecordError if a folder already has a rollout dataset."""
     if (folder / MANIFEST).exists():
         raise RecordError(
             f"write a rollout dataset to {folder}",
@@ -204,25 +193,25 @@ def refuse_existing(folder: Path) -> None:
 
 
 def _describe(batch: RolloutBatch) -> tuple[dict[str, FieldEntry], dict[str, Tensor]]:
-    known = {f.name: f.metadata for f in fields(batch) if "level" in f.metadata}
-    entries: dict[str, FieldEntry] = {}
+    about: dict[str, dict[str, Any]] = {
+        f.name: {"level": f.metadata["level"], "unit": f.metadata["unit"], "meaning": MEANINGS[f.name]}
+        for f in fields(batch)
+        if "level" in f.metadata
+    }
+    about |= {
+        name: {"level": e.level, "unit": e.unit, "meaning": e.meaning, "extension": True, "pad": e.pad, "at": e.at}
+        for name, e in batch.extensions.items()
+    }
     # Clone each one, because safetensors refuses tensors that share memory.
     tensors = {
         name: value.detach().cpu().contiguous().clone()
         for name, value in (batch.token_fields() | batch.document_fields()).items()
     }
-    for name, value in tensors.items():
-        extension = batch.extensions.get(name)
-        entries[name] = FieldEntry(
-            level=extension.level if extension else known[name]["level"],
-            dtype=str(value.dtype).removeprefix("torch."),
-            shape=tuple(value.shape),
-            unit=extension.unit if extension else known[name]["unit"],
-            meaning=extension.meaning if extension else MEANINGS[name],
-            extension=extension is not None,
-            pad=extension.pad if extension else None,
-            at=extension.at if extension else None,
-        )
+
+    entries = {
+        name: FieldEntry(**about[name], dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape))
+        for name, value in tensors.items()
+    }
     return entries, tensors
 
 
@@ -238,14 +227,7 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
             )
     own = {name: value for name, value in tensors.items() if not manifest.fields[name].extension}
     extensions = {
-        name: Extension(
-            values=tensors[name],
-            level=entry.level,
-            unit=entry.unit,
-            meaning=entry.meaning,
-            pad=entry.pad or 0.0,
-            at=entry.at or "target",
-        )
+        name: Extension(tensors[name], entry.level, entry.unit, entry.meaning, entry.pad or 0.0, entry.at or "target")
         for name, entry in manifest.fields.items()
         if entry.extension
     }

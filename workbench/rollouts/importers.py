@@ -49,16 +49,8 @@ _TRL_NAMES = {ours: trl for trl, ours in _TRL_KEYS.items()}
 _OUR_NAMES = re.compile(rf"\b({'|'.join(_TRL_NAMES)})(?:_[TN]\b)?(?![a-z])")
 
 _PER_TOKEN = ("old_logprobs", "sampler_logprobs", "ref_logprobs")
-_KEYS = {
-    "prompt_tokens",
-    "completion_tokens",
-    "completion_loss_mask",
-    "advantage",
-    "advantages",
-    *_PER_TOKEN,
-    "reward",
-    "group_id",
-}
+_REQUIRED = ("prompt_tokens", "completion_tokens", "old_logprobs")
+_KEYS = {*_REQUIRED, "completion_loss_mask", "advantage", "advantages", *_PER_TOKEN, "reward", "group_id"}
 
 
 def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0, ignore: Sequence[str] = ()) -> RolloutBatch:
@@ -69,7 +61,7 @@ def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0, ignore: Seq
             optionally, ref_per_token_logps, sampling_per_token_logps, tool_mask; also rewards and group_ids,
             which TRL does not pass on. num_items_in_batch, TRL's own denominator, is not used: here
             denominators come from the masks. None counts as absent.
-        temperature: divisor of the logits when the tokens were sampled.
+        temperature: of the sampling.
         ignore: further keys that may be left out of the batch.
 
     Raises:
@@ -82,25 +74,21 @@ def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0, ignore: Seq
 
 def _from_trl(where: str, arrays: Mapping[str, Any], temperature: float, ignore: Sequence[str]) -> RolloutBatch:
     """`read_trl` with messages that begin with ``where`` and use TRL's names."""
-    given = {
-        key: value
-        for key, value in arrays.items()
-        if value is not None and key not in ignore and key not in _TRL_UNUSED
-    }
-    unknown = sorted(set(given) - set(_TRL_KEYS))
-    if unknown:
+    left_out = {*ignore, *_TRL_UNUSED}
+    given = {key: value for key, value in arrays.items() if value is not None and key not in left_out}
+    if unknown := sorted(set(given) - set(_TRL_KEYS)):
         raise ShapeError(
             where,
             found=f"unknown keys {', '.join(unknown)}",
             rule=f"keys are {', '.join([*_TRL_KEYS, *_TRL_UNUSED])}",
             fix=f"leave them out, or pass ignore={unknown} if the loss does not need them",
         )
-    required = [key for key in list(_TRL_KEYS)[:6] if key not in given]
-    if required:
+    required = list(_TRL_KEYS)[:6]
+    if missing := [key for key in required if key not in given]:
         raise ShapeError(
             where,
-            found=f"no {', '.join(required)}",
-            rule=f"{', '.join(list(_TRL_KEYS)[:6])} are required",
+            found=f"no {', '.join(missing)}",
+            rule=f"{', '.join(required)} are required",
             fix="TRL leaves old_per_token_logps out when the policy is the one that sampled: "
             "pass that policy's own log-probabilities under this name",
         )
@@ -212,10 +200,9 @@ def _from_records(path: Path, records: Iterable[tuple[str, Any]], temperature: f
 
 def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
     """Convert one record to a document of `RolloutBatch.from_documents`; prompt tokens get 0."""
-    unknown = sorted(set(record) - _KEYS)
-    if unknown:
+    if unknown := sorted(set(record) - _KEYS):
         raise _broken(where, ", ".join(unknown), "unknown", f"the keys are {', '.join(sorted(_KEYS))}")
-    missing = [key for key in ("prompt_tokens", "completion_tokens", "old_logprobs") if key not in record]
+    missing = [key for key in _REQUIRED if key not in record]
     missing += [] if {"advantage", "advantages"} & set(record) else ["advantage"]
     if missing:
         raise _broken(where, ", ".join(missing), "missing", "tokens, advantage and old_logprobs are required")
@@ -226,10 +213,8 @@ def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
     count = len(completion)
     mask = [1] * count
     if "completion_loss_mask" in record:
-        mask = [
-            int(m) if isinstance(m, bool) else m
-            for m in _list(where, "completion_loss_mask", record["completion_loss_mask"])
-        ]
+        mask = _list(where, "completion_loss_mask", record["completion_loss_mask"])
+        mask = [int(m) if isinstance(m, bool) else m for m in mask]
         if len(mask) != count or any(not isinstance(m, int) or m not in (0, 1) for m in mask):
             raise _broken(where, "completion_loss_mask", str(mask)[:80], f"{count} values, each 0 or 1")
     if mask[:1] == [1] and not prompt:

@@ -36,9 +36,6 @@ def pack(
 
     Raises:
         SpecError: fewer than one row, or a multiple below one.
-
-    Example:
-        >>> rows = pack(batch, rows=2, multiple_of=8)   # doctest: +SKIP
     """
     if min(rows, multiple_of, document_multiple_of) < 1:
         raise SpecError(

@@ -84,14 +84,12 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
     same = torch.zeros(row.num_tokens, dtype=torch.bool)
     ids = row.document_ids_T
     same[:-1] = (ids[1:] == ids[:-1]) & (ids[1:] != PADDING)
-
     trained = same & row.loss_mask_T.roll(-1)
+    ids_from_0 = ids - PADDING  # padding is 0
+    trained_in_document = torch.bincount(ids_from_0, weights=trained.double(), minlength=1)
 
     def next_token(value: Tensor | None, fill: float = 0, where: Tensor = same) -> Tensor | None:
         return None if value is None else torch.where(where, value.roll(-1), value.new_full((), fill))
-
-    def where_trained(value: Tensor | None) -> Tensor | None:
-        return next_token(value, where=trained)
 
     return TrainingRow(
         tokens_T=row.tokens_T,
@@ -99,12 +97,12 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
         document_ids_T=ids,
         targets_T=next_token(row.tokens_T),
         loss_mask_T=next_token(row.loss_mask_T),
-        advantages_T=where_trained(row.advantages_T),
-        old_logprobs_T=where_trained(row.old_logprobs_T),
-        sampler_logprobs_T=where_trained(row.sampler_logprobs_T),
-        ref_logprobs_T=where_trained(row.ref_logprobs_T),
+        advantages_T=next_token(row.advantages_T, where=trained),
+        old_logprobs_T=next_token(row.old_logprobs_T, where=trained),
+        sampler_logprobs_T=next_token(row.sampler_logprobs_T, where=trained),
+        ref_logprobs_T=next_token(row.ref_logprobs_T, where=trained),
         source_T=next_token(row.source_T, PADDING),
-        lengths_T=_trained_in_own_document(trained, ids),
+        lengths_T=trained_in_document[ids_from_0].clamp_min(1),
         rewards_T=_of_document(row.rewards_N, ids, fill=0),
         group_ids_T=_of_document(row.group_ids_N, ids, fill=PADDING),
         rollout_ids_T=_of_document(_document_extension(row, "rollout_ids"), ids, fill=PADDING),
@@ -114,12 +112,6 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
             if e.level == "token"
         },
     )
-
-
-def _trained_in_own_document(trained_T: Tensor, document_ids_T: Tensor) -> Tensor:
-    """[T] float64: targets that count in each position's document, at least 1."""
-    ids = document_ids_T - PADDING  # padding first
-    return torch.bincount(ids, weights=trained_T.double(), minlength=1)[ids].clamp_min(1)
 
 
 def _of_document(values_N: Tensor | None, document_ids_T: Tensor, *, fill: float) -> Tensor | None:

@@ -1,9 +1,7 @@
 """Tasks with a checkable reward: the interface, and step-by-step arithmetic with one character per token.
 
 A prompt of the arithmetic is ``^37+85-12=``; a right completion is ``122-12=110$``: the expression again after each
-operation, then the result, then the end. `ArithmeticTask.reward` computes the result, so no judge is needed.
-
-The 19 symbols are chosen so that neither 2 nor 4 divides the vocabulary.
+operation, then the result, then the end. The 19 symbols are chosen so that neither 2 nor 4 divides the vocabulary.
 """
 
 from __future__ import annotations
@@ -60,11 +58,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """An expression and its value.
-
-    Attributes:
-        expression: such as ``37+85-12``.
-        answer: such as 110, never negative.
+    """An expression and its value, which is never negative.
 
     Example:
         >>> problem = Problem("2*(30-4)+5", 57)
@@ -103,29 +97,19 @@ class ArithmeticTask:
     right_reward = 1.0
 
     def encode(self, text: str) -> list[int]:
-        """Vocabulary ids of a text.
-
-        Raises:
-            ShapeError: a character that is not a symbol of the task.
-        """
-        unknown = sorted(set(text) - set(SYMBOLS))
-        if unknown:
+        """Vocabulary ids of a text; ShapeError for a character that is not a symbol of the task."""
+        if unknown := sorted(set(text) - set(SYMBOLS)):
             raise ShapeError(
                 f"ArithmeticTask.encode({text!r})",
-                found=f"{', '.join(map(repr, unknown))}",
+                found=", ".join(map(repr, unknown)),
                 rule=f"the symbols are {SYMBOLS}",
                 fix="write the problem with these symbols",
             )
         return [SYMBOLS.index(character) for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of vocabulary ids.
-
-        Raises:
-            ShapeError: an id outside the vocabulary.
-        """
-        outside = [int(token) for token in tokens if not 0 <= token < self.vocab_size]
-        if outside:
+        """The text of vocabulary ids; ShapeError for an id outside the vocabulary."""
+        if outside := [int(token) for token in tokens if not 0 <= token < self.vocab_size]:
             raise ShapeError(
                 "ArithmeticTask.decode",
                 found=f"ids {outside}",
@@ -210,9 +194,7 @@ def _steps(expression: str) -> list[str]:
 def named_task(name: str, project: Path) -> Task:
     """Load the task that a spec names: ``arithmetic``, or ``FILE.py:NAME``, a class or object of a user's file.
 
-    Args:
-        name: of the task.
-        project: folder of relative paths.
+    Relative paths begin at ``project``.
 
     Raises:
         SpecError: no such task or file, or an object that lacks an attribute of `Task`, or has no ids in its end_ids.
@@ -222,42 +204,38 @@ def named_task(name: str, project: Path) -> Task:
     file, attribute = task_file(name, project)
     module = _loaded(file)
     if not hasattr(module, attribute):
-        raise SpecError(
-            f"online.task = {name!r}",
-            found=f"no {attribute} in {file.name}",
-            rule="FILE.py:NAME names a class or an object of the file",
-            fix="correct the name",
-        )
+        rule = "FILE.py:NAME names a class or an object of the file"
+        raise _unusable(name, f"no {attribute} in {file.name}", rule, "correct the name")
     task = getattr(module, attribute)
     if isinstance(task, type):
         try:
             task = task()
         except TypeError as error:
-            raise SpecError(
-                f"online.task = {name!r}",
-                found=f"{attribute} cannot be constructed: {error}",
-                rule="a class is called without arguments",
-                fix="give its arguments defaults, or name an object of the file",
+            raise _unusable(
+                name,
+                f"{attribute} cannot be constructed: {error}",
+                "a class is called without arguments",
+                "give its arguments defaults, or name an object of the file",
             ) from error
     required = (*Task.__annotations__, "prompts", "encode", "decode", "reward")
     if missing := [member for member in required if not hasattr(task, member)]:
-        raise SpecError(
-            f"online.task = {name!r}",
-            found=f"{attribute} has no {', '.join(missing)}",
-            rule=f"a task has {', '.join(required)}; see workbench.rollouts.task.Task",
-            fix="add what is missing",
-        )
+        rule = f"a task has {', '.join(required)}; see workbench.rollouts.task.Task"
+        raise _unusable(name, f"{attribute} has no {', '.join(missing)}", rule, "add what is missing")
     try:
         list(map(operator.index, task.end_ids))
     except TypeError as error:
-        raise SpecError(
-            f"online.task = {name!r}",
-            found=f"{attribute}.end_ids = {task.end_ids!r}",
-            rule="a sequence of ids of which any ends a completion",
-            fix="write end_ids = [tokenizer.eos_token_id]; if that is None the tokenizer has no end token, "
+        raise _unusable(
+            name,
+            f"{attribute}.end_ids = {task.end_ids!r}",
+            "a sequence of ids of which any ends a completion",
+            "write end_ids = [tokenizer.eos_token_id]; if that is None the tokenizer has no end token, "
             "so name the id of the token that is to end a completion",
         ) from error
     return task
+
+
+def _unusable(name: str, found: str, rule: str, fix: str) -> SpecError:
+    return SpecError(f"online.task = {name!r}", found=found, rule=rule, fix=fix)
 
 
 def _loaded(file: Path) -> ModuleType:
@@ -279,22 +257,16 @@ def task_file(name: str, project: Path) -> tuple[Path, str]:
     """
     path, colon, attribute = name.rpartition(":")
     if not (colon and path.endswith(".py") and attribute.isidentifier()):
-        raise SpecError(
-            f"online.task = {name!r}",
-            found="no task of that name",
-            rule="arithmetic, or FILE.py:NAME",
-            fix="name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting",
-        )
+        fix = "name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting"
+        raise _unusable(name, "no task of that name", "arithmetic, or FILE.py:NAME", fix)
     if not (project / path).is_file():
         problem, fix = f"no file {project / path}", "check the path, or give an absolute one"
         if (in_cwd := Path.cwd() / path).is_file():
             problem += f", although there is {in_cwd}, relative to the current folder"
             fix = f"write online.task: {in_cwd}:{attribute}"
-        raise SpecError(
-            f"online.task = {name!r}",
-            found=problem,
-            fix=fix,
-            rule=f"a relative path begins at the project root, {project}: the current folder if it has a "
-            "folder named data, else the folder of the workbench's sources",
+        rule = (
+            f"a relative path begins at the project root, {project}: the current folder if it has a "
+            "folder named data, else the folder of the workbench's sources"
         )
+        raise _unusable(name, problem, rule, fix)
     return project / path, attribute

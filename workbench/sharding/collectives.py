@@ -3,7 +3,7 @@
 A forward all-reduce has two possible adjoints; the right one depends on how the result is used. They are two
 functions with two names here; the wrong one scales gradients by the size of the axis and changes no loss. Every rank
 of an axis calls the same ones in the same order, also a rank that has nothing to add. On an axis of size 1 each is the
-identity. Each call is recorded by `workbench.sharding.flight`, which shows other processes the collective a rank is in.
+identity. Each call is recorded by `workbench.sharding.flight`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
 
     Shapes:   [..., t, ...] -> [..., t * size, ...] along ``dim``.
     Backward: reduce-scatter sum: the ranks' gradients of a shard are summed and returned to its owner.
-              Keys and values of context-parallel attention need exactly this: a slice without the sum would
-              lose what the other ranks' queries want from this rank's keys.
     """
     return _paired("gather_scatter", _concatenated, _summed_piece, local, axis, dim)
 
@@ -140,13 +138,7 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
 def buckets(
     items: Iterable[Item], limit: int, measure: Callable[[Item], tuple[torch.dtype, int]]
 ) -> Iterator[list[Item]]:
-    """Group adjacent items of one dtype whose sizes add up to at most ``limit``; at least one item in each group.
-
-    Args:
-        items: of any kind.
-        limit: of the sum of sizes.
-        measure: returns the dtype and the size of an item.
-    """
+    """Group adjacent items of one dtype whose sizes (``measure``) add up to at most ``limit``, or single items."""
     bucket: list[Item] = []
     free, last = limit, torch.float32
     for item in items:
@@ -203,13 +195,8 @@ def exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tens
 def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
     """Exchange runs of rows between all ranks (uneven all-to-all), in rank order; outside autograd.
 
-    Args:
-        rows: the rows for rank 0, then those for rank 1, ...
-        counts_RR: [R, R] long, on the host, the same on every rank: number of rows from rank to rank.
-        axis: the ranks.
-        caller: source line to record; None: the caller of this function.
-
-    Shapes: [rows sent, ...] -> [rows received, ...].
+    Shapes: [rows sent, ...] -> [rows received, ...]; counts [R, R] long, on the host, the same on every rank: number
+            of rows from rank to rank.
     """
     if axis.group is None:
         return rows

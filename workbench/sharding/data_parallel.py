@@ -3,10 +3,8 @@
 FSDP2 (`torch.distributed.fsdp.fully_shard`) gathers the weights of a unit (a decoder layer, or the root for all other
 parameters) when they are needed, and reduce-scatters gradients in backward. It averages by default; here it *sums*,
 over dp x cp flattened, as the contract of `workbench.sharding.gradients` requires. Tensor parallelism is applied
-first: the shard of a tp rank is sharded again along its first dimension.
-
-Its two collectives go through `workbench.sharding.wire` and are recorded by the flight recorder as
-``gather_parameters`` and ``scatter_gradients``, with the number of local elements.
+first: the shard of a tp rank is sharded again along its first dimension. Both collectives are in flight records, with
+the number of local elements.
 
 Source: PyTorch FSDP, arXiv 2304.11277; FSDP2's interface as in torch 2.11 to 2.13.
 """
@@ -47,15 +45,10 @@ def shard_parameters(
     afterwards: it then holds the shards.
 
     The root holds all parameters, whole, on any device; they move to that of the mesh unit by unit. Units are modules
-    inside it whose weights are gathered and freed together.
-
-    Returns:
-        The new sharding of every parameter.
+    inside it whose weights are gathered and freed together. Returns the new sharding of every parameter.
 
     Layout:   parameters: sharded(first dimension) over dp_cp, in pieces of ceil size; the last may be short or empty.
-
-    Raises:
-        ShardingError: simulated ranks, or a torch whose FSDP2 cannot sum.
+    Raises:   ShardingError: simulated ranks, or a torch whose FSDP2 cannot sum.
     """
     axis = mesh["dp_cp"]
     if axis.group is None:

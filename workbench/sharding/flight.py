@@ -1,12 +1,11 @@
 """Flight recorder: each rank's collectives, entered and left, in a small file readable even after the rank was killed.
 
-A rank that hangs or was killed cannot report. So each rank keeps its last collectives in a memory-mapped file. The
-kernel writes it to disk whatever happens to the process; no request and no message is needed.
+A rank that hangs or was killed cannot report, so each keeps its last collectives in a memory-mapped file, which the
+kernel writes to disk whatever happens to the process.
 
 Each rank numbers the collectives of every process group independently. In a correct program entry #17 of a group is
-the same collective on all its ranks. Comparing the ranks' files therefore shows which ranks have not entered #17, and
-which entered another collective; that holds also if the host runs ahead of the device (NCCL), where "left" only means
-that the collective was enqueued. `workbench.launch.waits` does the comparison.
+the same collective on all its ranks: `workbench.launch.waits` finds those that have not entered it, and those that
+entered another one. With NCCL, "left" only means that the collective was enqueued.
 
 File, 8-byte words in native byte order:
 
@@ -48,19 +47,9 @@ _WORDS = struct.Struct("@7Q")
 _CHECKED = struct.Struct("@4Q")
 _RANK, _PID, _COUNT, _BEAT, _ENDED = 1, 2, 3, 4, 5
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-_OWN = tuple(
-    str(Path(__file__).parent / name)
-    for name in (
-        "flight.py",
-        "collectives.py",
-        "mesh.py",
-        "data_parallel.py",
-        "bridge/connect.py",
-        "bridge/crossing.py",
-        "bridge/direct.py",
-        "bridge/groups.py",
-    )
-)
+_HERE = Path(__file__).parent
+_OWN = {str(_HERE / f"{name}.py") for name in ("flight", "collectives", "mesh", "data_parallel")}
+_OWN |= {str(_HERE / "bridge" / f"{name}.py") for name in ("connect", "crossing", "direct", "groups")}
 
 
 @dataclass(frozen=True)
@@ -71,14 +60,12 @@ class Entry:
         number: counted over all collectives of the rank, from 1.
         seq: counted over those of its process group, from 1.
         group: id of the process group, the same on all its ranks.
-        name: name of the called function, such as "all_sum".
-        axis: name of the mesh axis.
+        name: of the called function, such as "all_sum".
+        axis: of the mesh.
         ranks: global ranks of the group; () if they did not fit.
-        shape: of this rank's tensor.
-        dtype: of that tensor.
+        shape: of this rank's tensor, as dtype.
         caller: file, relative to the package, and line.
-        entered_ns: time of entry.
-        left_ns: time of exit; None if it has not left.
+        left_ns: None if it has not left.
     """
 
     number: int
@@ -99,7 +86,6 @@ class Entry:
         return self.name, self.shape, self.dtype
 
     def __str__(self) -> str:
-        """Name, axis, number in the group and caller on one line."""
         return _message(self.name, self.axis, self.seq, self.caller)
 
 
@@ -108,8 +94,6 @@ class FlightView:
     """Snapshot of a rank's file.
 
     Attributes:
-        rank: of the writer.
-        pid: of the writer.
         count: total number of collectives begun.
         beat_ns: last time that it entered or left one, or began or ended.
         ended: True if it ended well.
@@ -126,8 +110,7 @@ class FlightView:
     @property
     def inside(self) -> Entry | None:
         """The collective that the rank has entered and not left; None if there is none."""
-        last = self.entries[-1] if self.entries else None
-        return last if last is not None and last.left_ns is None else None
+        return self.entries[-1] if self.entries and self.entries[-1].left_ns is None else None
 
 
 def start(path: Path, rank: int) -> None:
@@ -172,7 +155,7 @@ def caller() -> str | None:
 
 def waiting_in() -> str:
     """Description of the collective that this process is in; "" if in none."""
-    return "" if _flight is None else _flight.inside()
+    return "" if _flight is None or _flight.inside is None else _message(*_flight.inside)
 
 
 def compact(ranks: Sequence[int]) -> Sequence[int]:
@@ -241,7 +224,7 @@ class _Flight:
         self._seqs: dict[int, itertools.count[int]] = {}
         self._groups: dict[str, int] = {}
         self._texts: dict[Any, tuple[bytes, int]] = {}
-        self._inside: tuple[str, str, int, str] | None = None
+        self.inside: tuple[str, str, int, str] | None = None
 
     def enter(
         self, name: str, axis: str, ranks: Sequence[int], group: str, shape: tuple[int, ...], dtype: object, caller: str
@@ -255,10 +238,10 @@ class _Flight:
             text = _text(*key)
             cached = self._texts[key] = text, zlib.crc32(text)
         text, check = cached
-        number = self._groups.get(group)
-        if number is None:
+        if group not in self._groups:
             number = self._groups[group] = zlib.crc32(group.encode())
             self._seqs[number] = itertools.count(1)
+        number = self._groups[group]
         count, seq, now = next(self._numbers), next(self._seqs[number]), time.time_ns()
         slot = _HEADER + (count - 1) % CAPACITY * _SLOT
         memory, at = self._words, slot // 8
@@ -268,7 +251,7 @@ class _Flight:
         memory[at + 5], memory[at + 6] = zlib.crc32(checked, check), len(text)
         memory[at] = count
         memory[_COUNT], memory[_BEAT] = count, now
-        self._inside = name, axis, seq, caller
+        self.inside = name, axis, seq, caller
         return at
 
     def leave(self, at: int) -> None:
@@ -276,10 +259,7 @@ class _Flight:
         now = time.time_ns()
         self._words[at + 4] = now
         self._words[_BEAT] = now
-        self._inside = None
-
-    def inside(self) -> str:
-        return "" if self._inside is None else _message(*self._inside)
+        self.inside = None
 
     def close(self, ended: bool) -> None:
         self._words[_BEAT] = time.time_ns()

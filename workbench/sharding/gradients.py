@@ -1,18 +1,14 @@
 """Gradients after backward: complete every partial sum once, then compute norms without double counting.
 
 Each rank back-propagated the plain sum over its own tokens, so the gradient of the step is the *sum* over
-dp x cp; nothing is averaged. Parameters that every tp rank holds whole but trains on local heads only take one
-more sum over tp, once per optimizer step.
-
-If parameters are sharded over dp x cp (`workbench.sharding.data_parallel`), backward has already summed over dp x cp,
-and a rank holds its shard of the sum.
+dp x cp; nothing is averaged. If parameters are sharded over dp x cp (`workbench.sharding.data_parallel`), backward has
+already summed over dp x cp, and a rank holds its shard of the sum.
 
 For a model sharded by an external trainer (`given_norms`, `given_gradient`), a parameter may be a plain tensor, whose
-gradient is assumed whole on every rank (one rank, DDP), or a DTensor (FSDP2, tensor parallelism by DTensor), whose
-placements describe the sharding. Sums run over the mesh dimensions that a gradient is sharded over, never over those
-that replicate it. A gradient that is still a partial sum is completed first, because the norm of a partial sum is
-meaningless. A gradient is ``parameter.grad``, or, if that is None, ``parameter.main_grad``: Megatron's DDP adds every
-gradient to that buffer as soon as it is computed, and removes ``grad``. All ranks pass the same parameters.
+gradient is assumed whole on every rank (one rank, DDP), or a DTensor (FSDP2, tensor parallelism by DTensor). Sums run
+over the mesh dimensions that a gradient is sharded over; one that is still a partial sum is completed first. A gradient
+is ``parameter.grad``, or, if that is None, ``parameter.main_grad``: Megatron's DDP adds every gradient to that buffer
+as soon as it is computed, and removes ``grad``. All ranks pass the same parameters.
 
 Source: DTensor's placements as in torch 2.11 to 2.13. Why ``get_total_norm`` does not serve: pytorch/pytorch#180346
         (plain tensors next to DTensors, two meshes) and #170862 (its result is a partial norm).
@@ -107,7 +103,7 @@ def full_tensor(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
 
 @torch.no_grad()
 def copy_local_part(value: Tensor, whole: Tensor, shard: ParameterShard, mesh: Mesh) -> None:
-    """Copy this rank's shard of a whole tensor, in place: the inverse of `whole_tensor`. Not collective."""
+    """Copy this rank's shard of a whole tensor, in place: the inverse of `full_tensor`. Not collective."""
     part = local_part(whole, shard, mesh["tp"])
     local = _local(value, shard)
     if shard.over_dp_cp:
@@ -121,10 +117,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by their names in the unwrapped model.
-
-    The prefix of DDP and the name parts of torch.compile and activation checkpointing are removed. Tied weights are one
-    parameter.
+    """Trainable parameters by their names in the unwrapped model; tied weights are one parameter.
 
     Example:
         >>> list(trained_parameters(nn.ModuleDict({"_orig_mod": nn.Linear(2, 2, bias=False)})))

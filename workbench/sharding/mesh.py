@@ -29,7 +29,7 @@ class Axis:
     """One named axis, with this rank's coordinate.
 
     Attributes:
-        name: "dp", "cp", "tp"; "dp_cp" for the two flattened; "cp_inner" and "cp_outer" for cp split in two.
+        name: one of `Mesh`, or another for groups of a trainer or a bridge.
         size: ranks along it.
         rank: this rank's coordinate.
         group: process group (or simulated group) of the ranks that differ only in this coordinate; None if size is 1.
@@ -114,12 +114,7 @@ def make_mesh(
             rule="dp * cp * tp is the number of ranks",
             fix=f"start {requested} ranks, or choose sizes whose product is {world}",
         )
-    if ulysses < 1 or cp % ulysses:
-        raise ShardingError(
-            f"mesh with cp={cp} and ulysses={ulysses}",
-            rule="ulysses divides cp",
-            fix="choose a divisor of cp as the number of neighbours that exchange heads",
-        )
+    check_ulysses(f"mesh with cp={cp} and ulysses={ulysses}", cp, ulysses)
     device = torch.device(device)
     if world == 1:
         return single_process_mesh(device)
@@ -141,6 +136,16 @@ def make_mesh(
     return Mesh(axes, device)
 
 
+def check_ulysses(requested: str, cp: int, ulysses: int) -> None:
+    """Raise if cp cannot be split into neighbours of this number."""
+    if ulysses < 1 or cp % ulysses:
+        raise ShardingError(
+            requested,
+            rule="ulysses divides cp",
+            fix="choose a divisor of cp as the number of neighbours that exchange heads",
+        )
+
+
 def _axis(name: str, size: int, rank: int, group: dist.ProcessGroup | None) -> Axis:
     ranks = () if group is None else flight.compact(dist.get_process_group_ranks(group))
     return Axis(name, size, rank, group, ranks)
@@ -149,13 +154,17 @@ def _axis(name: str, size: int, rank: int, group: dist.ProcessGroup | None) -> A
 def _inner_and_outer(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis]:
     """cp_inner and cp_outer of this rank, created in the same order on every rank; all of cp reuses its group."""
     outer = axis.size // inner
-    sizes = {"cp_inner": inner, "cp_outer": outer}
-    ranks = {"cp_inner": axis.rank % inner, "cp_outer": axis.rank // inner}
-    groups = {name: axis.group if size == axis.size else None for name, size in sizes.items()}
-    if 1 < inner < axis.size:
-        grid = torch.arange(dp * axis.size * tp).view(dp, outer, inner, tp)
-        groups = {"cp_inner": _group_among(grid.movedim(2, -1)), "cp_outer": _group_among(grid.movedim(1, -1))}
-    return {name: _axis(name, sizes[name], ranks[name], groups[name]) for name in sizes}
+    grid = torch.arange(dp * axis.size * tp).view(dp, outer, inner, tp)
+    axes = {}
+    for name, size, rank, dim in (
+        ("cp_inner", inner, axis.rank % inner, 2),
+        ("cp_outer", outer, axis.rank // inner, 1),
+    ):
+        group = axis.group if size == axis.size else None
+        if 1 < inner < axis.size:
+            group = _group_among(grid.movedim(dim, -1))
+        axes[name] = _axis(name, size, rank, group)
+    return axes
 
 
 def _group_among(lines: torch.Tensor) -> dist.ProcessGroup | None:
@@ -171,8 +180,8 @@ def _group_among(lines: torch.Tensor) -> dist.ProcessGroup | None:
 def join(device_type: str, *, timeout_s: float) -> torch.device:
     """Join the job that this process was started in, and return this rank's device.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK as every launcher of torch sets them; a process without them is a
-    job of one rank and joins nothing. A collective that waits longer than ``timeout_s`` fails.
+    Reads RANK, WORLD_SIZE and LOCAL_RANK as every launcher of torch sets them; without them the job is one rank, which
+    joins nothing. A collective that waits longer than ``timeout_s`` fails.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
@@ -203,11 +212,7 @@ GivenMesh = Mesh | DeviceMesh
 
 
 def axis_of(given: GivenGroup | None, name: str) -> Axis:
-    """Return the axis of an existing group. No collective.
-
-    Args:
-        given: the group; None: no group, an axis of one rank.
-        name: name of the axis in messages and flight records.
+    """Return the axis of an existing group, or of one rank for None; named in messages and records. No collective.
 
     Raises:
         ShardingError: a device mesh of several dimensions, or a group that this rank is not in.
@@ -246,8 +251,7 @@ def world_axis() -> Axis:
 def axes_of(mesh: GivenMesh) -> tuple[Axis, tuple[Axis, ...]]:
     """Return the context-parallel axis of a mesh and its data-parallel axes.
 
-    Args:
-        mesh: a workbench mesh; or a device mesh with dimensions "cp" and "dp", "dp_..." (either may be absent).
+    A device mesh has dimensions "cp" and "dp", "dp_..."; either may be absent.
 
     Raises:
         ShardingError: a device mesh with other, unknown dimension names.
@@ -270,11 +274,7 @@ def axes_of(mesh: GivenMesh) -> tuple[Axis, tuple[Axis, ...]]:
 
 
 def device_mesh_of(axis: Axis, device_type: str) -> DeviceMesh:
-    """Return a one-dimensional device mesh over the axis's own group, as torch's APIs take it.
-
-    Raises:
-        ShardingError: an axis without a process group.
-    """
+    """Return a device mesh over the axis's own process group, as torch's APIs take it; without one raise an error."""
     if not isinstance(axis.group, dist.ProcessGroup):
         raise ShardingError(
             f"device mesh of axis {axis.name}",

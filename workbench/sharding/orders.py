@@ -1,13 +1,7 @@
 """Token orders: how the tokens of a row are dealt to the ranks that share it, and the divisibility they need.
 
-Every order deals the same number of tokens to every rank. Orders differ in the balance of causal attention work, in
-communication volume and in padding.
-
-    contiguous        rank r holds the r-th piece. Nearby tokens stay together; the last rank works most.
-    zigzag            2 cp chunks, rank r holds r and 2 cp - 1 - r. Balanced for a row that is one document.
-    striped           token t is on rank t mod cp. Balanced to within a token per row; neighbouring tokens are split.
-    document_zigzag   zigzag inside each document. Balanced for any documents; each is padded.
-    balanced          blocks, dealt by their work. Balanced for any documents, up to a block; none is padded.
+Every order deals the same number of tokens to every rank. Orders differ in the balance of causal attention work, which
+the README of this package compares, in communication volume and in padding.
 
 Letters: T packed tokens | N documents (the padding at the end of a row counts as one) | B blocks of a row.
 """

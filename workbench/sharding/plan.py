@@ -28,10 +28,8 @@ def spans(positions: Sequence[int]) -> list[tuple[int, int]]:
     """
     runs: list[tuple[int, int]] = []
     for position in positions:
-        if runs and runs[-1][1] == position:
-            runs[-1] = (runs[-1][0], position + 1)
-        else:
-            runs.append((position, position + 1))
+        begin = runs.pop()[0] if runs and runs[-1][1] == position else position
+        runs.append((begin, position + 1))
     return runs
 
 
@@ -64,7 +62,6 @@ class Balance:
         return slowest * size / sum(self.pairs_by_rank)
 
     def __repr__(self) -> str:
-        """Both ratios and the pairs of each rank."""
         return (
             f"Balance(max/mean {self.max_over_mean:.3f}, {self.in_lock_step:.3f} in a ring; pairs of ranks "
             f"{', '.join(f'{pairs:,}' for pairs in self.pairs_by_rank)})"
@@ -124,7 +121,6 @@ class ShardPlan:
         return cls(order, cp, permutation, torch.argsort(permutation), lengths or ())
 
     def __repr__(self) -> str:
-        """The token ranges of each rank."""
         shown = [f"rank {rank}: {self._ranges(rank)}" for rank in range(min(self.cp, 8))]
         more = [f"and {self.cp - 8} more"] if self.cp > 8 else []
         return f"ShardPlan({self.order}, {self.num_tokens} tokens over cp={self.cp}; {'; '.join([*shown, *more])})"
@@ -192,9 +188,7 @@ class ShardPlan:
         edges = [cell * self.num_tokens // cells for cell in range(cells + 1)]
         rows = {"tokens": f"0{self.num_tokens - 1:>{max(cells, 2) - 1}}"}
         if self.document_lengths:
-            numbers_T = torch.repeat_interleave(
-                torch.arange(len(self.document_lengths)), torch.tensor(self.document_lengths)
-            )
+            numbers_T = torch.arange(len(self.document_lengths)).repeat_interleave(torch.tensor(self.document_lengths))
             rows["documents"] = _cells(numbers_T, edges, "abcdefghijklmnopqrstuvwxyz")
         rows["ranks"] = _cells(self.owners_T, edges, "0123456789abcdefghijklmnopqrstuvwxyz")
         return "\n".join(f"{name:<11}{text}" for name, text in rows.items())

@@ -1,11 +1,10 @@
 """Layout of hidden states over the tp axis between tensor-parallel blocks: replicated, or sharded over tokens.
 
 A tensor-parallel block (attention, a feed-forward) reads all tokens of its cp rank and returns a partial sum for each
-of them. Plain tensor parallelism replicates the tokens between blocks: the input goes to every rank's part, the output
-is all-reduced. Sequence parallelism shards them, in contiguous runs of the rank's local order after the cp split: the
-input is all-gathered, the output reduce-scattered, which moves the same bytes. Layers between blocks (norms, residual
-sums, biases after the sum, routers) then act on a rank's own tokens, so the gradient of each of their weights is
-partial, and one sum over tp per optimizer step completes it.
+of them. Plain tensor parallelism replicates the tokens between blocks; sequence parallelism shards them, in contiguous
+runs of the rank's local order after the cp split. Layers between blocks (norms, residual sums, biases after the sum,
+routers) then act on a rank's own tokens, so the gradient of each of their weights is partial, and one sum over tp per
+optimizer step completes it.
 
 Letters: t tokens of a cp rank | D model dimension.
 """

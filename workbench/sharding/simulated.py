@@ -1,9 +1,9 @@
 """All ranks of a mesh in one process: deterministic threads that switch only inside a collective.
 
-Each rank is a thread that runs the code of a real rank: the same functions, the same autograd, the same collectives
-(`workbench.sharding.wire` receives a group with ``exchange`` instead of a process group). One rank runs at a time, in
-rank order, until it waits for others, so a simulation is deterministic and detects a deadlock immediately. Backward
-runs in the calling thread, on a GPU too, so collectives inside backward work.
+Each rank is a thread that runs the code of a real rank (`workbench.sharding.wire` receives a group with ``exchange``
+instead of a process group). One rank runs at a time, in rank order, until it waits for others, so a simulation is
+deterministic and detects a deadlock immediately. Backward runs in the calling thread, on a GPU too, so collectives
+inside backward work.
 
 Per rank, as in a separate process: grad mode, inference mode, autocast and context variables, initialised from the
 caller of `simulate`, and torch's random state on the CPU, which starts at the caller's on every rank.
@@ -22,6 +22,7 @@ Not simulated:
 from __future__ import annotations
 
 import contextvars
+import itertools
 import os
 import sys
 import threading
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import LaunchError, ShardingError
-from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.mesh import Axis, Mesh, check_ulysses
 
 Result = TypeVar("Result")
 
@@ -78,12 +79,7 @@ def simulate(
     layout = " x ".join(f"{name}={size}" for name, size in sizes.items())
     if min(sizes.values()) < 1:
         raise ShardingError(f"simulate {layout}", rule="every size is at least 1", fix="leave out axes of one rank")
-    if ulysses < 1 or cp % ulysses:
-        raise ShardingError(
-            f"simulate {layout} with ulysses={ulysses}",
-            rule="ulysses divides cp",
-            fix="choose a divisor of cp as the number of neighbours that exchange heads",
-        )
+    check_ulysses(f"simulate {layout} with ulysses={ulysses}", cp, ulysses)
     if _inside.get():
         raise ShardingError(
             f"simulate {layout} on a simulated rank",
@@ -153,9 +149,9 @@ class _World:
 
     def __init__(self, sizes: dict[str, int], ulysses: int, device: torch.device) -> None:
         self.sizes, self.ulysses, self.device = sizes, ulysses, device
-        self.size = sizes["dp"] * sizes["cp"] * sizes["tp"]
-        self.ranks = [_Rank(number, self._coordinates(number)) for number in range(self.size)]
-        self.results: list[Any] = [None] * self.size
+        places = itertools.product(*(range(size) for size in sizes.values()))  # the last, tp, varies fastest
+        self.ranks = [_Rank(number, dict(zip(sizes, place, strict=True))) for number, place in enumerate(places)]
+        self.results: list[Any] = [None] * len(self.ranks)
         self.ready: deque[_Rank] = deque(self.ranks)
         self.running: _Rank | None = None
         self.turns = 0
@@ -300,34 +296,21 @@ class _World:
             fix="raise timeout_s, or check what the rank does there:\n" + "".join(traceback.format_stack(frame)[-3:]),
         )
 
-    def _coordinates(self, number: int) -> dict[str, int]:
-        cp, tp = self.sizes["cp"], self.sizes["tp"]
-        return {"dp": number // (cp * tp), "cp": number // tp % cp, "tp": number % tp}
-
     def _mesh(self, rank: _Rank) -> Mesh:
         """Each axis holds the ranks with the same coordinates on all other axes."""
 
-        def coords(other: _Rank) -> dict[str, int]:
-            at = other.coordinates
-            return {**at, "cp_inner": at["cp"] % self.ulysses, "cp_outer": at["cp"] // self.ulysses}
+        def outside(rank: _Rank, names: set[str]) -> dict[str, int]:
+            dp, cp, tp = rank.coordinates.values()
+            split = {"dp": dp, "cp_inner": cp % self.ulysses, "cp_outer": cp // self.ulysses, "tp": tp}
+            return {name: at for name, at in split.items() if name not in names}
 
-        fixed = {
-            "dp": ("cp", "tp"),
-            "cp": ("dp", "tp"),
-            "tp": ("dp", "cp"),
-            "dp_cp": ("tp",),
-            "cp_inner": ("dp", "cp_outer", "tp"),
-            "cp_outer": ("dp", "cp_inner", "tp"),
-        }
+        cp, single = {"cp_inner", "cp_outer"}, ("dp", "tp", "cp_inner", "cp_outer")
         axes = {}
-        for name, same in fixed.items():
-            ranks = tuple(
-                other.number for other in self.ranks if all(coords(other)[axis] == coords(rank)[axis] for axis in same)
-            )
+        for name, names in ({name: {name} for name in single} | {"cp": cp, "dp_cp": cp | {"dp"}}).items():
+            ranks = tuple(other.number for other in self.ranks if outside(other, names) == outside(rank, names))
             own = ranks.index(rank.number)
-            axes[name] = (
-                Axis(name, len(ranks), own, _Group(self, name, own, ranks), ranks) if len(ranks) > 1 else Axis(name)
-            )
+            group = _Group(self, name, own, ranks)
+            axes[name] = Axis(name, len(ranks), own, group, ranks) if len(ranks) > 1 else Axis(name)
         return Mesh(axes, self.device)
 
 

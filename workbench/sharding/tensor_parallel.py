@@ -1,8 +1,7 @@
 """Tensor parallelism from a plan, on plain tensors.
 
-A `transformers` model declares how its layers can be sharded (``base_model_tp_plan``): which linear layers by column,
-which by row, which parameters stay whole. Here each named module gets its slice; parameter names do not change, so a
-gradient has the same name in every layout.
+A `transformers` model declares which of its layers are sharded by column, which by row (``base_model_tp_plan``). Here
+each named module gets its slice; parameter names do not change, so a gradient has the same name in every layout.
 
 Sharded layers form blocks: a module with column-parallel and row-parallel children (attention, a feed-forward), or
 the experts of a mixture. Hidden states enter a block once, however many layers read them there, and every row-parallel
@@ -68,8 +67,7 @@ def shard_range(size: int, axis: Axis, *, what: str) -> tuple[int, int]:
 
 def check_heads(heads: Mapping[str, int], axis: Axis) -> None:
     """Raise if tp does not divide the heads, and name each kind of head that does not divide."""
-    indivisible = {name: count for name, count in heads.items() if count % axis.size}
-    if indivisible:
+    if indivisible := {name: count for name, count in heads.items() if count % axis.size}:
         raise ShardingError(
             f"tensor parallelism over tp={axis.size}",
             found=", ".join(f"{count} {name} heads" for name, count in indivisible.items()),
@@ -83,20 +81,15 @@ def apply_tensor_parallel(
 ) -> dict[str, ParameterShard]:
     """Reduce a model, of the same whole weights on every rank, to this rank's shard, in place.
 
-    Args:
-        model: the model.
-        plan: name pattern of modules, or of parameters of experts -> style, one of `STYLES`. Others stay whole.
-        axis: the tensor-parallel axis.
-        sequence_parallel: hold 1 / tp of the tokens between blocks. The plan then must name the embedding, where
-            tokens are sharded, and readers of the last hidden states must gather them (`Stream.all_tokens`).
+    The plan has a name pattern of modules, or of parameters of experts, -> style, one of `STYLES`; others stay whole.
+    With ``sequence_parallel``, ranks hold 1 / tp of the tokens between blocks: the plan must name the embedding, where
+    tokens are sharded, and readers of the last hidden states must gather them (`Stream.all_tokens`).
 
     Returns:
         The sharding of every parameter, by its name in the model.
 
     Backward: of a block: `Stream.into` and `Stream.out_of`.
-
-    Raises:
-        ShardingError: an unknown style, a pattern that matches nothing, sizes that do not divide.
+    Raises:   ShardingError: an unknown style, a pattern that matches nothing, sizes that do not divide.
     Source:   Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.
     """
     shards = {name: ParameterShard() for name, _ in model.named_parameters()}

@@ -12,8 +12,7 @@ checked or handled:
     T % (2 cp) != 0                                      2.11 asserts; 2.13 silently drops the balance, and the order
     t % 64 != 0, outside half precision                  the memory-efficient kernel pads its log-sum-exps to 32, halved
 
-Up to 2.11 an exception inside leaves the function replaced; here it is restored on every exit. The caller's tensors
-are never sharded in place: torch gets copies.
+Up to 2.11 an exception inside leaves the function replaced. The caller's tensors are copied, not sharded in place.
 
 Letters: T tokens of a row | t tokens of this rank.
 Source:  torch 2.11.0 and 2.13.0, torch/distributed/tensor/experimental/_context_parallel/_attention.py; names are
@@ -51,13 +50,7 @@ EFFICIENT_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class TorchRing:
-    """torch's context manager and its module.
-
-    Attributes:
-        enter: takes a device mesh, ``buffers`` and ``buffer_seq_dims``, and returns a context manager.
-        place: the module that defines it.
-        devices: device types that it can train on.
-    """
+    """torch's context manager, the module that defines it, and the device types that it can train on."""
 
     enter: Callable[..., AbstractContextManager[None]]
     place: str
@@ -94,15 +87,10 @@ def torch_context_parallel(
 
     Forward and backward of every model that calls ``torch.nn.functional.scaled_dot_product_attention`` belong inside.
     Collectives: those of torch in each attention, the same on every rank. On an axis of one rank the tensors are
-    returned whole and attention is unchanged.
+    returned whole and attention is unchanged. Tensors are all per-token values, by name, including positions and
+    targets; ``ring`` replaces the context manager of this torch.
 
-    Args:
-        axis: the ranks that share the rows.
-        tensors: by name, each [B, T] or [B, T, ...]: all per-token values, including positions and targets.
-        ring: torch's context manager, or an equivalent one; None: that of this torch.
-
-    Yields:
-        By name, [B, t] (or [B, t, ...]) copies, in the local order of this rank.
+    Shapes: [B, T] or [B, T, ...] each -> [B, t] or [B, t, ...] copies, in the local order of this rank.
 
     Raises:
         ShardingError: a device on which torch's ring cannot train, lengths that do not divide, and attention features

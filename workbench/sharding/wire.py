@@ -105,10 +105,7 @@ def reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> None:
 
 
 def all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
-    """Send the r-th piece to rank r; the result holds at r the piece that rank r sent to this rank.
-
-    Shapes: [R, ...] -> [R, ...].
-    """
+    """Send the r-th piece to rank r; [R, ...] -> [R, ...], which holds at r the piece that rank r sent here."""
     if isinstance(group, dist.ProcessGroup):
         received_R = torch.empty_like(pieces_R)
         dist.all_to_all_single(received_R, pieces_R, group=group)
@@ -131,13 +128,7 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> T
 
 
 def start_rotation(tensor: Tensor, group: Group, rank: int, size: int) -> Callable[[], Tensor]:
-    """Send a tensor to the next rank of the ring, and receive that of the rank before; all of one shape.
-
-    It must not be overwritten before the wait is over. Every rank of the group starts the same rotations in order.
-
-    Returns:
-        A function to call once, which waits and returns the received tensor.
-    """
+    """Send a tensor to the next rank of the ring; see `collectives.start_rotation`. All have one shape."""
     after, before = (rank + 1) % size, (rank - 1) % size
     if not isinstance(group, dist.ProcessGroup):
         gathered = group.exchange(tensor.clone())

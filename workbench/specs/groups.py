@@ -13,13 +13,14 @@ from workbench.specs.losses.base import Settings
 class Group(Settings):
     """Settings whose repr shows only what differs from the defaults."""
 
+    @property
+    def changed(self) -> list[str]:
+        """Names of the settings that differ from their defaults."""
+        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        known = type(self).model_fields
-        return (
-            (name, value)
-            for name, value in super().__repr_args__()
-            if name not in known or value != known[name].default
-        )
+        shown = self.changed
+        return ((name, value) for name, value in super().__repr_args__() if name in shown)
 
 
 class LayoutSpec(Group):
@@ -78,21 +79,17 @@ class LayoutSpec(Group):
 
     def __str__(self) -> str:
         parts = [f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1]
-        if self.cp > 1:
-            parts.append(self.order)
-            parts += [f"blocks={self.block_tokens}"] if self.order == "balanced" and self.block_tokens != 128 else []
-            parts += [self.attention] if self.attention != "gathered" else []
-            parts += [f"ulysses={self.ulysses}"] if self.ulysses > 1 else []
-        parts += [self.kernel] if self.kernel != "auto" else []
-        parts += [
-            label
-            for label, on in (
-                ("sp", self.sequence_parallel),
-                ("fsdp", self.shard_parameters),
-                ("checkpointing", self.checkpointing),
-            )
-            if on
-        ]
+        labels = {
+            self.order: self.cp > 1,
+            f"blocks={self.block_tokens}": self.cp > 1 and self.order == "balanced" and self.block_tokens != 128,
+            self.attention: self.cp > 1 and self.attention != "gathered",
+            f"ulysses={self.ulysses}": self.ulysses > 1,
+            self.kernel: self.kernel != "auto",
+            "sp": self.sequence_parallel,
+            "fsdp": self.shard_parameters,
+            "checkpointing": self.checkpointing,
+        }
+        parts += [label for label, shown in labels.items() if shown]
         return " ".join(parts if self.world_size > 1 else ["one rank", *parts])
 
 
@@ -128,17 +125,12 @@ class PolicySpec(Group):
 
     @model_validator(mode="after")
     def _check_chunked_settings(self) -> PolicySpec:
-        if self.logprobs in ("reference", "vocabulary_parallel"):
-            chunked = [
-                name
-                for name in ("fused_loss", "chunk_tokens", "keep_bytes")
-                if getattr(self, name) != type(self).model_fields[name].default
-            ]
-            if chunked:
-                raise ValueError(
-                    f"{' and '.join(chunked)} with logprobs {self.logprobs!r}, which holds all logits of a "
-                    "row at once; take chunked, triton or auto"
-                )
+        chunked = [name for name in self.changed if name in ("fused_loss", "chunk_tokens", "keep_bytes")]
+        if chunked and self.logprobs in ("reference", "vocabulary_parallel"):
+            raise ValueError(
+                f"{' and '.join(chunked)} with logprobs {self.logprobs!r}, which holds all logits of a row at once; "
+                "take chunked, triton or auto"
+            )
         return self
 
 
@@ -235,10 +227,9 @@ class OnlineSpec(Group):
 
     @model_validator(mode="after")
     def _check_task(self) -> OnlineSpec:
-        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
-        if not self.on and given:
+        if not self.on and self.changed:
             raise ValueError(
-                f"{', '.join(given)} without a task, which turns online rollouts on; give online.task, "
+                f"{', '.join(self.changed)} without a task, which turns online rollouts on; give online.task, "
                 "such as arithmetic"
             )
         return self

@@ -42,12 +42,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
-    """Validate settings, and report every mistake in one error.
-
-    Args:
-        model: the pydantic model.
-        settings: a mapping, as parsed from YAML.
-        where: the source of the settings, such as a file.
+    """Validate settings from ``where``, such as a file, and report every mistake in one error.
 
     Raises:
         SpecError: an unknown key (with the nearest known one), a wrong type, a value out of range.
@@ -64,12 +59,8 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
 
 
 def _message(model: type[BaseModel], error: Any) -> str:
-    loc = [
-        part
-        for at, part in enumerate(error["loc"])
-        if not (at and error["loc"][at - 1] == "surrogate" and part in SURROGATES)
-    ]
-    path = ".".join(map(str, loc))
+    pairs = zip(("", *error["loc"]), error["loc"], strict=False)
+    path = ".".join(str(part) for group, part in pairs if not (group == "surrogate" and part in SURROGATES))
     if isinstance(error["input"], Mapping) and error["type"] == "value_error":
         text = error["msg"].removeprefix("Value error, ")  # from a validator of several settings
         return f"{path}: {text}" if path else text

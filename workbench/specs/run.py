@@ -1,8 +1,4 @@
-"""The spec of a run: every setting that decides its numbers, as data.
-
-Frozen pydantic models; an unknown key is an error that names the nearest known one. YAML in, canonical JSON
-out, whose hash is part of the run directory's name.
-"""
+"""The spec of a run: every setting that decides its numbers. YAML in, canonical JSON out, whose hash names the run."""
 
 from __future__ import annotations
 
@@ -229,13 +225,8 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
             f"weight_chunks = {spec.reproducible.weight_chunks} cannot be split over tp = {layout.tp} ranks; give a "
             "power of two that is at least tp, the same in every run that is to agree"
         )
-    ignored = [
-        name
-        for name in ("logprobs", "fused_loss", "fp32_head", "chunk_tokens", "keep_bytes")
-        if getattr(policy, name) != type(policy).model_fields[name].default
-    ]
-    if ignored:
-        yield f"{' and '.join(f'policy.{name}' for name in ignored)}: the head is fixed in this mode; leave it out"
+    if ignored := [f"policy.{name}" for name in policy.changed if name != "temperature"]:
+        yield f"{' and '.join(ignored)}: the head is fixed in this mode; leave it out"
     yield from (
         f"fault {name!r}: known bugs are planted in functions that this mode mostly replaces, so that they have no "
         "effect; plant it in the ordinary mode"

@@ -26,18 +26,14 @@ from workbench.errors import ShapeError, SpecError
 from workbench.losses.corrections import CORRECTION_WEIGHTS
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.rollouts.targets import TrainingRow
-from workbench.systems.registry import HEAD, load_system
+from workbench.systems.registry import HEAD, Settings, load_system, parse_settings
 
 TOKEN_SHAPED = ("logprobs", "targets", "mask", "values", "old_logprobs", "rollout_logprobs")
 """Inputs with the shape of the tokens; the first one present defines it."""
 
 
 class Options(Mapping[str, Any]):
-    """Options of a case that record the names that were read.
-
-    Attributes:
-        read: those names; all of them once a settings model has taken the whole mapping.
-    """
+    """Options of a case that record the names that were ``read``: all once a settings model took the whole mapping."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options, self.read = dict(options), dict[str, None]()
@@ -55,15 +51,7 @@ class Options(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a function of another system.
-
-    Attributes:
-        system: name of the system.
-        kind: kind of computation, such as "policy_loss".
-        function: the function's name in the system.
-        config: options, by the system's names.
-        inputs: arrays by name; reals float64, whole numbers int64.
-    """
+    """One call of a function of another system, see `workbench.systems.replays.replay`; arrays are float64 or int64."""
 
     system: str
     kind: str
@@ -79,17 +67,23 @@ class Case:
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.inputs:
-            raise SpecError(
-                f"{self.system}, {self.kind}: input {name!r}",
-                found=", ".join(self.inputs),
-                rule="this kind of case needs it",
-                fix="pass the array",
-            )
+            raise self._missing(f"input {name!r}", "this kind of case needs it", "pass the array")
         return self.inputs[name]
+
+    def _missing(self, subject: str, rule: str, fix: str) -> SpecError:
+        return SpecError(f"{self.system}, {self.kind}: {subject}", found=", ".join(self.inputs), rule=rule, fix=fix)
 
     def get(self, name: str) -> Tensor | None:
         """Return an input, or None if it is missing."""
         return self.inputs.get(name)
+
+    def leaf(self, name: str) -> Tensor:
+        """Return a copy of an input that collects its gradient."""
+        return self[name].clone().requires_grad_()
+
+    def options(self, model: type[Settings]) -> Any:
+        """Return the options, validated against their model."""
+        return parse_settings(model, self.config, where=self.system)
 
     @cached_property
     def shape(self) -> torch.Size:
@@ -97,19 +91,14 @@ class Case:
         for name in TOKEN_SHAPED:
             if name in self.inputs:
                 return self.inputs[name].shape
-        raise SpecError(
-            f"{self.system}, {self.kind}: the shape of its tokens",
-            found=", ".join(self.inputs),
-            rule=f"one of {', '.join(TOKEN_SHAPED)} defines it",
-            fix="pass that array",
-        )
+        rule = f"one of {', '.join(TOKEN_SHAPED)} defines it"
+        raise self._missing("the shape of its tokens", rule, "pass that array")
 
     @cached_property
     def document_ids_T(self) -> Tensor:
         """[T] document of the token: from the document index, or its row if there is none."""
-        index = self.get("document_index")
-        if index is not None:
-            return index.reshape(-1)
+        if "document_index" in self.inputs:
+            return self["document_index"].reshape(-1)
         if len(self.shape) == 1:
             return torch.zeros(self.shape, dtype=torch.long)
         return torch.arange(self.shape[0]).repeat_interleave(self.shape[1:].numel())
@@ -177,10 +166,8 @@ class Case:
     def row(self, **changes: Any) -> TrainingRow:
         """Return the tokens as one training row, with documents in which nothing counts.
 
-        Old log-probabilities that are missing are those of the live policy, detached: `replay` fills them in.
-
-        Args:
-            changes: fields that differ by the system's own convention.
+        Old log-probabilities that are missing are those of the live policy, detached: `replay` fills them in. Changes
+        are fields that differ by the system's own convention.
         """
         ids_T, counts_T = self.document_ids_T, self.loss_mask_T
         zeros_T = torch.zeros(ids_T.shape, dtype=torch.float64)
@@ -190,8 +177,8 @@ class Case:
             "document_ids_T": ids_T,
             "targets_T": self.targets_T if "targets" in self.inputs else torch.zeros_like(ids_T),
             "loss_mask_T": counts_T,
-            "advantages_T": _or(self.tokens("advantages"), zeros_T),
-            "old_logprobs_T": _or(self.tokens("old_logprobs"), zeros_T),
+            "advantages_T": self.tokens("advantages") if "advantages" in self.inputs else zeros_T,
+            "old_logprobs_T": self.tokens("old_logprobs") if "old_logprobs" in self.inputs else zeros_T,
             "sampler_logprobs_T": self.tokens("rollout_logprobs"),
             "ref_logprobs_T": self.tokens("ref_logprobs"),
             "source_T": torch.arange(ids_T.numel()),
@@ -199,9 +186,9 @@ class Case:
             "rewards_T": self.everywhere("rewards"),
             "group_ids_T": self.everywhere("group_ids"),
         }
-        given_T = self.tokens("is_weights")
-        extensions = {} if given_T is None else {CORRECTION_WEIGHTS: given_T}
-        return TrainingRow(**(fields | {"extensions": extensions} | changes))
+        if "is_weights" in self.inputs:
+            fields["extensions"] = {CORRECTION_WEIGHTS: self.tokens("is_weights")}
+        return TrainingRow(**(fields | changes))
 
     def _lengths(self) -> Tensor:
         """Return [T] trained tokens of the token's whole document, of which only a part may be present."""
@@ -222,10 +209,6 @@ def logprobs_only(logprobs_T: Tensor, entropy_T: Tensor | None = None) -> TokenL
     return TokenLogprobs(logprobs_T, entropy_T, None)  # type: ignore[arg-type]
 
 
-def _or(value_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
-    return otherwise_T if value_T is None else value_T
-
-
 def _as_tensor(value: Any) -> Tensor:
     if hasattr(value, "copy"):  # torch rejects negative strides and warns about read-only arrays
         value = value.copy()
@@ -237,19 +220,14 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def inputs_of(system: str, kind: str) -> tuple[str, ...]:
-    """Return the names of the arrays that a system's function takes.
-
-    Args:
-        system: one of `SYSTEMS`.
-        kind: kind of case, as in `replay`.
+    """Return the names of the arrays that a system's function takes, by the kind of case.
 
     Raises:
-        SpecError: the system has no such kind.
+        SpecError: unknown system, or the system has no such kind.
     """
     declared = load_system(system)
-    further = declared.arrays_of
-    if kind in further:
-        return further[kind]
+    if kind in declared.arrays_of:
+        return declared.arrays_of[kind]
     if kind == "logprobs":
         return ("logits", "targets", "cotangent_logprobs", "cotangent_entropy")
     tokens = ("advantages", "mask", "document_index", *declared.arrays)
@@ -263,7 +241,7 @@ def inputs_of(system: str, kind: str) -> tuple[str, ...]:
     if kind not in policy:
         raise SpecError(
             f"arrays of {kind!r} of {system}",
-            rule=f"one of {', '.join([*policy, 'logprobs', *further])}",
+            rule=f"one of {', '.join([*policy, 'logprobs', *declared.arrays_of])}",
             fix="choose one of them",
         )
     return (*policy[kind], *tokens)

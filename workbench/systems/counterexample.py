@@ -41,33 +41,24 @@ SPREADS = (0.2, 0.6, 1.5, 0.02)
 
 @dataclass(frozen=True)
 class Counterexample:
-    """A batch on which two losses differ.
-
-    Attributes:
-        seed: seed of `workbench.systems.counterexample.adversarial_row`.
-        losses: both losses.
-        gradient_norms: norms of the derivatives by the head output.
-        relative: relative distance of the losses, and of the gradients' worst element.
-    """
+    """A batch on which two losses differ."""
 
     seed: int
+    """Of `adversarial_row`."""
     losses: tuple[float, float]
     gradient_norms: tuple[float, float]
+    """L2, of the derivatives by the head output."""
     relative: tuple[float, float]
+    """Relative distance of the losses, and of the gradients' worst element."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss and gradient of a batch.
-
-    Attributes:
-        loss: the loss.
-        gradient_S: its derivatives by log-probabilities, entropies, log normalisers and mean squared logits, [4 T]; or
-            by logits, [T V].
-    """
+    """Loss and gradient of a batch."""
 
     loss: float
     gradient_S: Tensor
+    """By log-probabilities, entropies, log normalisers and mean squared logits, [4 T]; or by logits, [T V]."""
 
     @property
     def gradient_norm(self) -> float:
@@ -84,7 +75,7 @@ def adversarial_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(LENGTHS[seed % len(LENGTHS)])
     ids_T = torch.arange(len(lengths)).repeat_interleave(lengths)
-    number, documents = len(ids_T), len(lengths)
+    number = len(ids_T)
 
     def normal(size: int = number) -> Tensor:
         return torch.randn(size, generator=draw, dtype=torch.float64)
@@ -101,16 +92,12 @@ def adversarial_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
         from_ref_T = torch.where(ids_T == longest, -12 + from_ref_T, from_ref_T)
     # keep log-probabilities below 0 for any ratio: the largest of the four lies between -2 and 0
     towards_sampler_T = 0.5 * spread * normal()
-    offsets_4T = torch.stack(
-        [moved_T, torch.zeros(number, dtype=torch.float64), towards_sampler_T, moved_T + from_ref_T]
-    )
+    offsets_4T = torch.stack([moved_T, torch.zeros_like(moved_T), towards_sampler_T, moved_T + from_ref_T])
     top_T = -2 * torch.rand(number, generator=draw, dtype=torch.float64) - 1e-3
     policy_T, old_T, sampler_T, ref_T = (offsets_4T - offsets_4T.amax(0) + top_T).unbind()
-    advantages_T = normal(documents)[ids_T] if seed % 3 == 0 else normal()
-    rewards_N = torch.where(torch.rand(documents, generator=draw) < 0.5, 1.0, -0.5).double()
-    lengths_T = torch.bincount(ids_T, weights=loss_mask_T.double())[ids_T].clamp_min(1)
+    advantages_T = normal(len(lengths))[ids_T] if seed % 3 == 0 else normal()
+    rewards_N = torch.where(torch.rand(len(lengths), generator=draw) < 0.5, 1.0, -0.5).double()
     group_T = ids_T // 2
-    tokens_in_group_T = torch.bincount(group_T).double()[group_T]
     row = TrainingRow(
         tokens_T=torch.zeros_like(ids_T),
         positions_T=torch.zeros_like(ids_T),
@@ -122,14 +109,14 @@ def adversarial_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
         sampler_logprobs_T=sampler_T,
         ref_logprobs_T=ref_T,
         source_T=torch.arange(number),
-        lengths_T=lengths_T,
+        lengths_T=torch.bincount(ids_T, weights=loss_mask_T.double())[ids_T].clamp_min(1),
         rewards_T=rewards_N[ids_T],
         group_ids_T=group_T,
         rollout_ids_T=ids_T,
         extensions={
             CORRECTION_WEIGHTS: (0.5 * normal()).exp(),
             "truncated": (ids_T == 2).double(),
-            "group_tokens": tokens_in_group_T,
+            "group_tokens": torch.bincount(group_T).double()[group_T],
         },
     )
     head_output = TokenLogprobs(policy_T, 1 + normal().abs(), normal())._replace(mean_squared_logit_T=normal().square())
@@ -139,21 +126,12 @@ def adversarial_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
 def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outcome:
     """Return loss and gradient on the batch of a seed, as one micro-batch of one rank.
 
-    Args:
-        spec: the loss.
-        seed: of the batch.
-        temperature: None: the head output is that of `adversarial_row`. Otherwise the policy starts from logits that
-            give the same log-probabilities at temperature 1, and divides them; the gradient is then by logits.
+    Without a temperature the head output is that of `adversarial_row`. Otherwise the policy starts from logits that
+    give the same log-probabilities at temperature 1, and divides them; the gradient is then by logits.
     """
     row, constants = adversarial_row(seed)
     if temperature is None:
-        head_output = constants._replace(
-            **{
-                name: value_T.clone().requires_grad_()
-                for name, value_T in constants._asdict().items()
-                if value_T is not None
-            }
-        )
+        head_output = TokenLogprobs(*(None if each is None else each.clone().requires_grad_() for each in constants))
         leaves = [leaf for leaf in head_output if leaf is not None]
     else:
         leaves = [adversarial_logits(constants.logprobs_T).requires_grad_()]
@@ -199,10 +177,7 @@ def compare(
 ) -> tuple[Verdict, bool | None, bool | None, Counterexample | None]:
     """Return the verdict on two specs, on loss and gradient each, and the batch that tells them apart.
 
-    Args:
-        one: the first.
-        other: the second.
-        temperatures: divisors of the same logits; None: both see the same log-probabilities.
+    Temperatures are divisors of the same logits; without them both see the same log-probabilities.
     """
     if temperatures is None and canonical(one) == canonical(other):
         return "same", True, True, None
@@ -212,10 +187,8 @@ def compare(
     for seed in SEEDS:
         pair = _outcome(one.model_dump_json(), seed, heats[0]), _outcome(other.model_dump_json(), seed, heats[1])
         relative = relative_distance(*pair)
-        losses_apart, gradients_apart = (
-            losses_apart or relative[0] > TOLERANCE,
-            gradients_apart or relative[1] > TOLERANCE,
-        )
+        losses_apart |= relative[0] > TOLERANCE
+        gradients_apart |= relative[1] > TOLERANCE
         if first is None and max(relative) > TOLERANCE:
             norms = pair[0].gradient_norm, pair[1].gradient_norm
             first = Counterexample(seed, (pair[0].loss, pair[1].loss), norms, relative)
@@ -228,11 +201,8 @@ def compare(
 
 def same_scaling(one: LossSpec, other: LossSpec) -> bool:
     """True if two specs that are the same loss on one micro-batch stay equal when a step is split into several."""
-    return (
-        one.compat.scaling.counts == other.compat.scaling.counts
-        and one.compat.scaling.powers == other.compat.scaling.powers
-        and one.breaks == other.breaks
-    )
+    left, right = one.compat.scaling, other.compat.scaling
+    return left.counts == right.counts and left.powers == right.powers and one.breaks == other.breaks
 
 
 @functools.lru_cache(maxsize=8192)

@@ -39,14 +39,7 @@ def clipped_mean_gradient(
 ) -> Tensor:
     """[T] gradient of a mean over no token of the clipped surrogate: 0 where the clip or the clamp cuts, else NaN.
 
-    Args:
-        policy_T: [T] nats, also where nothing counts.
-        old_T: [T] likewise.
-        advantages_T: [T] likewise.
-        clip_low: see `workbench.losses.clipped.clip_ratio`.
-        clip_high: likewise.
-        dual_clip: likewise.
-        log_clamp: bound of the log ratio.
+    Values are those of all tokens, in nats, and the clip that of `clip_ratio`, of a log ratio within ``log_clamp``.
     """
     log_ratio_T = policy_T.detach() - old_T
     clamped_T = log_ratio_T.clamp(-log_clamp, log_clamp)
@@ -59,12 +52,7 @@ def sequence_mean_gradient(advantages_T: Tensor, document_ids_T: Tensor, clip_lo
     """[T] gradient of a mean over no row of a clipped ratio of rows, which is 0 in a row where nothing counts.
 
     A ratio of 0 is below the clip: a negative advantage cuts its token. The whole row is NaN if one of its advantages
-    is not negative, or nothing is below the clip.
-
-    Args:
-        advantages_T: [T] also where nothing counts.
-        document_ids_T: [T] row of the token.
-        clip_low: length of the clip below 1.
+    is not negative, or nothing is below the clip, whose length below 1 is ``clip_low``.
     """
     open_T = (advantages_T >= 0) | (clip_low >= 1)
     rows = int(document_ids_T.max()) + 1
@@ -74,7 +62,6 @@ def sequence_mean_gradient(advantages_T: Tensor, document_ids_T: Tensor, clip_lo
 
 def value_mean_gradient(values_T: Tensor, returns_T: Tensor, old_values_T: Tensor | None, clip: float | None) -> Tensor:
     """[T] gradient of a mean over no token of a critic's error: 0 where the clip cuts, else NaN."""
-    cut_T = value_loss(
-        values_T.detach(), returns_T, torch.ones_like(values_T, dtype=torch.bool), old_values_T=old_values_T, clip=clip
-    ).clipped_T
-    return _where_open(torch.ones_like(values_T, dtype=torch.bool) if cut_T is None else ~cut_T)
+    all_T = torch.ones_like(values_T, dtype=torch.bool)
+    cut_T = value_loss(values_T.detach(), returns_T, all_T, old_values_T=old_values_T, clip=clip).clipped_T
+    return _where_open(all_T if cut_T is None else ~cut_T)

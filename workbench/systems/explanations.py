@@ -16,7 +16,6 @@ from workbench.systems.counterexample import Counterexample, Verdict, compare, s
 from workbench.systems.registry import (
     Settings,
     System,
-    Translation,
     load_system,
     parse_settings,
     translate_settings,
@@ -43,12 +42,7 @@ CLIPS = (
     "threshold_high",
 )
 """Settings of a surrogate that bound its ratio or drop tokens."""
-DENOMINATORS = (
-    "denominator",
-    "denominator_constant",
-    "compat",
-    "truncated",
-)
+DENOMINATORS = ("denominator", "denominator_constant", "compat", "truncated")
 """Settings and groups that define denominators."""
 TEMPERATURE = "policy.temperature"
 """A setting outside the loss; it tells apart two systems that both start from logits."""
@@ -56,60 +50,51 @@ TEMPERATURE = "policy.temperature"
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting of the spec on which the two translations differ.
-
-    Attributes:
-        setting: its path in the spec.
-        topic: one of "denominator", "clip", "policy term", "correction", "KL", "temperature", "other terms".
-        meaning: its description.
-        values: its value in both.
-        options: the options that decide it in both systems, with value and a mark if that is an unset default; "" if
-            none does.
-        silent: True where no option was set, in both: it is the system's default, or fixed.
-        acts: True if it changes loss or gradient of a micro-batch.
-    """
+    """A setting of the spec on which the two translations differ."""
 
     setting: str
+    """Its path in the spec."""
     topic: str
+    """One of "denominator", "clip", "policy term", "correction", "KL", "temperature", "other terms"."""
     meaning: str
     values: tuple[Any, Any]
     options: tuple[str, str]
+    """Options that decide it, with value and a mark if that is an unset default; "" if none does."""
     silent: tuple[bool, bool]
+    """True where no option was set: it is the system's default, or fixed."""
     acts: bool
+    """True if it changes loss or gradient of a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Verdict on two systems' settings, and their differences.
-
-    Attributes:
-        systems: titles of both.
-        specs: both as a spec.
-        verdict: "same": one canonical form, so equal on every batch; "different": a batch shows it; "cannot say".
-        same_loss: True if the number is the same; None: not known.
-        same_gradient: True if the gradient is the same; None: not known.
-        same_scaling: True if they stay equal for any split of a step into ranks and micro-batches; None if they are not
-            the same loss to begin with.
-        differences: setting by setting, those that act first.
-        notes: what each system does implicitly.
-        counterexample: a batch that tells them apart, or None.
-    """
+    """Verdict on two systems' settings, and their differences."""
 
     systems: tuple[str, str]
+    """Titles of both."""
     specs: tuple[LossSpec, LossSpec]
     verdict: Verdict
+    """Either "same" by one canonical form, so on every batch; "different" on some batch; or "cannot say"."""
     same_loss: bool | None
+    """None: not known."""
     same_gradient: bool | None
+    """None: not known."""
     same_scaling: bool | None
+    """True if they stay equal for any split of a step into ranks and micro-batches; None unless "same"."""
     differences: tuple[Difference, ...]
+    """Setting by setting, those that act first."""
     notes: tuple[tuple[str, ...], tuple[str, ...]]
+    """What each system does implicitly."""
     counterexample: Counterexample | None
+    """A batch that tells them apart."""
 
     def table(self) -> pd.DataFrame:
         """Tabulate the differences, one row per setting: both values, each system's options, whether it acts."""
         import pandas as pd
 
-        first, second = _distinct(self.systems)
+        first, second = self.systems
+        if first == second:
+            first, second = f"{first} (a)", f"{second} (b)"
         columns = ["setting", "topic", first, second, f"{first} says", f"{second} says", "acts", "meaning"]
         rows = [(d.setting, d.topic, *d.values, *d.options, d.acts, d.meaning) for d in self.differences]
         return pd.DataFrame(rows, columns=columns).set_index("setting")
@@ -124,10 +109,8 @@ class Explanation:
                 f"gradient norm {w.gradient_norms[0]:.10g} | {w.gradient_norms[1]:.10g}"
             )
         for d in self.differences:
-            values = " | ".join(
-                f"{_short(value)}{f' ({option})' if option else ''}"
-                for value, option in zip(d.values, d.options, strict=True)
-            )
+            pairs = zip(map(_short, d.values), d.options, strict=True)
+            values = " | ".join(f"{value} ({option})" if option else value for value, option in pairs)
             lines.append(f"  {'' if d.acts else '(no difference here) '}{d.topic}, {d.setting}: {values}")
         lines += [f"  {title}: {note}" for title, notes in zip(self.systems, self.notes, strict=True) for note in notes]
         return "\n".join(lines)
@@ -135,8 +118,8 @@ class Explanation:
     __repr__ = __str__
 
     def _restriction(self) -> str:
-        if self.verdict == "same":
-            return "" if self.same_scaling else " on one micro-batch; a step of several is scaled differently"
+        if self.verdict == "same" and not self.same_scaling:
+            return " on one micro-batch; a step of several is scaled differently"
         if self.verdict == "different" and self.same_gradient:
             return " (the loss; the gradient is the same)"
         if self.verdict == "different" and self.same_loss:
@@ -165,82 +148,78 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
         >>> explain("verl", {"clip_ratio": 0.2}, "verl", {"clip_ratio": 0.2}).verdict
         'same'
     """
-    systems = load_system(system_a), load_system(system_b)
-    settings = tuple(
-        parse_settings(system.settings, given, where=system.name)
-        for system, given in zip(systems, (settings_a, settings_b), strict=True)
-    )
-    translations = tuple(translate_settings(system, each) for system, each in zip(systems, settings, strict=True))
-    specs = translations[0].spec, translations[1].spec
-    temperatures = tuple(system.temperature(each) for system, each in zip(systems, settings, strict=True))
-    heated = (
-        all(system.temperature is not unit_temperature for system in systems) and temperatures[0] != temperatures[1]
-    )
-    verdict, same_loss, same_gradient, witness = compare(*specs, temperatures if heated else None)
-    titles = systems[0].title, systems[1].title
-    differences = _differences(systems, settings, translations, verdict, temperatures if heated else None)
+    sides = _Side.of(system_a, settings_a), _Side.of(system_b, settings_b)
+    specs = sides[0].spec, sides[1].spec
+    temperatures = tuple(side.system.temperature(side.settings) for side in sides)
+    from_logits = all(side.system.temperature is not unit_temperature for side in sides)
+    divisors = temperatures if from_logits and temperatures[0] != temperatures[1] else None
+    verdict, same_loss, same_gradient, counterexample = compare(*specs, divisors)
     return Explanation(
-        titles,
+        tuple(side.system.title for side in sides),
         specs,
         verdict,
         same_loss,
         same_gradient,
         same_scaling(*specs) if verdict == "same" else None,
-        differences,
-        (translations[0].notes, translations[1].notes),
-        witness,
+        _differences(sides, verdict, divisors),
+        tuple(side.notes for side in sides),
+        counterexample,
     )
 
 
 # ---- setting by setting ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Side:
+    """A system with its options, and their translation."""
+
+    system: System
+    settings: Settings
+    spec: LossSpec
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, given: Mapping[str, Any]) -> _Side:
+        system = load_system(name)
+        settings = parse_settings(system.settings, given, where=name)
+        translation = translate_settings(system, settings)
+        return cls(system, settings, translation.spec, translation.notes)
+
+
 def _differences(
-    systems: tuple[System, System],
-    settings: tuple[Any, ...],
-    translations: tuple[Translation, ...],
-    verdict: Verdict,
-    temperatures: tuple[float, float] | None,
+    sides: tuple[_Side, _Side], verdict: Verdict, temperatures: tuple[float, float] | None
 ) -> tuple[Difference, ...]:
     """Return the differences, those that act first."""
-    flat = [_flat(each.spec) for each in translations]
-    forms = [canonical(each.spec) for each in translations]
+    flat, forms = [_flat(side.spec) for side in sides], [canonical(side.spec) for side in sides]
     acting = {path for path in {*forms[0], *forms[1]} if forms[0].get(path) != forms[1].get(path)}
     roots = {
         "surrogate.upper": ("surrogate.clip_high", "surrogate.bounds", "surrogate.delta"),
         "surrogate.lower": ("surrogate.clip_low", "surrogate.bounds"),
     }
     acting |= {root for path in acting for root in roots.get(path, ())}
-    scaling = translations[0].spec.compat.scaling, translations[1].spec.compat.scaling
-    cancelled = [f"compat.scaling.{name}" for name in FACTORS] if scaling[0].powers == scaling[1].powers else []
-    deciding = [decides(system, each) for system, each in zip(systems, settings, strict=True)]
+    powers = [side.spec.compat.scaling.powers for side in sides]
+    ignored = {"name", "correction.kind"}
+    if powers[0] == powers[1]:
+        ignored |= {f"compat.scaling.{name}" for name in FACTORS}
+    deciding = [(side.settings, decides(side.system, side.settings)) for side in sides]
     values_of = {path: (value, flat[1][path]) for path, value in flat[0].items()}
     if temperatures is not None:
         values_of, acting = {TEMPERATURE: temperatures, **values_of}, {TEMPERATURE, *acting}
     rows = []
     for path, values in values_of.items():
-        if values[0] == values[1] or path in ("name", "correction.kind") or path in cancelled:
+        if values[0] == values[1] or path in ignored:
             continue
-        options = tuple(_label(each, decided.get(path, ())) for each, decided in zip(settings, deciding, strict=True))
-        silent = tuple(
-            not any(_is_set(each, name) for name in decided.get(path, ()))
-            for each, decided in zip(settings, deciding, strict=True)
-        )
-        rows.append(
-            Difference(
-                path, _topic(path), _meaning(path), values, options, silent, verdict != "same" and path in acting
-            )
-        )
+        chosen = [(settings, decided.get(path, ())) for settings, decided in deciding]
+        options = tuple(_label(settings, names) for settings, names in chosen)
+        silent = tuple(not any(_is_set(settings, name) for name in names) for settings, names in chosen)
+        acts = verdict != "same" and path in acting
+        rows.append(Difference(path, _topic(path), _meaning(path), values, options, silent, acts))
     return tuple(sorted(rows, key=lambda row: not row.acts))
 
 
 def decides(system: System, settings: Settings) -> Mapping[str, tuple[str, ...]]:
-    """Map each path in the spec, or `TEMPERATURE`, to the options of the system whose change changes it.
-
-    Args:
-        system: system of the options.
-        settings: the options, of which one at a time is changed.
-    """
+    """Map each path in the spec, or `TEMPERATURE`, to the options whose change, one at a time, changes it."""
     base, explicit, deciding = _flat_settings(system, settings), settings.model_dump(exclude_unset=True), {}
     for name, annotation, value in _options(settings):
         for other in _other_values(annotation, value):
@@ -288,42 +267,29 @@ def _other_values(annotation: Any, value: Any) -> Iterator[Any]:
 
 
 def _label(settings: Settings, names: tuple[str, ...]) -> str:
-    return ", ".join(
-        f"{name}={_short(functools.reduce(getattr, name.split('.'), settings))}"
-        f"{'' if _is_set(settings, name) else ', its default'}"
-        for name in names
-    )
+    values = {name: _short(functools.reduce(getattr, name.split("."), settings)) for name in names}
+    defaults = {name: "" if _is_set(settings, name) else ", its default" for name in names}
+    return ", ".join(f"{name}={values[name]}{defaults[name]}" for name in names)
 
 
 def _is_set(settings: Settings, name: str) -> bool:
     *groups, last = name.split(".")
-    holder: Any = functools.reduce(getattr, groups, settings)
-    return last in holder.model_fields_set
+    return last in functools.reduce(getattr, groups, settings).model_fields_set
 
 
 def _topic(path: str) -> str:
     group, _, name = path.partition(".")
-    if path == TEMPERATURE:
-        return "temperature"
     if group == "surrogate":
         return "clip" if name in CLIPS else "policy term"
     if group in DENOMINATORS:
         return "denominator"
-    return {"correction": "correction", "kl": "KL"}.get(group, "other terms")
+    return {"correction": "correction", "kl": "KL", "policy": "temperature"}.get(group, "other terms")
 
 
 def _flat(spec: LossSpec) -> dict[str, Any]:
     """Return every setting by its path; None for a parameter that only other surrogates have."""
     parameters = dict.fromkeys(f"surrogate.{name}" for kind in SURROGATES.values() for name in kind.model_fields)
-    return {**parameters, **_fields(spec)}
-
-
-def _fields(spec: BaseModel, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name in type(spec).model_fields:
-        value = getattr(spec, name)
-        flat |= _fields(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
-    return flat
+    return {**parameters, **{path: value for path, _, value in _options(spec)}}
 
 
 def _meaning(path: str) -> str:
@@ -339,7 +305,3 @@ def _meaning(path: str) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _distinct(titles: tuple[str, str]) -> tuple[str, str]:
-    return titles if titles[0] != titles[1] else (f"{titles[0]} (a)", f"{titles[1]} (b)")

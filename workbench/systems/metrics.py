@@ -26,15 +26,7 @@ from workbench.errors import SpecError
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.definitions import AnyMetric, DocumentMetric, Metric, Weight, metric_table, statistic
 from workbench.metrics.policy import Quantities, measure
-from workbench.metrics.quantities import (
-    Advantage,
-    ClipRule,
-    Column,
-    DocumentSlots,
-    LogRatio,
-    beyond,
-    clip_rule,
-)
+from workbench.metrics.quantities import Advantage, ClipRule, Column, DocumentSlots, LogRatio, beyond, clip_rule
 from workbench.metrics.values import Mean, Reducer, Value
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec
@@ -76,29 +68,22 @@ class PeerSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class Alias:
-    """A metric of another system.
-
-    Attributes:
-        metric: its declaration; the key is the system's own name for it.
-        canonical: the workbench's key of the same number; None: no canonical metric is the same on every batch.
-        note: difference from what the name suggests.
-    """
+    """A metric of another system; its key is the system's own name for it."""
 
     metric: AnyMetric
     canonical: str | None = None
+    """The workbench's key of the same number; None: no canonical metric is the same on every batch."""
     note: str = ""
+    """Difference from what the name suggests."""
 
 
 def settings_of(loss_spec: LossSpec | None, slots: DocumentSlots | None = None) -> PeerSettings:
     """Return the settings that other systems' definitions need, from those of a loss."""
-    clip = clip_rule(loss_spec)
-    number = None if slots is None else slots.number
+    clip, number = clip_rule(loss_spec), None if slots is None else slots.number
     if loss_spec is None:
         return PeerSettings(clip, num_documents=number)
-    kind = loss_spec.surrogate.kind
-    return PeerSettings(
-        clip, kind, number, loss_spec.kl.estimator, clip is not None and clip.of_documents, spec=loss_spec
-    )
+    of_documents = clip is not None and clip.of_documents
+    return PeerSettings(clip, loss_spec.surrogate.kind, number, loss_spec.kl.estimator, of_documents, loss_spec)
 
 
 def left_out() -> dict[tuple[str, str], str]:
@@ -146,11 +131,7 @@ def as_named_by(
 
 
 def aliases(system: str, settings: PeerSettings) -> tuple[Alias, ...]:
-    """Return every metric of a system with its definition, for a loss.
-
-    Raises:
-        SpecError: unknown system.
-    """
+    """Return every metric of a system with its definition, for a loss."""
     return tuple(load_system(system).aliases(settings))
 
 

@@ -57,17 +57,13 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True)
 class Translation:
-    """Settings of a system as a spec.
-
-    Attributes:
-        spec: everything about loss, weights and scaling.
-        notes: what the system does implicitly.
-        given: options that are counts of the batch, not settings.
-    """
+    """Settings of a system as a spec."""
 
     spec: LossSpec
     notes: tuple[str, ...] = ()
+    """What the system does implicitly."""
     given: tuple[str, ...] = ()
+    """Options that are counts of the batch, not settings."""
 
 
 def unit_temperature(_: Any) -> float:
@@ -124,11 +120,7 @@ class System:
 
 
 def translate_settings(system: System, settings: Settings) -> Translation:
-    """Return the translation of settings.
-
-    Raises:
-        SpecError: options that cannot be expressed, or that `LossSpec` rejects.
-    """
+    """Return the translation of settings; options that `LossSpec` rejects are a `SpecError`, too."""
     try:
         return system.translate(settings)
     except ValidationError as error:
@@ -142,11 +134,7 @@ def translate_settings(system: System, settings: Settings) -> Translation:
 
 
 def load_system(name: str) -> System:
-    """Return the system of a name.
-
-    Raises:
-        SpecError: unknown system.
-    """
+    """Return the system of a name; an unknown one is a `SpecError`."""
     if name not in SYSTEMS:
         closest = difflib.get_close_matches(str(name).lower().replace("-", "_"), SYSTEMS, n=1)
         raise SpecError(
@@ -158,12 +146,7 @@ def load_system(name: str) -> System:
 
 
 def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where: str) -> Any:
-    """Validate options against their model, and report every mistake.
-
-    Args:
-        model: model of the options.
-        settings: names and values.
-        where: the system, for the message.
+    """Validate options against their model, and report every mistake, with the system's name from ``where``.
 
     Raises:
         SpecError: no mapping, an unknown option (with the closest one), a value of the wrong type or out of range.
@@ -192,12 +175,8 @@ def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where:
 def _holder(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
     """Return the model that owns the last name of a path: that of a group, or the whole."""
     for name in path[:-1]:
-        annotation = model.model_fields[str(name)].annotation
-        model = next(
-            kind
-            for kind in (annotation, *get_args(annotation))
-            if isinstance(kind, type) and issubclass(kind, BaseModel)
-        )
+        kinds = (annotation := model.model_fields[str(name)].annotation, *get_args(annotation))
+        model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     return model
 
 

@@ -35,18 +35,7 @@ from workbench.systems.registry import Translation, load_system, parse_settings,
 
 @dataclass(frozen=True)
 class Replayed:
-    """Inputs and results of the evaluator, from which a system's metrics and further outputs are read.
-
-    Attributes:
-        case: the replayed case.
-        settings: its options.
-        translation: of the options.
-        row: its tokens.
-        head_output: head output.
-        inputs: inputs of the loss.
-        weights: weights of the step, by name.
-        evaluated: terms and scalars.
-    """
+    """Inputs and results of the evaluator, from which a system's metrics and further outputs are read."""
 
     case: Case
     settings: Any
@@ -56,6 +45,11 @@ class Replayed:
     inputs: LossInputs
     weights: Mapping[str, TokenWeights]
     evaluated: Evaluated
+
+    @property
+    def total(self) -> Tensor:
+        """The loss."""
+        return self.evaluated.scalars["total"].value
 
     @property
     def slots(self) -> DocumentSlots:
@@ -116,18 +110,10 @@ def replay(
 
 
 def evaluate_case(case: Case, head_output: TokenLogprobs, **row: Any) -> Replayed:
-    """Translate the options of a policy loss and evaluate it on the case's tokens.
-
-    Args:
-        case: source of options and tokens.
-        head_output: head output for its tokens.
-        row: fields of the row that differ from the case's.
-    """
-    system = load_system(case.system)
-    settings = policy_settings(case)
-    return evaluate_as(
-        case, head_output, settings, translate_settings(system, settings), system.counts(settings), **row
-    )
+    """Translate the options of a policy loss and evaluate it on the case's tokens; ``row``: see `Case.row`."""
+    system, settings = load_system(case.system), policy_settings(case)
+    translation = translate_settings(system, settings)
+    return evaluate_as(case, head_output, settings, translation, system.counts(settings), **row)
 
 
 def case_settings(
@@ -155,16 +141,7 @@ def evaluate_as(
     given: GivenCounts | None = None,
     **row: Any,
 ) -> Replayed:
-    """Evaluate a spec on the case's tokens.
-
-    Args:
-        case: source of the tokens.
-        head_output: head output for them.
-        settings: the case's options.
-        translation: of the options.
-        given: counts that the case was given.
-        row: fields of the row that differ from the case's.
-    """
+    """Evaluate a spec on the case's tokens, with the counts that it was given; ``row``: see `Case.row`."""
     tokens = case.row(**row)
     if case.get("old_logprobs") is None:
         live_T = head_output.logprobs_T.detach()
@@ -172,27 +149,33 @@ def evaluate_as(
     (weights,), totals = step_weights([tokens], translation.spec, given=given)
     inputs = loss_inputs(tokens, head_output, totals)
     evaluated = evaluate_loss(build_loss(translation.spec), inputs, weights, tokens.loss_mask_T)
-    return Replayed(
-        case, settings, translation, tokens, head_output, prepare_inputs(inputs, translation.spec), weights, evaluated
-    )
+    prepared = prepare_inputs(inputs, translation.spec)
+    return Replayed(case, settings, translation, tokens, head_output, prepared, weights, evaluated)
+
+
+def back_propagate(total: Tensor, leaves: Mapping[str, Tensor], case: Case | None = None) -> dict[str, Any]:
+    """Return the loss and the gradients of leaves, by the names of these outputs.
+
+    Args:
+        total: the loss.
+        leaves: name of the gradient's output -> tensor that it is the gradient of, in its original shape.
+        case: adds to the gradients that it has, from its ``grad_output``; None: there are none.
+    """
+    scale = None
+    if case is not None:
+        scale = case.config.get("grad_output")
+        for name, leaf in leaves.items():
+            before = case.get(f"{name}_in")
+            leaf.grad = torch.zeros_like(leaf) if before is None else before.clone()
+    total.backward(torch.as_tensor(1.0 if scale is None else scale, dtype=total.dtype))
+    return {"loss": total.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
 def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Back-propagate, and name the outputs.
-
-    Args:
-        replayed: the evaluated case.
-        leaves: name of the gradient's output -> tensor that it is the gradient of, in its original shape.
-    """
-    system, case = load_system(replayed.case.system), replayed.case
-    total = replayed.evaluated.scalars["total"].value
-    for name, leaf in leaves.items():
-        before = case.get(f"{name}_in")
-        leaf.grad = torch.zeros_like(leaf) if before is None else before.clone()
-    scale = case.config.get("grad_output")
-    total.backward(torch.as_tensor(1.0 if scale is None else scale, dtype=total.dtype))
-    outputs = {"loss": total.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
-    for name, value in system.outputs(replayed).items():
+    """Back-propagate from the leaves, see `back_propagate`, and add the system's further outputs and metrics."""
+    case = replayed.case
+    outputs = back_propagate(replayed.total, leaves, case)
+    for name, value in load_system(case.system).outputs(replayed).items():
         outputs[name] = case.shaped(value) if value.shape == replayed.row.loss_mask_T.shape else value.detach()
     return {**outputs, "metrics": case_metrics(replayed)}
 
@@ -215,7 +198,7 @@ def named_metrics(
         replayed.case.system,
         replayed.detached_inputs,
         replayed.row.loss_mask_T,
-        terms=replayed.evaluated.terms if terms is None else terms,
+        terms=terms or replayed.evaluated.terms,
         loss_spec=spec or replayed.translation.spec,
         slots=replayed.slots,
         settings=settings,
@@ -228,16 +211,15 @@ def named_metrics(
 
 def policy_loss(case: Case) -> dict[str, Any]:
     """Replay a policy loss from log-probabilities, rectangular or packed."""
-    leaf = case["logprobs"].clone().requires_grad_()
-    return finish(
-        evaluate_case(case, logprobs_only(leaf.reshape(-1), case.tokens("entropies"))), {"grad_logprobs": leaf}
-    )
+    leaf = case.leaf("logprobs")
+    head_output = logprobs_only(leaf.reshape(-1), case.tokens("entropies"))
+    return finish(evaluate_case(case, head_output), {"grad_logprobs": leaf})
 
 
 def policy_loss_logits(case: Case) -> dict[str, Any]:
     """Replay a policy loss from logits."""
     temperature = load_system(case.system).temperature(policy_settings(case))
-    leaf = case["logits"].clone().requires_grad_()
+    leaf = case.leaf("logits")
     head_output = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=temperature)
     outputs = finish(evaluate_case(case, head_output), {"grad_logits": leaf})
     return {**outputs, "logprobs": case.shaped(head_output.logprobs_T)}
@@ -245,8 +227,7 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
 
 def head(case: Case, temperature: float = 1.0) -> tuple[dict[str, Tensor], TokenLogprobs]:
     """Return the leaves of an output head by the names of their gradients, and its output."""
-    names = [name for name in ("hidden", "weight", "bias") if case.get(name) is not None]
-    leaves = {f"grad_{name}": case[name].clone().requires_grad_() for name in names}
+    leaves = {f"grad_{name}": case.leaf(name) for name in ("hidden", "weight", "bias") if case.get(name) is not None}
     hidden_TD, weight_VD = leaves["grad_hidden"].flatten(0, -2), leaves["grad_weight"]
     bias_V = leaves.get("grad_bias")
     return leaves, token_logprobs(hidden_TD, weight_VD, case.targets_T, temperature=temperature, bias_V=bias_V)
@@ -277,7 +258,7 @@ def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
 
 def logprobs(case: Case) -> dict[str, Any]:
     """Replay log-probabilities and entropies of logits, and the gradient of their products with the cotangents."""
-    leaf = case["logits"].clone().requires_grad_()
+    leaf = case.leaf("logits")
     output = token_logprobs_from_logits(
         leaf.reshape(-1, leaf.shape[-1]), case.targets_T, temperature=case.config.get("temperature") or 1.0
     )
@@ -288,79 +269,53 @@ def logprobs(case: Case) -> dict[str, Any]:
         "logprobs": case.shaped(output.logprobs_T),
         "entropy": case.shaped(output.entropy_T),
         "grad_logits": leaf.grad,
-        "metrics": {},
     }
 
 
-def aggregation(
-    case: Case, spec: LossSpec, given: GivenCounts | None = None, *, result: str = "loss"
-) -> dict[str, Any]:
-    """Replay a function that reduces values to one number.
-
-    Args:
-        case: source of the values.
-        spec: of which denominator and scaling are used.
-        given: counts that the case was given.
-        result: the output's name.
-    """
-    leaf = case["values"].clone().requires_grad_()
+def aggregation(case: Case, spec: LossSpec, given: GivenCounts | None = None) -> dict[str, Any]:
+    """Replay a function that reduces values to one number, by denominator and scaling of a spec."""
+    leaf = case.leaf("values")
     (weights,), _ = step_weights([case.row()], spec, given=given)
     total = reduce_terms({"values": Term(leaf.reshape(-1))}, weights, case.loss_mask_T)["total"].value
-    total.backward()
-    return {result: total.detach(), "grad_values": leaf.grad, "metrics": {}}
+    return back_propagate(total, {"grad_values": leaf})
 
 
 def critic_loss(
     case: Case, spec: LossSpec, given: GivenCounts | None = None, *, coefficient: float = 1.0, **options: Any
 ) -> tuple[dict[str, Any], Term]:
-    """Replay a critic's loss; return its outputs, and its term without the coefficient.
+    """Replay a critic's loss by denominator and scaling of a spec, with the options of `value_loss`.
 
-    Args:
-        case: source of values, returns and, for a clip, old values.
-        spec: of which denominator and scaling are used.
-        given: counts that the case was given.
-        coefficient: multiplies the loss.
-        options: settings of `workbench.losses.auxiliary.value_loss`.
+    Returns:
+        Its outputs, and its term without the coefficient.
     """
-    leaf, counts_T = case["values"].clone().requires_grad_(), case.loss_mask_T
+    leaf, counts_T = case.leaf("values"), case.loss_mask_T
     old_T = None if options.get("clip") is None else case["old_values"].reshape(-1)
     term = value_loss(leaf.reshape(-1), case["returns"].reshape(-1), counts_T, old_values_T=old_T, **options)
     (weights,), _ = step_weights([case.row()], spec, given=given)
     total = reduce_terms({"value": replace(term, coefficient=coefficient)}, weights, counts_T)["total"].value
-    total.backward()
-    return {"loss": total.detach(), "grad_values": leaf.grad, "metrics": {}}, term
+    return back_propagate(total, {"grad_values": leaf}), term
 
 
 def kl_estimator(case: Case, spec: LossSpec) -> dict[str, Any]:
-    """Replay an estimate of KL(policy || ref), on every token, and its sum if no cotangent is given.
+    """Replay the estimate of KL(policy || ref) of a spec with coefficient 1, on every token.
 
-    Args:
-        case: source of the tokens.
-        spec: of which KL penalty (with coefficient 1) and denominator are used.
+    Without a cotangent, its sum under the spec's denominator is the loss.
     """
-    leaf, everywhere_T = case["logprobs"].clone().requires_grad_(), torch.ones_like(case.loss_mask_T)
+    leaf, everywhere_T = case.leaf("logprobs"), torch.ones_like(case.loss_mask_T)
     old_T, ref_T = leaf.detach().reshape(-1), case["ref_logprobs"].reshape(-1)
     (weights,), totals = step_weights([case.row()], spec)
     row = case.row(loss_mask_T=everywhere_T, old_logprobs_T=old_T, ref_logprobs_T=ref_T)
     term = kl_term(loss_inputs(row, logprobs_only(leaf.reshape(-1)), totals), spec.kl)
     outputs = {"kl": case.shaped(term.values_T)}
-    if case.get("cotangent") is not None:
-        term.values_T.backward(case["cotangent"].reshape(-1))
-    else:
+    if case.get("cotangent") is None:
         total = reduce_terms({"kl": term}, weights, case.loss_mask_T)["total"].value
-        total.backward()
-        outputs["loss"] = total.detach()
-    return {**outputs, "grad_logprobs": leaf.grad, "metrics": {}}
+        return outputs | back_propagate(total, {"grad_logprobs": leaf})
+    term.values_T.backward(case["cotangent"].reshape(-1))
+    return {**outputs, "grad_logprobs": leaf.grad}
 
 
 def evaluate_correction(case: Case, settings: Any, spec: LossSpec) -> Replayed:
-    """Evaluate a spec's correction alone: there is no live policy yet, so the old one takes its place.
-
-    Args:
-        case: source of the tokens.
-        settings: the case's options.
-        spec: of which the correction is used.
-    """
+    """Evaluate a spec's correction alone: there is no live policy yet, so the old one takes its place."""
     return evaluate_as(case, logprobs_only(case["old_logprobs"].reshape(-1)), settings, Translation(spec))
 
 

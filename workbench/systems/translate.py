@@ -18,14 +18,7 @@ from workbench.errors import SpecError
 from workbench.losses.canonical import canonical
 from workbench.reduction.weights import scaling_factor
 from workbench.specs.losses import CorrectionSpec, KLSpec, LossSpec, ScalingSpec
-from workbench.systems.registry import (
-    SYSTEMS,
-    Settings,
-    Translation,
-    load_system,
-    parse_settings,
-    translate_settings,
-)
+from workbench.systems.registry import SYSTEMS, Settings, Translation, load_system, parse_settings, translate_settings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,16 +79,9 @@ def checked_back(
     translate: Callable[[Any], Translation],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the options if they translate to the spec's loss in every layout, with the same penalty in the reward.
+    """Return the closest options if they translate to the spec's loss in every layout, with the same reward penalty.
 
     Two specs are the same loss if their canonical forms are equal (`workbench.losses.canonical`).
-
-    Args:
-        title: the system's title, for the message.
-        spec: the spec to express in the system's options.
-        model: model of its options.
-        translate: from its options to a spec.
-        settings: the closest options.
 
     Raises:
         SpecError: the system has no such loss; the message names what would differ.
@@ -105,8 +91,7 @@ def checked_back(
     same_step = scaling.powers == other.powers and scaling.counts == other.counts
     same_reward = _in_reward(spec) == _in_reward(round_trip)
     same = same_step and same_reward and canonical(spec) == canonical(round_trip)
-    mismatches = [] if same else list(differences(spec, round_trip))
-    if mismatches:
+    if not same and (mismatches := differences(spec, round_trip)):
         entries = "; ".join(f"{path} = {value!r} ({title}: {other!r})" for path, value, other in mismatches[:5])
         raise SpecError(
             f"options of {title} for this loss",
@@ -149,12 +134,8 @@ def unsupported(title: str, subject: str, rule: str) -> SpecError:
 def bounded_correction(kind: str | None, low: float | None, high: float | None, ratio: str = "token") -> dict[str, Any]:
     """Return the correction by old / sampler of a type, as settings of a `CorrectionSpec`.
 
-    Args:
-        kind: "tis" truncates weights outside the bounds, "icepop" zeroes them, "seq-mask-tis" drops rows by their
-            geometric mean; None: no bounds.
-        low: lower bound.
-        high: upper bound.
-        ratio: see `CorrectionSpec`.
+    "tis" truncates weights outside the bounds, "icepop" zeroes them, "seq-mask-tis" drops rows by their geometric mean;
+    None has no bounds.
     """
     if kind == "seq-mask-tis":
         return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
@@ -174,11 +155,7 @@ def bounds_of(correction: CorrectionSpec) -> tuple[str, float | None, float | No
 
 
 def scaling_contract(system: str, mode: str | None = None) -> ScalingSpec:
-    """Return the contract of a system, for ``loss.compat.scaling``.
-
-    Args:
-        system: one of `SYSTEMS`.
-        mode: its backend or mode; None: the first one.
+    """Return the contract of a system, for ``loss.compat.scaling``, in a backend or mode; None: the first one.
 
     Raises:
         SpecError: unknown system or mode.
@@ -233,6 +210,7 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
         for mode, scaling in load_system(system).scaling.items():
             factor = scaling_factor(scaling, dp=dp, cp=cp, micro_batches=passes)
             parts = {"step": 1, "pass": passes, "micro_batch": dp * passes}[scaling.counts]
+            above, below = factors(scaling.engine_multiplies), factors(scaling.engine_divides)
             lines.append(
                 {
                     "system": system,
@@ -241,14 +219,9 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
                     "counts": scaling.counts.replace("_", "-"),
                     "multiplies": factors(scaling.multiplied_by),
                     "divides": factors(scaling.divided_by),
-                    "engine": _engine(scaling, factors),
+                    "engine": ", ".join(filter(None, ["sum", above and f"times {above}", below and f"over {below}"])),
                     "factor": factor * parts,
                     "breaks": ", ".join(scaling.breaks),
                 }
             )
     return pd.DataFrame(lines).set_index(["system", "mode"])
-
-
-def _engine(scaling: ScalingSpec, factors: Callable[[tuple[str, ...]], str]) -> str:
-    above, below = factors(scaling.engine_multiplies), factors(scaling.engine_divides)
-    return ", ".join(filter(None, ["sum", above and f"times {above}", below and f"over {below}"]))

@@ -3,14 +3,13 @@
     checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the run's own precision
     checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``
 
-Folders are written atomically, by a rename; only the newest is kept. A resumed run is a new run directory that begins
-with the records of the earlier steps; the old one is not changed.
+Folders are written atomically, by a rename; only the newest is kept. A run that is resumed from is not changed.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,13 @@ WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 STEP_FOLDERS = ("tensors", "certificates", "traces", "rollouts")
 """Folders of a run directory with one entry per step, whose name begins with the step."""
 
+FRESH = "start a new run, with fresh=True or --fresh"
+
 
 def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float) -> Policy:
-    """Load the decoder of a run and shard it for this rank.
+    """Load the decoder of a run and shard it for this rank; see `workbench.policy.model.load_policy`.
 
-    Args:
-        spec: of the run.
-        mesh: the axes.
-        project: base folder of relative paths in the spec.
-        temperature: of the rollouts; divides logits unless the spec sets its own.
-
-    Raises:
-        SpecError: see `workbench.policy.model.load_policy`.
+    The temperature is that of the rollouts; it divides logits unless the spec sets its own.
     """
     model, head, layout = spec.model, spec.policy, spec.layout
     return load_policy(
@@ -72,9 +66,11 @@ def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: to
     """
     mesh, weights, state = policy.mesh, {}, {}
     for name, parameter in policy.model.named_parameters():
-        weights[name] = _on_first(full_tensor(parameter, policy.shards[name], mesh), mesh)
-    for name, key, value, shard in _state(policy, optimizer):
-        state[f"{name}/{key}"] = _on_first(value if shard is None else full_tensor(value, shard, mesh), mesh)
+        shard = policy.shards[name]
+        weights[name] = _on_first(full_tensor(parameter, shard, mesh), mesh)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            sharded = value.shape == parameter.shape  # if not, a count, the same on every rank
+            state[f"{name}/{key}"] = _on_first(full_tensor(value, shard, mesh) if sharded else value, mesh)
     if not mesh.is_first:
         return
     folder = run.path / "checkpoints" / f"step{steps:04d}"
@@ -102,7 +98,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
             f"continue from {folder.name}",
             found=f"only one of model and checkpoint has {unlike[0]}",
             rule="a checkpoint is of the same model",
-            fix="start a new run, with fresh=True or --fresh",
+            fix=FRESH,
         )
     for name, parameter in parameters.items():
         copy_local_part(parameter, weights[name], policy.shards[name], policy.mesh)
@@ -123,15 +119,8 @@ def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optim
     if name is None:
         return 0
     earlier = RunDirectory.open(run.path.parent / name)
-    checkpoints = earlier.checkpoints()
-    if not checkpoints:
-        raise RecordError(
-            f"continue {name}",
-            found="no checkpoint",
-            rule="a run resumes from its newest checkpoint",
-            fix="start a new run, with fresh=True or --fresh",
-        )
-    done, folder = list(checkpoints.items())[-1]
+    rule = "a run resumes from its newest checkpoint"
+    done, folder = _newest(earlier, f"continue {name}", rule, FRESH)
     load_checkpoint(folder, policy, optimizer)
     if policy.mesh.is_first and not run.steps():
         for kind in STEP_FOLDERS:
@@ -150,23 +139,15 @@ def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
 
     ``save_pretrained(folder)`` writes a folder that ``model.source`` of another run can name.
 
-    Args:
-        run: with ``record.checkpoint_every``.
-        project: base folder of relative paths in its spec; None takes `project_root`.
+    Relative paths in the run's spec begin at ``project``; None takes `project_root`.
 
     Raises:
         RecordError: the run has no checkpoint.
     """
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        raise RecordError(
-            f"the policy that {run.path.name} trained",
-            found="no checkpoint",
-            rule="a run saves its weights only with record.checkpoint_every",
-            fix="set record.checkpoint_every, and run again",
-        )
-    spec, precision = run.spec.model, run.spec.precision
-    weights = _read(list(checkpoints.values())[-1] / WEIGHTS)
+    rule = "a run saves its weights only with record.checkpoint_every"
+    fix = "set record.checkpoint_every, and run again"
+    _, folder = _newest(run, f"the policy that {run.path.name} trained", rule, fix)
+    spec, precision, weights = run.spec.model, run.spec.precision, _read(folder / WEIGHTS)
     model = load_decoder(spec.source, project=project or project_root(), tied=spec.tied, seed=spec.seed).eval()
     model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
     with torch.no_grad():
@@ -175,15 +156,15 @@ def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
     return model
 
 
+def _newest(run: RunDirectory, requested: str, rule: str, fix: str) -> tuple[int, Path]:
+    """The newest checkpoint of a run, with its number of steps."""
+    if not (checkpoints := run.checkpoints()):
+        raise RecordError(requested, found="no checkpoint", rule=rule, fix=fix)
+    return list(checkpoints.items())[-1]
+
+
 def _on_first(whole: Tensor, mesh: Mesh) -> Tensor:
     return whole.cpu() if mesh.is_first else whole.new_empty(0)
-
-
-def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor, Any]]:
-    """Yield parameter name, state key, tensor and shard; shard None: a count, the same on every rank."""
-    for name, parameter in policy.model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield name, key, value, policy.shards[name] if value.shape == parameter.shape else None
 
 
 def _shard(value: Tensor, parameter: Tensor, policy: Policy, name: str) -> Tensor:
@@ -196,6 +177,4 @@ def _shard(value: Tensor, parameter: Tensor, policy: Policy, name: str) -> Tenso
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    return whole_files.read_tensors(
-        path, requested=f"read {path.parent.name}/{path.name}", fix="start a new run, with fresh=True or --fresh"
-    )
+    return whole_files.read_tensors(path, requested=f"read {path.parent.name}/{path.name}", fix=FRESH)

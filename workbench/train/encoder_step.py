@@ -46,6 +46,8 @@ IMAGE_FEATURES = "image_features"
 ENCODER = "encoder."
 """Prefix of the encoder's parameter names, next to the policy's."""
 
+Deliver = Callable[[Tensor], Tensor]
+
 
 def image_features(numbers_T: Tensor) -> Extension:
     """Return the field `IMAGE_FEATURES` of a batch, from the number of each token's feature."""
@@ -74,7 +76,7 @@ class ImageRow(LocalRow):
     encoder: Encoder
     pixels_bchw: Tensor
     is_image_t: Tensor
-    deliver: Callable[[Tensor], Tensor] | None
+    deliver: Deliver | None
 
     def hidden_states(self, policy: Policy) -> Tensor:
         """[t, D] hidden states of this rank's tokens, images included."""
@@ -124,16 +126,22 @@ def prepare_image_rows(
     _check(batch, pixels_Nchw, spec, mesh, encoder, bridge)
     rows, totals = flow.prepare_rows(batch, spec, mesh, document_rows)
     whole = flow.pack_step(batch, spec, document_rows)
-    prepared = []
+    parameter, axis, prepared = next(encoder.model.parameters()), encoder.mesh["dp"], []
     for number, local in enumerate(rows):
         row_of_dp = whole[number :: len(rows)]
         reads = [row.extensions[IMAGE_FEATURES].values for row in row_of_dp]
         if bridge.delivery.kind == "sharded":
             plans = [flow.plan_row(row.document_ids_T, spec.layout) for row in row_of_dp]
-            prepared.append(_sharded_row(local, reads, plans, pixels_Nchw, mesh, encoder, bridge))
+            images, is_image_t, deliver = _sharded_images(reads, plans, mesh, encoder, bridge)
         else:
             split = mesh["tp"] if spec.layout.sequence_parallel else Axis("tp")
-            prepared.append(_whole_image_row(local, reads, split, pixels_Nchw, mesh, encoder, bridge))
+            numbers_t = local.row.extensions[IMAGE_FEATURES]
+            images, is_image_t, deliver = _whole_images(numbers_t, reads, split, mesh, encoder, bridge)
+        begin, end = blocks(len(images), axis.size)[axis.rank]
+        pixels_bchw = pixels_Nchw[images[begin:end]].to(parameter.device, parameter.dtype)
+        prepared.append(
+            ImageRow(**vars(local), encoder=encoder, pixels_bchw=pixels_bchw, is_image_t=is_image_t, deliver=deliver)
+        )
     return prepared, totals
 
 
@@ -142,25 +150,15 @@ def run_image_step(
 ) -> StepResult:
     """Compute loss, gradients and metrics of one optimizer step of both modules; gradients stay in ``parameter.grad``.
 
-    Args:
-        encoder: this rank's shard.
-        policy: this rank's shard.
-        loss: pure per-token loss.
-        rows: this rank's micro-batches, from `prepare_image_rows`.
-        totals: of the whole step, from there.
-        options: of `workbench.train.step.run_step`.
-
-    Returns:
-        The result of `run_step`, with the encoder's parameters next to the policy's, under the prefix `ENCODER`.
+    ``rows`` and ``totals`` are from `prepare_image_rows`, options those of `workbench.train.step.run_step`, and so is
+    the result, with the encoder's parameters next to the policy's, under the prefix `ENCODER`.
     """
     encoder.model.zero_grad(set_to_none=True)
     result = flow.run_step(policy, loss, rows, totals, **options)
     sum_gradients(encoder.model, encoder.shards, encoder.mesh)
-    norms = _prefixed(gradient_norms(encoder.model, encoder.shards, encoder.mesh))
-    gradients = {}
-    if result.gradients:
-        gradients = _prefixed(full_gradients(encoder.model, encoder.shards, encoder.mesh))
-    metrics = {}
+    own, metrics = (encoder.model, encoder.shards, encoder.mesh), {}
+    norms = _prefixed(gradient_norms(*own))
+    gradients = _prefixed(full_gradients(*own)) if result.gradients else {}
     if options.get("level", "basic") != "none":
         for part in ("vision", "projector"):
             of_part = [norm for name, norm in norms.items() if name.startswith(f"{ENCODER}{part}.")]
@@ -238,16 +236,13 @@ def _check(
         )
 
 
-def _sharded_row(
-    local: LocalRow,
-    reads: Sequence[Tensor],
-    plans: Sequence[ShardPlan],
-    pixels_Nchw: Tensor,
-    mesh: Mesh,
-    encoder: Encoder,
-    bridge: Bridge,
-) -> ImageRow:
-    """Row in which each rank gets the features that its own tokens read; ``reads`` and ``plans`` are by dp rank."""
+def _sharded_images(
+    reads: Sequence[Tensor], plans: Sequence[ShardPlan], mesh: Mesh, encoder: Encoder, bridge: Bridge
+) -> tuple[Tensor, Tensor, Deliver | None]:
+    """Images of a micro-batch, `ImageRow.is_image_t` and ``deliver``; each rank gets the features that its tokens read.
+
+    ``reads``, the feature numbers of the tokens, and ``plans`` are by dp rank.
+    """
     tp, size = mesh["tp"], encoder.tokens
     needed = torch.unique(torch.cat([numbers_T[numbers_T >= 0] for numbers_T in reads]))
     images = torch.unique(needed // size)
@@ -257,47 +252,27 @@ def _sharded_row(
         return plans[dp].split(reads[dp], cp).chunk(parts_over_tp)[at]
 
     own_t = read(mesh["dp"].rank, mesh["cp"].rank, tp.rank if parts_over_tp > 1 else 0).to(mesh.device)
-    pixels_bchw, deliver = pixels_Nchw[:0], None
-    if len(images):
-        parts = blocks(len(images), encoder.mesh["dp"].size)
+    if not len(images):
+        return images, own_t >= 0, None
+    parts = blocks(len(images), encoder.mesh["dp"].size)
 
-        def sent(dp: int, cp: int, _: int) -> Tensor:
-            tokens = (images[slice(*parts[dp])][:, None] * size + encoder.places_Rs[cp]).flatten()
-            return torch.where(torch.isin(tokens, needed), tokens, PADDING)  # features without a reader are not sent
+    def sent(dp: int, cp: int, _: int) -> Tensor:
+        tokens = (images[slice(*parts[dp])][:, None] * size + encoder.places_Rs[cp]).flatten()
+        return torch.where(torch.isin(tokens, needed), tokens, PADDING)  # features without a reader are not sent
 
-        pair = bridge.pair
-        crossing = Crossing.make(
-            sharded(pair.source, sent), sharded(pair.destination, read, over_tp=bridge.delivery.sequence_parallel)
-        )
-        pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
-
-        def deliver(features: Tensor) -> Tensor:
-            return crossing.cross(features.flatten(0, 1), bridge.all_ranks)
-
-    return ImageRow(
-        **vars(local), encoder=encoder, pixels_bchw=_cast(pixels_bchw, encoder), is_image_t=own_t >= 0, deliver=deliver
+    crossing = Crossing.make(
+        sharded(bridge.pair.source, sent),
+        sharded(bridge.pair.destination, read, over_tp=bridge.delivery.sequence_parallel),
     )
+    return images, own_t >= 0, lambda features: crossing.cross(features.flatten(0, 1), bridge.all_ranks)
 
 
-def _whole_image_row(
-    local: LocalRow,
-    reads: Sequence[Tensor],
-    split: Axis,
-    pixels_Nchw: Tensor,
-    mesh: Mesh,
-    encoder: Encoder,
-    bridge: Bridge,
-) -> ImageRow:
-    """Row in which each rank gets all features of its dp rank's rows, and selects those that its own tokens read.
+def _whole_images(
+    numbers_t: Tensor, reads: Sequence[Tensor], split: Axis, mesh: Mesh, encoder: Encoder, bridge: Bridge
+) -> tuple[Tensor, Tensor, Deliver | None]:
+    """As `_sharded_images`, but each rank gets all features of its dp rank's rows, and selects those that it reads.
 
-    Args:
-        local: the micro-batch.
-        reads: the feature numbers of the tokens, by dp rank.
-        split: the tp ranks over which the tokens are split.
-        pixels_Nchw: the images of the step.
-        mesh: the axes of the policy.
-        encoder: this rank's shard.
-        bridge: of whole sequences.
+    ``numbers_t`` are the feature numbers of this micro-batch's tokens, ``split`` the tp ranks that share these.
     """
     size = encoder.tokens
     of_dp = [torch.unique(numbers_T[numbers_T >= 0] // size) for numbers_T in reads]
@@ -310,36 +285,19 @@ def _whole_image_row(
             rule=f"images are split in order, {dealt}",
             fix="deal the documents accordingly, or connect with delivery='sharded'",
         )
-    numbers_t = local.row.extensions[IMAGE_FEATURES]
     is_image_t = numbers_t >= 0
     own = of_dp[mesh["dp"].rank].to(mesh.device)
     image_t = torch.searchsorted(own, (numbers_t // size).clamp_min(0)).clamp_max(max(len(own) - 1, 0))
     place_t = torch.where(is_image_t, image_t * size + numbers_t % size, 0)
-    pixels_bchw, deliver = pixels_Nchw[:0], None
-    if len(images):
-        parts = blocks(len(images), encoder.mesh["dp"].size)
-        samples = [end - begin for begin, end in parts]
-        pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
+    samples = [end - begin for begin, end in blocks(len(images), encoder.mesh["dp"].size)]
 
-        def deliver(features: Tensor) -> Tensor:
-            features_tD = bridge.cross(features, samples).flatten(0, 1)
-            taken_tD = (
-                features_tD.index_select(0, place_t)
-                if len(features_tD)
-                else features_tD.sum() + features_tD.new_zeros(len(place_t), features.shape[2])
-            )
-            return slice_gather(taken_tD, split, dim=0)
+    def deliver(features: Tensor) -> Tensor:
+        features_tD = bridge.cross(features, samples).flatten(0, 1)
+        taken_tD = (
+            features_tD.index_select(0, place_t)
+            if len(features_tD)
+            else features_tD.sum() + features_tD.new_zeros(len(place_t), features.shape[2])
+        )
+        return slice_gather(taken_tD, split, dim=0)
 
-    return ImageRow(
-        **vars(local),
-        encoder=encoder,
-        pixels_bchw=_cast(pixels_bchw, encoder),
-        is_image_t=is_image_t.chunk(split.size)[split.rank],
-        deliver=deliver,
-    )
-
-
-def _cast(pixels_bchw: Tensor, encoder: Encoder) -> Tensor:
-    """Move pixels to the encoder's device and precision."""
-    parameter = next(encoder.model.parameters())
-    return pixels_bchw.to(parameter.device, parameter.dtype)
+    return images, is_image_t.chunk(split.size)[split.rank], deliver if len(images) else None

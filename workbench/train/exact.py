@@ -1,12 +1,7 @@
 """The reproducible mode of a step, in which every layout gives the same bits, for `workbench.train.step`.
 
 The network is `workbench.reproducible`'s. Nothing after it may depend on how a row was split or padded, or on which
-rank holds it:
-
-    loss and metrics    on the whole row, up to its last document, on the CPU of every rank that shares it; each row
-                        gives one number, and rows are added in the order of their own numbers
-    gradients           of the loss times a power of two, so that 1 / N takes no bits from the sums; divided out again
-    range               a step whose sums overflow is repeated with the bits that fit, the same on every rank
+rank holds it: README.md has how loss, metrics and gradients are computed instead.
 
 Letters: T packed tokens | R rows of a step.
 """
@@ -15,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +40,7 @@ RETRIES = 6
 """Limit on the repetitions of a step whose sums overflow."""
 
 
-@contextmanager
-def reproducible_mode(policy: Policy, spec: RunSpec) -> Iterator[None]:
+def reproducible_mode(policy: Policy, spec: RunSpec) -> AbstractContextManager[Any]:
     """Replace the modules of a policy by those of the reproducible mode if the spec sets it; restore them on exit.
 
     Raises:
@@ -54,10 +48,8 @@ def reproducible_mode(policy: Policy, spec: RunSpec) -> Iterator[None]:
     """
     mode = spec.reproducible
     if mode.block_tokens is None:
-        yield
-        return
-    with reproducibly(policy, block_tokens=mode.block_tokens, weight_chunks=mode.weight_chunks, bits=mode.bits):
-        yield
+        return nullcontext()
+    return reproducibly(policy, block_tokens=mode.block_tokens, weight_chunks=mode.weight_chunks, bits=mode.bits)
 
 
 def kernels_of(policy: Policy) -> dict[str, str]:

@@ -2,17 +2,10 @@
 
 `workbench.policy.logprobs.fused_loss` requests chunks of a row, so the row is split here on request: data, weights and
 document sums of the tokens of a chunk, evaluated as a whole row is. The tokens that a loss must see together are
-derived from a trial evaluation, which records the sums that it requests:
-
-    requests no sums               any tokens                                                           3 GEMMs
-    requests sums over documents   documents (pairs: groups)                                            3
-      on several cp ranks, of data only       any tokens, with the sums of the whole row replayed       3
-      on several cp ranks, of the policy      all ranks between forward and backward                    4
-    depends on several documents   the row: surrogates clip_cov and kl_cov, which select by a statistic
-                                   of all tokens of a row, and corrections with population micro_batch  4
-
-Always three GEMMs if a row fits into a chunk, or into `PolicySpec.keep_bytes`. A loss with an undeclared coupling
-is correct all the same: see `fused_loss`.
+derived from a trial evaluation, which records the sums that it requests: any tokens if there are none, else whole
+documents (pairs: groups), or the row. If documents straddle cp ranks, sums of data are those of the whole row,
+replayed, and a loss with sums of the policy is evaluated between forward and backward. README.md has the number of
+GEMMs in each case.
 
 The chunks of a row decide the last bits of its log-probabilities, so one function chooses them (`plan_head`), for the
 training pass and for the pass without gradient that computes old and reference log-probabilities (`fused_head`).
@@ -36,7 +29,6 @@ from workbench.policy.logprobs.fused_loss import FusedLoss, fused_loss
 from workbench.policy.logprobs.fused_pass import Couples, RowLoss
 from workbench.policy.model import CHUNKED, Policy
 from workbench.reduction.evaluate import Evaluated
-from workbench.rollouts.targets import TrainingRow
 from workbench.sharding.collectives import all_sum
 from workbench.train.rows import LocalRow
 
@@ -88,12 +80,6 @@ def fused_row_loss(
 
     Backward of its "total" gives every parameter the gradient that it has without fusion. Head outputs of masked
     tokens are 0: they never went through the head.
-
-    Args:
-        policy: this rank's shard, loaded for `fused_loss`.
-        hidden_TD: hidden states of the row.
-        local: the row.
-        loss: of the step.
 
     Raises:
         SpecError: a policy whose log-probabilities are not computed in chunks.
@@ -174,12 +160,9 @@ def _require_chunked_head(policy: Policy) -> None:
 
 
 def _some_tokens(local: LocalRow, places_C: Tensor, recorded: RecordedSums | None) -> LocalRow:
-    """Return the part of a row with some of its tokens: data, weights and sums; documents keep their names.
+    """Return the part of a row with the tokens at [C] positions: data, weights and sums; documents keep their names.
 
-    Args:
-        local: the row.
-        places_C: [C] positions of the tokens.
-        recorded: the sums of the whole row; None: sums over these tokens alone.
+    ``recorded`` are the sums of the whole row; None: sums over these tokens alone.
     """
 
     def at(values_T: Tensor) -> Tensor:
@@ -199,24 +182,17 @@ def _some_tokens(local: LocalRow, places_C: Tensor, recorded: RecordedSums | Non
 def _try(local: LocalRow, loss: StepLoss, sums: Callable[[str, Tensor], Tensor], *, moved: bool = False) -> None:
     """Evaluate a loss with placeholders for head outputs, and for reference log-probabilities if there are none.
 
-    Args:
-        local: the row.
-        loss: of the step.
-        sums: see `DocumentSums.instead`.
-        moved: shift the head outputs irregularly both ways by at least 1/8 nat.
+    ``sums`` is `DocumentSums.instead`; ``moved`` shifts head outputs irregularly both ways by at least 1/8 nat.
     """
-    row = local.row
+    row, old_T = local.row, local.row.old_logprobs_T.detach()
     if row.ref_logprobs_T is None:
         row = replace(row, ref_logprobs_T=row.old_logprobs_T)
-    loss(replace(local, row=row, sums=replace(local.sums, instead=sums)), _stand_in(row, loss.outputs, moved=moved))
-
-
-def _stand_in(row: TrainingRow, outputs: Sequence[str], *, moved: bool) -> TokenLogprobs:
-    old_T = row.old_logprobs_T.detach()
     places_T = torch.arange(len(old_T), device=old_T.device)
     shift_T = (1 + places_T % 3) * (1 - 2 * (places_T % 2)) / 8 if moved else torch.zeros_like(old_T)
-    fields = {"logprobs_T": old_T + shift_T} | {f"{name}_T": torch.zeros_like(old_T) + shift_T for name in outputs}
-    return TokenLogprobs(**{name: value.requires_grad_() for name, value in fields.items()})
+    fields = {"logprobs_T": old_T + shift_T}
+    fields |= {f"{name}_T": torch.zeros_like(old_T) + shift_T for name in loss.outputs}
+    head_output = TokenLogprobs(**{name: value.requires_grad_() for name, value in fields.items()})
+    loss(replace(local, row=row, sums=replace(local.sums, instead=sums)), head_output)
 
 
 def _requested_sums(local: LocalRow, loss: StepLoss) -> set[str]:
@@ -286,11 +262,7 @@ class RecordedSums:
     differs: Tensor
 
     def at(self, places_C: Tensor) -> DocumentSums:
-        """Return the sums for one evaluation of the loss on some tokens, replayed in the recorded order.
-
-        Args:
-            places_C: [C] positions of the tokens.
-        """
+        """Return the sums for one evaluation of the loss on the tokens at [C] positions, in the recorded order."""
         pending: Iterator[_Call] = iter(self.calls)
 
         def replay(kind: str, values_C: Tensor) -> Tensor:

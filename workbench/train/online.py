@@ -1,11 +1,8 @@
 """Online rollouts: sample completions of a task's prompts from the policy, score them, and build the batch of a step.
 
-    weights to the sampler -> prompts -> completions, sampled on all ranks and exchanged -> rewards -> old and reference
-    log-probabilities -> advantages -> the documents of one or several optimizer steps
-
-`workbench.train.step` trains on them as on a rollout dataset: any loss, head, layout, precision and correction. The
-random numbers of a prompt depend on the run's seed, the number of the sampling and the prompt's position in it, so
-neither the layout nor an interruption changes them; weights that differ in their last bits can change completions.
+README.md has the order. `workbench.train.step` trains on them as on a rollout dataset: any loss, head, layout,
+precision and correction. Neither the layout nor an interruption changes the random numbers of a prompt; weights that
+differ in their last bits can change completions.
 
 Letters: P prompts | G completions of a prompt | N = P G documents | M length limit of a completion | S sampled tokens.
 """
@@ -49,11 +46,7 @@ class Online:
 
     Every rank holds the sampler's full weights, samples completions of its share of the prompts, and gets the others'.
 
-    Args:
-        spec: of the run, with `spec.online.task`.
-        policy: the policy being trained.
-        project: base folder of relative paths in the spec.
-        task: None takes the task of the spec.
+    Relative paths in the spec begin at ``project``; without ``task`` the spec names it.
 
     Example:
         >>> from workbench.sharding.mesh import single_process_mesh
@@ -77,11 +70,9 @@ class Online:
             tied=model.tied,
             seed=model.seed,
         )
-        self.reference = (
-            build_policy(spec, self.mesh, project, temperature=spec.online.temperature)
-            if needs_reference(spec.loss)
-            else None
-        )
+        self.reference = None
+        if needs_reference(spec.loss):
+            self.reference = build_policy(spec, self.mesh, project, temperature=spec.online.temperature)
 
     def steps(self, first: int = 0) -> Iterator[StepData]:
         """Yield the data of each optimizer step from step ``first``; sampled after the step before has finished.
@@ -200,10 +191,8 @@ class Online:
         """Completions and rewards of this rank's share, by document."""
         online, results = self.spec.online, {}
         rank = self.mesh["dp_cp"].rank * self.mesh["tp"].size + self.mesh["tp"].rank
-        shares = [
-            range(begin, min(begin + online.prompts_at_once, len(prompts)))
-            for begin in range(0, len(prompts), online.prompts_at_once)
-        ]
+        every, at_once = range(len(prompts)), online.prompts_at_once
+        shares = [every[begin : begin + at_once] for begin in every[::at_once]]
         # Every rank samples, cp and tp ranks too, so that none is idle (DECISIONS.md, row 102).
         for share in shares[rank :: self.mesh.world_size]:
             uniforms_NM = torch.cat([self._uniforms(number, at) for at in share])
@@ -275,10 +264,8 @@ class Online:
             for local_NM in (tokens_NM, numbers_NM)
         )
         lengths = numbers_NM[:, -2].long().tolist()
-        return [
-            Completion(tokens[:n], numbers[:n])
-            for tokens, numbers, n in zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
-        ], numbers_NM[:, -1]
+        rows = zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
+        return [Completion(tokens[:n], numbers[:n]) for tokens, numbers, n in rows], numbers_NM[:, -1]
 
     # ---- building a batch ----------------------------------------------------------------------------
 
@@ -288,7 +275,8 @@ class Online:
         """Prompts and completions as documents. Old log-probabilities are the sampler's, advantages 0, for now."""
         online, documents = self.spec.online, []
         for number, completion in enumerate(sampled):
-            prompt, zeros = list(encoded[number // online.answers]), [0.0] * len(encoded[number // online.answers])
+            prompt = list(encoded[number // online.answers])
+            zeros = [0.0] * len(prompt)
             logprobs = torch.tensor(zeros + completion.logprobs, dtype=torch.float64)
             documents.append(
                 {
@@ -362,10 +350,7 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
 def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str, float]:
     """Return statistics of sampled rewards and lengths for a step record.
 
-    Args:
-        batch: N documents, grouped by prompt.
-        right_reward: the reward of a right completion.
-        answers: G.
+    The documents are grouped by prompt; ``answers`` is G.
 
     Units: rewards in their own; lengths in tokens of the completion; fractions of documents, or of prompts.
     """

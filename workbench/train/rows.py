@@ -122,10 +122,7 @@ def pack_step(
 ) -> list[RolloutBatch]:
     """Pack the rows of one optimizer step: those of the first dp rank, then those of the second, ...
 
-    Args:
-        batch: the documents of the whole step.
-        spec: of the run.
-        document_rows: numbers of the documents of each row, a multiple of dp rows; None: assigned by `pack` or `fill`.
+    ``document_rows`` has the numbers of each row's documents, a multiple of dp rows; None: `pack` or `fill` deals them.
 
     Raises:
         SpecError: ``data.keep_groups`` without group ids; a multiple that the layout cannot split.

@@ -1,9 +1,5 @@
 """Generate a rollout dataset: warm up a tiny policy, sample from it, store everything that an RL loss needs.
 
-Top to bottom: settings; the warm-up (supervised, on worked-out problems, until some completions are right);
-the sampler (token by token, its log-probabilities stored as computed); the trainer's log-probabilities of the
-same tokens (one whole document at a time); the rollout dataset.
-
 The policy is a stock transformers model on unpacked documents: the dataset depends on neither packing nor
 sharding, which it is used to test.
 
@@ -16,7 +12,7 @@ import copy
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,18 +71,8 @@ class RolloutSettings:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        positive = (
-            "prompts",
-            "answers",
-            "temperature",
-            "max_new_tokens",
-            "cool_down_steps",
-            "evaluate_every",
-            "evaluation_problems",
-            "documents_per_step",
-            "learning_rate",
-        )
-        wrong = [f"{name}={getattr(self, name)}" for name in positive if getattr(self, name) <= 0]
+        free = ("seed", "success_low", "success_high", "max_warm_up_steps", "weight_decay")
+        wrong = [f"{name}={value}" for name, value in vars(self).items() if name not in free and value <= 0]
         if not 0 <= self.success_low <= self.success_high <= 1:
             wrong.append(f"success from {self.success_low} to {self.success_high}")
         if wrong:
@@ -94,7 +80,7 @@ class RolloutSettings:
                 "RolloutSettings",
                 found=", ".join(wrong),
                 rule="counts and rates are positive, and 0 <= success_low <= success_high <= 1",
-                fix="see the attributes of RecordingSettings",
+                fix="see the attributes of RolloutSettings",
             )
 
 
@@ -103,8 +89,7 @@ class WarmUp:
     """The result of the warm-up.
 
     Attributes:
-        policy: the model, some of whose completions are right.
-        reference: the same model some steps earlier.
+        reference: the policy some steps earlier.
         steps: optimizer steps taken.
         success_rate: share of right completions at the end.
         seconds: wall-clock time.
@@ -126,12 +111,8 @@ def warm_up(
 ) -> WarmUp:
     """Train a policy on worked-out problems until some of its completions are right and some wrong.
 
-    Args:
-        task: of the problems.
-        settings: of the warm-up.
-        on_event: called with a line at every evaluation.
-        policy: a `transformers` decoder in float32, trained in place on its device; its evaluations batch prompts of
-            all lengths. None: a tiny one, initialized from the settings' seed.
+    ``on_event`` is called with a line at every evaluation. ``policy`` is a `transformers` decoder in float32, trained
+    in place on its device, whose evaluations batch prompts of all lengths; None: a tiny one, from the settings' seed.
 
     Raises:
         SpecError: the success rate overshot the window, or never reached it.
@@ -139,7 +120,8 @@ def warm_up(
     start, padded = time.perf_counter(), policy is not None
     policy = tiny_qwen3(task.vocab_size, seed=settings.seed) if policy is None else policy
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=settings.weight_decay)
-    problems = _endless_problems(task, settings.seed)
+    # Seeds of these problems are far from those of evaluations and of the dataset.
+    problems = (p for at in itertools.count(1_000_003 * (settings.seed + 1)) for p in task.problems(at, 4096))
     generator = torch.Generator(policy.device).manual_seed(settings.seed)
 
     def train(step: int, learning_rate: float) -> float:
@@ -178,12 +160,6 @@ def warm_up(
     return WarmUp(policy, reference, step + settings.cool_down_steps, rate, time.perf_counter() - start)
 
 
-def _endless_problems(task: ArithmeticTask, seed: int) -> Iterator[Problem]:
-    # Seeds of the training problems are far from those of evaluations and of the dataset.
-    for chunk in itertools.count():
-        yield from task.problems(1_000_003 * (seed + 1) + chunk, 4096)
-
-
 def _supervised_step(
     policy: Any,
     optimizer: torch.optim.Optimizer,
@@ -197,9 +173,8 @@ def _supervised_step(
     longest = max(map(len, documents))
     tokens = torch.tensor([d + [task.pad_id] * (longest - len(d)) for d in documents], device=policy.device)
     targets = tokens[:, 1:].clone()
-    for row, (prompt, document) in enumerate(zip(prompts, documents, strict=True)):
-        targets[row, : len(prompt) - 1] = -100
-        targets[row, len(document) - 1 :] = -100
+    for target, prompt, document in zip(targets, prompts, documents, strict=True):
+        target[: len(prompt) - 1] = target[len(document) - 1 :] = -100
     # Padding is on the right, where causal attention hides it from every token.
     logits = policy(input_ids=tokens[:, :-1], use_cache=False).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -217,15 +192,7 @@ def _success_rate(
 ) -> float:
     problems = task.problems(settings.seed + EVALUATION_SEED, settings.evaluation_problems)
     prompts = [problem.prompt for problem in problems]
-    completions = sample(
-        policy,
-        task,
-        prompts,
-        temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens,
-        generator=generator,
-        padded=padded,
-    )
+    completions = sample(policy, task, prompts, settings, generator, padded=padded)
     rewards = [task.reward(p, task.decode(c.tokens)) for p, c in zip(prompts, completions, strict=True)]
     return sum(reward == 1.0 for reward in rewards) / len(rewards)
 
@@ -234,10 +201,9 @@ def sample(
     policy: nn.Module,
     task: ArithmeticTask,
     prompts: Sequence[str],
-    *,
-    temperature: float,
-    max_new_tokens: int,
+    settings: RolloutSettings,
     generator: torch.Generator,
+    *,
     padded: bool = False,
 ) -> list[Completion]:
     """Sample one completion per prompt: in batches of equal prompt length, or with ``padded`` all at once."""
@@ -253,8 +219,8 @@ def sample(
             policy,
             [encoded[index] for index in members],
             choose,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
+            temperature=settings.temperature,
+            max_new_tokens=settings.max_new_tokens,
             end_ids=task.end_ids,
         )
         completions |= dict(zip(members, sampled, strict=True))
@@ -281,14 +247,8 @@ def sample_batch(
     """Sample completions, score them and build one batch; return it with its summary statistics."""
     problems = task.problems(settings.seed + PROMPT_SEED, settings.prompts)
     prompts = [problem.prompt for problem in problems for _ in range(settings.answers)]
-    completions = sample(
-        warmed.policy,
-        task,
-        prompts,
-        temperature=settings.temperature,
-        max_new_tokens=settings.max_new_tokens,
-        generator=torch.Generator().manual_seed(settings.seed + PROMPT_SEED),
-    )
+    generator = torch.Generator().manual_seed(settings.seed + PROMPT_SEED)
+    completions = sample(warmed.policy, task, prompts, settings, generator)
     rewards_N = torch.tensor(
         [task.reward(prompt, task.decode(c.tokens)) for prompt, c in zip(prompts, completions, strict=True)]
     )
@@ -345,11 +305,7 @@ def record_rollouts(
 ) -> dict[str, Any]:
     """Write ``folder/rollouts`` (the rollout dataset) and ``folder/policy`` (the model that sampled it).
 
-    Args:
-        folder: parent of the two sub-folders.
-        settings: of the rollout dataset; None takes the defaults.
-        overwrite: replace an existing dataset.
-        on_event: called with lines of progress.
+    ``on_event`` is called with lines of progress.
 
     Returns:
         The statistics of the dataset, which are also in its manifest under ``provenance``.

@@ -125,13 +125,7 @@ def prepare_rows(
     """Split the documents of one optimizer step into this rank's micro-batches.
 
     Every rank sees the whole step here, so the weights need no collective and cannot be local: all micro-batches of
-    all ranks, however many the step has, are divided by the same counts.
-
-    Args:
-        batch: the documents of the whole step.
-        spec: of the run.
-        mesh: the axes.
-        document_rows: the documents of each row, see `pack_step`.
+    all ranks, however many the step has, are divided by the same counts. For ``document_rows`` see `pack_step`.
 
     Raises:
         SpecError: a loss on preference pairs with a group that is not a pair; advantages that the batch does not allow.

@@ -1,7 +1,4 @@
-"""The places in which plain, fused and reproducible steps differ, for `workbench.train.step`.
-
-`step.PLAIN`, `step.FUSED` (its functions: `fused`) and `exact.REPRODUCIBLE`; a step chooses one at its start.
-"""
+"""Strategies of a step: `step.PLAIN`, `step.FUSED` (functions in `fused`), `exact.REPRODUCIBLE`."""
 
 from __future__ import annotations
 

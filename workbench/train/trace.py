@@ -64,7 +64,6 @@ class Tracer:
     """Context manager that records the stations of this rank.
 
     Args:
-        policy: the policy to trace.
         rows: this rank's micro-batches, in the order of their forward passes.
         block_tokens: tokens of a block.
 
@@ -112,14 +111,8 @@ class Tracer:
             row.add_logprobs(logprobs_S)
         stations = list(self._rows[0].forward)
         longest = torch.tensor(max(row.blocks for row in self._rows), device=mesh.device)
-        sums = torch.zeros(
-            2,
-            len(stations),
-            mesh["dp"].size * per_rank,
-            int(all_max(longest, mesh["dp_cp"])),
-            dtype=torch.long,
-            device=mesh.device,
-        )
+        shape = (2, len(stations), mesh["dp"].size * per_rank, int(all_max(longest, mesh["dp_cp"])))
+        sums = torch.zeros(shape, dtype=torch.long, device=mesh.device)
         for number, row in enumerate(self._rows, mesh["dp"].rank * per_rank):
             for way, by_station in enumerate((row.forward, row.backward)):
                 for place, station in enumerate(stations):
@@ -141,16 +134,15 @@ class Tracer:
     def _input_hook(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             for value in self._activations((*inputs, named.get("hidden_states"))):
-                if self._current is not None and not self._current.knows(value):
-                    self._record(f"{name}{INPUT}", value, self._shards.of_input(name, value))
+                if not self._current.knows(value):
+                    self._record(f"{name}{INPUT}", value, self._shards.of(name, value, 1))
 
         return hook
 
     def _output_hook(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             for value in self._activations(output if isinstance(output, tuple) else (output,)):
-                if self._current is not None:
-                    self._record(name, value, self._shards.of_output(name, value))
+                self._record(name, value, self._shards.of(name, value, 0))
 
         return hook
 
@@ -171,7 +163,6 @@ class Tracer:
 
     def _record(self, station: str, value: Tensor, shard: ParameterShard | None) -> None:
         row = self._current
-        assert row is not None
         station = row.remember(station, value)
         row.forward[station] = row.fingerprints(value, shard)
         if value.requires_grad:
@@ -235,12 +226,8 @@ def _columns(local_tF: Tensor, shard: ParameterShard | None, tp: Axis) -> tuple[
     if not shard.parts:
         return columns_F + tp.rank * count, count * tp.size
     firsts = [sum(shard.parts[:number]) + tp.rank * part // tp.size for number, part in enumerate(shard.parts)]
-    return torch.cat(
-        [
-            torch.arange(first, first + part // tp.size, device=local_tF.device)
-            for first, part in zip(firsts, shard.parts, strict=True)
-        ]
-    ), count * tp.size
+    pieces = [columns_F[: part // tp.size] + first for first, part in zip(firsts, shard.parts, strict=True)]
+    return torch.cat(pieces), count * tp.size
 
 
 class _ActivationShards:
@@ -268,19 +255,14 @@ class _ActivationShards:
             f"{name.rpartition('.')[0]}." for name, (shard, _) in self._layers.items() if shard.dim == 1
         )
 
-    def of_input(self, name: str, value: Tensor) -> ParameterShard | None:
-        """Return the shard of a module's input; None if replicated."""
+    def of(self, name: str, value: Tensor, dim: int) -> ParameterShard | None:
+        """Return the shard of a module's input (dim 1 of a weight) or output (dim 0); None if replicated."""
         shard, layer = self._layers.get(name, (None, None))
-        if shard is not None:
-            return ParameterShard(0) if shard.dim == 1 and value.shape[-1] == layer.weight.shape[1] else None
-        return ParameterShard(0) if name.startswith(self._blocks) else None
-
-    def of_output(self, name: str, value: Tensor) -> ParameterShard | None:
-        """Return the shard of a module's output; None if replicated."""
-        shard, layer = self._layers.get(name, (None, None))
-        if shard is not None:
-            return shard if shard.dim == 0 and value.shape[-1] == layer.weight.shape[0] else None
-        return ParameterShard(0) if name.startswith(self._blocks) else None
+        if shard is None:
+            return ParameterShard(0) if name.startswith(self._blocks) else None
+        if shard.dim != dim or value.shape[-1] != layer.weight.shape[dim]:
+            return None
+        return shard if dim == 0 else ParameterShard(0)
 
 
 def _as_text(rows: Tensor) -> list[list[list[str]]]:
@@ -330,7 +312,8 @@ class Marks(NamedTuple):
 
 def fingerprint_gradients(policy: Policy) -> Marks:
     """Fingerprint the current gradients. Collective."""
-    return _mark(policy, {name: parameter.grad for name, parameter in policy.model.named_parameters()})
+    gradients = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
+    return Marks(*fingerprints(gradients, policy.shards, policy.mesh))
 
 
 def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate:
@@ -339,23 +322,15 @@ def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate
     Args:
         policy: with the weights after the step.
         result: of the step, with its tokens.
-        gradients: from `mark_gradients`, before they were clipped.
+        gradients: from `fingerprint_gradients`, before they were clipped.
     """
     parameters = dict(policy.model.named_parameters())
-    weights = _mark(policy, parameters)
+    weights = Marks(*fingerprints(parameters, policy.shards, policy.mesh))
     logprobs_S = result.tokens["policy_logprobs"]
     labels = {"logprobs": label(logprobs_S.dtype, fingerprint(logprobs_S))}
     for name, scalar in result.loss.items():
         labels[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
     for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
         labels |= {f"{kind}/{name}": label(parameters[name].dtype, marks.fingerprints[name]) for name in order}
-    unlike = [
-        f"{kind}/{name}"
-        for kind, marks in (("gradient", gradients), ("weight", weights))
-        for name in marks.differing_replicas
-    ]
-    return Certificate(labels, tuple(unlike))
-
-
-def _mark(policy: Policy, values: Mapping[str, Any]) -> Marks:
-    return Marks(*fingerprints(values, policy.shards, policy.mesh))
+    unlike = [f"gradient/{name}" for name in gradients.differing_replicas]
+    return Certificate(labels, (*unlike, *(f"weight/{name}" for name in weights.differing_replicas)))

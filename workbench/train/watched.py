@@ -35,8 +35,7 @@ def enable_diagnostics(run: RunDirectory, rank: int) -> None:
     faulthandler.register(signal.SIGTERM, file=last, chain=True)
     faulthandler.enable(file=last)
     flight.start(flight_path(run, rank), rank)
-    agent = int(os.environ.get(AGENT_PID, "0"))
-    if agent:
+    if agent := int(os.environ.get(AGENT_PID, "0")):
         die_with(agent)
 
 
@@ -62,11 +61,8 @@ def _empty(path: Path) -> int:
 def die_with(parent_pid: int, *, poll_s: float = 0.5) -> None:
     """Kill this process as soon as its parent has exited, for whatever reason.
 
-    On Linux the kernel does it, even while Python is blocked; a polling thread covers every platform.
-
-    Args:
-        parent_pid: this process's parent; if the parent is another process already, it has exited.
-        poll_s: interval of the thread.
+    On Linux the kernel does it, even while Python is blocked; a polling thread covers every platform. If the parent is
+    another process already, it has exited.
     """
 
     def poll() -> None:

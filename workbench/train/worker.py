@@ -61,20 +61,16 @@ def run_here(run: RunDirectory, project: Path) -> None:
 
     try:
         with planted(spec.faults):
-            simulate(
-                rank,
-                dp=layout.dp,
-                cp=layout.cp,
-                tp=layout.tp,
-                ulysses=layout.ulysses,
-                device=_device_type(spec),
-                timeout_s=spec.timeout_s,
-            )
+            simulate(rank, **_sizes(spec), device=_device_type(spec), timeout_s=spec.timeout_s)
     except BaseException as error:
         if 0 not in run.exits():
             run.write_exit(0, {}, error)
         run.set_state("failed")
         raise
+
+
+def _sizes(spec: RunSpec) -> dict[str, int]:
+    return {axis: getattr(spec.layout, axis) for axis in ("dp", "cp", "tp", "ulysses")}
 
 
 def _device_type(spec: RunSpec) -> str:
@@ -87,14 +83,12 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
     try:
         if rank == 0:
             run.set_state("running")
-        spec, layout = run.spec, run.spec.layout
+        spec = run.spec
         faults = spec.faults if mesh is None else ()
         if mesh is None:
             device_type = _device_type(spec)
             device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
-            mesh = make_mesh(
-                dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=device, alone=not join_job
-            )
+            mesh = make_mesh(**_sizes(spec), device=device, alone=not join_job)
         coordinates = mesh.coordinates
         with planted(faults):
             _train(run, spec, mesh, project)
@@ -183,10 +177,8 @@ def _take_steps(
 
 def build_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parameter shards; it is elementwise, so shards need no special case."""
-    parameters = policy.model.parameters()
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
-    return torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
+    kind = torch.optim.SGD if spec.name == "sgd" else torch.optim.AdamW
+    return kind(policy.model.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay)
 
 
 def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
@@ -245,9 +237,7 @@ def _record(
         "gradient/clip/coefficient": flow.clip_coefficient(norm, run.spec.optimizer.max_grad_norm),
         "documents/trained/sum": result.totals.documents,
     }
-    record |= result.metrics
-    record |= result.evidence
-    record |= numbers
+    record |= {**result.metrics, **result.evidence, **numbers}
     record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
     record |= {f"reproducible/{name}": value for name, value in result.range.items()}
     if result.fallbacks:
@@ -288,12 +278,11 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--project", type=Path, default=Path.cwd())
     arguments = parser.parse_args()
-    run = RunDirectory.open(arguments.run_dir)
-    log = os.open(run.log_path(int(os.environ.get("RANK", "0"))), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    run, code, rank = RunDirectory.open(arguments.run_dir), 0, int(os.environ.get("RANK", "0"))
+    log = os.open(run.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
-    code, rank = 0, int(os.environ.get("RANK", "0"))
     try:
         enable_diagnostics(run, rank)
         _rank(run, arguments.project, rank=rank, join_job=True)

@@ -9,10 +9,10 @@ from workbench.compare.comparison import Comparison, Configuration
 from workbench.report import evidence
 from workbench.report.evidence import (
     could_have_seen,
-    declaration,
     differing_settings,
     diverged_step,
     divergence,
+    limits,
     relative_error,
     relative_text,
     setting_text,
@@ -127,7 +127,7 @@ def test_declared_breaks_are_shown_next_to_the_verdict():
     assert "bnpo declares that it depends on micro-batches" in row(both, "mb2")
     assert "bnpo declares" not in row(both, "one")
     assert "bnpo declares" in next(line for line in as_text(both).splitlines() if "mb2" in line)
-    assert declaration(configuration("plain")) == ""
+    assert limits(configuration("plain")) == []
 
 
 def test_configurations_that_differ_in_a_setting_have_different_subtitles():

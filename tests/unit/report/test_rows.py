@@ -9,13 +9,13 @@ import pytest
 
 from tests.helpers.trials import HOSTILE
 from workbench.records.directory import STATES
+from workbench.report.markup import style_sheet
 from workbench.report.rows import (
     HEIGHT,
     SIGNS,
     WIDTH,
     chip,
     heading,
-    live_style,
     row,
     shared_place,
     sparkline,
@@ -102,7 +102,7 @@ def test_common_facts_are_shown_once():
 
 
 def test_the_style_stays_inside_its_element_and_takes_its_colours_from_the_theme():
-    sheet = live_style()
+    sheet = style_sheet("live.css")
     depth, outside, current = 0, [], ""
     for letter in sheet.partition("*/")[2]:
         if letter == "{":

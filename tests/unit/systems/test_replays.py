@@ -97,8 +97,8 @@ def test_values_are_summed_with_the_weights_of_a_spec():
 
     values, mask = np.array([[1.0, 2, np.nan], [4, 5, 6]]), np.array([[1, 1, 0], [1, 0, 0]])
     case = Case.of("verl", "aggregation", "f", {}, {"values": values, "mask": mask})
-    result = aggregation(case, LossSpec(denominator="document"), result="mean")
-    assert float(result["mean"]) == pytest.approx((1.5 + 4) / 2)
+    result = aggregation(case, LossSpec(denominator="document"))
+    assert float(result["loss"]) == pytest.approx((1.5 + 4) / 2)
     assert result["grad_values"].tolist() == [[0.25, 0.25, 0], [0.5, 0, 0]]
 
 

@@ -128,9 +128,8 @@ def test_sampler_and_reference_are_their_own_numbers(committed):
 def test_sampled_logprobs_are_those_of_the_document_at_the_temperature():
     model = tiny_qwen3(TASK.vocab_size, seed=5)
     prompts = ["^12+3=", "^4+5=", "^66-6=", "^12+3="]
-    answers = sample(
-        model, TASK, prompts, temperature=0.5, max_new_tokens=9, generator=torch.Generator().manual_seed(3)
-    )
+    settings = RolloutSettings(temperature=0.5, max_new_tokens=9)
+    answers = sample(model, TASK, prompts, settings, torch.Generator().manual_seed(3))
     assert answers[0].tokens != answers[3].tokens
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = document_logprobs(model, TASK.encode(prompt), answer.tokens, temperature=0.5)
@@ -139,9 +138,8 @@ def test_sampled_logprobs_are_those_of_the_document_at_the_temperature():
 
 def test_a_completion_ends_with_its_end_symbol_or_at_the_limit():
     model = tiny_qwen3(TASK.vocab_size, seed=5)
-    answers = sample(
-        model, TASK, ["^4+5="] * 40, temperature=1.0, max_new_tokens=9, generator=torch.Generator().manual_seed(3)
-    )
+    settings = RolloutSettings(temperature=1.0, max_new_tokens=9)
+    answers = sample(model, TASK, ["^4+5="] * 40, settings, torch.Generator().manual_seed(3))
     ended = [answer.tokens for answer in answers if TASK.end_id in answer.tokens]
     assert 0 < len(ended) < 40
     assert all(tokens.index(TASK.end_id) == len(tokens) - 1 for tokens in ended)
@@ -222,9 +220,8 @@ def test_a_policy_of_ones_own_is_warmed_up_in_place(monkeypatch):
 def test_prompts_of_all_lengths_together_draw_from_the_same_distribution():
     model = tiny_qwen3(TASK.vocab_size, seed=5)
     prompts = ["^12+3=", "^4+5=", "^66-6+10="]
-    answers = sample(
-        model, TASK, prompts, temperature=0.5, max_new_tokens=9, padded=True, generator=torch.Generator().manual_seed(3)
-    )
+    settings = RolloutSettings(temperature=0.5, max_new_tokens=9)
+    answers = sample(model, TASK, prompts, settings, torch.Generator().manual_seed(3), padded=True)
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = document_logprobs(model, TASK.encode(prompt), answer.tokens, temperature=0.5)
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=1e-5)

@@ -123,17 +123,8 @@ def token_logprobs(
             )
     from workbench.policy.logprobs import driver
 
-    return driver.token_logprobs(
-        hidden_TD,
-        weight_VD,
-        targets_T,
-        engine=engine,
-        axis=axis,
-        first_token=first_token,
-        chunk_tokens=chunk_tokens,
-        keep_bytes=keep_bytes,
-        **options,
-    )
+    options |= {"axis": axis, "first_token": first_token, "chunk_tokens": chunk_tokens, "keep_bytes": keep_bytes}
+    return driver.token_logprobs(hidden_TD, weight_VD, targets_T, engine=engine, **options)
 
 
 @functools.cache

@@ -23,9 +23,10 @@ from workbench.policy.logprobs.engine import (
     add_gemm_,
     count_gemm,
     exact_float32,
+    plan_chunks,
     rows_with_gradient,
 )
-from workbench.policy.logprobs.head import Head, TokenLogprobs
+from workbench.policy.logprobs.head import Head, TokenLogprobs, local_columns
 from workbench.sharding.collectives import all_max, all_sum
 
 BLOCK_BYTES = 2**28
@@ -33,11 +34,7 @@ BLOCK_BYTES = 2**28
 
 
 class ChunkedEngine:
-    """Logits of a chunk in float32 (float64 for float64), overwritten by their gradient.
-
-    Args:
-        head: maps rows to logits.
-    """
+    """Logits of a chunk in float32 (float64 for float64), overwritten by their gradient."""
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -96,17 +93,14 @@ class ChunkedEngine:
         return self._scratch[: rows * self.head.valid].view(shape)
 
     def _blocks(self, rows: int) -> list[slice]:
-        size = max(1, BLOCK_BYTES // max(1, self.saved_bytes(1)))
-        return [slice(start, start + size) for start in range(0, rows, size)]
+        return plan_chunks(rows, max(1, BLOCK_BYTES // max(1, self.saved_bytes(1))))
 
     def _divisor(self, temperature: float | Tensor) -> float | Tensor:
         return temperature.to(self.head.wide)[:, None] if isinstance(temperature, Tensor) else temperature
 
     def _local(self, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        """Local column of each target, 0 if another rank has it, and True if it is local."""
-        local_C = targets_C - self.head.first_token
-        is_local_C = (local_C >= 0) & (local_C < self.head.valid)
-        return local_C.masked_fill(~is_local_C, 0), is_local_C
+        """See `local_columns`."""
+        return local_columns(targets_C - self.head.first_token, self.head.valid)
 
     def _outputs(self, logits_CV: Tensor, targets_C: Tensor, requested: frozenset[str]) -> TokenLogprobs:
         head = self.head

@@ -56,12 +56,9 @@ def common_factor(truth_FC: Tensor, trial_FC: Tensor) -> Tensor:
 
 
 def gradients_of(loss: Any, leaves: Sequence[Tensor], *, check: bool) -> tuple[Tensor | None, ...]:
-    """Derivatives of a loss by head outputs; None for those that it does not use.
+    """Derivatives of a caller's loss by head outputs; None for those that it does not use.
 
-    Args:
-        loss: what the caller's function returned.
-        leaves: the head outputs.
-        check: reject a loss that depends on another trained tensor.
+    A check rejects a loss that depends on another trained tensor.
     """
     if not isinstance(loss, Tensor) or loss.dim():
         found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -99,10 +96,7 @@ def _refuse_other_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> None:
 
 
 def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Compute ``gradient *= factor``; a factor of 1 reads and writes nothing.
-
-    Shapes: any, contiguous; factor of one element. Returns the gradient.
-    """
+    """Compute ``gradient *= factor``, of one element, and return it; a factor of 1 reads and writes nothing."""
     if _kernels(gradient):
         from workbench.policy.logprobs.exp_epilogue.gradient_kernels import scale_in_place
 
@@ -114,10 +108,7 @@ def scale_(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def add_scaled_(into: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
-    """Compute ``into += factor * gradient``, rounded once.
-
-    Shapes: two of any one shape, contiguous; factor of one element. Returns ``into``.
-    """
+    """Compute ``into += factor * gradient``, rounded once, with a factor of one element, and return ``into``."""
     if _kernels(into):
         from workbench.policy.logprobs.exp_epilogue.gradient_kernels import add_in_place
 

@@ -1,12 +1,8 @@
 """Token log-probabilities without full logits: chunks of rows over an engine, forward and backward.
 
-Only active rows are computed; inactive rows return 0 without gradient. Forward processes the rows chunk by chunk.
 Backward needs a chunk's logits, or what its engine stores for them: as many chunks as ``keep_bytes`` allows save them
-(3 GEMMs with the head in all), the others are recomputed (4), except rows whose incoming gradient is zero.
-
-A row's outputs are bitwise the same with and without a gradient, whatever is saved, so the ratio of a policy to itself
-is exactly 1. Over `chunked` that requires the same chunks: a BLAS chooses its kernel by the number of rows, and a row
-in another chunk may differ in the last bit.
+(3 GEMMs with the head in all), the others are recomputed (4), except rows whose incoming gradient is zero. A row's
+outputs are bitwise the same with and without a gradient, whatever is saved.
 
 Even if rows are skipped, every result stays in the graph of hidden states, weight and bias, so that every rank takes
 part in every collective: gradients are then zeros, not None.
@@ -37,12 +33,11 @@ from workbench.policy.logprobs.engine import (
     plan_chunks,
     rows_with_gradient,
 )
-from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
+from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head, upcast
 from workbench.policy.logprobs.truncated_support import SupportChunk, TruncatedSupport, check_support, full_where_empty
 from workbench.policy.logprobs.truncated_support import backward as kept_backward
 from workbench.policy.logprobs.truncated_support import forward as kept_forward
 from workbench.sharding.collectives import all_max, identity_sum
-from workbench.sharding.mesh import Axis
 
 EXACT_TOKENS = 256
 """Maximum rows at a time of those that the engine could not represent: their logits need additional memory."""
@@ -55,22 +50,17 @@ def token_logprobs(
     *,
     engine: Callable[[Head], Engine],
     temperature: float | Tensor = 1.0,
-    bias_V: Tensor | None = None,
-    logit_scale: float = 1.0,
-    soft_cap: float | None = None,
-    valid: int | None = None,
     active_T: Tensor | None = None,
     support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
-    axis: Axis | None = None,
-    first_token: int = 0,
     chunk_tokens: int = 4096,
     keep_bytes: int = 0,
+    **head_settings: Any,
 ) -> TokenLogprobs:
     """Compute the head's outputs per token, a chunk of rows at a time, on the engine that ``engine`` builds for a head.
 
-    The other arguments are those of `logprobs.token_logprobs`.
+    The other arguments are those of `logprobs.token_logprobs`; further ones are those of `head.make_head`.
 
     Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T] -> [T] each.
     Units:    nats.
@@ -86,53 +76,30 @@ def token_logprobs(
         )
     if fp32_head:
         hidden_TD, weight_VD = upcast(hidden_TD), upcast(weight_VD)
-    head = make_head(
-        weight_VD,
-        bias_V=bias_V,
-        logit_scale=logit_scale,
-        soft_cap=soft_cap,
-        valid=valid,
-        axis=axis,
-        first_token=first_token,
-    )
-    outputs = frozenset(outputs)
+    head, outputs = make_head(weight_VD, **head_settings), frozenset(outputs)
     count = check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
     if support is not None:
         check_support(support, targets_T, head)
-    if axis is not None:
-        hidden_TD = identity_sum(hidden_TD, axis)
+    if head.axis is not None:
+        hidden_TD = identity_sum(hidden_TD, head.axis)
     index_A = active_rows(targets_T, active_T, count)
     rows = Rows(targets_T, temperature, support)
     if index_A is not None:
         rows, hidden_TD = rows.at(index_A), hidden_TD.index_select(0, index_A)
-    with_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias_V)
-    )
+    leaves = hidden_TD, weight_VD, head.bias_V
+    with_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     call = _Call(head, engine, rows, outputs, chunk_tokens, keep_bytes if with_gradient else 0)
-    head_output = TokenLogprobs(*_DriverFunction.apply(hidden_TD.contiguous(), weight_VD, bias_V, call))
+    head_output = TokenLogprobs(*_DriverFunction.apply(hidden_TD.contiguous(), weight_VD, head.bias_V, call))
     if rows.support is not None:
         head_output = full_where_empty(head_output, rows.support.untruncated(hidden_TD.device))
     if index_A is None:
         return head_output
-    return TokenLogprobs(
-        *(None if x_A is None else x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A) for x_A in head_output)
-    )
-
-
-def upcast(tensor: Tensor) -> Tensor:
-    """Cast to float32 at least; the gradient has the original dtype."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return head_output.map(lambda x_A: x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs of rows besides their hidden states.
-
-    Attributes:
-        targets_A: ids in the whole vocabulary.
-        temperature: one for all, or [A].
-        support: A truncated supports, or None.
-    """
+    """Inputs of rows besides their hidden states: ids in the whole vocabulary, one temperature or [A], A supports."""
 
     targets_A: Tensor
     temperature: float | Tensor
@@ -144,16 +111,19 @@ class Rows:
 
     def tensors(self) -> list[Tensor]:
         """Tensors that must not change between forward and backward."""
-        return [
-            self.targets_A,
-            *([self.temperature] if isinstance(self.temperature, Tensor) else []),
-            *([] if self.support is None else [self.support.ids_P]),
-        ]
+        ids_P = None if self.support is None else self.support.ids_P
+        return [value for value in (self.targets_A, self.temperature, ids_P) if isinstance(value, Tensor)]
 
     def at(self, rows: slice | Tensor) -> Rows:
         """Select rows by a slice or by indices."""
         temperature = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
         return Rows(self.targets_A[rows], temperature, None if self.support is None else self.support.rows(rows))
+
+    def kept_forward(self, head: Head, hidden_AD: Tensor) -> SupportChunk | None:
+        """Outputs of all rows over their truncated supports."""
+        if self.support is None:
+            return None
+        return kept_forward(head, hidden_AD, self.targets_A, self.temperature, self.support)
 
 
 @dataclass
@@ -182,14 +152,7 @@ class _Call:
         """Outputs of some rows, over the vocabulary and over their truncated supports."""
         rows, hidden_CD = self.rows.at(place), hidden_AD[place]
         chunk = engine.forward(hidden_CD, rows.targets_A, rows.temperature, outputs=self.requested, keep=keep)
-        return chunk, self.kept_forward(hidden_CD, place)
-
-    def kept_forward(self, hidden_CD: Tensor, place: slice | Tensor) -> SupportChunk | None:
-        """Outputs of some rows over their truncated supports."""
-        rows = self.rows.at(place)
-        if rows.support is None:
-            return None
-        return kept_forward(self.head, hidden_CD, rows.targets_A, rows.temperature, rows.support)
+        return chunk, rows.kept_forward(self.head, hidden_CD)
 
     def work(
         self, nonzero_A: Tensor, exact_A: Tensor, device: torch.device
@@ -274,7 +237,8 @@ class _DriverFunction(Function):
             if chunk is None:
                 adjoint.add(engine, *call.forward(engine, hidden_AD, place, "scratch"), place)
             else:
-                adjoint.add(engine, chunk, call.kept_forward(chunk.hidden_CD, place), place, was_saved=True)
+                kept_chunk = call.rows.at(place).kept_forward(call.head, chunk.hidden_CD)
+                adjoint.add(engine, chunk, kept_chunk, place, was_saved=True)
         return *adjoint.result(hidden_AD, weight_VD, bias_V), None
 
 
@@ -369,9 +333,7 @@ class _Adjoint:
         """Return each gradient in the dtype of its leaf; None if not required."""
         into = self.into
         if self.is_first:
-            for sums in (into.weight_VD, into.bias_V):
-                if sums is not None:
-                    sums.zero_()
+            into.clear_head_()
         return [
             None if sums is None else sums.to(leaf.dtype)
             for sums, leaf in zip((into.hidden_TD, into.weight_VD, into.bias_V), leaves, strict=True)

@@ -59,6 +59,12 @@ class Accumulators:
     weight_VD: Tensor | None
     bias_V: Tensor | None = None
 
+    def clear_head_(self) -> None:
+        """Set the gradients of weight and bias to 0."""
+        for gradient in (self.weight_VD, self.bias_V):
+            if gradient is not None:
+                gradient.zero_()
+
 
 @dataclass
 class Chunk:
@@ -134,12 +140,7 @@ def plan_chunks(rows: int, chunk_tokens: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Groups of rows that go through the head together.
-
-    Attributes:
-        order_A: permutation of the computed rows; None: not reordered.
-        groups: rows that the loss must see together, each group split into chunks, in that order.
-    """
+    """Permutation of the computed rows (None: not reordered), and groups that the loss must see together, in chunks."""
 
     order_A: Tensor | None
     groups: list[list[slice]]
@@ -171,12 +172,8 @@ def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | 
         fits = bisect.bisect_right(ends, start + chunk_tokens)
         end = ends[max(fits, taken + 1) - 1]
         parts = -(-(end - start) // chunk_tokens)
-        groups.append(
-            [
-                slice(start + part.start, start + part.stop)
-                for part in plan_chunks(end - start, -(-(end - start) // parts))
-            ]
-        )
+        size = -(-(end - start) // parts)
+        groups.append([slice(start + part.start, start + part.stop) for part in plan_chunks(end - start, size)])
         start, taken = end, max(fits, taken + 1)
     for group in groups if order_A is not None else ():
         some = slice(group[0].start, group[-1].stop)
@@ -186,11 +183,7 @@ def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | 
 
 @contextmanager
 def exact_float32(dtype: torch.dtype) -> Iterator[None]:
-    """Disable TF32, which keeps 10 of 23 bits, for float32 GEMMs within this context.
-
-    Args:
-        dtype: of the operands; for other dtypes than float32 nothing changes.
-    """
+    """Disable TF32, which keeps 10 of 23 bits, for GEMMs of float32 operands within this context."""
     setting = torch.backends.cuda.matmul
     before = setting.fp32_precision
     if dtype != torch.float32 or before == "ieee":
@@ -217,12 +210,7 @@ def add_gemm_(weight_VD: Tensor, gradient_CV: Tensor, hidden_CD: Tensor, *, firs
 
 @dataclass(eq=False)
 class GemmCount:
-    """GEMMs with the head, in rows: one GEMM of n rows counts n.
-
-    Attributes:
-        rows: so far.
-        thread: the only thread whose GEMMs count; None: those of all threads.
-    """
+    """GEMMs with the head, in rows (one GEMM of n rows counts n), of one thread; None: of all threads."""
 
     rows: int = 0
     thread: int | None = None
@@ -240,11 +228,10 @@ def count_gemm(rows: int) -> None:
 
 @contextmanager
 def count_gemms(*, this_thread: bool = False) -> Iterator[GemmCount]:
-    """Count the GEMMs of every engine within this context.
+    """Count the GEMMs of every engine within this context, or only those of the calling thread.
 
-    Args:
-        this_thread: count only those of the calling thread. Simulated ranks are threads of one process, and take
-            turns inside each other's passes. A backward on a GPU runs in its own thread.
+    Simulated ranks are threads of one process, and take turns inside each other's passes. A backward on a GPU runs in
+    its own thread.
     """
     count = GemmCount(thread=threading.get_ident() if this_thread else None)
     _counts.append(count)

@@ -4,8 +4,8 @@ With z the logits over temperature, m their maximum, and sums over the whole voc
     s = sum exp(z - m),   u = sum exp(z - m) (z - m),   q = sum z^2,   a = z_target - m
     logprob = a - log s     entropy = log s - u / s     logsumexp = m + log s     mean squared logit = q / V
     dz_v = g_logprob (1[v = target] - p_v) + g_logsumexp p_v - g_entropy p_v (log p_v + entropy) + g_squares 2 z_v / V
-Forward reads the logits once and saves nothing else of their size; backward reads them once more and writes the
-gradient once, over the logits if that is allowed. Over tp, forward needs one maximum and one sum, backward nothing.
+Each way reads the logits once; backward may write the gradient over them. Over tp, forward needs one maximum and one
+sum, backward nothing.
 
 Letters: T tokens | B rows of a block | V vocabulary (this rank's columns) | K scalars of a row.
 """
@@ -23,11 +23,13 @@ from torch.autograd.function import once_differentiable
 
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import fastest, triton_unsupported_reason
+from workbench.policy.logprobs.engine import plan_chunks
 from workbench.policy.logprobs.head import (
-    OUTPUTS,
     TokenLogprobs,
     check_dtype,
+    check_outputs,
     check_targets,
+    local_columns,
     logit_divisor,
     tiled_vocabulary_size,
 )
@@ -73,12 +75,7 @@ def token_logprobs_from_logits(
     """
     check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
     outputs = frozenset(outputs)
-    if unknown := sorted(outputs - set(OUTPUTS)):
-        raise SpecError(
-            f"token_logprobs_from_logits: outputs = {', '.join(map(repr, unknown))}",
-            rule=f"any of {', '.join(OUTPUTS)}",
-            fix="request only those",
-        )
+    check_outputs("token_logprobs_from_logits", outputs, "request only those")
     check_dtype("token_logprobs_from_logits: logits", logits_TV)
     check_targets("token_logprobs_from_logits", targets_T)
     if inplace_backward:
@@ -165,7 +162,7 @@ class _FromLogits(Function):
             # a rank without a finite logit adds nothing
             lower_T = (local_highest_T - highest_T).masked_fill(sum_T == 0, 0)
             weighted_T, sum_T = lower_T.exp() * (weighted_T + lower_T * sum_T), lower_T.exp() * sum_T
-            target_T = torch.where(_index(local_T, logits_TV.shape[1])[1], target_T + lower_T, 0)
+            target_T = torch.where(local_columns(local_T, logits_TV.shape[1])[1], target_T + lower_T, 0)
             target_T, sum_T, weighted_T, squares_T = all_sum(
                 torch.stack([target_T, sum_T, weighted_T, squares_T]), call.axis
             )
@@ -175,13 +172,13 @@ class _FromLogits(Function):
         inputs = [call.targets_T, *([call.divisor] if isinstance(call.divisor, Tensor) else [])]
         ctx.save_for_backward(logits_TV, highest_T, log_sum_T, entropy_T, *inputs)
         ctx.call = call
-        outputs = {
-            "logprobs": target_T - log_sum_T,
-            "entropy": entropy_T if "entropy" in call.requested else None,
-            "logsumexp": highest_T + log_sum_T if "logsumexp" in call.requested else None,
-            "mean_squared_logit": squares_T / call.vocabulary if "mean_squared_logit" in call.requested else None,
-        }
-        return tuple(None if x_T is None else x_T.masked_fill(ignored_T, 0) for x_T in outputs.values())
+        output = TokenLogprobs(
+            target_T - log_sum_T,
+            entropy_T if "entropy" in call.requested else None,
+            highest_T + log_sum_T if "logsumexp" in call.requested else None,
+            squares_T / call.vocabulary if "mean_squared_logit" in call.requested else None,
+        )
+        return tuple(output.map(lambda x_T: x_T.masked_fill(ignored_T, 0)))[:4]
 
     @staticmethod
     @once_differentiable
@@ -213,7 +210,7 @@ class _TorchPasses:
         sums_5T[1] = -torch.inf
         for block in _blocks(logits_TV) if columns else ():
             z_BV = logits_TV[block].to(wide) / _of(divisor, block)
-            index_B, is_local_B = _index(local_T[block], columns)
+            index_B, is_local_B = local_columns(local_T[block], columns)
             highest_B = z_BV.amax(-1)
             finite_B = highest_B.masked_fill(highest_B == -torch.inf, 0)
             shifted_BV = z_BV - finite_B[:, None]
@@ -238,7 +235,7 @@ class _TorchPasses:
             p_BV = log_p_BV.exp()
             gradient_BV = p_BV * (slope_B1 - bend_B1 * (log_p_BV.masked_fill_(p_BV == 0, 0) + entropy_B1))
             gradient_BV += square_B1 * z_BV.masked_fill_(z_BV == -torch.inf, 0)
-            index_B, is_local_B = _index(local_T[block], columns)
+            index_B, is_local_B = local_columns(local_T[block], columns)
             gradient_BV.scatter_add_(1, index_B[:, None], own_B1 * is_local_B[:, None])
             nonzero_B1 = (row_KT[:4, block] != 0).any(0)[:, None]
             out_TV[block] = (gradient_BV / _of(divisor, block)).masked_fill_(~nonzero_B1, 0)
@@ -246,15 +243,8 @@ class _TorchPasses:
 
 def _blocks(logits_TV: Tensor) -> list[slice]:
     rows, columns = logits_TV.shape
-    size = max(1, BLOCK_BYTES // (8 * columns))
-    return [slice(start, start + size) for start in range(0, rows, size)]
+    return plan_chunks(rows, max(1, BLOCK_BYTES // (8 * columns)))
 
 
 def _of(divisor: float | Tensor, block: slice) -> float | Tensor:
     return divisor[block] if isinstance(divisor, Tensor) else divisor
-
-
-def _index(local_T: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Local column of each target, 0 if another rank has it, and True if it is local."""
-    is_local_T = (local_T >= 0) & (local_T < columns)
-    return local_T.masked_fill(~is_local_T, 0), is_local_T

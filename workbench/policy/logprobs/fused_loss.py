@@ -5,20 +5,19 @@ backward right after its forward, while its logits are still there, if the loss 
 
     forward a chunk -> evaluate the loss for its coefficients dloss/dlogprob -> backward through the head -> next chunk
 
-The coupling of a loss is the set of rows that it must see together; it decides how rows are chunked:
+The coupling of a loss, the rows that it must see together, decides how rows are chunked:
 
     token      any rows                                                     3 GEMMs
     document   whole documents; one longer than a chunk as below            3 GEMMs
     row        everything: forward all, one loss, forward and backward      4 GEMMs, 3 if the budget saves the chunks
 
 A document longer than a chunk goes backward with *trial* coefficients, its gradient of the head accumulated separately.
-After the forward of its last chunk the true coefficients are known. Losses on documents have one factor per document,
-so truth = s * trial for one s: gradients are scaled, without a fourth GEMM. A loss that needs more (a per-token KL
-penalty next to the ratio of a document) is detected in the first chunk; then such documents go forward twice.
+Losses on documents have one factor per document, so truth = s * trial for one s, once all of it is known: gradients are
+scaled, without a fourth GEMM. A loss that needs more (a per-token KL penalty next to the ratio of a document) is
+detected in the first chunk; then such documents go forward twice.
 
-At the end the loss is evaluated on the whole row. That is its value, and its gradient is compared with every
-coefficient that was used: rows with another coefficient are recomputed with the difference. So any pure loss gets the
-right gradient, also if its coupling was not declared, and `FusedLoss.fallback` reports the cost.
+At the end the loss is evaluated on the whole row: that is its value, and rows with another coefficient than was used
+are recomputed with the difference. So any pure loss gets the right gradient, also if its coupling was not declared.
 
 Letters: T tokens | A rows that are computed | C rows of a chunk | V vocabulary (this rank's rows of the head)
 | D model dimension.
@@ -39,10 +38,18 @@ from workbench.errors import SpecError
 from workbench.policy.logprobs import fastest
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.coefficients import scale_
-from workbench.policy.logprobs.driver import Rows, upcast
+from workbench.policy.logprobs.driver import Rows
 from workbench.policy.logprobs.engine import Accumulators, Couples, Engine, count_gemms, plan_rows
 from workbench.policy.logprobs.fused_pass import GradientPass, RowLoss
-from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
+from workbench.policy.logprobs.head import (
+    Head,
+    TokenLogprobs,
+    active_rows,
+    check_rows,
+    computed_rows,
+    make_head,
+    upcast,
+)
 from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support, full_where_empty
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_sum
@@ -134,28 +141,22 @@ def fused_loss(
     if support is not None:
         check_support(support, targets_T, head)
     plan = plan_rows(count, chunk_tokens, couples, None if ids_T is None else ids_T[computed_T])
-    places_A, all_in_order = active_rows(targets_T, active_T, count), plan.order_A is None
-    all_in_order &= places_A is None
+    places_A = active_rows(targets_T, active_T, count)
+    all_in_order = plan.order_A is None and places_A is None
     if places_A is None:
         places_A = torch.arange(count, device=targets_T.device)
     if plan.order_A is not None:
         places_A = places_A[plan.order_A.to(places_A.device)]
     if not all_in_order:
         rows, hidden = rows.at(places_A), hidden.index_select(0, places_A)
-    required = [
-        torch.is_grad_enabled() and value is not None and value.requires_grad
-        for value in (hidden_TD, weight_VD, bias_V)
-    ]
     sum_dtype = head.wide if accumulate == "float32" else weight.dtype
-    into = (
-        Accumulators(
-            torch.empty_like(hidden) if required[0] else None,
-            torch.empty_like(weight, dtype=sum_dtype) if required[1] else None,
-            torch.empty_like(bias, dtype=head.wide) if required[2] else None,
-        )
-        if any(required)
-        else None
-    )
+    leaves = (hidden_TD, hidden, hidden.dtype), (weight_VD, weight, sum_dtype), (bias_V, bias, head.wide)
+    sums = [
+        torch.empty_like(values, dtype=dtype) if leaf is not None and leaf.requires_grad else None
+        for leaf, values, dtype in leaves
+        if torch.is_grad_enabled()
+    ]
+    into = None if all(gradient is None for gradient in sums) else Accumulators(*sums)
     gradient_pass = GradientPass(
         _engine(implementation, weight)(head),
         loss_fn,
@@ -181,12 +182,11 @@ def fused_loss(
 
 
 def _check(couples: str, accumulate: str, chunk_tokens: int, keep_bytes: int) -> None:
-    known = {"couples": (couples, ("auto", *get_args(Couples))), "accumulate": (accumulate, ("float32", "weight"))}
-    for name, (value, allowed) in known.items():
+    known = ("couples", couples, ("auto", *get_args(Couples))), ("accumulate", accumulate, ("float32", "weight"))
+    for name, value, allowed in known:
         if value not in allowed:
-            raise SpecError(
-                f"fused_loss: {name} = {value!r}", rule=f"one of {', '.join(allowed)}", fix="use one of these"
-            )
+            rule = f"one of {', '.join(allowed)}"
+            raise SpecError(f"fused_loss: {name} = {value!r}", rule=rule, fix="use one of these")
     if chunk_tokens < 1 or keep_bytes < 0:
         raise SpecError(
             f"fused_loss: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
@@ -199,7 +199,7 @@ def _queued_for_host(ids_T: Tensor | None, targets_T: Tensor, active_T: Tensor |
     """Queue the copy of labels and the computed mask to the host; valid after the next device synchronization."""
     if ids_T is None:
         return None, None
-    both_T = [ids_T, targets_T >= 0 if active_T is None else (targets_T >= 0) & active_T]
+    both_T = [ids_T, computed_rows(targets_T, active_T)]
     if not ids_T.is_cuda:
         return tuple(both_T)
     return tuple(torch.empty_like(x_T, device="cpu", pin_memory=True).copy_(x_T, non_blocking=True) for x_T in both_T)
@@ -216,16 +216,9 @@ def _fields(requested: Iterable[str], support: TruncatedSupport | None) -> tuple
 def _scattered(done: GradientPass, tokens: int) -> TokenLogprobs:
     """Head outputs of all tokens, 0 where not computed."""
     support = done.rows.support
-    head_output = full_where_empty(
-        TokenLogprobs(**dict(zip(done.fields, done.outputs_FA, strict=True))),
-        None if support is None else support.untruncated(done.places_A.device),
-    )
-    return TokenLogprobs(
-        *(
-            None if output_A is None else output_A.new_zeros(tokens).index_copy_(0, done.places_A, output_A)
-            for output_A in head_output
-        )
-    )
+    whole_A = None if support is None else support.untruncated(done.places_A.device)
+    head_output = full_where_empty(TokenLogprobs(**dict(zip(done.fields, done.outputs_FA, strict=True))), whole_A)
+    return head_output.map(lambda output_A: output_A.new_zeros(tokens).index_copy_(0, done.places_A, output_A))
 
 
 def _engine(implementation: str, weight_VD: Tensor) -> Callable[[Head], Engine]:
@@ -246,12 +239,7 @@ def _engine(implementation: str, weight_VD: Tensor) -> Callable[[Head], Engine]:
 
 @dataclass
 class _Gradients:
-    """Gradients of a pass, stored until backward fetches them.
-
-    Attributes:
-        stored: of computed rows, weight and bias; None once fetched.
-        places_A: indices of the computed rows; None: all rows.
-    """
+    """Gradients of a pass, stored until backward fetches them, and the indices of its rows; None: all rows."""
 
     stored: Accumulators | None
     places_A: Tensor | None

@@ -13,7 +13,9 @@ Letters: A rows that are computed, group by group | C rows of a chunk | F reques
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,9 +53,7 @@ class GradientPass:
         hidden_AD, rows: inputs of the rows in the order of the plan.
         places_A: their indices in the row of T.
         ascending_A: permutation to the order of the row; None: in order.
-        expected_A: estimates of the log-probabilities.
-        chunk_tokens: maximum rows of a chunk.
-        keep_bytes: how much may be saved of a group of several chunks.
+        expected_A, chunk_tokens, keep_bytes: see `fused_loss`.
         fields: requested fields of `TokenLogprobs`, the log-probability first.
         into: gradient accumulators, uninitialized; None: not required.
         outputs_FA, used_FA: head outputs, and the coefficients used in backward.
@@ -86,13 +86,13 @@ class GradientPass:
         self._rest: Rest | None = None
         self._first_trial_FC: Tensor | None = None
         self._free_FA: Tensor | None = None
-        self._separate_into: Accumulators | None = None
+
         self._begun = self._is_pure = False
 
     def run(self, groups: list[list[slice]]) -> Tensor:
         """Run forward, and backward if gradients are required; return the loss of all rows, without a graph."""
         if self.into is None:
-            for part in (part for group in groups for part in group):
+            for part in itertools.chain(*groups):
                 self._forward(part, "no")
             self._recompute_exactly(self._overflowed_A)
             return self._loss(self._everything)[0]
@@ -100,9 +100,7 @@ class GradientPass:
         results = [self._back(group, alone) for group in groups]
         loss, truth_FA = results[0] if alone else self._loss(self._everything)
         if not self._begun:  # no row at all
-            for gradient in (self.into.weight_VD, self.into.bias_V):
-                if gradient is not None:
-                    gradient.zero_()
+            self.into.clear_head_()
         if not alone or self._late or self._overflowed_A is not None:
             loss = self._settle(loss, truth_FA)
         return loss
@@ -115,13 +113,11 @@ class GradientPass:
         if len(group) == 1 or self._may_keep(rows.stop - rows.start):
             forwards = [self._forward(part, "scratch" if len(group) == 1 else "own") for part in group]
             return self._back_at_once(group, rows, forwards, alone)
+        size = f"{rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went forward twice"
         if self.couples == "row":
             for part in group:
                 self._forward(part, "no")
-            self.fallbacks.append(
-                f"all {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went forward "
-                "twice: the loss couples the whole row"
-            )
+            self.fallbacks.append(f"all {size}: the loss couples the whole row")
             return self._back_at_once(group, rows, None, alone)
         first = self._forward(group[0], "scratch")
         rest = self._rest_effect(rows, group[0])
@@ -129,8 +125,7 @@ class GradientPass:
             for part in group[1:]:
                 self._forward(part, "no")
             self.fallbacks.append(
-                f"a document of {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went "
-                "forward twice: its coefficients are not one factor times known values per token"
+                f"a document of {size}: its coefficients are not one factor times known values per token"
             )
             return self._back_at_once(group, rows, None, alone)
         self._late.append(rows)
@@ -166,7 +161,7 @@ class GradientPass:
     def _back_late(self, group: list[slice], rows: slice, first: _Forward) -> tuple[Tensor, Tensor]:
         """Backward of a document longer than a chunk: trial coefficients, scaled once its last chunk is known."""
         direct = not self._begun  # the accumulators hold nothing yet that must not be scaled
-        into = self.into if direct else self._separate()
+        into = self.into if direct else self._separate_into
         self._begun = True
         for part in group:
             forward = first if part is group[0] else self._forward(part, "scratch")
@@ -328,11 +323,7 @@ class GradientPass:
         these, hidden_CD = self.rows.at(some), self.hidden_AD[some]
         requested = frozenset(name for name in OUTPUTS if f"{name}_T" in self.fields)
         chunk = engine.forward(hidden_CD, these.targets_A, these.temperature, outputs=requested, keep=keep)
-        if these.support is None:
-            return _Forward(chunk, None)
-        return _Forward(
-            chunk, truncated_support.forward(engine.head, hidden_CD, these.targets_A, these.temperature, these.support)
-        )
+        return _Forward(chunk, these.kept_forward(engine.head, hidden_CD))
 
     def _record(self, forward: _Forward, some: slice | Tensor) -> None:
         output = forward.chunk.head_output
@@ -380,16 +371,11 @@ class GradientPass:
             [torch.zeros_like(leaf) if g_C is None else g_C for leaf, g_C in zip(leaves, gradients, strict=True)]
         )
 
-    def _separate(self) -> Accumulators:
+    @cached_property
+    def _separate_into(self) -> Accumulators:
         """Accumulators with the same gradient of hidden, and separate ones for weight and bias."""
-        if self._separate_into is None:
-            weight_VD, bias_V = self.into.weight_VD, self.into.bias_V
-            self._separate_into = Accumulators(
-                self.into.hidden_TD,
-                None if weight_VD is None else torch.empty_like(weight_VD),
-                None if bias_V is None else torch.empty_like(bias_V),
-            )
-        return self._separate_into
+        head = (self.into.weight_VD, self.into.bias_V)
+        return Accumulators(self.into.hidden_TD, *(None if sums is None else torch.empty_like(sums) for sums in head))
 
 
 class _Forward(NamedTuple):

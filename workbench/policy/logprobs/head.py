@@ -10,7 +10,7 @@ Letters: T tokens | A rows that are computed | V vocabulary (this rank's rows of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,6 +55,10 @@ class TokenLogprobs(NamedTuple):
     support_logprobs_T: Tensor | None = None
     support_entropy_T: Tensor | None = None
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> TokenLogprobs:
+        """Apply a function to every requested field."""
+        return TokenLogprobs(*(None if values_T is None else function(values_T) for values_T in self))
+
 
 @dataclass(frozen=True)
 class Head:
@@ -91,12 +95,9 @@ class Head:
         return self.axis is not None and self.axis.group is not None
 
     def logits_(self, dots: Tensor, bias: Tensor | None, divisor: float | Tensor) -> Tensor:
-        """Turn dot products h . w_v into the logits z_v that enter the softmax, in place.
+        """Turn dot products h . w_v, in `wide`, into the logits z_v that enter the softmax, in place.
 
-        Args:
-            dots: of any shape, in `wide`.
-            bias: of the same rows of the head; broadcasts.
-            divisor: the temperature; broadcasts.
+        Bias (of the same rows of the head) and divisor (the temperature) broadcast.
         """
         if bias is not None:
             dots += bias
@@ -173,6 +174,24 @@ def make_head(
     )
 
 
+def upcast(tensor: Tensor) -> Tensor:
+    """Cast to float32 at least; the gradient has the original dtype."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def local_columns(local_T: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Local column of each target, counted from this rank's first; 0 if another rank has it. True if it is local."""
+    is_local_T = (local_T >= 0) & (local_T < columns)
+    return local_T.masked_fill(~is_local_T, 0), is_local_T
+
+
+def check_outputs(what: str, outputs: Iterable[str], fix: str) -> None:
+    """Raise a SpecError unless every requested output is one of `OUTPUTS`."""
+    if unknown := sorted(set(outputs) - set(OUTPUTS)):
+        requested = f"{what}: outputs = {', '.join(map(repr, unknown))}"
+        raise SpecError(requested, rule=f"any of {', '.join(OUTPUTS)}", fix=fix)
+
+
 def check_dtype(what: str, operand: Tensor) -> None:
     """Raise a ShapeError unless an operand has one of `DTYPES`."""
     if operand.dtype not in DTYPES:
@@ -226,14 +245,9 @@ def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.d
     bad_T = check_temperature(temperature, targets_T)
     if bad_T is None:
         return temperature
-    if bool(bad_T.any()):
-        at = torch.nonzero(bad_T)[:5, 0].tolist()
-        raise ShapeError(
-            "token_logprobs: temperature_T",
-            found=f"{temperature[at].tolist()} at {at}",
-            rule=_TEMPERATURE_RULE,
-            fix=_TEMPERATURE_FIX,
-        )
+    if at := torch.nonzero(bad_T)[:5, 0].tolist():
+        found = f"{temperature[at].tolist()} at {at}"
+        raise ShapeError("token_logprobs: temperature_T", found=found, rule=_TEMPERATURE_RULE, fix=_TEMPERATURE_FIX)
     return temperature.to(dtype)[:, None]
 
 
@@ -272,10 +286,9 @@ def check_rows(
     active_T: Tensor | None,
     outputs: Iterable[str],
 ) -> int:
-    """Check rows and requested outputs against the head; synchronizes with the device once.
+    """Check rows and requested outputs against the head; return the number of computed rows.
 
-    Returns:
-        Number of computed rows.
+    Synchronizes with the device once.
 
     Raises:
         ShapeError: sizes or dtypes disagree, a computed target is not in the vocabulary, or a temperature is not
@@ -285,12 +298,7 @@ def check_rows(
     check_shapes(
         "token_logprobs", hidden_TD=hidden_TD, weight_VD=head.weight_VD, targets_T=targets_T, active_T=active_T
     )
-    if unknown := sorted(set(outputs) - set(OUTPUTS)):
-        raise SpecError(
-            f"token_logprobs: outputs = {', '.join(map(repr, unknown))}",
-            rule=f"any of {', '.join(OUTPUTS)}",
-            fix="request only those, in a tuple; support=... adds its own outputs",
-        )
+    check_outputs("token_logprobs", outputs, "request only those, in a tuple; support=... adds its own outputs")
     if hidden_TD.dtype != head.weight_VD.dtype:
         raise ShapeError(
             "token_logprobs: dtypes",
@@ -306,7 +314,7 @@ def check_rows(
             rule="bool: which rows are computed",
             fix="compare first, such as active_T = weights_T != 0",
         )
-    computed_T = _computed(targets_T, active_T)
+    computed_T = computed_rows(targets_T, active_T)
     outside_T = computed_T & (targets_T >= head.vocabulary)
     bad_T = check_temperature(temperature, targets_T)
     counts = [computed_T.sum(), outside_T.sum(), *([] if bad_T is None else [bad_T.sum()])]
@@ -323,22 +331,16 @@ def check_rows(
     return rows
 
 
-def active_rows(targets_T: Tensor, active_T: Tensor | None, count: int | None = None) -> Tensor | None:
-    """Indices of the computed rows, in order: active, with a target that is not negative; None: all rows.
+def active_rows(targets_T: Tensor, active_T: Tensor | None, count: int) -> Tensor | None:
+    """[A] indices of the computed rows, in order; None: all rows.
 
-    Args:
-        targets_T: negative if the row is ignored.
-        active_T: bool; None: all.
-        count: number of computed rows from `check_rows`, which avoids a device synchronization.
-
-    Shapes:   [T] -> [A].
+    Their number, from `check_rows`, avoids a device synchronization.
     """
-    computed_T = _computed(targets_T, active_T)
-    count = int(computed_T.sum()) if count is None else count
     if count == len(targets_T):
         return None
-    return torch.sort((~computed_T).to(torch.uint8), stable=True).indices[:count]
+    return torch.sort((~computed_rows(targets_T, active_T)).to(torch.uint8), stable=True).indices[:count]
 
 
-def _computed(targets_T: Tensor, active_T: Tensor | None) -> Tensor:
+def computed_rows(targets_T: Tensor, active_T: Tensor | None) -> Tensor:
+    """[T] bool: active (None: all are), with a target that is not negative."""
     return targets_T >= 0 if active_T is None else (targets_T >= 0) & active_T

@@ -5,13 +5,12 @@ Letters: T tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs.head import TokenLogprobs, check_rows, logit_divisor, make_head
+from workbench.policy.logprobs.head import TokenLogprobs, check_rows, computed_rows, logit_divisor, make_head, upcast
 from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support
 from workbench.shapes import check_shapes
 
@@ -40,10 +39,10 @@ def token_logprobs(
     """
     outputs = frozenset(outputs)
     if fp32_head:
-        hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
+        hidden_TD, weight_VD = upcast(hidden_TD), upcast(weight_VD)
     head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid)
     check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
-    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
+    active_T = computed_rows(targets_T, active_T)
     logits_TV = hidden_TD.where(active_T[:, None], 0.0) @ weight_VD.T
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
@@ -62,7 +61,7 @@ def token_logprobs(
         head_output = head_output._replace(
             support_logprobs_T=truncated.logprobs_T, support_entropy_T=truncated.entropy_T
         )
-    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in head_output))
+    return head_output.map(lambda x_T: x_T.where(active_T, 0.0))
 
 
 def token_logprobs_from_logits(
@@ -113,11 +112,7 @@ def _outputs(scaled_TV: Tensor, targets_T: Tensor, requested: frozenset[str]) ->
 def _is_kept(support: TruncatedSupport, targets_T: Tensor, vocabulary: int) -> Tensor:
     """[T, V]: True if in the token's truncated support; an empty set means all, any other includes the target."""
     is_kept_TV = torch.zeros(len(targets_T), vocabulary, dtype=torch.bool, device=targets_T.device)
-    borders = support.offsets_S.tolist()
-    for token, (start, stop) in enumerate(itertools.pairwise(borders)):
-        if start == stop:
-            is_kept_TV[token] = True
-        else:
-            is_kept_TV[token, support.ids_P[start:stop]] = True
-            is_kept_TV[token, targets_T[token]] = True
+    for token, ids in enumerate(support.ids_P.split(support.offsets_S.diff().tolist())):
+        is_kept_TV[token, ids if len(ids) else slice(None)] = True
+        is_kept_TV[token, targets_T[token]] = True
     return is_kept_TV

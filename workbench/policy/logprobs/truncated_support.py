@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError
-from workbench.policy.logprobs.engine import Accumulators, rows_with_gradient
+from workbench.policy.logprobs.engine import Accumulators, plan_chunks, rows_with_gradient
 from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.sharding.collectives import all_max, all_sum
 
@@ -123,40 +123,30 @@ def check_support(kept: TruncatedSupport, targets_T: Tensor, head: Head) -> None
         ShapeError: no `TruncatedSupport`, not one set per token, or an id outside the vocabulary.
     """
     if not isinstance(kept, TruncatedSupport):
-        raise ShapeError(
-            "token_logprobs: kept",
-            found=type(kept).__name__,
-            rule="TruncatedSupport",
-            fix="build them from lists of ids with TruncatedSupport.of",
-        )
-    if len(kept) != len(targets_T):
-        raise ShapeError(
-            "token_logprobs: kept",
-            found=f"{len(kept)} sets for {len(targets_T)} tokens",
-            rule="one set for each token; an empty one stands for the whole vocabulary",
-            fix="slice and shift the sets like the targets",
-        )
-    if len(kept.ids_P) and int(kept.ids_P.max()) >= head.vocabulary:
-        raise ShapeError(
-            "token_logprobs: kept",
-            found=f"id {int(kept.ids_P.max())}",
-            rule=f"0 <= id < {head.vocabulary}, the whole vocabulary",
-            fix="take the ids from the tokenizer that the head was trained with",
-        )
+        found, rule = type(kept).__name__, "TruncatedSupport"
+        fix = "build them from lists of ids with TruncatedSupport.of"
+    elif len(kept) != len(targets_T):
+        found = f"{len(kept)} sets for {len(targets_T)} tokens"
+        rule = "one set for each token; an empty one stands for the whole vocabulary"
+        fix = "slice and shift the sets like the targets"
+    elif len(kept.ids_P) and int(kept.ids_P.max()) >= head.vocabulary:
+        found, rule = f"id {int(kept.ids_P.max())}", f"0 <= id < {head.vocabulary}, the whole vocabulary"
+        fix = "take the ids from the tokenizer that the head was trained with"
+    else:
+        return
+    raise ShapeError("token_logprobs: kept", found=found, rule=rule, fix=fix)
 
 
 def full_where_empty(head_output: TokenLogprobs, whole_T: Tensor | None) -> TokenLogprobs:
     """Use the outputs over the whole vocabulary for tokens with an empty set; differentiable."""
     if whole_T is None or head_output.support_logprobs_T is None:
         return head_output
-    head_output = head_output._replace(
-        support_logprobs_T=torch.where(whole_T, head_output.logprobs_T, head_output.support_logprobs_T)
-    )
-    if head_output.support_entropy_T is None or head_output.entropy_T is None:
-        return head_output
-    return head_output._replace(
-        support_entropy_T=torch.where(whole_T, head_output.entropy_T, head_output.support_entropy_T)
-    )
+    chosen = {}
+    for name in SUPPORT_FIELDS:
+        full_T, support_T = getattr(head_output, name.removeprefix("support_")), getattr(head_output, name)
+        if full_T is not None and support_T is not None:
+            chosen[name] = torch.where(whole_T, full_T, support_T)
+    return head_output._replace(**chosen)
 
 
 @dataclass(frozen=True)
@@ -164,15 +154,13 @@ class SupportChunk:
     """Outputs over the truncated supports of a chunk, and tensors saved for their backward.
 
     Attributes:
-        logprobs_C: [C] of the target in its support; 0 if the set is empty.
-        entropy_C: [C] of the distribution over the support; 0 if the set is empty.
+        logprobs_C: of the target in its support; 0 if the set is empty.
+        entropy_C: of the distribution over the support; 0 if the set is empty.
         hidden_CD: the rows.
         divisor_P: the temperature, one for all pairs or one each.
-        row_P: the row of each local pair, in order.
-        id_P: its local row of the head.
-        logits_P: its z.
+        row_P, id_P, logits_P: of each local pair, in order: its row, its local row of the head, and its z.
         is_target_P: True if it is its row's target.
-        logsumexp_C: [C] over the supports.
+        logsumexp_C: over the supports.
     """
 
     logprobs_C: Tensor
@@ -216,16 +204,8 @@ def forward(
         highest_C = all_max(highest_C, head.axis)
     shifted_P = logits_P - highest_C[row_P]
     exp_P = shifted_P.exp()
-    sums_C = torch.stack(
-        [
-            _segment_sum(values_P.double(), lengths_C)
-            for values_P in (
-                exp_P,
-                exp_P * shifted_P.masked_fill(exp_P == 0, 0),
-                shifted_P.masked_fill(~is_target_P, 0),
-            )
-        ]
-    )
+    weighted_P, target_P = exp_P * shifted_P.masked_fill(exp_P == 0, 0), shifted_P.masked_fill(~is_target_P, 0)
+    sums_C = torch.stack([_segment_sum(values_P.double(), lengths_C) for values_P in (exp_P, weighted_P, target_P)])
     if head.axis is not None:
         sums_C = all_sum(sums_C, head.axis)
     sums_C = sums_C.to(head.wide)
@@ -282,19 +262,15 @@ def backward(
 
 
 def _blocks(head: Head, pairs: int) -> list[slice]:
-    size = max(1, BLOCK_BYTES // (head.weight_VD.shape[1] * head.wide.itemsize))
-    return [slice(start, start + size) for start in range(0, pairs, size)]
+    return plan_chunks(pairs, max(1, BLOCK_BYTES // (head.weight_VD.shape[1] * head.wide.itemsize)))
 
 
 def _dots(head: Head, hidden_CD: Tensor, row_P: Tensor, id_P: Tensor) -> Tensor:
     """Dot product of hidden state and head row of each pair, a block at a time."""
-    return torch.cat(
-        [
-            (hidden_CD[row_P[block]].to(head.wide) * head.weight_VD[id_P[block]].to(head.wide)).sum(-1)
-            for block in _blocks(head, len(row_P))
-        ]
-        or [hidden_CD.new_zeros(0, dtype=head.wide)]
-    )
+    dots_P = hidden_CD.new_empty(len(row_P), dtype=head.wide)
+    for block in _blocks(head, len(row_P)):
+        dots_P[block] = (hidden_CD[row_P[block]].to(head.wide) * head.weight_VD[id_P[block]].to(head.wide)).sum(-1)
+    return dots_P
 
 
 def _segment_sum(values_P: Tensor, lengths_C: Tensor) -> Tensor:

@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs.head import TokenLogprobs, check_rows, logit_divisor, make_head
+from workbench.policy.logprobs.head import (
+    TokenLogprobs,
+    check_rows,
+    computed_rows,
+    local_columns,
+    logit_divisor,
+    make_head,
+    upcast,
+)
 from workbench.policy.logprobs.truncated_support import TruncatedSupport, check_support
 from workbench.sharding.collectives import all_max, all_sum, identity_sum, sum_identity
 from workbench.sharding.mesh import Axis
@@ -34,16 +42,15 @@ def token_logprobs(
     axis: Axis,
     first_token: int,
     temperature: float | Tensor = 1.0,
-    bias_V: Tensor | None = None,
-    logit_scale: float = 1.0,
-    soft_cap: float | None = None,
-    valid: int | None = None,
     active_T: Tensor | None = None,
     support: TruncatedSupport | None = None,
     outputs: Iterable[str] = ("entropy", "logsumexp"),
     fp32_head: bool = False,
+    **head_settings: Any,
 ) -> TokenLogprobs:
     """Compute the head's outputs per token, from a slice of the head on each tp rank; see `logprobs.token_logprobs`.
+
+    Further settings are those of `head.make_head`.
 
     Shapes:   hidden_TD [T, D], weight_VD [v, D] of any v -> [T] each, the same on every tp rank.
     Units:    nats.
@@ -54,24 +61,16 @@ def token_logprobs(
     """
     outputs = frozenset(outputs)
     if fp32_head:
-        hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
-    head = make_head(
-        weight_VD,
-        bias_V=bias_V,
-        logit_scale=logit_scale,
-        soft_cap=soft_cap,
-        valid=valid,
-        axis=axis,
-        first_token=first_token,
-    )
+        hidden_TD, weight_VD = upcast(hidden_TD), upcast(weight_VD)
+    head = make_head(weight_VD, axis=axis, first_token=first_token, **head_settings)
     check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, outputs=outputs)
-    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
+    active_T = computed_rows(targets_T, active_T)
     logits_TV = identity_sum(hidden_TD.where(active_T[:, None], 0.0), axis) @ weight_VD.T
-    if bias_V is not None:
-        logits_TV = logits_TV + bias_V
-    logits_TV = logits_TV.to(head.wide) * logit_scale
-    if soft_cap is not None:
-        logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
+    if head.bias_V is not None:
+        logits_TV = logits_TV + head.bias_V
+    logits_TV = logits_TV.to(head.wide) * head.logit_scale
+    if head.soft_cap is not None:
+        logits_TV = head.soft_cap * torch.tanh(logits_TV / head.soft_cap)
     columns_V = torch.arange(head.valid, device=weight_VD.device)
     scaled_TV = logits_TV[:, : head.valid] / logit_divisor(temperature, targets_T, head.wide)
     local_T = targets_T.where(active_T, 0) - first_token
@@ -90,7 +89,7 @@ def token_logprobs(
         output = output._replace(
             support_logprobs_T=logprobs_T, support_entropy_T=entropy_T if "entropy" in outputs else None
         )
-    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in output))
+    return output.map(lambda x_T: x_T.where(active_T, 0.0))
 
 
 def _is_kept(support: TruncatedSupport, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:
@@ -109,8 +108,7 @@ class _FromLocalLogits(Function):
         rows, columns = logits_TV.shape
         highest_T = all_max(logits_TV.amax(-1) if columns else logits_TV.new_full((rows,), -torch.inf), axis)
         shifted_TV = logits_TV - highest_T[:, None]
-        is_local_T = (local_targets_T >= 0) & (local_targets_T < columns)
-        index_T = local_targets_T.masked_fill(~is_local_T, 0)
+        index_T, is_local_T = local_columns(local_targets_T, columns)
         exp_TV = shifted_TV.exp()
         target_T = torch.zeros_like(highest_T)
         if columns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from workbench.atomic import from_json, to_json
 from workbench.report.exporters import TRACKERS
@@ -19,13 +20,10 @@ def main(outcomes: Path) -> None:
     with outcomes.open("ab") as file:
         try:
             for run in map(from_plain, request["runs"]):
-                there = writer.has(run)
-                notes = [] if there else [*run.notes, *writer.write(run)]
-                outcome = {
-                    "outcome": "there already" if there else "exported",
-                    "notes": notes,
-                    "steps": 0 if there else len(run.steps),
-                }
+                outcome: dict[str, Any] = {"outcome": "there already", "notes": [], "steps": 0}
+                if not writer.has(run):
+                    notes = [*run.notes, *writer.write(run)]
+                    outcome = {"outcome": "exported", "notes": notes, "steps": len(run.steps)}
                 file.write(to_json(outcome, indent=None))
                 file.flush()
         finally:

@@ -141,14 +141,8 @@ def _export(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="export-") as scratch:
         answers = Path(scratch) / "answers"
         command = [sys.executable, "-P", "-m", "workbench.report.exporters", str(answers)]
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=_environment(folder, Path(scratch)),
-            start_new_session=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        child = subprocess.Popen(command, **pipes, env=_environment(folder, Path(scratch)), start_new_session=True)
         try:
             patience = _PATIENCE_S + _PATIENCE_PER_RUN_S * len(request["runs"])
             output = child.communicate(to_json(request, indent=None), timeout=patience)[0]
@@ -164,8 +158,8 @@ def _export(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
                     f"export to {to}",
                     found=f"no end after {patience:.0f} s",
                     rule="an export writes files of this machine",
-                    fix="see whether the folder's disk is slow or full; what was written is whole, and "
-                    "exporting again continues",
+                    fix="see whether the folder's disk is slow or full; what was written is whole, and exporting "
+                    "again continues",
                 ) from None
             raise
         outcomes = [from_json(line) for line in answers.read_bytes().splitlines()] if answers.exists() else []
@@ -185,10 +179,5 @@ def _export(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
 def _environment(folder: Path, scratch: Path) -> dict[str, str]:
     """Return this process's environment without the user's settings for trackers, which name accounts and servers."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_OF_TRACKERS)}
-    own = {
-        "TRACKIO_DIR": str(folder),
-        "WANDB_CACHE_DIR": str(scratch),
-        "WANDB_CONFIG_DIR": str(scratch),
-        "WANDB_DATA_DIR": str(scratch),
-    }
-    return inherited | _OFFLINE | own | {"PYTHONPATH": python_path()}
+    scratches = dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"), str(scratch))
+    return inherited | _OFFLINE | scratches | {"TRACKIO_DIR": str(folder), "PYTHONPATH": python_path()}

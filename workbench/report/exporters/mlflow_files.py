@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from workbench.report.exporters.tracked import TrackedRun, as_text
+from workbench.report.exporters.tracked import TrackedRun, Writer, as_text
 
 ID = "workbench.run"
 """Tag that identifies a run."""
@@ -26,16 +25,11 @@ _KEY_LETTERS, _TEXT_LETTERS = 250, 5000
 _METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
 
 
-class Mlflow:
-    """Runs in an experiment called project/experiment.
-
-    Args:
-        folder: gets ``mlruns``.
-        project: prefix of the experiment names.
-    """
+class Mlflow(Writer):
+    """Runs in an experiment called project/experiment."""
 
     def __init__(self, folder: Path, project: str) -> None:
-        self.project = project
+        super().__init__(folder, project)
         self.client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
 
     def has(self, run: TrackedRun) -> bool:
@@ -44,10 +38,10 @@ class Mlflow:
         if experiment is None:
             return False
         matches = self.client.search_runs([experiment.experiment_id], filter_string=f"tags.`{ID}` = '{run.id}'")
-        whole = [each for each in matches if each.info.end_time]
-        for unfinished in (each for each in matches if not each.info.end_time):
-            self.client.delete_run(unfinished.info.run_id)
-        return bool(whole)
+        for match in matches:
+            if not match.info.end_time:
+                self.client.delete_run(match.info.run_id)
+        return any(match.info.end_time for match in matches)
 
     def write(self, run: TrackedRun) -> list[str]:
         """Write a run, and return what could not be stored as it is. The end time, written last, marks it complete."""
@@ -69,15 +63,12 @@ class Mlflow:
             if key in names
         )
         params = (Param(key, _cut(key, as_text(value), notes)) for key, value in run.config.items())
-        for some in _chunks(metrics, _METRICS_AT_ONCE):
+        while some := list(itertools.islice(metrics, _METRICS_AT_ONCE)):
             self.client.log_batch(created.info.run_id, metrics=some)
-        for some in _chunks(params, _PARAMS_AT_ONCE):
+        while some := list(itertools.islice(params, _PARAMS_AT_ONCE)):
             self.client.log_batch(created.info.run_id, params=some)
         self.client.set_terminated(created.info.run_id, _ENDS.get(run.state, "FAILED"), _ms(run.ended_s))
         return notes
-
-    def close(self) -> None:
-        """Nothing is left running."""
 
     def _experiment(self, run: TrackedRun) -> str:
         return f"{self.project}/{run.experiment}"
@@ -106,12 +97,6 @@ def _cut(key: str, text: str, notes: list[str]) -> str:
     if len(text) > _TEXT_LETTERS:
         notes.append(f"{key} is cut to {_TEXT_LETTERS} letters")
     return text[:_TEXT_LETTERS]
-
-
-def _chunks(items: Iterable, size: int) -> Iterator[Sequence]:
-    left = iter(items)
-    while some := list(itertools.islice(left, size)):
-        yield some
 
 
 def _ms(time_s: float) -> int:

@@ -19,19 +19,11 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from workbench.report.exporters.tracked import TrackedRun, as_text
+from workbench.report.exporters.tracked import TrackedRun, Writer, as_text
 
 
-class TensorBoard:
-    """Event files, written without a host name in them.
-
-    Args:
-        folder: argument of `tensorboard --logdir`.
-        project: first folder below it.
-    """
-
-    def __init__(self, folder: Path, project: str) -> None:
-        self.folder, self.project = folder, project
+class TensorBoard(Writer):
+    """Event files, written without a host name in them."""
 
     def has(self, run: TrackedRun) -> bool:
         """True if the run's folder exists; it gets its name when it is complete."""
@@ -62,9 +54,6 @@ class TensorBoard:
         notes = ["numbers are rounded to some seven digits: scalars have 32 bits there"] if rounded else []
         return notes + [f"metric {key} is beyond 32 bits: infinite there" for key in sorted(beyond)]
 
-    def close(self) -> None:
-        """Nothing is left running."""
-
     def _place(self, run: TrackedRun) -> Path:
         return self.folder / self.project / run.experiment / run.id
 
@@ -76,20 +65,18 @@ def _head(run: TrackedRun) -> list[Event]:
         for key, value in (run.config | run.facts).items()
     }
     rows = [f"| {_cell(key)} | {_cell(as_text(value))} |" for key, value in known.items()]
-    text = "\n".join(["| | |", "|---|---|", *rows])
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    text = "\n".join(["| | |", "|---|---|", *rows]).encode()
+    table = Summary.Value(
+        tag="run/text_summary",
+        metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+        tensor=TensorProto(dtype=DT_STRING, tensor_shape=shape, string_val=[text]),
+    )
     return [
         Event(wall_time=run.began_s, file_version="brain.Event:2"),
         Event(wall_time=run.began_s, summary=hparams_pb(known, trial_id=run.id, start_time_secs=run.began_s)),
-        Event(wall_time=run.began_s, summary=_text("run", text)),
+        Event(wall_time=run.began_s, summary=Summary(value=[table])),
     ]
-
-
-def _text(tag: str, text: str) -> Summary:
-    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    tensor = TensorProto(
-        dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]), string_val=[text.encode()]
-    )
-    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)])
 
 
 def _cell(text: str) -> str:

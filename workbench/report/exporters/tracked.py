@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from workbench.atomic import from_json
@@ -24,13 +25,7 @@ FAILURE_LETTERS = 2000
 
 @dataclass(frozen=True)
 class TrackedStep:
-    """One optimizer step.
-
-    Attributes:
-        number: step number, as recorded.
-        time_s: its end, in seconds since 1970.
-        values: metric -> number, also nan and inf.
-    """
+    """One optimizer step, which ended at ``time_s`` (seconds since 1970); metric -> number, also nan and inf."""
 
     number: int
     time_s: float
@@ -44,13 +39,10 @@ class TrackedRun:
     Attributes:
         id: name of the run's folder: unique in its experiment, and the same whenever it is exported.
         name: name of the configuration.
-        experiment: name of the group of runs.
         state: one of `workbench.records.directory.ENDED`.
-        began_s: its begin, in seconds since 1970.
-        ended_s: its end, likewise.
+        began_s, ended_s: in seconds since 1970.
         config: settings with dotted keys; lists stay lists.
         facts: further facts, with keys ``run.*``.
-        steps: steps in order.
         notes: what could not be stored as it is, a sentence each.
     """
 
@@ -74,6 +66,21 @@ class TrackedRun:
     def tags(self) -> list[str]:
         """Return tags to filter runs by: the state, and the faults that were switched on."""
         return [self.state, *(f"fault:{name}" for name in self.config.get("faults") or [])]
+
+
+class Writer:
+    """Base of the writers of trackers: each has ``has(run)`` and ``write(run)``, which returns what it could not store.
+
+    Args:
+        folder: gets the tracker's files.
+        project: the tracker's project, above the experiments.
+    """
+
+    def __init__(self, folder: Path, project: str) -> None:
+        self.folder, self.project = folder, project
+
+    def close(self) -> None:
+        """Leave nothing running."""
 
 
 def tracked(run: RunDirectory) -> TrackedRun:
@@ -106,7 +113,8 @@ def tracked(run: RunDirectory) -> TrackedRun:
         steps.append(TrackedStep(number, time_s or clock_s, values))
     if reckoned:
         notes.append("steps do not say when they ended: reckoned from the run's beginning and their durations")
-    config, odd = _plain(flatten(run.spec.model_dump(mode="json")))
+    config = flatten(run.spec.model_dump(mode="json"))
+    odd = {key: str(value) for key, value in config.items() if isinstance(value, float) and not math.isfinite(value)}
     notes += [f"setting {key} is not finite: kept as text" for key in odd]
     ended_s = state.get("ended_ns", 0) / 1e9 or max([began_s, *(step.time_s for step in steps[-1:])])
     return TrackedRun(
@@ -116,7 +124,7 @@ def tracked(run: RunDirectory) -> TrackedRun:
         run.status,
         began_s,
         ended_s,
-        config,
+        config | odd,
         _facts(run, state, began_s, ended_s),
         steps,
         list(dict.fromkeys(notes)),
@@ -151,11 +159,6 @@ def _numbers(record: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, flo
     return numbers, others
 
 
-def _plain(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    odd = [key for key, value in settings.items() if isinstance(value, float) and not math.isfinite(value)]
-    return {key: str(value) if key in odd else value for key, value in settings.items()}, odd
-
-
 def _facts(run: RunDirectory, state: Mapping[str, Any], began_s: float, ended_s: float) -> dict[str, Any]:
     """Return facts that trackers have no field for."""
     facts: dict[str, Any] = {
@@ -171,7 +174,7 @@ def _facts(run: RunDirectory, state: Mapping[str, Any], began_s: float, ended_s:
     if failure := run.failure():
         facts["run.failure"] = failure_summary(failure)[:FAILURE_LETTERS]
         facts |= {"run.failure_cause": str(failure["cause"])} if failure.get("cause") else {}
-    return facts | {f"run.{key}": value for key, value in _provenance(run).items()}
+    return facts | _provenance(run)
 
 
 def _iso(time_s: float) -> str:
@@ -182,9 +185,9 @@ def _provenance(run: RunDirectory) -> dict[str, str]:
     try:
         record = from_json((run.path / "provenance.json").read_bytes())
         return {
-            "commit": str(record["git"]["commit"]),
-            "uncommitted_changes": str(record["git"]["dirty"]),
-            **{f"version.{name}": str(version) for name, version in record["versions"].items()},
+            "run.commit": str(record["git"]["commit"]),
+            "run.uncommitted_changes": str(record["git"]["dirty"]),
+            **{f"run.version.{name}": str(version) for name, version in record["versions"].items()},
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -18,27 +18,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.report.exporters.tracked import TrackedRun
+from workbench.report.exporters.tracked import TrackedRun, Writer
 
 _TIME = "_timestamp"
 
 
-class _WandbLike:
-    """Common base of both; each has ``has`` and ``begin``, which returns a session with ``log`` and ``finish``."""
+class _WandbLike(Writer):
+    """Common base of both; each has ``begin``, which returns a session with ``log`` and ``finish``."""
 
     lost: tuple[str, ...] = ()
     """Facts that the tracker cannot store, a sentence each."""
-
-    def __init__(self, folder: Path, project: str) -> None:
-        self.folder, self.project = folder, project
 
     begin: Callable[[TrackedRun, dict[str, Any]], Any]
 
     def keep(self, run: TrackedRun) -> None:
         """Complete a run; called when it is written."""
-
-    def close(self) -> None:
-        """Leave nothing running."""
 
     def write(self, run: TrackedRun) -> list[str]:
         """Write a run, and return what could not be stored as it is."""

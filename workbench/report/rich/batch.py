@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import NONE, significant
-from workbench.report.rich.strips import Piece, framed, labelled, legend, runs
+from workbench.report.rich.strips import Piece, framed, labelled, legend, not_drawn, runs
 from workbench.rollouts.batch import PADDING, RolloutBatch
 
 AT_ONCE, AT_ALL = 16, 400
@@ -34,15 +34,13 @@ def batch_html(batch: RolloutBatch) -> Markup:
         f"sampled at temperature {significant(batch.temperature)}"
     )
     shown = [tag("div", rows[:AT_ONCE], class_="strips")]
-    if len(rows) > AT_ONCE:
-        rest = rows[AT_ONCE:]
+    if rest := rows[AT_ONCE:]:
         shown.append(tag("details", tag("summary", f"{len(rest)} more"), tag("div", rest, class_="strips")))
-    if batch.num_documents > AT_ALL:
-        shown.append(tag("p", f"{batch.num_documents - AT_ALL} more documents are not drawn.", class_="quiet"))
     return framed(
         tag("p", tag("strong", "RolloutBatch"), f" {summary}"),
         legend(_MEANING.items()),
         shown,
+        not_drawn(batch.num_documents - AT_ALL, "documents"),
         tag("details", tag("summary", "fields"), _fields(batch)),
     )
 
@@ -53,18 +51,15 @@ def _rows(batch: RolloutBatch) -> list[list[Markup]]:
     padding = batch.num_tokens - sum(lengths)
     longest = max([*lengths, 1])
     order = batch.document_ids_T.argsort(stable=True)
-    kinds = _kinds(batch)
-    kinds = [kinds[index] for index in order.tolist()][padding:]
+    unordered = _kinds(batch)
+    kinds = [unordered[index] for index in order.tolist()][padding:]
     advantages = batch.advantages_T[order].tolist()[padding:]
     rows, begin = [], 0
     for document, length in enumerate(lengths[:AT_ALL]):
         inside = slice(begin, begin + length)
         pieces = [Piece(b - a, kind, f"{_MEANING[kind]}: tokens {a} to {b - 1}") for kind, a, b in runs(kinds[inside])]
-        trained = [
-            value
-            for value, kind in zip(advantages[inside], kinds[inside], strict=True)
-            if kind in ("up", "down", "zero")
-        ]
+        named = zip(advantages[inside], kinds[inside], strict=True)
+        trained = [value for value, kind in named if kind in ("up", "down", "zero")]
         text = f"{length} tokens, {len(trained)} trained, advantage {_span(trained)}"
         if batch.rewards_N is not None:
             text += f", reward {significant(float(batch.rewards_N[document]))}"
@@ -108,15 +103,8 @@ def _fields(batch: RolloutBatch) -> Markup:
     for level, values in (("token", batch.token_fields()), ("document", batch.document_fields())):
         for name, value in values.items():
             counted = value[batch.loss_mask_T] if level == "token" and value.dtype != torch.bool else value
-            rows.append(
-                [
-                    tag("code", name),
-                    "×".join(map(str, value.shape)),
-                    str(value.dtype).removeprefix("torch."),
-                    units[name],
-                    _range(counted),
-                ]
-            )
+            shape, kind = "×".join(map(str, value.shape)), str(value.dtype).removeprefix("torch.")
+            rows.append([tag("code", name), shape, kind, units[name], _range(counted)])
     return table(["field", "shape", "type", "unit", "range (of token fields, where trained)"], rows, class_="table")
 
 

@@ -10,8 +10,8 @@ import itertools
 
 from torch import Tensor
 
-from workbench.report.markup import Markup, tag
-from workbench.report.rich.strips import Piece, framed, labelled, runs
+from workbench.report.markup import Markup, scrolling_table, tag
+from workbench.report.rich.strips import Piece, at_places, framed, labelled, not_drawn, quiet, runs
 from workbench.rollouts.batch import PADDING
 from workbench.sharding.bridge.grid import Grid
 from workbench.sharding.bridge.sides import Side
@@ -39,20 +39,14 @@ def plan_html(plan: ShardPlan) -> Markup:
         pieces = _pieces(local, total) if len(local) <= _PIECES else _shares(plan.owners_T == rank)
         share = f"{text} · {balance.pairs_by_rank[rank] / work:.0%} of causal attention"
         rows.append(labelled(f"rank {rank}", pieces, total, f"rank {rank} holds tokens {text}", share))
-    more = (
-        tag("p", f"{plan.cp - PLAN_RANKS} more ranks are not drawn.", class_="quiet") if plan.cp > PLAN_RANKS else None
-    )
-    head = tag(
-        "p", tag("strong", "ShardPlan"), f" {plan.order}: {total} tokens over cp={plan.cp}, {total // plan.cp} a rank"
-    )
+    text = f" {plan.order}: {total} tokens over cp={plan.cp}, {total // plan.cp} a rank"
+    head = tag("p", tag("strong", "ShardPlan"), text)
     inside = "inside documents " if plan.document_lengths else ""
-    level = tag(
-        "p",
+    level = quiet(
         f"Causal attention {inside}on the slowest rank: {balance.max_over_mean:.2f} times the mean; where "
-        f"a ring waits at every step: {balance.in_lock_step:.2f} times.",
-        class_="quiet",
+        f"a ring waits at every step: {balance.in_lock_step:.2f} times."
     )
-    return framed(head, tag("div", rows, class_="strips"), more, level)
+    return framed(head, tag("div", rows, class_="strips"), not_drawn(plan.cp - PLAN_RANKS, "ranks"), level)
 
 
 def _documents(plan: ShardPlan) -> list[list[Markup]]:
@@ -61,14 +55,8 @@ def _documents(plan: ShardPlan) -> list[list[Markup]]:
         return []
     pieces, begin = [], 0
     for number, length in enumerate(lengths):
-        pieces.append(
-            Piece(
-                length,
-                "context" if number % 2 else "prompt",
-                f"document {number}: tokens {begin} to {begin + length - 1}",
-                text=str(number),
-            )
-        )
+        title = f"document {number}: tokens {begin} to {begin + length - 1}"
+        pieces.append(Piece(length, "context" if number % 2 else "prompt", title, str(number)))
         begin += length
     text = f"{len(lengths)} documents, padding included"
     return [labelled("documents", pieces, plan.num_tokens, text, text)]
@@ -92,14 +80,11 @@ def _owners(plan: ShardPlan) -> list[Markup]:
 
 def _pieces(local: list[tuple[int, int]], total: int) -> list[Piece]:
     """Return spans at their places; those that are wide enough name their tokens."""
-    pieces, at = [], 0
+    pieces = []
     for begin, end in local:
-        if begin > at:
-            pieces.append(Piece(begin - at, ""))
         text = f"{begin}–{end - 1}" if end - begin >= _WIDE * total else ""
-        pieces.append(Piece(end - begin, "held", f"tokens {begin} to {end - 1}", text))
-        at = end
-    return pieces
+        pieces.append((begin, Piece(end - begin, "held", f"tokens {begin} to {end - 1}", text)))
+    return at_places(pieces)
 
 
 def _shares(local_T: Tensor) -> list[Piece]:
@@ -117,31 +102,21 @@ def traffic_html(traffic: Traffic) -> Markup:
     """Return the route, both sides rank by rank, and the rows sent from each rank to each."""
     pair, route = traffic.pair, traffic.route
     why = f" ({route.why})" if route.why else ""
-    head = tag(
-        "p",
-        tag("strong", "Traffic"),
-        f" {pair.source.label} → {pair.destination.label}: {route.path}{why}; "
-        f"{sum(route.samples)} samples of {traffic.tokens} tokens",
-    )
+    samples = f"{sum(route.samples)} samples of {traffic.tokens} tokens"
+    text = f" {pair.source.label} → {pair.destination.label}: {route.path}{why}; {samples}"
     before, after = traffic.sides
-    sides = [
-        tag("p", f"At the source, {pair.source.label}. A hue is a dp rank.", class_="quiet"),
+    moving = [step for step in traffic.steps if step.between.any()]
+    still = [step for step in traffic.steps if not step.between.any()]
+    return framed(
+        tag("p", tag("strong", "Traffic"), text),
+        quiet(f"At the source, {pair.source.label}. A hue is a dp rank."),
         _side(traffic, before, pair.source),
-        tag("p", f"At the destination, {pair.destination.label}.", class_="quiet"),
+        quiet(f"At the destination, {pair.destination.label}."),
         _side(traffic, after, pair.destination),
-    ]
-    quiet = [
-        tag("p", f"{step.direction}, {step.name}: nothing leaves its rank.", class_="quiet")
-        for step in traffic.steps
-        if not step.between.any()
-    ]
-    tables = [_table(step, pair.source.offset) for step in traffic.steps if step.between.any()]
-    more = (
-        tag("p", f"{pair.source.size - TRAFFIC_RANKS} more ranks are not drawn.", class_="quiet")
-        if pair.source.size > TRAFFIC_RANKS
-        else None
+        not_drawn(pair.source.size - TRAFFIC_RANKS, "ranks"),
+        [quiet(f"{step.direction}, {step.name}: nothing leaves its rank.") for step in still],
+        [_table(step, pair.source.offset) for step in moving],
     )
-    return framed(head, sides, more, quiet, tables)
 
 
 def _side(traffic: Traffic, side: Side, grid: Grid) -> Markup:
@@ -164,28 +139,20 @@ def _samples(tokens: list[int], each: int, dp: int) -> list[Piece]:
     stretches = runs([(token - number, token // each) for number, token in enumerate(tokens)])
     if len(stretches) > _PIECES:
         return [Piece(tokens[0], ""), Piece(tokens[-1] + 1 - tokens[0], "context", f"{len(stretches)} stretches")]
-    pieces, at = [], 0
+    pieces = []
     for (_, sample), begin, end in stretches:
         first, last = tokens[begin], tokens[end - 1]
-        if first > at:
-            pieces.append(Piece(first - at, ""))
-        pieces.append(
-            Piece(
-                end - begin,
-                f"owner r{dp % _HUES}",
-                f"sample {sample}, tokens {first % each} to {last % each}",
-                str(sample),
-            )
-        )
-        at = last + 1
-    return pieces
+        title = f"sample {sample}, tokens {first % each} to {last % each}"
+        pieces.append((first, Piece(end - begin, f"owner r{dp % _HUES}", title, str(sample))))
+    return at_places(pieces)
 
 
 def _table(step: Step, offset: int) -> Markup:
     """Tabulate rows from each rank, a line, to each rank, a column; darker for more rows."""
     ranks = range(min(len(step.rows_RR), TRAFFIC_RANKS))
     between, most = step.between.tolist(), int(step.between.max())
-    heads = [tag("th", str(rank + offset), scope="col", class_="number") for rank in ranks]
+    numbers = [tag("th", str(rank + offset), scope="col", class_="number") for rank in ranks]
+    heads = [tag("th", "", scope="col"), *numbers]
     lines = []
     for rank in ranks:
         cells = [
@@ -199,18 +166,4 @@ def _table(step: Step, offset: int) -> Markup:
         ]
         lines.append(tag("tr", tag("th", f"from {rank + offset}", scope="row"), cells))
     head = tag("p", f"{step.direction}, {step.name}: rows from rank to rank")
-    return tag(
-        "div",
-        head,
-        tag(
-            "div",
-            tag(
-                "table",
-                tag("thead", tag("tr", tag("th", "", scope="col"), heads)),
-                tag("tbody", lines),
-                class_="traffic",
-            ),
-            class_="scroll",
-            tabindex="0",
-        ),
-    )
+    return tag("div", head, scrolling_table(heads, lines, class_="traffic"))

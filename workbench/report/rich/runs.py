@@ -23,11 +23,8 @@ from workbench.specs.run import RunSpec
 def spec_html(spec: RunSpec) -> Markup:
     """Return a table of the changed settings; every setting below it."""
     everything = to_json(spec.model_dump(mode="json")).decode().rstrip()
-    head = tag(
-        "p",
-        tag("strong", "RunSpec"),
-        f" {spec.content_hash()}: {spec.layout}, {spec.precision}, {spec.steps} step{'s' if spec.steps > 1 else ''}",
-    )
+    steps = f"{spec.steps} step{'s' if spec.steps > 1 else ''}"
+    head = tag("p", tag("strong", "RunSpec"), f" {spec.content_hash()}: {spec.layout}, {spec.precision}, {steps}")
     return framed(head, _changes(spec), tag("details", tag("summary", "every setting"), tag("pre", everything)))
 
 
@@ -57,16 +54,11 @@ def ablation_html(ablation: AblationSpec) -> Markup:
         planned = ablation.expand()
     except SpecError as error:
         return framed(head, tag("pre", str(error), class_="trouble"))
-    rows = [
-        [
-            tag("strong", breakable(run.name)),
-            ablation.role(run, planned),
-            str(run.world_size),
-            ", ".join(f"{key}: {setting_text(value)}" for key, value in changed_settings(run, planned).items())
-            or "nothing changed",
-        ]
-        for run in planned
-    ]
+    rows = []
+    for run in planned:
+        changes = [f"{key}: {setting_text(value)}" for key, value in changed_settings(run, planned).items()]
+        name, role = tag("strong", breakable(run.name)), ablation.role(run, planned)
+        rows.append([name, role, str(run.world_size), ", ".join(changes) or "nothing changed"])
     return framed(head, table(["run", "role", "ranks", "differs in"], rows, numbers=[2], class_="table"))
 
 
@@ -74,12 +66,8 @@ def run_html(run: RunDirectory) -> Markup:
     """Return its row in a panel, the failure in full, and the spec."""
     trial = TrialReader(run).read()
     failure = run.failure() if trial.state == "failed" else None
-    return join(
-        [
-            table_of(run.path.name, [trial], elapsed_s([trial]), more=_failure(failure) if failure else None),
-            spec_html(run.spec),
-        ]
-    )
+    more = _failure(failure) if failure else None
+    return join([table_of(run.path.name, [trial], elapsed_s([trial]), more=more), spec_html(run.spec)])
 
 
 def _failure(failure: dict[str, Any]) -> Markup:
@@ -87,19 +75,15 @@ def _failure(failure: dict[str, Any]) -> Markup:
     rank = "before any rank" if failure.get("rank") is None else f"rank {failure['rank']}"
     waited = f", in {failure['waited_in']}" if failure.get("waited_in") else ""
     also = [rank for rank in failure.get("also_failed", []) if rank is not None]
+    cause = f" ({failure['cause']})" if failure.get("cause") else ""
+    after = f"; after it ranks {', '.join(map(str, also))}" if also else ""
+    head = tag("p", tag("strong", f"{rank}{waited}: {failure.get('exception') or 'failed'}"), cause, after)
     parts = [
-        tag(
-            "p",
-            tag("strong", f"{rank}{waited}: {failure.get('exception') or 'failed'}"),
-            f" ({failure['cause']})" if failure.get("cause") else "",
-            f"; after it ranks {', '.join(map(str, also))}" if also else "",
-        ),
-        tag("pre", failure.get("message") or "no message"),
+        tag("details", tag("summary", title), tag("pre", failure[key]))
+        for key, title in (("traceback", "traceback"), ("stack", "stack of the rank that hung"))
+        if failure.get(key)
     ]
-    for key, title in (("traceback", "traceback"), ("stack", "stack of the rank that hung")):
-        if failure.get(key):
-            parts.append(tag("details", tag("summary", title), tag("pre", failure[key])))
-    return tag("div", parts)
+    return tag("div", head, tag("pre", failure.get("message") or "no message"), parts)
 
 
 def sweep_html(sweep: Sweep) -> Markup:

@@ -5,26 +5,17 @@ A piece is identified by its pattern and its tooltip; its hue only repeats them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from workbench.report.markup import Markup, tag
-
-STYLE_SHEET = Path(__file__).with_name("rich.css")
+from workbench.report.markup import Markup, style_sheet, tag
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one kind.
-
-    Attributes:
-        length: number of tokens.
-        kind: a class of rich.css, such as "prompt"; "" for a gap.
-        title: description for the tooltip.
-        text: text in the piece.
-    """
+    """Neighbouring tokens of one kind: a class of rich.css, such as "prompt", or "" for a gap; with a tooltip."""
 
     length: int
     kind: str
@@ -34,20 +25,13 @@ class Piece:
 
 def strip(pieces: Iterable[Piece], total: int, *, label: str) -> Markup:
     """Draw pieces side by side, on a scale of so many tokens; the label is for screen readers."""
-    drawn, used = [], 0
+    drawn, left = [], total
     for piece in pieces:
-        used += piece.length
-        drawn.append(
-            tag(
-                "i",
-                piece.text,
-                class_=piece.kind or "gap",
-                title=piece.title or None,
-                style=f"flex-grow:{piece.length}",
-            )
-        )
-    if total > used:
-        drawn.append(tag("i", class_="gap", style=f"flex-grow:{total - used}"))
+        left -= piece.length
+        how = {"class_": piece.kind or "gap", "title": piece.title or None, "style": f"flex-grow:{piece.length}"}
+        drawn.append(tag("i", piece.text, **how))
+    if left > 0:
+        drawn.append(tag("i", class_="gap", style=f"flex-grow:{left}"))
     return tag("span", drawn, class_="strip", role="img", aria_label=label)
 
 
@@ -63,18 +47,37 @@ def runs(values: Sequence[Any]) -> list[tuple[Any, int, int]]:
         >>> runs("aab")
         [('a', 0, 2), ('b', 2, 3)]
     """
-    stretches: list[tuple[Any, int, int]] = []
-    for index, value in enumerate(values):
-        if stretches and stretches[-1][0] == value:
-            stretches[-1] = (value, stretches[-1][1], index + 1)
-        else:
-            stretches.append((value, index, index + 1))
+    stretches, begin = [], 0
+    for value, alike in itertools.groupby(values):
+        end = begin + len(list(alike))
+        stretches.append((value, begin, end))
+        begin = end
     return stretches
+
+
+def at_places(pieces: Iterable[tuple[int, Piece]]) -> list[Piece]:
+    """Return pieces with gaps between them, such that each begins at its place."""
+    placed, at = [], 0
+    for begin, piece in pieces:
+        placed += [Piece(begin - at, "")] if begin > at else []
+        placed.append(piece)
+        at = begin + piece.length
+    return placed
 
 
 def framed(*children: Any) -> Markup:
     """Frame a drawing of this package, with its style."""
-    return tag("div", tag("style", Markup(STYLE_SHEET.read_text(encoding="utf8"))), *children, class_="workbench-rich")
+    return tag("div", tag("style", style_sheet("rich/rich.css")), *children, class_="workbench-rich")
+
+
+def quiet(text: str) -> Markup:
+    """Return a paragraph in the background."""
+    return tag("p", text, class_="quiet")
+
+
+def not_drawn(count: int, what: str) -> Markup | None:
+    """Return a note on ranks or documents beyond those that are drawn, if there are any."""
+    return quiet(f"{count} more {what} are not drawn.") if count > 0 else None
 
 
 def legend(kinds: Iterable[tuple[str, str]]) -> Markup:

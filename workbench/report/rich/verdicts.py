@@ -8,12 +8,12 @@ from workbench.report.markup import Markup, breakable, table, tag
 from workbench.report.numbers import NONE, near_one, significant
 from workbench.report.rich.batch import batch_html
 from workbench.report.rich.runs import setting_text
-from workbench.report.rich.strips import framed
+from workbench.report.rich.strips import framed, quiet
 
 if TYPE_CHECKING:  # drawing one of them imports none of the others
     from workbench.compare.bisect import Bisection, Divergence
     from workbench.compare.certificates import CertificateComparison
-    from workbench.diagnose.diagnosis import Diagnosis, Suspicion
+    from workbench.diagnose.diagnosis import Diagnosis
     from workbench.metrics.evidence import Evidence
     from workbench.prove.proof import Counterexample, InvariantResult, Proof
     from workbench.systems.explanations import Difference, Explanation
@@ -27,7 +27,7 @@ def _against(run: str, baseline: str, text: str, *, ok: bool) -> Markup:
 
 
 def _seen(evidence: Evidence | None) -> list[Markup]:
-    return [] if evidence is None else [tag("p", f"could have seen: {evidence.summary()}", class_="quiet")]
+    return [] if evidence is None else [quiet(f"could have seen: {evidence.summary()}")]
 
 
 def certificates_html(comparison: CertificateComparison) -> Markup:
@@ -41,24 +41,18 @@ def certificates_html(comparison: CertificateComparison) -> Markup:
         for number, name in enumerate(comparison.differing[:_MOST])
     ]
     left = len(comparison.differing) - _MOST
-    return framed(
-        head,
-        seen,
-        table(["tensor", "first element"], rows, class_="table"),
-        tag("p", f"and {left} more") if left > 0 else "",
-    )
+    more = tag("p", f"and {left} more") if left > 0 else ""
+    return framed(head, seen, table(["tensor", "first element"], rows, class_="table"), more)
 
 
 def bisection_html(bisection: Bisection) -> Markup:
     """Return the verdict, and below it the place in a table."""
     verdict, *changes = str(bisection).splitlines()
     head = tag("p", tag("span", verdict, class_=None if bisection.equal else "trouble"))
-    place = (
-        []
-        if bisection.divergence is None
-        else table(["", "they part at"], _place(bisection.divergence), class_="table")
-    )
-    return framed(head, place, [tag("p", change.strip(), class_="quiet") for change in changes])
+    place = None
+    if bisection.divergence is not None:
+        place = table(["", "they part at"], _place(bisection.divergence), class_="table")
+    return framed(head, place, [quiet(change.strip()) for change in changes])
 
 
 def _place(parting: Divergence) -> list[list[Any]]:
@@ -77,39 +71,18 @@ def diagnosis_html(diagnosis: Diagnosis) -> Markup:
     names = diagnosis.suspect or "suspect", diagnosis.trusted or "trusted"
     head = _against(*names, diagnosis.headline, ok=diagnosis.equal)
     warnings = [f"warning: {warning}" for warning in (diagnosis.sight.warnings if diagnosis.sight else ())]
-    causes = table(
-        ["cause", "score", "what it is", "evidence", "not recorded"],
-        [_cause(cause) for cause in diagnosis.causes],
-        numbers=(1,),
-        class_="table",
-    )
+    rows = []
+    for cause in diagnosis.causes:
+        name, evidence, missing = tag("code", cause.name, class_="whole"), "; ".join(cause.evidence), cause.missing
+        rows.append([name, f"{cause.score:.2f}", cause.description, evidence, ", ".join(missing)])
+    causes = table(["cause", "score", "what it is", "evidence", "not recorded"], rows, numbers=(1,), class_="table")
     tried = [tag("p", f"tried {each.experiment.description}: {each.result}") for each in diagnosis.tried]
     seen = [*_seen(diagnosis.sight), *(tag("p", warning, class_="trouble") for warning in warnings)]
-    return framed(head, causes, seen, tried, _next(diagnosis))
-
-
-def _cause(cause: Suspicion) -> list[Any]:
-    return [
-        tag("code", cause.name, class_="whole"),
-        f"{cause.score:.2f}",
-        cause.description,
-        "; ".join(cause.evidence),
-        ", ".join(cause.missing),
-    ]
-
-
-def _next(diagnosis: Diagnosis) -> list[Markup]:
-    experiment = diagnosis.next_experiment()
-    if experiment is None:
-        return []
-    return [
-        tag(
-            "p",
-            "next: ",
-            tag("strong", experiment.description),
-            f"; it would rule out {', '.join(experiment.excludes)}, or leave only these",
-        )
-    ]
+    following = None
+    if experiment := diagnosis.next_experiment():
+        excludes = f"; it would rule out {', '.join(experiment.excludes)}, or leave only these"
+        following = tag("p", "next: ", tag("strong", experiment.description), excludes)
+    return framed(head, causes, seen, tried, following)
 
 
 def proof_html(proof: Proof) -> Markup:
@@ -121,17 +94,10 @@ def proof_html(proof: Proof) -> Markup:
         tag("span", proof.verdict, class_=None if proof.ok else "trouble"),
         tag("span", f"; seed {proof.seed}, {significant(proof.seconds)} s", class_="quiet"),
     )
-    invariants = table(
-        ["invariant", "what may change", "verdict", "cases", "worst", "what differs"],
-        [_invariant(invariant) for invariant in proof.invariants],
-        numbers=(3, 4),
-        class_="table",
-    )
-    return framed(
-        head,
-        invariants,
-        [_refuted(invariant, invariant.counterexample) for invariant in proof.invariants if invariant.counterexample],
-    )
+    names = ["invariant", "what may change", "verdict", "cases", "worst", "what differs"]
+    invariants = table(names, [_invariant(each) for each in proof.invariants], numbers=(3, 4), class_="table")
+    refuted = [_refuted(each, each.counterexample) for each in proof.invariants if each.counterexample]
+    return framed(head, invariants, refuted)
 
 
 def _invariant(invariant: InvariantResult) -> list[Any]:
@@ -175,10 +141,10 @@ def explanation_html(explanation: Explanation) -> Markup:
     first, second = explanation.systems
     verdict = str(explanation).splitlines()[0].partition(": ")[2]
     head = [tag("p", tag("strong", f"{first} | {second}"), " ", verdict)]
-    if explanation.counterexample is not None:
-        losses = " | ".join(significant(loss, 10) for loss in explanation.counterexample.losses)
-        norms = " | ".join(significant(norm, 10) for norm in explanation.counterexample.gradient_norms)
-        head.append(tag("p", f"batch {explanation.counterexample.seed}: loss {losses}, gradient norm {norms}"))
+    if (example := explanation.counterexample) is not None:
+        both = (example.losses, example.gradient_norms)
+        losses, norms = (" | ".join(significant(value, 10) for value in values) for values in both)
+        head.append(tag("p", f"batch {example.seed}: loss {losses}, gradient norm {norms}"))
     rows = [
         [tag("strong", breakable(d.setting)), d.topic, _cell(d, 0), _cell(d, 1), "yes" if d.acts else "no"]
         for d in explanation.differences

@@ -41,15 +41,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces in the operator's format.
-
-    Attributes:
-        query_starts: [P + 1] int32, ending with the end of the last piece.
-        key_starts: [P + 1] int32, likewise.
-        key_lengths: [P] int32.
-        longest_query: queries of the longest piece.
-        longest_key: keys of the longest piece.
-    """
+    """Pieces in the operator's format: int32 starts [P + 1], ending with the end of the last piece, and lengths [P]."""
 
     query_starts: Tensor
     key_starts: Tensor
@@ -60,15 +52,9 @@ class Pieces:
     @classmethod
     def of(cls, cuts: Sequence[Cut], device: torch.device, *, query: int = 0, key: int = 0) -> Pieces:
         """Convert cuts, with offsets relative to a first query and a first key."""
-        numbers = (
-            torch.tensor(
-                [[cut.query_start - query, cut.key_start - key, cut.key_stop - cut.key_start] for cut in cuts]
-                + [[cuts[-1].query_stop - query, cuts[-1].key_stop - key, 0]],
-                dtype=torch.int32,
-            )
-            .T.contiguous()
-            .to(device)
-        )
+        rows = [[cut.query_start - query, cut.key_start - key, cut.key_stop - cut.key_start] for cut in cuts]
+        rows.append([cuts[-1].query_stop - query, cuts[-1].key_stop - key, 0])
+        numbers = torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
         # with one query in every piece the operator takes a separate path, which is not meant for these
         return cls(
             numbers[0],

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from workbench.policy.logprobs.head import local_columns
 from workbench.reproducible.blocks import Span
 from workbench.reproducible.rows import mean_by_halves
 from workbench.sharding.attention.kernels import KERNELS, Kernel
@@ -32,8 +33,7 @@ def canonical(values: Tensor) -> Tensor:
 
 def matmul(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
     """Multiply x @ weight.T, a block of rows and some columns at a time. -> [T, N], by default in the dtype of x."""
-    pieces = [canonical(piece).T for piece in weight_NK.split(width)]
-    return _products(x_TK, pieces, block, out_dtype)
+    return _products(x_TK, [canonical(piece).T for piece in weight_NK.split(width)], block, out_dtype)
 
 
 def matmul_backward(
@@ -221,8 +221,7 @@ def attend(
     outs, lses = [], []
     for span in spans:
         query, key, value = _of_span(span, query_tHd, key_SHd, value_SHd)
-        kernel = _kernel(query, key, span)
-        out, lse = kernel.forward(query, key, value, span.seen, scale)
+        out, lse = _kernel(query, key, span).forward(query, key, value, span.seen, scale)
         outs.append(_tokens_first(out.to(query.dtype)))
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, 1)
@@ -246,11 +245,10 @@ def attend_back(
         kernel = _kernel(query, key, span)
         # flash is deterministic in torch's deterministic mode; the plain kernel always is
         with determinism(True) if kernel.name == "flash" else nullcontext():
-            grads = kernel.backward(
-                d_out, query, key, value, out, canonical(lse_Ht[:, span.queries])[None], span.seen, scale
-            )
-        d_queries.append(_tokens_first(grads[0].to(query.dtype)))
-        d_keys_values.append((_tokens_first(grads[1]), _tokens_first(grads[2])))
+            lse = canonical(lse_Ht[:, span.queries])[None]
+            d_query, *d_key_value = kernel.backward(d_out, query, key, value, out, lse, span.seen, scale)
+        d_queries.append(_tokens_first(d_query.to(query.dtype)))
+        d_keys_values.append(tuple(map(_tokens_first, d_key_value)))
     return torch.cat(d_queries), d_keys_values
 
 
@@ -260,7 +258,7 @@ def _kernel(query: Tensor, key: Tensor, span: Span) -> Kernel:
 
 
 def _of_span(span: Span, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (_heads_first(query_tHd[span.queries]), _heads_first(key_SHd[span.keys]), _heads_first(value_SHd[span.keys]))
+    return _heads_first(query_tHd[span.queries]), _heads_first(key_SHd[span.keys]), _heads_first(value_SHd[span.keys])
 
 
 def _heads_first(rows_nHd: Tensor) -> Tensor:
@@ -273,21 +271,17 @@ def _tokens_first(heads_Hnd: Tensor) -> Tensor:
 
 
 def piece_statistics(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
-    """Statistics of each row over a piece of the vocabulary, from which those of the whole vocabulary are merged.
+    """[5, b] statistics of each row over a piece of the vocabulary, from which those of the whole one are merged.
 
-    Args:
-        logits_bv: dot products of hidden states and head, float32; overwritten.
-        local_b: column of each target; out of range if it is in another piece.
-        divisor_b: temperature of each row, which divides logits.
-
-    Returns:
-        [5, b]: largest logit m, sum of exp(z - m), sum of exp(z - m) (z - m), sum of z^2, target's logit or -inf.
+    Largest logit m, sum of exp(z - m), sum of exp(z - m) (z - m), sum of z^2, target's logit or -inf. The logits, dot
+    products of hidden states and head in float32, are divided by each row's temperature, in place; ``local_b`` is the
+    column of each target, out of range if it is in another piece.
     """
     logits_bv.div_(divisor_b[:, None])
     highest_b = logits_bv.amax(1)
     shifted_bv = logits_bv - highest_b[:, None]
     exp_bv = shifted_bv.exp()
-    index_b, here_b = _located(local_b, logits_bv)
+    index_b, here_b = local_columns(local_b, logits_bv.shape[1])
     target_b = logits_bv.gather(1, index_b[:, None])[:, 0].masked_fill(~here_b, -torch.inf)
     return torch.stack([highest_b, exp_bv.sum(1), (exp_bv * shifted_bv).sum(1), logits_bv.square().sum(1), target_b])
 
@@ -316,12 +310,7 @@ def piece_gradient(
     p_bv = log_p_bv.exp()
     d_bv = (normaliser_b - logprob_b)[:, None] - entropy_gradient_b[:, None] * (log_p_bv + entropy_b[:, None])
     d_bv.mul_(p_bv).add_(logits_bv.mul_(2 * square_b[:, None]))
-    index_b, here_b = _located(local_b, logits_bv)
+    index_b, here_b = local_columns(local_b, logits_bv.shape[1])
     with determinism(False):  # one element per row, so no sum
         d_bv.scatter_add_(1, index_b[:, None], (logprob_b * here_b)[:, None])
     out_bv.copy_(d_bv.div_(divisor_b[:, None]))
-
-
-def _located(local_b: Tensor, logits_bv: Tensor) -> tuple[Tensor, Tensor]:
-    here_b = (local_b >= 0) & (local_b < logits_bv.shape[1])
-    return local_b.masked_fill(~here_b, 0), here_b

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from workbench.errors import SpecError
+from workbench.rollouts.advantages.groups import refuse_other
 from workbench.shapes import check_shapes
 
 
@@ -29,10 +29,7 @@ def rewards_to_go(
     Raises:  SpecError: another value of elsewhere.
     Source:  carry: verl, whose sums from the end backwards run over a whole row.
     """
-    if elsewhere not in ("zero", "carry"):
-        raise SpecError(
-            f"rewards_to_go(elsewhere={elsewhere!r})", rule="elsewhere is zero or carry", fix="correct the call"
-        )
+    refuse_other("rewards_to_go", "elsewhere", elsewhere, ("zero", "carry"))
     check_shapes(
         "rewards_to_go", token_rewards_T=token_rewards_T, document_ids_T=document_ids_T, loss_mask_T=loss_mask_T
     )
@@ -81,26 +78,15 @@ def optimal_token_baseline(
     """Reward-to-go minus the baseline that minimizes the variance of the gradient at this step of the group.
 
     A token's score function has the squared norm 1 - 2 p + sum of squared probabilities of the vocabulary, in logits;
-    its sum over the document up to here, W, is the weight of the document's return in the baseline.
+    its sum over the document up to here, W, is the weight of the document's return in the baseline. A step is a
+    position in the document or, for aligned "trained" (several turns), its n-th trained token.
 
     Formula: over the documents of the group that train at step k:
              ``b_k = sum(G_k W_k) / (sum(W_k) + epsilon)``,  ``A_t = G_t - b_k`` on trained tokens, 0 elsewhere
-             W_k = sum over trained steps up to k of w^2 (1 - 2 p + sum p_v^2), w a sampler correction or 1
+             W_k = sum over trained steps up to k of w^2 (1 - 2 p + sum p_v^2), w a sampler correction (``weights_T``)
+             or 1, p of ``old_logprobs_T``
              b is 0 in a group of one and, with a zero tail, for the one longest document beyond the length of the
              second longest.
-
-    Args:
-        token_rewards_T: [T] reward units.
-        old_logprobs_T: [T] nats.
-        squared_probabilities_T: [T] sum over the vocabulary of squared probabilities.
-        document_ids_T: [T] 0..N-1; anything below on padding.
-        loss_mask_T: [T] bool, the token trains.
-        group_ids_N: [N] prompt of each document.
-        weights_T: [T] weights of a sampler correction; None: 1.
-        aligned: meaning of a step: a position in the document, or (for several turns) its n-th trained token.
-        zero_tail: see the formula.
-        epsilon: see the formula.
-        elsewhere: G on tokens that do not train, see `rewards_to_go`.
 
     Shapes: [T] and [N] -> advantages_T, returns_T = G, [T] float64.
     Raises: SpecError: another alignment.
@@ -115,12 +101,7 @@ def optimal_token_baseline(
         loss_mask_T=loss_mask_T,
         weights_T=weights_T,
     )
-    if aligned not in ("position", "trained"):
-        raise SpecError(
-            f"optimal_token_baseline(aligned={aligned!r})",
-            rule="aligned is position or trained",
-            fix="correct the call",
-        )
+    refuse_other("optimal_token_baseline", "aligned", aligned, ("position", "trained"))
     to_go_T = rewards_to_go(token_rewards_T, document_ids_T, loss_mask_T, elsewhere=elsewhere)
     norm_T = 1 - 2 * old_logprobs_T.double().exp() + squared_probabilities_T.double()
     if weights_T is not None:

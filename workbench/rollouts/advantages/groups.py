@@ -1,8 +1,7 @@
 """Advantages of whole completions: each against the other completions of its prompt.
 
-A document without a trained token is not part of the group: it enters no mean and no deviation and gets 0
-(`trained_N`), unless ``trained_N`` is left out. Variances are means of squared deviations, never the difference of two
-large numbers.
+A document without a trained token is not part of the group: it enters no mean and no deviation and gets 0, unless
+``trained_N`` is left out. Variances are means of squared deviations, never the difference of two large numbers.
 
 Letters: N documents | K components of a reward.
 """
@@ -36,7 +35,10 @@ def group_advantages(
     """Difference of a reward from a baseline of its group, in deviations or in reward units.
 
     Exactly 0 in a group of equal rewards and, if the scale is a deviation, in a group (or, for "batch_std", a batch) of
-    no more than ddof completions.
+    no more than ddof completions. The only completion of its prompt has no baseline: singleton "zero" gives it 0,
+    "reward" its own reward (divided by 1 + epsilon unless the scale is "none"), as in verl's GRPO, RLOO and OPO.
+    Groups are any labels, ``trained_N`` the documents with a trained token (None: all), ``lengths_N`` the trained
+    tokens L of each document, for "length_weighted".
 
     Formula: ``(r_i - b_i) / (s_i + epsilon)``, or ``r_i - b_i`` for scale "none". Over the n completions of a group:
         b "mean":            mean of r
@@ -46,18 +48,6 @@ def group_advantages(
         s "leave_one_out_std": the same of the other n - 1 completions; where they are all equal, or no more than ddof,
                                the difference stays undivided, in reward units
         s "batch_std":         the same of all completions of the batch
-
-    Args:
-        rewards_N: reward units.
-        group_ids_N: prompt of each document, any labels.
-        baseline: b.
-        scale: s.
-        ddof: subtracted from the number of completions in a variance.
-        epsilon: added to the deviation.
-        singleton: the only completion of its prompt has no baseline: "zero" gives it 0, "reward" its own reward
-            (divided by 1 + epsilon unless the scale is "none"), as in verl's GRPO, RLOO and OPO.
-        trained_N: documents with a trained token; None: all.
-        lengths_N: trained tokens of each document, for "length_weighted".
 
     Shapes: [N] each -> [N], in the dtype of the rewards; computed in float64.
     Units:  deviations, or reward units for scale "none".
@@ -77,18 +67,12 @@ def group_advantages(
         f"group_advantages(baseline={baseline!r}, scale={scale!r}, ddof={ddof}, epsilon={epsilon}, "
         f"singleton={singleton!r})"
     )
-    if (
-        baseline not in BASELINES
-        or scale not in SCALES
-        or singleton not in ("zero", "reward")
-        or ddof < 0
-        or epsilon < 0
-    ):
+    known = baseline in BASELINES and scale in SCALES and singleton in ("zero", "reward")
+    if not known or ddof < 0 or epsilon < 0:
         raise SpecError(
             settings,
-            rule=f"baseline is one of {', '.join(BASELINES)}; scale is one of "
-            f"{', '.join(SCALES)}; singleton is zero or reward; ddof and epsilon are not "
-            "negative",
+            rule=f"baseline is one of {', '.join(BASELINES)}; scale is one of {', '.join(SCALES)}; singleton is zero "
+            "or reward; ddof and epsilon are not negative",
             fix='baseline="mean" with scale="std" is GRPO, with scale="none" Dr. GRPO',
         )
     if (baseline == "length_weighted") != (lengths_N is not None):
@@ -106,16 +90,8 @@ def group_advantages(
     advantages = torch.zeros(rewards_N.shape, dtype=torch.float64, device=rewards_N.device)
     if trained.any():
         lengths = torch.ones_like(rewards_N) if lengths_N is None else lengths_N
-        advantages[trained] = _of_trained(
-            rewards_N[trained].double(),
-            group_ids_N[trained],
-            lengths[trained].double(),
-            baseline,
-            scale,
-            ddof,
-            epsilon,
-            singleton,
-        )
+        documents = rewards_N[trained].double(), group_ids_N[trained], lengths[trained].double()
+        advantages[trained] = _of_trained(*documents, baseline, scale, ddof, epsilon, singleton)
     return advantages.to(rewards_N.dtype)
 
 
@@ -215,8 +191,7 @@ def pass_at_k_advantages(
     Source:  arXiv 2503.19595, as verl's grpo_passk computes it.
     """
     check_shapes("pass_at_k_advantages", rewards_N=rewards_N, group_ids_N=group_ids_N, trained_N=trained_N)
-    if scale not in ("std", "none"):
-        raise SpecError(f"pass_at_k_advantages(scale={scale!r})", rule="scale is std or none", fix="correct the call")
+    refuse_other("pass_at_k_advantages", "scale", scale, ("std", "none"))
     trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
     _refuse_not_finite("pass_at_k_advantages: rewards_N", rewards_N, trained)
     advantages = torch.zeros(rewards_N.shape, dtype=torch.float64, device=rewards_N.device)
@@ -312,17 +287,16 @@ def _of_trained(
         0, group, rewards, "amin", include_self=False
     )
     mean = by_group(rewards) / count
-    deviation = rewards - mean[group]
+    deviation = difference = rewards - mean[group]
     size = count[group]
     if baseline == "length_weighted":
         # About the mean, to avoid cancellation of large numbers; a completion of length 0 has weight 0.
         difference = deviation - (by_group(lengths * deviation) / by_group(lengths).clamp(min=1))[group]
     elif baseline == "leave_one_out":
         difference = deviation * size / (size - 1).clamp(min=1)
-    else:
-        difference = deviation
     # Deviations of equal rewards are rounding errors, which a small epsilon would amplify.
     silent = (spread == 0)[group]
+    advantages = difference
     if scale == "std":
         advantages = difference / ((by_group(deviation.square()) / (count - ddof).clamp(min=1)).sqrt() + epsilon)[group]
         silent |= size <= ddof
@@ -334,8 +308,6 @@ def _of_trained(
     elif scale == "leave_one_out_std":
         others = _deviation_of_others(rewards, group, ddof)
         advantages = torch.where(others > 0, difference / (others + epsilon), difference)
-    else:
-        advantages = difference
     advantages = torch.where(silent, 0.0, advantages)
     alone = rewards if scale == "none" else rewards / (1 + epsilon)
     return torch.where(size == 1, alone if singleton == "reward" else 0.0, advantages)
@@ -356,9 +328,16 @@ def _deviation_of_others(rewards: Tensor, group: Tensor, ddof: int) -> Tensor:
     return deviations
 
 
+def refuse_other(where: str, setting: str, value: str, known: tuple[str, str]) -> None:
+    """Raise SpecError if a setting has neither of its two values."""
+    if value not in known:
+        raise SpecError(
+            f"{where}({setting}={value!r})", rule=f"{setting} is {' or '.join(known)}", fix="correct the call"
+        )
+
+
 def _refuse_not_finite(what: str, values: Tensor, where: Tensor) -> None:
-    bad = torch.nonzero(~torch.isfinite(values) & where).squeeze(1).tolist()
-    if bad:
+    if bad := torch.nonzero(~torch.isfinite(values) & where).squeeze(1).tolist():
         raise ShapeError(
             what,
             found=f"not finite at {bad}",

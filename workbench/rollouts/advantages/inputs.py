@@ -60,10 +60,7 @@ class AdvantageInputs:
 
     @classmethod
     def of(cls, batch: RolloutBatch, **more: Tensor | None) -> AdvantageInputs:
-        """Read the documents of a batch; further fields by name.
-
-        A greedy completion's reward and sums of squared probabilities are the extensions "baselines" and
-        "squared_probabilities".
+        """Read the documents of a batch, with its extensions "baselines" and "squared_probabilities"; ``more`` by name.
 
         Raises:
             SpecError: a batch without rewards or groups.
@@ -75,17 +72,13 @@ class AdvantageInputs:
                 rule="advantages compare rewards within a group",
                 fix="give the batch both",
             )
-        extensions = {
-            field: None if name not in batch.extensions else batch.extensions[name].values
+        known = {
+            field: batch.extensions[name].values
             for field, name in (("baselines_N", "baselines"), ("squared_probabilities_T", "squared_probabilities"))
+            if name in batch.extensions
         }
-        return cls(
-            batch.document_ids_T,
-            batch.loss_mask_T,
-            batch.rewards_N,
-            batch.group_ids_N,
-            **({"old_logprobs_T": batch.old_logprobs_T} | extensions | more),
-        )
+        known |= {"old_logprobs_T": batch.old_logprobs_T, **more}
+        return cls(batch.document_ids_T, batch.loss_mask_T, batch.rewards_N, batch.group_ids_N, **known)
 
     @classmethod
     def of_token_rewards(
@@ -126,16 +119,13 @@ class AdvantageInputs:
 
     def on_tokens(self, values_N: Tensor) -> Tensor:
         """[T] float64: a document's value on each of its trained tokens, 0 elsewhere."""
-        whole_T = values_N.double()[self.document_ids_T.clamp(min=0)]
-        return torch.where(self.loss_mask_T, whole_T, 0.0)
+        return torch.where(self.loss_mask_T, values_N.double()[self.document_ids_T.clamp(min=0)], 0.0)
 
 
 class Estimate(NamedTuple):
-    """Advantages of tokens, and targets of a critic.
+    """Advantages [T], 0 where nothing counts, and targets of a critic [T], None for estimators of whole completions.
 
-    Attributes:
-        advantages_T: [T] float64, 0 where nothing counts.
-        returns_T: [T] float64, the targets of a critic; None for estimators of whole completions.
+    Both are float64.
     """
 
     advantages_T: Tensor

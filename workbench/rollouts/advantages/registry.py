@@ -15,12 +15,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.rollouts.advantages.baselines import optimal_token_baseline, remax_advantages
-from workbench.rollouts.advantages.groups import (
-    gdpo_advantages,
-    gpg_advantages,
-    group_advantages,
-    pass_at_k_advantages,
-)
+from workbench.rollouts.advantages.groups import gdpo_advantages, gpg_advantages, group_advantages, pass_at_k_advantages
 from workbench.rollouts.advantages.inputs import AdvantageInputs, Estimate
 from workbench.rollouts.advantages.tokens import discounted_returns, gae, whiten
 
@@ -28,14 +23,10 @@ from workbench.rollouts.advantages.tokens import discounted_returns, gae, whiten
 def estimate_advantages(
     name: str, inputs: AdvantageInputs, *, masked_in_baseline: bool = False, **settings: Any
 ) -> Estimate:
-    """Compute advantages with a named estimator.
+    """Compute the advantages of a whole step with one of `ESTIMATORS` and its settings.
 
-    Args:
-        name: one of `ESTIMATORS`.
-        inputs: the whole step.
-        masked_in_baseline: include documents without a trained token (truncated, filtered) in baselines and
-            deviations of their group; several trainers do, which changes every other completion's advantage.
-        **settings: of the estimator, see `ESTIMATORS`.
+    ``masked_in_baseline`` includes documents without a trained token (truncated, filtered) in baselines and deviations
+    of their group; several trainers do, which changes every other completion's advantage.
 
     Raises:
         SpecError: an unknown name or setting, or a missing input of the estimator.
@@ -50,8 +41,7 @@ def estimate_advantages(
         raise SpecError(f"advantages by {name!r}", rule=f"one of {', '.join(ESTIMATORS)}", fix="correct the spec")
     estimator = ESTIMATORS[name]
     known = (estimator.func if isinstance(estimator, partial) else estimator).settings
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
+    if unknown := sorted(set(settings) - set(known)):
         raise SpecError(
             f"advantages by {name!r} with {', '.join(unknown)}",
             rule=f"its settings are {', '.join(known) or 'none'}",
@@ -82,15 +72,8 @@ def _settings_of(*functions: Callable[..., Any], but: Sequence[str] = ()) -> Cal
 
 @_settings_of(group_advantages)
 def _by_group(inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean", **settings: Any) -> Estimate:
-    lengths_N = inputs.lengths_N if baseline == "length_weighted" else None
-    advantages_N = group_advantages(
-        inputs.shaped_rewards_N,
-        inputs.group_ids_N,
-        baseline=baseline,
-        trained_N=trained_N,
-        lengths_N=lengths_N,
-        **settings,
-    )
+    settings |= {"baseline": baseline, "lengths_N": inputs.lengths_N if baseline == "length_weighted" else None}
+    advantages_N = group_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, trained_N=trained_N, **settings)
     return Estimate(inputs.on_tokens(advantages_N))
 
 
@@ -101,16 +84,15 @@ def _by_group_undivided(
     return _by_group(inputs, trained_N, baseline=baseline, scale="none", singleton=singleton)
 
 
-@_settings_of(pass_at_k_advantages)
-def _pass_at_k(inputs: AdvantageInputs, trained_N: Tensor, **settings: Any) -> Estimate:
-    advantages_N = pass_at_k_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, trained_N=trained_N, **settings)
-    return Estimate(inputs.on_tokens(advantages_N))
+def _of_documents(function: Callable[..., Tensor]) -> Callable[..., Estimate]:
+    """Estimator that applies a function of rewards and groups."""
 
+    @_settings_of(function)
+    def estimator(inputs: AdvantageInputs, trained_N: Tensor, **settings: Any) -> Estimate:
+        advantages_N = function(inputs.shaped_rewards_N, inputs.group_ids_N, trained_N=trained_N, **settings)
+        return Estimate(inputs.on_tokens(advantages_N))
 
-@_settings_of(gpg_advantages)
-def _gpg(inputs: AdvantageInputs, trained_N: Tensor, **settings: Any) -> Estimate:
-    advantages_N = gpg_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, trained_N=trained_N, **settings)
-    return Estimate(inputs.on_tokens(advantages_N))
+    return estimator
 
 
 @_settings_of(gdpo_advantages, but=["unscored"])
@@ -123,10 +105,10 @@ def _gdpo(inputs: AdvantageInputs, trained_N: Tensor, **settings: Any) -> Estima
             fix="add the penalty of each document as a component of its own",
         )
     weights_K = components_NK.new_ones(components_NK.shape[1]) if inputs.weights_K is None else inputs.weights_K
-    advantages_N = gdpo_advantages(
-        components_NK.double(), inputs.group_ids_N, weights_K, trained_N=trained_N, **settings
+    components_NK = components_NK.double()
+    return Estimate(
+        inputs.on_tokens(gdpo_advantages(components_NK, inputs.group_ids_N, weights_K, trained_N=trained_N, **settings))
     )
-    return Estimate(inputs.on_tokens(advantages_N))
 
 
 @_settings_of(whiten, but=["elsewhere"])
@@ -225,8 +207,8 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "rloo": partial(_by_group_undivided, baseline="leave_one_out"),
     "leave_one_out": partial(_by_group, baseline="leave_one_out", scale="leave_one_out_std", epsilon=1e-6),
     "opo": partial(_by_group_undivided, baseline="length_weighted"),
-    "gpg": _gpg,
-    "pass_at_k": _pass_at_k,
+    "gpg": _of_documents(gpg_advantages),
+    "pass_at_k": _of_documents(pass_at_k_advantages),
     "gdpo": _gdpo,
     "grpo_whitened": _grpo_whitened,
     "reinforce_plus_plus": _reinforce_plus_plus,

@@ -8,6 +8,7 @@ Letters: T packed tokens | N documents.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -36,13 +37,8 @@ def token_rewards(
     Source:  the penalty as part of the reward: InstructGPT, arXiv 2203.02155, equation 2;
              `workbench.losses.kl.kl_in_reward` computes it; as given: OpenRLHF compute_reward.
     """
-    check_shapes(
-        "token_rewards",
-        rewards_N=rewards_N,
-        document_ids_T=document_ids_T,
-        loss_mask_T=loss_mask_T,
-        penalties_T=penalties_T,
-    )
+    tokens = {"document_ids_T": document_ids_T, "loss_mask_T": loss_mask_T, "penalties_T": penalties_T}
+    check_shapes("token_rewards", rewards_N=rewards_N, **tokens)
     trained = torch.nonzero(loss_mask_T).squeeze(1)
     ids = document_ids_T[trained]
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(rewards_N):
@@ -120,19 +116,12 @@ def gae(
              ``delta_t = reward_t + discount * V_next - V_t``,  ``A_t = delta_t + discount * lambda * A_next``,
              next: the next trained token; V and A after the last one are 0. Advantages take the policy's lambda,
              returns are V_t + A_t with the critic's.
-             Length-adaptive: the policy's lambda is ``max(0, 1 - 1 / (alpha * L))``.
+             Length-adaptive: the policy's lambda is ``max(0, 1 - 1 / (alpha * L))``, 0 up to 1 / alpha tokens.
 
-    Args:
-        token_rewards_T: of each token, from `token_rewards`.
-        values_T: [T] the critic's value of the state *before* the token.
-        document_ids_T: document of each token.
-        loss_mask_T: the token trains.
-        discount: gamma.
-        policy_lambda: lambda of the advantages.
-        value_lambda: lambda of the returns; None: the policy's (plain GAE). 1 makes them unbiased (decoupled GAE).
-        length_adaptive_alpha: alpha; replaces policy_lambda. Documents of up to 1 / alpha tokens get lambda 0.
-        elsewhere: on tokens of a document that do not count: 0, or the advantage of the next token that counts (0
-            after the last), and that plus its own value as return.
+    ``values_T`` are the critic's values of the state *before* the token. A ``value_lambda`` of None is the policy's
+    (plain GAE), of 1 makes the returns unbiased (decoupled GAE). ``elsewhere`` decides the tokens of a document that do
+    not count: 0, or the advantage of the next token that counts (0 after the last), and that plus its own value as
+    return.
 
     Shapes: [T] each -> advantages_T [T], returns_T [T], float64.
     Raises: ShapeError: shapes that disagree; SpecError: a lambda or discount outside 0 to 1, an alpha that is not
@@ -141,13 +130,8 @@ def gae(
         VAPO, arXiv 2504.05118, section 4.2, which does not define alpha * L < 1: 0 here. carry: NeMo-RL and verl, whose
         returns are not masked.
     """
-    check_shapes(
-        "gae",
-        token_rewards_T=token_rewards_T,
-        values_T=values_T,
-        document_ids_T=document_ids_T,
-        loss_mask_T=loss_mask_T,
-    )
+    tokens = {"values_T": values_T, "document_ids_T": document_ids_T, "loss_mask_T": loss_mask_T}
+    check_shapes("gae", token_rewards_T=token_rewards_T, **tokens)
     if length_adaptive_alpha is not None and (length_adaptive_alpha <= 0 or value_lambda is None):
         raise SpecError(
             f"gae(length_adaptive_alpha={length_adaptive_alpha}, value_lambda={value_lambda})",
@@ -159,9 +143,7 @@ def gae(
     rewards, values = token_rewards_T.double().tolist(), values_T.double().tolist()
     documents = document_ids_T.tolist()
     trained = torch.nonzero(loss_mask_T).squeeze(1).tolist()
-    lengths: dict[int, int] = {}
-    for t in trained:
-        lengths[documents[t]] = lengths.get(documents[t], 0) + 1
+    lengths = Counter(documents[t] for t in trained)
     advantages_T, returns_T = torch.zeros(2, len(documents), dtype=torch.float64)
     after: dict[int, tuple[float, float, float]] = {}
     counts = set(trained)
@@ -270,10 +252,9 @@ def standardize(
 
 
 def _refuse_outside(where: str, **numbers: float) -> None:
-    bad = {name: value for name, value in numbers.items() if not 0 <= value <= 1}
-    if bad:
+    if bad := [f"{name}={value}" for name, value in numbers.items() if not 0 <= value <= 1]:
         raise SpecError(
-            f"{where}({', '.join(f'{name}={value}' for name, value in bad.items())})",
+            f"{where}({', '.join(bad)})",
             rule="discount and lambda lie between 0 and 1",
             fix="correct the setting",
         )

@@ -34,11 +34,8 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document, of this rank's queries over the tokens of all ranks of the cp axis.
 
-    Has the signature of a `transformers` attention function.
-
-    ``shard`` has the local tokens, and the exchange between ranks. Scores are scaled by d ** -0.5 unless ``scaling`` is
-    given; a query sees at most ``sliding_window`` tokens, itself included, or its whole document. Masks, dropout,
-    attention sinks and soft caps are not supported.
+    Has the signature of a `transformers` attention function. Scores are scaled by d ** -0.5 unless ``scaling`` is
+    given; a query sees at most ``sliding_window`` tokens, itself included, or its whole document.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], Hk divides Hq -> [1, t, Hq, d].
     Layout:   cp: sharded(T) in and out; tp: sharded(heads) in and out.

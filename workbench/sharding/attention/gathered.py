@@ -1,9 +1,8 @@
 """All-gather attention: each rank's queries against the keys of all ranks.
 
 Keys and values are packed into one tensor for communication, token-major: tensors of several ranks concatenate
-contiguously, and a token-major kernel reads them in place. Decoders produce them in this order too.
-
-Memory: keys and values of the whole row while a layer computes; they are not saved, backward gathers them again.
+contiguously, and a token-major kernel reads them in place. Decoders produce them in this order too. Those of the whole
+row are in memory while a layer computes, and not saved.
 
 Letters: t tokens of a rank | T of all ranks | h key heads | d head dimension.
 """

@@ -1,10 +1,8 @@
 """Ring attention: keys and values rotate around the ring, each rank's queries attend to them block by block.
 
-At step i, rank r has the keys and values of rank r - i, and sends them on before it computes with them. Outputs of
-blocks are merged by their log-normalisers. In backward the gradients of keys and values rotate behind them: after R
-hops they are back at their owner, summed over all ranks.
-
-A fully masked block is not computed, but communication is the same on every rank and in every order.
+At step i, rank r has the keys and values of rank r - i, and sends them on before it computes with them. In backward
+their gradients rotate behind them: after R hops they are back at their owner, summed over all ranks. A fully masked
+block is not computed, but communication is the same on every rank and in every order.
 
 Letters: R ranks | t tokens of a rank | d head dimension.
 """

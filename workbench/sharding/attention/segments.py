@@ -3,9 +3,8 @@
 Sort the keys of a block by their position in the row. Each query then sees a contiguous range of the sorted keys. Walk
 over the queries in order: while the range grows at its end by one key per query, they are the bottom-right corner of a
 causal call; while it does not grow, a call without a mask; if it loses at most one key per query at its front, a window
-of constant width. So this works for any token order. Contiguous and zigzag shards give one segment per document and
-chunk; a striped shard, whose ranges grow by cp keys per query, gives one segment per query, unless its keys are those
-of one rank, as in a ring.
+of constant width. Contiguous and zigzag shards give one segment per document and chunk; a striped shard, whose ranges
+grow by cp keys per query, one per query, unless its keys are those of one rank, as in a ring.
 
 Letters: q queries | k keys | s segments.
 """
@@ -54,8 +53,7 @@ class Call:
             without queries.
         query_starts: [s + 1] int32 start of each segment among the rows, and the end.
         key_starts: [s + 1] the same of the keys.
-        longest_query: queries of the longest segment.
-        longest_key: keys of the longest segment.
+        longest_query: queries, and longest_key keys, of the longest segment.
         repeats: True if a key occurs in key_rows more than once.
     """
 

@@ -2,11 +2,8 @@
 
 A cp axis is split in two: *inner* ranks exchange heads (each then has all tokens of the inner ranks, for some heads),
 and *outer* ranks exchange keys and values of their heads. gathered and ring have no inner ranks, ulysses has no outer
-ranks, hybrid has both.
-
-A mask depends only on *global* positions and document ids, so it is correct for every token order: a block never
-guesses document boundaries, and never uses a top-left causal mask on a subset of rows. Derived data (a mask on a
-device, the calls of a kernel) is computed once per block: one block serves all layers, forward and backward.
+ranks, hybrid has both. A mask depends only on *global* positions and document ids, so it is correct for every token
+order. One block, with all that is derived from it, serves all layers, forward and backward.
 
 Letters: T packed tokens | G outer ranks | U inner ranks | t tokens of a rank | s = U * t tokens after the exchange |
 q queries | k keys.
@@ -36,10 +33,8 @@ class Block:
     tokens up to i.
 
     Attributes:
-        query_positions_q: [q] int64 positions in the row, on the host.
-        key_positions_k: [k] the same of the keys.
-        query_documents_q: [q] int64 document numbers; each document is one run of the row.
-        key_documents_k: [k] the same of the keys.
+        query_positions_q: [q] int64 positions in the row, on the host; key_positions_k: [k] those of the keys.
+        query_documents_q: [q] int64 document numbers, each document one run of the row; key_documents_k: [k] likewise.
         window: maximum number of tokens that a query sees, itself included; None: its whole document.
     """
 
@@ -111,8 +106,6 @@ class AttentionShard:
         documents_T: [T] document number at each position, on the host; each document is one run of the row.
         algorithm: one of `ALGORITHMS`.
         kernel: name of the kernel; see `workbench.sharding.attention.kernels`.
-        inner: the ranks that exchange heads.
-        outer: the ranks that exchange keys and values.
         real_T: [T] bool, the position holds a token of a document, on the host; None: all.
         attend: replaces the algorithm: called with query, key, value, this shard, window and scale. None: the
             algorithm.
@@ -193,11 +186,10 @@ class AttentionShard:
         return self._orders[device, back]
 
     def block(self, source: int | None = None, *, window: int | None = None) -> Block:
-        """This rank's queries against the keys of one outer rank, or of all in rank order."""
-        cached = self._blocks.get((source, window))
-        if cached is None:
+        """This rank's queries against the keys of one outer rank, or of all in rank order; cached."""
+        if (source, window) not in self._blocks:
             query_s = self.outer_positions_Gs[self.outer.rank]
             key_k = self.outer_positions_Gs.flatten() if source is None else self.outer_positions_Gs[source]
-            cached = Block(query_s, key_k, self.documents_T[query_s], self.documents_T[key_k], window)
-            self._blocks[source, window] = cached
-        return cached
+            block = Block(query_s, key_k, self.documents_T[query_s], self.documents_T[key_k], window)
+            self._blocks[source, window] = block
+        return self._blocks[source, window]

@@ -1,9 +1,5 @@
 """Ulysses and hybrid attention: an all-to-all exchanges tokens for heads; a rank computes rows for some of the heads.
 
-Before: all heads of a rank's tokens. After: some heads of the tokens of all inner ranks, in the order of the row. The
-output is exchanged back. If there are fewer key heads than ranks, they are repeated first; the adjoint of that is the
-sum over the copies.
-
 The heads limit the number of Ulysses ranks, and a ring takes as many steps as it has ranks. Hybrid attention has both:
 with U neighbours on cp = U * G ranks a ring has G steps, and only U must divide the heads.
 
@@ -40,37 +36,20 @@ def attend(
     Source:   DeepSpeed-Ulysses, arXiv 2309.14509; hybrid: USP, arXiv 2405.07719; LoongTrain's 2D attention, arXiv
               2406.18485.
     """
-    query, key, value = exchange_tokens_for_heads(query, key, value, shard)
     outer = ring if shard.algorithm == "hybrid" else gathered
-    return exchange_back(outer.attend(query, key, value, shard, window, scale), shard)
-
-
-def exchange_tokens_for_heads(
-    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange queries, keys and values of all heads for those of all tokens, in one collective over the inner axis.
-
-    Shapes: query [1, Hq, t, d], key and value [1, Hk, t, d]
-            -> query [1, Hq / R, s, d], key and value [1, max(Hk / R, 1), s, d].
-    Raises: ShardingError: heads that cannot be dealt to the ranks.
-    """
-    axis = shard.inner
-    if axis.size == 1:
-        return query, key, value
-    copies = check_heads(query.shape[1], key.shape[1], axis)
+    if shard.inner.size == 1:
+        return outer.attend(query, key, value, shard, window, scale)
+    copies = check_heads(query.shape[1], key.shape[1], shard.inner)
     if copies > 1:
         key, value = repeat_heads(key, copies), repeat_heads(value, copies)
-    return _Trade.apply(shard, query, key, value)
+    # [1, Hq, t, d], [1, Hk, t, d] twice -> [1, Hq / R, s, d], [1, max(Hk / R, 1), s, d] twice, in one collective
+    query, key, value = _Trade.apply(shard, query, key, value)
+    return _TradeBack.apply(shard, outer.attend(query, key, value, shard, window, scale))
 
 
 def repeat_heads(heads: Tensor, copies: int) -> Tensor:
     """Repeat each head ``copies`` times, copies adjacent. Backward: the sum over the copies."""
     return heads.repeat_interleave(copies, dim=1)
-
-
-def exchange_back(out: Tensor, shard: AttentionShard) -> Tensor:
-    """Exchange back to all heads of this rank's tokens. [1, Hq / R, s, d] -> [1, Hq, t, d]."""
-    return out if shard.inner.size == 1 else _TradeBack.apply(shard, out)
 
 
 def check_heads(queries: int, keys: int, axis: Axis) -> int:

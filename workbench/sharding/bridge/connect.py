@@ -1,7 +1,6 @@
-"""Bridge between two modules on the same ranks with different layouts: activations forward, gradients back.
+"""Bridge: `connect` creates the groups, once; `Bridge.cross` moves one activation per micro-batch.
 
-`connect` creates the groups, once; `Bridge.cross` moves one activation per micro-batch, on the fast path if the layouts
-and the samples allow it, and otherwise on the general path.
+It takes the fast path if the layouts and the samples allow it, and otherwise the general path.
 
 Letters: b samples of a rank | s tokens of a sequence | h features.
 """
@@ -43,9 +42,8 @@ def connect(
 ) -> Bridge:
     """Build a bridge. Collective over the job, also on ranks outside the grids.
 
-    Activations with layout "bsh" or "sbh" cross from the layout of one module to that of another; delivery and orders
-    are as in `Delivery`. Existing groups of this rank are used, missing ones are created; ``cp`` is the cp group of the
-    destination, if the trainer has one.
+    Delivery and orders are as in `Delivery`. Existing groups of this rank are used, missing ones are created; ``cp`` is
+    the cp group of the destination, if the trainer has one.
 
     Raises:
         ShardingError: a broken invariant between the grids (I1, I5, I6), an invalid layout (I10) or delivery.
@@ -76,7 +74,7 @@ class Bridge:
     Attributes:
         pair: the grids.
         delivery: what the destination receives.
-        layout: of activations.
+        layout: of activations, "bsh" or "sbh".
         rank: of the job.
         all_ranks: all ranks of the grids.
         gather: the ranks that gather along the batch on the fast path.
@@ -92,7 +90,6 @@ class Bridge:
     cp: Axis
 
     def __repr__(self) -> str:
-        """The layouts, the path and its reason, and the delivery."""
         route = self.route([self.pair.ratio or 1] * self.pair.source["dp"])
         why = f" ({route.why})" if route.why else ""
         return (
@@ -146,10 +143,8 @@ class Bridge:
             )
         if route.path == "general":
             return self._cross_generally(local, route, tokens, checked=checked)
-        owned_Rt = None
-        if self.delivery.order is not None:
-            owned_Rt = owned_positions(self.delivery.order, tokens, self.pair.destination["cp"])
-        slot = self.pair.slot(self.rank)
+        order, slot = self.delivery.order, self.pair.slot(self.rank)
+        owned_Rt = None if order is None else owned_positions(order, tokens, self.pair.destination["cp"])
         direct = Direct(route.path, slot, self.pair.ratio, batch_dim, sequence_dim, self.gather, self.cp, owned_Rt)
         if not checked:
             return cross_directly(local, direct)

@@ -5,11 +5,9 @@ With X the rows by token number and `Side` the tokens of each rank, one formulat
     forward    Y_d[j] = X[token j of d]                 each distinct token travels once to a rank, from one replica
     backward   dX[i]  = sum over destination shares c, over rows j of c that are token i, of G_c[j]
 
-A share counts once however many replicas it has, and each replica of a source gets the whole sum. Sums that elsewhere
-take two steps (over cp ranks of which one is nonzero, then over dp ranks) are one exchange here.
-
-All code assumes that a share's replicas are equal; a gradient that is still partial over tp, or dropout that differs by
-rank, would otherwise only show as a wrong encoder. `check_replicas` compares a projection of each replica's values.
+A share counts once however many replicas it has, and each replica of a source gets the whole sum. All code assumes that
+replicas are equal; a gradient that is still partial over tp, or dropout that differs by rank, would only show as a
+wrong encoder. `check_replicas` compares a projection of each replica's values.
 
 Letters: t rows of a rank | R ranks | n rows sent | D all dimensions after the rows.
 """
@@ -38,8 +36,6 @@ class Crossing:
     """Routing from one side to the other, the same object on every rank.
 
     Attributes:
-        source: tokens of each rank before.
-        destination: tokens of each rank afterwards.
         share_of_token: [N] index of the source share that holds each token; -1 for none.
         row_of_token: [N] its row in that share.
         providers_aR: [a, R] the rank of each source share that sends rows to each destination rank.
@@ -71,20 +67,19 @@ class Crossing:
             )
         share_of_token, row_of_token = _owners(source)
         _refuse_lost(share_of_token, destination)
-        size = len(source.shares)
-        forth = [_counted(share_of_token[_received_tokens(share)], size) > 0 for share in destination.shares]
-        back = [(_counted(share_of_token[_answered_tokens(share)], size) > 0).tolist() for share in destination.shares]
+        numbers = torch.arange(len(source.shares))
+        forth = [torch.isin(numbers, share_of_token[_received_tokens(share)]) for share in destination.shares]
+        back = [torch.isin(numbers, share_of_token[_answered_tokens(share)]) for share in destination.shares]
         return cls(
             source,
             destination,
             share_of_token,
             row_of_token,
             _senders(source.shares, destination, torch.stack(forth, 1).tolist()),
-            _senders(destination.shares, source, back),
+            _senders(destination.shares, source, torch.stack(back).tolist()),
         )
 
     def __repr__(self) -> str:
-        """Number of ranks and tokens, and rows sent between ranks."""
         forth, back = self.forward_RR, self.backward_RR
         return (
             f"Crossing({self.source.size} ranks, {int((self.share_of_token >= 0).sum())} tokens; between ranks "
@@ -94,22 +89,18 @@ class Crossing:
     @cached_property
     def forward_RR(self) -> Tensor:
         """[R, R] rows from rank to rank, forward; local rows are on the diagonal."""
-        return torch.stack([_counted(ranks, self.source.size) for _, ranks in self._provided], 1)
+        return torch.stack([torch.bincount(ranks, minlength=self.source.size) for _, ranks in self._provided], 1)
 
     @cached_property
     def backward_RR(self) -> Tensor:
         """[R, R] rows from rank to rank, backward; local rows are on the diagonal."""
-        return torch.stack([_counted(ranks, self.source.size) for _, ranks in self._answered], 1)
+        return torch.stack([torch.bincount(ranks, minlength=self.source.size) for _, ranks in self._answered], 1)
 
     def cross(self, values_tD: Tensor, axis: Axis, *, checked: bool = False) -> Tensor:
         """Return this rank's rows at the destination. Collective over all ranks, and so is its backward.
 
         Every rank must use the result in its loss, also if it has no rows; otherwise the other ranks hang in backward.
-
-        Args:
-            values_tD: [t, ...] this rank's rows at the source.
-            axis: all ranks of both sides.
-            checked: check that replicas hold equal values and gradients; costs a small collective each way.
+        ``checked``: check that replicas hold equal values and gradients, in a small collective each way.
 
         Shapes:   [t, ...] -> [t', ...]; zeros for padding rows of the destination.
         Layout:   of the source -> of the destination.
@@ -262,10 +253,6 @@ def _received_tokens(share: Share) -> Tensor:
 def _answered_tokens(share: Share) -> Tensor:
     """Distinct tokens whose gradients a share sends back, ascending."""
     return torch.unique(share.tokens_t[share.gradient_rows_t])
-
-
-def _counted(numbers: Tensor, size: int) -> Tensor:
-    return torch.bincount(numbers, minlength=size)
 
 
 def _owners(source: Side) -> tuple[Tensor, Tensor]:

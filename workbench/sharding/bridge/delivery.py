@@ -28,7 +28,7 @@ class Delivery:
 
     Attributes:
         kind: "whole": whole sequences on every cp rank, which the module shards itself (`SequencePartition`).
-            "sharded": its own tokens on each cp rank; no rank ever holds a whole sequence.
+            "sharded": its own tokens on each cp rank.
         order: the destination's token order over cp. For whole sequences, it defines the tokens that each rank uses;
             None: unknown, and all gradients are summed.
         sequence_parallel: each tp rank receives a contiguous run of the delivered tokens.
@@ -44,7 +44,6 @@ class Delivery:
     source_order: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise for contradictory settings."""
         if self.kind not in ("whole", "sharded"):
             raise ShardingError(f"bridge with delivery {self.kind!r}", rule="whole or sharded", fix="choose one")
         if self.kind == "whole" and self.sequence_parallel:
@@ -114,7 +113,7 @@ def route_of(pair: GridPair, how: Delivery, samples: Sequence[int]) -> Route:
 
 @functools.lru_cache(maxsize=32)
 def crossing_of(pair: GridPair, how: Delivery, samples: tuple[int, ...], tokens: int) -> Crossing:
-    """The crossing of activations with these numbers of samples on the dp ranks of the source; see `sides_of`."""
+    """The crossing between `sides_of` the same arguments."""
     return Crossing.make(*sides_of(pair, how, samples, tokens))
 
 
@@ -152,13 +151,8 @@ _ALONE = Axis("tp")
 class SequencePartition:
     """Sharding of a whole sequence: over cp by a token order, then over tp in contiguous runs (sequence parallelism).
 
-    For a module that receives whole sequences on each of its cp ranks. Both groups are passed explicitly, never taken
-    from a default: on ranks that two modules share, each module has its own groups.
-
-    Attributes:
-        cp: the ranks that share a sequence.
-        order: one of `workbench.sharding.orders.ORDERS`.
-        tp: ranks that hold one contiguous run each of the cp shard; one rank if they hold it whole.
+    For a module that receives whole sequences on each of its cp ranks. ``tp`` is one rank if tp ranks hold the cp shard
+    whole. Both groups are passed explicitly: on ranks that two modules share, each module has its own groups.
     """
 
     cp: Axis

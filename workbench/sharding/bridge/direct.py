@@ -1,8 +1,8 @@
 """Fast path of a bridge: at most one all-gather along the batch, and the completion of the gradient over cp.
 
-If each cp rank of the destination received the whole sequence, its gradient is zero outside the tokens that it used.
-Backward first completes it: an all-reduce over cp, exact in any order because only one term of each sum is nonzero; or,
-if an order defines the tokens of each rank, an all-gather of those and the inverse permutation: half the bytes.
+The gradient of a cp rank that received the whole sequence is zero outside the tokens that it used. An all-reduce
+completes it exactly, because only one term of each sum is nonzero; or, if an order defines these tokens, an all-gather
+and the inverse permutation, for half the bytes.
 
 Letters: b samples of a rank | s tokens of a sequence | R ranks of cp | k slots.
 """
@@ -64,25 +64,22 @@ class _HandOver(Function):
         ctx.direct, ctx.caller = direct, flight.caller()
         if direct.kind == "fan-in":
             return gather_slots(values, direct, ctx.caller)
-        if direct.kind == "fan-out":
-            return own_slot(values, direct)
-        return values.view_as(values)
+        return own_slot(values, direct) if direct.kind == "fan-out" else values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         direct = ctx.direct
         complete = summed_over_cp(gradient, direct, ctx.caller)
         if direct.kind == "fan-in":
-            return own_slot(complete, direct), None, None
-        if direct.kind == "fan-out":
-            return gather_slots(complete, direct, ctx.caller), None, None
+            complete = own_slot(complete, direct)
+        elif direct.kind == "fan-out":
+            complete = gather_slots(complete, direct, ctx.caller)
         return complete, None, None
 
 
 def gather_slots(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
     """Gather the batches of all slots, in the order of the slots."""
-    gathered = gather_equal(values, direct.gather, caller=caller)
-    return gathered.movedim(0, direct.batch_dim).flatten(direct.batch_dim, direct.batch_dim + 1)
+    return _gathered(values, direct.gather, direct.batch_dim, caller)
 
 
 def own_slot(values: Tensor, direct: Direct) -> Tensor:
@@ -98,6 +95,10 @@ def summed_over_cp(gradient: Tensor, direct: Direct, caller: str | None) -> Tens
     if direct.owned_Rt is None:
         return all_sum(gradient, direct.cp)
     local = gradient.index_select(direct.sequence_dim, direct.owned_Rt[direct.cp.rank].to(gradient.device))
-    gathered = gather_equal(local, direct.cp, caller=caller)
-    rank_major = gathered.movedim(0, direct.sequence_dim).flatten(direct.sequence_dim, direct.sequence_dim + 1)
+    rank_major = _gathered(local, direct.cp, direct.sequence_dim, caller)
     return rank_major.index_select(direct.sequence_dim, torch.argsort(direct.owned_Rt.flatten()).to(gradient.device))
+
+
+def _gathered(local: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
+    """The tensors of all ranks of an axis, concatenated along a dimension in rank order."""
+    return gather_equal(local, axis, caller=caller).movedim(0, dim).flatten(dim, dim + 1)

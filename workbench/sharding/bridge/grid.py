@@ -53,7 +53,6 @@ class Grid:
         return cls(names, tuple(sizes[name] for name in names), offset)
 
     def __post_init__(self) -> None:
-        """Validate names, sizes and offset."""
         requested = f"grid of {', '.join(self.names)} = {', '.join(map(str, self.sizes))} from rank {self.offset}"
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
             raise ShardingError(
@@ -91,7 +90,6 @@ class Grid:
         return self.sizes[self.names.index(name)] if name in self.names else 1
 
     def __repr__(self) -> str:
-        """The sizes, the fastest first, and the offset."""
         begin = f" from rank {self.offset}" if self.offset else ""
         return f"Grid({' x '.join(f'{name}={size}' for name, size in zip(self.names, self.sizes, strict=True))}{begin})"
 
@@ -183,28 +181,24 @@ Lines = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class GridPair:
-    """The layouts of a bridge's two modules.
-
-    Attributes:
-        source: of the module whose activations cross.
-        destination: of the module that reads them.
+    """The layouts of the module whose activations cross a bridge, and of the module that reads them.
 
     Raises:
-        ShardingError: different ranks on the two sides; samples that would move between ranks only because of the
-            order of the dimensions.
+        ShardingError: different ranks on the two sides (I1); samples that would move between ranks only because of the
+            order of the dimensions (I5).
     """
 
     source: Grid
     destination: Grid
 
     def __post_init__(self) -> None:
-        """Check for the same ranks (I1) and nested dp slots (I5)."""
         source, destination = self.source, self.destination
         requested = f"bridge from {source} to {destination}"
-        if source.size != destination.size or source.offset != destination.offset:
+        if source.ranks != destination.ranks:
+            spans = " and ".join(f"{grid.ranks.start} to {grid.ranks.stop - 1}" for grid in (source, destination))
             raise ShardingError(
                 f"{requested}: same ranks (I1)",
-                found=f"ranks {_span(source)} and {_span(destination)}",
+                found=f"ranks {spans}",
                 rule="both grids have one size and one offset",
                 fix="choose sizes with the same product",
             )
@@ -217,7 +211,6 @@ class GridPair:
             )
 
     def __repr__(self) -> str:
-        """The layouts and the path."""
         return f"GridPair({self.source.label} -> {self.destination.label}: {self.path})"
 
     @property
@@ -287,7 +280,3 @@ class GridPair:
 def least_samples(pair: GridPair) -> int:
     """The fewest samples that divide evenly on both sides."""
     return math.lcm(pair.source["dp"], pair.destination["dp"])
-
-
-def _span(grid: Grid) -> str:
-    return f"{grid.ranks.start} to {grid.ranks.stop - 1}"

@@ -18,12 +18,7 @@ from workbench.sharding.mesh import Axis, Mesh
 
 
 class GridGroups:
-    """The groups of one rank, for all grids of its job.
-
-    Args:
-        world: all ranks of the job (`workbench.sharding.mesh.world_axis`; among simulated ranks, an axis that
-            has them all).
-    """
+    """The groups of one rank, for all grids of its job: ``world`` has all its ranks (`mesh.world_axis`)."""
 
     def __init__(self, world: Axis) -> None:
         self.world = world
@@ -31,7 +26,6 @@ class GridGroups:
         self._axes: dict[Lines, Axis] = {}
 
     def __repr__(self) -> str:
-        """The rank, and the lines that have groups."""
         return f"GridGroups(rank {self.rank} of {self.world.size}; {', '.join(map(str, self._axes)) or 'none made'})"
 
     def make(self, grid: Grid, *names: str) -> Axis:

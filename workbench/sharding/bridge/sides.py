@@ -1,8 +1,8 @@
-"""Token assignment on one side of a bridge: shares, each of some ranks that hold the same tokens.
+"""Token assignment on one side of a bridge: shares of tokens, each of the ranks that hold the same ones.
 
-Tokens (rows of an activation) have numbers that all ranks know. A rank's share is a list of them, in the order of its
-rows; `PADDING` is a row without a token. Ranks of one share are replicas: they compute the same from the same inputs,
-so at a source each needs the whole gradient, and at a destination each has the same gradient, which counts once.
+Tokens (rows of an activation) have numbers that all ranks know; `PADDING` is a row without a token. Ranks of one share
+are replicas: they compute the same from the same inputs, so at a source each needs the whole gradient, and at a
+destination each has the same gradient, which counts once.
 
 Letters: t rows of a rank.
 """
@@ -30,7 +30,7 @@ class Share:
 
     Attributes:
         ranks: indices within the axis of the bridge, ascending.
-        tokens_t: [t] long, on the host.
+        tokens_t: [t] long, on the host, in the order of the rows.
         returns_gradient_t: [t] bool; at a destination, rows whose gradient may be nonzero here. None: all.
     """
 
@@ -47,19 +47,11 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The shares of all ranks.
-
-    Attributes:
-        shares: each rank is in exactly one.
-
-    Raises:
-        ShardingError: a rank in no share, or in two.
-    """
+    """The shares of all ranks; a rank in none, or in two, raises an error."""
 
     shares: tuple[Share, ...]
 
     def __post_init__(self) -> None:
-        """Raise if a rank is missing or in two shares."""
         all_ranks = sorted(rank for share in self.shares for rank in share.ranks)
         if all_ranks != list(range(len(all_ranks))) or not all_ranks:
             raise ShardingError(
@@ -94,11 +86,8 @@ def sharded(grid: Grid, tokens_of: Callable[[int, int, int], Tensor], *, over_tp
     shares = []
     for dp, cp in itertools.product(range(grid["dp"]), range(grid["cp"])):
         ranks = _ranks(grid, dp, cp)
-        shares += (
-            [Share((rank,), tokens_of(dp, cp, tp)) for tp, rank in enumerate(ranks)]
-            if over_tp
-            else [Share(ranks, tokens_of(dp, cp, 0))]
-        )
+        together = [(rank,) for rank in ranks] if over_tp else [ranks]
+        shares += [Share(replicas, tokens_of(dp, cp, tp)) for tp, replicas in enumerate(together)]
     return Side(tuple(shares))
 
 
@@ -118,12 +107,9 @@ def whole(
 
 
 def declare(tokens_t: Tensor, axis: Axis, *, replica_id: int) -> Side:
-    """Build a side from each rank's own rows. Collective over the axis; a rank may hold none.
+    """Build a side from the numbers of each rank's own tokens, [t]. Collective over all ranks of the bridge.
 
-    Args:
-        tokens_t: [t] numbers of this rank's tokens.
-        axis: all ranks of the bridge.
-        replica_id: the same number on replicas, and on no other rank.
+    ``replica_id`` is the same number on replicas, and on no other rank.
 
     Raises:
         ShardingError: declared replicas that hold different tokens.
@@ -158,8 +144,7 @@ def blocks(total: int, parts: int) -> list[tuple[int, int]]:
 
 def stacked(counts: Sequence[int]) -> list[tuple[int, int]]:
     """(begin, end) of consecutive ranges of given lengths."""
-    edges = [sum(counts[:number]) for number in range(len(counts) + 1)]
-    return list(itertools.pairwise(edges))
+    return list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
 
 
 def numbers(samples: tuple[int, int], tokens: int, positions_t: Tensor) -> Tensor:

@@ -37,11 +37,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Communication of one activation across a bridge.
-
-    Tokens are those of each sequence, sides the tokens of each rank before and after. Steps are in order, forward and
-    then backward.
-    """
+    """Communication of one activation across a bridge: ``tokens`` of a sequence, both sides, and all steps in order."""
 
     pair: GridPair
     delivery: Delivery
@@ -60,13 +56,10 @@ class Traffic:
         tokens: int | None = None,
         general: bool = False,
     ) -> Traffic:
-        """Count rows and exchanges, by default of whole sequences.
+        """Count rows and exchanges, by default of whole sequences; errors are those of `connect` and `Bridge.cross`.
 
         Defaults are the fewest samples, of each dp rank of the source, that divide evenly on both sides, and the fewest
         tokens of a sequence that every order can split. ``general``: even if the fast path applies.
-
-        Raises:
-            ShardingError: as `connect` and `Bridge.cross`.
         """
         how = delivery or Delivery()
         check_delivery(pair, how)
@@ -94,7 +87,6 @@ class Traffic:
         return int(torch.as_tensor(rows).max() * row_bytes)
 
     def __repr__(self) -> str:
-        """The layouts, the path and its reason, and the size."""
         why = f" ({self.route.why})" if self.route.why else ""
         return (
             f"Traffic({self.pair.source.label} -> {self.pair.destination.label}: {self.route.path}{why}; "
@@ -155,19 +147,17 @@ def coordinates_label(place: tuple[int, int, int]) -> str:
 
 def _of_fast_path(pair: GridPair, how: Delivery, source_rows: int) -> tuple[Step, ...]:
     """Collectives of a fan-in, fan-out or equal path, for the number of rows on a source rank."""
-    steps, cp = [], pair.destination["cp"]
+    steps, cp, along_batch = [], pair.destination["cp"], ("all-gather along the batch", pair.gather_lines)
     rows = {"fan-in": source_rows * pair.ratio, "fan-out": source_rows // pair.ratio, "equal": source_rows}[pair.path]
     if pair.path == "fan-in":
-        steps.append(_among(pair, "forward", "all-gather along the batch", pair.gather_lines, source_rows))
+        steps.append(_among(pair, "forward", *along_batch, source_rows))
     if cp > 1:
-        lines = pair.destination.lines("cp")
-        steps.append(
-            _among(pair, "backward", "all-reduce over cp", lines, 2 * rows // cp)
-            if how.order is None
-            else _among(pair, "backward", "all-gather over cp of the tokens that each used", lines, rows // cp)
+        name, times = (
+            ("all-reduce over cp", 2) if how.order is None else ("all-gather over cp of the tokens that each used", 1)
         )
+        steps.append(_among(pair, "backward", name, pair.destination.lines("cp"), times * rows // cp))
     if pair.path == "fan-out":
-        steps.append(_among(pair, "backward", "all-gather along the batch", pair.gather_lines, rows))
+        steps.append(_among(pair, "backward", *along_batch, rows))
     return tuple(steps)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 LOCAL_STATISTICS = ("micro_batch", "packing", "dp", "cp")
 """Invariants that break if a statistic is taken over the local tokens of one rank."""
+
+ClipLow = Annotated[float, Field(ge=0, description="Distance from 1 down to the lower clip bound of the ratio.")]
+ClipHigh = Annotated[float, Field(ge=0, description="Distance from 1 up to the upper clip bound of the ratio.")]
 
 
 class Settings(BaseModel):

@@ -6,17 +6,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from workbench.specs.losses.base import Anchored
+from workbench.specs.losses.base import Anchored, ClipHigh, ClipLow
 
 
 class PPO(Anchored):
     """A token's ratio, clipped from both sides."""
 
     kind: Literal["ppo"] = "ppo"
-    clip_low: float = Field(0.2, ge=0)
-    """Distance from 1 down to the lower clip bound of the ratio."""
-    clip_high: float = Field(0.2, ge=0)
-    """Distance from 1 up to the upper clip bound of the ratio."""
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with negative advantage loses its gradient; None: never."""
     delta: float | None = Field(None, gt=0)

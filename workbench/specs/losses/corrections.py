@@ -59,24 +59,10 @@ class GateSpec(Settings):
 class CorrectionSpec(Settings):
     """The correction for tokens with different probabilities under the sampler and the old policy.
 
-    A detached weight on the policy term, and gates that reject tokens. The kind fills in settings; all of them are
-    stored. Formulas: `workbench.losses.corrections`.
+    A detached weight on the policy term, and gates that reject tokens. The kind fills in settings; all are stored.
     """
 
-    kind: Literal[
-        "none",
-        "importance_sampling",
-        "tis",
-        "icepop",
-        "sequence_tis_sum",
-        "sequence_tis_mean",
-        "sequence_mask",
-        "segment_tis",
-        "batch_normalized",
-        "geometric_gate",
-        "opsm",
-        "m2po",
-    ] = "none"
+    kind: Literal[*CORRECTIONS] = "none"
     """A named set of settings; those given next to it override them."""
     ratio: Literal["none", "token", "segment_mean", "document_mean", "document_sum", "given", "given_document_mean"] = (
         "none"
@@ -99,7 +85,7 @@ class CorrectionSpec(Settings):
     """Divide weights by their mean: over trained tokens, or over documents for a ratio of documents."""
     mean_epsilon: float = Field(0.0, ge=0)
     """normalize: added to the trained tokens in the denominator of a mean."""
-    gate: Literal["none", "ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl"] = "none"
+    gate: Literal["none", GateStatistic] = "none"
     """The statistic of old against sampler by which tokens are rejected; none: no gate. ratio: old / sampler; k1: its
     negative log; k2: half the squared log; k3: ratio - 1 - log ratio; inverse_k3: that of sampler / old; binary_kl:
     KL divergence between "this token" and "another token", the greater of both directions."""
@@ -168,14 +154,11 @@ class CorrectionSpec(Settings):
                 "log_clamp is about a weight or a gate; name its ratio or its statistic",
             ),
             (
-                bool(self.given_epsilon) and self.ratio != "given_document_mean",
+                self.given_epsilon and self.ratio != "given_document_mean",
                 "given_epsilon is about the ratio given_document_mean",
             ),
-            (bool(self.mean_epsilon) and not self.normalize, "mean_epsilon is about normalize"),
-            (
-                bool(self.further_gates) and self.gate == "none",
-                "further_gates need a first one; name it in gate",
-            ),
+            (self.mean_epsilon and not self.normalize, "mean_epsilon is about normalize"),
+            (self.further_gates and self.gate == "none", "further_gates need a first one; name it in gate"),
             (
                 self.denominator == "gated" and (self.gate == "none" or self.gate_action != "reject"),
                 "denominator: gated, but no gate rejects a token",

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from workbench.specs.losses.base import LOCAL_STATISTICS, Anchored, above
+from workbench.specs.losses.base import LOCAL_STATISTICS, Anchored, ClipHigh, ClipLow, above
 
 
 class ClipCov(Anchored):
@@ -15,10 +15,8 @@ class ClipCov(Anchored):
     breaks: ClassVar[tuple[str, ...]] = LOCAL_STATISTICS
 
     kind: Literal["clip_cov"] = "clip_cov"
-    clip_low: float = Field(0.2, ge=0)
-    """Distance from 1 down to the lower clip bound of the ratio."""
-    clip_high: float = Field(0.2, ge=0)
-    """Distance from 1 up to the upper clip bound of the ratio."""
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
     cov_fraction: float = Field(2e-4, ge=0, le=1)
     """Share of this micro-batch's tokens that is selected."""
     cov_low: float = 1.0

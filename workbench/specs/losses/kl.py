@@ -10,7 +10,7 @@ from workbench.specs.losses.base import Settings
 
 
 class KLSpec(Settings):
-    """A KL penalty, estimated on the sampled token. Formulas: `workbench.losses.kl`."""
+    """A KL penalty, estimated on the sampled token."""
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty; 0: none."""

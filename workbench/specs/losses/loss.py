@@ -170,11 +170,7 @@ class LossSpec(Settings):
 
     @property
     def counts_live(self) -> bool:
-        """True if a denominator counts the tokens that the live policy keeps.
-
-        Not possible in a run, whose weights are data from before the forward pass; possible for a single batch with
-        its policy log-probabilities.
-        """
+        """True if a denominator counts the tokens that the live policy keeps; possible for single batches only."""
         return self.old_policy == "current" and self.correction.denominator != "original"
 
     @property
@@ -200,10 +196,6 @@ def check_inherited(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None
 
     A clip length of 0.28 for a token's ratio, inherited by a loss that clips a document's at 0.0004, would be no
     error and no clip.
-
-    Args:
-        base: given settings of a loss.
-        changes: settings that override them.
 
     Raises:
         SpecError: the kind of surrogate or of correction changes, and a setting of the first kind would stay.
@@ -231,13 +223,13 @@ def _changes(base: Settings, settings: Settings) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     for key, value in settings:
         before = getattr(base, key)
-        if not isinstance(value, Settings):
-            changed |= {key: value} if value != before else {}
-            continue
-        kind = getattr(value, "kind", None)
-        other = {"kind": kind} if kind != getattr(before, "kind", None) else {}
-        group = {**other, **_changes(type(value)(**other) if other else before, value)}
-        changed |= {key: group} if group else {}
+        if isinstance(value, Settings):
+            kind = getattr(value, "kind", None)
+            other = {"kind": kind} if kind != getattr(before, "kind", None) else {}
+            if group := {**other, **_changes(type(value)(**other) if other else before, value)}:
+                changed[key] = group
+        elif value != before:
+            changed[key] = value
     return changed
 
 

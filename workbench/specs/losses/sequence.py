@@ -6,17 +6,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from workbench.specs.losses.base import Anchored
+from workbench.specs.losses.base import Anchored, ClipHigh, ClipLow
 
 
 class GSPO(Anchored):
     """A document's geometric-mean ratio, clipped."""
 
     kind: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, ge=0)
-    """Distance from 1 down to the lower clip bound of the ratio."""
-    clip_high: float = Field(4e-4, ge=0)
-    """Distance from 1 up to the upper clip bound of the ratio."""
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a document with negative advantage loses its gradient; None: never."""
     delta: float | None = Field(None, gt=0)
@@ -31,10 +29,8 @@ class GSPOToken(Anchored):
     """GSPO with the gradient of each token's own ratio."""
 
     kind: Literal["gspo_token"] = "gspo_token"
-    clip_low: float = Field(3e-4, ge=0)
-    """Distance from 1 down to the lower clip bound of the ratio."""
-    clip_high: float = Field(4e-4, ge=0)
-    """Distance from 1 up to the upper clip bound of the ratio."""
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with negative advantage loses its gradient; None: never."""
     level: Literal["document", "segment"] = "document"
@@ -49,10 +45,8 @@ class LUSPO(Anchored):
     documents_by_definition: ClassVar[bool] = True
 
     kind: Literal["luspo"] = "luspo"
-    clip_low: float = Field(2e-3, ge=0)
-    """Distance from 1 down to the lower clip bound of the ratio."""
-    clip_high: float = Field(2.5e-3, ge=0)
-    """Distance from 1 up to the upper clip bound of the ratio."""
+    clip_low: ClipLow = 2e-3
+    clip_high: ClipHigh = 2.5e-3
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a document with negative advantage loses its gradient; None: never."""
     delta: float | None = Field(None, gt=0)

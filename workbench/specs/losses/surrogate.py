@@ -68,10 +68,7 @@ def _check_kind(value: Any) -> Any:
             f"level 'token' is not used by the surrogate {kind!r}, whose ratio is that of a document; "
             "'ppo' is its counterpart for tokens"
         )
-    unset = [
-        name for name, default in defaults.items() if name in given and given[name] is None and default is not None
-    ]
-    if unset:
+    if unset := [name for name, default in defaults.items() if default is not None and given.get(name, 0) is None]:
         raise ValueError(
             f"{', '.join(unset)} of the surrogate {kind!r} cannot be None; leave it out for the "
             f"default ({', '.join(str(defaults[name]) for name in unset)})"

@@ -18,7 +18,7 @@ from workbench.systems.areal import metrics as named
 from workbench.systems.areal.settings import ArealSettings, CriticSettings, NormalizationSettings
 from workbench.systems.areal.translate import CONTRACTS, back, translate
 from workbench.systems.case import Case
-from workbench.systems.registry import LOGPROBS, VALUES, System, parse_settings
+from workbench.systems.registry import LOGPROBS, VALUES, System
 from workbench.systems.replays import Replayed, critic_loss
 
 
@@ -38,28 +38,22 @@ def outputs(replayed: Replayed) -> dict[str, Tensor]:
 
 def critic(case: Case) -> dict[str, Any]:
     """Replay the critic's loss, a mean over tokens."""
-    settings = parse_settings(CriticSettings, case.config, where="areal")
-    return critic_loss(
+    settings = case.options(CriticSettings)
+    outputs, _ = critic_loss(
         case,
         LossSpec(name="grpo"),
         clip=settings.value_eps_clip,
         kind=settings.loss_fn_type,
         delta=settings.huber_delta,
-    )[0]
+    )
+    return outputs
 
 
 def normalization(case: Case) -> dict[str, Any]:
     """Replay the normalization of values; where the mask is 0, the result is that of the value 0."""
-    settings = parse_settings(NormalizationSettings, case.config, where="areal")
-    return {
-        "result": standardize(
-            case["values"],
-            None if case.get("mask") is None else case["mask"].bool(),
-            dims=settings.dim,
-            ddof=int(settings.unbiased),
-            epsilon=settings.eps,
-        )
-    }
+    settings, mask = case.options(NormalizationSettings), case.get("mask")
+    mask, ddof = None if mask is None else mask.bool(), int(settings.unbiased)
+    return {"result": standardize(case["values"], mask, dims=settings.dim, ddof=ddof, epsilon=settings.eps)}
 
 
 SYSTEM = System(

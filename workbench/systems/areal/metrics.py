@@ -16,11 +16,10 @@ from workbench.systems.metrics import Alias, PeerSettings, token_metric
 
 
 @dataclass(frozen=True)
-class TruncatedRatio(Column):
+class _TruncatedRatio(Column):
     """1 where the surrogate's ratio was truncated (CISPO) and the sampler correction kept the token."""
 
     def of(self, q: Quantities) -> Tensor | None:
-        """See `Column.of`."""
         outside_T, kept_T = q.extra("ratio_truncated"), q.extra("kept")
         return outside_T if outside_T is None or kept_T is None else outside_T * kept_T
 
@@ -31,7 +30,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
         "clip_fraction",
         "share of tokens where the clip acts by the sign of the advantage (CISPO: with a truncated ratio)",
         "1",
-        TruncatedRatio() if s.kind == "cispo" else PolicyCut(),
+        _TruncatedRatio() if s.kind == "cispo" else PolicyCut(),
         note="the dual clip is counted separately",
     )
     yield token_metric("dual_clip_fraction", "share of tokens where the dual clip acts", "1", PolicyCut(dual=True))

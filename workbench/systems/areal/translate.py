@@ -15,7 +15,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # The mean of a micro-batch, times its share of the tokens: the mean of all.
     "fsdp": ScalingSpec(multiplied_by=("dp",), engine_divides=("dp",)),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 GATES = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "inverse_k3", "binary_kl": "binary_kl"}
@@ -44,24 +43,14 @@ def translate(settings: ArealSettings) -> Translation:
                 rule="its SAPO takes no correction",
                 fix="drop one of them",
             )
-        surrogate = {
-            "kind": "sapo",
-            "tau_positive": settings.sapo_tau_pos,
-            "tau_negative": settings.sapo_tau_neg,
-            "level": "document" if sequence else "token",
-            "advantage_level": "document" if sequence else "token",
-        }
+        surrogate = {"kind": "sapo", "tau_positive": settings.sapo_tau_pos, "tau_negative": settings.sapo_tau_neg}
+        surrogate["level"] = "document" if sequence else "token"
     else:
         high = settings.eps_clip if settings.eps_clip_higher is None else settings.eps_clip_higher
-        surrogate = {
-            "kind": "gspo" if sequence else "ppo",
-            "clip_low": settings.eps_clip,
-            "clip_high": high,
-            "dual_clip": settings.c_clip,
-        }
-        if sequence:
-            surrogate["advantage_level"] = "document"
+        clip = {"clip_low": settings.eps_clip, "clip_high": high, "dual_clip": settings.c_clip}
+        surrogate = {"kind": "gspo" if sequence else "ppo", **clip}
     if sequence and not settings.use_cispo_loss:
+        surrogate["advantage_level"] = "document"
         notes += ["advantages are averaged over the sequence", "a sequence is weighted by its length"]
     spec = LossSpec(
         name="grpo",
@@ -92,12 +81,7 @@ def _cispo(settings: ArealSettings) -> dict[str, Any]:
 
 
 def correction(rejection: RejectionSettings, of_sequences: bool) -> dict[str, Any]:
-    """Return rejection as settings of a correction.
-
-    Args:
-        rejection: settings of the rejection.
-        of_sequences: the surrogate's ratio is one of a sequence, over the tokens that are kept.
-    """
+    """Return rejection as settings of a correction; a surrogate's ratio of sequences is over the tokens it keeps."""
     bounds = {"ratio_low": rejection.lower, "ratio_high": rejection.upper}
     if rejection.level == "token" and rejection.action == "clamp":
         return {"ratio": "token", **bounds}
@@ -148,11 +132,8 @@ def rejection_of(spec: LossSpec) -> dict[str, Any] | None:
     if not ours.acts:
         return None
     if ours.gate == "none":
-        return {
-            "action": "clamp",
-            "upper": 5.0 if ours.ratio_high is None else ours.ratio_high,
-            "lower": ours.ratio_low,
-        }
+        upper = 5.0 if ours.ratio_high is None else ours.ratio_high
+        return {"action": "clamp", "upper": upper, "lower": ours.ratio_low}
     metric = next((key for key, name in GATES.items() if name == ours.gate), "ratio")
     low, high, level = ours.gate_low, ours.gate_high, ours.gate_level
     if metric == "kl_k1":

@@ -6,6 +6,7 @@ Letters: T packed tokens | V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from workbench.systems.fast_llm import metrics as named
 from workbench.systems.fast_llm.settings import DPOSettings, EntropySettings, FastLLMSettings, ZLossSettings
 from workbench.systems.fast_llm.translate import CONTRACTS, back, counts, divisor, translate
 from workbench.systems.metrics import PeerSettings, settings_of
-from workbench.systems.registry import System, Translation, parse_settings
-from workbench.systems.replays import Replayed, evaluate_as, named_metrics
+from workbench.systems.registry import System, Translation
+from workbench.systems.replays import Replayed, back_propagate, evaluate_as, named_metrics
 
 LABEL_FLOOR = 1e-10
 """Added to one-hot labels before their logarithm is taken, in the KL divergences."""
@@ -50,79 +51,62 @@ def registered(replayed: Replayed) -> dict[str, float]:
 
 def entropy_loss(case: Case) -> dict[str, Any]:
     """Replay cross entropy and KL divergences: the mean over all tokens, masked ones as 0."""
-    settings = parse_settings(EntropySettings, case.config, where="fast_llm")
-    kind = settings.entropy_loss_type
-    leaf = case["logits"].clone().requires_grad_()
-    mask, target = case.get("mask"), case["target"]
-    scale = settings.logits_scale_factor
+    settings, leaf, target = case.options(EntropySettings), case.leaf("logits"), case["target"]
+    kind, scale = settings.entropy_loss_type, settings.logits_scale_factor
     term = divergence(
         _flat(leaf),
         target.reshape(-1) if settings.target_format == "labels" else _flat(target),
         kind=kind,
         target_format=settings.target_format,
-        loss_mask_T=None if mask is None else mask.reshape(-1).bool(),
+        loss_mask_T=_mask(case),
         logit_scale=scale,
         target_scale=scale / settings.temperature,
         label_floor=0.0 if kind == "cross_entropy" else LABEL_FLOOR,
     )
-    return _mean_over_all(case, term, leaf, settings.grad_output)
+    return _mean_over_all(case, term, leaf)
 
 
 def z_loss_case(case: Case) -> dict[str, Any]:
     """Replay the squared log normaliser: the mean over all tokens, masked ones as 0."""
-    settings = parse_settings(ZLossSettings, case.config, where="fast_llm")
-    leaf, mask = case["logits"].clone().requires_grad_(), case.get("mask")
-    term = z_loss(
-        _flat(leaf),
-        loss_mask_T=None if mask is None else mask.reshape(-1).bool(),
-        logit_scale=settings.logits_scale_factor,
-    )
-    return _mean_over_all(case, term, leaf, settings.grad_output)
+    settings, leaf = case.options(ZLossSettings), case.leaf("logits")
+    term = z_loss(_flat(leaf), loss_mask_T=_mask(case), logit_scale=settings.logits_scale_factor)
+    return _mean_over_all(case, term, leaf)
 
 
 def _flat(logits: Tensor) -> Tensor:
     return logits.reshape(-1, logits.shape[-1])
 
 
-def _mean_over_all(case: Case, term: Term, leaf: Tensor, grad_output: float | None) -> dict[str, Any]:
-    all_tokens = Case.of(case.system, case.kind, case.function, {}, {"values": term.values_T})
-    row = all_tokens.row()
+def _mask(case: Case) -> Tensor | None:
+    mask = case.get("mask")
+    return None if mask is None else mask.reshape(-1).bool()
+
+
+def _mean_over_all(case: Case, term: Term, leaf: Tensor) -> dict[str, Any]:
+    row = replace(case, inputs={"values": term.values_T}).row()
     (weights,), _ = step_weights([row], LossSpec(name="sft"))
-    return _outputs(case, reduce_terms({"loss": term}, weights, row.loss_mask_T)["total"].value, leaf, grad_output)
-
-
-def _outputs(case: Case, total: Tensor, leaf: Tensor, grad_output: float | None) -> dict[str, Any]:
-    before = case.get("grad_logits_in")
-    leaf.grad = torch.zeros_like(leaf) if before is None else before.clone()
-    total.backward(torch.as_tensor(1.0 if grad_output is None else grad_output, dtype=total.dtype))
-    return {"loss": total.detach(), "grad_logits": leaf.grad}
+    total = reduce_terms({"loss": term}, weights, row.loss_mask_T)["total"].value
+    return back_propagate(total, {"grad_logits": leaf}, case)
 
 
 def dpo_packed(case: Case) -> dict[str, Any]:
     """Replay DPO with one pair: all chosen spans of the batch are one document, all rejected spans the other."""
-    settings = parse_settings(DPOSettings, case.config, where="fast_llm")
-    leaf = case["logits"].clone().requires_grad_()
-    targets_T = case["targets"].reshape(-1).clamp_min(0)
+    settings, leaf, targets_T = case.options(DPOSettings), case.leaf("logits"), case.targets_T
     spans = [chosen + rejected for chosen, rejected in zip(settings.chosen_spans, settings.rejected_spans, strict=True)]
     chosen_T, rejected_T, either_T = (
         _inside(case["targets"], each) for each in (settings.chosen_spans, settings.rejected_spans, spans)
     )
-    pair = Case.of(
-        case.system,
-        case.kind,
-        case.function,
-        case.config,
-        {
-            "mask": either_T,
-            "document_index": rejected_T,
-            "rewards": chosen_T.double(),
-            "group_ids": torch.zeros_like(targets_T),
-            "ref_logprobs": token_logprobs_from_logits(_flat(case["ref_logits"]), targets_T).logprobs_T,
-        },
-    )
+    arrays = {
+        "mask": either_T,
+        "document_index": rejected_T,
+        "rewards": chosen_T.double(),
+        "group_ids": torch.zeros_like(targets_T),
+        "ref_logprobs": token_logprobs_from_logits(_flat(case["ref_logits"]), targets_T).logprobs_T,
+    }
+    pair = Case.of(case.system, case.kind, case.function, case.config, arrays)
     output = token_logprobs_from_logits(_flat(leaf), targets_T, temperature=divisor(settings))
     replayed = evaluate_as(pair, output, settings, Translation(LossSpec(name="dpo", surrogate={"beta": settings.beta})))
-    return _outputs(case, replayed.evaluated.scalars["total"].value, leaf, settings.grad_output)
+    return back_propagate(replayed.total, {"grad_logits": leaf}, case)
 
 
 def _inside(targets: Tensor, spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:

@@ -16,33 +16,26 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # ServiceNow/Fast-LLM#520: documents of the step are counted; labels stay those of one pass, added over ranks.
     "docs_per_step (#520), labels": ScalingSpec(counts="pass", multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 def translate(settings: FastLLMSettings) -> Translation:
     """Translate its policy losses: clipped, without penalties, divided by counts of the whole batch."""
     clip = {"clip_low": settings.epsilon_low, "clip_high": settings.epsilon_high, "coefficient": settings.weight}
-    given = ("divisor", "num_documents_in_batch", "num_segments", "grad_output")
     if settings.type == "grpo":
-        return Translation(
-            LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, compat={"scaling": CONTRACTS["main"]}),
-            ("there is no KL term, entropy bonus, dual clip or sampler correction",),
-            given,
+        spec = LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, compat={"scaling": CONTRACTS["main"]})
+        notes = ["there is no KL term, entropy bonus, dual clip or sampler correction"]
+    else:
+        spec = LossSpec(
+            name="gspo",
+            surrogate={"kind": "gspo", "advantage_level": "document", **clip},
+            denominator="document_sum",
+            compat={"documents_counted": "all", "scaling": CONTRACTS["main"]},
         )
-    spec = LossSpec(
-        name="gspo",
-        surrogate={"kind": "gspo", "advantage_level": "document", **clip},
-        denominator="document_sum",
-        compat={"documents_counted": "all", "scaling": CONTRACTS["main"]},
-    )
-    return Translation(
-        spec,
-        (
+        notes = [
             "a document is weighted by its length: its clipped term is counted once for each token",
             "advantages are averaged over the document",
-        ),
-        given,
-    )
+        ]
+    return Translation(spec, tuple(notes), ("divisor", "num_documents_in_batch", "num_segments", "grad_output"))
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
@@ -50,26 +43,20 @@ def back(spec: LossSpec) -> dict[str, Any]:
     kind = spec.surrogate.kind
     if kind not in ("ppo", "gspo"):
         raise unsupported("Fast-LLM", f"the surrogate {kind!r}", "its policy losses are grpo and gspo")
-    return checked_back(
-        "Fast-LLM",
-        spec,
-        FastLLMSettings,
-        translate,
-        {
-            "type": "grpo" if kind == "ppo" else "gspo",
-            "epsilon_low": spec.surrogate.get("clip_low"),
-            "epsilon_high": spec.surrogate.get("clip_high"),
-            "weight": spec.surrogate.coefficient,
-        },
-    )
+    settings = {
+        "type": "grpo" if kind == "ppo" else "gspo",
+        "epsilon_low": spec.surrogate.get("clip_low"),
+        "epsilon_high": spec.surrogate.get("clip_high"),
+        "weight": spec.surrogate.coefficient,
+    }
+    return checked_back("Fast-LLM", spec, FastLLMSettings, translate, settings)
 
 
 def counts(settings: FastLLMSettings) -> GivenCounts | None:
     """Return the divisor, a count of tokens or of documents."""
     if settings.divisor is None:
         return None
-    name = "tokens" if settings.type == "grpo" else "documents"
-    return GivenCounts(**{name: settings.divisor})
+    return GivenCounts(**{"tokens" if settings.type == "grpo" else "documents": settings.divisor})
 
 
 def divisor(settings: Any) -> float:

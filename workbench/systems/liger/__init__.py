@@ -19,8 +19,8 @@ from workbench.systems.case import Case
 from workbench.systems.liger import metrics as named
 from workbench.systems.liger.settings import DPOSettings, LigerSettings
 from workbench.systems.liger.translate import CONTRACTS, back, counts, translate
-from workbench.systems.registry import HEAD, System, parse_settings
-from workbench.systems.replays import Replayed, fused_linear_policy_loss, head
+from workbench.systems.registry import HEAD, System
+from workbench.systems.replays import Replayed, back_propagate, fused_linear_policy_loss, head
 from workbench.systems.trl import with_weights_of_rows
 
 
@@ -48,7 +48,7 @@ def policy_loss_case(case: Case) -> dict[str, Any]:
 
 def dpo_case(case: Case) -> dict[str, Any]:
     """Replay a loss on pairs from hidden states: rows of the first half are chosen, those of the second rejected."""
-    settings = parse_settings(DPOSettings, case.config, where="liger")
+    settings = case.options(DPOSettings)
     counts_T = (case["targets"] != settings.ignore_index).reshape(-1)
     leaves, head_output = head(case)
     live_T = head_output.logprobs_T.detach()
@@ -64,18 +64,15 @@ def dpo_case(case: Case) -> dict[str, Any]:
     pairs, against = rows // 2, "ref" if settings.use_ref_model else None
     rewards_N = document_rewards(inputs, rows, against=against, average=settings.average_log_prob)
     smoothing = settings.label_smoothing if settings.loss_type in ("exo_pair", "robust") else 0.0
-    terms = {
-        "policy": Term(
-            pair_losses(
-                rewards_N[:pairs],
-                rewards_N[pairs:],
-                beta=settings.beta,
-                kind=settings.loss_type,
-                label_smoothing=smoothing,
-                modulation=settings.discopop_tau,
-            )
-        )
-    }
+    losses_P = pair_losses(
+        rewards_N[:pairs],
+        rewards_N[pairs:],
+        beta=settings.beta,
+        kind=settings.loss_type,
+        label_smoothing=smoothing,
+        modulation=settings.discopop_tau,
+    )
+    terms = {"policy": Term(losses_P)}
     all_P = torch.ones_like(rewards_N[:pairs], requires_grad=False)
     pair_P = pair_weights(all_P)
     weights = {"policy": TokenWeights(pair_P, pair_P)}
@@ -84,9 +81,7 @@ def dpo_case(case: Case) -> dict[str, Any]:
         terms["nll"] = Term(likelihoods_N[:pairs], coefficient=-settings.alpha, weight="chosen_token")
         token_P = pair_weights(all_P, pairs=len(torch.nonzero(case.shaped(counts_T)[:pairs])))
         weights["chosen_token"] = TokenWeights(token_P, token_P)
-    total = reduce_terms(terms, weights, all_P.bool())["total"].value
-    total.backward()
-    return {"loss": total.detach(), **{name: leaf.grad for name, leaf in leaves.items()}, "metrics": {}}
+    return back_propagate(reduce_terms(terms, weights, all_P.bool())["total"].value, leaves)
 
 
 def _reference(case: Case, settings: DPOSettings) -> Tensor | None:

@@ -18,7 +18,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     "num_items_in_batch": ScalingSpec(),
     "local counts": ScalingSpec(counts="micro_batch"),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 def translate(settings: LigerSettings) -> Translation:

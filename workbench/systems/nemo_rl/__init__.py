@@ -43,8 +43,16 @@ from workbench.systems.nemo_rl.settings import (
     ValueSettings,
 )
 from workbench.systems.nemo_rl.translate import CONTRACTS, SCALING, back, counts, translate
-from workbench.systems.registry import BATCH, ESTIMATOR, LOGPROBS, VALUES, System, Translation, parse_settings
-from workbench.systems.replays import Replayed, critic_loss, evaluate_as, evaluate_case, finish, kl_estimator
+from workbench.systems.registry import BATCH, ESTIMATOR, LOGPROBS, VALUES, System, Translation
+from workbench.systems.replays import (
+    Replayed,
+    back_propagate,
+    critic_loss,
+    evaluate_as,
+    evaluate_case,
+    finish,
+    kl_estimator,
+)
 
 
 def case_settings(case: Case) -> Mapping[str, Any]:
@@ -59,10 +67,8 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
 
 def further_metrics(replayed: Replayed) -> dict[str, float]:
     """Return the terms of the loss, and the number of rows."""
-    return {
-        **named.of_the_loss(replayed.evaluated.terms, replayed.evaluated.scalars),
-        "num_valid_samples": _sampled_rows(replayed.case),
-    }
+    metrics = named.of_the_loss(replayed.evaluated.terms, replayed.evaluated.scalars)
+    return {**metrics, "num_valid_samples": _sampled_rows(replayed.case)}
 
 
 def _sampled_rows(case: Case) -> float:
@@ -76,10 +82,9 @@ def policy_loss(case: Case) -> dict[str, Any]:
     If top-k or top-p filters the policy of the ratio, its unfiltered log-probabilities come as ``logprobs_unfiltered``:
     the KL penalty, with its weight, is of those, and has a gradient of its own.
     """
-    unfiltered = case.get("logprobs_unfiltered")
-    if unfiltered is None:
+    if case.get("logprobs_unfiltered") is None:
         return replays.policy_loss(case)
-    leaf, raw_leaf = case["logprobs"].clone().requires_grad_(), unfiltered.clone().requires_grad_()
+    leaf, raw_leaf = case.leaf("logprobs"), case.leaf("logprobs_unfiltered")
     replayed = evaluate_case(case, logprobs_only(leaf.reshape(-1)))
     if "kl" not in replayed.evaluated.terms:  # without a penalty in the loss NeMo-RL does not read them, either
         return finish(replayed, {"grad_logprobs": leaf})
@@ -93,36 +98,29 @@ def policy_loss(case: Case) -> dict[str, Any]:
 
 def nll(case: Case) -> dict[str, Any]:
     """Replay `NLLLossFn`: the mean over tokens."""
-    settings = parse_settings(NLLSettings, case.config, where=case.system)
-    leaf = case["logprobs"].clone().requires_grad_()
+    settings, leaf = case.options(NLLSettings), case.leaf("logprobs")
     translation = Translation(LossSpec(name="sft", compat={"scaling": SCALING}))
     replayed = evaluate_as(case, logprobs_only(leaf.reshape(-1)), settings, translation, counts(settings))
-    total = replayed.evaluated.scalars["total"].value
-    total.backward()
-    return {
-        "loss": total.detach(),
-        "grad_logprobs": leaf.grad,
-        "metrics": {
-            "loss": float(total.detach()),
-            "num_unmasked_tokens": float(len(torch.nonzero(case.loss_mask_T))),
-            "num_valid_samples": _sampled_rows(case),
-        },
+    outputs = back_propagate(replayed.total, {"grad_logprobs": leaf})
+    metrics = {
+        "loss": float(outputs["loss"]),
+        "num_unmasked_tokens": float(len(torch.nonzero(case.loss_mask_T))),
+        "num_valid_samples": _sampled_rows(case),
     }
+    return {**outputs, "metrics": metrics}
 
 
 def preference(case: Case) -> dict[str, Any]:
     """Replay `PreferenceLossFn`: rewards of a reward model."""
-    settings = parse_settings(PreferenceSettings, case.config, where=case.system)
-    leaf = case["rewards"].clone().requires_grad_()
+    settings, leaf = case.options(PreferenceSettings), case.leaf("rewards")
     rewards_N = leaf.reshape(-1)
     terms = {"preference": Term(pair_losses(rewards_N[::2], rewards_N[1::2]))}
-    return {**_of_pairs(case, settings, rewards_N, terms), "grad_rewards": leaf.grad}
+    return _of_pairs(case, settings, rewards_N, terms, {"grad_rewards": leaf})
 
 
 def dpo(case: Case) -> dict[str, Any]:
     """Replay `DPOLossFn`: implied rewards, and optionally the likelihood of the chosen rows."""
-    settings = parse_settings(DPOSettings, case.config, where=case.system)
-    leaf = case["logprobs"].clone().requires_grad_()
+    settings, leaf = case.options(DPOSettings), case.leaf("logprobs")
     size, sampled_T = case.shape[0], case.loss_mask_T
     # Implied rewards include the tokens of rows that the sample mask excludes.
     tokens_T = case["mask"].reshape(-1).bool()
@@ -134,47 +132,37 @@ def dpo(case: Case) -> dict[str, Any]:
     likelihoods_N = document_rewards(
         replace(inputs, loss_mask_T=sampled_T), size, against=None, average=settings.sft_average_log_probs
     )
+    losses_P = pair_losses(rewards_N[::2], rewards_N[1::2], beta=settings.reference_policy_kl_penalty)
     terms = {
-        "preference": Term(
-            pair_losses(rewards_N[::2], rewards_N[1::2], beta=settings.reference_policy_kl_penalty),
-            settings.preference_loss_weight,
-        ),
+        "preference": Term(losses_P, settings.preference_loss_weight),
         "sft": Term(likelihoods_N[::2], -settings.sft_loss_weight),
     }
-    return {**_of_pairs(case, settings, rewards_N, terms), "grad_logprobs": leaf.grad}
+    return _of_pairs(case, settings, rewards_N, terms, {"grad_logprobs": leaf})
 
 
-def _of_pairs(case: Case, settings: PreferenceSettings, rewards_N: Tensor, terms: Mapping[str, Term]) -> dict[str, Any]:
+def _of_pairs(
+    case: Case,
+    settings: PreferenceSettings,
+    rewards_N: Tensor,
+    terms: Mapping[str, Term],
+    leaves: Mapping[str, Tensor],
+) -> dict[str, Any]:
     """Reduce terms of pairs: the sum over pairs whose chosen row counts, divided by all pairs of the batch."""
-    sampled_N = (
-        torch.ones_like(rewards_N, requires_grad=False)
-        if case.get("sample_mask") is None
-        else case["sample_mask"].double()
-    )
+    sampled = case.get("sample_mask")
+    sampled_N = torch.ones_like(rewards_N, requires_grad=False) if sampled is None else sampled.double()
     pairs = None if settings.global_valid_seqs is None else settings.global_valid_seqs / 2
     chosen_P, rejected_P = (pair_weights(sampled_N[at::2], pairs=pairs, epsilon=EPSILON) for at in (0, 1))
     scalars = reduce_terms(terms, {"policy": TokenWeights(chosen_P, chosen_P)}, sampled_N[::2].bool())
-    total = scalars["total"].value
-    total.backward()
-    return {
-        "loss": total.detach(),
-        "metrics": {
-            **named.of_pairs(terms, scalars, rewards_N, chosen_P, rejected_P),
-            "num_valid_samples": len(torch.nonzero(sampled_N)) / 2,
-        },
-    }
+    metrics = named.of_pairs(terms, scalars, rewards_N, chosen_P, rejected_P)
+    metrics["num_valid_samples"] = len(torch.nonzero(sampled_N)) / 2
+    return {**back_propagate(scalars["total"].value, leaves), "metrics": metrics}
 
 
 def value(case: Case) -> dict[str, Any]:
     """Replay `MseValueLossFn`: the critic's error."""
-    settings = parse_settings(ValueSettings, case.config, where=case.system)
-    outputs, term = critic_loss(
-        case,
-        LossSpec(compat={"scaling": SCALING}),
-        counts(settings),
-        coefficient=settings.scale,
-        clip=settings.cliprange or None,
-    )
+    settings, spec = case.options(ValueSettings), LossSpec(compat={"scaling": SCALING})
+    clip = settings.cliprange or None
+    outputs, term = critic_loss(case, spec, counts(settings), coefficient=settings.scale, clip=clip)
     values_T, returns_T = case["values"].reshape(-1), case["returns"].reshape(-1)
     measured = named.of_values(term, values_T, returns_T, case.loss_mask_T, settings.global_valid_toks)
     more = {"loss": float(outputs["loss"]), "num_valid_samples": float(case.shape[0])}
@@ -183,7 +171,7 @@ def value(case: Case) -> dict[str, Any]:
 
 def kl(case: Case) -> dict[str, Any]:
     """Replay `calculate_kl`, without importance weights."""
-    settings = parse_settings(KLSettings, case.config, where=case.system)
+    settings = case.options(KLSettings)
     clamps = {"input_clamp": settings.input_clamp_value, "output_clamp": settings.output_clamp_value}
     return kl_estimator(case, LossSpec(kl={"coefficient": 1.0, "estimator": settings.kl_type, **clamps}))
 
@@ -201,22 +189,17 @@ def advantage(case: Case) -> dict[str, Any]:
 
 
 def _group(case: Case) -> dict[str, Any]:
-    settings = parse_settings(GroupSettings, case.config, where=case.system)
-    rewards_N, groups_N = case["rewards"], case["group_ids"]
+    settings, rewards_N, groups_N = case.options(GroupSettings), case["rewards"], case["group_ids"]
     one_out = settings.use_leave_one_out_baseline
     baseline = "leave_one_out" if one_out else "mean"
     scale = "none" if not settings.normalize_rewards else "leave_one_out_std" if one_out else "std"
     baseline_N, deviation_N = group_baselines(rewards_N, groups_N, baseline=baseline)
-    return {
-        "advantages": group_advantages(rewards_N, groups_N, baseline=baseline, scale=scale, epsilon=1e-6),
-        "baseline": baseline_N,
-        "std": deviation_N,
-    }
+    advantages_N = group_advantages(rewards_N, groups_N, baseline=baseline, scale=scale, epsilon=1e-6)
+    return {"advantages": advantages_N, "baseline": baseline_N, "std": deviation_N}
 
 
 def _reinforce_plus_plus(case: Case) -> dict[str, Any]:
-    settings = parse_settings(ReinforcePlusPlusSettings, case.config, where=case.system)
-    rewards_N = case["rewards"]
+    settings, rewards_N = case.options(ReinforcePlusPlusSettings), case["rewards"]
     if settings.minus_baseline:
         rewards_N = group_advantages(rewards_N, case["group_ids"], scale="none")
     # NeMo-RL penalises and whitens tokens that do not count, too.
@@ -226,7 +209,7 @@ def _reinforce_plus_plus(case: Case) -> dict[str, Any]:
 
 
 def _raw_reward(case: Case) -> dict[str, Any]:
-    settings = parse_settings(RawRewardSettings, case.config, where=case.system)
+    settings = case.options(RawRewardSettings)
     spread_T = spread_rewards(case["rewards"], case.document_ids_T)
     return {"advantages": case.shaped(_whitened(case, spread_T) if settings.normalize_advantages else spread_T)}
 
@@ -236,8 +219,7 @@ def _whitened(case: Case, values_T: Tensor) -> Tensor:
 
 
 def _gae(case: Case) -> dict[str, Any]:
-    settings = parse_settings(GAESettings, case.config, where=case.system)
-    mask_T, ids_T = case.loss_mask_T, case.document_ids_T
+    settings, mask_T, ids_T = case.options(GAESettings), case.loss_mask_T, case.document_ids_T
     rewards_T = token_rewards(case["rewards"], ids_T, mask_T, _penalties(case, settings, mask_T))
     policy_lambda = settings.gae_lambda if settings.gae_lambda_policy is None else settings.gae_lambda_policy
     value_lambda = settings.gae_lambda if settings.gae_lambda_value is None else settings.gae_lambda_value
@@ -254,10 +236,8 @@ def _gae(case: Case) -> dict[str, Any]:
     )
     if settings.normalize_advantages:
         advantages_T = whiten(advantages_T, mask_T, count_epsilon=EPSILON)
-    return {
-        "advantages": case.shaped(torch.where(mask_T, advantages_T, torch.zeros_like(advantages_T))),
-        "returns": case.shaped(returns_T),
-    }
+    advantages_T = torch.where(mask_T, advantages_T, torch.zeros_like(advantages_T))
+    return {"advantages": case.shaped(advantages_T), "returns": case.shaped(returns_T)}
 
 
 def _penalties(case: Case, settings: RewardKLSettings, where_T: Tensor) -> Tensor | None:
@@ -278,14 +258,13 @@ ESTIMATORS = {
 
 def reward_shaping(case: Case) -> dict[str, Any]:
     """Replay `apply_reward_shaping`."""
-    settings = parse_settings(ShapingSettings, case.config, where=case.system)
-    rewards_N, coefficient = case["rewards"], settings.stop_properly_penalty_coef
-    lengths = settings.max_response_length, settings.overlong_buffer_length, settings.overlong_buffer_penalty
+    settings, rewards_N = case.options(ShapingSettings), case["rewards"]
+    coefficient, longest = settings.stop_properly_penalty_coef, settings.max_response_length
+    buffer, penalty = settings.overlong_buffer_length, settings.overlong_buffer_penalty
     if not settings.enabled:
         return {"rewards": rewards_N}
     if coefficient is not None:
         return {"rewards": stop_properly(rewards_N, case["truncated"].bool(), coefficient=coefficient)}
-    longest, buffer, penalty = lengths
     if longest is None or buffer is None or penalty is None:
         raise SpecError(
             "reward shaping of NeMo-RL",
@@ -293,9 +272,8 @@ def reward_shaping(case: Case) -> dict[str, Any]:
             rule="overlong_buffer_length, overlong_buffer_penalty and max_response_length go together",
             fix="give all three",
         )
-    return {
-        "rewards": overlong(rewards_N, case["response_lengths"], max_length=longest, buffer=buffer, penalty=penalty)
-    }
+    shaped_N = overlong(rewards_N, case["response_lengths"], max_length=longest, buffer=buffer, penalty=penalty)
+    return {"rewards": shaped_N}
 
 
 SYSTEM = System(

@@ -179,12 +179,8 @@ def of_pairs(
 ) -> dict[str, float]:
     """Return the metrics of preference pairs: rows 2i are chosen, rows 2i + 1 rejected.
 
-    Args:
-        terms: "preference", and perhaps "sft".
-        scalars: their sums.
-        rewards_N: [N] reward of each row.
-        chosen_P: [P] weight of each pair, in its own metrics and those of its chosen row.
-        rejected_P: [P] the same for its rejected row.
+    Terms are "preference", and perhaps "sft". Weights of a pair are ``chosen_P`` in its own metrics and those of its
+    chosen row, and ``rejected_P`` in those of its rejected row.
     """
     rewards_N = rewards_N.detach()
     right_P = (rewards_N[::2] > rewards_N[1::2]).to(rewards_N.dtype)
@@ -215,13 +211,13 @@ def of_values(
         return mean.over(column_T, loss_mask_T).finish()
 
     clipped_T = torch.zeros_like(values_T) if term.clipped_T is None else term.clipped_T.to(values_T.dtype)
-    trained = values_T[loss_mask_T]
+    trained = values_T[loss_mask_T] if loss_mask_T.any() else torch.zeros(1)
     return {
         "vf_clipfrac": of(clipped_T),
         "returns_mean": of(returns_T),
         "values_mean": of(values_T),
-        "values_min": float(trained.min()) if len(trained) else 0.0,
-        "values_max": float(trained.max()) if len(trained) else 0.0,
+        "values_min": float(trained.min()),
+        "values_max": float(trained.max()),
         "returns_sq_mean": of(returns_T.square()),
         "residual_sq_mean": of((returns_T - values_T).square()),
     }

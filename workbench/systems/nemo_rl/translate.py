@@ -25,8 +25,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
         engine_divides=("micro_batches",),
     ),
 }
-"""Backend or mode -> its scaling contract."""
-
 
 GIVEN = ("global_valid_seqs", "global_valid_toks")
 
@@ -60,11 +58,8 @@ def _surrogate(settings: ClippedPGSettings) -> dict[str, Any]:
         return {"kind": "reinforce"}
     if settings.use_cispo:
         return {"kind": "cispo", **clip}
-    return {
-        "kind": "gspo" if settings.sequence_level_importance_ratios else "ppo",
-        "dual_clip": settings.ratio_clip_c,
-        **clip,
-    }
+    kind = "gspo" if settings.sequence_level_importance_ratios else "ppo"
+    return {"kind": kind, "dual_clip": settings.ratio_clip_c, **clip}
 
 
 def _correction(settings: ClippedPGSettings) -> dict[str, Any]:

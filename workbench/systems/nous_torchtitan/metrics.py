@@ -62,33 +62,25 @@ LEFT_OUT: Mapping[str, str] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Step:
-    """Inputs and terms of the step, on every position, trained or not.
-
-    Attributes:
-        spec: the loss's settings.
-        inputs: inputs of the loss, on every position (all of them count there).
-        terms: terms of the loss, on every position.
-        ratio_T: [T] the surrogate's ratio, before any clip.
-        loss_mask_T: [T] bool, the position trains.
-        document_ids_T: [T] row of the position.
-        sampler_logprobs_T: [T] nats as given, with placeholders, or None.
-        mean_logit_T: [T] mean over the vocabulary of the logits.
-        kl_estimator: estimator of the KL, which is measured even if it is not in the loss.
-        on_policy: the old policy is the live one.
-        logprob_floor: positions with a lower log-probability of the policy are left out of most numbers; None: none.
-    """
+    """Inputs and terms of the step, on every position, trained or not: in ``inputs`` all of them count."""
 
     spec: LossSpec
     inputs: LossInputs
     terms: dict[str, Term]
     ratio_T: Tensor
+    """[T] the surrogate's ratio, before any clip."""
     loss_mask_T: Tensor
     document_ids_T: Tensor
     sampler_logprobs_T: Tensor | None
+    """[T] nats as given, with placeholders."""
     mean_logit_T: Tensor
+    """[T] mean over the vocabulary of the logits."""
     kl_estimator: str = "k3"
+    """Of the KL, which is measured even if it is not in the loss."""
     on_policy: bool = False
+    """The old policy is the live one."""
     logprob_floor: float | None = None
+    """Positions with a lower log-probability of the policy are left out of most numbers; None: none."""
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
@@ -165,8 +157,7 @@ def step_metrics(step: Step) -> dict[str, float]:
 
 def _policy(step: Step) -> dict[str, float]:
     logprobs_T, advantages_T, trained_T = step.inputs.policy_logprobs_T, step.inputs.advantages_T, step.loss_mask_T
-    above_T = _above(step)
-    pos_T, neg_T = advantages_T > 0, advantages_T <= 0
+    above_T, pos_T, neg_T = _above(step), advantages_T > 0, advantages_T <= 0
     scale = {name: term.coefficient * term.values_T for name, term in step.terms.items()}
     nothing_T = torch.zeros_like(logprobs_T)
     return {
@@ -226,20 +217,18 @@ def _sampler(step: Step) -> dict[str, float]:
     sampler_T, correction = step.sampler_logprobs_T, step.spec.correction
     if sampler_T is None:
         return {}
-    above_T = _above(step)
-    extras = step.terms["policy"].extras
+    above_T, extras = _above(step), step.terms["policy"].extras
     weights_T = extras.get("applied_weight", torch.ones_like(sampler_T))
     metrics = {**_spread("inflogp_dist", sampler_T, step), "inflogp_dist/importance_ratio": _mean(weights_T, above_T)}
     if not correction.acts:
         return metrics
     drawn_T = above_T & (sampler_T <= 0)
-    gaps_T = step.inputs.old_logprobs_T - sampler_T
-    if correction.ratio == "token":
-        metrics["mismatch/inf_logratio"] = float(gaps_T.mean())
-    else:
-        sums_B = _by_row(gaps_T, drawn_T, step)
-        gathered_B = sums_B if correction.ratio == "document_sum" else sums_B / _by_row(drawn_T.double(), drawn_T, step)
-        metrics["mismatch/inf_logratio"] = float(gathered_B.mean())
+    gaps = step.inputs.old_logprobs_T - sampler_T
+    if correction.ratio != "token":
+        gaps = _by_row(gaps, drawn_T, step)
+        if correction.ratio != "document_sum":
+            gaps = gaps / _by_row(drawn_T.double(), drawn_T, step)
+    metrics["mismatch/inf_logratio"] = float(gaps.mean())
     if correction.outside == "zero":
         raw_T = extras["raw_weight"]
         out_T = ((raw_T < correction.ratio_low) | (raw_T > correction.ratio_high)) & drawn_T
@@ -285,11 +274,5 @@ def _number_over_rows(value: float, step: Step) -> float:
 
 
 def _spread(name: str, values_T: Tensor, step: Step) -> dict[str, float]:
-    if not bool(_above(step).any()):
-        return {f"{name}/mean": 0.0, f"{name}/min": 0.0, f"{name}/max": 0.0}
-    trained_T = values_T[step.loss_mask_T]
-    return {
-        f"{name}/mean": float(trained_T.mean()),
-        f"{name}/min": float(trained_T.min()),
-        f"{name}/max": float(trained_T.max()),
-    }
+    trained_T = values_T[step.loss_mask_T] if _above(step).any() else values_T.new_zeros(1)
+    return {f"{name}/{reduce}": float(getattr(trained_T, reduce)()) for reduce in ("mean", "min", "max")}

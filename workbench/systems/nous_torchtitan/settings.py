@@ -34,19 +34,13 @@ class RolloutISSettings(Settings):
     @property
     def lower(self) -> float:
         """The lower bound of mode mask."""
-        return (
-            1 / self.rollout_is_threshold
-            if self.rollout_is_threshold_lower is None
-            else self.rollout_is_threshold_lower
-        )
+        lower = self.rollout_is_threshold_lower
+        return 1 / self.rollout_is_threshold if lower is None else lower
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> RolloutISSettings:
-        if (
-            self.rollout_is_threshold is not None
-            and self.rollout_is_mode == "mask"
-            and self.lower > self.rollout_is_threshold
-        ):
+        upper = self.rollout_is_threshold
+        if upper is not None and self.rollout_is_mode == "mask" and self.lower > upper:
             raise ValueError(
                 "no weight is at least rollout_is_threshold_lower (1 / rollout_is_threshold if that is "
                 "not given) and at most rollout_is_threshold"

@@ -16,7 +16,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # Each micro-batch is a mean of its own; FSDP averages. Context parallelism was not read.
     "fsdp": ScalingSpec(counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 SAFETY_BOUND = 20.0
@@ -28,11 +27,9 @@ TOKENS = "token mean"
 
 def translate(settings: NousSettings) -> Translation:
     """Translate the loss of the step, reduced as the trainer does."""
-    notes = (
-        []
-        if settings.reduction == TOKENS
-        else ["a row without a token makes its mean over rows undefined; here it counts as 0"]
-    )
+    by_token, notes = settings.reduction == TOKENS, []
+    if not by_token:
+        notes.append("a row without a token makes its mean over rows undefined; here it counts as 0")
     sequence, weights = settings.policy_ratio_type == "sequence", settings.rollout_is
     corrected = weights is not None and weights.rollout_is_threshold is not None
     if settings.logprob_floor is not None and (sequence or corrected):
@@ -66,11 +63,8 @@ def translate(settings: NousSettings) -> Translation:
         correction=correction(weights) if corrected else {},
         entropy_coefficient=max(settings.entropy_loss_weight, 0.0),
         mean_squared_logit_coefficient=max(settings.logit_loss_weight, 0.0) ** 2,
-        denominator="token" if settings.reduction == TOKENS else "document",
-        compat={
-            "documents_counted": "trained" if settings.reduction == TOKENS else "all",
-            "scaling": CONTRACTS["fsdp"],
-        },
+        denominator="token" if by_token else "document",
+        compat={"documents_counted": "trained" if by_token else "all", "scaling": CONTRACTS["fsdp"]},
     )
     return Translation(spec, tuple(notes))
 

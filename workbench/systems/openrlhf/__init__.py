@@ -16,12 +16,7 @@ from workbench.rollouts.advantages.inputs import bounded, kl_penalties
 from workbench.rollouts.advantages.tokens import token_rewards
 from workbench.specs.losses import LossSpec
 from workbench.systems.case import Case
-from workbench.systems.empty_batch import (
-    clipped_mean_gradient,
-    sequence_mean_gradient,
-    undefined,
-    value_mean_gradient,
-)
+from workbench.systems.empty_batch import clipped_mean_gradient, sequence_mean_gradient, undefined, value_mean_gradient
 from workbench.systems.openrlhf import metrics as named
 from workbench.systems.openrlhf.settings import (
     LOG_CLAMP,
@@ -33,8 +28,8 @@ from workbench.systems.openrlhf.settings import (
     ValueSettings,
 )
 from workbench.systems.openrlhf.translate import CONTRACTS, SCALING, back, counts, is_by_token, translate
-from workbench.systems.registry import ESTIMATOR, VALUES, System, parse_settings
-from workbench.systems.replays import Replayed, critic_loss, kl_estimator
+from workbench.systems.registry import ESTIMATOR, VALUES, System
+from workbench.systems.replays import Replayed, back_propagate, critic_loss, kl_estimator
 
 
 def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
@@ -42,15 +37,15 @@ def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
 
     The gradient is NaN, too, except for tokens that the clip cuts, which have none.
     """
-    if not _is_undefined(replayed.case, replayed.settings):
-        return {}
     settings, case = replayed.settings, replayed.case
-    policy_T, advantages_T = case["logprobs"].reshape(-1), case.spread("advantages").reshape(-1)
+    if not _is_undefined(case, settings):
+        return {}
+    advantages_T = case.spread("advantages").reshape(-1)
     if settings.policy_loss_type == "gspo":
         gradient_T = sequence_mean_gradient(advantages_T, case.document_ids_T, settings.clip_eps_low)
     else:
         gradient_T = clipped_mean_gradient(
-            policy_T,
+            case["logprobs"].reshape(-1),
             case["old_logprobs"].reshape(-1),
             advantages_T,
             clip_low=settings.clip_eps_low,
@@ -69,7 +64,7 @@ def _is_undefined(case: Case, settings: AggregateSettings) -> bool:
 
 def value(case: Case) -> dict[str, Any]:
     """Replay `ValueLoss`: the critic's error."""
-    settings = parse_settings(ValueSettings, case.config, where=case.system)
+    settings = case.options(ValueSettings)
     spec = LossSpec(denominator="token" if settings.token_level_loss else "document", compat={"scaling": SCALING})
     outputs, _ = critic_loss(case, spec, counts(settings), clip=settings.clip_eps)
     if not _is_undefined(case, settings):
@@ -82,33 +77,28 @@ def value(case: Case) -> dict[str, Any]:
 
 def dpo(case: Case) -> dict[str, Any]:
     """Replay `DPOLoss` from sums of log-probabilities."""
-    settings = parse_settings(DPOSettings, case.config, where=case.system)
+    settings = case.options(DPOSettings)
     leaf = torch.stack([case["chosen_logprob_sums"], case["rejected_logprob_sums"]]).requires_grad_()
     ref = torch.stack([case["ref_chosen_logprob_sums"], case["ref_rejected_logprob_sums"]])
     chosen_P, rejected_P = implied_rewards(leaf, ref)
     options: Mapping[str, Any] = {"kind": "ipo"} if settings.ipo else {"label_smoothing": settings.label_smoothing}
     total = mean_over_pairs(pair_losses(chosen_P, rejected_P, beta=settings.beta, **options))
-    total.backward()
-    return {
-        "loss": total.detach(),
-        "grad_chosen_rejected": leaf.grad,
-        "metrics": named.of_pairs(chosen_P, rejected_P, settings.beta),
-    }
+    metrics = named.of_pairs(chosen_P, rejected_P, settings.beta)
+    return {**back_propagate(total, {"grad_chosen_rejected": leaf}), "metrics": metrics}
 
 
 def kl(case: Case) -> dict[str, Any]:
     """Replay `compute_approx_kl`."""
-    settings = parse_settings(KLSettings, case.config, where=case.system)
+    settings = case.options(KLSettings)
     penalty = {"coefficient": 1.0, "estimator": settings.kl_estimator, "output_clamp": settings.output_clamp}
     return kl_estimator(case, LossSpec(kl=penalty))
 
 
 def reward(case: Case) -> dict[str, Any]:
     """Replay `compute_reward`: the row's reward on its last token, less the KL of every token."""
-    settings = parse_settings(RewardSettings, case.config, where=case.system)
-    rewards_N = (
-        case["rewards"] if settings.reward_clip_range is None else bounded(case["rewards"], *settings.reward_clip_range)
-    )
+    settings, rewards_N = case.options(RewardSettings), case["rewards"]
+    if settings.reward_clip_range is not None:
+        rewards_N = bounded(rewards_N, *settings.reward_clip_range)
     penalties_T = kl_penalties(case["kl"].reshape(-1), max(settings.kl_coef, 0.0))
     rewards_T = token_rewards(rewards_N, case.document_ids_T, case.loss_mask_T, penalties_T, elsewhere="as_given")
     return {"token_rewards": case.shaped(rewards_T)}
@@ -124,12 +114,7 @@ SYSTEM = System(
     counts=counts,
     scaling=CONTRACTS,
     outputs=undefined_loss,
-    replays={
-        "value_loss": value,
-        "dpo_from_sums": dpo,
-        "kl_estimator": kl,
-        "reward_shaping": reward,
-    },
+    replays={"value_loss": value, "dpo_from_sums": dpo, "kl_estimator": kl, "reward_shaping": reward},
     arrays=("old_logprobs", "rollout_logprobs"),
     arrays_of={
         "value_loss": VALUES,

@@ -16,7 +16,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # Counts are divided by accumulation steps, which DeepSpeed divides by once more.
     "deepspeed": ScalingSpec(multiplied_by=("dp", "micro_batches"), engine_divides=("micro_batches", "dp")),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 EPSILON = 1e-8
@@ -35,16 +34,9 @@ def is_by_token(settings: AggregateSettings) -> bool:
 def translate(settings: PolicySettings) -> Translation:
     """Translate the clipped loss of tokens or of rows."""
     sequence, corrected = settings.policy_loss_type == "gspo", settings.enable_vllm_is_correction
-    surrogate: dict[str, Any] = {
-        "kind": "gspo" if sequence else "ppo",
-        "clip_low": settings.clip_eps_low,
-        "clip_high": settings.clip_eps_high,
-        "dual_clip": settings.dual_clip,
-    }
-    if sequence:
-        surrogate["anchor"] = "sampler" if corrected else "old"
-    else:
-        surrogate["log_clamp"] = LOG_CLAMP
+    clip = {"clip_low": settings.clip_eps_low, "clip_high": settings.clip_eps_high, "dual_clip": settings.dual_clip}
+    of_rows = {"kind": "gspo", "anchor": "sampler" if corrected else "old"}
+    surrogate = {**clip, **(of_rows if sequence else {"kind": "ppo", "log_clamp": LOG_CLAMP})}
     spec = LossSpec(
         name="grpo",
         surrogate=surrogate,

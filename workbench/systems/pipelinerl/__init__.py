@@ -17,20 +17,19 @@ from workbench.systems.metrics import PeerSettings, settings_of
 from workbench.systems.pipelinerl import metrics as named
 from workbench.systems.pipelinerl.metrics import clipped_documents, token_weight_numbers
 from workbench.systems.pipelinerl.settings import AdvantageSettings, PipelineRLSettings
-from workbench.systems.pipelinerl.translate import CONTRACTS, back, counts, temperature, translate
-from workbench.systems.registry import System, parse_settings
+from workbench.systems.pipelinerl.translate import CONTRACTS, back, counts, translate
+from workbench.systems.registry import System
 from workbench.systems.replays import Replayed, evaluate_case, finish, policy_settings
 
 
 def policy_loss_logits(case: Case) -> dict[str, Any]:
     """Replay one `rl_step` on logits."""
-    settings = policy_settings(case)
-    leaf = case["logits"].clone().requires_grad_()
+    settings, leaf = policy_settings(case), case.leaf("logits")
     head_output = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=settings.temperature)
-    overflow = case["targets"].new_zeros(case.shape) if case.get("overflow") is None else case.spread("overflow")
-    extensions = {"truncated": overflow.reshape(-1)}
-    if case.get("group_tokens") is not None:
-        extensions["group_tokens"] = case.spread("group_tokens").reshape(-1)
+    overflow_T, group_tokens_T = case.everywhere("overflow"), case.everywhere("group_tokens")
+    extensions = {"truncated": torch.zeros_like(case.targets_T) if overflow_T is None else overflow_T}
+    if group_tokens_T is not None:
+        extensions["group_tokens"] = group_tokens_T
     outputs = finish(evaluate_case(case, head_output, extensions=extensions), {"grad_logits": leaf})
     if not case.loss_mask_T.any():  # PipelineRL then reports nothing else
         outputs["metrics"] = {"input_size": outputs["metrics"]["input_size"]}
@@ -47,7 +46,7 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
 def further_metrics(replayed: Replayed) -> dict[str, float]:
     """Return the loss, weights, coefficients and sizes."""
     settings, case = replayed.settings, replayed.case
-    loss = float(replayed.evaluated.scalars["total"].value.detach())
+    loss = float(replayed.total.detach())
     rows, length = torch.Size([1, *case.shape])[-2:]
     weights_T, clip = replayed.weights["policy"].loss_T, peer_settings(replayed).clip
     documents, clipped = replayed.slots.number, {}
@@ -68,17 +67,16 @@ def further_metrics(replayed: Replayed) -> dict[str, float]:
 
 def advantage(case: Case) -> dict[str, Any]:
     """Replay advantages: leave-one-out means, divided by the deviation of the whole group."""
-    settings = parse_settings(AdvantageSettings, case.config, where="pipelinerl")
-    return {
-        "advantages": group_advantages(
-            case["rewards"],
-            case["group_ids"],
-            baseline="leave_one_out",
-            ddof=1,
-            epsilon=settings.eps,
-            scale="std" if settings.divide_advantage_by_std else "none",
-        )
-    }
+    settings = case.options(AdvantageSettings)
+    advantages_N = group_advantages(
+        case["rewards"],
+        case["group_ids"],
+        baseline="leave_one_out",
+        ddof=1,
+        epsilon=settings.eps,
+        scale="std" if settings.divide_advantage_by_std else "none",
+    )
+    return {"advantages": advantages_N}
 
 
 SYSTEM = System(
@@ -90,7 +88,7 @@ SYSTEM = System(
     back=back,
     counts=counts,
     scaling=CONTRACTS,
-    temperature=temperature,
+    temperature=lambda settings: settings.temperature,
     peer_settings=peer_settings,
     metrics=further_metrics,
     replays={"policy_loss_logits": policy_loss_logits, "advantage": advantage},

@@ -17,32 +17,18 @@ from torch import Tensor
 
 from workbench.losses.terms import LossInputs
 from workbench.metrics.policy import Quantities
-from workbench.metrics.quantities import (
-    KL,
-    Advantage,
-    Clip,
-    ClipRule,
-    Column,
-    Entropy,
-    LogProb,
-    LogRatio,
-    One,
-    Ratio,
-)
+from workbench.metrics.quantities import KL, Advantage, Clip, ClipRule, Column, Entropy, LogProb, LogRatio, One, Ratio
 from workbench.metrics.values import Maximum, Minimum, Share, SquaredSum, Sum
 from workbench.systems.metrics import Alias, PeerSettings, outside, outside_clip_of, per_document, token_metric
 
-LEFT_OUT = {
-    "*": "without a trained token PipelineRL reports input_size only; here sums are 0, and extremes infinite",
-}
+LEFT_OUT = {"*": "without a trained token PipelineRL reports input_size only; here sums are 0, and extremes infinite"}
 
 
 @dataclass(frozen=True)
-class Reward(Column):
+class _Reward(Column):
     """The reward of the token's document."""
 
     def of(self, q: Quantities) -> Tensor | None:
-        """See `Column.of`."""
         return None if q.inputs.rewards_T is None else q.inputs.rewards_T.double()
 
 
@@ -56,7 +42,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
         return token_metric(name, meaning, unit, column, over, "document")
 
     for name, meaning, unit, column in (
-        ("reward", "reward", "reward", Reward()),
+        ("reward", "reward", "reward", _Reward()),
         ("advantage", "advantage", "reward", Advantage()),
         ("kl", "k3 estimate of KL(policy || ref), log ratio clamped", "nats", KL("k3", "policy", "ref", clamp)),
     ):
@@ -90,12 +76,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
 
 
 def token_weight_numbers(inputs: LossInputs, weights_T: Tensor) -> Mapping[str, float]:
-    """Return statistics of the weights of tokens: sum over documents of means, largest and smallest.
-
-    Args:
-        inputs: inputs of the loss.
-        weights_T: [T] weights of the loss, see `workbench.reduction.weights`.
-    """
+    """Return statistics of the [T] weights of a loss: sum over documents of means, largest and smallest."""
     with torch.no_grad():
         counts_T = inputs.counts_T
         trained_T = weights_T[counts_T]
@@ -109,14 +90,7 @@ def token_weight_numbers(inputs: LossInputs, weights_T: Tensor) -> Mapping[str, 
 
 
 def clipped_documents(ratio_T: Tensor, inputs: LossInputs, weights_T: Tensor, clip: ClipRule) -> float:
-    """Count documents whose ratio lies outside the clip, without those of weight 0.
-
-    Args:
-        ratio_T: [T] ratio of the token's document.
-        inputs: inputs of the loss.
-        weights_T: [T] weights of the loss.
-        clip: its bounds.
-    """
+    """Count documents whose ratio lies outside the clip, without those of weight 0; [T] ratios are of documents."""
     with torch.no_grad():
         outside_T = ((ratio_T < clip.lower) | (ratio_T > clip.upper)) & inputs.counts_T & (weights_T > 0)
         return float(torch.where(outside_T, 1 / inputs.document_lengths_T, 0.0).sum())

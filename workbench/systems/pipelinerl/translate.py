@@ -15,17 +15,15 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # The divisor is the configured batch size; DeepSpeed divides by accumulation steps and ranks once more.
     "deepspeed": ScalingSpec(engine_divides=("micro_batches", "dp_cp")),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 def translate(settings: PipelineRLSettings) -> Translation:
     """Translate one step of its loss."""
     notes = []
-    high = settings.epsilon_high
     surrogate: dict[str, Any] = {
-        "ppo": {"kind": "ppo", "clip_low": settings.epsilon_low, "clip_high": high},
-        "reinforce": {"kind": "cispo", "clip_low": None, "clip_high": high},
-        "gspo": {"kind": "gspo", "clip_low": settings.epsilon_low, "clip_high": high, "advantage_level": "document"},
+        "ppo": {"kind": "ppo", "clip_low": settings.epsilon_low},
+        "reinforce": {"kind": "cispo", "clip_low": None},
+        "gspo": {"kind": "gspo", "clip_low": settings.epsilon_low, "advantage_level": "document"},
     }[settings.policy_loss]
     rest: dict[str, Any] = {}
     if settings.policy_loss == "gspo":
@@ -36,11 +34,8 @@ def translate(settings: PipelineRLSettings) -> Translation:
         ]
     else:
         if settings.kl_now:
-            rest["kl"] = {
-                "coefficient": settings.kl_now,
-                "estimator": "k3",
-                "input_clamp": settings.clamp_log_ratio_ref_new_value,
-            }
+            clamp = settings.clamp_log_ratio_ref_new_value
+            rest["kl"] = {"coefficient": settings.kl_now, "estimator": "k3", "input_clamp": clamp}
         rest["entropy_coefficient"] = settings.entropy_now
         rest["signal"] = "advantages" if settings.use_advantages else "rewards"
         rest["signal_floor"] = 0.0 if settings.relu_log_p_weights else None
@@ -52,7 +47,7 @@ def translate(settings: PipelineRLSettings) -> Translation:
         notes.append("value_loss_coef acts only on a model with a value head; this is the policy's part")
     spec = LossSpec(
         name="grpo",
-        surrogate=surrogate,
+        surrogate={**surrogate, "clip_high": settings.epsilon_high},
         truncated="silent" if settings.overlong_filtering else "train",
         denominator="group_length" if settings.group_normalization else "document_sum",
         compat={"documents_counted": "all", "scaling": CONTRACTS["deepspeed"]},
@@ -88,8 +83,3 @@ def back(spec: LossSpec) -> dict[str, Any]:
 def counts(settings: PipelineRLSettings) -> GivenCounts | None:
     """Return the configured number of documents."""
     return GivenCounts(documents=settings.batch_size) if settings.batch_size else None
-
-
-def temperature(settings: PipelineRLSettings) -> float:
-    """Return the divisor of the logits."""
-    return settings.temperature

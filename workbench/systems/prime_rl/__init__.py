@@ -24,55 +24,41 @@ from workbench.systems.case import Case, logprobs_only
 from workbench.systems.prime_rl import metrics as named
 from workbench.systems.prime_rl.settings import PrimeSettings
 from workbench.systems.prime_rl.translate import CONTRACTS, back, counts, translate
-from workbench.systems.registry import System, Translation, parse_settings
-from workbench.systems.replays import Replayed, evaluate_as
+from workbench.systems.registry import System, Translation
+from workbench.systems.replays import back_propagate, evaluate_as
 
 
 def components(case: Case, settings: PrimeSettings) -> Iterator[tuple[LossSpec, GivenCounts, Case, Tensor | None]]:
     """Yield (loss, tokens of the batch, the case with the component's own mask, its weights) of each component."""
-    everywhere = {"rl": case["mask"].bool(), "ce": torch.ones_like(case["mask"], dtype=torch.bool)}
-    everywhere["ref_kl"] = everywhere["ce"]
+    counted_T, compat = case["mask"].bool(), {"scaling": CONTRACTS["fsdp"]}
+    everywhere_T = torch.ones_like(counted_T)
     losses = (
-        ("rl", translate(settings).spec, settings.rl_scale),
-        ("ce", LossSpec(name="sft", compat={"scaling": CONTRACTS["fsdp"]}), settings.ce_scale),
-        ("ref_kl", LossSpec(name="ref_kl", compat={"scaling": CONTRACTS["fsdp"]}), settings.ref_kl_scale),
+        ("rl", translate(settings).spec, settings.rl_scale, counted_T),
+        ("ce", LossSpec(name="sft", compat=compat), settings.ce_scale, everywhere_T),
+        ("ref_kl", LossSpec(name="ref_kl", compat=compat), settings.ref_kl_scale, everywhere_T),
     )
-    for name, spec, scale in losses:
+    for name, spec, scale, mask_T in losses:
         weights_T = case.get(f"{name}_weights")
         if weights_T is None and name != "rl":
             continue
-        mask_T = everywhere[name] if weights_T is None else torch.logical_and(everywhere[name], weights_T.bool())
+        if weights_T is not None:
+            mask_T = torch.logical_and(mask_T, weights_T.bool())
         masked_case = replace(case, inputs={**case.inputs, "mask": mask_T})
         yield spec, GivenCounts(tokens=scale), masked_case, weights_T
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
     """Replay `compute_loss`: all components that the batch has weights for."""
-    settings = parse_settings(PrimeSettings, case.config, where=case.system)
-    leaf = case["logprobs"].clone().requires_grad_()
-    size, totals, documents = int(case.document_ids_T.max()) + 1, [], {}
+    settings, leaf = case.options(PrimeSettings), case.leaf("logprobs")
+    size, totals, metrics = int(case.document_ids_T.max()) + 1, [], {}
     for spec, given, masked_case, weights_T in components(case, settings):
-        extensions = {} if weights_T is None else {LOSS_WEIGHTS: weights_T}
-        replayed = evaluate_as(
-            masked_case, logprobs_only(leaf), settings, Translation(spec), given, extensions=extensions
-        )
+        row = {"extensions": {} if weights_T is None else {LOSS_WEIGHTS: weights_T}}
+        replayed = evaluate_as(masked_case, logprobs_only(leaf), settings, Translation(spec), given, **row)
         totals.append(replayed.evaluated.scalars["total"])
-        documents |= _documents(replayed, size, empty=weights_T is None)
-    total = functools.reduce(Scalar.__add__, totals).value
-    total.backward()
-    return {"loss": total.detach(), "grad_logprobs": leaf.grad, **documents, "metrics": {}}
-
-
-def _documents(replayed: Replayed, size: int, *, empty: bool) -> dict[str, Tensor]:
-    """Return the metrics that a component has for each document."""
-    metrics = named.of_documents(
-        replayed.detached_inputs,
-        replayed.evaluated.terms["policy"],
-        replayed.translation.spec.surrogate.kind,
-        size,
-        empty=empty,
-    )
-    return {f"doc_{name.replace('/', '.')}": value_N for name, value_N in metrics.items()}
+        inputs, term = replayed.detached_inputs, replayed.evaluated.terms["policy"]
+        metrics |= named.of_documents(inputs, term, spec.surrogate.kind, size, empty=weights_T is None)
+    outputs = back_propagate(functools.reduce(Scalar.__add__, totals).value, {"grad_logprobs": leaf})
+    return outputs | {f"doc_{name.replace('/', '.')}": value_N for name, value_N in metrics.items()}
 
 
 SYSTEM = System(

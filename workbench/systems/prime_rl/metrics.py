@@ -21,30 +21,22 @@ from workbench.metrics.quantities import KL, Column, LogProb, LogRatio, One, Pol
 from workbench.systems.metrics import Alias, Derived, PeerSettings, document_metric, has_sign, negation
 
 TRAINED = One()
-"""1 on every token that counts."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """A metric with one value per document.
-
-    Attributes:
-        name: name in prime-rl.
-        meaning: one sentence.
-        unit: unit of the value.
-        value: value of each token.
-        where: 1 on tokens that enter the mean.
-        negative: the value is minus the mean.
-        flags: the mean is of flags, and is rounded to single precision as in prime-rl.
-    """
+    """A metric with one value per document, under its name in prime-rl."""
 
     name: str
     meaning: str
     unit: str
     value: Column
     where: Column = TRAINED
+    """1 on tokens that enter the mean."""
     negative: bool = False
+    """The value is minus the mean."""
     flags: bool = False
+    """The mean is of flags, and is rounded to single precision as in prime-rl."""
 
     def read(self, value_N: Tensor, where_N: Tensor) -> Tensor:
         """Return [N] the metric from sums over each document's tokens."""
@@ -66,16 +58,9 @@ def names(s: PeerSettings) -> Iterable[Alias]:
 
 
 def of_documents(inputs: LossInputs, term: Term, kind: str, documents: int, *, empty: bool) -> dict[str, Tensor]:
-    """Return the metrics of each document, as a component of the loss returns them.
+    """Return the metrics of each document, as a component of the loss returns them, from the term of its surrogate.
 
-    Args:
-        inputs: inputs of the loss.
-        term: term of its surrogate.
-        kind: kind of surrogate.
-        documents: N.
-        empty: documents in which nothing counts are included.
-
-    Shapes: name -> [N], or only the documents in which something counts.
+    Shapes: name -> [N]; without ``empty``, only the documents in which something counts.
     """
     q = Quantities(inputs, {"policy": term}, inputs.counts_T)
     place_T = torch.where(inputs.counts_T, inputs.document_ids_T, 0)

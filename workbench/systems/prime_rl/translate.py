@@ -17,10 +17,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # undone.
     "fsdp": ScalingSpec(replicated=True, divided_by=("cp",), engine_multiplies=("dp_cp",), engine_divides=("dp_cp",)),
 }
-"""Backend or mode -> its scaling contract."""
-
-
-GIVEN = ("rl_scale", "ce_scale", "ref_kl_scale")
 
 
 def translate(settings: PrimeSettings) -> Translation:
@@ -32,26 +28,22 @@ def translate(settings: PrimeSettings) -> Translation:
             rule="only prime-rl's own losses can be translated",
             fix="pass the function to train.step.run_step as a loss",
         )
+    notes = [
+        "the ratio is against the sampler, and is never clipped",
+        "the squared log ratio has no half, and acts on dropped tokens, too",
+    ]
     surrogate: dict[str, Any] = {"kind": "ipo", "threshold": settings.ipo_threshold}
     if settings.type == "default":
-        surrogate = {
-            "kind": "dppo_tv",
-            "threshold_low": settings.dppo_mask_low,
-            "threshold_high": settings.dppo_mask_high,
-        }
+        thresholds = {"threshold_low": settings.dppo_mask_low, "threshold_high": settings.dppo_mask_high}
+        surrogate = {"kind": "dppo_tv", **thresholds}
+        notes.append("an advantage of 0 counts as a negative one")
     spec = LossSpec(
         name="ipo" if settings.type == "ipo" else "prime_rl",
         surrogate={**surrogate, "coefficient": settings.adv_tau},
         kl={"coefficient": settings.kl_tau},
         compat={"scaling": CONTRACTS["fsdp"]},
     )
-    notes = [
-        "the ratio is against the sampler, and is never clipped",
-        "the squared log ratio has no half, and acts on dropped tokens, too",
-    ]
-    if settings.type == "default":
-        notes.append("an advantage of 0 counts as a negative one")
-    return Translation(spec, tuple(notes), GIVEN)
+    return Translation(spec, tuple(notes), ("rl_scale", "ce_scale", "ref_kl_scale"))
 
 
 def back(spec: LossSpec) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from workbench.rollouts.advantages.tokens import gae
 from workbench.systems import replays
 from workbench.systems.case import Case, flags_of_logits, logprobs_only
 from workbench.systems.metrics import PeerSettings, settings_of
-from workbench.systems.registry import LOGPROBS, System, parse_settings
+from workbench.systems.registry import LOGPROBS, System
 from workbench.systems.replays import Replayed, evaluate_case, finish, named_metrics, policy_settings
 from workbench.systems.slime import metrics as named
 from workbench.systems.slime.metrics import opsm_clipfrac
@@ -44,9 +44,8 @@ def policy_loss(case: Case) -> dict[str, Any]:
     slime gives all samples of a rollout the trained tokens of the rollout. The ratios of samples and off-policy
     sequence masking still use the sample's own tokens, and a loss per token uses none of this.
     """
-    given = case.get("sample_denominators")
     settings = policy_settings(case)
-    if given is None or settings.calculate_per_token_loss:
+    if case.get("sample_denominators") is None or settings.calculate_per_token_loss:
         return replays.policy_loss(case)
     if settings.advantage_estimator == "gspo" and settings.use_tis:
         raise SpecError(
@@ -55,8 +54,7 @@ def policy_loss(case: Case) -> dict[str, Any]:
             rule="that number is computed here only with the samples' own tokens",
             fix="leave use_tis or sample_denominators out",
         )
-    given_T = case.of_documents("sample_denominators")
-    leaf = case["logprobs"].clone().requires_grad_()
+    given_T, leaf = case.of_documents("sample_denominators"), case.leaf("logprobs")
     shares_T = length_shares(case.row().lengths_T, given_T)
     head_output = logprobs_only(leaf.reshape(-1), case.tokens("entropies"))
     replayed = evaluate_case(case, head_output, extensions={LOSS_WEIGHTS: shares_T})
@@ -90,12 +88,12 @@ def _unweighted_kl(replayed: Replayed) -> dict[str, float]:
 
 def logprobs(case: Case) -> dict[str, Any]:
     """Replay log-probabilities of the targets, and entropies."""
-    settings = parse_settings(LogprobSettings, case.config, where="slime")
-    leaf = case["logits"].clone().requires_grad_()
+    settings, leaf = case.options(LogprobSettings), case.leaf("logits")
     logits_TV, targets_T = leaf.reshape(-1, leaf.shape[-1]), case["targets"].reshape(-1)
     output = raw = token_logprobs_from_logits(logits_TV, targets_T)
     if settings.keep_mask:
-        support_TV = _support(case).reshape(logits_TV.shape).bool()
+        flags = next(iter(flags_of_logits(case)), "keep_mask")  # the input with a flag for every logit
+        support_TV = case[flags].reshape(logits_TV.shape).bool()
         output = token_logprobs_from_logits(support_logits(logits_TV, support_TV, targets_T), targets_T)
     through, cotangents = [output.logprobs_T], [case["cotangent_logprobs"].reshape(-1)]
     if settings.entropy_grad and case.get("cotangent_entropy") is not None:
@@ -104,18 +102,12 @@ def logprobs(case: Case) -> dict[str, Any]:
     return {"logprobs": case.shaped(output.logprobs_T), "entropy": case.shaped(raw.entropy_T), "grad_logits": leaf.grad}
 
 
-def _support(case: Case) -> torch.Tensor:
-    """Return the support of the sampler: the input with a flag for every logit."""
-    return case[next(iter(flags_of_logits(case)), "keep_mask")]
-
-
 def advantage(case: Case) -> dict[str, Any]:
     """Replay generalised advantage estimation, with every token of a row trained."""
-    settings = parse_settings(GAESettings, case.config, where="slime")
-    rewards, values = case["token_rewards"], case["values"]
+    settings = case.options(GAESettings)
     advantages_T, returns_T = gae(
-        rewards.reshape(-1),
-        values.reshape(-1),
+        case["token_rewards"].reshape(-1),
+        case["values"].reshape(-1),
         case.document_ids_T,
         case.loss_mask_T,
         discount=settings.gamma,

@@ -63,12 +63,6 @@ def opsm_clipfrac(inputs: LossInputs, advantages_T: Tensor, threshold: float, an
     Formula: sum over documents whose mean of (anchor - policy) is above the threshold of
              (tokens of the document with a negative advantage, trained or not) / (its trained tokens)
     Units:   documents, but more than 1 for a document that has untrained tokens.
-
-    Args:
-        inputs: inputs of the loss.
-        advantages_T: [T] of every token, trained or not.
-        threshold: opsm_delta.
-        anchor: policy that the live one is compared with.
     """
     with torch.no_grad():
         far_T = -inputs.document_mean(inputs.log_ratio(anchor)) > threshold

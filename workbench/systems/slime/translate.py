@@ -17,7 +17,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
     # An empty sample counts as a token. Every cp rank counts the whole sequence.
     "per token": ScalingSpec(multiplied_by=("cp",), engine_divides=("cp",), least_tokens=1),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 KL_CLAMP = 10.0
@@ -34,6 +33,7 @@ def translate(settings: SlimeSettings) -> Translation:
                 rule="a user function is no setting",
                 fix="express it with settings here",
             )
+    by_token = settings.calculate_per_token_loss
     kind = {"gspo": "gspo", "cispo": "cispo"}.get(settings.advantage_estimator, "ppo")
     anchor = "sampler" if settings.use_rollout_logprobs else "old"
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
@@ -65,10 +65,10 @@ def translate(settings: SlimeSettings) -> Translation:
         correction=correction,
         kl=kl,
         entropy_coefficient=settings.entropy_coef,
-        denominator="token" if settings.calculate_per_token_loss else "document",
+        denominator="token" if by_token else "document",
         compat={
-            "documents_counted": "trained" if settings.calculate_per_token_loss else "all",
-            "scaling": CONTRACTS["per token" if settings.calculate_per_token_loss else "per sample"],
+            "documents_counted": "trained" if by_token else "all",
+            "scaling": CONTRACTS["per token" if by_token else "per sample"],
         },
     )
     return Translation(spec, tuple(notes))

@@ -76,7 +76,7 @@ def correction_case(case: Case) -> dict[str, Any]:
         if (values_T := case.tokens(name)) is not None
     }
     case = replace(case, inputs=everywhere)
-    settings = parse_settings(ISSettings, case.config, where=case.system)
+    settings = case.options(ISSettings)
     correction = bounded_ratio(settings.mode, settings.clip_min, settings.clip_max)
     replayed = evaluate_correction(case, settings, LossSpec(correction=correction))
     weights = case.shaped(replayed.evaluated.terms["policy"].extras["bounded_weight"])
@@ -86,9 +86,8 @@ def correction_case(case: Case) -> dict[str, Any]:
 
 def advantage_case(case: Case) -> dict[str, Any]:
     """Replay advantages of rows, from one reward per function; a row that no function scored gets 0."""
-    settings = parse_settings(
-        AdvantageSettings, {k: v for k, v in case.config.items() if k != "reward_weights"}, where="trl"
-    )
+    own = {name: value for name, value in case.config.items() if name != "reward_weights"}  # an array, too
+    settings = parse_settings(AdvantageSettings, own, where=case.system)
     rewards_NK, weights_K = case["rewards_per_func"], case.get("reward_weights")
     weights_K = rewards_NK.new_ones(rewards_NK.shape[1]) if weights_K is None else weights_K
     groups_N = case.get("group_ids")
@@ -98,12 +97,11 @@ def advantage_case(case: Case) -> dict[str, Any]:
     if settings.multi_objective_aggregation == "normalize_then_sum":
         advantages_N = gdpo_advantages(rewards_NK, groups_N, weights_K, epsilon=settings.eps, unscored="skip")
     else:
-        scale = {"group": "std", True: "std", "batch": "batch_std", "none": "none", False: "none"}
+        scales = {"group": "std", True: "std", "batch": "batch_std", "none": "none", False: "none"}
+        scale = scales[settings.scale_rewards]
         rewards_N, scored_N = combine_components(rewards_NK, weights_K)
-        advantages_N = group_advantages(
-            rewards_N, groups_N, scale=scale[settings.scale_rewards], epsilon=settings.eps, trained_N=scored_N
-        )
-    return {"advantages": advantages_N, "metrics": {}}
+        advantages_N = group_advantages(rewards_N, groups_N, scale=scale, epsilon=settings.eps, trained_N=scored_N)
+    return {"advantages": advantages_N}
 
 
 SYSTEM = System(
@@ -121,9 +119,6 @@ SYSTEM = System(
     metrics=further_metrics,
     replays={"policy_loss": policy_loss_case, "is_correction": correction_case, "advantage": advantage_case},
     arrays=(*LOGPROBS, "is_weights", "entropies"),
-    arrays_of={
-        "is_correction": CORRECTION,
-        "advantage": ("rewards_per_func", "reward_weights", "group_ids"),
-    },
+    arrays_of={"is_correction": CORRECTION, "advantage": ("rewards_per_func", "reward_weights", "group_ids")},
     aliases=named.names,
 )

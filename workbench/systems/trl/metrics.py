@@ -102,9 +102,8 @@ def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
     delta = None if s.spec is None else s.spec.surrogate.get("delta")
     if delta is None:
         return clip
-    return clip._replace(
-        lower=math.inf if delta < clip.lower else clip.lower, upper=math.inf if delta <= clip.upper else clip.upper
-    )
+    lower, upper = math.inf if delta < clip.lower else clip.lower, math.inf if delta <= clip.upper else clip.upper
+    return clip._replace(lower=lower, upper=upper)
 
 
 def _share(key: str, region: Region, where: str, s: PeerSettings, clip: ClipRule, canonical: str) -> Alias:
@@ -159,11 +158,8 @@ def _mean_with_ones(number: int | None, tokens_N: Tensor, sum_N: Tensor) -> floa
 
 def _token_clip(region: Region, clip: ClipRule) -> Derived:
     """Return 1 where the token's ratio lies in a region of a clip that need not be the loss's own."""
-
-    def clipped(ratio_T: Tensor, advantages_T: Tensor) -> Tensor:
-        return beyond(region, ratio_T, advantages_T, clip).double()
-
-    return Derived(clipped, (Ratio("policy", clip.anchor), Advantage()))
+    columns = Ratio("policy", clip.anchor), Advantage()
+    return Derived(lambda ratio_T, advantages_T: beyond(region, ratio_T, advantages_T, clip).double(), columns)
 
 
 @dataclass(frozen=True)

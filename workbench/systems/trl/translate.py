@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec, ScalingSpec
+from workbench.specs.losses import CorrectionSpec, LossSpec, ScalingSpec
 from workbench.systems.registry import Translation
 from workbench.systems.translate import checked_back, unsupported
 from workbench.systems.trl.settings import COUNTED, TRLSettings
@@ -20,7 +20,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
         counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)
     ),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -84,13 +83,9 @@ def _contract(loss_type: str) -> str:
 
 
 def fields_of(settings: Any, low: float, high: float, beta: float) -> dict[str, Any]:
-    """Return surrogate, KL penalty and denominator as fields of a spec.
+    """Return surrogate, KL penalty and denominator of TRL or Liger as fields of a spec.
 
-    Args:
-        settings: options of TRL or Liger.
-        low: length of the clip below 1.
-        high: length of the clip above 1; cispo: the bound.
-        beta: coefficient of the penalty.
+    The clip has the lengths ``low`` below and ``high`` above 1; for cispo ``high`` is the bound itself.
     """
     level = "document" if settings.importance_sampling_level == "sequence" else "token"
     fields: dict[str, Any] = {"surrogate": _surrogate(settings, low, high, level), "kl": {}}
@@ -167,29 +162,22 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
         notes.append("luspo sums over the row's tokens, so the KL penalty grows with the length, too")
     if spec.compat.documents_counted == "all":
         notes.append("rows without trained tokens count in the mean over rows")
-    if settings.loss_type in COUNTED:
-        notes.append(
-            "num_items_in_batch is of the generation batch, times gradient_accumulation_steps / steps_per_generation"
-        )
-    else:
-        notes.append("every micro-batch is divided by its own count: the step is a mean of means")
+    of_step = "num_items_in_batch is of the generation batch, times gradient_accumulation_steps / steps_per_generation"
+    of_micro_batch = "every micro-batch is divided by its own count: the step is a mean of means"
+    notes.append(of_step if settings.loss_type in COUNTED else of_micro_batch)
     if settings.beta and spec.correction.rejects:
         notes.append("tokens that the correction drops still get the KL penalty")
     if settings.entropy_coef:
         notes.append("the entropy bonus is a mean over the micro-batch's tokens, whatever divides the policy term")
-    if (
-        settings.use_vllm
-        and settings.vllm_importance_sampling_correction
-        and settings.vllm_is is None
-        and settings.vllm_importance_sampling_mode.startswith("sequence")
-    ):
+    corrected = settings.use_vllm and settings.vllm_importance_sampling_correction
+    if corrected and settings.vllm_is is None and settings.vllm_importance_sampling_mode.startswith("sequence"):
         notes.append("the weight of a row is the product of its tokens' ratios, not their geometric mean")
     if settings.top_entropy_quantile < 1:
         notes.append("the entropy threshold is taken over the micro-batches of all processes together, here over one")
     if settings.mask_truncated_completions:
         notes.append("truncated completions must come with a mask of zeros; their rows still count as rows")
     aligned = settings.gradient_accumulation_steps % (_steps_per_generation(settings) * settings.num_iterations) == 0
-    if aligned and not (settings.use_vllm and settings.vllm_importance_sampling_correction):
+    if aligned and not corrected:
         notes.append(
             "gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations, so that no "
             "old log-probabilities are kept: the ratio is 1 unless a batch has its own"
@@ -199,13 +187,11 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
 
 def counts(settings: TRLSettings) -> GivenCounts:
     """Return the counts of a micro-batch; the count of the generation batch is scaled to one optimizer step."""
-    accumulated = settings.gradient_accumulation_steps
-    items = settings.num_items_in_batch
-    if settings.loss_type not in COUNTED or items is None:
-        return GivenCounts(micro_batches=accumulated)
-    return GivenCounts(
-        tokens=max(items, 1.0) * accumulated / _steps_per_generation(settings), micro_batches=accumulated
-    )
+    accumulated, items = settings.gradient_accumulation_steps, settings.num_items_in_batch
+    tokens = None
+    if settings.loss_type in COUNTED and items is not None:
+        tokens = max(items, 1.0) * accumulated / _steps_per_generation(settings)
+    return GivenCounts(tokens=tokens, micro_batches=accumulated)
 
 
 def _steps_per_generation(settings: TRLSettings) -> int:
@@ -214,18 +200,18 @@ def _steps_per_generation(settings: TRLSettings) -> int:
 
 def back(spec: LossSpec) -> dict[str, Any]:
     """Return the options of `GRPOConfig` for a spec."""
-    surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
+    surrogate, kl = spec.surrogate, spec.kl
+    of_rows = surrogate.kind == "gspo" or surrogate.get("level") == "document" or kl.importance_level == "document"
     settings: dict[str, Any] = {
         "loss_type": _loss_type(spec),
         **options_of(spec, "epsilon"),
         "entropy_coef": spec.entropy_coefficient,
         "top_entropy_quantile": spec.top_entropy_share,
+        "importance_sampling_level": "sequence" if of_rows else "token",
     }
-    of_rows = surrogate.kind == "gspo" or surrogate.get("level") == "document" or kl.importance_level == "document"
-    settings["importance_sampling_level"] = "sequence" if of_rows else "token"
     if kl.coefficient:
         settings["use_bias_correction_kl"] = kl.importance != "none"
-    settings |= _correction_back(correction.ratio, spec)
+    settings |= _correction_back(spec.correction)
     return checked_back("TRL", spec, TRLSettings, translate, settings)
 
 
@@ -259,9 +245,8 @@ def _loss_type(spec: LossSpec) -> str:
     return types[spec.denominator]
 
 
-def _correction_back(ratio: str, spec: LossSpec) -> dict[str, Any]:
-    correction = spec.correction
-    settings: dict[str, Any] = {}
+def _correction_back(correction: CorrectionSpec) -> dict[str, Any]:
+    ratio, settings = correction.ratio, {}
     if correction.opsm_threshold is not None:
         settings = {
             "off_policy_mask_threshold": correction.opsm_threshold,

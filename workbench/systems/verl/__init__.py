@@ -8,7 +8,6 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +33,7 @@ from workbench.systems.replays import (
 )
 from workbench.systems.verl import metrics as named
 from workbench.systems.verl.advantages import advantages
-from workbench.systems.verl.correction import (
-    EPSILON,
-    TITLE,
-    RolloutCorrection,
-    gates_of,
-    weights_of,
-)
+from workbench.systems.verl.correction import EPSILON, TITLE, RolloutCorrection, gates_of, live_weights_of, weights_of
 from workbench.systems.verl.settings import (
     BY_DOCUMENT,
     ActorSettings,
@@ -119,13 +112,10 @@ def bypass_metrics(replayed: Replayed) -> dict[str, float]:
     settings = replayed.settings
     if not isinstance(settings, ActorSettings) or settings.policy_loss.loss_mode != "bypass_mode":
         return {}
-    chosen = settings.policy_loss.rollout_correction
-    weights = {} if chosen is None else weights_of(chosen)
-    if not weights or replayed.translation.spec.surrogate.kind != "ppo":
+    spec, chosen = replayed.translation.spec, settings.policy_loss.rollout_correction
+    weights = {} if chosen is None else live_weights_of(chosen)
+    if not weights or spec.surrogate.kind != "ppo":
         return {}
-    if "normalize" in weights:
-        weights["population"] = "micro_batch"
-    spec = replayed.translation.spec
     corrected = spec.model_copy(update={"correction": CorrectionSpec(**(weights | gates_of(chosen)))})
     term = apply_correction(replayed.evaluated.terms["policy"], replayed.inputs, corrected.correction)
     peer = settings_of(corrected, replayed.slots)._replace(single=True)
@@ -135,7 +125,7 @@ def bypass_metrics(replayed: Replayed) -> dict[str, float]:
 
 def correction_case(case: Case) -> dict[str, Any]:
     """Replay a correction alone: the mask after the gates, and weights, which rejected tokens keep."""
-    settings = parse_settings(RolloutCorrection, case.config, where=case.system)
+    settings = case.options(RolloutCorrection)
     weights = weights_of(settings)
     spec = LossSpec(name="ppo", correction=weights | gates_of(settings))
     replayed = evaluate_correction(case, settings, spec)
@@ -146,54 +136,48 @@ def correction_case(case: Case) -> dict[str, Any]:
     return {**outputs, "metrics": case_metrics(replayed)}
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten the counts of the mini-batch, which are separate arguments or one mapping."""
-    options = dict(config)
-    return {**(options.pop("global_batch_info", None) or {}), **options}
+def _options(model: type[AggregationSettings], case: Case) -> Any:
+    """Return the options, with the counts of the mini-batch, which are separate arguments or one mapping."""
+    options = dict(case.config)
+    return parse_settings(model, {**(options.pop("global_batch_info", None) or {}), **options}, where=TITLE)
 
 
-def _spec_of(agg: str, info: GlobalBatchInfo, case: Case, **more: Any) -> LossSpec:
-    if (
-        info.dp_size > 1
-        and agg != "token-sum"
-        and (info.batch_num_tokens if agg == "token-mean" else info.global_batch_size) is None
-    ):
+def _spec_of(settings: AggregationSettings, case: Case, **more: Any) -> LossSpec:
+    agg = settings.loss_agg_mode
+    count = settings.batch_num_tokens if agg == "token-mean" else settings.global_batch_size
+    if settings.dp_size > 1 and agg != "token-sum" and count is None:
         raise SpecError(
-            f"verl's agg_loss with dp_size = {info.dp_size}",
+            f"verl's agg_loss with dp_size = {settings.dp_size}",
             found="no count of the whole mini-batch",
             rule="a rank of several cannot count it",
             fix="set batch_num_tokens and global_batch_size",
         )
     epsilon = EPSILON if agg == "seq-mean-token-mean" else 0.0
-    return LossSpec(
-        name="ppo",
-        **denominator(agg, info.loss_scale_factor or case.shape[-1]),
-        **more,
-        compat={"scaling": CONTRACTS["fsdp"].model_copy(update={"length_epsilon": epsilon})},
-    )
+    scaling = CONTRACTS["fsdp"].model_copy(update={"length_epsilon": epsilon})
+    reduction = denominator(agg, settings.loss_scale_factor or case.shape[-1])
+    return LossSpec(name="ppo", **reduction, **more, compat={"scaling": scaling})
 
 
 def aggregated(case: Case) -> dict[str, Any]:
     """Replay `agg_loss`."""
-    settings = parse_settings(AggregationSettings, _flat(case.config), where=TITLE)
-    outputs = aggregation(case, _spec_of(settings.loss_agg_mode, settings, case), given(settings))
+    settings = _options(AggregationSettings, case)
+    outputs = aggregation(case, _spec_of(settings, case), given(settings))
     return _or_undefined(outputs, case.loss_mask_T, settings.loss_agg_mode, settings)
 
 
 def penalty(case: Case) -> dict[str, Any]:
     """Replay `kl_penalty`, and `agg_loss` of it if no cotangent is given."""
-    settings = parse_settings(KLSettings, _flat(case.config), where=TITLE)
-    estimator = {"coefficient": 1.0, **kl(settings.kl_penalty)}
-    outputs = kl_estimator(case, _spec_of(settings.loss_agg_mode, settings, case, kl=estimator))
+    settings = _options(KLSettings, case)
+    outputs = kl_estimator(case, _spec_of(settings, case, kl={"coefficient": 1.0, **kl(settings.kl_penalty)}))
     return _or_undefined(outputs, case.loss_mask_T, settings.loss_agg_mode, settings) if "loss" in outputs else outputs
 
 
 def critic(case: Case) -> dict[str, Any]:
     """Replay `compute_value_loss`."""
-    settings = parse_settings(ValueSettings, _flat(case.config), where=TITLE)
-    spec = _spec_of(settings.loss_agg_mode, settings, case)
-    outputs, term = critic_loss(case, spec, given(settings), clip=settings.cliprange_value)
-    outputs["metrics"]["vf_clipfrac"] = Mean(EPSILON).over(term.clipped_T.double(), case.loss_mask_T).finish()
+    settings = _options(ValueSettings, case)
+    outputs, term = critic_loss(case, _spec_of(settings, case), given(settings), clip=settings.cliprange_value)
+    clipped = Mean(EPSILON).over(term.clipped_T.double(), case.loss_mask_T).finish()
+    outputs["metrics"] = {"vf_clipfrac": clipped}
     return _or_undefined(outputs, case.loss_mask_T, settings.loss_agg_mode, settings)
 
 
@@ -236,5 +220,4 @@ SYSTEM = System(
         "is_correction": BATCH,
     },
     aliases=named.names,
-    left_out=named.LEFT_OUT,
 )

@@ -55,12 +55,11 @@ def advantages(case: Case) -> dict[str, Any]:
     config = {"estimator": _estimator(case.function)} | dict(case.config)
     settings = parse_settings(AdvantageSettings, config, where=TITLE)
     groups = case.get("group_ids")
-    documents = case["mask"].shape[0]
     inputs = AdvantageInputs.of_token_rewards(
         case.document_ids_T,
         case.loss_mask_T,
         case["token_rewards"].reshape(-1),
-        torch.arange(documents) if groups is None else groups,
+        torch.arange(case["mask"].shape[0]) if groups is None else groups,
         values_T=case.everywhere("values"),
         baselines_N=case.get("baselines"),
         old_logprobs_T=case.everywhere("old_logprobs"),
@@ -70,7 +69,7 @@ def advantages(case: Case) -> dict[str, Any]:
     name, options = estimator(settings)
     result = estimate_advantages(name, inputs, **options)
     returns_T = result.advantages_T if result.returns_T is None else result.returns_T
-    return {"advantages": case.shaped(result.advantages_T), "returns": case.shaped(returns_T), "metrics": {}}
+    return {"advantages": case.shaped(result.advantages_T), "returns": case.shaped(returns_T)}
 
 
 def _estimator(function: str) -> str:
@@ -90,13 +89,8 @@ def estimator(settings: AdvantageSettings) -> tuple[str, dict[str, Any]]:
     scale = "std" if settings.norm_adv_by_std_in_grpo else "none"
     singleton, whitened = {"singleton": "reward"}, {"count_epsilon": EPSILON}
     if name == "gae":
-        return "gae", {
-            "discount": settings.gamma,
-            "policy_lambda": settings.lam,
-            "whitened": True,
-            "elsewhere": "carry",
-            **whitened,
-        }
+        lambdas = {"discount": settings.gamma, "policy_lambda": settings.lam}
+        return "gae", {**lambdas, "whitened": True, "elsewhere": "carry", **whitened}
     if name == "reinforce_plus_plus":
         return name, {"discount": settings.gamma, **whitened}
     if name == "remax":

@@ -49,16 +49,19 @@ def weights_of(settings: RolloutCorrection) -> dict[str, Any]:
     if settings.rollout_is is None or settings.rollout_is_threshold is None:
         return {}
     low, high = _bounds(settings.rollout_is_threshold, "rollout_is_threshold")
-    fields: dict[str, Any] = {
-        "ratio": "token" if settings.rollout_is == "token" else "document_sum",
-        "ratio_high": high,
-        "log_clamp": SAFETY,
-    }
+    ratio = "token" if settings.rollout_is == "token" else "document_sum"
+    fields: dict[str, Any] = {"ratio": ratio, "ratio_high": high, "log_clamp": SAFETY}
     if low is not None:
         fields |= {"ratio_low": low, "outside": "zero"}
     if settings.rollout_is_batch_normalize:
         fields |= {"normalize": True, "mean_epsilon": EPSILON}
     return fields
+
+
+def live_weights_of(settings: RolloutCorrection) -> dict[str, Any]:
+    """Return the weights of bypass_mode, which normalises them inside the loss, in each micro-batch."""
+    weights = weights_of(settings)
+    return weights | ({"population": "micro_batch"} if "normalize" in weights else {})
 
 
 def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
@@ -82,15 +85,8 @@ def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
         )
     limits = limits * len(options) if len(limits) == 1 else limits
     first, *further = [_gate(option, limit) for option, limit in zip(options, limits, strict=True)]
-    return {
-        "gate": first["statistic"],
-        "gate_level": first["level"],
-        "gate_low": first["low"],
-        "gate_high": first["high"],
-        "further_gates": tuple(further),
-        "denominator": "gated",
-        "log_clamp": SAFETY,
-    }
+    gate = {"gate": first.pop("statistic"), **{f"gate_{name}": value for name, value in first.items()}}
+    return {**gate, "further_gates": tuple(further), "denominator": "gated", "log_clamp": SAFETY}
 
 
 RS_LEVELS = {"token": "token", "seq_sum": "document_sum", "seq_mean": "document_mean", "seq_max": "document_max"}
@@ -109,17 +105,12 @@ def _gate(option: str, limit: str) -> dict[str, Any]:
         )
     low, high = _bounds(limit, f"the bound of {option}")
     if statistic == "k1":
-        return {
-            "statistic": "k1",
-            "level": RS_LEVELS[level],
-            "low": math.log(1 / high if low is None else low),
-            "high": math.log(high),
-        }
-    if low is not None:
+        low, high = math.log(1 / high if low is None else low), math.log(high)
+    elif low is not None:
         raise SpecError(
             f"verl's bound {limit!r} of {option}", rule="k2 and k3 have one bound, above", fix="give one number"
         )
-    return {"statistic": statistic, "level": RS_LEVELS[level], "low": None, "high": high}
+    return {"statistic": statistic, "level": RS_LEVELS[level], "low": low, "high": high}
 
 
 def _bounds(threshold: float | str, name: str) -> tuple[float | None, float]:

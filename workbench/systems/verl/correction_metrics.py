@@ -23,15 +23,7 @@ from workbench.metrics.policy import Quantities
 from workbench.metrics.quantities import KL, Column, Dropped, Extra, LogProb, LogRatio
 from workbench.metrics.values import NOTHING, Maximum, Mean, Minimum, Reducer
 from workbench.specs.losses import GateSpec
-from workbench.systems.metrics import (
-    Alias,
-    Derived,
-    PeerSettings,
-    document_metric,
-    is_outside,
-    outside,
-    token_metric,
-)
+from workbench.systems.metrics import Alias, Derived, PeerSettings, document_metric, is_outside, outside, token_metric
 from workbench.systems.verl.correction import EPSILON, LEVELS, SAFETY
 
 PREFIX = "rollout_corr"

@@ -8,7 +8,7 @@ Letters: T packed tokens | N documents of the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,18 +16,7 @@ from torch import Tensor
 
 from workbench.metrics.definitions import AnyMetric, DocumentMetric, Metric
 from workbench.metrics.policy import Quantities
-from workbench.metrics.quantities import (
-    KL,
-    Clip,
-    ClipRule,
-    Column,
-    Cut,
-    Entropy,
-    Extra,
-    LogRatio,
-    PolicyName,
-    Ratio,
-)
+from workbench.metrics.quantities import KL, Clip, ClipRule, Column, Cut, Entropy, Extra, LogRatio, PolicyName, Ratio
 from workbench.metrics.values import Mean
 from workbench.systems.metrics import (
     Alias,
@@ -47,9 +36,6 @@ BOUNDED = ("ppo", "cispo", "sapo", "dppo_tv", "dppo_kl")
 """Kinds of surrogate whose log ratio verl clamps to +-20 before it reports its mean."""
 SILENT = ("gpg", "sft", "dpo")
 """Kinds of surrogate that verl reports nothing about."""
-
-LEFT_OUT: Mapping[str, str] = {}
-"""Name -> what the system reports there in some case, and what is reported here instead."""
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:

@@ -7,9 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from workbench.systems.registry import Settings
-from workbench.systems.verl.correction import (
-    RolloutCorrection,
-)
+from workbench.systems.verl.correction import RolloutCorrection
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 

@@ -16,6 +16,7 @@ from workbench.systems.verl.correction import (
     TITLE,
     correction_back,
     gates_of,
+    live_weights_of,
     weights_of,
 )
 from workbench.systems.verl.settings import BY_DOCUMENT, ActorSettings, GlobalBatchInfo
@@ -31,7 +32,6 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
         counts="micro_batch", divided_by=("micro_batches",), replicated=True, engine_divides=("dp_cp",)
     ),
 }
-"""Backend or mode -> its scaling contract."""
 
 
 GSPO_CAP = 10.0
@@ -154,13 +154,8 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
             )
         notes.append(f"dual clip {settings.clip_ratio_c:g} is always on")
         notes.append(f"|log ratio| is clamped to {SAFETY:g}, without gradient beyond")
-        return {
-            "kind": "ppo",
-            **clip,
-            "dual_clip": settings.clip_ratio_c,
-            "log_clamp": SAFETY,
-            "anchor": "old" if mode == "vanilla" else "sampler",
-        }
+        anchor = "old" if mode == "vanilla" else "sampler"
+        return {"kind": "ppo", **clip, "dual_clip": settings.clip_ratio_c, "log_clamp": SAFETY, "anchor": anchor}
     if mode == "dro" and (own.dro_beta is None or own.dro_beta <= 0):
         raise SpecError(
             f"verl's dro with dro_beta = {own.dro_beta}",
@@ -178,18 +173,14 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
             "of the tokens in the band of covariances verl draws at random; here a hash of their positions "
             "selects. Without clip_cov_ratio 1 the two select different tokens"
         )
+    taus = {"tau_positive": settings.tau_pos, "tau_negative": settings.tau_neg}
     band = {"cov_low": _or(own.clip_cov_lb, 1.0), "cov_high": _or(own.clip_cov_ub, 5.0)}
     penalty = {"cov_fraction": _or(own.kl_cov_ratio, 0.0002), "cov_coefficient": _or(own.ppo_kl_coef, 1.0)}
     return {
         "bypass_mode": {"kind": "reinforce"},
         "reinforce": {"kind": "reinforce"},
         "gspo": {"kind": "gspo_token", **clip, "log_cap": GSPO_CAP},
-        "sapo": {
-            "kind": "sapo",
-            "tau_positive": settings.tau_pos,
-            "tau_negative": settings.tau_neg,
-            "log_clamp": SAFETY,
-        },
+        "sapo": {"kind": "sapo", **taus, "log_clamp": SAFETY},
         "gpg": {"kind": "gpg"},
         "cispo": {"kind": "cispo", "bounds": "relative", **clip, "log_clamp": SAFETY},
         "geo_mean": {"kind": "gmpo", **clip},
@@ -219,7 +210,7 @@ def kl(name: str) -> dict[str, Any]:
 
 
 def _correction_of(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str, Any]:
-    if settings.rollout_is_weights and mode not in ("bypass_mode",):
+    if settings.rollout_is_weights and mode != "bypass_mode":
         if mode == "geo_mean":
             return {"ratio": "given_document_mean", "given_epsilon": 1e-10}
         return {"kind": "none", "ratio": "given"}
@@ -237,8 +228,7 @@ def _correction_of(settings: ActorSettings, mode: str, notes: list[str]) -> dict
     notes.append("the correction compares the live policy with the rollout policy, inside the loss")
     if chosen.loss_type == "ppo_clip":
         return gates_of(chosen)
-    weights = weights_of(chosen)
-    return weights | ({"population": "micro_batch"} if "normalize" in weights else {}) | gates_of(chosen)
+    return live_weights_of(chosen) | gates_of(chosen)
 
 
 def back(spec: LossSpec) -> dict[str, Any]:

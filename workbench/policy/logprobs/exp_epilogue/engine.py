@@ -1,10 +1,8 @@
 """The engine whose GEMM writes exponentials: the speed of the GEMMs alone, and the memory of one chunk.
 
-A chunk saves E = exp(z - z_target) in the operands' width. If the loss depends only on the log-probability (and the
-log-normaliser), the gradient of a row is E with one element changed, times a scalar of the row, so that backward is one
-element and two GEMMs:
+A chunk saves E = exp(z - z_target) in the operands' width; `kernels` and `gradient_kernels` have the formulas. If the
+loss depends only on the log-probability (and the log-normaliser), backward is one element and two GEMMs:
 
-    dz_v = (k / S) (E_v + 1[v = target] g_logprob S / k),     k = g_logsumexp - g_logprob
     d hidden = scale (E @ W),       d weight += E^T @ (scale hidden)
 
 An entropy or squared-logit gradient, a soft cap and float16 take one pass over E in between. Over tp, one all-reduce of
@@ -13,7 +11,7 @@ C numbers completes the targets' logits and one of up to 3C the chunk; no maximu
 A row whose target is less likely than exp(-60) overflows. If the head is not sharded, a slow kernel computes its
 outputs with its maximum; its gradient is zero, and the driver computes it by an exact engine.
 
-Sources:  the exponential in the GEMM's epilogue: quack 0.6.5, `linear_cross_entropy` scaled-exp, which shifts each
+Source:   the exponential in the GEMM's epilogue: quack 0.6.5, `linear_cross_entropy` scaled-exp, which shifts each
 tile by its own maximum; one shift per row, its target's logit, makes plain GEMMs of E sufficient.
 
 Letters: C rows of a chunk | V vocabulary (this rank's valid rows of the head) | D model dimension | N tiles
@@ -67,8 +65,7 @@ class Saved:
 class ExpEpilogueEngine:
     """Exponentials of a chunk's shifted logits, and their row sums, from one GEMM.
 
-    Args:
-        tile: tile sizes of GEMMs; None: the fastest on this device.
+    A tile of None takes the fastest on this device.
 
     Raises:
         SpecError: operands that the kernels cannot take.
@@ -149,13 +146,11 @@ class ExpEpilogueEngine:
         return torch.cuda.device(weight_VD.device) if weight_VD.is_cuda else nullcontext()
 
     def _buffer(self, rows: int, keep: Keep) -> Tensor:
-        if keep == "own":
-            buffer = self._scratch.new_empty(rows * self._stride)
-        else:
-            if len(self._scratch) < rows * self._stride:
-                self._scratch = self._scratch.new_empty(0)  # free the smaller one first
-                self._scratch = self._scratch.new_empty(rows * self._stride)
-            buffer = self._scratch[: rows * self._stride]
+        size = rows * self._stride
+        if keep != "own" and len(self._scratch) < size:
+            self._scratch = self._scratch.new_empty(0)  # free the smaller one first
+            self._scratch = self._scratch.new_empty(size)
+        buffer = self._scratch.new_empty(size) if keep == "own" else self._scratch[:size]
         return buffer.view(rows, self._stride)[:, : self.head.valid]
 
     def _temperatures(self, temperature: float | Tensor) -> tuple[Tensor | None, float]:
@@ -256,15 +251,12 @@ class ExpEpilogueEngine:
         """Head outputs from the sums; for overflowed rows from the logits, unless other ranks hold some of them."""
         head, (rows, depth) = self.head, hidden_CD.shape
         entropy, squares = "entropy" in requested, "mean_squared_logit" in requested
-        logprobs_C, entropy_C, logsumexp_C, squares_C = shifts_C.new_empty(4, rows)
+        outputs = logprobs_C, entropy_C, logsumexp_C, squares_C = shifts_C.new_empty(4, rows).unbind()
         overflowed_C = torch.empty(rows, dtype=torch.int8, device=shifts_C.device)
         kernels.write_outputs[(triton.cdiv(rows, 128),)](
             totals_FC,
             shifts_C,
-            logprobs_C,
-            entropy_C,
-            logsumexp_C,
-            squares_C,
+            *outputs,
             overflowed_C,
             rows,
             float(head.vocabulary),
@@ -281,10 +273,7 @@ class ExpEpilogueEngine:
                 shifts_C,
                 temperatures_C,
                 overflowed_C,
-                logprobs_C,
-                entropy_C,
-                logsumexp_C,
-                squares_C,
+                *outputs,
                 rows,
                 head.valid,
                 float(head.vocabulary),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiling of `kernels.exp_product`. A row's bits depend on it, through the order of sums.
+    """Tiling of `kernels.exp_gemm`. A row's bits depend on it, through the order of sums.
 
     Attributes:
         rows: of hidden states.

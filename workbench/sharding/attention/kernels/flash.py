@@ -1,8 +1,8 @@
 """FlashAttention of torch over a block: bfloat16 and float16 on a GPU, no scores in memory.
 
 A block becomes a few calls of the variable-length operator (`workbench.sharding.attention.segments`). The inputs of a
-call are views if the block's keys are already in the order of the call: always if a rank holds whole runs of the row in
-order. Otherwise keys are gathered, some for several segments, and their gradients are summed in float32.
+call are views if the block's keys are already in the order of the call; otherwise keys are gathered, some for several
+segments, and their gradients are summed in float32.
 
 Letters: q queries | k keys | d head dimension.
 """
@@ -90,7 +90,7 @@ class FlashKernel:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`. Output of the query's dtype, log-normalisers in float32."""
         calls = _calls(block, query.device)
-        query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
+        query_qHd, key_kHd, value_kHd = map(_rows, (query, key, value))
         outputs = [(call, *self._forward(call, (query_qHd, key_kHd, value_kHd), scale)) for call in calls]
         if len(calls) == 1 and _is_all(calls[0].query_rows, query_qHd):
             _, out_qHd, lse_Hq = outputs[0]

@@ -8,6 +8,7 @@ Letters: q queries | k keys | d head dimension | h key heads | g query heads tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -124,7 +125,4 @@ def _concatenated(pieces: list[Tensor]) -> Tensor:
 
 
 def _summed(pieces: list[Tensor]) -> Tensor:
-    total = pieces[0]
-    for piece in pieces[1:]:
-        total += piece
-    return total[None]
+    return functools.reduce(Tensor.add_, pieces)[None]
