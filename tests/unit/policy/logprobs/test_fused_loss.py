@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers.fused_case import DOCUMENT, IDS, MIXED, ROW, TOKEN, Case, T
 from tests.helpers.head_problem import crossed, named, problem, wants
+from tests.helpers.kernel_numbers import DEVICE
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import fused_loss as module
 from workbench.policy.logprobs import reference
@@ -156,6 +157,7 @@ def test_half_precision_gradients_come_in_half_precision(accumulate, fp32_head):
             assert float((one.double() - other).norm() / other.norm()) < (0.01 if accumulate == "float32" else 0.02)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="these tensors are interpreted; test_fused_pass.py has those of a device")
 @pytest.mark.parametrize("name", ["every_field", "gspo", *ROW])
 def test_the_triton_engine_serves_as_well(name):
     """In float32: on a CPU its kernels are interpreted."""
