@@ -79,7 +79,7 @@ def segments_of(block: Block) -> list[Segment]:
 
 
 def _find_segments(block: Block) -> list[Segment]:
-    first_q, end_q = _key_ranges(block)
+    first_q, end_q = key_ranges(block)
     firsts, ends = first_q.tolist(), end_q.tolist()
     segments = []
     for (begin, stop), grows in _runs(first_q, end_q, block.query_documents_q):
@@ -88,7 +88,7 @@ def _find_segments(block: Block) -> list[Segment]:
     return segments
 
 
-def _key_ranges(block: Block) -> tuple[Tensor, Tensor]:
+def key_ranges(block: Block) -> tuple[Tensor, Tensor]:
     """[q] first and end of the sorted keys that each query sees; equal if it sees none."""
     places_k, order_k = block.key_positions_k.sort()
     places_q, documents_k = block.query_positions_q, block.key_documents_k[order_k]

@@ -55,11 +55,11 @@ class Block:
         """[q, k] bool, on the host: query may see key. The reference for all other descriptions of a block."""
         return self.allowed_on("cpu")
 
-    def allowed_on(self, device: torch.device | str, queries: slice = slice(None)) -> Tensor:
-        """`allowed_qk` of some of the queries, computed on a device."""
-        query_q, key_k = self.query_positions_q[queries].to(device)[:, None], self.key_positions_k.to(device)
+    def allowed_on(self, device: torch.device | str, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """`allowed_qk` of some of the queries and keys, computed on a device."""
+        query_q, key_k = self.query_positions_q[queries].to(device)[:, None], self.key_positions_k[keys].to(device)
         documents_q = self.query_documents_q[queries].to(device)[:, None]
-        allowed_qk = (documents_q == self.key_documents_k.to(device)) & (query_q >= key_k)
+        allowed_qk = (documents_q == self.key_documents_k[keys].to(device)) & (query_q >= key_k)
         return allowed_qk if self.window is None else allowed_qk & (query_q - key_k < self.window)
 
     @cached_property

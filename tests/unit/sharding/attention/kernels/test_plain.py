@@ -1,7 +1,10 @@
 """The plain kernel against the oracle: any block, in one piece or in many."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.attention_case import SCALE, STRETCHES, T, expected, plan, tensors
 from tests.oracles.attention import normaliser
@@ -96,3 +99,82 @@ def test_a_small_mask_is_built_once_for_all_layers(monkeypatch):
     for _ in range(3):
         PlainKernel().forward(query, key, value, made, SCALE)
     assert len(asked) == 1
+
+
+def scores(made, heads=4):
+    """Scores that the kernel computes for a block, over all heads, and those that a query may see."""
+    pieces = plain._split(plain._in_row_order(made)[0], "cpu", heads)
+    return heads * sum(piece.scores for piece in pieces), heads * int(made.allowed_qk.sum())
+
+
+@pytest.mark.parametrize("order", ["row", "reversed", "shuffled", "striped"])
+def test_a_packed_row_is_computed_in_proportion_to_what_it_sees(order):
+    """In any order of its tokens; the whole square of 96 documents would be 64 times as much as is seen."""
+
+    def case(documents):
+        count = 48 * documents
+        shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+        striped = torch.arange(count).view(-1, 4).T.flatten()
+        positions = {"row": torch.arange(count), "reversed": torch.arange(count).flip(0), "shuffled": shuffled}
+        queries = (positions | {"striped": striped})[order]
+        return Block(queries, queries, queries // 48, queries // 48)
+
+    few, many = scores(case(24)), scores(case(96))
+    assert many[0] <= 5 * many[1]
+    assert many[0] <= 4.1 * few[0]
+
+
+def test_a_long_document_is_cut_along_its_diagonal():
+    everyone = torch.arange(2048)
+    computed, seen = scores(Block(everyone, everyone, everyone * 0, everyone * 0))
+    assert computed <= 1.1 * seen
+
+
+def test_a_window_limits_what_is_computed():
+    everyone = torch.arange(2048)
+    computed, seen = scores(Block(everyone, everyone, everyone * 0, everyone * 0, 32))
+    assert computed <= 4 * seen
+
+
+def test_pieces_hold_every_query_that_sees_a_key_once():
+    queries, keys = torch.randperm(T)[: T // 2], torch.randperm(T)[: T // 3]
+    made, _, _ = plain._in_row_order(block(queries, keys))
+    covered = [
+        query for piece in plain._split(made, "cpu", 1) for query in range(piece.queries.start, piece.queries.stop)
+    ]
+    assert len(covered) == len(set(covered))
+    assert set(made.sees_q.nonzero().flatten().tolist()) <= set(covered)
+
+
+def peak_of_backward(count):
+    """Bytes of all tensors that a backward over one document has alive at a time."""
+    everyone, live, peak, known = torch.arange(count), 0, 0, weakref.WeakSet()
+    made = Block(everyone, everyone, everyone * 0, everyone * 0)
+    query, key, value, d_out = (torch.randn(1, 2, count, 16) for _ in range(4))
+    out, lse = PlainKernel().forward(query, key, value, made, SCALE)
+
+    def free(size):
+        nonlocal live
+        live -= size
+
+    class Alive(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), settings=None):
+            nonlocal live, peak
+            result = function(*arguments, **(settings or {}))
+            for each in result if isinstance(result, tuple | list) else [result]:
+                storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+                if storage is not None and storage not in known:
+                    known.add(storage)
+                    live += storage.nbytes()
+                    weakref.finalize(storage, free, storage.nbytes())
+            peak = max(peak, live)
+            return result
+
+    with Alive():
+        PlainKernel().backward(d_out, query, key, value, out, lse, made, SCALE)
+    return peak
+
+
+def test_memory_of_the_backward_is_linear_in_the_row():
+    """Gradients are added in place: those of pieces that wait for their sum would be a square or a cube."""
+    assert 0 < peak_of_backward(4096) <= 4.4 * peak_of_backward(1024)
