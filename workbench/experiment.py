@@ -137,6 +137,7 @@ class Experiment:
         fresh: bool = False,
         force: bool = False,
         options: Mapping[str, str] | None = None,
+        per_job: int | None = None,
     ) -> Experiment:
         """Start the missing runs and return this experiment at once.
 
@@ -149,6 +150,7 @@ class Experiment:
             fresh: run everything again.
             force: run changed configurations again, instead of raising an error.
             options: options of the cluster's scheduler.
+            per_job: runs of one world size that share a job, one after another; None: the launcher chooses.
 
         Raises:
             SpecError, LaunchError: see `workbench.launch.run.launch`; then nothing was started.
@@ -163,16 +165,19 @@ class Experiment:
             force=force,
             trial=self._trial,
             options=options,
+            per_job=per_job,
         )
         return self
 
-    def requests(self, where: Where, *, options: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the exact scheduler request of every run, by name. Nothing is written, started or contacted.
+    def requests(
+        self, where: Where, *, options: Mapping[str, str] | None = None, per_job: int | None = None
+    ) -> dict[str, str]:
+        """Return the exact scheduler request of every job, by the names of its runs. Nothing is written or contacted.
 
         Raises:
             LaunchError: a run cannot be placed, or an option that the scheduler does not know.
         """
-        return requests(self.planned, self.folder, where=where, project=self.project, options=options)
+        return requests(self.planned, self.folder, where=where, project=self.project, options=options, per_job=per_job)
 
     def wait(self) -> dict[str, str]:
         """Wait until every run has ended, and return the `states`. An interrupt (Ctrl-C) leaves the runs running."""

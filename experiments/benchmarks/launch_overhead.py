@@ -146,7 +146,7 @@ def _run(folder: Path, ranks: int = RANKS) -> RunDirectory:
 
 def _torchx_s(run: RunDirectory) -> float:
     begin = time.perf_counter()
-    job = jobs.start(run, RANKS, Placement("cpu"), project=run.path, worker=TRIVIAL)
+    job = jobs.start([run], RANKS, Placement("cpu"), project=run.path, worker=TRIVIAL)
     _wait(job, begin)
     return _ended(run, begin, job.poll() == "succeeded")
 
@@ -167,7 +167,7 @@ def _bare_s(run: RunDirectory) -> float:
         begin = time.perf_counter()
         agent = subprocess.Popen(
             command,
-            env=os.environ | environment_of(run.path, Placement("cpu")),
+            env=os.environ | environment_of(Placement("cpu")),
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
@@ -184,7 +184,7 @@ def _bare_s(run: RunDirectory) -> float:
 def _ready_s(folder: Path, ranks: int) -> float:
     run = _run(folder, ranks)
     begin, begin_ns = time.perf_counter(), time.time_ns()
-    job = processes.start(run, ranks, Placement("cpu"), project=folder, worker=READY)
+    job = processes.start([run], ranks, Placement("cpu"), project=folder, worker=READY)
     _wait(job, begin)
     _ended(run, begin, job.poll() == "succeeded", ranks)
     return (max(int((run.path / f"ready{rank}").read_text()) for rank in range(ranks)) - begin_ns) / 1e9

@@ -18,10 +18,14 @@ from workbench.records.directory import RunDirectory
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--project", type=Path, required=True)
     arguments = parser.parse_args()
-    run, rank = RunDirectory.open(arguments.run), int(os.environ["RANK"])
+    for path in arguments.runs:
+        _run(RunDirectory.open(path), int(os.environ["RANK"]))
+
+
+def _run(run: RunDirectory, rank: int) -> None:
     with run.log_path(rank).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -41,8 +45,9 @@ def _train(run: RunDirectory, rank: int, world_size: int) -> None:
     import torch
     import torch.distributed as dist
 
-    if world_size > 1:
-        dist.init_process_group("gloo")
+    from workbench.sharding.mesh import join, leave
+
+    join("cpu", timeout_s=60.0, name=run.path.name)
     if rank == 0:
         run.set_state("running")
     for step in range(run.spec.steps):
@@ -57,8 +62,7 @@ def _train(run: RunDirectory, rank: int, world_size: int) -> None:
             dist.all_reduce(total)
         if rank == 0:
             run.append_step({"step": step, "ranks/all/sum": total.item(), "device": os.environ["WORKBENCH_DEVICE"]})
-    if world_size > 1:
-        dist.destroy_process_group()
+    leave()
 
 
 def run_here(run: RunDirectory, project: Path) -> None:

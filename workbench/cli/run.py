@@ -38,9 +38,7 @@ class _Options:
     ]
     where: Annotated[
         Where,
-        tyro.conf.arg(
-            help="A torchx job for each run, ranks of a process pool, one rank in this process, or a cluster."
-        ),
+        tyro.conf.arg(help="torchx jobs, ranks of a process pool, one rank in this process, or a cluster."),
     ] = "torchx"
     only: Annotated[
         tuple[str, ...], tyro.conf.arg(help="Only these configurations or runs, and all that they need.")
@@ -51,6 +49,10 @@ class _Options:
         tyro.conf.arg(help="Run changed configurations again, next to their old runs, instead of raising an error."),
     ] = False
     dry_run: Annotated[_Switch, tyro.conf.arg(help="Print the exact request of every job, and do nothing.")] = False
+    per_job: Annotated[
+        int | None,
+        tyro.conf.arg(help="Runs of one world size that share a job, one after another; by default chosen here."),
+    ] = None
     notebook: Annotated[bool, tyro.conf.arg(help="Execute the report as a notebook too, next to the page.")] = True
     scheduler: Annotated[
         tuple[str, ...],
@@ -68,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     chosen = _kinds(arguments)
     settings = Annotated[RunSpec, tyro.conf.arg(name="", help="Settings of every run, over the file's base.")]
     defaults = dataclasses.field(default=base.merged(chosen) if chosen else base)
-    options = tyro.cli(
+    options: Any = tyro.cli(  # of a class that exists only here: the defaults come from the file
         dataclasses.make_dataclass("RunOptions", [("settings", settings, defaults)], bases=(_Options,)),
         args=list(arguments),
         prog="workbench run",
@@ -86,7 +88,11 @@ def run(arguments: Sequence[str]) -> int:
         )
     changes = _given(arguments, options.settings.model_dump(mode="json"))
     experiment = Experiment(path, only=options.only, changes=changes)
-    launching: dict[str, Any] = {"where": options.where, "options": _options(options.scheduler)}
+    launching: dict[str, Any] = {
+        "where": options.where,
+        "options": _options(options.scheduler),
+        "per_job": options.per_job,
+    }
     if options.dry_run:
         for name, request in experiment.requests(**launching).items():
             print(f"# {name}\n{request}\n")

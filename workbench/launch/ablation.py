@@ -259,7 +259,8 @@ def select(planned: Sequence[PlannedRun], names: Sequence[str]) -> list[PlannedR
     for name in names:
         if name not in known:
             raise _unknown("choose runs", "name", name, known)
-    needed, more = set(), {run.name for run in planned if run.name in names or run.configuration in names}
+    needed: set[str | None] = set()
+    more: set[str | None] = {run.name for run in planned if run.name in names or run.configuration in names}
     while more:
         needed |= more
         more = {
@@ -330,7 +331,7 @@ def _check_comparable(where: str, planned: Sequence[PlannedRun]) -> None:
         below = run.spec.precision != "float64"
         others = {"reference": run.reference, "truth": run.truth if run.reference and below and not bits else ""}
         for role, other in ((role, specs[name]) for role, name in others.items() if name):
-            facts = {"steps": (run.spec.steps, other.steps)}
+            facts: dict[str, tuple[object, object]] = {"steps": (run.spec.steps, other.steps)}
             if bits:
                 facts["reproducible"] = (run.spec.reproducible, other.reproducible)
                 facts["rows"] = (_rows(run.spec), _rows(other))

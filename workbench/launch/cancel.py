@@ -74,11 +74,24 @@ def _handle(state: dict[str, Any]) -> str:
 def _end_without_launcher(run: RunDirectory) -> str:
     state = run.state
     if handle := _handle(state):
+        others = _waiting_in(handle, run)
+        if others and run.set_state("cancelled", unless="running") == "cancelled":
+            return "cancelled"  # the job's ranks skip it
         jobs.job_of(handle).cancel()
+        for other in others:  # the job would have executed them; `workbench run` gives them another one
+            other.set_state("cancelled")
     for process in (state[role] for role in ("agent", "rank0") if role in state):
         if is_of_this_machine(process) and is_process_alive(process):
             _stop(process["pid"])
     return record_end(run, "cancelled")
+
+
+def _waiting_in(handle: str, run: RunDirectory) -> list[RunDirectory]:
+    """Other runs of a job that have not ended."""
+    found = [
+        RunDirectory.open(path.parent) for path in run.path.parent.glob("*/config.json") if path.parent != run.path
+    ]
+    return [other for other in found if other.state.get("handle") == handle and other.state["state"] not in ENDED]
 
 
 def _stop(pid: int) -> None:

@@ -1,4 +1,4 @@
-"""The torchx job of one run: the same description for every scheduler, and the request that torchx makes of it.
+"""The torchx job of some runs: the same description for every scheduler, and the request that torchx makes of it.
 
 torchx's own `dist.ddp` starts `bash -c torchrun` from PATH, which is missing in a kernel whose environment was not
 activated. This one starts the running interpreter.
@@ -79,7 +79,7 @@ class Cluster:
 
 def run_job(
     name: str,
-    run_path: Path,
+    run_paths: Sequence[Path],
     world_size: int,
     placement: Placement,
     *,
@@ -87,19 +87,20 @@ def run_job(
     worker: str = WORKER,
     cluster: Cluster | None = None,
 ) -> AppDef:
-    """Build the job that executes one run directory; see `workbench.launch.jobs.start`.
+    """Build the job whose ranks execute run directories one after another; see `workbench.launch.jobs.start`.
 
     Without a cluster it is a child of this process and ends with it. On a cluster it outlives this process, the
-    interpreter is the cluster's, and the scheduler assigns GPUs; run directory and project have the same paths there as
-    here, on a shared file system.
+    interpreter is the cluster's, and the scheduler assigns GPUs; run directories and project have the same paths there
+    as here, on a shared file system.
     """
     from torchx import specs
 
-    environment = environment_of(run_path, placement)
+    environment = environment_of(placement)
     if cluster is None:
         environment["WB_PARENT_PID"] = str(os.getpid())
     else:
         environment = {key: value for key, value in environment.items() if not key.startswith("CUDA_")}
+    paths = [path.resolve() for path in run_paths]
     agent = f"-m workbench.launch.agent --standalone --nnodes=1 --nproc-per-node={world_size} --max-restarts=0"
     target = cluster or Cluster(python=sys.executable)
     memory_mb = MEMORY_MB[placement.device] if target.memory_mb is None else target.memory_mb
@@ -107,7 +108,7 @@ def run_job(
         name="trainer",
         image=target.image,
         entrypoint=target.python,
-        args=[*agent.split(), "-m", worker, str(run_path.resolve()), "--project", str(project.resolve())],
+        args=[*agent.split(), "-m", worker, *map(str, paths), "--project", str(project.resolve())],
         env=environment,
         num_replicas=1,
         mounts=specs.parse_mounts(list(target.mounts)) if target.mounts else [],
@@ -119,12 +120,11 @@ def run_job(
     return specs.AppDef(name=name, roles=[role])
 
 
-def environment_of(run_path: Path, placement: Placement) -> dict[str, str]:
-    """Environment variables of a run's processes, for every way to start them on this machine."""
+def environment_of(placement: Placement) -> dict[str, str]:
+    """Environment variables of a job's processes, for every way to start them on this machine."""
     environment = {
         "OMP_NUM_THREADS": "1",  # ranks share the cores, and sums keep one order
         "WORKBENCH_DEVICE": placement.device,
-        "WB_RUN_DIR": str(run_path.resolve()),
         "PYTHONPATH": python_path(),
     }
     if placement.gpus:
@@ -144,9 +144,14 @@ class Request(NamedTuple):
     plan: AppDryRunInfo
 
 
+def job_name(runs: Sequence[str]) -> str:
+    """Name of a job: that of its first run, and how many more it executes."""
+    return runs[0] if len(runs) == 1 else f"{runs[0]}-and-{len(runs) - 1}-more"
+
+
 def request_of(
-    name: str,
-    run_path: Path,
+    names: Sequence[str],
+    run_paths: Sequence[Path],
     world_size: int,
     placement: Placement,
     project: Path,
@@ -154,12 +159,12 @@ def request_of(
     scheduler: str,
     options: Mapping[str, str],
 ) -> Request:
-    """The request of torchx with our corrections; nothing is contacted."""
+    """The request of torchx with our corrections; nothing is contacted. Its files go to the first run's folder."""
     settings, cluster = _checked(scheduler, options)
-    run_path = run_path.resolve()
+    run_path, name = run_paths[0].resolve(), job_name(names)
     name = _kubernetes_name(name, run_path) if scheduler == KUBERNETES else name
     try:
-        app = run_job(name, run_path, world_size, placement, project=project, worker=worker, cluster=cluster)
+        app = run_job(name, run_paths, world_size, placement, project=project, worker=worker, cluster=cluster)
     except (KeyError, ValueError) as error:
         raise LaunchError(
             f"option mounts = {options.get('mounts')!r}",

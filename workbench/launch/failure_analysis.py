@@ -26,7 +26,7 @@ from typing import Any
 
 from workbench.atomic import from_json
 from workbench.errors import LaunchError
-from workbench.launch.jobs import agent_output
+from workbench.launch.jobs import agent_output, job_folder
 from workbench.launch.waits import Wait, find_waits, format_ranks
 from workbench.records.directory import RunDirectory
 from workbench.records.failures import EXIT_CODES, OOM, RECORDED_LAST, STOPPED, WAITING
@@ -154,7 +154,7 @@ class _FailureAnalysis:
 
     def __init__(self, run: RunDirectory, job_state: str) -> None:
         self.run, self.job_state = run, job_state
-        self.output = agent_output(run.path / "torchx") or read_text(run.path / "ranks" / "agent.log")
+        self.output = agent_output(job_folder(run)) or read_text(run.path / "ranks" / "agent.log")
         self.codes = _codes(run, self.output)
         self.oom_kills = _mapping(run.path / OOM).get("oom_kills", 0)
         self.views = read_all(run.path / "ranks")
@@ -290,7 +290,8 @@ class _FailureAnalysis:
             message,
             found=last or places or "no output",
             rule="rank 0 records how a run ended",
-            fix=f"read {log} in the run directory",
+            fix=f"read {log} in the run directory"
+            + (f" {shared}, of the same job" if (shared := self.run.state.get("job_of")) else ""),
         )
         killed = began and self.job_state != "succeeded"
         self.run.write_exit(None, {}, error, cause="killed" if killed else "start")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -269,6 +270,7 @@ def _send_output_to(log: Path) -> None:
     os.dup2(file, 2)
     os.close(file)
     for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper), "the interpreter's own streams"
         stream.reconfigure(line_buffering=True)
 
 

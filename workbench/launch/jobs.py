@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,11 +51,14 @@ class Job(Protocol):
 
     Attributes:
         handle: the scheduler's name for the job.
-        agent: the process that starts the ranks, {"pid", "create_time"}; None if it is not on this machine.
     """
 
     handle: str
-    agent: dict[str, Any] | None
+
+    @property
+    def agent(self) -> dict[str, Any] | None:
+        """The process that starts the ranks, {"pid", "create_time"}; None if it is not on this machine."""
+        ...
 
     def poll(self) -> str:
         """Current state: running, succeeded, failed or cancelled. A queued job is running."""
@@ -67,7 +70,7 @@ class Job(Protocol):
 
 
 def start(
-    run: RunDirectory,
+    runs: Sequence[RunDirectory],
     world_size: int,
     placement: Placement,
     *,
@@ -76,10 +79,10 @@ def start(
     scheduler: str = LOCAL,
     options: Mapping[str, str] | None = None,
 ) -> Job:
-    """Start the job of a run, or submit it to a cluster.
+    """Start the job of some runs, which its ranks execute one after another, or submit it to a cluster.
 
     Args:
-        run: the run directory. torchx's own files go to its ``torchx`` folder.
+        runs: the run directories. torchx's own files go to the ``torchx`` folder of the first.
         world_size: ranks, all on one node.
         placement: device of the ranks; on a cluster only the number of its GPUs counts.
         project: folder that paths in the spec are relative to.
@@ -90,15 +93,17 @@ def start(
     Raises:
         LaunchError: an unknown or missing option, or the job was not accepted.
     """
-    request = request_of(run.name, run.path, world_size, placement, project, worker, scheduler, options or {})
-    (run.path / "torchx").mkdir(exist_ok=True)
+    names, paths = [run.name for run in runs], [run.path for run in runs]
+    folder = job_folder(runs[0])
+    request = request_of(names, paths, world_size, placement, project, worker, scheduler, options or {})
+    folder.mkdir(exist_ok=True)
     if scheduler == LOCAL:
         return _start_local(request)
     try:
-        return ClusterJob(runner().schedule(request.plan), run)
+        return ClusterJob(runner().schedule(request.plan), runs)
     except Exception as error:
         raise LaunchError(
-            f"submit run {run.name} to {scheduler}",
+            f"submit run {' and '.join(names)} to {scheduler}",
             found=_why_refused(request, error),
             rule=f"{scheduler} accepts the job; {_SHARED}",
             fix="launch where the cluster's own commands work, and check the options; "
@@ -107,8 +112,8 @@ def start(
 
 
 def describe(
-    name: str,
-    run_path: Path,
+    names: Sequence[str],
+    run_paths: Sequence[Path],
     world_size: int,
     placement: Placement,
     *,
@@ -119,12 +124,12 @@ def describe(
 ) -> str:
     """Return the exact request of `start`: a command, an sbatch script, or YAML. Nothing is created or contacted.
 
-    It takes what `start` takes, but the name and path of a run that need not exist.
+    It takes what `start` takes, but names and paths of runs that need not exist.
 
     Raises:
         LaunchError: as `start`, for what can be checked before.
     """
-    request = request_of(name, run_path, world_size, placement, project, worker, scheduler, options or {})
+    request = request_of(names, run_paths, world_size, placement, project, worker, scheduler, options or {})
     if scheduler == SLURM:
         command, script = shlex.join(request.plan.request.cmd), request.plan.request.materialize()
         return f"{command} <<'SBATCH'\n{script}SBATCH\n"
@@ -151,6 +156,11 @@ def job_of(handle: str) -> Job:
             fix="end the processes that the run's state names: agent, then rank0",
         )
     return ClusterJob(handle)
+
+
+def job_folder(run: RunDirectory) -> Path:
+    """Folder of the torchx files of a run's job, which is that of the job's first run."""
+    return run.path.with_name(run.state.get("job_of", run.path.name)) / "torchx"
 
 
 def agent_output(log_dir: Path) -> str:
@@ -230,9 +240,9 @@ class ClusterJob:
             not ended the job, so it still counts as running.
     """
 
-    def __init__(self, handle: str, run: RunDirectory | None = None) -> None:
+    def __init__(self, handle: str, runs: Sequence[RunDirectory] = ()) -> None:
         self.handle, self.trouble, self.agent = handle, "", None
-        self._run = run
+        self._runs = runs
         self._ended: str | None = None
         self._asked_s = self._known_s = time.monotonic()
         self._first = True
@@ -240,7 +250,7 @@ class ClusterJob:
     def poll(self) -> str:
         """Current state, as of every `Job`; asks the cluster every `POLL_INTERVAL_S` at most.
 
-        If the cluster has no record of ended jobs, the end is read from the run directory.
+        If the cluster has no record of ended jobs, the end is read from the run directories.
         """
         if self._ended is None and (self._first or time.monotonic() - self._asked_s >= POLL_INTERVAL_S):
             self._ended, self._asked_s, self._first = self._ask(), time.monotonic(), False
@@ -281,7 +291,7 @@ class ClusterJob:
             return status.state.name.lower()
         if status is not None and status.state.name != "UNKNOWN":
             self._known_s = time.monotonic()
-        elif (ended := self._end_in_run_directory()) is not None:
+        elif (ended := self._end_in_run_directories()) is not None:
             return ended
         return "failed" if time.monotonic() - self._known_s > UNKNOWN_FOR_S else None
 
@@ -290,13 +300,16 @@ class ClusterJob:
         if "slurm state CANCELLED" in text:  # torchx 0.7 does not know the state "CANCELLED by 1000"
             return "cancelled"
         if getattr(error, "status", None) == 404:  # Kubernetes has no record of a deleted job
-            return self._end_in_run_directory() or "cancelled"
+            return self._end_in_run_directories() or "cancelled"
         self.trouble = text
-        return self._end_in_run_directory()
+        return self._end_in_run_directories()
 
-    def _end_in_run_directory(self) -> str | None:
-        state = self._run.state["state"] if self._run else ""
-        return state if state in ENDED and state != "lost" else None
+    def _end_in_run_directories(self) -> str | None:
+        """The end of the job by its runs: the first that did not succeed ended it. None if it may run."""
+        states = [run.state["state"] for run in self._runs]
+        if "failed" in states or not states:
+            return "failed" if states else None
+        return states[-1] if all(state in ENDED and state != "lost" for state in states) else None
 
 
 def _why_refused(request: Request, error: Exception) -> str:

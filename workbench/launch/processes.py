@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -136,14 +137,17 @@ class ProcessJob:
 
 
 def start(
-    run: RunDirectory, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER
+    runs: Sequence[RunDirectory], world_size: int, placement: Placement, *, project: Path, worker: str = WORKER
 ) -> ProcessJob:
-    """Start the ranks of a run, as `workbench.launch.jobs.start`, from the fork server; returns when they are running.
+    """Start the ranks of one run, as `workbench.launch.jobs.start`, from the fork server; returns when they run.
+
+    Forked ranks are ready in a fraction of a second, so a job of several runs would save nothing.
 
     Raises:
         LaunchError: the server does not start, or the worker cannot be imported.
     """
-    environment = {**os.environ, **environment_of(run.path, placement)}
+    [run] = runs
+    environment = {**os.environ, **environment_of(placement)}
     environment.pop("WB_PARENT_PID", None)  # of a torchx job that this process may be in
     request = Request(
         run=str(run.path.resolve()),
@@ -208,7 +212,7 @@ class _Server:
         # -P: nothing is imported from the program's folder. OMP_NUM_THREADS: no thread pool in a process that forks.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(Path(forkserver.__file__)), *PRELOAD],
-            stdin=remote,
+            stdin=remote.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

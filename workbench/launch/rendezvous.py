@@ -46,20 +46,24 @@ def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as scratch:
         logs = [Path(scratch) / f"rank{rank}" for rank in range(RANKS)]
-        ranks = []
+        ranks: list[subprocess.Popen[bytes]] = []
+        codes: list[int | None]
         try:
             for rank, log in enumerate(logs):
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as file:
-                    streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-                    ranks.append(subprocess.Popen(command, env=own, **streams))
-            codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+                    ranks.append(
+                        subprocess.Popen(
+                            command, env=own, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                        )
+                    )
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
         except subprocess.TimeoutExpired:
             codes = [None]
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            for process in ranks:
+                process.kill()
+                process.wait()
         texts = [log.read_text(encoding="utf8", errors="replace") for log in logs if log.exists()]
     outputs = [text.strip().splitlines() for text in texts]
     if any(codes):

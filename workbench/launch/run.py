@@ -20,9 +20,9 @@ from workbench.errors import LaunchError
 from workbench.launch import jobs, processes, resume
 from workbench.launch.ablation import AblationSpec, PlannedRun
 from workbench.launch.component import LOCAL, WORKER
-from workbench.launch.devices import Placement, place, visible_gpus
+from workbench.launch.devices import Placement, cores, place, visible_gpus
 from workbench.launch.sweep import Starter, Sweep
-from workbench.launch.task import RunEvent, Task
+from workbench.launch.task import RunEvent, Task, share
 from workbench.records.directory import CLUSTERS, RunDirectory
 from workbench.records.provenance import project_root, this_process
 
@@ -42,6 +42,7 @@ def launch(
     force: bool = False,
     trial: bool = False,
     options: Mapping[str, str] | None = None,
+    per_job: int | None = None,
     worker: str = WORKER,
 ) -> Sweep:
     """Start the missing runs of an ablation; return at once.
@@ -60,6 +61,9 @@ def launch(
         force: run configurations that changed since the last launch again, instead of refusing.
         trial: the experiment does not use these runs: they are neither compared with its earlier runs nor replace them.
         options: of the cluster's scheduler, such as {"partition": "gpu"} or {"queue": "default"}.
+        per_job: runs of one world size that a torchx job executes one after another in the same ranks, which import
+            their libraries once. Each run has a directory, a failure and a log of its own, and the bits of a job of its
+            own; if one fails, the remaining ones get another job. None: see `workbench.launch.task.share`.
         worker: module that the ranks run.
 
     Raises:
@@ -97,7 +101,8 @@ def launch(
         start: Starter = functools.partial(processes.start, project=project, worker=worker)
     else:
         start = functools.partial(jobs.start, **_job(where, project, options, worker))
-    return sweep.in_jobs(start, gpus=gpus, leased=where not in CLUSTERS)
+    per_job = 1 if where == "processes" else per_job
+    return sweep.in_jobs(start, gpus=gpus, leased=where not in CLUSTERS, per_job=per_job)
 
 
 def _job(where: Where, project: Path, options: Mapping[str, str] | None, worker: str) -> dict[str, Any]:
@@ -113,9 +118,10 @@ def requests(
     where: Where,
     project: Path | None = None,
     options: Mapping[str, str] | None = None,
+    per_job: int | None = None,
     worker: str = WORKER,
 ) -> dict[str, str]:
-    """Return the exact scheduler request of each run, by name. Nothing is created, started or contacted.
+    """Return the exact scheduler request of each job, by the names of its runs. Nothing is created or contacted.
 
     Raises:
         LaunchError: a run cannot be placed on this machine, an option that the scheduler does not know, or a way of
@@ -130,11 +136,19 @@ def requests(
         )
     project = (project or project_root()).resolve()
     gpus = visible_gpus() if where == "torchx" else []
-    job, descriptions = _job(where, project, options, worker), {}
-    for plan in planned:
-        placement = _place(plan, where, gpus)
-        path = RunDirectory.next_path(experiment_dir.resolve() / "runs", plan.name, plan.spec)
-        descriptions[plan.name] = jobs.describe(plan.name, path, plan.world_size, placement, **job)
+    placements = [_place(plan, where, gpus) for plan in planned]
+    kinds = [(plan.world_size, placement.device) for plan, placement in zip(planned, placements, strict=True)]
+    slots = {} if where in CLUSTERS else {"cpu": len(cores()), "cuda": len(gpus)}
+    sizes = share([(kind, plan.spec.steps) for kind, plan in zip(kinds, planned, strict=True)], slots, per_job)
+    common, descriptions = _job(where, project, options, worker), {}
+    for kind, size in sizes.items():
+        members = [index for index, other in enumerate(kinds) if other == kind]
+        for job in (members[start : start + size] for start in range(0, len(members), size)):
+            plans = [planned[index] for index in job]
+            names = [plan.name for plan in plans]
+            runs_dir = experiment_dir.resolve() / "runs"
+            paths = [RunDirectory.next_path(runs_dir, plan.name, plan.spec) for plan in plans]
+            descriptions[", ".join(names)] = jobs.describe(names, paths, kind[0], placements[job[0]], **common)
     return descriptions
 
 
@@ -160,8 +174,9 @@ def _prepare(
     """Return the earlier run of a plan if it can be reused, or else create a new, pending run directory."""
     resume.mark_lost(runs_dir, plan.name)
     identity: dict[str, Any] = {"device": placement.device, "inputs": inputs}
-    if plan.spec.frozen_clip in prepared:
-        identity["frozen_clip_run"] = prepared[plan.spec.frozen_clip].run.path.name
+    deciding = plan.spec.frozen_clip
+    if deciding is not None and deciding in prepared:
+        identity["frozen_clip_run"] = prepared[deciding].run.path.name
     note, notes = placement.note, [placement.note]
     if (earlier := None if fresh else resume.reusable(runs_dir, plan, identity)) is not None:
         if not (broken := resume.damage(earlier)):
@@ -190,7 +205,7 @@ def _deciding_first(
 ) -> Iterator[tuple[PlannedRun, Placement, Any]]:
     """Sort runs so that each comes after the one whose clip decisions it takes."""
     by_name = {each[0].name: each for each in planned}
-    needs = {name: {each[0].spec.frozen_clip} & by_name.keys() for name, each in by_name.items()}
+    needs = {name: by_name.keys() & {each[0].spec.frozen_clip} for name, each in by_name.items()}
     return (by_name[name] for name in TopologicalSorter(needs).static_order())
 
 

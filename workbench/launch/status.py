@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -84,25 +84,31 @@ def list_runs(*experiment_dirs: Path | str, every: bool = False, project: Path |
 def listing(entry: RunEntry) -> Listed:
     """Return a run as a list shows it; one that cannot be read has the state "unreadable"."""
     run, state = entry.run, entry.state
-    common = {
-        "experiment": entry.experiment_dir.name,
-        "name": entry.name,
-        "folder": entry.path.name,
-        "created_ns": entry.created_ns,
-        "ranks": int(state.get("world_size", 0)),
-        "device": str(state.get("device", "")),
-        "backend": str(state.get("backend", "")),
-    }
+    unreadable = Listed(
+        experiment=entry.experiment_dir.name,
+        name=entry.name,
+        folder=entry.path.name,
+        state="unreadable",
+        steps_done=0,
+        steps=0,
+        created_ns=entry.created_ns,
+        seconds=None,
+        ranks=int(state.get("world_size", 0)),
+        device=str(state.get("device", "")),
+        backend=str(state.get("backend", "")),
+        why=entry.problem,
+    )
     if run is None:
-        return Listed(state="unreadable", steps_done=0, steps=0, seconds=None, why=entry.problem, **common)
+        return unreadable
     status = run.status
-    return Listed(
+    return replace(
+        unreadable,
         state=status,
         steps_done=steps_recorded(run),
         steps=run.spec.steps,
         why=_why(entry, status),
         seconds=seconds(state, status),
-        **common | {"ranks": common["ranks"] or run.spec.layout.world_size},
+        ranks=unreadable.ranks or run.spec.layout.world_size,
     )
 
 
@@ -256,7 +262,7 @@ def status_of(run: RunDirectory) -> RunStatus:
         seconds_left=Pace(steps).seconds_left(run.spec.steps - len(steps)) if status == "running" else None,
         step_ms=median(times) if times else None,
         last=steps[-1] if steps else {},
-        evidence=evidence and evidence.as_json(),
+        evidence=None if evidence is None else evidence.as_json(),
         ranks=_ranks(run, world_size, exits),
         waiting=waits_of(run, exits),
         failure=failure,

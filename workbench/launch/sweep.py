@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from workbench.errors import LaunchError, RecordError, WorkbenchError
-from workbench.launch.devices import Placement
+from workbench.launch.devices import Placement, cores
 from workbench.launch.failure_analysis import record_end
 from workbench.launch.jobs import Job
-from workbench.launch.task import RunEvent, Task
+from workbench.launch.task import Kind, RunEvent, SharedJob, Task, share
 from workbench.records.directory import ENDED, RunDirectory
 from workbench.records.failures import failure_summary
 from workbench.records.progress import steps_recorded
@@ -28,8 +28,8 @@ from workbench.records.progress import steps_recorded
 _POLL_S = 0.1
 _GRACE_S = 20.0  # time that the watching thread has to end its jobs when the interpreter ends
 
-Starter = Callable[[RunDirectory, int, Placement], Job]
-"""Starts a run, given its directory, number of ranks and placement."""
+Starter = Callable[[Sequence[RunDirectory], int, Placement], Job]
+"""Starts a job, given the directories of the runs that it executes, the number of ranks and their placement."""
 
 
 class Sweep:
@@ -54,6 +54,8 @@ class Sweep:
         self.runs = [task.run for task in tasks]
         self.planned = [task.plan for task in tasks]
         self._tasks = list(tasks)
+        self._jobs: list[SharedJob] = []
+        self._began = time.monotonic()
         self._on_event = on_event or (lambda event: None)
         self._events: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
         self._ended, self._jobs_outlive_us = 0, False
@@ -130,19 +132,25 @@ class Sweep:
 
     # ---- execution -----------------------------------------------------------------------------------
 
-    def in_jobs(self, start: Starter, *, gpus: Sequence[str] = (), leased: bool = True) -> Sweep:
-        """Start the thread that starts a job for every run, and return at once.
+    def in_jobs(
+        self, start: Starter, *, gpus: Sequence[str] = (), leased: bool = True, per_job: int | None = 1
+    ) -> Sweep:
+        """Start the thread that starts the jobs, and return at once.
 
         Args:
-            start: starts the job of one run.
+            start: starts a job.
             gpus: ids of the GPUs that the runs may use.
             leased: the jobs run on this machine, share its devices with other launchers, and end with this process.
                 Otherwise they run on a cluster and outlive this process.
+            per_job: number of runs that share a job, see `workbench.launch.task.share`.
         """
         self._jobs_outlive_us = not leased
         atexit.register(self._leave)
         threading.Thread(
-            target=self._watch, args=(start, gpus, leased), name=f"sweep {self.experiment_dir.name}", daemon=True
+            target=self._watch,
+            args=(start, gpus, leased, per_job),
+            name=f"sweep {self.experiment_dir.name}",
+            daemon=True,
         ).start()
         return self
 
@@ -150,7 +158,8 @@ class Sweep:
         """Execute the runs in this process and thread, one after another, and return when the last has ended."""
         try:
             remaining = self._report_reused()
-            while task := _ready(remaining, []):
+            while ready := _ready(remaining, [], {}):
+                [task] = ready
                 remaining.remove(task)
                 task.started = time.monotonic()
                 self._report_progress(task)
@@ -168,23 +177,26 @@ class Sweep:
             self._close()
         return self
 
-    def _watch(self, start: Starter, gpus: Sequence[str], leased: bool) -> None:
+    def _watch(self, start: Starter, gpus: Sequence[str], leased: bool, per_job: int | None) -> None:
         try:
-            waiting, active = self._report_reused(), []
-            while (waiting or active) and not self._stop.is_set():
+            waiting = self._report_reused()
+            kinds = list(dict.fromkeys(task.kind for task in waiting))
+            waiting.sort(key=lambda task: kinds.index(task.kind))  # jobs of one kind fill the machine together
+            self._began = time.monotonic()
+            slots = {"cpu": len(cores()), "cuda": len(gpus)} if leased else {}
+            sizes = share([(task.kind, task.run.spec.steps) for task in waiting], slots, per_job)
+            while (waiting or self._jobs) and not self._stop.is_set():
                 self._drop_cancelled(waiting)
-                while (task := _ready(waiting, active)) and (not leased or task.take_devices(gpus)):
-                    waiting.remove(task)
-                    with self._isolated(task):
-                        if self._begin(task, start):
-                            active.append(task)
-                for task in list(active):
-                    with self._isolated(task):
-                        state = self._poll(task)
-                        if state != "running":
-                            active.remove(task)
-                            self._report_end(task, record_end(task.run, state))
-                active = [task for task in active if not task.abandoned]
+                while (tasks := _ready(waiting, [task for job in self._jobs for task in job.tasks], sizes)) and (
+                    (shared := SharedJob(tasks)) and (not leased or shared.take_devices(gpus))
+                ):
+                    waiting = [task for task in waiting if task not in tasks]
+                    self._jobs.append(shared)
+                    with self._isolated(shared, waiting):
+                        self._begin(shared, start, waiting)
+                for shared in list(self._jobs):
+                    with self._isolated(shared, waiting):
+                        self._poll(shared, waiting)
                 self._stop.wait(_POLL_S)
         except BaseException as error:
             self._error = error
@@ -192,40 +204,84 @@ class Sweep:
             self._close()
 
     @contextlib.contextmanager
-    def _isolated(self, task: Task) -> Iterator[None]:
+    def _isolated(self, shared: SharedJob, waiting: list[Task]) -> Iterator[None]:
         """End a run alone if its directory is gone or cannot be written; `wait` raises why, and the others continue."""
         try:
             yield
         except (OSError, WorkbenchError) as error:
             self._error = self._error or error
+            task = shared.tasks.pop(0)
             task.abandoned = True
             with contextlib.suppress(OSError, WorkbenchError):
-                if task.job:
-                    task.job.cancel()
+                if shared.job:
+                    shared.job.cancel()
                 record_end(task.run, "cancelled")
+            self._end_job(shared, waiting)
             self._report_end(task, _status(task.run), f"{type(error).__name__}: {error}".partition("\n")[0])
 
-    def _begin(self, task: Task, start: Starter) -> bool:
-        task.started = time.monotonic()
+    def _begin(self, shared: SharedJob, start: Starter, waiting: list[Task]) -> None:
+        first = shared.tasks[0]
+        first.started = time.monotonic()
         try:
-            task.job = start(task.run, task.plan.world_size, task.placement)
+            shared.job = start([task.run for task in shared.tasks], first.plan.world_size, first.placement)
         except LaunchError as error:
-            task.run.write_exit(None, {}, error, cause="start")
-            self._report_end(task, task.run.set_state("failed"))
-            return False
-        task.run.note(handle=task.job.handle)
-        self._report_progress(task)
-        return True
+            shared.tasks.pop(0)
+            first.run.write_exit(None, {}, error, cause="start")
+            self._end_job(shared, waiting)
+            self._report_end(first, first.run.set_state("failed"))
+            return
+        for task in shared.tasks:
+            task.run.note(handle=shared.job.handle, **({} if task is first else {"job_of": first.run.path.name}))
+        self._report_progress(first)
 
-    def _poll(self, task: Task) -> str:
-        assert task.job is not None, "an active task has a job"
-        if task.run.cancel_requested:
-            task.job.cancel()
-        state = task.job.poll()
-        if state == "running":
-            self._report_progress(task)
-            task.note_user()
-        return state
+    def _poll(self, shared: SharedJob, waiting: list[Task]) -> None:
+        """Record what has ended: runs whose ranks are done, cancelled ones, the job."""
+        assert shared.job is not None, "a job in the list was started"
+        self._cancel_requested_in(shared)
+        state = shared.job.poll()
+        while shared.tasks and shared.tasks[0].run.ranks_done:
+            self._end_first(shared, "succeeded")
+        if state != "running":
+            if shared.tasks and not shared.cancelled:
+                self._end_first(shared, state)
+            while shared.tasks and state == "cancelled" and not shared.cancelled:  # not by us: the job is not wanted
+                self._end_first(shared, state)
+            self._end_job(shared, waiting)
+        elif shared.tasks:
+            shared.tasks[0].started = shared.tasks[0].started or time.monotonic()
+            self._report_progress(shared.tasks[0])
+            shared.note_user()
+
+    def _cancel_requested_in(self, shared: SharedJob) -> None:
+        """Cancel runs of a job; a run that waits for its turn is skipped by the ranks, for another the job ends."""
+        assert shared.job is not None, "a job in the list was started"
+        requested = [task for task in shared.tasks if task.run.cancel_requested]
+        for task in requested:
+            if task.run.state["state"] in ENDED:
+                continue
+            if task.run.set_state("cancelled", unless="running") == "cancelled":
+                shared.tasks.remove(task)
+                self._report_end(task, "cancelled")
+            elif task is shared.tasks[0]:
+                shared.job.cancel()
+                shared.cancelled = True
+                self._end_first(shared, shared.job.poll())
+                return
+        if requested and not shared.tasks:
+            shared.job.cancel()
+
+    def _end_first(self, shared: SharedJob, state: str) -> None:
+        task = shared.tasks[0]
+        self._report_end(task, record_end(task.run, state))
+        shared.tasks.pop(0)
+
+    def _end_job(self, shared: SharedJob, waiting: list[Task]) -> None:
+        """Free the devices of a job that has ended, and let its remaining runs wait for another one."""
+        shared.release()
+        if shared in self._jobs:
+            self._jobs.remove(shared)
+        waiting[:0] = shared.tasks
+        shared.tasks = []
 
     def _drop_cancelled(self, waiting: list[Task]) -> None:
         for task in [task for task in waiting if task.run.cancel_requested]:
@@ -239,27 +295,35 @@ class Sweep:
 
     def _close(self) -> None:
         """Close every run, even if one of them raises, and report the end of the sweep."""
+        left = [task for shared in self._jobs for task in shared.tasks] if self._jobs_outlive_us else []
+        for shared in self._jobs:
+            with self._remembered():
+                if shared.job and not self._jobs_outlive_us:
+                    shared.job.cancel()
         for task in self._tasks:
-            if not (task.reused or task.abandoned):
-                try:
+            if not (task.reused or task.abandoned or task in left):
+                with self._remembered():
                     self._close_one(task)
-                except (OSError, WorkbenchError) as error:
-                    self._error = self._error or error
-                finally:
-                    task.release()
+        for shared in self._jobs:
+            shared.release()
         atexit.unregister(self._leave)
         self._finished.set()
         self._events.put(None)
 
+    @contextlib.contextmanager
+    def _remembered(self) -> Iterator[None]:
+        """Continue after an error, which `wait` raises."""
+        try:
+            yield
+        except (OSError, WorkbenchError) as error:
+            self._error = self._error or error
+
     def _close_one(self, task: Task) -> None:
-        """Stop its job, unless that is on a cluster; cancel the run, or remove its folder if it never started."""
-        if task.job and self._jobs_outlive_us:
+        """Cancel the run, or remove its folder if it never started."""
+        state = task.run.state["state"]
+        if state in ENDED:
             return
-        if task.job:
-            task.job.cancel()
-        if task.run.state["state"] in ENDED:
-            return
-        if task.started:
+        if task.started or state == "running":
             record_end(task.run, "cancelled")
         else:
             shutil.rmtree(task.run.path)
@@ -279,15 +343,25 @@ class Sweep:
             self._report(task, 0, "running", "")
 
     def _report_end(self, task: Task, state: str, why: str = "") -> None:
-        """Release the devices of a run and report its end."""
-        task.release()
+        """Report the end of a run."""
+        task.ended = True
         self._ended += 1
         task.read_steps()
         failure = task.run.failure() if state in ("failed", "lost") and not why else None
         self._report(task, self._ended, state, failure_summary(failure) if failure else why)
 
+    def _seconds_left(self) -> float | None:
+        """Estimate for all runs, from the steps of every rank that were taken and those that were not."""
+        started = [task for task in self._tasks if not task.reused]
+        all_steps = sum(task.plan.world_size * task.run.spec.steps for task in started)
+        left = sum(
+            task.plan.world_size * (task.run.spec.steps - max(task.steps_done, 0)) for task in started if not task.ended
+        )
+        taken = all_steps - left
+        return (time.monotonic() - self._began) * left / taken if taken and left else None
+
     def _report(self, task: Task, number: int, state: str, why: str) -> None:
-        event = task.event(number, len(self._tasks), state, why)
+        event = task.event(number, len(self._tasks), state, why, self._seconds_left())
         self._events.put(event)
         self._on_event(event)
 
@@ -311,7 +385,13 @@ def _status(run: RunDirectory) -> str:
         return "lost"
 
 
-def _ready(waiting: Sequence[Task], active: Sequence[Task]) -> Task | None:
-    """The first run that does not need the record of an unfinished run."""
+def _ready(waiting: Sequence[Task], active: Sequence[Task], sizes: Mapping[Kind, int]) -> list[Task]:
+    """The next runs that may share a job: none needs the record of an unfinished run that is not before it."""
     unfinished = {task.plan.name for task in [*waiting, *active]}
-    return next((task for task in waiting if task.run.spec.frozen_clip not in unfinished), None)
+    chosen: list[Task] = []
+    for task in waiting:
+        if chosen and (task.kind != chosen[0].kind or len(chosen) >= sizes.get(task.kind, 1)):
+            continue
+        if task.run.spec.frozen_clip not in unfinished - {other.plan.name for other in chosen}:
+            chosen.append(task)
+    return chosen

@@ -30,7 +30,6 @@ Letters: B rows | T tokens of a row.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -40,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,12 +276,11 @@ def _over(distance: float, own: float) -> float:
     return 1.0 if distance == 0 else math.inf if distance > 0 else math.nan
 
 
-def _trained(runs: Iterable[dict[str, Any]]) -> float | None:
+def _trained(runs: Collection[dict[str, Any]]) -> float | None:
     """Share of the steps whose gradient is finite and not zero; None if the runs did not record norms."""
-    norms = [run.get("gradient_norms") for run in runs]
-    if None in norms:
+    if any(run.get("gradient_norms") is None for run in runs):
         return None
-    every = list(itertools.chain.from_iterable(norms))
+    every = [norm for run in runs for norm in run["gradient_norms"]]
     return sum(norm != 0 and math.isfinite(norm) for norm in every) / len(every) if every else 0.0
 
 
@@ -323,8 +321,13 @@ def _job(ranks: int, folder: Path, give_up_s: float) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     title = f"verify: {ranks} rank{'s' if ranks > 1 else ''}"
     with (folder / f"said{ranks}").open("w+") as log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(_command(ranks, folder), env={"OMP_NUM_THREADS": "1"} | env, **streams)
+        process = subprocess.Popen(
+            _command(ranks, folder),
+            env={"OMP_NUM_THREADS": "1"} | env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         try:
             process.wait(give_up_s)
         except subprocess.TimeoutExpired:

@@ -141,8 +141,12 @@ def under_ours(align: Alignment, task: Task) -> Backward:
         loss = align.policy_loss(
             LOSS,
             policy_logprobs=logprobs,
+            old_logprobs=local["old_logprobs"],
+            ref_logprobs=local["ref_logprobs"],
+            advantages=local["advantages"],
+            mask=local["mask"],
+            documents=local["documents"],
             num_documents=task.rows,
-            **{name: local[name] for name in ("old_logprobs", "ref_logprobs", "advantages", "mask", "documents")},
         )
         loss.backward()
         return loss
@@ -175,9 +179,9 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             losses.append(backward(wrapped, batches[number % BATCHES]).item())
             if engine == "sum":
-                all_sum_([parameter.grad for parameter in model.parameters()], mesh["cp"])
+                all_sum_([_gradient(parameter) for parameter in model.parameters()], mesh["cp"])
             if engine is None:
-                each = [torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()]
+                each = [torch.linalg.vector_norm(_gradient(parameter)) for parameter in model.parameters()]
                 norms.append(torch.linalg.vector_norm(torch.stack(each)).item())
             optimizer.step()
             if mesh.device.type == "cuda":
@@ -190,6 +194,11 @@ def train(
         "reserved_bytes": reserved,
         "step_ms": clock.step_ms / task.steps,
     }
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "every rank's loss reaches every parameter"
+    return parameter.grad
 
 
 def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:

@@ -6,10 +6,12 @@ global norm and visible here. A parameter's group follows from the full names of
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -102,8 +104,18 @@ class StepClock:
         return time.perf_counter()
 
 
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` count from now, where the system allows it (Linux)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+
+
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process so far: allocated on the GPU if there is one, else resident."""
+    """Return this process's peak memory since `forget_peak`: allocated on the GPU if there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -166,12 +166,17 @@ class RunDirectory:
         processes = [state[role] for role in ("rank0", "agent", "launcher") if role in state]
         return str(state["state"]) if not processes or any(map(is_process_alive, processes)) else "lost"
 
-    def set_state(self, state: str, **fields: Any) -> str:
+    def set_state(self, state: str, *, unless: str = "", **fields: Any) -> str:
         """Move to a state and store further fields with it; existing fields stay.
 
         `running` adds this process and started_ns; an ended state adds ended_ns. An ended state is final, but for what
         the first rank cannot know when it writes: that a run which succeeded has failed on another rank, and that one
         which failed was cancelled.
+
+        Args:
+            state: the new state.
+            unless: a state in which the run is left as it is.
+            fields: stored with the state.
 
         Returns:
             The resulting state.
@@ -193,7 +198,8 @@ class RunDirectory:
             added = {"ended_ns": time.time_ns()}
         with locked(self.path / ".state.lock"):
             current = self.state
-            if current["state"] in ENDED and (current["state"], state) not in _CORRECTIONS:
+            ended = current["state"] in ENDED and (current["state"], state) not in _CORRECTIONS
+            if ended or current["state"] == unless:
                 return str(current["state"])
             write_whole(self.path / "state.json", to_json(current | added | fields | {"state": state}))
         return state
@@ -326,6 +332,12 @@ class RunDirectory:
         files = sorted((self.path / "ranks").glob("*.exit.json"))
         records = [_read_json(file, what="the folder of a run's ranks") for file in files]
         return {record["rank"]: record for record in records}
+
+    @property
+    def ranks_done(self) -> bool:
+        """True if it succeeded, and every rank has recorded that its part is done."""
+        exits = self.exits().values() if self.state["state"] == "succeeded" else ()
+        return len(exits) == self.spec.layout.world_size and all(record["ok"] for record in exits)
 
     def failure(self) -> dict[str, Any] | None:
         """Root cause: the first rank that failed by itself, not because a peer was gone.

@@ -177,11 +177,30 @@ def _group_among(lines: torch.Tensor) -> dist.ProcessGroup | None:
     return local_group
 
 
-def join(device_type: str, *, timeout_s: float) -> torch.device:
+_job_store: dist.Store | None = None
+
+
+def job_store(*, timeout_s: float) -> dist.Store | None:
+    """Return the key-value store of the job that this process was started in; None in a job of one rank.
+
+    Reads MASTER_ADDR and the other variables of torch's launchers, once: a job has one store for all that it executes.
+    A get that waits longer than ``timeout_s`` fails.
+    """
+    global _job_store
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if _job_store is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _job_store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if _job_store is not None:
+        _job_store.set_timeout(timeout)
+    return _job_store
+
+
+def join(device_type: str, *, timeout_s: float, name: str = "") -> torch.device:
     """Join the job that this process was started in, and return this rank's device.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK as every launcher of torch sets them; without them the job is one rank, which
-    joins nothing. A collective that waits longer than ``timeout_s`` fails.
+    joins nothing. A collective that waits longer than ``timeout_s`` fails. Processes that join, `leave` and join again
+    use another ``name`` each time: keys of earlier process groups stay in the job's store.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
@@ -190,8 +209,13 @@ def join(device_type: str, *, timeout_s: float) -> torch.device:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         with flight.entering("join", "world", range(world), "world"):
+            store = job_store(timeout_s=timeout_s)
+            assert store is not None, "a job of several ranks has a store"
             dist.init_process_group(
                 "nccl" if device_type == "cuda" else "gloo",
+                store=dist.PrefixStore(name, store),
+                rank=int(os.environ["RANK"]),
+                world_size=world,
                 timeout=datetime.timedelta(seconds=timeout_s),
                 device_id=device if device_type == "cuda" else None,
             )

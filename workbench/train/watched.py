@@ -26,16 +26,26 @@ AGENT_PID = "WB_AGENT_PID"
 """Environment variable with the pid of the agent, with which ranks exit; 0 or unset: ranks outlive it."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_open: list[int] = []  # files that signal handlers write to
 
 
 def enable_diagnostics(run: RunDirectory, rank: int) -> None:
-    """Start the flight recorder and the stack dumps of this rank, and exit with the agent."""
-    faulthandler.register(signal.SIGUSR1, file=_empty(stack_path(run, rank)))
-    last = _empty(last_stack_path(run, rank))
+    """Start the flight recorder and the stack dumps of this rank in a run, and exit with the agent.
+
+    At the next run of the same process they go on in its directory.
+    """
+    before = list(_open)
+    stack, last = _empty(stack_path(run, rank)), _empty(last_stack_path(run, rank))
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.unregister(signal.SIGTERM)  # chained once, to the handler of the process
     faulthandler.register(signal.SIGTERM, file=last, chain=True)
     faulthandler.enable(file=last)
+    _open[:] = [stack, last]
+    for file in before:
+        os.close(file)
     flight.start(flight_path(run, rank), rank)
-    if agent := int(os.environ.get(AGENT_PID, "0")):
+    agent = int(os.environ.get(AGENT_PID, "0"))
+    if agent and not before:
         die_with(agent)
 
 

@@ -1,7 +1,8 @@
 """One rank of one run: read the spec, train its steps, write the record.
 
-Started once per rank by a launcher (``python -m workbench.train.worker RUN_DIR``), or called in this process, which
-simulates several ranks (`run_here`). The first rank writes the record; every rank writes its exit record.
+Started once per rank by a launcher (``python -m workbench.train.worker RUN_DIR [RUN_DIR ...]``: several runs one after
+another), or called in this process, which simulates several ranks (`run_here`). The first rank writes the record; every
+rank writes its exit record.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import math
 import os
 import sys
@@ -23,7 +25,7 @@ from torch import Tensor
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.faults import planted
 from workbench.metrics.evidence import Evidence
-from workbench.metrics.step import StepClock, peak_bytes
+from workbench.metrics.step import StepClock, forget_peak, peak_bytes
 from workbench.policy.model import Policy
 from workbench.records.certificate import Certificate, write_certificate
 from workbench.records.directory import RunDirectory
@@ -32,7 +34,7 @@ from workbench.records.provenance import provenance
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
 from workbench.sharding import flight
-from workbench.sharding.mesh import Mesh, join, leave, make_mesh
+from workbench.sharding.mesh import Mesh, job_store, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.groups import OptimizerSpec
 from workbench.specs.run import RunSpec
@@ -81,13 +83,18 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
     """Execute one rank of a run and write its exit record. If the mesh is given, faults are planted already."""
     coordinates: dict[str, int] = {}
     try:
-        if rank == 0:
+        if join_job and not _begins(run, rank):
+            flight.stop()
+            return
+        if rank == 0 and not join_job:
             run.set_state("running")
         spec = run.spec
         faults = spec.faults if mesh is None else ()
         if mesh is None:
             device_type = _device_type(spec)
-            device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
+            device = torch.device(device_type)
+            if join_job:
+                device = join(device_type, timeout_s=spec.timeout_s, name=run.path.name)
             mesh = make_mesh(**_sizes(spec), device=device, alone=not join_job)
         coordinates = mesh.coordinates
         with planted(faults):
@@ -162,7 +169,7 @@ def _take_steps(
             certificate = None if marks is None else certify(policy, result, marks)
         for reason in result.fallbacks:
             sys.stdout.write(f"step {number}: fused_loss: {reason}\n")
-        trace = tracer and tracer.finish(result.tokens["policy_logprobs"])
+        trace = None if tracer is None else tracer.finish(result.tokens["policy_logprobs"])
         if mesh.is_first:
             if trace is not None:
                 write_trace(run, number, trace)
@@ -273,19 +280,15 @@ def _name(number: int, suffix: str = "") -> str:
 
 
 def main() -> None:
-    """Entry point of a rank: output goes to the rank's log, the exit code is 0 on success."""
-    parser = argparse.ArgumentParser(description="One rank of one run of the workbench.")
-    parser.add_argument("run_dir", type=Path)
+    """Entry point of a rank: output goes to its log in each run, the exit code is 0 on success."""
+    parser = argparse.ArgumentParser(description="One rank of runs of the workbench, one after another.")
+    parser.add_argument("run_dirs", type=Path, nargs="+")
     parser.add_argument("--project", type=Path, default=Path.cwd())
     arguments = parser.parse_args()
-    run, code, rank = RunDirectory.open(arguments.run_dir), 0, int(os.environ.get("RANK", "0"))
-    log = os.open(run.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    sys.stdout.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    code, rank = 0, int(os.environ.get("RANK", "0"))
     try:
-        enable_diagnostics(run, rank)
-        _rank(run, arguments.project, rank=rank, join_job=True)
+        for path in arguments.run_dirs:
+            _take_turn(RunDirectory.open(path), arguments.project, rank)
     except BaseException:
         import traceback
 
@@ -294,6 +297,31 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # nothing left to save; interpreter teardown costs a second a rank
+
+
+def _take_turn(run: RunDirectory, project: Path, rank: int) -> None:
+    """Execute a run in this process as if it were the first, unless it was cancelled before its turn."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(run.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    enable_diagnostics(run, rank)
+    gc.collect()
+    forget_peak(torch.device(_device_type(run.spec)))
+    _rank(run, project, rank=rank, join_job=True)
+
+
+def _begins(run: RunDirectory, rank: int) -> bool:
+    """Mark the run as running, on every rank the same; False if its end was requested while it waited for its turn."""
+    ranks, key = range(run.spec.layout.world_size), f"begins/{run.path.name}"
+    with flight.entering("begin", "world", ranks, "world"):
+        store = job_store(timeout_s=run.spec.timeout_s)
+        begins = rank == 0 and run.set_state("running") == "running"
+        if store is not None and rank == 0:
+            store.set(key, str(begins))
+        return begins if store is None else store.get(key) == b"True"
 
 
 if __name__ == "__main__":

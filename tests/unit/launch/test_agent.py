@@ -71,7 +71,6 @@ def job(folder, *faults, hang_s=2.0, **settings):
     output = run.path / "torchx/app/1/trainer/0"
     output.mkdir(parents=True)
     environment = os.environ | {
-        "WB_RUN_DIR": str(run.path),
         "WB_HANG_S": str(hang_s),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(project_root()),

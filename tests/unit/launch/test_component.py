@@ -17,7 +17,7 @@ GPUS = Placement("cuda", gpus=("3", "7"))
 
 
 def role_of(placement=CPU, **more):
-    app = run_job("cp2", Path("runs/cp2-0"), 2, placement, project=Path("proj"), **more)
+    app = run_job("cp2", [Path("runs/cp2-0")], 2, placement, project=Path("proj"), **more)
     assert app.name == "cp2"
     [role] = app.roles
     return role
@@ -49,7 +49,6 @@ def test_the_environment_on_cpu(monkeypatch):
         "OMP_NUM_THREADS": "1",
         "WORKBENCH_DEVICE": "cpu",
         "WB_PARENT_PID": str(os.getpid()),
-        "WB_RUN_DIR": str(Path.cwd() / "runs/cp2-0"),
         "PYTHONPATH": f"{project_root()}{os.pathsep}/elsewhere",
     }
 
@@ -72,7 +71,7 @@ def test_gpus_are_counted_in_nvidia_smi_order_unless_set_by_the_user(monkeypatch
 class TestOnACluster:
     def test_the_job_outlives_us_and_the_scheduler_gives_gpus(self):
         role = role_of(GPUS, cluster=Cluster())
-        assert set(role.env) == {"OMP_NUM_THREADS", "WORKBENCH_DEVICE", "WB_RUN_DIR", "PYTHONPATH"}
+        assert set(role.env) == {"OMP_NUM_THREADS", "WORKBENCH_DEVICE", "PYTHONPATH"}
         assert role.entrypoint == "python"
         assert role.resource.gpu == 2
 

@@ -43,7 +43,7 @@ def start(tmp_path):
 
     def start(*acts, ranks=2, placement=CPU, worker=ACTING):
         run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(steps=3, layout={"cp": ranks}, faults=list(acts)))
-        job = processes.start(run, ranks, placement, project=tmp_path, worker=worker)
+        job = processes.start([run], ranks, placement, project=tmp_path, worker=worker)
         started.append((job, family_of(job)))
         return job, run
 
@@ -103,7 +103,6 @@ class TestARank:
                 "OMP_NUM_THREADS": "1",
                 "WORKBENCH_DEVICE": "cuda",
                 "CUDA_VISIBLE_DEVICES": "3,7",
-                "WB_RUN_DIR": str(run.path),
             }
             assert {key: seen["environment"].get(key) for key in place} == place
             assert seen["environment"]["WB_AGENT_PID"] == str(job.agent["pid"])
@@ -284,7 +283,7 @@ from workbench.launch import processes
 from workbench.launch.devices import Placement
 from workbench.records.directory import RunDirectory
 run = RunDirectory.open(Path(sys.argv[1]))
-job = processes.start(run, 2, Placement("cpu"), project=run.path, worker={worker!r})
+job = processes.start([run], 2, Placement("cpu"), project=run.path, worker={worker!r})
 print(processes.server_process()["pid"], job.agent["pid"], *job.ranks.values(), flush=True)
 time.sleep({stay_s})
 """

@@ -45,10 +45,12 @@ class Scheduler:
     def __init__(self):
         self.jobs = {}
 
-    def __call__(self, run, world_size, placement):
+    def __call__(self, runs, world_size, placement):
+        run = runs[0]
         if run.name == "broken":
             raise LaunchError("start job broken", found="nothing works")
         self.jobs[run.name] = Pretended(run)
+        self.jobs[run.name].runs = runs
         self.jobs[run.name].placement = placement
         return self.jobs[run.name]
 
@@ -338,3 +340,111 @@ def test_time_left_uses_the_pace_of_recent_steps(tmp_path):
     sweep.follow(listen)
     assert [(event.steps_done, event.seconds_left) for event in reports] == [(0, None), (1, None), (2, 90.0), (2, None)]
     assert str(reports[2]).endswith(" s, 90 s left")
+
+
+def begin_shared(tasks, folder, per_job=None, **options):
+    scheduler = Scheduler()
+    sweep = Sweep(tasks, folder, **options).in_jobs(scheduler, gpus=["4", "5"], per_job=per_job)
+    return sweep, scheduler.jobs
+
+
+def execute(run, *, ok=True):
+    """What the ranks of a job do for one run."""
+    run.set_state("running")
+    for rank in range(run.spec.layout.world_size):
+        run.write_exit(rank, {}, None if ok else ValueError("no"))
+    run.set_state("succeeded" if ok else "failed")
+
+
+@pytest.mark.usefixtures("leases")
+class TestSharedJobs:
+    def test_runs_of_one_world_size_share_a_job_and_end_one_by_one(self, tmp_path):
+        tasks = [task(tmp_path, "a", 2), task(tmp_path, "single"), task(tmp_path, "b", 2), task(tmp_path, "c", 2)]
+        events = []
+        sweep, jobs = begin_shared(tasks, tmp_path, on_event=events.append)
+        until(lambda: "a" in jobs)
+        assert [run.name for run in jobs["a"].runs] == ["a", "b", "c"]
+        for run in jobs["a"].runs[:2]:
+            execute(run)
+        until(lambda: [event.name for event in events if event.number] == ["a", "b"])
+        assert sweep.states() == {"a": "succeeded", "single": "pending", "b": "succeeded", "c": "pending"}
+        execute(jobs["a"].runs[2])
+        jobs["a"].state = "succeeded"
+        until(lambda: "single" in jobs)
+        execute(jobs["single"].run)
+        jobs["single"].state = "succeeded"
+        assert set(sweep.wait(10).states().values()) == {"succeeded"}
+        lefts = [event.all_seconds_left for event in events if event.number]
+        assert all(left is not None for left in lefts[:-1])
+        assert lefts[-1] is None
+
+    def test_after_a_failure_the_remaining_runs_get_another_job(self, tmp_path, leases):
+        sweep, jobs = begin_shared([task(tmp_path, name, 2) for name in "abcd"], tmp_path)
+        until(lambda: "a" in jobs)
+        execute(jobs["a"].runs[0])
+        execute(jobs["a"].runs[1], ok=False)
+        jobs["a"].state = "failed"
+        until(lambda: "c" in jobs)
+        assert [run.name for run in jobs["c"].runs] == ["c", "d"]
+        for run in jobs["c"].runs:
+            execute(run)
+        jobs["c"].state = "succeeded"
+        assert sweep.wait(10).states() == {"a": "succeeded", "b": "failed", "c": "succeeded", "d": "succeeded"}
+        assert sorted(leases["core"]) == ["0", "1"]
+
+    def test_a_crash_between_two_runs_is_that_of_the_next_one(self, tmp_path):
+        sweep, jobs = begin_shared([task(tmp_path, name, 2) for name in "abc"], tmp_path)
+        until(lambda: "a" in jobs)
+        execute(jobs["a"].runs[0])
+        jobs["a"].state = "failed"
+        until(lambda: "c" in jobs)
+        execute(jobs["c"].run)
+        jobs["c"].state = "succeeded"
+        assert sweep.wait(10).states() == {"a": "succeeded", "b": "failed", "c": "succeeded"}
+
+    def test_a_cancelled_run_that_waits_for_its_turn_does_not_end_the_job(self, tmp_path):
+        sweep, jobs = begin_shared([task(tmp_path, name, 2) for name in "abc"], tmp_path)
+        until(lambda: "a" in jobs)
+        sweep.cancel("b")
+        until(lambda: sweep.states()["b"] == "cancelled")
+        assert jobs["a"].state == "running"
+        for run in (jobs["a"].runs[0], jobs["a"].runs[2]):
+            execute(run)
+        jobs["a"].state = "succeeded"
+        assert sweep.wait(10).states() == {"a": "succeeded", "b": "cancelled", "c": "succeeded"}
+
+    def test_the_end_of_the_executed_run_gives_the_others_another_job(self, tmp_path):
+        sweep, jobs = begin_shared([task(tmp_path, name, 2) for name in "abc"], tmp_path)
+        until(lambda: "a" in jobs)
+        sweep.cancel("a")
+        until(lambda: "b" in jobs)
+        assert (jobs["a"].state, [run.name for run in jobs["b"].runs]) == ("cancelled", ["b", "c"])
+        sweep.cancel()
+        assert set(sweep.wait(10).states().values()) == {"cancelled"}
+
+    def test_a_job_that_somebody_else_cancelled_is_not_started_again(self, tmp_path):
+        sweep, jobs = begin_shared([task(tmp_path, name, 2) for name in "abc"], tmp_path)
+        until(lambda: "a" in jobs)
+        jobs["a"].state = "cancelled"
+        assert set(sweep.wait(10).states().values()) == {"cancelled"}
+        assert set(jobs) == {"a"}
+
+    def test_a_run_comes_after_the_source_of_its_clip_decisions_in_the_same_job(self, tmp_path):
+        tasks = [
+            task(tmp_path, "b", 2, frozen_clip="a"),
+            task(tmp_path, "a", 2),
+            task(tmp_path, "c", 2, frozen_clip="a"),
+        ]
+        sweep, jobs = begin_shared(tasks, tmp_path)
+        until(lambda: "a" in jobs)
+        assert [run.name for run in jobs["a"].runs] == ["a", "c"]
+        sweep.cancel()
+        sweep.wait(10)
+
+    def test_jobs_of_one_kind_run_next_to_each_other(self, tmp_path):
+        tasks = [task(tmp_path, "a"), task(tmp_path, "wide", 2), task(tmp_path, "b"), task(tmp_path, "c")]
+        sweep, jobs = begin_shared(tasks, tmp_path, per_job=2)
+        until(lambda: set(jobs) == {"a", "c"})
+        assert [[run.name for run in job.runs] for job in jobs.values()] == [["a", "b"], ["c"]]
+        sweep.cancel()
+        sweep.wait(10)
