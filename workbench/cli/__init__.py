@@ -34,6 +34,7 @@ VERBS = {
     "export": ("experiment", "export runs to W&B, trackio, MLflow or TensorBoard"),
     "rollouts": ("rollouts", "import, check or record rollouts"),
     "lab": ("lab", "open JupyterLab on the notebooks"),
+    "notebooks": ("lab", "copy the notebooks, with all that they need, to a folder"),
     "bench": ("bench", "run the performance benchmarks and record the results"),
     "verify": ("bench", "check that multi-GPU training matches one GPU, with flat memory"),
     "doctor": ("doctor", "check the environment, and tell how to fix what is missing"),

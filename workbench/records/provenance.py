@@ -24,14 +24,18 @@ _ABSOLUTE = re.compile(r"(?<![\w./:~*-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
 
 
+PACKAGED = Path(workbench.__file__).resolve().parent / "_project"
+"""Notebooks, rollout dataset and ablations in an installed wheel; a checkout has its own and no such folder."""
+
+
 def project_root(start: Path | None = None) -> Path:
     """The folder that paths in specs (``data/...``, ``experiments/...``) are relative to.
 
     That is the starting folder (by default the current one) if it has a `data` folder, and otherwise the
-    source tree of this package.
+    source tree of this package, or what an installed wheel has of it.
     """
-    start = (start or Path.cwd()).resolve()
-    return start if (start / "data").is_dir() else _source_root()
+    candidates = [(start or Path.cwd()).resolve(), _source_root(), PACKAGED]
+    return next((folder for folder in candidates if (folder / "data").is_dir()), _source_root())
 
 
 def python_path() -> str:
