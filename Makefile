@@ -1,7 +1,8 @@
 # make report   from a fresh machine to a saved report      make test       the default suite
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
 # make bench    the performance benchmarks, measured here; records and pages in experiments/
-# make lint     ruff check and ruff format --check
+# make lint     ruff check and ruff format --check          make types      mypy
+# make docs     the manual as a searchable site in docs/_build/html, with executed notebooks (DOCS_NOTEBOOKS=off: without outputs)
 # make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
 #
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 WORKERS ?= 2
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
-.PHONY: report test test-all test-matrix lab bench lint clean
+.PHONY: report test test-all test-matrix lab bench lint types docs clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -37,11 +38,18 @@ test-matrix: .venv/.installed-dev browser
 	tests/matrix.sh $(ONLY)
 
 lint: .venv/.installed-dev
-	$(BIN)/python -m ruff check workbench tests notebooks experiments
-	$(BIN)/python -m ruff format --check workbench tests notebooks experiments
+	$(BIN)/python -m ruff check workbench tests notebooks experiments docs
+	$(BIN)/python -m ruff format --check workbench tests notebooks experiments docs
+
+types: .venv/.installed-dev
+	$(BIN)/python -m mypy
+
+docs: .venv/.installed-docs
+	$(BIN)/python -m experiments.summary
+	$(BIN)/python -m sphinx -W --keep-going -b html -c docs -d docs/_build/doctrees . docs/_build/html
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference/api
 	find workbench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and exactly: a looser request could pull another build of it
@@ -52,6 +60,10 @@ clean:
 
 .venv/.installed-dev: .venv/.installed
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/.installed-docs: .venv/.installed
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 # Debian keeps ensurepip in a package of its own

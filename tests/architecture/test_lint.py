@@ -11,7 +11,7 @@ import pytest
 def test_ruff_is_clean(command):
     project = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, "workbench", "tests", "notebooks", "experiments"],
+        [sys.executable, "-m", "ruff", *command, "workbench", "tests", "notebooks", "experiments", "docs"],
         cwd=project,
         capture_output=True,
         text=True,

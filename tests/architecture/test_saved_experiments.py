@@ -24,6 +24,8 @@ from workbench.specs.run import RunSpec
 
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"
+BENCHMARKS = PROJECT / "docs/benchmarks.md"
+GUIDES = PROJECT / "docs/guides"
 SAVED = sorted(path.parent for path in EXPERIMENTS.glob("*/comparison.json"))
 MEASURED = [
     EXPERIMENTS / name
@@ -101,13 +103,9 @@ def test_the_saved_page_of_the_head_is_that_of_its_records():
     assert page(*records) == (EXPERIMENTS / "head/report.html").read_text()
 
 
-def test_readme_matches_the_record_of_the_head():
+def test_docs_match_the_record_of_the_head():
     record = from_json((EXPERIMENTS / "head/head.json").read_text())
-    lines = {
-        line.split("|")[1].strip(): line
-        for line in (PROJECT / "README.md").read_text().splitlines()
-        if line.startswith("| `")
-    }
+    lines = {line.split("|")[1].strip(): line for line in BENCHMARKS.read_text().splitlines() if line.startswith("| `")}
     for text, name in (
         ("`fused_loss`, token-level", "fused_loss"),
         ("`fused_loss`, GSPO", "fused_loss GSPO"),
@@ -118,7 +116,15 @@ def test_readme_matches_the_record_of_the_head():
         cells = [f"{entry['ratio']:.2f} ({entry['extra_gib']:.1f})" for entry in results]
         assert [cell.strip() for cell in lines[text].split("|")[2:-1]] == cells
     held = sum(bar["holds"] for bar in record["bars"].values())
-    assert f"{held} of {len(record['bars'])} bars hold." in (PROJECT / "README.md").read_text()
+    for text in (BENCHMARKS.read_text(), (GUIDES / "log-probabilities.md").read_text()):
+        assert f"{held} of {len(record['bars'])} bars hold." in text
+    ratios = [
+        work["forward_backward"]["contenders"][name]["ratio"]
+        for work in record["workloads"].values()
+        for name in ("fused_loss", "fused_loss GSPO")
+    ]
+    guide = (GUIDES / "log-probabilities.md").read_text()
+    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} times three plain GEMMs" in guide
 
 
 def test_the_saved_page_of_layouts_on_gpus_is_that_of_its_record():
@@ -126,11 +132,11 @@ def test_the_saved_page_of_layouts_on_gpus_is_that_of_its_record():
     assert gpu_layouts.page(record) == (EXPERIMENTS / "gpu_layouts/report.html").read_text()
 
 
-def test_readme_matches_the_record_of_gpu_layouts():
+def test_docs_match_the_record_of_gpu_layouts():
     record = from_json((EXPERIMENTS / "gpu_layouts/layouts.json").read_text())
-    readme = (PROJECT / "README.md").read_text()
+    page = BENCHMARKS.read_text()
     measured = record["workloads"]["bfloat16_32k"]
-    lines = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+)k \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    lines = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+)k \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert {name for name, *_ in lines} >= {"one_rank", "dp4", "cp4_zigzag", "cp4_ring", "tp4_sequence_parallel"}
     for name, *cells in lines:
         result = measured[name]
@@ -143,15 +149,16 @@ def test_readme_matches_the_record_of_gpu_layouts():
         ], name
     entries = [result for workload in record["workloads"].values() for result in workload.values()]
     within = sum(result["parity"]["within"] for result in entries if "parity" in result)
-    assert f"All {within} layouts measured" in readme
+    assert f"All {within} layouts measured" in page
+    assert f"all {within} layouts measured" in (GUIDES / "layouts.md").read_text()
     assert within == sum("parity" in result for result in entries)
-    assert f"{sum('left_out' in result for result in entries)} of float32 were not reached" in readme
+    assert f"{sum('left_out' in result for result in entries)} of float32 were not reached" in " ".join(page.split())
 
 
-def test_readme_matches_the_record_of_the_reproducible_mode():
+def test_docs_match_the_record_of_the_reproducible_mode():
     record = from_json((EXPERIMENTS / "reproducible/reproducible.json").read_text())
     assert reproducible.page(record) == (EXPERIMENTS / "reproducible/report.html").read_text()
-    readme = (PROJECT / "README.md").read_text()
+    guide, tables = " ".join((GUIDES / "reproducible-runs.md").read_text().split()), BENCHMARKS.read_text()
     entries = {
         (workload, layout): result
         for machine in record["machines"]
@@ -160,8 +167,8 @@ def test_readme_matches_the_record_of_the_reproducible_mode():
     }
     same = [result["same"]["reproducible"] for result in entries.values() if "same" in result]
     assert all(result["equal"] == result["tensors"] > 200 for result in same)
-    assert f"all {len(same)} of {len(same)} runs" in readme
-    lines = re.findall(r"^\| (hidden_\d+) \| (\w+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    assert f"all {len(same)} of {len(same)} runs" in guide
+    lines = re.findall(r"^\| (hidden_\d+) \| (\w+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", tables, re.MULTILINE)
     timed = {key: result["timed"] for key, result in entries.items() if "timed" in result}
     assert [(workload, layout) for workload, layout, *_ in lines] == list(timed)
     for workload, layout, *cells in lines:
@@ -172,6 +179,11 @@ def test_readme_matches_the_record_of_the_reproducible_mode():
             f"{exact['step_ms'] / fast['step_ms']:.2f}",
             f"{exact['peak_gib'] / fast['peak_gib']:.2f}",
         ]
+    for text, key in (("takes {} to {} times the time", "step_ms"), ("and {} to {} times the memory", "peak_gib")):
+        costs = [entry["reproducible"][key] / entry["fast"][key] for entry in timed.values()]
+        assert text.format(f"{min(costs):.2f}", f"{max(costs):.2f}") in " ".join(guide.split()).replace(
+            "of the ordinary one ", ""
+        )
     missed = [name for name, bar in record["bars"].items() if not bar["holds"]]
     assert all("cp4" in name and "memory" in name for name in missed)
 
@@ -183,11 +195,11 @@ def test_the_saved_page_of_bridges_is_that_of_its_record(folder):
     assert bridge.page(record) == (EXPERIMENTS / folder / "bridge.html").read_text()
 
 
-def test_readme_matches_the_record_of_bridges():
+def test_docs_match_the_record_of_bridges():
     record = from_json((EXPERIMENTS / "encoder_bridge/h200/bridge.json").read_text())
     lines = re.findall(
         r"^\| ([\w-]+) \| ([\w ,-]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| (\d+) \|$",
-        (PROJECT / "README.md").read_text(),
+        BENCHMARKS.read_text(),
         re.MULTILINE,
     )
     assert len(lines) == 9
@@ -201,12 +213,12 @@ def test_readme_matches_the_record_of_bridges():
         ]
 
 
-def test_readme_matches_the_record_of_verify():
+def test_docs_match_the_record_of_verify():
     record = from_json((EXPERIMENTS / "benchmarks/verify.json").read_text())
     runs = [run for name, run in record["runs"].items() if name.startswith(("torch", "ours"))]
     assert len(runs) == 4
     most = max(run["over_one_rank"] for run in runs)
-    assert f"at most {most:.2f} times as far" in (PROJECT / "README.md").read_text()
+    assert f"at most {most:.2f} times as far" in " ".join((GUIDES / "your-trainer.md").read_text().split())
     assert all(run["bytes"][kind]["growth"] == 0 for run in runs for kind in ("allocated", "reserved"))
     assert all(bar["holds"] for bar in record["bars"].values())
 
@@ -262,26 +274,28 @@ def test_the_figure_of_the_readme_is_saved():
         assert (PROJECT / picture).is_file(), picture
 
 
-def test_readme_matches_the_records_of_the_fused_head():
+def test_docs_match_the_records_of_the_fused_head():
     records = fused_ab.Records.load(EXPERIMENTS / "fused_ab")
-    readme = " ".join((PROJECT / "README.md").read_text().split())
+    page = " ".join(BENCHMARKS.read_text().split())
+    guide = " ".join((GUIDES / "online-rl.md").read_text().split())
     curves, step = fused_ab.training_table(records), fused_ab.step_table(records.step_one)
     for key, title in fused_ab.METRICS.items():
         cells = [significant(curves.loc[key, name]) for name in ("first", "last", "fused_last")]
         cells += [significant(curves.loc[key, name], 2) for name in ("fused_plain", "rounding", "seeds")]
-        assert f"| {title} | {' | '.join(cells)} |" in readme
-    for precision, away in (("float64", "away "), ("float32", "")):
-        text, row = "{} and {} " + away + "(allowed {} and {})", step.loc[f"fused-{precision}"]
+        assert f"| {title} | {' | '.join(cells)} |" in page
+    for precision in ("float64", "float32"):
+        text, row = "{} and {} away (allowed {} and {})", step.loc[f"fused-{precision}"]
         names = ("loss_off", "norm_off", "loss_budget", "norm_budget")
-        assert text.format(*(significant(row[name], 2) for name in names)) in readme
+        assert text.format(*(significant(row[name], 2) for name in names)) in page
     times = curves["fused_plain"] / curves["rounding"]
-    assert f"lie {significant(times.min(), 2)} to {significant(times.max(), 2)} times as far apart" in readme
+    assert f"lie {significant(times.min(), 2)} to {significant(times.max(), 2)} times as far apart" in page
+    assert f"lie {significant(times.min(), 2)} to {significant(times.max(), 2)} times as far apart" in guide
     million = records.policy["parameters_beside_embedding"] / 1e6
-    assert f"{million:.1f} million parameters beside its embedding" in readme
-    assert f"until {records.policy['success_rate']:.0%} of its answers are right" in readme
+    assert f"{million:.1f} million parameters beside its embedding" in page
+    assert f"until {records.policy['success_rate']:.0%} of its answers are right" in page
 
 
-def test_readme_matches_the_records_of_the_first_ratio():
+def test_docs_match_the_records_of_the_first_ratio():
     result = ratio_at_step_zero.ratios(ratio_at_step_zero.Records.load(EXPERIMENTS / "ratio_at_step_zero"))
     made = {
         f"| {row['sampler']} | {row['trainer']} | {row['head']} | {row['temperature']:g} "
@@ -289,14 +303,13 @@ def test_readme_matches_the_records_of_the_first_ratio():
         f"| {significant(100 * row['outside'], 2)} % |"
         for _, row in result.iterrows()
     }
-    lines = re.findall(r"^\| b?float\d+ \| b?float\d+ \| .*% \|$", (PROJECT / "README.md").read_text(), re.MULTILINE)
-    assert len(lines) == 7
-    assert made.issuperset(lines)
+    lines = re.findall(r"^\| b?float\d+ \| b?float\d+ \| .*% \|$", BENCHMARKS.read_text(), re.MULTILINE)
+    assert made == set(lines)
 
 
-def test_readme_matches_the_record_of_the_small_run():
+def test_docs_match_the_record_of_the_small_run():
     comparison = Comparison.load(EXPERIMENTS / "online/comparison.json")
-    first, last = re.search(r"Right answers rise from (\d+) to (\d+) %", (PROJECT / "README.md").read_text()).groups()
+    first, last = re.search(r"Right answers rise from (\d+) to (\d+) %", (GUIDES / "online-rl.md").read_text()).groups()
     text = f"{first} % of the completions right in the first tenth of the steps, {last} % in the last"
     assert text in online_answer(comparison)
     planned = {plan.name: plan.spec for plan in load_ablation(EXPERIMENTS / "online/ablation.yaml").expand()}

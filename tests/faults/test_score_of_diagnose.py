@@ -128,14 +128,18 @@ def test_nothing_saved_names_a_machine(name):
     assert re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", (FOLDER / name).read_text()) == []
 
 
-def test_readme_matches_the_records_of_diagnose(results):
-    readme = " ".join((FOLDER.parents[1] / "README.md").read_text().split())
+def test_docs_match_the_records_of_diagnose(results):
+    readme, concepts, guide = (
+        " ".join((FOLDER.parents[1] / page).read_text().split())
+        for page in ("README.md", "docs/concepts.md", "docs/guides/diagnose.md")
+    )
     unseen = [row for row in json.loads((FOLDER / "unseen.json").read_text())["shown"] if row["precision"] == "float64"]
     today = [row for row in results["shown"] if row["precision"] == "float64"]
-    assert f"{len(fault_names())} known bugs of the field" in readme
-    assert f"{len(unseen)} of {len(today)} faults were written" in readme
-    assert f"true cause of {sum(row['rank'] == 1 for row in unseen)} of {len(unseen)} first in float64" in readme
-    assert f"names {sum(row['rank'] == 1 for row in today)} first and every one in its first three" in readme
+    for page in (readme, concepts):
+        assert f"{len(fault_names())} known bugs of the field" in page
+    assert f"{len(unseen)} of {len(today)} faults were written" in guide
+    assert f"true cause of {sum(row['rank'] == 1 for row in unseen)} of {len(unseen)} first in float64" in guide
+    assert f"names {sum(row['rank'] == 1 for row in today)} first and every one in its first three" in guide
     assert all((row["rank"] or 9) <= 3 for row in today)
-    assert f"{len(results['pairs'])} pairs of right runs (float32 and bfloat16) are never accused" in readme
+    assert f"{len(results['pairs'])} pairs of right runs (float32 and bfloat16) are never accused" in guide
     assert all(row["equal"] for row in results["pairs"])

@@ -1,0 +1,558 @@
+"""docs/benchmarks.md: every measured table, from the saved records in this folder.
+
+``python -m experiments.summary`` writes it; ``tests/docs/test_benchmarks.py`` checks that the file is current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.diagnosis.page import first, scored
+from experiments.fused_ab import page as fused_ab
+from experiments.ratio_at_step_zero import page as ratio_at_step_zero
+from workbench.atomic import from_json, write_whole
+from workbench.compare.comparison import Comparison
+from workbench.report.numbers import significant
+from workbench.report.online import online_answer
+
+EXPERIMENTS = Path(__file__).parent
+PAGE = EXPERIMENTS.parent / "docs/benchmarks.md"
+
+HEAD_ROWS = (
+    ("`fused_loss`, token-level", "fused_loss"),
+    ("`fused_loss`, GSPO", "fused_loss GSPO"),
+    ("the same, documents of two chunks", "fused_loss GSPO long"),
+    ("`token_logprobs`, all kept", "token_logprobs, room"),
+    ("`token_logprobs`, nothing kept", "token_logprobs"),
+)
+"""Label -> contender of `head.json`."""
+
+LAYOUTS = (
+    "one_rank",
+    "dp4",
+    "dp4_sharded",
+    "dp2_cp2",
+    "cp4_zigzag",
+    "cp4_ulysses",
+    "cp4_ring",
+    "cp4_checkpointing",
+    "tp4_sequence_parallel",
+    "cp2_tp2_sequence_parallel",
+)
+"""Layouts of the table; the report of `gpu_layouts` has all."""
+
+BRIDGE_WAYS = ("fast path, all-reduce over cp", "fast path, all-gather over cp", "general path, into shards")
+
+HEADER = """\
+# Benchmarks
+
+Measured results, from the records in `experiments/`. `python -m experiments.summary` writes this page and
+`tests/docs/test_benchmarks.py` checks that it is current. Each section names its record, its page and the command that
+measures it again. A *bar* is a bound that a measurement must hold; a missed one is named.
+"""
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    sections = (
+        head(),
+        layouts(),
+        generated_layouts(),
+        rounding(),
+        reproducible(),
+        bridge(),
+        encoder_bridge(),
+        verify(),
+        online(),
+        fused(),
+        first_ratio(),
+        diagnosis(),
+        launch_overhead(),
+        metrics_cost(),
+        saved_reports(),
+    )
+    return "\n\n".join([HEADER.rstrip(), *sections]) + "\n"
+
+
+def head() -> str:
+    """Cost of log-probabilities and their gradients."""
+    record, parallel = _record("head/head.json"), _record("head/head_parallel.json")
+    work = record["workloads"]
+    rows = [
+        [label, *(_ratio(w["forward_backward"]["contenders"][name]) for w in work.values())]
+        for label, name in HEAD_ROWS
+    ]
+    for label, memory in (("best of the others, memory of a chunk", "chunk"), ("best of the others, all logits", None)):
+        rows.append([label, *(_ratio(_best_peer(w, memory or "all tokens")) for w in work.values())])
+    forward = [w["forward"]["contenders"]["token_logprobs, entropy"]["ratio"] for w in work.values()]
+    rows.append(["forward with entropy, times one GEMM", *(f"{ratio:.2f}" for ratio in forward)])
+    sizes = [f"{name}: {w['tokens'] // 1024}k x {w['dimension']}" for name, w in work.items()]
+    missed = [f"{name} ({bar['median']:.5g}, bar {bar['bar']})" for name, bar in _missed(record["bars"])]
+    bars = record["bars"]
+    longest = record["longest_rows"]["Qwen3-0.6B"]
+    most = longest["fused_loss"]["rows"][-1]
+    logits = max(
+        entry["rows"][-1]["tokens"] for entry in longest.values() if entry["end"] == "out of memory" and entry["rows"]
+    )
+    speed = {
+        name: " and ".join(f"{entry[ranks]['efficiency']:.2f}" for ranks in ("2", "4"))
+        for name, entry in parallel["heads"].items()
+    }
+    return _section(
+        "Log-probabilities without the logits",
+        f"One {record['device']}, {_versions(record)}, bfloat16. Time against three plain GEMMs (memory "
+        "beyond theirs, GiB), "
+        f"medians of {record['rounds']} interleaved rounds, for tokens x model dimension; vocabularies of "
+        f"{_sentence(sorted({_spaced(w['vocabulary']) for w in work.values()}))}.",
+        _table(["times three GEMMs (GiB extra)", *sizes], rows),
+        f"{sum(bar['holds'] for bar in bars.values())} of {len(bars)} bars hold. Missed: "
+        f"{'; '.join(missed)}. The tile of "
+        "the forward pass was chosen by forward and backward together.",
+        f"A row of {most['tokens'] / 1e6:.1f} million tokens went through a Qwen3-0.6B head in "
+        f"{most['peak_gib']:.0f} GiB; "
+        f"with all logits the longest that fits, doubling, has {logits // 1024}k tokens.",
+        "Over 2 and 4 GPUs a vocabulary-parallel head keeps "
+        + "; ".join(f"{both} ({name})" for name, both in speed.items())
+        + " of its speed (`python -m workbench bench head_parallel`).",
+        _source("head/head.json", "head/report.html", "python -m workbench bench head", "head/head_parallel.json"),
+    )
+
+
+def layouts() -> str:
+    """Cost and parity of layouts on several GPUs."""
+    record = _record("gpu_layouts/layouts.json")
+    measured = record["workloads"]["bfloat16_32k"]
+    rows = [
+        [
+            f"`{name}`",
+            f"{entry['step_ms']:.0f}",
+            f"{entry['tokens_per_second'] / 1e3:.0f}k",
+            f"{entry['efficiency']:.2f}",
+            f"{entry['peak_gib']:.1f}",
+            f"{entry['parity']['distance_in_one_ranks']:.2f}",
+        ]
+        for name, entry in ((name, measured[name]) for name in LAYOUTS)
+    ]
+    entries = [entry for workload in record["workloads"].values() for entry in workload.values()]
+    judged = [entry["parity"]["within"] for entry in entries if "parity" in entry]
+    out = sum("left_out" in entry for entry in entries)
+    return _section(
+        "Layouts on GPUs",
+        f"{record['gpus']} {record['device']}, NCCL, {_versions(record)}. Qwen3-0.6B with seeded weights, "
+        "bfloat16, one GRPO "
+        "step of 4 packed rows of 32k tokens; the old policy is a perturbed copy of the model. *Error* is the whole "
+        "gradient's distance to a float32 ground truth, in units of one rank's own.",
+        _table(["layout", "ms", "tokens / s", "efficiency", "GiB", "error"], rows, right=range(1, 6)),
+        f"All {sum(judged)} layouts measured in bfloat16 and (4k rows) float32 are within their budget; "
+        f"{out} of float32 "
+        "were not reached in the time of one measurement."
+        if all(judged)
+        else f"{sum(judged)} of {len(judged)} layouts are within their budget; {out} of float32 were not reached.",
+        "Striped and balanced orders use flex instead of flash attention, and a ring waits more than it "
+        "saves at these sizes.",
+        _source("gpu_layouts/layouts.json", "gpu_layouts/report.html", "python -m workbench bench layouts"),
+    )
+
+
+def generated_layouts() -> str:
+    """Drawn combinations of layout, packing and head against the oracle."""
+    record = _record("generated_layouts.json")
+    ranks = sorted(map(int, record["ranks"]))
+    rows = [[name, significant(value, 2)] for name, value in record["worst"].items()]
+    return _section(
+        "Drawn combinations of layouts",
+        f"{record['met']} of {record['combinations']} combinations of layout, packing and head, drawn from a "
+        "seed, meet "
+        f"{record['bar']:g} of the oracle's values in float64 on {ranks[0]} to {ranks[-1]} gloo ranks; the other "
+        f"{record['refused']} are invalid and rejected. torch {record['torch']}, {record['minutes']:g} "
+        "minutes on two cores.",
+        _table(["worst distance of", "relative"], rows, right=[1]),
+        _source("generated_layouts.json", None, record["command"]),
+    )
+
+
+def rounding() -> str:
+    """Rounding of float32 gradients in correct layouts."""
+    record = _record("float32_rounding.json")
+    rows = [
+        [label, entry["comparisons"], f"{entry['median']:.2f}", f"{entry['largest']:.2f}", budget]
+        for label, entry, budget in (
+            ("whole gradient", record["whole_gradient"], "2.5"),
+            ("each parameter", record["parameter"], "3.5"),
+        )
+    ]
+    return _section(
+        "Float32 rounding of correct layouts",
+        f"Distance to the float64 ground truth in units of one rank's own, over {record['seeds']} sets of weights, "
+        f"{record['steps']} steps and {len(record['layouts'])} layouts. The budgets are the smallest "
+        "multiples of 0.5 that "
+        "correct layouts meet in 99 of 100 reports, by this spread.",
+        _table(["distance of", "comparisons", "median", "largest", "budget"], rows, right=range(1, 5)),
+        _source("float32_rounding.json", None, record["command"]),
+    )
+
+
+def reproducible() -> str:
+    """Cost of the reproducible mode, and its bits."""
+    record = _record("reproducible/reproducible.json")
+    entries = [
+        (workload, layout, entry)
+        for machine in record["machines"]
+        for workload, results in machine["workloads"].items()
+        for layout, entry in results.items()
+    ]
+    rows = []
+    for workload, layout, entry in entries:
+        if "timed" in entry:
+            fast, exact = (entry["timed"][mode] for mode in ("fast", "reproducible"))
+            time, memory = (exact[key] / fast[key] for key in ("step_ms", "peak_gib"))
+            times = [f"{fast['step_ms']:.0f}", f"{exact['step_ms']:.0f}", f"{time:.2f}", f"{memory:.2f}"]
+            rows.append([workload, layout, *times])
+    same = [entry["same"]["reproducible"] for *_, entry in entries if "same" in entry]
+    equal = sum(result["equal"] == result["tensors"] for result in same)
+    missed = [f"{name} {bar['median']:.2f} (bar {bar['bar']})" for name, bar in _missed(record["bars"])]
+    machine = record["machines"][0]
+    return _section(
+        "The same bits in every layout",
+        f"{machine['gpus']} {machine['device']}, NCCL, {_versions(machine)}. {equal} of {len(same)} runs of "
+        "five AdamW steps "
+        "on 1, 2 and 4 ranks have one rank's bits in every tensor.",
+        "Cost of the mode, against the ordinary one in the same layout (bfloat16, layers of Qwen3's shapes, "
+        "4 rows of 16k "
+        "tokens):",
+        _table(["layers of", "layout", "ms", "reproducible", "time", "memory"], rows, right=range(2, 6)),
+        "The bars are 1.8 (hidden 1024) and 1.35 (4096) in time and 1.1 in memory. Missed: "
+        f"{'; '.join(missed)}. Integers "
+        "take 8 bytes per parameter, more than the activations of a quarter of a row.",
+        _source("reproducible/reproducible.json", "reproducible/report.html", "python -m workbench bench reproducible"),
+    )
+
+
+def bridge() -> str:
+    """Bytes and time of a bridge between two layouts."""
+    record = _record("encoder_bridge/h200/bridge.json")
+    rows = [
+        [
+            name,
+            way,
+            f"{entry['forward_ms']:.2f}",
+            f"{entry['forward_bytes'] / 2**20:.0f}",
+            f"{entry['backward_ms']:.2f}",
+            f"{entry['backward_bytes'] / 2**20:.0f}",
+        ]
+        for name, bridge in record["bridges"].items()
+        for way, entry in ((way, bridge["ways"][way]) for way in BRIDGE_WAYS)
+    ]
+    return _section(
+        "A bridge between two layouts",
+        f"{record['ranks']} {record['device']}, NCCL, {_versions(record)}; {record['activation']}. Every way "
+        "transfers the "
+        "same bits in both directions.",
+        _table(["", "way", "forward ms", "MiB", "backward ms", "MiB"], rows, right=range(2, 6)),
+        _source(
+            "encoder_bridge/h200/bridge.json", "encoder_bridge/h200/bridge.html", "python -m workbench bench bridge"
+        ),
+    )
+
+
+def encoder_bridge() -> str:
+    """Known bugs of bridges, and the checks that reveal them."""
+    record = _record("encoder_bridge/encoder_bridge.json")
+    rows = [
+        [f"`{name}`", *(f"{entry[key]:.3g}" for key in ("loss", "encoder", "policy"))]
+        for name, entry in record["faults"].items()
+    ]
+    adam = record["adam"]
+    return _section(
+        "Bugs of bridges",
+        f"An encoder and a policy in {len(record['layouts'])} pairs of layouts ({record['device']}, float64), and "
+        f"{len(record['faults'])} known bugs: the factor of the loss and of the gradient norms of encoder "
+        "and policy. "
+        f"Gradients reveal all; weights after one step of Adam at {adam['learning_rate']:g} with a tolerance of "
+        f"{adam['tolerance']:g} pass all, because two such steps are at most {2 * adam['learning_rate']:g} apart.",
+        _table(["fault", "loss", "encoder", "policy"], rows, right=range(1, 4)),
+        _source(
+            "encoder_bridge/encoder_bridge.json",
+            "encoder_bridge/report.html",
+            "python -m workbench bench encoder_bridge",
+        ),
+    )
+
+
+def verify() -> str:
+    """Training on several GPUs against one GPU."""
+    record = _record("benchmarks/verify.json")
+    runs = {name: run for name, run in record["runs"].items() if name.startswith(("torch", "ours"))}
+    attention = {"torch": "torch's context parallelism", "ours": "the workbench's attention"}
+    rows = []
+    for name, run in runs.items():
+        kind, engine = name.split("_")
+        growth = max(entry["growth"] for entry in run["bytes"].values())
+        rows.append([attention[kind], engine, f"{run['over_one_rank']:.2f}", growth, f"{run['step_ms']:.0f}"])
+    most = max(run["over_one_rank"] for run in runs.values())
+    return _section(
+        "Training on two GPUs as on one",
+        f"{record['ranks']} {record['device']}, {_versions(record)}: {record['task']['steps']} steps of "
+        f"{record['task']['model']} in float32. Distance of the weights to the float64 run, in units of one "
+        "GPU's own; at "
+        f"most {most:.2f} times as far. Growth: bytes allocated or reserved after step 5.",
+        _table(["attention", "engine's reduction", "distance", "growth", "ms per step"], rows, right=range(2, 5)),
+        _source("benchmarks/verify.json", None, "workbench verify --gpus 2"),
+    )
+
+
+def online() -> str:
+    """Small online runs."""
+    small = Comparison.load(EXPERIMENTS / "online/comparison.json")
+    layouts = Comparison.load(EXPERIMENTS / "online_layouts/comparison.json")
+    rows = [[f"`{c.name}`", c.verdict] for c in layouts.configurations]
+    return _section(
+        "Online RL",
+        f"A tiny policy, two seeds, two CPU cores. {online_answer(small)}",
+        _source(
+            "online/comparison.json",
+            "online/report.html",
+            "python -m workbench run experiments/online/ablation.yaml",
+        ),
+        "The same online run in eleven layouts on two H200s (NCCL, float64; every gradient of four steps "
+        "within 1e-12 of "
+        "one rank's is *equal*):",
+        _table(["configuration", "verdict"], rows),
+        _source(
+            "online_layouts/comparison.json",
+            "online_layouts/report.html",
+            "python -m workbench run experiments/online_layouts/ablation.yaml --where processes",
+        ),
+    )
+
+
+def fused() -> str:
+    """Online training with the fused head and with the plain one."""
+    records = fused_ab.Records.load(EXPERIMENTS / "fused_ab")
+    curves, step = fused_ab.training_table(records), fused_ab.step_table(records.step_one)
+    rows = []
+    for key, title in fused_ab.METRICS.items():
+        cells = [significant(curves.loc[key, name]) for name in ("first", "last", "fused_last")]
+        cells += [significant(curves.loc[key, name], 2) for name in ("fused_plain", "rounding", "seeds")]
+        rows.append([title, *cells])
+    names = ("loss_off", "norm_off", "loss_budget", "norm_budget")
+    text = "in {0} loss and gradient norm are {1} and {2} away (allowed {3} and {4})"
+    first_step = [
+        text.format(precision, *(significant(step.loc[f"fused-{precision}"][name], 2) for name in names))
+        for precision in ("float64", "float32")
+    ]
+    times = curves["fused_plain"] / curves["rounding"]
+    policy = records.policy
+    return _section(
+        "Training with the fused head",
+        f"One H200: a Qwen3 of {policy['parameters_beside_embedding'] / 1e6:.1f} million parameters beside "
+        "its embedding, "
+        f"warmed up until {policy['success_rate']:.0%} of its answers are right, trains online (temperature "
+        "1.5) with the "
+        "plain head and with the fused one, two seeds of 50 steps each.",
+        f"The first step, on the same completions, has budgets: {'; '.join(first_step)}. Later steps have "
+        "none: after one "
+        "different token, two runs of one seed diverge. The table has root mean square distances between "
+        "curves, next to "
+        "those of two plain heads that differ only in the order of their sums:",
+        _table(
+            ["by step", "first 10", "last 10, plain", "last 10, fused", "fused − plain", "rounding alone", "two seeds"],
+            rows,
+        ),
+        f"Fused and plain lie {significant(times.min(), 2)} to {significant(times.max(), 2)} times as far "
+        "apart as rounding "
+        "alone puts two plain heads.",
+        _source(
+            "fused_ab/fifty_steps/comparison.json",
+            "fused_ab/report.html",
+            "python experiments/fused_ab/warm_up.py`, then `python experiments/fused_ab/report.py",
+            "fused_ab/step_one/comparison.json",
+        ),
+    )
+
+
+def first_ratio() -> str:
+    """The policy ratio before any step, by sampler and trainer."""
+    table = ratio_at_step_zero.ratios(ratio_at_step_zero.Records.load(EXPERIMENTS / "ratio_at_step_zero"))
+    rows = [
+        [
+            row["sampler"],
+            row["trainer"],
+            row["head"],
+            f"{row['temperature']:g}",
+            significant(row["mean_distance"], 2),
+            significant(row["most"], 2),
+            f"{significant(100 * row['outside'], 2)} %",
+        ]
+        for _, row in table.iterrows()
+    ]
+    return _section(
+        "The ratio before any step",
+        "The policy of the section above, before any step: trainer and sampler have the same weights, and "
+        "the ratio should "
+        "be 1. Sampled at temperature 0.7:",
+        _table(
+            [
+                "sampler",
+                "trainer",
+                "its head",
+                "its temperature",
+                "log ratio from 0, mean, nats",
+                "largest",
+                "outside the clip",
+            ],
+            rows,
+        ),
+        "A trainer that ignores the temperature clips tokens before its first update. A float32 head in the "
+        "trainer alone "
+        "moves it *away* from a bfloat16 sampler, whose rounding it no longer shares; against a float32 "
+        "sampler it helps. "
+        "The same arithmetic on both sides, trunk and head, helps most.",
+        _source(
+            "ratio_at_step_zero/bfloat16/log_ratios.json",
+            "ratio_at_step_zero/report.html",
+            "python experiments/ratio_at_step_zero/report.py",
+        ),
+    )
+
+
+def diagnosis() -> str:
+    """Causes that `diagnose` names, of planted faults."""
+    results, unseen = _record("diagnosis/results.json"), _record("diagnosis/unseen.json")
+    blind = len({row["fault"] for row in unseen["shown"]})
+    rows = []
+    for label, table in (("all, known since", results), (f"{blind} when they were unseen", unseen)):
+        for precision in ("float64", "float32", "bfloat16"):
+            judged = scored([row for row in table["shown"] if row["precision"] == precision])
+            rows.append([label, precision, len(judged), first(judged), first(judged, 3)])
+    pairs = results["pairs"]
+    accused = sum(not row["equal"] for row in pairs)
+    return _section(
+        "Causes that diagnose names",
+        "Faults in one step of a tiny decoder on simulated ranks. The true cause is named first, or among "
+        "the first three:",
+        _table(["faults", "precision", "scored", "first", "in the first three"], rows, right=range(2, 5)),
+        f"{accused} of {len(pairs)} pairs of right runs (float32 and bfloat16) are accused.",
+        _source(
+            "diagnosis/results.json",
+            "diagnosis/report.md",
+            "python experiments/diagnosis/score.py",
+            "diagnosis/unseen.json",
+        ),
+    )
+
+
+def launch_overhead() -> str:
+    """Cost of starting ranks."""
+    record = _record("benchmarks/launch_overhead.json")
+    job, ready = record["torchx_job"], record["ranks_ready"]
+    rows = [
+        ["a torchx job of two ranks, over bare `torch.distributed.run`", f"{job['overhead_median_s']:.2f}"],
+        ["two ranks of the pool, ready", f"{ready['script']['2']['later_median_s']:.2f}"],
+        ["four ranks of the pool, ready", f"{ready['script']['4']['later_median_s']:.2f}"],
+        ["the first ranks of the pool, ready", f"{ready['script']['first_s']:.1f}"],
+    ]
+    return _section(
+        "Starting ranks",
+        f"{record['provenance']['cpu_count']} CPU cores, {_versions(record)}; medians.",
+        _table(["start of", "seconds"], rows, right=[1]),
+        _source("benchmarks/launch_overhead.json", None, "python -m workbench bench launch_overhead"),
+    )
+
+
+def metrics_cost() -> str:
+    """Share of a step that metrics take."""
+    record = _record("benchmarks/metrics_cost.json")
+    alone = record["alone"]
+    return _section(
+        "Metrics",
+        f"One {record['device']}, {_versions(record)}: {record['model']}, a step of "
+        f"{_spaced(record['tokens'])} tokens.",
+        f"The {alone['metrics']} basic metrics take {alone['total_ms']:.1f} ms, {alone['share']:.1%} of the "
+        "step (bar "
+        f"{record['bars']['basic_share']['bar']:.0%}).",
+        _source("benchmarks/metrics_cost.json", None, "python -m workbench bench metrics_cost"),
+    )
+
+
+def saved_reports() -> str:
+    """Saved comparisons and the pages that belong to them."""
+    rows = []
+    for folder in ("layout_parity", "layout_parity_h200", "online_layouts"):
+        comparison = Comparison.load(EXPERIMENTS / folder / "comparison.json")
+        counts: dict[str, int] = {}
+        for c in comparison.configurations:
+            counts[c.verdict] = counts.get(c.verdict, 0) + 1
+        rows.append(
+            [
+                f"[{folder}](../experiments/{folder}/report.html)",
+                len(comparison.configurations),
+                ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())),
+                f"`python -m workbench run experiments/{folder}/ablation.yaml`",
+            ]
+        )
+    return _section(
+        "Saved reports of layouts",
+        "Verdicts of the saved ablations; every *different* configuration has a planted fault or, in "
+        "`online_layouts`, "
+        "another seed.",
+        _table(["report", "runs", "verdicts", "command"], rows, right=[1]),
+        "`layout_parity` ran on two CPU cores, `layout_parity_h200` on four H200s through NCCL (torch 2.11, "
+        "transformers "
+        "5.17). The effect of denominators on loss, gradient norm and training is in "
+        "[normalisation](../experiments/normalisation/report.html) (`python experiments/normalisation/report.py`).",
+    )
+
+
+def _record(name: str) -> dict[str, Any]:
+    return from_json((EXPERIMENTS / name).read_text())
+
+
+def _section(title: str, *parts: str) -> str:
+    return "\n\n".join([f"## {title}", *parts])
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
+    aligned = set(right)
+    lines = [list(header), ["---:" if i in aligned else "---" for i in range(len(header))], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |".replace("|  |", "| |") for line in lines)
+
+
+def _source(record: str, report: str | None, command: str, *more: str) -> str:
+    links = ", ".join(f"[{Path(name).name}](../experiments/{name})" for name in (record, *more))
+    page = f" Page: [{Path(report).name}](../experiments/{report})." if report else ""
+    return f"Record: {links}.{page} Command: `{command}`."
+
+
+def _versions(record: Mapping[str, Any]) -> str:
+    return f"torch {record['provenance']['versions']['torch'].partition('+')[0]}"
+
+
+def _missed(bars: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, bar) for name, bar in bars.items() if not bar["holds"]]
+
+
+def _best_peer(work: Mapping[str, Any], memory: str) -> Mapping[str, Any]:
+    contenders = work["forward_backward"]["contenders"].values()
+    peers = [
+        entry for entry in contenders if entry["kind"] == "peer" and entry["memory"] == memory and "ratio" in entry
+    ]
+    return min(peers, key=lambda entry: entry["ratio"])
+
+
+def _ratio(entry: Mapping[str, Any]) -> str:
+    return f"{entry['ratio']:.2f} ({entry['extra_gib']:.1f})"
+
+
+def _spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def _sentence(words: Sequence[str]) -> str:
+    return " and ".join(words)
+
+
+if __name__ == "__main__":
+    write_whole(PAGE, page().encode())
