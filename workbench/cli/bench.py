@@ -102,6 +102,7 @@ def bench(arguments: Sequence[str]) -> int:
     passed = True
     for name in options.names or BENCHMARKS:
         benchmark = _load(name)
+        assert benchmark.__file__ is not None, "a benchmark is loaded from its file"
         folder = options.folder or Path(benchmark.__file__).parent
         settings: dict[str, Any] = {} if options.pairs is None else {"pairs": options.pairs}
         settings |= {"only": options.only} if options.only else {}

@@ -63,8 +63,15 @@ def prove(
         subject = load_run_spec(Path(loss))
     elif settings is not None:
         subject, settings = settings.merged({"loss": {"name": loss}}), None
-    how = {"engine": engine, "invariants": invariants or None, "seed": seed, "rounds": rounds, "budget_s": budget_s}
-    proof = prove(subject, spec=settings, **how)
+    proof = prove(
+        subject,
+        spec=settings,
+        engine=engine,
+        invariants=invariants or None,
+        seed=seed,
+        rounds=rounds,
+        budget_s=budget_s,
+    )
     _print(proof, _proof_json(proof) if json else None)
     return 0 if proof.ok else 1
 

@@ -291,8 +291,8 @@ def _shared_memory() -> Finding:
 
 
 def _limits() -> Finding:
-    files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
-    files, processes = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (files, processes))
+    soft = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    files, processes = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in soft)
     says = ", ".join(
         f"{'any number of' if limit == math.inf else limit} {what}"
         for limit, what in ((files, "open files"), (processes, "processes"))

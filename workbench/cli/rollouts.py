@@ -5,7 +5,7 @@ Heavy imports are deferred until a verb runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.rollouts.batch import RolloutBatch
+    from workbench.rollouts.files import FieldEntry
 
 
 def rollouts(arguments: Sequence[str]) -> int:
@@ -145,7 +146,7 @@ def record(
     check(folder / "rollouts")
 
 
-def _field_table(batch: RolloutBatch, entries: dict[str, object]) -> list[str]:
+def _field_table(batch: RolloutBatch, entries: Mapping[str, FieldEntry]) -> list[str]:
     """Return a line per field: unit, population of the numbers, minimum, mean and maximum."""
     trained, real = batch.loss_mask_T, batch.document_ids_T >= 0
     rows = [("field", "unit", "over", "min", "mean", "max")]

@@ -185,8 +185,8 @@ def _experiment_lines(target: Target, *, letters: int | None) -> list[str]:
         "",
         *list_lines(listed, letters=letters),
     ]
-    opened = [entry for entry in target.runs if entry.run]
-    lines += [f"{safe(entry.name)}: {safe(wait.message)}" for entry in opened for wait in waits_of(entry.run)]
+    opened = [(entry, entry.run) for entry in target.runs if entry.run]
+    lines += [f"{safe(entry.name)}: {safe(wait.message)}" for entry, run in opened for wait in waits_of(run)]
     if broken := next((entry for entry, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
         lines += ["", f"`workbench status {safe(shell_name(broken.path))}` shows a failure with its traceback"]
     return lines

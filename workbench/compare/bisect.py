@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from workbench.compare.certificates import (
     CertificateComparison,
@@ -237,7 +237,9 @@ def _resolved(source: RunSpec | RunDirectory | Path | str, project: Path) -> Run
     return runs[0]
 
 
-def _both_traced(sources: Sequence[RunSpec | RunDirectory], block_tokens: int | None) -> bool:
+def _both_traced(
+    sources: Sequence[RunSpec | RunDirectory], block_tokens: int | None
+) -> TypeGuard[Sequence[RunDirectory]]:
     runs = [run for run in sources if isinstance(run, RunDirectory)]
     sizes = {run.spec.record.trace_tokens for run in runs}
     if len(runs) < 2 or None in sizes or len(sizes) > 1 or block_tokens not in (None, *sizes):

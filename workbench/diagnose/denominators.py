@@ -174,8 +174,8 @@ def sizes(context: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, 
     kept mass.
     """
     axes = {name: float(context[name]) for name in AXES if (context.get(name) or 1) > 1}
-    known = {
-        " * ".join(names): (math.prod(map(axes.get, names)), frozenset(names))
+    known: dict[str, tuple[float, frozenset[str]]] = {
+        " * ".join(names): (math.prod(axes[name] for name in names), frozenset(names))
         for several in (1, 2, 3)
         for names in itertools.combinations(axes, several)
     }

@@ -156,7 +156,7 @@ class Facts(TokenFacts):
         if not factor or not self.scaled or not 0.1 < factor < 10:
             return None
         for name in ("trained_tokens", "documents"):
-            count = self.counts.get(name)
+            count = self.counts.get(name, 0.0)
             for other in (count / factor, count * factor) if count and count < LARGEST_COUNT else ():
                 if abs(other - round(other)) <= self.bar * other < 0.05 and round(other) != count:
                     return name.replace("_", " "), int(count), round(other)
@@ -179,11 +179,9 @@ class Facts(TokenFacts):
         A loss that is only reported wrong is wrong in all terms.
         """
         of_loss, (off, right) = self.loss_factor, self.terms
-        return (
-            bool(self.gradient_same and self.loss_same is False and of_loss and right)
-            and bool([key for key in off if not key.startswith("loss/total")])
-            and abs(of_loss - 1) < self.step.noise.gradient
-        )
+        if not (self.gradient_same and self.loss_same is False and of_loss and right):
+            return False
+        return any(not key.startswith("loss/total") for key in off) and abs(of_loss - 1) < self.step.noise.gradient
 
     # ---- the gradient, parameter by parameter ------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ class Record:
             )
         files.write_record(folder, {**self.context, "name": self.name})
         for step in self.steps:
-            for kind, tensors in (("gradients", step.gradients), ("tokens", step.tokens)):
+            stored: dict[files.Kind, Mapping[str, Tensor]] = {"gradients": step.gradients, "tokens": step.tokens}
+            for kind, tensors in stored.items():
                 if tensors:
                     files.write_tensors(folder, step.number, kind, dict(whole(tensors)))
             files.append_step(
@@ -224,10 +226,12 @@ class Record:
 def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
     number = int(step["step"])
 
-    def of_kind(kind: str) -> LazyTensors:
+    def of_kind(kind: files.Kind) -> LazyTensors:
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
-    measured = {name: step.get(name) or {} for name in ("metrics", "gradient_norms", "counts", "evidence")}
+    measured: dict[str, Any] = {
+        name: step.get(name) or {} for name in ("metrics", "gradient_norms", "counts", "evidence")
+    }
     return RecordedStep(number, step.get("loss"), **measured, gradients=of_kind("gradients"), tokens=of_kind("tokens"))
 
 
@@ -249,7 +253,9 @@ def _of_run(run: RunDirectory) -> Record:
     steps = []
     for line in written:
         number = int(line["step"])
-        tokens, counts, places = _run_tokens(run, number, "tokens"), {}, {}
+        tokens = _run_tokens(run, number, "tokens")
+        counts: dict[str, float] = {}
+        places: dict[str, Tensor] = {}
         since = number % spec.online.updates if online else number
         batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if online else rollouts
         if batch is not None:
@@ -265,7 +271,7 @@ def _of_run(run: RunDirectory) -> Record:
                 },
                 line.get("gradient_norms") or {},
                 counts,
-                LazyTensors(lambda number=number: _run_tokens(run, number, "gradients")),
+                LazyTensors(partial(_run_tokens, run, number, "gradients")),
                 {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places,
                 {key: float(value) for key, value in line.items() if key.startswith(PREFIX)},
                 read_certificate(run, number) if "certificate" in line else None,

@@ -54,8 +54,9 @@ class Sight:
     @property
     def clipped_share(self) -> float | None:
         """Share of trained tokens that are clipped; None if unknown."""
-        known = self.clipped_tokens is not None and self.trained_tokens
-        return self.clipped_tokens / self.trained_tokens if known else None
+        if self.clipped_tokens is None or not self.trained_tokens:
+            return None
+        return self.clipped_tokens / self.trained_tokens
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -155,11 +156,15 @@ def _read(steps: Sequence[RecordedStep]) -> Sight:
     norms = [_norm(step) for step in steps]
     tokens = [_tokens(step) for step in steps]
     totals = [None if None in column else int(sum(column)) for column in zip(*tokens, strict=True)]
+    trained, with_trained, documents, clipped = totals or [None] * 4
     numbers = [number for step in steps for number in (step.loss, *step.metrics.values()) if number is not None]
     known = any(norm is not None for norm in norms) or any(row[0] is not None for row in tokens)
     return Sight(
         len(steps),
-        *(totals or [None] * 4),
+        trained,
+        with_trained,
+        documents,
+        clipped,
         None if None in norms or not norms else sum(norm == 0 for norm in norms),
         only_zeros=bool(numbers) and not any(numbers) and not known,
     )

@@ -97,10 +97,8 @@ def _other_mask(facts: Facts) -> Judged:
     at_places = max(
         facts.agree(place, "trained") for place in ("shard edges", "document starts", "document beginnings")
     )
-    return 0.85 * (1 - 0.7 * at_places), [
-        "other tokens train"
-        + ("" if facts.off_tokens("trained") is None else f": {int(facts.off_tokens('trained').sum())} differ")
-    ]
+    off = facts.off_tokens("trained")
+    return 0.85 * (1 - 0.7 * at_places), ["other tokens train" + ("" if off is None else f": {int(off.sum())} differ")]
 
 
 @TOKENS.cause("log-probabilities are those of other tokens of the same distributions")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.faults import fault
 from workbench.reduction.evaluate import Evaluated
@@ -112,10 +112,11 @@ def loss_divided_by_sequence_ranks(
     detected_by="tests/parity/test_faults.py::test_missing_cp_factor_halves_every_gradient_and_not_the_loss",
     changes_metrics=False,
 )
-def missing_cp_factor(sum_gradients: Callable, model: object, shards: object, mesh: object) -> None:
+def missing_cp_factor(sum_gradients: Callable, model: nn.Module, shards: object, mesh: Mesh) -> None:
     """Gradients are averaged over context-parallel ranks, each of which has only a part of the sum."""
     sum_gradients(model, shards, mesh)
     for parameter in model.parameters():
+        assert parameter.grad is not None, "sum_gradients gives every parameter its sum"
         parameter.grad.div_(mesh["cp"].size)
 
 

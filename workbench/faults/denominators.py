@@ -16,7 +16,7 @@ from workbench.rollouts.targets import TrainingRow
 from workbench.specs.losses import CompatSpec, LossSpec
 
 
-def _reweigh(named: dict[str, TokenWeights], change: Callable[[Tensor], Tensor], *more: str) -> None:
+def _reweigh(named: dict[str, TokenWeights], change: Callable[..., Tensor], *more: str) -> None:
     """Change the weights of the policy term, of penalties, and of more."""
     named |= {name: named[name].map(change) for name in ("policy", "penalty", *more)}
 

@@ -103,10 +103,10 @@ def entropy_without_gradient(entropy_bonus: Callable, *args: object, **options: 
 )
 def head_output_detached(token_logprobs: Callable, self: Policy, *args: object, **options: object) -> TokenLogprobs:
     """The output of a fused head is detached and then set to require a gradient, so that backward raises no error."""
-    head_output = token_logprobs(self, *args, **options)
+    head_output: TokenLogprobs = token_logprobs(self, *args, **options)
     if self.implementation != "chunked":
         return head_output
-    return TokenLogprobs(*(None if x_T is None else x_T.detach().requires_grad_() for x_T in head_output))
+    return head_output.map(lambda x_T: x_T.detach().requires_grad_())
 
 
 @fault(

@@ -133,11 +133,12 @@ def masked_rows_in_baseline(
 def prompt_in_document_advantage(advantages_at: Callable, inputs: LossInputs, advantage_level: str) -> Tensor:
     """A document's advantage is a mean that counts prompt and tool tokens, whose advantage is 0."""
     means_T = advantages_at(inputs, advantage_level)
-    if advantage_level != "document" or inputs.sums is None:
+    ids_T = inputs.document_ids_T
+    if advantage_level != "document" or inputs.sums is None or ids_T is None:
         return means_T
     whole_T = inputs.sums.document_ids_T
     tokens_N = torch.bincount(whole_T[whole_T >= 0], minlength=1)
-    return means_T * inputs.document_lengths_T / tokens_N[inputs.document_ids_T.clamp_min(0)]
+    return means_T * inputs.document_lengths_T / tokens_N[ids_T.clamp_min(0)]
 
 
 @fault(

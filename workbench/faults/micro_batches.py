@@ -73,10 +73,12 @@ def first_micro_batch_synchronised(run_step: Callable, policy: Policy, *args: ob
     first: dict[Tensor, Tensor] = {}
 
     def lose_later_ones(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None, "the hook runs once the gradient is accumulated"
         if parameter in first:
-            parameter.grad.copy_(first[parameter])
+            gradient.copy_(first[parameter])
         else:
-            first[parameter] = parameter.grad.clone()
+            first[parameter] = gradient.clone()
 
     # The reported step is the first rank's: all ranks' first gradients, and its own later ones.
     elsewhere = policy.mesh["dp_cp"].rank > 0
@@ -194,7 +196,7 @@ def mean_of_micro_batch_means(step_weights: Callable, rows: list, spec: object, 
     needs="micro_batches",
     detected_by="tests/parity/test_faults.py::test_token_counts_of_micro_batches_make_a_mean_of_means",
 )
-def micro_batch_denominator(step_weights: Callable, rows: list, spec: object, **options: object) -> tuple:
+def micro_batch_denominator(step_weights: Callable, rows: list, spec: LossSpec, **options: object) -> tuple:
     """The token count of a micro-batch is used instead of that of the whole step; the document count is right."""
     weights, totals = step_weights(rows, spec, **options)
     for row, named in zip(rows, weights, strict=True):

@@ -198,7 +198,8 @@ def ratio_curves(
         start_T = anchor_T[point]
         inputs = LossInputs(policy_T[point], start_T, advantages_T[point], start_T, start_T, document_ids_T=point)
         terms = loss(replace(inputs, statistics=step_statistics([inputs], spec.correction)))
-        totals.append(sum(term.coefficient * term.values_T for term in terms.values()))
+        values = (term.coefficient * term.values_T for term in terms.values())
+        totals.append(sum(values, torch.zeros_like(start_T)))
     total_T = torch.cat(totals) if totals else policy_T
     (coefficient_T,) = torch.autograd.grad(total_T.sum(), policy_T)
     return total_T.detach(), coefficient_T

@@ -42,17 +42,18 @@ def clip_cov(
               With frozen decisions, a frozen token that PPO alone would not clip counts as selected.
     """
     log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
-    clip = {"clip_low": clip_low, "clip_high": clip_high}
-    own = clip_ratio(log_ratio_T, advantages_T, **clip)
+    own_T = clip_ratio(log_ratio_T, advantages_T, clip_low=clip_low, clip_high=clip_high).clipped_T
+    assert own_T is not None, "`clip_ratio` sets it"
     with torch.no_grad():
         cov_T = _covariance(inputs)
-        candidates_T = inputs.counts_T & ~own.clipped_T & (cov_T > cov_low) & (cov_T < cov_high)
+        candidates_T = inputs.counts_T & ~own_T & (cov_T > cov_low) & (cov_T < cov_high)
         order_T = torch.where(candidates_T, _hash(inputs), torch.iinfo(torch.long).max)
         selected_T = candidates_T & _first(order_T, _share(inputs, cov_fraction))
         if inputs.frozen_clip_T is not None:
-            selected_T = inputs.frozen_clip_T & ~own.clipped_T
-    clipped_T = own.clipped_T if inputs.frozen_clip_T is None else inputs.frozen_clip_T
-    term = clip_ratio(log_ratio_T, torch.where(selected_T, 0.0, advantages_T), clipped_T, **clip)
+            selected_T = inputs.frozen_clip_T & ~own_T
+    clipped_T = own_T if inputs.frozen_clip_T is None else inputs.frozen_clip_T
+    unselected_T = torch.where(selected_T, 0.0, advantages_T)
+    term = clip_ratio(log_ratio_T, unselected_T, clipped_T, clip_low=clip_low, clip_high=clip_high)
     return replace(term, clipped_T=clipped_T | selected_T, extras={"selected": selected_T})
 
 

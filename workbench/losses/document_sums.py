@@ -168,6 +168,7 @@ class DocumentSums:
             labels_T = segment_ids(self.document_ids_T, self.loss_mask_T)
         elif kind == "pair":
             signs_T = pair_signs(self.document_ids_T, self.group_ids_T, self.rewards_T, self.loss_mask_T)
+            assert self.group_ids_T is not None, "`pair_signs` requires it"
             labels_T = self.group_ids_T
         numbers_T = dense_labels(labels_T)
         # A collective adds vectors of this length; on one rank the tokens bound it, and no device has to be waited for.

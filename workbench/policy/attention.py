@@ -74,7 +74,9 @@ def with_our_attention(model: Any) -> Any:
 @contextlib.contextmanager
 def _short_windows(model: Any) -> Iterator[None]:
     """Limit sliding windows to three tokens, wherever the model and its configuration have one."""
-    owners = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
+    owners: dict[int, Any] = {
+        id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))
+    }
     with contextlib.ExitStack() as restore:
         for owner in owners.values():
             if isinstance(window := getattr(owner, "sliding_window", None), int):

@@ -44,9 +44,10 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
     folder = (project or Path()) / source
     # safetensors only, so that no pickle is loaded (DECISIONS.md, 18)
     try:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(  # annotated without the loading info
             folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
         )
+        model, info = loaded
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SpecError(
             f"load model.source = {source!r}",
@@ -82,7 +83,7 @@ def head_of(model: Any) -> dict[str, Any]:
     }
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -133,7 +134,7 @@ def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen
 TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe}
 """Tiny decoders that `load_policy` builds by name."""
 
-VISION_SIZES = {
+VISION_SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,

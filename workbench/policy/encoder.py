@@ -164,7 +164,7 @@ class _WithProjector(nn.Module):
         return self.projector(self.vision(pixel_values=pixels_bchw).last_hidden_state)
 
 
-def _set_cp(vision: nn.Module, axis: Axis) -> None:
+def _set_cp(vision: Any, axis: Axis) -> None:
     for module in vision.modules():
         if hasattr(module, "is_causal"):  # marks the attention layers of transformers
             module.images_cp = axis

@@ -9,6 +9,7 @@ Letters: t tokens | E experts | k experts of a token.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +51,8 @@ def lift_to_float64(model: Any) -> Any:
         model.set_experts_implementation("eager")
     for name, module in model.named_modules():
         kind = type(module).__name__
-        exact, rule, fix = None, "", "use precision: float32 for this model"
+        exact: Callable[..., Any] | None = None
+        rule, fix = "", "use precision: float32 for this model"
         if hasattr(module, "variance_epsilon"):
             exact = None if "Gemma" in kind else _exact_norm
             rule = "norms that multiply by their weight"

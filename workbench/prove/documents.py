@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -70,7 +71,9 @@ class Document:
 
     def cut(self, length: int) -> Document:
         """The document's first tokens."""
-        listed = {name: value[:length] for name, value in self.__dict__.items() if isinstance(value, tuple)}
+        listed: dict[str, Any] = {
+            name: value[:length] for name, value in self.__dict__.items() if isinstance(value, tuple)
+        }
         return replace(self, **listed)
 
     def silent(self) -> Document:

@@ -120,19 +120,21 @@ def dealt(case: Case, rows: int, what: str = "") -> tuple[tuple[int, ...], ...] 
 @_invariant("documents may be dealt to any number of data-parallel ranks", dp=(2, 3))
 def _dp_split(case: Case) -> Pair | None:
     rows = dealt(case, case["dp"])
-    return rows and (one_row(case.documents), Arrangement(case.documents, rows, dp=case["dp"]))
+    return None if rows is None else (one_row(case.documents), Arrangement(case.documents, rows, dp=case["dp"]))
 
 
 @_invariant("a rank may take its documents in any number of micro-batches", micro_batches=(2, 3))
 def _micro_batch_split(case: Case) -> Pair | None:
     rows = dealt(case, case["micro_batches"])
-    return rows and (one_row(case.documents), Arrangement(case.documents, rows))
+    return None if rows is None else (one_row(case.documents), Arrangement(case.documents, rows))
 
 
 @_invariant("micro-batches may come in any order", micro_batches=(2, 3))
 def _micro_batch_order(case: Case) -> Pair | None:
     rows = dealt(case, case["micro_batches"])
-    return rows and (Arrangement(case.documents, rows), Arrangement(case.documents, rows[1:] + rows[:1]))
+    if rows is None:
+        return None
+    return Arrangement(case.documents, rows), Arrangement(case.documents, rows[1:] + rows[:1])
 
 
 @_invariant("any document may share a row with any other, in any order", micro_batches=(1, 2))
@@ -225,12 +227,11 @@ def _empty_ranks(case: Case) -> Pair | None:
 
 @_invariant("all of this at once", idle=True, order=range(1, len(ORDER_NAMES)), tp=(1, 2))
 def _together(case: Case) -> Pair | None:
-    rows = dealt(case, 4)
-    order = ORDER_NAMES[case["order"]]
-    return rows and (
-        one_row(case.documents),
-        Arrangement(case.documents, rows, dp=2, cp=2, tp=case["tp"], order=order, multiple_of=12, chunk_tokens=5),
-    )
+    rows, order = dealt(case, 4), ORDER_NAMES[case["order"]]
+    if rows is None:
+        return None
+    changed = Arrangement(case.documents, rows, dp=2, cp=2, tp=case["tp"], order=order, multiple_of=12, chunk_tokens=5)
+    return one_row(case.documents), changed
 
 
 def _silent(case: Case, number: int) -> tuple[Document, ...]:

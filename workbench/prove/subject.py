@@ -223,8 +223,8 @@ class TrainerSubject:
             SpecError: the returned value is no number with a gradient.
         """
         mesh = policy.mesh
-        sizes = (mesh[axis].size for axis in ("dp", "cp", "tp"))
-        known = Totals(totals.tokens, totals.documents, rows[0].documents.number, len(rows), *sizes, mesh)
+        dp, cp, tp = (mesh[axis].size for axis in ("dp", "cp", "tp"))
+        known = Totals(totals.tokens, totals.documents, rows[0].documents.number, len(rows), dp, cp, tp, mesh)
         divisor = mesh["dp_cp"].size if self.engine == "mean" else 1
         policy.model.zero_grad(set_to_none=True)
         parts = []

@@ -58,7 +58,7 @@ class Certificate:
         unlike = {*self.differing_replicas, *other.differing_replicas}
         return [
             name
-            for name in self.fingerprints | other.fingerprints
+            for name in {**self.fingerprints, **other.fingerprints}
             if self.fingerprints.get(name) != other.fingerprints.get(name) or name in unlike
         ]
 

@@ -73,6 +73,9 @@ class Recorder:
         Recorder(mine: 1 step)
     """
 
+    _taken: tuple[dict[str, float], dict[str, Tensor]] | None
+    _without: list[str]
+
     def __init__(
         self,
         folder: Path | str,
@@ -93,7 +96,7 @@ class Recorder:
         self._share = 1 / self._ranks.size if engine == "mean" else 1.0
         self._reset()
         self._begin(dict(context or {}), optimizer)
-        self._hook = optimizer and optimizer.register_step_pre_hook(lambda *_: self.step())
+        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(lambda *_: self.step())
 
     def note(
         self,
@@ -169,9 +172,10 @@ class Recorder:
             counts: Counter[str] = Counter()
             for of_batch in (of_batch for rank in by_rank for of_batch in rank["counts"]):
                 counts.update(of_batch)
-            for kind, tensors in (("gradients", whole), ("tokens", tokens)):
-                if tensors:
-                    files.write_tensors(self.folder, self.number, kind, tensors)
+            if whole:
+                files.write_tensors(self.folder, self.number, "gradients", whole)
+            if tokens:
+                files.write_tensors(self.folder, self.number, "tokens", tokens)
             line = {
                 "step": self.number,
                 "loss": self._share * math.fsum(losses) if losses else None,
@@ -224,8 +228,8 @@ class Recorder:
         self._counts: list[dict[str, Any]] = []
         self._metrics: dict[str, Any] = {}
         self._tokens: dict[str, list[Tensor]] = {}
-        self._taken: tuple[dict[str, float], dict[str, Tensor]] | None = None
-        self._without: list[str] = []
+        self._taken = None
+        self._without = []
         self._buffers_of_zeros = False
 
     def _refuse_no_gradient(self) -> NoReturn:

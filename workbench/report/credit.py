@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -146,11 +147,13 @@ def _letters(
     deep: float,
     size: float,
 ) -> None:
-    how = {"ha": "center", "va": "center", "family": "DejaVu Sans Mono", "clip_on": True, "parse_math": False}
+    how: dict[str, Any] = {"ha": "center", "va": "center", "family": "DejaVu Sans Mono", "parse_math": False}
     for token, row, column in _places(batch, chosen):
         trained, dark = bool(credit.trained_T[token]), abs(float(credit.credit_T[token])) > deep
         color = style.MUTED if not trained else "#fdfdfd" if dark else LETTER
-        axes.text(column + 0.5, row, decode(int(batch.tokens_T[token])), fontsize=size, color=color, **how)
+        axes.text(
+            column + 0.5, row, decode(int(batch.tokens_T[token])), fontsize=size, color=color, clip_on=True, **how
+        )
 
 
 def _legend(figure: Figure, credits: Mapping[str, Credit], largest: float) -> None:

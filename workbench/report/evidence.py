@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 from workbench.compare.comparison import Comparison, Configuration, declared_note, flatten
 from workbench.report.numbers import NONE, significant
@@ -160,6 +160,14 @@ def worst_share(configuration: Configuration) -> float | None:
     pairs = [(w.get("distance"), w.get("budget")) for w in configuration.whole_gradient]
     pairs += [(p.distance, p.budget) for p in configuration.parameters]
     return max((s for pair in pairs if (s := share_of_budget(*pair)) is not None), default=None)
+
+
+@overload
+def share_of_budget(distance: float, budget: float) -> float: ...
+
+
+@overload
+def share_of_budget(distance: float | None, budget: float | None) -> float | None: ...
 
 
 def share_of_budget(distance: float | None, budget: float | None) -> float | None:

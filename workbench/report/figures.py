@@ -146,7 +146,7 @@ def _ratio_column(
     title = _wrap(f"{look.sign} {c.name}", width)
     axes.set_title(title, fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12)
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
-    how = {"color": look.color, "marker": "o", "markersize": 3.2, "markeredgewidth": 0.8}
+    how: dict[str, Any] = {"color": look.color, "marker": "o", "markersize": 3.2, "markeredgewidth": 0.8}
     ratios = [style.drawable(p.norm_ratio) for p in parameters]
     axes.plot(ratios, [place[p.parameter] for p in parameters], linewidth=0.7, label=c.name, **how)
     hollow = [p for p in parameters if p.judged_by == "floor"]

@@ -144,7 +144,10 @@ def _samples(c: Configuration) -> bool:
 
 
 def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]], width: int) -> None:
-    missing, drawn, raw, colors = [], [], {}, {}
+    missing: list[str] = []
+    drawn: list[float] = []
+    raw: dict[str, dict[int, float]] = {}
+    colors: dict[str, str] = {}
     looks = style.line_styles(list(lines))
     for line, members in lines.items():
         color = looks[line]["color"]
@@ -153,7 +156,7 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
         colors |= dict.fromkeys(series, color)
         missing += [c.name for c in members if c.steps and not raw[c.name]]
         for name, values in series.items():
-            point = {"marker": "o" if len(values) == 1 else "", "markersize": 3}
+            point: dict[str, Any] = {"marker": "o" if len(values) == 1 else "", "markersize": 3}
             axes.plot(*_xy(values), color=color, linewidth=0.7, alpha=0.45, gid=f"run-{name}", **point)
             drawn += values.values()
         axes.plot(*_xy(smooth(series.values(), width)), linewidth=1.8, gid="mean", **looks[line])

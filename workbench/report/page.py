@@ -182,7 +182,7 @@ def _verdicts(comparison: Comparison) -> Markup:
             significant(w.get("budget"), 2),
             share(share_of_budget(w.get("distance"), w.get("budget"))),
             relative_text(w.get("relative_l2")),
-            {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
+            {True: "yes", False: "no", None: NONE}.get(w.get("bitwise_equal"), NONE),
             NONE if w.get("flipped_clips") is None else w["flipped_clips"],
         ]
         for c in comparison.configurations

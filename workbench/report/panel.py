@@ -116,7 +116,7 @@ class Panel:
         return self.as_text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        shown = {}
+        shown: dict[str, Any] = {}
         if self._end.alive:
             self._box.displayed_panel = self  # keeps a displayed panel alive without a variable
             shown = self._box._repr_mimebundle_(include=include, exclude=exclude) or {}
@@ -142,7 +142,7 @@ class Panel:
 
     def _follow_trials(self) -> None:
         trials = [reader.read() for reader in self._readers]
-        before = self._trials or [None] * len(trials)
+        before: Sequence[Trial | None] = self._trials or [None] * len(trials)
         place = shared_place(trials)
         if place != self._place:
             self._place, before = place, [None] * len(trials)
@@ -178,8 +178,10 @@ class Panel:
         self._heading, self._trouble = html(), html()
         self._rows = [html() for _ in self._readers]
         names = [reader.read().name for reader in self._readers]
-        self._cancels = [_Cancel(f"Cancel {name}", _weakly(self._cancel, index)) for index, name in enumerate(names)]
-        self._cancel_all = _Cancel("Cancel all trials", _weakly(self._cancel, None), label="Cancel all")
+        self._cancels = [
+            _Cancel(f"Cancel {name}", _weakly(self, Panel._cancel, index)) for index, name in enumerate(names)
+        ]
+        self._cancel_all = _Cancel("Cancel all trials", _weakly(self, Panel._cancel, None), label="Cancel all")
         rows = [_boxed(shown, cancel.button) for shown, cancel in zip(self._rows, self._cancels, strict=True)]
         text = "Buttons are answered between cells. From a terminal: "
         hint = html(tag("span", text, tag("code", self._subject.command), class_="hint"))
@@ -187,9 +189,9 @@ class Panel:
         self._chosen = ipywidgets.Dropdown(options=options, description="Log of")
         self._follow = ipywidgets.Checkbox(value=True, description="follow", indent=False)
         self._ranks = ipywidgets.Tab()
-        self._chosen.observe(_weakly(self._choose), names="value")
-        self._ranks.observe(_weakly(self._read_all_logs), names="selected_index")
-        self._follow.observe(_weakly(self._read_all_logs), names="value")
+        self._chosen.observe(_weakly(self, Panel._choose), names="value")
+        self._ranks.observe(_weakly(self, Panel._read_all_logs), names="selected_index")
+        self._follow.observe(_weakly(self, Panel._read_all_logs), names="value")
         self._box = ipywidgets.VBox(
             [
                 html(tag("style", style_sheet("live.css"))),
@@ -300,19 +302,19 @@ def _cancel_runs(runs: Sequence[RunDirectory], panel: weakref.ref[Panel]) -> Non
                 _report_error(panel(), f"{run.path.name} could not be cancelled. {type(error).__name__}: {error}")
 
 
-def _weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
+def _weakly(panel: Panel, method: Callable[..., None], *first: Any) -> Callable[..., None]:
     """Return a callback that keeps nothing alive, and that shows its errors in the panel."""
-    reference = weakref.WeakMethod(method)
+    reference = weakref.ref(panel)
 
     def call(*arguments: Any) -> None:
-        bound = reference()
-        if bound is None:
+        alive = reference()
+        if alive is None:
             return
-        _report_error(bound.__self__, "")
+        _report_error(alive, "")
         try:
-            bound(*first, *arguments)
+            method(alive, *first, *arguments)
         except Exception as error:
-            _report_error(bound.__self__, f"{type(error).__name__}: {error}")
+            _report_error(alive, f"{type(error).__name__}: {error}")
 
     return call
 

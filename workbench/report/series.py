@@ -46,14 +46,15 @@ def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
     kinds: dict[str, list[Configuration]] = {}
     for c in comparison.configurations:
         kinds.setdefault(repr(sorted(changed_settings(comparison, c).items(), key=str)), []).append(c)
-    styles, hue = {}, 0
+    styles: dict[str, SeriesStyle] = {}
+    hue = 0
     for members in kinds.values():
         names = [c.name for c in members]
         label = names[0] if len(names) == 1 else _common_start(names) or names[0]
         drawn = SeriesStyle(label, style.INK, "", "-")
         if members[0].against:
             color, turn = style.SERIES[hue % len(style.SERIES)], hue + hue // len(style.SERIES)
-            marker, dash = (looks[turn % len(looks)] for looks in (style.MARKERS, style.DASHES))
+            marker, dash = style.MARKERS[turn % len(style.MARKERS)], style.DASHES[turn % len(style.DASHES)]
             drawn = SeriesStyle(label, color, marker, dash)
             hue += 1
         styles |= dict.fromkeys(names, drawn)
@@ -202,7 +203,7 @@ def legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuration
             handles.append(Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)"))
             continue
         face = "none" if c.verdict in AGREEING else look.color
-        mark = {"marker": look.marker, "markersize": 4.6, "markerfacecolor": face}
+        mark: dict[str, Any] = {"marker": look.marker, "markersize": 4.6, "markerfacecolor": face}
         handles.append(Line2D([], [], color=look.color, linestyle=look.dash, linewidth=1.7, label=look.label, **mark))
     style.legend(figure, handles, "outside right center", labelspacing=0.8)
 

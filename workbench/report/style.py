@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -21,6 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullFormatter
 
 from workbench.report.numbers import power_of_ten, significant
+
+if TYPE_CHECKING:
+    from matplotlib.typing import LegendLocType, RcKeyType
 
 INK, MUTED, LINE = "#1c2128", "#667079", "#d9dee3"
 SERIES = (
@@ -66,7 +69,7 @@ THEME = (
     | {color: f"--series-{i}" for i, color in enumerate(SERIES)}
 )
 
-RC = {
+RC: dict[RcKeyType, Any] = {
     "font.size": 8.0,
     "font.family": ["DejaVu Sans"],
     "text.color": INK,
@@ -93,7 +96,7 @@ def chart(height_inches: float, *, width_inches: float = WIDTH_INCHES) -> Chart:
         return Chart(figsize=(width_inches, height_inches), layout="constrained", facecolor="#ffffff")
 
 
-def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "y") -> Axes:
+def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: Literal["", "x", "y"] = "y") -> Axes:
     """Strip an axes to the essentials; the y label is horizontal, above the axes."""
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(side == "bottom")
@@ -101,7 +104,7 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "
     axes.set_facecolor("none")
     axes.tick_params(which="both", length=0, colors=MUTED, labelsize=7.5, pad=4)
     axes.grid(False)
-    if grid == "x" or grid == "y":
+    if grid:
         axes.grid(True, axis=grid, color=LINE, linewidth=0.6)
     axes.set_axisbelow(True)
     if title:
@@ -150,6 +153,7 @@ class DecadesAroundZero(Locator):
 
     def __call__(self) -> list[float]:
         """Return the ticks of the current view."""
+        assert self.axis is not None, "matplotlib sets the axis before it requests ticks"
         return self.tick_values(*self.axis.get_view_interval())
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
@@ -208,11 +212,11 @@ def remark(
     axes: Axes, text: str, place: tuple[float, float], *, offset: tuple[float, float] | None = None, **how: Any
 ) -> None:
     """Write a small text at a place of an axes, given as fractions, with an offset in points."""
-    shift = {} if offset is None else {"xytext": offset, "textcoords": "offset points"}
+    shift: dict[str, Any] = {} if offset is None else {"xytext": offset, "textcoords": "offset points"}
     axes.annotate(text, place, xycoords="axes fraction", **shift, **{"color": MUTED, **how})
 
 
-def legend(figure: Figure, handles: Sequence[Any], loc: str, **how: Any) -> None:
+def legend(figure: Figure, handles: Sequence[Any], loc: LegendLocType, **how: Any) -> None:
     """Draw a legend in this style outside of the axes."""
     figure.legend(handles=handles, loc=loc, frameon=False, fontsize=7.5, labelcolor=INK, **{"handlelength": 3, **how})
 

@@ -115,5 +115,5 @@ class RowBlocks:
             order_B = self.owned_B.argsort() if to_row else self.owned_B
             is_identity = torch.equal(order_B, torch.arange(len(order_B)))
             self._moves[key] = None if is_identity else order_B.to(values_T.device)
-        order_B = self._moves[key]
-        return values_T if order_B is None else values_T.unflatten(0, (-1, self.block))[order_B].flatten(0, 1)
+        moves_B = self._moves[key]
+        return values_T if moves_B is None else values_T.unflatten(0, (-1, self.block))[moves_B].flatten(0, 1)

@@ -180,7 +180,7 @@ class Exact:
         Raises:
             SpecError: before `reduce`.
         """
-        mesh, squares, parameters = self.policy.mesh, {}, local_parameters(self.policy)
+        mesh, parameters = self.policy.mesh, local_parameters(self.policy)
         if missing := [name for name, one in parameters.items() if one.parameter.grad is None]:
             raise SpecError(
                 "exact.norms()",
@@ -188,6 +188,7 @@ class Exact:
                 rule="reduce() writes every gradient",
                 fix="call exact.reduce() first",
             )
+        squares: dict[str, float] = {}
         groups: dict[tuple[str, ...], list[str]] = {}
         for name, one in parameters.items():
             groups.setdefault(one.sharded_over, []).append(name)

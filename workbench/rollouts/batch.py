@@ -56,6 +56,13 @@ def _document(unit: str, dtype: str) -> Any:
     return field(default=None, metadata={"level": "document", "unit": unit, "dtype": dtype})
 
 
+def _own_index(document_ids_T: Tensor) -> Tensor:
+    """[T] index of each token in its row; `PADDING` on padding."""
+    index_T = torch.arange(len(document_ids_T))
+    index_T[document_ids_T == PADDING] = PADDING
+    return index_T
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
     """A packed row of documents with all per-token data of an RL loss.
@@ -95,7 +102,7 @@ class RolloutBatch:
     old_logprobs_T: Tensor = _token("nats", 0.0, "float")
     sampler_logprobs_T: Tensor | None = _token("nats", 0.0, "float", optional=True)
     ref_logprobs_T: Tensor | None = _token("nats", 0.0, "float", optional=True)
-    source_T: Tensor | None = _token("token index in the source batch", PADDING, "int64", optional=True)
+    source_T: Tensor = _token("token index in the source batch", PADDING, "int64", optional=True)
     group_ids_N: Tensor | None = _document("prompt index", "int64")
     rewards_N: Tensor | None = _document("reward units", "float")
     extensions: Mapping[str, Extension] = field(default_factory=dict)
@@ -104,9 +111,7 @@ class RolloutBatch:
     def __post_init__(self) -> None:
         _refuse(broken_shapes(self))
         if self.source_T is None:
-            source = torch.arange(self.num_tokens)
-            source[self.document_ids_T == PADDING] = PADDING
-            object.__setattr__(self, "source_T", source)
+            object.__setattr__(self, "source_T", _own_index(self.document_ids_T))
         _refuse(_broken_rules(self))
 
     # ---- access --------------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ class RolloutBatch:
 
     def as_source(self) -> RolloutBatch:
         """The same row as a batch of its own: its tokens are numbered from 0, and rows packed from it refer to them."""
-        return replace(self, source_T=None)
+        return replace(self, source_T=_own_index(self.document_ids_T))
 
     def _with(self, changed: Mapping[str, Tensor]) -> RolloutBatch:
         own = {name: value for name, value in changed.items() if name not in self.extensions}

@@ -203,6 +203,7 @@ def _online_problems(spec: RunSpec) -> Iterator[str]:
 def _inexact(spec: RunSpec) -> Iterator[str]:
     """Yield settings that the reproducible mode cannot make exact, or would ignore, each with its fix."""
     layout, policy, block = spec.layout, spec.policy, spec.reproducible.block_tokens
+    assert block is not None, "_inexact is about runs in the reproducible mode"
     if spec.precision == "float64":
         yield "precision float64 has more bits than the exact sums keep; take float32 or bfloat16"
     if layout.cp > 1 and layout.order in ("striped", "document_zigzag"):

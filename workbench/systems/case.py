@@ -206,7 +206,7 @@ def flags_of_logits(case: Case) -> list[str]:
 
 def logprobs_only(logprobs_T: Tensor, entropy_T: Tensor | None = None) -> TokenLogprobs:
     """Return the output of a head that gives log-probabilities, and entropies if the case has them."""
-    return TokenLogprobs(logprobs_T, entropy_T, None)  # type: ignore[arg-type]
+    return TokenLogprobs(logprobs_T, entropy_T, None)
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -131,7 +131,7 @@ def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outc
     """
     row, constants = adversarial_row(seed)
     if temperature is None:
-        head_output = TokenLogprobs(*(None if each is None else each.clone().requires_grad_() for each in constants))
+        head_output = constants.map(lambda values_T: values_T.clone().requires_grad_())
         leaves = [leaf for leaf in head_output if leaf is not None]
     else:
         leaves = [adversarial_logits(constants.logprobs_T).requires_grad_()]

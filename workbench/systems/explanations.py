@@ -148,21 +148,21 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
         >>> explain("verl", {"clip_ratio": 0.2}, "verl", {"clip_ratio": 0.2}).verdict
         'same'
     """
-    sides = _Side.of(system_a, settings_a), _Side.of(system_b, settings_b)
-    specs = sides[0].spec, sides[1].spec
-    temperatures = tuple(side.system.temperature(side.settings) for side in sides)
+    sides = one, other = _Side.of(system_a, settings_a), _Side.of(system_b, settings_b)
+    specs = one.spec, other.spec
+    temperatures = one.temperature, other.temperature
     from_logits = all(side.system.temperature is not unit_temperature for side in sides)
     divisors = temperatures if from_logits and temperatures[0] != temperatures[1] else None
     verdict, same_loss, same_gradient, counterexample = compare(*specs, divisors)
     return Explanation(
-        tuple(side.system.title for side in sides),
+        (one.system.title, other.system.title),
         specs,
         verdict,
         same_loss,
         same_gradient,
         same_scaling(*specs) if verdict == "same" else None,
         _differences(sides, verdict, divisors),
-        tuple(side.notes for side in sides),
+        (one.notes, other.notes),
         counterexample,
     )
 
@@ -185,6 +185,10 @@ class _Side:
         settings = parse_settings(system.settings, given, where=name)
         translation = translate_settings(system, settings)
         return cls(system, settings, translation.spec, translation.notes)
+
+    @property
+    def temperature(self) -> float:
+        return self.system.temperature(self.settings)
 
 
 def _differences(
@@ -210,9 +214,8 @@ def _differences(
     for path, values in values_of.items():
         if values[0] == values[1] or path in ignored:
             continue
-        chosen = [(settings, decided.get(path, ())) for settings, decided in deciding]
-        options = tuple(_label(settings, names) for settings, names in chosen)
-        silent = tuple(not any(_is_set(settings, name) for name in names) for settings, names in chosen)
+        one, other = ((settings, decided.get(path, ())) for settings, decided in deciding)
+        options, silent = (_label(*one), _label(*other)), (_is_silent(*one), _is_silent(*other))
         acts = verdict != "same" and path in acting
         rows.append(Difference(path, _topic(path), _meaning(path), values, options, silent, acts))
     return tuple(sorted(rows, key=lambda row: not row.acts))
@@ -220,7 +223,8 @@ def _differences(
 
 def decides(system: System, settings: Settings) -> Mapping[str, tuple[str, ...]]:
     """Map each path in the spec, or `TEMPERATURE`, to the options whose change, one at a time, changes it."""
-    base, explicit, deciding = _flat_settings(system, settings), settings.model_dump(exclude_unset=True), {}
+    base, explicit = _flat_settings(system, settings), settings.model_dump(exclude_unset=True)
+    deciding: dict[str, list[str]] = {}
     for name, annotation, value in _options(settings):
         for other in _other_values(annotation, value):
             try:
@@ -270,6 +274,10 @@ def _label(settings: Settings, names: tuple[str, ...]) -> str:
     values = {name: _short(functools.reduce(getattr, name.split("."), settings)) for name in names}
     defaults = {name: "" if _is_set(settings, name) else ", its default" for name in names}
     return ", ".join(f"{name}={values[name]}{defaults[name]}" for name in names)
+
+
+def _is_silent(settings: Settings, names: tuple[str, ...]) -> bool:
+    return not any(_is_set(settings, name) for name in names)
 
 
 def _is_set(settings: Settings, name: str) -> bool:

@@ -26,10 +26,10 @@ from workbench.errors import SpecError
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.definitions import AnyMetric, DocumentMetric, Metric, Weight, metric_table, statistic
 from workbench.metrics.policy import Quantities, measure
-from workbench.metrics.quantities import Advantage, ClipRule, Column, DocumentSlots, LogRatio, beyond, clip_rule
+from workbench.metrics.quantities import Advantage, ClipRule, Column, DocumentSlots, LogRatio, Region, beyond, clip_rule
 from workbench.metrics.values import Mean, Reducer, Value
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import KLEstimator, LossSpec
 from workbench.systems.registry import SYSTEMS, load_system
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PeerSettings(NamedTuple):
     clip: ClipRule | None
     kind: str = "ppo"
     num_documents: int | None = None
-    kl_estimator: str = "k3"
+    kl_estimator: KLEstimator = "k3"
     of_documents: bool = False
     spec: LossSpec | None = None
     single: bool = False
@@ -262,6 +262,15 @@ def k3_of(tokens_N: Tensor, log_ratio_N: Tensor, *_: Tensor) -> Tensor:
     return torch.expm1(mean_N) - mean_N
 
 
-def outside_clip_of(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+def outside_clip_of(
+    region: Region, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor
+) -> Tensor:
     """Return 1 where the document's ratio lies in a region of the clip, by the sign of its mean advantage."""
-    return beyond(region, ratio_of(tokens_N, log_ratio_N), advantage_N / tokens_N, clip).double()
+    return in_region(region, ratio_of(tokens_N, log_ratio_N), advantage_N / tokens_N, clip)
+
+
+def in_region(region: Region, ratio: Tensor, advantages: Tensor, clip: ClipRule) -> Tensor:
+    """Return 1 where a ratio lies in a region of a clip that has this bound, else 0; see `beyond`."""
+    beyond_clip = beyond(region, ratio, advantages, clip)
+    assert beyond_clip is not None, "only the dual bound can be missing"
+    return beyond_clip.double()

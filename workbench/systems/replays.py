@@ -249,8 +249,9 @@ def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
         )
         row["ref_logprobs_T"] = torch.where(case.loss_mask_T, ref.logprobs_T, torch.zeros_like(ref.logprobs_T))
     outputs = finish(evaluate_case(case, head_output, **row), leaves)
-    logprobs_T = head_output.logprobs_T
-    return {**outputs, "logprobs": case.shaped(logprobs_T), "grad_logprobs": case.shaped(logprobs_T.grad)}
+    logprobs_T, gradient_T = head_output.logprobs_T, head_output.logprobs_T.grad
+    assert gradient_T is not None, "finish back-propagates through the log-probabilities, which retain it"
+    return {**outputs, "logprobs": case.shaped(logprobs_T), "grad_logprobs": case.shaped(gradient_T)}
 
 
 # ---- parts of a loss -------------------------------------------------------------------------------------------
@@ -262,9 +263,11 @@ def logprobs(case: Case) -> dict[str, Any]:
     output = token_logprobs_from_logits(
         leaf.reshape(-1, leaf.shape[-1]), case.targets_T, temperature=case.config.get("temperature") or 1.0
     )
+    assert output.entropy_T is not None, "the reference returns it by default"
     outputs = [(output.logprobs_T, case.get("cotangent_logprobs")), (output.entropy_T, case.get("cotangent_entropy"))]
     pairs = [(value_T, cotangent.reshape(-1)) for value_T, cotangent in outputs if cotangent is not None]
-    torch.autograd.backward(*(list(column) for column in zip(*pairs, strict=True)))
+    values, cotangents = zip(*pairs, strict=True)
+    torch.autograd.backward(values, cotangents)
     return {
         "logprobs": case.shaped(output.logprobs_T),
         "entropy": case.shaped(output.entropy_T),

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import Policy
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepTotals, TokenWeights
-from workbench.reproducible import OutOfRange, reproducibly
+from workbench.reproducible import Exact, OutOfRange, reproducibly
 from workbench.reproducible.rows import sum_in_order, whole_row
 from workbench.rollouts.batch import PADDING
 from workbench.rollouts.targets import TrainingRow
@@ -52,9 +52,15 @@ def reproducible_mode(policy: Policy, spec: RunSpec) -> AbstractContextManager[A
     return reproducibly(policy, block_tokens=mode.block_tokens, weight_chunks=mode.weight_chunks, bits=mode.bits)
 
 
+def _mode(policy: Policy) -> Exact | None:
+    """The mode of a policy, or None outside it; only `workbench.reproducible` implements the protocol."""
+    return cast("Exact | None", policy.exact)
+
+
 def kernels_of(policy: Policy) -> dict[str, str]:
     """Return the kernels that determine a policy's bits in the reproducible mode, for a record; {} outside it."""
-    return {} if policy.exact is None else {"reproducible_kernels": policy.exact.pieces.kernels.NAME}
+    exact = _mode(policy)
+    return {} if exact is None else {"reproducible_kernels": exact.pieces.kernels.NAME}
 
 
 def up_to_last_document(row: TrainingRow) -> TrainingRow:
@@ -83,10 +89,9 @@ def whole_row_head(
     Backward: each rank takes its own tokens of the gradient; see `whole_row`.
     """
     whole, parts = local.whole, local.token_logprobs(policy, hidden_TD, loss.outputs)
+    assert whole is not None, "`prepare_rows` keeps the row in this mode"
     tokens = len(whole.row.tokens_T)
-    head_output = TokenLogprobs(
-        *(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens] for part in parts)
-    )
+    head_output = parts.map(lambda part: whole_row(part, whole.plan, whole.axis, "cpu")[:tokens])
     sums = DocumentSums.of_row(whole.row)
     return replace(local, row=whole.row, weights=whole.weights, sums=sums, documents=whole.documents), head_output
 
@@ -98,8 +103,10 @@ def sum_in_row_order(
     metrics: Sequence[Mapping[str, Value]],
 ) -> Reduced:
     """Complete the gradients; return their norms, the loss term by term, and the final metrics. float64."""
-    policy.exact.reduce()
-    mesh, norms = policy.mesh, policy.exact.norms()
+    exact = _mode(policy)
+    assert exact is not None, "the strategy of this mode"
+    exact.reduce()
+    mesh, norms = policy.mesh, exact.norms()
     numbers_r = torch.tensor([local.whole.number for local in rows if local.whole], device=mesh.device)
     lines = torch.stack([torch.stack([part.value.detach().double() for part in named.values()]) for named in parts])
     total = sum_in_order(lines, numbers_r, mesh["dp"])
@@ -131,7 +138,7 @@ def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
 
     @functools.wraps(step)
     def retry(policy: Policy, loss: Any, rows: Sequence[LocalRow], totals: StepTotals, **options: Any) -> StepResult:
-        exact = policy.exact
+        exact = _mode(policy)
         if exact is None:
             return step(policy, loss, rows, totals, **options)
         if options.get("fused"):

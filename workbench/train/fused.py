@@ -30,6 +30,7 @@ from workbench.policy.logprobs.fused_pass import Couples, RowLoss
 from workbench.policy.model import CHUNKED, Policy
 from workbench.reduction.evaluate import Evaluated
 from workbench.sharding.collectives import all_sum
+from workbench.sharding.mesh import Axis
 from workbench.train.rows import LocalRow
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def _chunked_head(
 ) -> FusedLoss:
     row = local.row
     _require_chunked_head(policy)
+    assert plan.couples is not None, "without, callers use `_whole_row_head`"
     return fused_loss(
         hidden_TD,
         targets_T=row.targets_T,
@@ -277,7 +279,9 @@ class RecordedSums:
 
     def differ(self) -> bool:
         """True if the loss summed other values on any rank, so these are not its sums. Collective over the axis."""
-        return bool(all_sum(self.differs.int(), self.sums.axis) > 0)
+        axis = self.sums.axis
+        assert isinstance(axis, Axis), "`plan_head` records sums only where ranks share a row"
+        return bool(all_sum(self.differs.int(), axis) > 0)
 
 
 def _differ(one_T: Tensor, other_T: Tensor, mask_T: Tensor) -> Tensor:

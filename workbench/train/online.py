@@ -313,6 +313,7 @@ def needs_reference(loss: LossSpec) -> bool:
 
 def without_ties(batch: RolloutBatch) -> RolloutBatch:
     """Mask pairs of completions with equal rewards, of which neither is preferred."""
+    assert batch.rewards_N is not None, "sampled documents have rewards"
     rewards_P2 = batch.rewards_N.view(-1, 2)
     differ_N = (rewards_P2[:, 0] != rewards_P2[:, 1]).repeat_interleave(2)
     return replace(batch, loss_mask_T=batch.loss_mask_T & differ_N[batch.document_ids_T])
@@ -336,7 +337,8 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
     """
     spec, loss, per_step = with_advantages(spec), flow.build_loss(spec.loss), spec.data.documents_per_step
     steps = 1 if per_step is None else -(-batch.num_documents // per_step)
-    logprobs_S, missing_S = None, batch.loss_mask_T.clone()
+    logprobs_S: Tensor | None = None
+    missing_S = batch.loss_mask_T.clone()
     for documents in itertools.islice(in_order(batch.as_source(), per_step), steps):
         rows, totals = flow.prepare_rows(documents, spec, mesh)
         of_step_S = flow.row_logprobs(
@@ -344,6 +346,7 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
         )
         logprobs_S = torch.where(missing_S, of_step_S, 0.0 if logprobs_S is None else logprobs_S)
         missing_S[documents.source_T] = False
+    assert logprobs_S is not None, "a batch has documents, so there is a step"
     return logprobs_S
 
 
@@ -354,6 +357,7 @@ def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str
 
     Units: rewards in their own; lengths in tokens of the completion; fractions of documents, or of prompts.
     """
+    assert batch.rewards_N is not None, "sampled documents have rewards"
     rewards_N = batch.rewards_N.double()
     lengths_N = torch.zeros(batch.num_documents, dtype=torch.float64)
     lengths_N.index_add_(0, batch.document_ids_T, batch.loss_mask_T.double())

@@ -144,24 +144,34 @@ def pack_step(
             rule=f"rows of this layout are multiples of {needed.row} tokens in every step",
             fix=f"leave data.multiple_of out, or take a multiple of {needed.row}{smaller}",
         )
-    rules = {
-        "multiple_of": data.multiple_of or needed.row,
-        "document_multiple_of": needed.document,
-        "group_labels_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None,
-    }
-    if spec.reproducible.on and data.micro_batch_tokens is not None and data.micro_batch_tokens % rules["multiple_of"]:
+    multiple_of = data.multiple_of or needed.row
+    if spec.reproducible.on and data.micro_batch_tokens is not None and data.micro_batch_tokens % multiple_of:
         raise SpecError(
             f"data.micro_batch_tokens = {data.micro_batch_tokens} in the reproducible mode",
             found=f"layout {layout}",
-            rule=f"rows of this layout are multiples of {rules['multiple_of']} "
+            rule=f"rows of this layout are multiples of {multiple_of} "
             "tokens; with another multiple the capacity of a row, and so its documents, depend on the layout",
-            fix=f"take a multiple of {rules['multiple_of']}, the same in every run that is to agree",
+            fix=f"take a multiple of {multiple_of}, the same in every run that is to agree",
         )
     if document_rows is not None:
-        return deal(batch, document_rows, multiple_of=rules["multiple_of"], document_multiple_of=needed.document)
+        return deal(batch, document_rows, multiple_of=multiple_of, document_multiple_of=needed.document)
+    labels_N = batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None
     if data.micro_batch_tokens is None:
-        return pack(batch, rows=layout.dp * data.micro_batches, **rules)
-    return fill(batch, tokens=data.micro_batch_tokens, ranks=layout.dp, **rules)
+        return pack(
+            batch,
+            rows=layout.dp * data.micro_batches,
+            multiple_of=multiple_of,
+            document_multiple_of=needed.document,
+            group_labels_N=labels_N,
+        )
+    return fill(
+        batch,
+        tokens=data.micro_batch_tokens,
+        ranks=layout.dp,
+        multiple_of=multiple_of,
+        document_multiple_of=needed.document,
+        group_labels_N=labels_N,
+    )
 
 
 def multiples(layout: LayoutSpec, reproducible: ReproducibleSpec = ORDINARY) -> Multiples:
@@ -259,6 +269,7 @@ def recorded_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], r
     applied_T, own_T = (
         next((t.clipped_T for t in named.values() if t.clipped_T is not None), none_T) for named in (terms, own_terms)
     )
+    assert inputs.entropy_T is not None, "among the head outputs of every loss"
     return {
         "source": row.source_T,
         "targets": row.targets_T,

@@ -95,8 +95,8 @@ class WarmUp:
         seconds: wall-clock time.
     """
 
-    policy: nn.Module
-    reference: nn.Module
+    policy: Any
+    reference: Any
     steps: int
     success_rate: float
     seconds: float
@@ -283,6 +283,7 @@ def sample_batch(
         )
     batch = RolloutBatch.from_documents(documents, temperature=settings.temperature)
     trained = batch.loss_mask_T
+    assert batch.ref_logprobs_T is not None, "every document has them"
     difference = (batch.ref_logprobs_T - batch.old_logprobs_T)[trained].double()
     grouped = rewards_N.view(settings.prompts, settings.answers)
     return batch, {

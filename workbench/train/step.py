@@ -143,8 +143,8 @@ def prepare_rows(
     documents, numbers, per_rank, rows = number_documents(whole), row_numbers(whole), len(whole) // layout.dp, []
     for at in range(mesh["dp"].rank * per_rank, (mesh["dp"].rank + 1) * per_rank):
         row, plan = packed[at].to(mesh.device, dtype), plan_row(packed[at].document_ids_T, layout)
-        by_name = {name: pair.map(lambda values_T: values_T.to(dtype)) for name, pair in weights[at].items()}
-        whole_row = WholeRow(numbers[at], whole[at], by_name, documents[at], plan, mesh["cp"])
+        in_dtype = {name: pair.map(lambda values_T: values_T.to(dtype)) for name, pair in weights[at].items()}
+        whole_row = WholeRow(numbers[at], whole[at], in_dtype, documents[at], plan, mesh["cp"])
         by_name, slots, evaluated_on = strategy.to_split(whole_row)
         by_name = {name: pair.map(lambda values_T: values_T.to(mesh.device)) for name, pair in by_name.items()}
         rows.append(replace(split_row(row, by_name, slots, plan, mesh, layout), whole=evaluated_on))

@@ -133,26 +133,27 @@ class Tracer:
 
     def _input_hook(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            for value in self._activations((*inputs, named.get("hidden_states"))):
-                if not self._current.knows(value):
-                    self._record(f"{name}{INPUT}", value, self._shards.of(name, value, 1))
+            for row, value in self._activations((*inputs, named.get("hidden_states"))):
+                if not row.knows(value):
+                    row.record(f"{name}{INPUT}", value, self._shards.of(name, value, 1))
 
         return hook
 
     def _output_hook(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            for value in self._activations(output if isinstance(output, tuple) else (output,)):
-                self._record(name, value, self._shards.of(name, value, 0))
+            for row, value in self._activations(output if isinstance(output, tuple) else (output,)):
+                row.record(name, value, self._shards.of(name, value, 0))
 
         return hook
 
-    def _activations(self, values: Sequence[Any]) -> list[Tensor]:
-        """Return the first value with an entry for each token of this rank, if there is one."""
-        if self._current is None:
+    def _activations(self, values: Sequence[Any]) -> list[tuple[_Row, Tensor]]:
+        """Return the current row and the first value with an entry for each token of this rank, if there is one."""
+        row = self._current
+        if row is None:
             return []
-        counts = (self._current.tokens, self._current.tokens // self._policy.mesh["tp"].size)
+        counts = (row.tokens, row.tokens // self._policy.mesh["tp"].size)
         return [
-            value
+            (row, value)
             for value in values
             if isinstance(value, Tensor)
             and value.is_floating_point()
@@ -160,13 +161,6 @@ class Tracer:
             and value.shape[0] == 1
             and value.shape[1] in counts
         ][:1]
-
-    def _record(self, station: str, value: Tensor, shard: ParameterShard | None) -> None:
-        row = self._current
-        station = row.remember(station, value)
-        row.forward[station] = row.fingerprints(value, shard)
-        if value.requires_grad:
-            value.register_hook(lambda gradient: row.backward.update({station: row.fingerprints(gradient, shard)}))
 
 
 class _Row:
@@ -196,6 +190,13 @@ class _Row:
     def knows(self, value: Tensor) -> bool:
         """True if this tensor, or the base of this view, is recorded already."""
         return value.untyped_storage().data_ptr() in self._alive
+
+    def record(self, station: str, value: Tensor, shard: ParameterShard | None) -> None:
+        """Record a tensor, and its gradient when backward reaches it."""
+        station = self.remember(station, value)
+        self.forward[station] = self.fingerprints(value, shard)
+        if value.requires_grad:
+            value.register_hook(lambda gradient: self.backward.update({station: self.fingerprints(gradient, shard)}))
 
     def remember(self, station: str, value: Tensor) -> str:
         """Keep a tensor alive, so that its address stays unique; return the station's name in this row."""
@@ -257,9 +258,9 @@ class _ActivationShards:
 
     def of(self, name: str, value: Tensor, dim: int) -> ParameterShard | None:
         """Return the shard of a module's input (dim 1 of a weight) or output (dim 0); None if replicated."""
-        shard, layer = self._layers.get(name, (None, None))
-        if shard is None:
+        if name not in self._layers:
             return ParameterShard(0) if name.startswith(self._blocks) else None
+        shard, layer = self._layers[name]
         if shard.dim != dim or value.shape[-1] != layer.weight.shape[dim]:
             return None
         return shard if dim == 0 else ParameterShard(0)

@@ -10,20 +10,35 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs.head import TokenLogprobs
+from workbench.policy.logprobs.head import Head, TokenLogprobs
 
 if TYPE_CHECKING:
+    from workbench.policy.logprobs.engine import Engine
     from workbench.policy.logprobs.truncated_support import TruncatedSupport
     from workbench.sharding.mesh import Axis
 
 IMPLEMENTATIONS = ("reference", "vocabulary_parallel", "chunked", "triton")
+
+
+class _Options(TypedDict):
+    """Arguments that every implementation takes."""
+
+    temperature: float | Tensor
+    bias_V: Tensor | None
+    logit_scale: float
+    soft_cap: float | None
+    valid: int | None
+    active_T: Tensor | None
+    support: TruncatedSupport | None
+    outputs: Iterable[str]
+    fp32_head: bool
 
 
 def token_logprobs(
@@ -78,7 +93,7 @@ def token_logprobs(
     Raises:   ShapeError: sizes or dtypes disagree, ids outside the vocabulary, a temperature that is not positive.
               SpecError: an invalid setting, or an implementation that cannot run here.
     """
-    options = {
+    options: _Options = {
         "temperature": temperature,
         "bias_V": bias_V,
         "logit_scale": logit_scale,
@@ -112,9 +127,13 @@ def token_logprobs(
                 hidden_TD, weight_VD, targets_T, axis=axis or Axis("tp"), first_token=first_token, **options
             )
         case "chunked":
-            from workbench.policy.logprobs.chunked import ChunkedEngine as engine
+            from workbench.policy.logprobs.chunked import ChunkedEngine
+
+            engine: Callable[[Head], Engine] = ChunkedEngine
         case "triton":
-            from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine as engine
+            from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine
+
+            engine = ExpEpilogueEngine
         case _:
             raise SpecError(
                 f"token_logprobs: implementation = {implementation!r}",
@@ -123,8 +142,17 @@ def token_logprobs(
             )
     from workbench.policy.logprobs import driver
 
-    options |= {"axis": axis, "first_token": first_token, "chunk_tokens": chunk_tokens, "keep_bytes": keep_bytes}
-    return driver.token_logprobs(hidden_TD, weight_VD, targets_T, engine=engine, **options)
+    return driver.token_logprobs(
+        hidden_TD,
+        weight_VD,
+        targets_T,
+        engine=engine,
+        axis=axis,
+        first_token=first_token,
+        chunk_tokens=chunk_tokens,
+        keep_bytes=keep_bytes,
+        **options,
+    )
 
 
 @functools.cache

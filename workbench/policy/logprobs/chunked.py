@@ -138,6 +138,7 @@ class ChunkedEngine:
         head, head_output, logits_BV = self.head, chunk.head_output, logits_CV[block]
         divisor = self._divisor(chunk.temperature)
         divisor_B1 = divisor[block] if isinstance(divisor, Tensor) else divisor
+        assert head_output.logsumexp_T is not None, "`_outputs` always returns it"
         log_p_BV = logits_BV - head_output.logsumexp_T[block, None]
         p_BV = log_p_BV.exp()
         zero_B = torch.zeros_like(head_output.logprobs_T[block])
@@ -147,6 +148,7 @@ class ChunkedEngine:
         if gradients.entropy_T is None:
             gradient_BV = p_BV * (logsumexp_B - logprob_B)[:, None]
         else:
+            assert head_output.entropy_T is not None, "only a requested output has a gradient"
             surprise_BV = log_p_BV.masked_fill_(p_BV == 0, 0) + head_output.entropy_T[block, None]
             gradient_BV = p_BV * ((logsumexp_B - logprob_B)[:, None] - entropy_B[:, None] * surprise_BV)
         if gradients.mean_squared_logit_T is not None:

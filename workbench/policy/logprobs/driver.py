@@ -207,7 +207,6 @@ class _DriverFunction(Function):
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, *call.rows.tensors())
         ctx.call = call
         engine, outputs = call.make_engine(call.head), call.empty_outputs()
-        overflowed: list[Tensor | None] = []
         all_exact = True
         to_save = _chunks_to_save(engine, len(call.rows), call.chunk_tokens, call.keep_bytes)
         for number, piece in enumerate(plan_chunks(len(call.rows), call.chunk_tokens)):
@@ -215,20 +214,21 @@ class _DriverFunction(Function):
             chunk, kept_chunk = call.forward(engine, hidden_AD, piece, "own" if is_saved else "no")
             if is_saved:
                 call.saved_chunks.append((piece, chunk))
-            overflowed.append(chunk.overflowed_C)
+            if chunk.overflowed_C is not None:
+                if call.overflowed_A is None:
+                    call.overflowed_A = torch.zeros(len(call.rows), dtype=torch.bool, device=hidden_AD.device)
+                call.overflowed_A[piece] = chunk.overflowed_C
             all_exact &= chunk.outputs_are_exact
             _write(outputs, piece, chunk, kept_chunk)
-        if any(overflowed_C is not None for overflowed_C in overflowed):
-            call.overflowed_A = torch.cat(overflowed)
-            if not all_exact:
-                exact = ChunkedEngine(call.head)
-                for place in _pieces(call.overflowed_A.cpu(), min(EXACT_TOKENS, call.chunk_tokens), hidden_AD.device):
-                    _write(outputs, place, *call.forward(exact, hidden_AD, place, "no"))
+        if call.overflowed_A is not None and not all_exact:
+            exact = ChunkedEngine(call.head)
+            for place in _pieces(call.overflowed_A.cpu(), min(EXACT_TOKENS, call.chunk_tokens), hidden_AD.device):
+                _write(outputs, place, *call.forward(exact, hidden_AD, place, "no"))
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients_A: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients_A: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_AD, weight_VD, bias_V, *_ = ctx.saved_tensors
         call: _Call = ctx.call
         nonzero_A, exact_A = _nonzero_and_overflowed(gradients_A, call, hidden_AD.device)
@@ -311,11 +311,10 @@ class _Adjoint:
         was_saved: bool = False,
     ) -> None:
         """Add the gradients of one chunk, whose rows are a slice or indices in any order."""
-        into, rows = self.into, place
-        if isinstance(place, Tensor):
-            rows = slice(0, len(place))
-            if into.hidden_TD is not None:
-                into = replace(into, hidden_TD=torch.empty_like(chunk.hidden_CD))
+        into, hidden_AD = self.into, self.into.hidden_TD
+        rows = slice(0, len(place)) if isinstance(place, Tensor) else place
+        if isinstance(place, Tensor) and hidden_AD is not None:
+            into = replace(into, hidden_TD=torch.empty_like(chunk.hidden_CD))
         engine.backward(chunk, self.gradients.of(place), into, rows, first=self.is_first)
         self.is_first = False
         if kept_chunk is not None:
@@ -325,9 +324,10 @@ class _Adjoint:
                 gradients_C = [
                     None if gradient_C is None else gradient_C.masked_fill(exact_C, 0) for gradient_C in gradients_C
                 ]
-            kept_backward(self.call.head, kept_chunk, *gradients_C, into, rows)
-        if into is not self.into:
-            self.into.hidden_TD.index_copy_(0, place, into.hidden_TD)
+            logprobs_C, entropy_C = gradients_C
+            kept_backward(self.call.head, kept_chunk, logprobs_C, entropy_C, into, rows)
+        if isinstance(place, Tensor) and hidden_AD is not None and into.hidden_TD is not None:
+            hidden_AD.index_copy_(0, place, into.hidden_TD)
 
     def result(self, *leaves: Tensor | None) -> list[Tensor | None]:
         """Return each gradient in the dtype of its leaf; None if not required."""
@@ -335,6 +335,6 @@ class _Adjoint:
         if self.is_first:
             into.clear_head_()
         return [
-            None if sums is None else sums.to(leaf.dtype)
+            None if sums is None or leaf is None else sums.to(leaf.dtype)
             for sums, leaf in zip((into.hidden_TD, into.weight_VD, into.bias_V), leaves, strict=True)
         ]

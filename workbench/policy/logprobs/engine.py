@@ -175,9 +175,10 @@ def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | 
         size = -(-(end - start) // parts)
         groups.append([slice(start + part.start, start + part.stop) for part in plan_chunks(end - start, size)])
         start, taken = end, max(fits, taken + 1)
-    for group in groups if order_A is not None else ():
-        some = slice(group[0].start, group[-1].stop)
-        order_A[some] = order_A[some].sort().values
+    if order_A is not None:
+        for group in groups:
+            some = slice(group[0].start, group[-1].stop)
+            order_A[some] = order_A[some].sort().values
     return RowPlan(order_A, sorted(groups, key=lambda group: len(group) == 1))
 
 

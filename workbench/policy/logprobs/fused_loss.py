@@ -126,7 +126,7 @@ def fused_loss(
     check_shapes(
         "fused_loss", targets_T=targets_T, document_ids_T=document_ids_T, expected_logprobs_T=expected_logprobs_T
     )
-    hidden, weight, bias = (None if value is None else value.detach() for value in (hidden_TD, weight_VD, bias_V))
+    hidden, weight, bias = hidden_TD.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach()
     if fp32_head:
         hidden, weight = upcast(hidden), upcast(weight)
     head = make_head(
@@ -152,7 +152,7 @@ def fused_loss(
     sum_dtype = head.wide if accumulate == "float32" else weight.dtype
     leaves = (hidden_TD, hidden, hidden.dtype), (weight_VD, weight, sum_dtype), (bias_V, bias, head.wide)
     sums = [
-        torch.empty_like(values, dtype=dtype) if leaf is not None and leaf.requires_grad else None
+        None if values is None or leaf is None or not leaf.requires_grad else torch.empty_like(values, dtype=dtype)
         for leaf, values, dtype in leaves
         if torch.is_grad_enabled()
     ]
@@ -171,14 +171,14 @@ def fused_loss(
         _fields(outputs, support),
         into,
     )
-    with torch.no_grad(), count_gemms(this_thread=True) as count:
+    with torch.no_grad(), count_gemms(this_thread=True) as gemms:
         loss = gradient_pass.run(plan.groups)
         if into is not None and into.hidden_TD is not None and axis is not None:
             into.hidden_TD = all_sum(into.hidden_TD, axis)
         head_output = _scattered(gradient_pass, len(targets_T))
     if into is not None:
         loss = _Stored.apply(hidden_TD, weight_VD, bias_V, loss, _Gradients(into, None if all_in_order else places_A))
-    return FusedLoss(loss, head_output, count.rows / max(1, len(places_A)), "; ".join(gradient_pass.fallbacks) or None)
+    return FusedLoss(loss, head_output, gemms.rows / max(1, len(places_A)), "; ".join(gradient_pass.fallbacks) or None)
 
 
 def _check(couples: str, accumulate: str, chunk_tokens: int, keep_bytes: int) -> None:

@@ -153,7 +153,7 @@ class GradientPass:
         used_FC = truth_FC if alone and self._overflowed_A is None else finite_or_zero(truth_FC)
         for number, part in enumerate(group):
             forward = self._forward(part, "scratch") if forwards is None else forwards[number]
-            self._back_chunk(forward, slice_of(used_FC, rows, part), part, self.into, first=not self._begun)
+            self._back_chunk(forward, slice_of(used_FC, rows, part), part, self._sums, first=not self._begun)
             self._begun = True
         self.used_FA[:, rows] = used_FC
         return loss, truth_FC
@@ -161,7 +161,8 @@ class GradientPass:
     def _back_late(self, group: list[slice], rows: slice, first: _Forward) -> tuple[Tensor, Tensor]:
         """Backward of a document longer than a chunk: trial coefficients, scaled once its last chunk is known."""
         direct = not self._begun  # the accumulators hold nothing yet that must not be scaled
-        into = self.into if direct else self._separate_into
+        total = self._sums
+        into = total if direct else self._separate_into
         self._begun = True
         for part in group:
             forward = first if part is group[0] else self._forward(part, "scratch")
@@ -174,11 +175,11 @@ class GradientPass:
         self.used_FA[:, rows] *= scale
         if into.hidden_TD is not None:
             scale_(into.hidden_TD[rows], scale)
-        for partial, total in ((into.weight_VD, self.into.weight_VD), (into.bias_V, self.into.bias_V)):
+        for partial, sums in ((into.weight_VD, total.weight_VD), (into.bias_V, total.bias_V)):
             if partial is not None and direct:
                 scale_(partial, scale)
-            elif partial is not None and total is not None:
-                add_scaled_(total, partial, scale)
+            elif partial is not None and sums is not None:
+                add_scaled_(sums, partial, scale)
         return loss, truth_FC
 
     def _rest_effect(self, rows: slice, part: slice) -> Rest:
@@ -285,14 +286,15 @@ class GradientPass:
 
     def _correct(self, engine: Engine, wrong_R: Tensor, missing_FA: Tensor) -> None:
         """Add the missing part to the gradients of some rows."""
+        total = self._sums
         for part in plan_chunks(len(wrong_R), self.chunk_tokens):
             some = wrong_R[part]
             forward = self._run_engine(engine, some, "scratch")
-            hidden_CD = None if self.into.hidden_TD is None else torch.empty_like(forward.chunk.hidden_CD)
-            into = Accumulators(hidden_CD, self.into.weight_VD, self.into.bias_V)
+            hidden_CD = None if total.hidden_TD is None else torch.empty_like(forward.chunk.hidden_CD)
+            into = Accumulators(hidden_CD, total.weight_VD, total.bias_V)
             self._back_chunk(forward, missing_FA[:, some], slice(0, len(some)), into, first=False, engine=engine)
-            if hidden_CD is not None:
-                self.into.hidden_TD.index_add_(0, some, hidden_CD)
+            if hidden_CD is not None and total.hidden_TD is not None:
+                total.hidden_TD.index_add_(0, some, hidden_CD)
 
     def _recompute_exactly(self, beyond_A: Tensor | None) -> Engine:
         """Recompute overflowed rows on an exact engine; return the engine that can represent all rows."""
@@ -346,11 +348,11 @@ class GradientPass:
     ) -> None:
         """Run a chunk backward through the head with its coefficients, for the fields that the loss has used."""
         by_field = {name: g_C for name, g_C in zip(self.fields, gradient_FC, strict=True) if name in self._used_fields}
-        kept_gradients = [by_field.pop(name, None) for name in SUPPORT_FIELDS]
+        logprobs_C, entropy_C = (by_field.pop(name, None) for name in SUPPORT_FIELDS)
         engine = engine or self.engine
         engine.backward(forward.chunk, RowGradients(**by_field), into, part, first=first)
         if forward.support is not None:
-            truncated_support.backward(engine.head, forward.support, *kept_gradients, into, part)
+            truncated_support.backward(engine.head, forward.support, logprobs_C, entropy_C, into, part)
 
     def _loss(self, rows: slice, outputs_FC: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Evaluate the loss of some rows and its coefficients [F, C]; the whole row is passed in its own order."""
@@ -371,11 +373,16 @@ class GradientPass:
             [torch.zeros_like(leaf) if g_C is None else g_C for leaf, g_C in zip(leaves, gradients, strict=True)]
         )
 
+    @property
+    def _sums(self) -> Accumulators:
+        assert self.into is not None, "without accumulators, `run` does not go backward"
+        return self.into
+
     @cached_property
     def _separate_into(self) -> Accumulators:
         """Accumulators with the same gradient of hidden, and separate ones for weight and bias."""
-        head = (self.into.weight_VD, self.into.bias_V)
-        return Accumulators(self.into.hidden_TD, *(None if sums is None else torch.empty_like(sums) for sums in head))
+        head = (self._sums.weight_VD, self._sums.bias_V)
+        return Accumulators(self._sums.hidden_TD, *(None if sums is None else torch.empty_like(sums) for sums in head))
 
 
 class _Forward(NamedTuple):

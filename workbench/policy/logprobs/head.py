@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ class TokenLogprobs(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TokenLogprobs:
         """Apply a function to every requested field."""
-        return TokenLogprobs(*(None if values_T is None else function(values_T) for values_T in self))
+        others = (None if values_T is None else function(values_T) for values_T in self[1:])
+        return TokenLogprobs(function(self.logprobs_T), *others)
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,10 @@ def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor 
     return ~((temperature > 0) & torch.isfinite(temperature))
 
 
+@overload
+def logit_divisor(temperature: float, targets_T: Tensor, dtype: torch.dtype) -> float: ...
+@overload
+def logit_divisor(temperature: Tensor, targets_T: Tensor, dtype: torch.dtype) -> Tensor: ...
 def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Divisor of the logits: a number unchanged, one value per token as a column in the logits' dtype.
 
@@ -243,7 +248,7 @@ def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.d
     Raises:   ShapeError: see `check_temperature`, and a value per token that is not positive and finite.
     """
     bad_T = check_temperature(temperature, targets_T)
-    if bad_T is None:
+    if bad_T is None or not isinstance(temperature, Tensor):
         return temperature
     if at := torch.nonzero(bad_T)[:5, 0].tolist():
         found = f"{temperature[at].tolist()} at {at}"

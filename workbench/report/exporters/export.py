@@ -118,8 +118,8 @@ def export_runs(
             outcomes[run.path] = Exported(run.path.name, "left out", why=error.parts["found"])
     if ready:
         request = {"tracker": to, "project": project, "folder": str(folder), "runs": [asdict(run) for _, run in ready]}
-        for (path, run), answer in zip(ready, _export(request, to), strict=True):
-            outcomes[path] = Exported(run.id, answer["outcome"], answer["steps"], "", tuple(answer["notes"]))
+        for (path, exported), answer in zip(ready, _export(request, to), strict=True):
+            outcomes[path] = Exported(exported.id, answer["outcome"], answer["steps"], "", tuple(answer["notes"]))
     return [outcomes[run.path] for run in runs]
 
 
@@ -141,8 +141,14 @@ def _export(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="export-") as scratch:
         answers = Path(scratch) / "answers"
         command = [sys.executable, "-P", "-m", "workbench.report.exporters", str(answers)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        child = subprocess.Popen(command, **pipes, env=_environment(folder, Path(scratch)), start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(folder, Path(scratch)),
+            start_new_session=True,
+        )
         try:
             patience = _PATIENCE_S + _PATIENCE_PER_RUN_S * len(request["runs"])
             output = child.communicate(to_json(request, indent=None), timeout=patience)[0]

@@ -65,8 +65,8 @@ class Mlflow(Writer):
         params = (Param(key, _cut(key, as_text(value), notes)) for key, value in run.config.items())
         while some := list(itertools.islice(metrics, _METRICS_AT_ONCE)):
             self.client.log_batch(created.info.run_id, metrics=some)
-        while some := list(itertools.islice(params, _PARAMS_AT_ONCE)):
-            self.client.log_batch(created.info.run_id, params=some)
+        while batch := list(itertools.islice(params, _PARAMS_AT_ONCE)):
+            self.client.log_batch(created.info.run_id, params=batch)
         self.client.set_terminated(created.info.run_id, _ENDS.get(run.state, "FAILED"), _ms(run.ended_s))
         return notes
 

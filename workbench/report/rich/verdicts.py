@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # drawing one of them imports none of the others
     from workbench.compare.bisect import Bisection, Divergence
     from workbench.compare.certificates import CertificateComparison
     from workbench.diagnose.diagnosis import Diagnosis
+    from workbench.diagnose.sight import Sight
     from workbench.metrics.evidence import Evidence
     from workbench.prove.proof import Counterexample, InvariantResult, Proof
     from workbench.systems.explanations import Difference, Explanation
@@ -26,7 +27,7 @@ def _against(run: str, baseline: str, text: str, *, ok: bool) -> Markup:
     return tag("p", tag("strong", run), " against ", baseline, ": ", verdict)
 
 
-def _seen(evidence: Evidence | None) -> list[Markup]:
+def _seen(evidence: Evidence | Sight | None) -> list[Markup]:
     return [] if evidence is None else [quiet(f"could have seen: {evidence.summary()}")]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,13 +156,14 @@ def _raise(peak: Tensor, partial: Tensor) -> None:
 def determinism(enabled: bool) -> Iterator[None]:
     """Enable torch's deterministic mode, without its filling of uninitialized memory, or disable it."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module whose class has the property, unknown to mypy
+    filling = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
-    torch.utils.deterministic.fill_uninitialized_memory = filling and not enabled
+    settings.fill_uninitialized_memory = filling and not enabled
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        settings.fill_uninitialized_memory = filling
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
@@ -246,9 +248,9 @@ def attend_back(
         # flash is deterministic in torch's deterministic mode; the plain kernel always is
         with determinism(True) if kernel.name == "flash" else nullcontext():
             lse = canonical(lse_Ht[:, span.queries])[None]
-            d_query, *d_key_value = kernel.backward(d_out, query, key, value, out, lse, span.seen, scale)
+            d_query, d_key, d_value = kernel.backward(d_out, query, key, value, out, lse, span.seen, scale)
         d_queries.append(_tokens_first(d_query.to(query.dtype)))
-        d_keys_values.append(tuple(map(_tokens_first, d_key_value)))
+        d_keys_values.append((_tokens_first(d_key), _tokens_first(d_value)))
     return torch.cat(d_queries), d_keys_values
 
 

@@ -9,6 +9,7 @@ from workbench.specs.losses.compat import with_compat as with_compat
 from workbench.specs.losses.corrections import CORRECTIONS as CORRECTIONS
 from workbench.specs.losses.corrections import CorrectionSpec as CorrectionSpec
 from workbench.specs.losses.corrections import GateSpec as GateSpec
+from workbench.specs.losses.kl import KLEstimator as KLEstimator
 from workbench.specs.losses.kl import KLSpec as KLSpec
 from workbench.specs.losses.loss import GROUPS as GROUPS
 from workbench.specs.losses.loss import PRESETS as PRESETS

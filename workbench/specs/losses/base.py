@@ -49,12 +49,12 @@ class Surrogate(Settings):
         return {name: value for name, value in self if name not in ("kind", "coefficient")}
 
     @property
-    def ratio_level(self) -> str:
+    def ratio_level(self) -> Literal["token", "document", "segment"]:
         """The unit of tokens whose geometric mean is the ratio: "token", "document" or "segment"."""
         return self.get("level") or ("document" if self.documents_by_definition else "token")
 
     @property
-    def ratio_anchor(self) -> str:
+    def ratio_anchor(self) -> Literal["old", "sampler"]:
         """The policy in the denominator of the ratio."""
         return self.get("anchor") or "old"
 

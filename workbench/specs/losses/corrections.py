@@ -9,7 +9,21 @@ from pydantic import Field, model_validator
 
 from workbench.specs.losses.base import LOCAL_STATISTICS, Settings, above
 
-CORRECTIONS: dict[str, dict[str, Any]] = {
+CorrectionKind = Literal[
+    "none",
+    "importance_sampling",
+    "tis",
+    "icepop",
+    "sequence_tis_sum",
+    "sequence_tis_mean",
+    "sequence_mask",
+    "segment_tis",
+    "batch_normalized",
+    "geometric_gate",
+    "opsm",
+    "m2po",
+]
+CORRECTIONS: dict[CorrectionKind, dict[str, Any]] = {
     "none": {},
     "importance_sampling": {"ratio": "token"},
     "tis": {"ratio": "token", "ratio_high": 2.0},
@@ -62,7 +76,7 @@ class CorrectionSpec(Settings):
     A detached weight on the policy term, and gates that reject tokens. The kind fills in settings; all are stored.
     """
 
-    kind: Literal[*CORRECTIONS] = "none"
+    kind: CorrectionKind = "none"
     """A named set of settings; those given next to it override them."""
     ratio: Literal["none", "token", "segment_mean", "document_mean", "document_sum", "given", "given_document_mean"] = (
         "none"

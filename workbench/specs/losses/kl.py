@@ -8,13 +8,15 @@ from pydantic import Field, model_validator
 
 from workbench.specs.losses.base import Settings
 
+KLEstimator = Literal["k1", "k2", "k3", "abs", "squared"]
+
 
 class KLSpec(Settings):
     """A KL penalty, estimated on the sampled token."""
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty; 0: none."""
-    estimator: Literal["k1", "k2", "k3", "abs", "squared"] = "k3"
+    estimator: KLEstimator = "k3"
     """With d = other - policy: k1 = -d, k2 = d^2 / 2, k3 = e^d - 1 - d, abs = |d|, squared = d^2 (no half)."""
     against: Literal["ref", "sampler", "old"] = "ref"
     """The other policy."""

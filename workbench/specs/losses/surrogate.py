@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Union, get_args
+from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
@@ -17,29 +17,29 @@ from workbench.specs.losses.sequence import GMPO, GSPO, LUSPO, VESPO, GSPOToken
 from workbench.specs.losses.trust_region import DPPOKL, DPPOTV, DRO, IPO, SAPO, RefKL
 
 KINDS = (
-    PPO,
-    ImportanceSampling,
-    Reinforce,
-    OnPolicy,
-    CISPO,
-    GSPO,
-    GSPOToken,
-    LUSPO,
-    GMPO,
-    SAPO,
-    VESPO,
-    GPG,
-    DPPOTV,
-    DPPOKL,
-    IPO,
-    RefKL,
-    DRO,
-    ClipCov,
-    KLCov,
-    SFT,
-    DPO,
+    PPO
+    | ImportanceSampling
+    | Reinforce
+    | OnPolicy
+    | CISPO
+    | GSPO
+    | GSPOToken
+    | LUSPO
+    | GMPO
+    | SAPO
+    | VESPO
+    | GPG
+    | DPPOTV
+    | DPPOKL
+    | IPO
+    | RefKL
+    | DRO
+    | ClipCov
+    | KLCov
+    | SFT
+    | DPO
 )
-SURROGATES: Mapping[str, type[Surrogate]] = {kind.model_fields["kind"].default: kind for kind in KINDS}
+SURROGATES: Mapping[str, type[Surrogate]] = {kind.model_fields["kind"].default: kind for kind in get_args(KINDS)}
 """Kind -> its settings."""
 
 PARAMETERS = tuple(dict.fromkeys(name for kind in SURROGATES.values() for name in kind().parameters))
@@ -76,11 +76,7 @@ def _check_kind(value: Any) -> Any:
     return given
 
 
-AnySurrogate = Annotated[
-    Union[KINDS],  # noqa: UP007
-    Field(discriminator="kind"),
-    BeforeValidator(_check_kind),
-]
+AnySurrogate = Annotated[KINDS, Field(discriminator="kind"), BeforeValidator(_check_kind)]
 """Settings of one surrogate."""
 
 

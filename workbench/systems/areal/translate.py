@@ -29,7 +29,7 @@ def translate(settings: ArealSettings) -> Translation:
     if settings.m2_threshold is not None:
         raise SpecError(
             "AReaL: m2_threshold",
-            found=settings.m2_threshold,
+            found=str(settings.m2_threshold),
             rule="its filter changes the mask before the loss counts its tokens, and sorts a micro-batch; "
             "here a correction rejects and the count is of the whole step",
             fix="leave it out, and set correction.m2_threshold of the spec",
@@ -85,7 +85,8 @@ def correction(rejection: RejectionSettings, of_sequences: bool) -> dict[str, An
     bounds = {"ratio_low": rejection.lower, "ratio_high": rejection.upper}
     if rejection.level == "token" and rejection.action == "clamp":
         return {"ratio": "token", **bounds}
-    low, high = rejection.lower, rejection.upper
+    low: float | None = rejection.lower
+    high: float | None = rejection.upper
     level = "token" if rejection.level == "token" else f"document_{rejection.agg}"
     if rejection.metric == "kl_k1":
         low, high = -rejection.upper, None if rejection.lower is None else -rejection.lower
@@ -135,7 +136,8 @@ def rejection_of(spec: LossSpec) -> dict[str, Any] | None:
         upper = 5.0 if ours.ratio_high is None else ours.ratio_high
         return {"action": "clamp", "upper": upper, "lower": ours.ratio_low}
     metric = next((key for key, name in GATES.items() if name == ours.gate), "ratio")
-    low, high, level = ours.gate_low, ours.gate_high, ours.gate_level
+    low, high = ours.gate_low, ours.gate_high
+    level: str = ours.gate_level
     if metric == "kl_k1":
         low, high = None if high is None else -high, None if low is None else -low
         level = {"document_min": "document_max"}.get(level, level)

@@ -44,6 +44,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
         meaning = "sum of squared ratios over tokens"
         yield plain(squares, meaning, "1", ratio, SquaredSum(), "ratio/policy_old/squared_sum")
         return
+    assert s.clip is not None, "a loss with ratios of documents clips them"
     for name, meaning, make in (
         ("ratio_new_old", "ratio", ratio_of),
         ("kl_new_old", "r - 1 - log r", k3_of),

@@ -56,7 +56,8 @@ def counts(settings: FastLLMSettings) -> GivenCounts | None:
     """Return the divisor, a count of tokens or of documents."""
     if settings.divisor is None:
         return None
-    return GivenCounts(**{"tokens" if settings.type == "grpo" else "documents": settings.divisor})
+    by_token = settings.type == "grpo"
+    return GivenCounts(tokens=settings.divisor) if by_token else GivenCounts(documents=settings.divisor)
 
 
 def divisor(settings: Any) -> float:

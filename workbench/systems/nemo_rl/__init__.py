@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -191,7 +191,8 @@ def advantage(case: Case) -> dict[str, Any]:
 def _group(case: Case) -> dict[str, Any]:
     settings, rewards_N, groups_N = case.options(GroupSettings), case["rewards"], case["group_ids"]
     one_out = settings.use_leave_one_out_baseline
-    baseline = "leave_one_out" if one_out else "mean"
+    baseline: Literal["leave_one_out", "mean"] = "leave_one_out" if one_out else "mean"
+    scale: Literal["none", "leave_one_out_std", "std"]
     scale = "none" if not settings.normalize_rewards else "leave_one_out_std" if one_out else "std"
     baseline_N, deviation_N = group_baselines(rewards_N, groups_N, baseline=baseline)
     advantages_N = group_advantages(rewards_N, groups_N, baseline=baseline, scale=scale, epsilon=1e-6)

@@ -19,10 +19,12 @@ from workbench.metrics.quantities import (
     KL,
     Column,
     Dropped,
+    Estimator,
     JensenShannon,
     LogProb,
     LogRatio,
     One,
+    PolicyName,
     Ratio,
     SampledEntropy,
     Truncated,
@@ -62,9 +64,10 @@ def names(s: PeerSettings) -> Iterable[Alias]:
         return token_metric(name, f"mean of {meaning}{tokens}", unit, column, mean, note=note)
 
     yield from _document_ratios(s, tokens) if s.of_documents else _ratios(s, mean, tokens)
-    error = s.kl_estimator if s.kl_estimator in ("k1", "k2") else "k3"
+    error: Estimator = s.kl_estimator if s.kl_estimator in ("k1", "k2") else "k3"
     yield of_tokens("token_mult_prob_error", "exp |sampler - old|", "1", Ratio("old", "sampler", symmetric=True))
-    for name, first, second in (("gen", "sampler", "old"), ("policy", "old", "sampler")):
+    errors: tuple[tuple[str, PolicyName, PolicyName], ...] = (("gen", "sampler", "old"), ("policy", "old", "sampler"))
+    for name, first, second in errors:
         meaning = f"the {error} estimate of KL({first} || {second})"
         column, same = KL(error, first, second), f"kl/{first}_{second}/{error}_mean"
         yield of_tokens(f"{name}_kl_error", meaning, "nats", column, same)
@@ -111,6 +114,7 @@ def _ratios(s: PeerSettings, mean: Reducer, tokens: str) -> Iterable[Alias]:
 
 
 def _document_ratios(s: PeerSettings, tokens: str) -> Iterable[Alias]:
+    assert s.clip is not None, "a loss with ratios of documents clips them"
     epsilon = 0.0 if s.spec is None else s.spec.compat.scaling.mean_epsilon
     for name, make in (("probs_ratio", ratio_of), ("probs_ratio_clamped", functools.partial(clamped_of, s.clip))):
         ratio = "documents' ratio" + (" clamped to the clip" if name.endswith("clamped") else "")

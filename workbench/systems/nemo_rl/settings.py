@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from workbench.specs.losses.base import above
 from workbench.systems.registry import Settings
 
 EPSILON = 1e-8
@@ -66,7 +67,7 @@ class ClippedPGSettings(Settings):
     def _valid_combination(self) -> ClippedPGSettings:
         kind, name = self.truncated_importance_sampling_type, "truncated_importance_sampling"
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
-        sequence, bounded, two = self.sequence_level_importance_ratios, kind is not None, None not in (low, high)
+        sequence, bounded = self.sequence_level_importance_ratios, kind is not None
         not_cispo = self.disable_ppo_ratio or self.force_on_policy_ratio or sequence or self.ratio_clip_c is not None
         broken = (
             (sequence and self.token_level_loss, "sequence_level_importance_ratios needs token_level_loss: False"),
@@ -82,7 +83,7 @@ class ClippedPGSettings(Settings):
             (bounded and high is None, f"{name}_type needs {name}_ratio"),
             (not bounded and high is not None, f"{name}_ratio needs {name}_type"),
             (kind in ("icepop", "seq-mask-tis") and low is None, f"{kind} needs {name}_ratio_min"),
-            (bounded and two and low > high, f"{name}_ratio_min is above {name}_ratio"),
+            (bounded and above(low, high), f"{name}_ratio_min is above {name}_ratio"),
             (kind == "seq-mask-tis" and sequence, "seq-mask-tis does not go with sequence_level_importance_ratios"),
         )
         for violated, rule in broken:

@@ -48,23 +48,23 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
 def evaluate_all_positions(replayed: Replayed, mean_logit_T: torch.Tensor) -> Step:
     """Evaluate the loss on every position, with sums of rows over those that train."""
     case, row, spec, settings = replayed.case, replayed.row, replayed.translation.spec, replayed.settings
-    head_output = replayed.head_output
-    live_T, old_T = head_output.logprobs_T.detach(), case.everywhere("old_logprobs")
+    live = replayed.head_output.map(torch.Tensor.detach)
+    live_T, old_T = live.logprobs_T, case.everywhere("old_logprobs")
     sampler_T = drawn_T = case.everywhere("rollout_logprobs")
     if sampler_T is not None:
         drawn_T = torch.where(row.loss_mask_T, sampler_T, torch.full_like(sampler_T, UNSAMPLED))
     inputs = LossInputs(
         live_T,
         live_T if old_T is None else old_T,
-        case.everywhere("advantages"),
+        case.spread("advantages").reshape(-1),
         drawn_T,
         case.everywhere("ref_logprobs") if settings.use_ref_model else None,
-        head_output.entropy_T.detach(),
+        live.entropy_T,
         loss_mask_T=torch.ones_like(row.loss_mask_T),
         document_ids_T=row.document_ids_T,
         lengths_T=row.lengths_T,
-        logsumexp_T=head_output.logsumexp_T.detach(),
-        mean_squared_logit_T=head_output.mean_squared_logit_T.detach(),
+        logsumexp_T=live.logsumexp_T,
+        mean_squared_logit_T=live.mean_squared_logit_T,
         sums=DocumentSums(row.document_ids_T, row.loss_mask_T),
     )
     return Step(

@@ -24,7 +24,7 @@ from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.quantities import KL, Advantage, ClipRule, Column, Extra, LogProb, LogRatio, Ratio
 from workbench.metrics.values import Maximum, Mean, Minimum
 from workbench.specs.losses import LossSpec
-from workbench.systems.metrics import Alias, Derived, PeerSettings, token_metric
+from workbench.systems.metrics import Alias, Derived, PeerSettings, is_outside, token_metric
 
 ELSEWHERE = "it reads positions that do not train, or logits; a replay of the step reports it"
 LEFT_OUT: Mapping[str, str] = dict.fromkeys(
@@ -104,14 +104,15 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     yield token_metric("loss_metrics/ref_logp", meaning, "nats", LogProb("ref"), canonical="logprob/ref/mean")
     margin = Derived(torch.mul, (Advantage(), LogRatio("policy", "ref")))
     yield token_metric("loss_metrics/margin", "mean of the advantage times policy - reference", "nats", margin)
-    yield token_metric(
-        "loss_metrics/kl_div_est",
-        f"mean {s.kl_estimator} estimate of KL(policy || ref)",
-        "nats",
-        KL(s.kl_estimator, "policy", "ref"),
-        canonical="kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None,
-        note="also if it is not in the loss",
-    )
+    if s.kl_estimator != "squared":  # a penalty that it does not have
+        yield token_metric(
+            "loss_metrics/kl_div_est",
+            f"mean {s.kl_estimator} estimate of KL(policy || ref)",
+            "nats",
+            KL(s.kl_estimator, "policy", "ref"),
+            canonical="kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None,
+            note="also if it is not in the loss",
+        )
     if s.clip is not None and not s.clip.of_documents:
         for ending, signs, condition in (
             ("", (1, -1), ""),
@@ -202,6 +203,7 @@ def _clip(step: Step) -> dict[str, float]:
     if step.on_policy:
         return {"raw_ratio": _mean(step.ratio_T, above_T)}
     surrogate, ref_T = step.spec.surrogate, step.inputs.ref_logprobs_T
+    assert surrogate.kind in ("ppo", "gspo"), "the step clips ratios of tokens or of rows"
     # An advantage of 0 counts as a negative one.
     low_T, high_T = (step.ratio_T < 1 - surrogate.clip_low) & ~pos_T, (step.ratio_T > 1 + surrogate.clip_high) & pos_T
     return {
@@ -231,7 +233,7 @@ def _sampler(step: Step) -> dict[str, float]:
     metrics["mismatch/inf_logratio"] = float(gaps.mean())
     if correction.outside == "zero":
         raw_T = extras["raw_weight"]
-        out_T = ((raw_T < correction.ratio_low) | (raw_T > correction.ratio_high)) & drawn_T
+        out_T = is_outside(correction.ratio_low, correction.ratio_high, raw_T).bool() & drawn_T
         rows_B = _by_row(out_T.double(), drawn_T, step) > 0
         metrics["mismatch/rollout_is_masked_fraction"] = _mean(out_T.double(), drawn_T)
         metrics["mismatch/rollout_is_seq_masked_fraction"] = float(rows_B.double().mean())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
 from workbench.systems.registry import Settings
 
-ROWS = "mean over rows of per-row token mean"
+ROWS: Final = "mean over rows of per-row token mean"
 
 
 ESTIMATORS = {"k3": "k3", "mse": "k2", "abs": "abs"}
@@ -34,8 +34,10 @@ class RolloutISSettings(Settings):
     @property
     def lower(self) -> float:
         """The lower bound of mode mask."""
-        lower = self.rollout_is_threshold_lower
-        return 1 / self.rollout_is_threshold if lower is None else lower
+        if self.rollout_is_threshold_lower is not None:
+            return self.rollout_is_threshold_lower
+        assert self.rollout_is_threshold is not None, "without an upper bound there are no weights"
+        return 1 / self.rollout_is_threshold
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> RolloutISSettings:

@@ -31,11 +31,12 @@ def translate(settings: NousSettings) -> Translation:
     if not by_token:
         notes.append("a row without a token makes its mean over rows undefined; here it counts as 0")
     sequence, weights = settings.policy_ratio_type == "sequence", settings.rollout_is
-    corrected = weights is not None and weights.rollout_is_threshold is not None
-    if settings.logprob_floor is not None and (sequence or corrected):
+    if weights is not None and weights.rollout_is_threshold is None:
+        weights = None
+    if settings.logprob_floor is not None and (sequence or weights is not None):
         raise SpecError(
             "nous_torchtitan: onpolicy_logp_threshold with policy_ratio_type sequence or rollout_is",
-            found=settings.onpolicy_logp_threshold,
+            found=str(settings.onpolicy_logp_threshold),
             rule="it takes unlikely tokens out of a row's mean, or makes their weight 0, by the log-probability of the "
             "live policy, and leaves them in the loss; no setting here does",
             fix="drop one of them",
@@ -46,7 +47,7 @@ def translate(settings: NousSettings) -> Translation:
         notes.append(
             "its gradient is twice that of this loss: the row's mean is not detached next to the token's own term"
         )
-    if corrected and weights.rollout_is_level == "geometric":
+    if weights is not None and weights.rollout_is_level == "geometric":
         notes.append("it gives every row the mean over rows of their means; here each row has its own")
     surrogate = {
         "kind": "gspo" if sequence else "ppo",
@@ -60,7 +61,7 @@ def translate(settings: NousSettings) -> Translation:
         name="grpo",
         surrogate=surrogate,
         kl=kl,
-        correction=correction(weights) if corrected else {},
+        correction={} if weights is None else correction(weights),
         entropy_coefficient=max(settings.entropy_loss_weight, 0.0),
         mean_squared_logit_coefficient=max(settings.logit_loss_weight, 0.0) ** 2,
         denominator="token" if by_token else "document",

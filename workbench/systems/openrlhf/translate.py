@@ -119,4 +119,5 @@ def counts(settings: AggregateSettings) -> GivenCounts:
     count = settings.batch_num_tokens if by_token else settings.global_batch_size
     if count is None:
         return GivenCounts()
-    return GivenCounts(**{"tokens" if by_token else "documents": count}, dp=settings.dp_size)
+    tokens, documents = (count, None) if by_token else (None, count)
+    return GivenCounts(tokens, documents, dp=settings.dp_size)

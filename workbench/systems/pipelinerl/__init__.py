@@ -51,6 +51,7 @@ def further_metrics(replayed: Replayed) -> dict[str, float]:
     weights_T, clip = replayed.weights["policy"].loss_T, peer_settings(replayed).clip
     documents, clipped = replayed.slots.number, {}
     if settings.policy_loss == "gspo":
+        assert clip is not None, "gspo has a clip"
         ratio_T = surrogate_ratio(replayed.inputs, replayed.translation.spec)
         clipped["clamp_log_ratio_new_old_indicator"] = clipped_documents(ratio_T, replayed.inputs, weights_T, clip)
     return {

@@ -67,7 +67,7 @@ def names(s: PeerSettings) -> Iterable[Alias]:
         yield mean("clamp_log_ratio_ref_new_indicator", meaning, "1", far)
     yield token_metric("num_output_tokens_sum", "tokens that count", "tokens", One(), Sum())
     name = "clamp_log_ratio_new_old_indicator"
-    if s.of_documents:
+    if s.clip is not None and s.of_documents:
         make = functools.partial(outside_clip_of, "outside", s.clip)
         note = "documents of weight 0 are left out there (`clipped_documents`)"
         yield per_document(name, "documents whose ratio lies outside the clip", make, "sum", note=note)

@@ -20,11 +20,11 @@ CONTRACTS: Mapping[str, ScalingSpec] = {
 def translate(settings: PipelineRLSettings) -> Translation:
     """Translate one step of its loss."""
     notes = []
-    surrogate: dict[str, Any] = {
+    surrogates: dict[str, dict[str, Any]] = {
         "ppo": {"kind": "ppo", "clip_low": settings.epsilon_low},
         "reinforce": {"kind": "cispo", "clip_low": None},
         "gspo": {"kind": "gspo", "clip_low": settings.epsilon_low, "advantage_level": "document"},
-    }[settings.policy_loss]
+    }
     rest: dict[str, Any] = {}
     if settings.policy_loss == "gspo":
         notes += [
@@ -47,7 +47,7 @@ def translate(settings: PipelineRLSettings) -> Translation:
         notes.append("value_loss_coef acts only on a model with a value head; this is the policy's part")
     spec = LossSpec(
         name="grpo",
-        surrogate={**surrogate, "clip_high": settings.epsilon_high},
+        surrogate={**surrogates[settings.policy_loss], "clip_high": settings.epsilon_high},
         truncated="silent" if settings.overlong_filtering else "train",
         denominator="group_length" if settings.group_normalization else "document_sum",
         compat={"documents_counted": "all", "scaling": CONTRACTS["deepspeed"]},

@@ -50,7 +50,8 @@ def components(case: Case, settings: PrimeSettings) -> Iterator[tuple[LossSpec, 
 def policy_loss(case: Case) -> dict[str, Any]:
     """Replay `compute_loss`: all components that the batch has weights for."""
     settings, leaf = case.options(PrimeSettings), case.leaf("logprobs")
-    size, totals, metrics = int(case.document_ids_T.max()) + 1, [], {}
+    size, totals = int(case.document_ids_T.max()) + 1, []
+    metrics: dict[str, Tensor] = {}
     for spec, given, masked_case, weights_T in components(case, settings):
         row = {"extensions": {} if weights_T is None else {LOSS_WEIGHTS: weights_T}}
         replayed = evaluate_as(masked_case, logprobs_only(leaf), settings, Translation(spec), given, **row)

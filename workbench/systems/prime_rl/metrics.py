@@ -63,10 +63,13 @@ def of_documents(inputs: LossInputs, term: Term, kind: str, documents: int, *, e
     Shapes: name -> [N]; without ``empty``, only the documents in which something counts.
     """
     q = Quantities(inputs, {"policy": term}, inputs.counts_T)
+    assert inputs.document_ids_T is not None, "a replayed row names its documents"
     place_T = torch.where(inputs.counts_T, inputs.document_ids_T, 0)
 
     def total(column: Column) -> Tensor:
-        values_T = torch.where(inputs.counts_T, column.of(q), 0.0)
+        column_T = column.of(q)
+        assert column_T is not None, "the component's loss has read the same log-probabilities"
+        values_T = torch.where(inputs.counts_T, column_T, 0.0)
         return values_T.new_zeros(documents).index_add(0, place_T, values_T)
 
     included = torch.ones(documents, dtype=torch.bool) if empty else total(One()) > 0

@@ -95,6 +95,7 @@ def logprobs(case: Case) -> dict[str, Any]:
         flags = next(iter(flags_of_logits(case)), "keep_mask")  # the input with a flag for every logit
         support_TV = case[flags].reshape(logits_TV.shape).bool()
         output = token_logprobs_from_logits(support_logits(logits_TV, support_TV, targets_T), targets_T)
+    assert raw.entropy_T is not None, "the reference returns it by default"
     through, cotangents = [output.logprobs_T], [case["cotangent_logprobs"].reshape(-1)]
     if settings.entropy_grad and case.get("cotangent_entropy") is not None:
         through, cotangents = [*through, raw.entropy_T], [*cotangents, case["cotangent_entropy"].reshape(-1)]

@@ -6,7 +6,7 @@ Letters: B rows | N documents | K rewards.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -97,6 +97,7 @@ def advantage_case(case: Case) -> dict[str, Any]:
     if settings.multi_objective_aggregation == "normalize_then_sum":
         advantages_N = gdpo_advantages(rewards_NK, groups_N, weights_K, epsilon=settings.eps, unscored="skip")
     else:
+        scales: dict[str | bool, Literal["std", "batch_std", "none"]]
         scales = {"group": "std", True: "std", "batch": "batch_std", "none": "none", False: "none"}
         scale = scales[settings.scale_rewards]
         rewards_N, scored_N = combine_components(rewards_NK, weights_K)

@@ -30,7 +30,6 @@ from workbench.metrics.quantities import (
     Ratio,
     Region,
     TermValue,
-    beyond,
 )
 from workbench.metrics.values import Maximum, Mean, Minimum
 from workbench.systems.metrics import (
@@ -38,6 +37,7 @@ from workbench.systems.metrics import (
     Derived,
     PeerSettings,
     document_metric,
+    in_region,
     outside_clip_of,
     per_document,
     token_metric,
@@ -159,7 +159,7 @@ def _mean_with_ones(number: int | None, tokens_N: Tensor, sum_N: Tensor) -> floa
 def _token_clip(region: Region, clip: ClipRule) -> Derived:
     """Return 1 where the token's ratio lies in a region of a clip that need not be the loss's own."""
     columns = Ratio("policy", clip.anchor), Advantage()
-    return Derived(lambda ratio_T, advantages_T: beyond(region, ratio_T, advantages_T, clip).double(), columns)
+    return Derived(lambda ratio_T, advantages_T: in_region(region, ratio_T, advantages_T, clip), columns)
 
 
 @dataclass(frozen=True)
@@ -177,4 +177,4 @@ class _RowClip(Column):
         log_T = q.log_ratio("policy", self.clip.anchor)
         if log_T is None:
             return None
-        return beyond(self.region, q.inputs.document_mean(log_T).exp(), q.advantages_T, self.clip).double()
+        return in_region(self.region, q.inputs.document_mean(log_T).exp(), q.advantages_T, self.clip)

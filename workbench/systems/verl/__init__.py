@@ -113,7 +113,9 @@ def bypass_metrics(replayed: Replayed) -> dict[str, float]:
     if not isinstance(settings, ActorSettings) or settings.policy_loss.loss_mode != "bypass_mode":
         return {}
     spec, chosen = replayed.translation.spec, settings.policy_loss.rollout_correction
-    weights = {} if chosen is None else live_weights_of(chosen)
+    if chosen is None:
+        return {}
+    weights = live_weights_of(chosen)
     if not weights or spec.surrogate.kind != "ppo":
         return {}
     corrected = spec.model_copy(update={"correction": CorrectionSpec(**(weights | gates_of(chosen)))})
@@ -176,6 +178,7 @@ def critic(case: Case) -> dict[str, Any]:
     """Replay `compute_value_loss`."""
     settings = _options(ValueSettings, case)
     outputs, term = critic_loss(case, _spec_of(settings, case), given(settings), clip=settings.cliprange_value)
+    assert term.clipped_T is not None, "cliprange_value is a clip"
     clipped = Mean(EPSILON).over(term.clipped_T.double(), case.loss_mask_T).finish()
     outputs["metrics"] = {"vf_clipfrac": clipped}
     return _or_undefined(outputs, case.loss_mask_T, settings.loss_agg_mode, settings)

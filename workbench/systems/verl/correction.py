@@ -11,7 +11,7 @@ import math
 from typing import Any, Literal
 
 from workbench.errors import SpecError
-from workbench.specs.losses import CorrectionSpec, GateSpec
+from workbench.specs.losses import CorrectionSpec
 from workbench.systems.registry import Settings
 from workbench.systems.translate import unsupported
 
@@ -147,15 +147,15 @@ def correction_back(spec: CorrectionSpec) -> dict[str, Any]:
                 f"its gates are on {', '.join(LEVELS)}, with an upper bound",
             )
         options.append(f"{LEVELS[gate.level]}_{gate.statistic}")
-        limits.append(_as_ratios(gate) if gate.statistic == "k1" else repr(gate.high))
+        limits.append(_as_ratios(gate.low, gate.high) if gate.statistic == "k1" else repr(gate.high))
     if options:
         settings |= {"rollout_rs": ",".join(options), "rollout_rs_threshold": ",".join(limits)}
     return settings
 
 
-def _as_ratios(gate: GateSpec) -> str:
+def _as_ratios(low: float | None, high: float) -> str:
     """Return bounds of k1 in verl's format: one number for a reciprocal pair; fifteen digits, as in a configuration."""
-    high = float(f"{math.exp(gate.high):.15g}")
-    if gate.low == math.log(1 / high):
-        return repr(high)
-    return f"{0.0 if gate.low is None else math.exp(gate.low):.15g}_{high!r}"
+    upper = float(f"{math.exp(high):.15g}")
+    if low == math.log(1 / upper):
+        return repr(upper)
+    return f"{0.0 if low is None else math.exp(low):.15g}_{upper!r}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from workbench.metrics.policy import Quantities
-from workbench.metrics.quantities import KL, Column, Dropped, Extra, LogProb, LogRatio
+from workbench.metrics.quantities import KL, Column, Dropped, Estimator, Extra, LogProb, LogRatio
 from workbench.metrics.values import NOTHING, Maximum, Mean, Minimum, Reducer
 from workbench.specs.losses import GateSpec
 from workbench.systems.metrics import Alias, Derived, PeerSettings, document_metric, is_outside, outside, token_metric
@@ -36,12 +36,13 @@ Make = Callable[..., Tensor]
 
 def mismatch(s: PeerSettings) -> Iterable[Alias]:
     """Yield the distances between sampler and trainer, before any correction."""
-    for key, estimator, meaning in (
+    estimates: tuple[tuple[str, Estimator, str], ...] = (
         ("kl", "k1", "mean of sampler - old"),
         ("k3_kl", "k3", "mean k3 estimate of KL(sampler || old)"),
-    ):
-        column, note = KL(estimator, "sampler", "old"), f"kl/sampler_old/{estimator}_mean up to the 1e-8"
-        yield _of_tokens(key, meaning, column, unit="nats", note=note)
+    )
+    for key, estimator, meaning in estimates:
+        note = f"kl/sampler_old/{estimator}_mean up to the 1e-8"
+        yield _of_tokens(key, meaning, KL(estimator, "sampler", "old"), unit="nats", note=note)
     training, rollout, gap = LogProb("old"), LogProb("sampler"), "mean of sampler - old"
     for key, meaning, column, value, reduce in (
         ("training_log_ppl", "-mean old log-probability", training, _negated_mean, "mean"),
@@ -137,6 +138,7 @@ def gates(s: PeerSettings) -> Iterable[Alias]:
 
 
 def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
+    assert gate.statistic in ("k1", "k2", "k3"), "other gates are left out"
     two_sided = gate.statistic == "k1"
     low, high = (gate.low if two_sided else 0.0), gate.high
     bound = low if two_sided else None
@@ -204,8 +206,8 @@ def _bounded_square(log_ratio: Tensor) -> Tensor:
     return (2 * log_ratio.clamp(-SAFETY, SAFETY)).exp()
 
 
-def _beyond(side: str, limit: float) -> Callable[[Tensor], Tensor]:
-    """Return a function that is 1 above an upper limit, or below a lower one."""
+def _beyond(side: str, limit: float | None) -> Callable[[Tensor], Tensor]:
+    """Return a function that is 1 above an upper limit, or below a lower one; None: nowhere."""
     return functools.partial(is_outside, *((None, limit) if side == "high" else (limit, None)))
 
 
@@ -274,7 +276,8 @@ def _reduced(make: Make, reduce: str, number: int | None, single: bool, tokens_N
     if reduce == "std":
         result = values_N.std() if len(values_N) > 1 else values_N.new_zeros(())
     else:
-        result = {"mean": values_N.mean, "max": values_N.max, "min": values_N.min}[reduce]()
+        statistics: dict[str, Callable[[], Tensor]] = {"mean": values_N.mean, "max": values_N.max, "min": values_N.min}
+        result = statistics[reduce]()
     return float(result.float() if single else result)
 
 

@@ -64,7 +64,7 @@ def _ratio(s: PeerSettings) -> Iterable[Alias]:
     anchor, key = _anchor(s), "actor/ppo_kl"
     near = _near("kl/old_policy/k1_mean")
     if s.kind == "kl_cov":
-        column = LogRatio("policy", anchor, absolute=True)
+        column: Column = LogRatio("policy", anchor, absolute=True)
         yield _mean(key, "mean |policy - old|", column, "nats", "not an estimate of a KL")
     elif s.kind in BOUNDED:
         note, column = f"{near}, unless a token's log ratio is beyond 20", KL("k1", anchor, "policy", input_limit=20.0)

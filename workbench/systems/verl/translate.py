@@ -176,7 +176,7 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
     taus = {"tau_positive": settings.tau_pos, "tau_negative": settings.tau_neg}
     band = {"cov_low": _or(own.clip_cov_lb, 1.0), "cov_high": _or(own.clip_cov_ub, 5.0)}
     penalty = {"cov_fraction": _or(own.kl_cov_ratio, 0.0002), "cov_coefficient": _or(own.ppo_kl_coef, 1.0)}
-    return {
+    surrogates: dict[str, dict[str, Any]] = {
         "bypass_mode": {"kind": "reinforce"},
         "reinforce": {"kind": "reinforce"},
         "gspo": {"kind": "gspo_token", **clip, "log_cap": GSPO_CAP},
@@ -187,7 +187,8 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
         "dro": {"kind": "dro", "beta": own.dro_beta},
         "clip_cov": {"kind": "clip_cov", **clip, "cov_fraction": _or(own.clip_cov_ratio, 0.0002), **band},
         "kl_cov": {"kind": "kl_cov", **penalty},
-    }[mode]
+    }
+    return surrogates[mode]
 
 
 def _or(value: float | None, otherwise: float) -> float:
@@ -282,14 +283,14 @@ def back(spec: LossSpec) -> dict[str, Any]:
     }.get(mode, {})
     own |= {option: surrogate.get(name) for option, name in own_names.items()}
     if spec.kl.coefficient:
-        names = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "abs": "abs"}
-        if spec.kl.estimator not in names:
-            raise unsupported(TITLE, f"the KL estimator {spec.kl.estimator!r}", f"it has {', '.join(names)}")
+        types = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "abs": "abs"}
+        if spec.kl.estimator not in types:
+            raise unsupported(TITLE, f"the KL estimator {spec.kl.estimator!r}", f"it has {', '.join(types)}")
         plus = "+" if spec.kl.gradient == "straight_through" else ""
         settings |= {
             "use_kl_loss": True,
             "kl_loss_coef": spec.kl.coefficient,
-            "kl_loss_type": names[spec.kl.estimator] + plus,
+            "kl_loss_type": types[spec.kl.estimator] + plus,
         }
     if spec.entropy_coefficient:
         settings["entropy_coeff"] = spec.entropy_coefficient

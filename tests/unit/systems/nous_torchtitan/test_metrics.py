@@ -177,3 +177,13 @@ def test_a_row_without_tokens_is_omitted_where_the_fork_reports_nan():
     assert metrics["loss_metrics/global_logp"].finish() == -1.5
     assert math.isnan(numbers(mask=mask)["loss_metrics/global_logp"])
     assert "NaN" in LEFT_OUT["loss_metrics/global_logp"]
+
+
+def test_a_kl_that_the_fork_does_not_have_is_omitted():
+    logprobs = reals(-1, -2, -3, -4)
+    inputs = LossInputs(logprobs, logprobs, logprobs, ref_logprobs_T=logprobs, document_ids_T=ROWS)
+    named = {
+        estimator: as_named_by("nous_torchtitan", inputs, MASK, loss_spec=LossSpec(kl={"estimator": estimator}))
+        for estimator in ("k3", "squared")
+    }
+    assert named["k3"].keys() - named["squared"].keys() == {"loss_metrics/kl_div_est"}

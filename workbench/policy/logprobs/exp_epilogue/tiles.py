@@ -66,7 +66,8 @@ def processors(device: torch.device) -> int:
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may request."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    return properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stub lacks it
 
 
 def block_of(depth: int) -> int:
