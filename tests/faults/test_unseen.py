@@ -364,7 +364,7 @@ def test_documents_read_off_positions_end_at_the_seams():
     begin_S = place_S - row.positions_T
     behind_S = torch.stack([(begin_S < seam) & (seam < place_S) for seam in seams]).any(0)
     off_S = (pair.wrong.tokens["policy_logprobs"] - pair.right.tokens["policy_logprobs"]).abs()
-    assert torch.equal((off_S > 0)[row.loss_mask_T], behind_S[row.loss_mask_T])
+    assert torch.equal((off_S > 1e-12)[row.loss_mask_T], behind_S[row.loss_mask_T])  # less is rounding
     assert 0 < int(behind_S[row.loss_mask_T].sum()) < int(row.loss_mask_T.sum())
 
 

@@ -178,6 +178,7 @@ def _group_among(lines: torch.Tensor) -> dist.ProcessGroup | None:
 
 
 _job_store: dist.Store | None = None
+_joined: list[str] = []  # names under which this process has joined its job
 
 
 def job_store(*, timeout_s: float) -> dist.Store | None:
@@ -217,8 +218,10 @@ def join(device_type: str, *, timeout_s: float, name: str = "") -> torch.device:
                 rank=int(os.environ["RANK"]),
                 world_size=world,
                 timeout=datetime.timedelta(seconds=timeout_s),
-                device_id=device if device_type == "cuda" else None,
+                # a second time torch 2.11's device mesh would split a group of NCCL that is gone, and crash
+                device_id=device if device_type == "cuda" and not _joined else None,
             )
+        _joined.append(name)
     return device
 
 
