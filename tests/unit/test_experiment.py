@@ -182,8 +182,10 @@ class TestLaunch:
         assert experiment.launch().compare() is not first
 
     def test_requests_write_nothing(self, file):
-        requests = Experiment(file, only=["a"]).requests("slurm")
-        assert [name for name in requests if "--nproc-per-node=1" in requests[name]] == ["a-float64", "a-float32"]
+        experiment = Experiment(file, only=["a"])
+        [(names, request)] = experiment.requests("slurm").items()
+        assert (names, "--nproc-per-node=1" in request) == ("a-float64, a-float32", True)
+        assert list(experiment.requests("slurm", per_job=1)) == ["a-float64", "a-float32"]
         assert not (file.parent / "runs").exists()
 
 

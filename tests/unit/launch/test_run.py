@@ -336,9 +336,13 @@ class TestRequests:
     def test_every_run_has_one_and_nothing_is_made(self, tmp_path, project):
         planned = TestHere.ABLATION.expand()
         for where, words in (("torchx", "--nproc-per-node=1"), ("slurm", "#SBATCH")):
-            shown = requests(planned, tmp_path / "x", where=where, project=project)
-            assert list(shown) == ["a", "bad", "c"]
-            assert all(words in request and FAKE not in request for request in shown.values())
+            for per_job, names in ((1, ["a", "bad", "c"]), (2, ["a, bad", "c"]), (None, ["a, bad, c"])):
+                shown = requests(planned, tmp_path / "x", where=where, project=project, per_job=per_job)
+                assert list(shown) == names
+                for runs, request in shown.items():
+                    assert words in request
+                    assert FAKE not in request
+                    assert [name for name in ["a", "bad", "c"] if f"/runs/{name}-" in request] == runs.split(", ")
         assert not (tmp_path / "x").exists()
 
     def test_a_way_without_a_scheduler_is_refused(self, tmp_path):
