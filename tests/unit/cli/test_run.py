@@ -96,8 +96,21 @@ class TestArguments:
         assert called["changes"] == {"steps": 1}
 
     def test_launcher_options_are_no_settings(self, file, called):
-        run([str(file), "--fresh", "--force", "--no-notebook", "--scheduler", "queue=a", "partition=b=c"])
+        run(
+            [
+                str(file),
+                "--fresh",
+                "--force",
+                "--no-notebook",
+                "--per-job",
+                "3",
+                "--scheduler",
+                "queue=a",
+                "partition=b=c",
+            ]
+        )
         assert called["changes"] == {}
+        assert called["per_job"] == 3
         assert (called["fresh"], called["force"], called["notebook"]) == (True, True, False)
         assert called["options"] == {"queue": "a", "partition": "b=c"}
 
@@ -106,9 +119,14 @@ class TestArguments:
             run([str(file), "--scheduler", "queue"])
 
     def test_a_dry_run_prints_every_request_and_runs_nothing(self, file, called, capsys):
-        assert run([str(file), "--where", "slurm", "--dry-run", "--only", "a"]) == 0
+        arguments = [str(file), "--where", "slurm", "--dry-run", "--only", "a"]
+        assert run(arguments) == 0
         out = capsys.readouterr().out
-        assert "# a-float32" in out
+        assert "# a-float64, a-float32\n" in out
+        assert out.count("--nproc-per-node=1") == 1
+        assert run([*arguments, "--per-job", "1"]) == 0
+        out = capsys.readouterr().out
+        assert "# a-float32\n" in out
         assert out.count("--nproc-per-node=1") == out.count("# a-float") == 2
         assert "where" not in called
         assert not (file.parent / "runs").exists()
