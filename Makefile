@@ -1,7 +1,7 @@
 # make report   from a fresh machine to a saved report      make test       the default suite
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
 # make bench    the performance benchmarks, measured here; records and pages in experiments/
-# make lint     ruff check and ruff format --check          make types      mypy
+# make lint     ruff check, ruff format --check and mypy    make types      mypy alone
 # make docs     the manual as a searchable site in docs/_build/html, with executed notebooks (DOCS_NOTEBOOKS=off: without outputs)
 # make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
 #
@@ -40,6 +40,7 @@ test-matrix: .venv/.installed-dev browser
 lint: .venv/.installed-dev
 	$(BIN)/python -m ruff check workbench tests notebooks experiments docs
 	$(BIN)/python -m ruff format --check workbench tests notebooks experiments docs
+	$(BIN)/python -m mypy
 
 types: .venv/.installed-dev
 	$(BIN)/python -m mypy

@@ -14,12 +14,11 @@ from torch import Tensor
 from workbench.errors import ShapeError
 
 
-def check_shapes(where: str, sizes: dict[str, int] | None = None, **tensors: Tensor | None) -> dict[str, int]:
+def check_shapes(where: str, **tensors: Tensor | None) -> dict[str, int]:
     """Check named tensors against the letters at the end of their names.
 
     Args:
         where: the calling function, for the message.
-        sizes: letters whose size is already known.
         **tensors: ``name_LETTERS=tensor``; None is skipped.
 
     Returns:
@@ -33,7 +32,7 @@ def check_shapes(where: str, sizes: dict[str, int] | None = None, **tensors: Ten
         >>> check_shapes("demo", logits_TV=torch.zeros(3, 5), targets_T=torch.zeros(3))
         {'T': 3, 'V': 5}
     """
-    known = dict(sizes or {})
+    known: dict[str, int] = {}
     wrong: list[str] = []
     for name, tensor in tensors.items():
         if tensor is None:

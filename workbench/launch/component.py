@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.errors import LaunchError
 from workbench.launch.devices import Placement
+from workbench.records.directory import RunDirectory
 from workbench.records.provenance import python_path
 
 if TYPE_CHECKING:
@@ -86,10 +87,12 @@ def run_job(
     project: Path,
     worker: str = WORKER,
     cluster: Cluster | None = None,
+    fork_server: str = "",
 ) -> AppDef:
     """Build the job whose ranks execute run directories one after another; see `workbench.launch.jobs.start`.
 
-    Without a cluster it is a child of this process and ends with it. On a cluster it outlives this process, the
+    Without a cluster it is a child of this process and ends with it; a fork server's socket lets its ranks be forks,
+    see `workbench.launch.processes`. On a cluster it outlives this process, the
     interpreter is the cluster's, and the scheduler assigns GPUs; run directories and project have the same paths there
     as here, on a shared file system.
     """
@@ -98,6 +101,8 @@ def run_job(
     environment = environment_of(placement)
     if cluster is None:
         environment["WB_PARENT_PID"] = str(os.getpid())
+        if fork_server:
+            environment["WB_FORK_SERVER"] = fork_server
     else:
         environment = {key: value for key, value in environment.items() if not key.startswith("CUDA_")}
     paths = [path.resolve() for path in run_paths]
@@ -133,6 +138,17 @@ def environment_of(placement: Placement) -> dict[str, str]:
     return environment
 
 
+def job_folder(run: RunDirectory) -> Path:
+    """Folder of the torchx files of a run's job, which is that of the job's first run."""
+    return run.path.with_name(run.state.get("job_of", run.path.name)) / "torchx"
+
+
+def agent_output(log_dir: Path) -> str:
+    """Standard error of the agents of the jobs under this folder."""
+    files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
+    return "\n".join(file.read_text(encoding="utf8", errors="replace") for file in files)
+
+
 # ---- requests ------------------------------------------------------------------------------------------
 
 
@@ -158,13 +174,23 @@ def request_of(
     worker: str,
     scheduler: str,
     options: Mapping[str, str],
+    fork_server: str = "",
 ) -> Request:
     """The request of torchx with our corrections; nothing is contacted. Its files go to the first run's folder."""
     settings, cluster = _checked(scheduler, options)
     run_path, name = run_paths[0].resolve(), job_name(names)
     name = _kubernetes_name(name, run_path) if scheduler == KUBERNETES else name
     try:
-        app = run_job(name, run_paths, world_size, placement, project=project, worker=worker, cluster=cluster)
+        app = run_job(
+            name,
+            run_paths,
+            world_size,
+            placement,
+            project=project,
+            worker=worker,
+            cluster=cluster,
+            fork_server=fork_server,
+        )
     except (KeyError, ValueError) as error:
         raise LaunchError(
             f"option mounts = {options.get('mounts')!r}",

@@ -26,7 +26,7 @@ from typing import Any
 
 from workbench.atomic import from_json
 from workbench.errors import LaunchError
-from workbench.launch.jobs import agent_output, job_folder
+from workbench.launch.component import agent_output, job_folder
 from workbench.launch.waits import Wait, find_waits, format_ranks
 from workbench.records.directory import RunDirectory
 from workbench.records.failures import EXIT_CODES, OOM, RECORDED_LAST, STOPPED, WAITING

@@ -1,8 +1,8 @@
-"""The agent of one run in forked processes: forks its ranks, watches them, and leaves no process behind.
+"""The agent of ranks in forked processes: forks them, watches them, and leaves no process behind.
 
 It is a fork of the server, so torch is loaded already, and it imports the worker once for all ranks. It does for
-them what `torch.distributed.run` does for a torchx job: sets the environment of every rank, hosts their store, stops
-the others when one has failed, and ends with the process that launched the run.
+them what `torch.distributed.run` does on a cluster: sets the environment of every rank, hosts their store, stops the
+others when one has failed, and ends with the process that launched them: the user's, or that of a torchx job.
 
     launcher -- request -->  agent  -- fork -->  rank 0, rank 1, ...
              <-- started --         <-- exit codes --
@@ -32,10 +32,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from workbench.atomic import to_json, write_whole
 from workbench.errors import LaunchError
+from workbench.launch.runs_watcher import RunsWatcher
 from workbench.records.directory import RunDirectory
-from workbench.records.failures import EXIT_CODES
 from workbench.records.provenance import process_alive, this_process, without_machine_paths
 from workbench.train.watched import die_with
 
@@ -53,16 +52,16 @@ class Request:
     """A launcher's request to an agent.
 
     Attributes:
-        run: the run directory.
+        runs: run directories, which the ranks execute one after another.
         world_size: ranks.
-        worker: module whose `main` every rank runs, with the run directory and the project as arguments.
+        worker: module whose `main` every rank runs, with the run directories and the project as arguments.
         project: folder that paths in the spec are relative to.
         folder: current folder of the ranks.
         environment: complete environment of the ranks, but for the variables that differ between them.
         launcher: the process to end with, {"pid", "create_time"}.
     """
 
-    run: str
+    runs: list[str]
     world_size: int
     worker: str
     project: str
@@ -79,9 +78,9 @@ def serve(connection: socket.socket) -> None:
     os.environ.update(request.environment)
     try:
         os.chdir(request.folder)
-        run = RunDirectory.open(Path(request.run))
-        _send_output_to(run.path / "ranks" / "agent.log")
-        agent = _Agent(request, run, connection, importlib.import_module(request.worker))
+        runs = [RunDirectory.open(Path(path)) for path in request.runs]
+        _send_output_to(runs[0].path / "ranks" / "agent.log")
+        agent = _Agent(request, runs, connection, importlib.import_module(request.worker))
         agent.fork_ranks()
     except BaseException as error:
         text = without_machine_paths("".join(traceback.format_exception(error)))
@@ -99,7 +98,7 @@ def serve(connection: socket.socket) -> None:
 @dataclass
 class _Agent:
     request: Request
-    run: RunDirectory
+    runs: list[RunDirectory]
     connection: socket.socket
     worker: ModuleType
     ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, of those that run
@@ -131,7 +130,7 @@ class _Agent:
                 _reset_signals()
                 for end in (listener, self.connection, self.wake, self.waker):
                     end.close()
-                _run_rank(self.request, self.run, rank, port, self.worker)
+                _run_rank(self.request, self.runs[0], rank, port, self.worker)
             self.ranks[pid] = rank
         from torch.distributed import TCPStore
 
@@ -142,10 +141,7 @@ class _Agent:
 
     def watch(self) -> None:
         """Watch the ranks until the last one is gone."""
-        self.run.note(agent=this_process())
-        from workbench.launch.watchdog import Watchdog  # imported late: the ranks need not wait for it
-
-        watchdog = Watchdog(self.run, {rank: pid for pid, rank in self.ranks.items()}).start()
+        watcher = RunsWatcher([run.path for run in self.runs], {rank: pid for pid, rank in self.ranks.items()})
         self.connection.setblocking(False)
         listening = [self.wake, self.connection]
         look_s = 0.0
@@ -165,8 +161,7 @@ class _Agent:
                         continue
                 listening.remove(self.connection)
                 self._stop("left alone")
-        watchdog.stop()
-        write_whole(self.run.path / "ranks" / EXIT_CODES, to_json({str(r): c for r, c in self.exit_codes.items()}))
+        watcher.end(self.exit_codes)
         failed = "failed" if self.stopping == "failed" else "cancelled"
         ended = failed if any(self.exit_codes.values()) else "succeeded"
         _send(self.connection, ended=ended, exit_codes=self.exit_codes)
@@ -222,7 +217,7 @@ def _run_rank(request: Request, run: RunDirectory, rank: int, port: int, worker:
             numpy.random.seed()  # it was seeded before the fork, the same in every rank and every run
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was loaded before it could read this
-        sys.argv = [str(worker.__file__), request.run, "--project", request.project]
+        sys.argv = [str(worker.__file__), *request.runs, "--project", request.project]
         code = _exit_code(worker)
         sys.stdout.flush()
         sys.stderr.flush()

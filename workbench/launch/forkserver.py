@@ -1,8 +1,9 @@
 """A process that has torch loaded already and forks a copy of itself for every requested run.
 
-A program, not a module to import from: `processes` starts it by its path and talks to it through standard input,
-which is one end of a socket pair. It imports nothing of the workbench, so that every copy imports the workbench as it
-is on disk then, edits included.
+A program, not a module to import from: `processes` starts it by its path, with a listening socket, to which a launcher
+or the process of a torchx job connects for every run. Its standard input is one end of a socket pair: it says there
+that it is ready, and leaves when the other end is closed. It imports nothing of the workbench, so that every copy
+imports the workbench as it is on disk then, edits included.
 
 Why not `multiprocessing`'s forkserver: it runs the caller's main module again in every child (a script without a
 guard would start itself again, and a test its test runner), a process has only one, with the preload of its first
@@ -14,6 +15,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -25,39 +27,46 @@ PARENT_POLL_S = 1.0
 
 
 def main() -> None:
-    """Load the modules named by the arguments, then fork for every incoming connection."""
+    """Load libraries, then fork for every incoming connection.
+
+    The first argument is the number of the listening socket. The others name modules, or module:function=argument, a
+    call that fills a cache.
+    """
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in sys.argv[1:]:
-        importlib.import_module(name)
+    for name in sys.argv[2:]:
+        module, _, call = name.partition(":")
+        loaded = importlib.import_module(module)
+        if call:
+            function, _, argument = call.partition("=")
+            getattr(loaded, function)(argument)
     gc.collect()
     gc.freeze()  # a collection in a copy then touches no page of the loaded modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended copies leave no zombie
-    control = socket.socket(fileno=os.dup(0))
+    control, listener = socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(sys.argv[1]))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     control.sendall(READY)
-    control.settimeout(PARENT_POLL_S)
     while os.getppid() == parent:
-        try:
-            data, connections, _, _ = socket.recv_fds(control, 1, 1)
-        except TimeoutError:
-            continue
-        if not data:
+        readable, _, _ = select.select([control, listener], [], [], PARENT_POLL_S)
+        if control in readable:
             return  # the parent is gone, or has closed its end
-        if os.fork() == 0:
-            control.close()
-            _serve_run(connections[0])
-        os.close(connections[0])
+        if listener in readable:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                control.close()
+                listener.close()
+                _serve_run(connection)
+            connection.close()
 
 
-def _serve_run(connection: int) -> None:
+def _serve_run(peer: socket.socket) -> None:
     """Start the ranks of one run; never returns."""
     code = 1
     try:
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with socket.socket(fileno=connection) as peer:
+        with peer:
             folders = _path_of(peer)
             sys.path[:] = [*folders, *(entry for entry in sys.path if entry not in folders)]
             importlib.import_module("workbench.launch.forks").serve(peer)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import psutil
 
 from workbench.errors import LaunchError
+from workbench.launch import processes
 from workbench.launch.component import (
     KUBERNETES,
     LOCAL,
@@ -29,6 +30,7 @@ from workbench.launch.component import (
     SLURM,
     WORKER,
     Request,
+    job_folder,
     message,
     quietly,
     request_of,
@@ -95,7 +97,8 @@ def start(
     """
     names, paths = [run.name for run in runs], [run.path for run in runs]
     folder = job_folder(runs[0])
-    request = request_of(names, paths, world_size, placement, project, worker, scheduler, options or {})
+    server = processes.address() if scheduler == LOCAL else ""
+    request = request_of(names, paths, world_size, placement, project, worker, scheduler, options or {}, server)
     folder.mkdir(exist_ok=True)
     if scheduler == LOCAL:
         return _start_local(request)
@@ -156,17 +159,6 @@ def job_of(handle: str) -> Job:
             fix="end the processes that the run's state names: agent, then rank0",
         )
     return ClusterJob(handle)
-
-
-def job_folder(run: RunDirectory) -> Path:
-    """Folder of the torchx files of a run's job, which is that of the job's first run."""
-    return run.path.with_name(run.state.get("job_of", run.path.name)) / "torchx"
-
-
-def agent_output(log_dir: Path) -> str:
-    """Standard error of the agents of the jobs under this folder."""
-    files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
-    return "\n".join(file.read_text(encoding="utf8", errors="replace") for file in files)
 
 
 # ---- jobs on this machine ------------------------------------------------------------------------------

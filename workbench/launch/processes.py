@@ -1,8 +1,8 @@
 """Runs in processes that have torch loaded already: the ranks of a run are ready in a fraction of a second.
 
 The first run starts a fork server (`forkserver`), which loads torch and the other heavy libraries that a worker needs.
-Every run is a fork of it (`forks`), which imports the workbench itself, so edits take effect. All of them end with this
-process, even if it is killed.
+Every run, or torchx job on this machine, is a fork of it (`forks`), which imports the workbench itself, so edits take
+effect. All of them end with this process, even if it is killed.
 
 Libraries are loaded once, and some of them read environment variables then (HF_HOME, TORCH_LOGS): if one of
 `READ_ON_IMPORT` has changed since, the next run starts another server.
@@ -49,8 +49,11 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.modeling_auto",
     "transformers.masking_utils",
+    "transformers.conversion_mapping:get_checkpoint_conversion_mapping=qwen3",  # compiles 700 patterns, 1 s
+    "torch.distributed.tensor",  # of sharded parameters
+    "torch._dynamo",  # the first step of an optimizer imports it
 )
-"""Libraries that the server loads. Measured on two cores: 5 s once, where every rank took 3 to 4 s each time."""
+"""What the server loads. Measured on two cores: 6 s once, where every rank took 5 to 7 s each time."""
 
 READ_ON_IMPORT = (
     "HF_",
@@ -71,8 +74,11 @@ START_S = 120.0
 """Time that the first run has to start; loading from a cold disk is slow."""
 
 
+_LONGEST_FOLDER = 80  # the path of a socket has at most 107 bytes (unix(7)), 24 of them for our own names
+
+
 class ProcessJob:
-    """The ranks of one run.
+    """The ranks of one run, or of several one after another.
 
     Attributes:
         handle: a name with the pid of the agent; no other process can use it.
@@ -90,10 +96,10 @@ class ProcessJob:
         self._connection, self._received, self._ended = connection, received, ""
         self._lock = threading.Lock()
 
-    def poll(self) -> str:
-        """Current state: running, succeeded, failed or cancelled."""
+    def poll(self, wait_s: float = 0.0) -> str:
+        """Current state: running, succeeded, failed or cancelled, as soon as it has ended or after some seconds."""
         with self._lock:
-            return self._poll(0.0)
+            return self._poll(wait_s)
 
     def cancel(self) -> None:
         """End it, and return when it has ended: SIGTERM to every rank, SIGKILL to survivors after the grace period."""
@@ -139,18 +145,28 @@ class ProcessJob:
 def start(
     runs: Sequence[RunDirectory], world_size: int, placement: Placement, *, project: Path, worker: str = WORKER
 ) -> ProcessJob:
-    """Start the ranks of one run, as `workbench.launch.jobs.start`, from the fork server; returns when they run.
-
-    Forked ranks are ready in a fraction of a second, so a job of several runs would save nothing.
+    """Start the ranks of some runs, as `workbench.launch.jobs.start`, from the fork server; returns when they run.
 
     Raises:
         LaunchError: the server does not start, or the worker cannot be imported.
     """
-    [run] = runs
     environment = {**os.environ, **environment_of(placement)}
     environment.pop("WB_PARENT_PID", None)  # of a torchx job that this process may be in
-    request = Request(
-        run=str(run.path.resolve()),
+    warm_up()
+    return request(address(), [run.path for run in runs], world_size, environment, project, worker)
+
+
+def request(
+    server: str, runs: Sequence[Path], world_size: int, environment: dict[str, str], project: Path, worker: str
+) -> ProcessJob:
+    """Let the fork server at an `address` start the ranks of some runs, which end with this process.
+
+    Raises:
+        ConnectionError: the server is gone.
+        LaunchError: the worker cannot be imported.
+    """
+    wanted = Request(
+        runs=[str(path.resolve()) for path in runs],
         world_size=world_size,
         worker=worker,
         project=str(project.resolve()),
@@ -158,13 +174,18 @@ def start(
         environment=environment,
         launcher=own_process(),
     )
-    connection = _server().connect()
-    connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(request))}\n".encode())
-    answer, rest = _first_message(connection)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(server)
+        connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(wanted))}\n".encode())
+        answer, rest = _first_message(connection)
+    except OSError as error:
+        connection.close()
+        raise ConnectionError(f"no fork server at {server}: {error}") from None
     if "agent" not in answer:
         connection.close()
         raise LaunchError(
-            f"start {world_size} ranks of run {run.name}",
+            f"start {world_size} ranks of run {' and '.join(path.name for path in runs)}",
             found=answer.get("refused") or "the agent ended without a message",
             rule=f"the module {worker} can be imported, and a rank runs its main",
             fix="read ranks/agent.log in the run directory",
@@ -172,6 +193,14 @@ def start(
     job = ProcessJob(connection, answer, rest)
     _running.add(job)
     return job
+
+
+def address() -> str:
+    """Path of the socket of this process's fork server, which is started if there is none.
+
+    Connections wait until it is ready.
+    """
+    return _server().address
 
 
 def warm_up() -> None:
@@ -209,25 +238,22 @@ class _Server:
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         self.control, remote = socket.socketpair()
         self.ready, self.lock = False, threading.Lock()
+        self.folder = tempfile.TemporaryDirectory(prefix="wb-", dir=_short_folder())  # of this user alone
+        self.address = str(Path(self.folder.name) / "forks")
         # -P: nothing is imported from the program's folder. OMP_NUM_THREADS: no thread pool in a process that forks.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(forkserver.__file__)), *PRELOAD],
-            stdin=remote.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=self.errors,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd="/",
-            start_new_session=True,
-        )
-        remote.close()
-
-    def connect(self) -> socket.socket:
-        """Return a connection to a new fork."""
-        self.wait()
-        local, remote = socket.socketpair()
-        with remote:
-            socket.send_fds(self.control, [b"c"], [remote.fileno()])
-        return local
+        with remote, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.address)
+            listener.listen()
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(forkserver.__file__)), str(listener.fileno()), *PRELOAD],
+                stdin=remote.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self.errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                cwd="/",
+                start_new_session=True,
+                pass_fds=[listener.fileno()],
+            )
 
     def wait(self) -> None:
         """Wait until everything is loaded."""
@@ -252,6 +278,7 @@ class _Server:
         """End it by closing its standard input."""
         self.control.close()
         self.errors.close()
+        self.folder.cleanup()
         try:
             self.process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
@@ -277,6 +304,11 @@ def _server() -> _Server:
         return _started
 
 
+def _short_folder() -> str | None:
+    """The folder for temporary files; /tmp if a socket in it would have too long a name."""
+    return None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
+
+
 def _read_on_import() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
 
@@ -285,7 +317,7 @@ def _first_message(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
     """First line from an agent, {} if it ends before, and the bytes after it."""
     received = b""
     while b"\n" not in received:
-        if not (data := _receive(connection)):
+        if not (data := connection.recv(65536)):
             return {}, b""
         received += data
     line, _, rest = received.partition(b"\n")

@@ -254,14 +254,14 @@ class RolloutBatch:
                 fix="choose existing documents",
             )
         lengths = self.lengths_N
-        documents = torch.tensor(chosen, dtype=torch.int64)
+        chosen_N = torch.tensor(chosen, dtype=torch.int64)
         real = torch.nonzero(self.document_ids_T >= 0).squeeze(1)
         starts = lengths.cumsum(0) - lengths
         pieces = [real[int(starts[d]) : int(starts[d] + lengths[d])] for d in chosen]
         index = torch.cat(pieces) if pieces else real[:0]
         changed = {name: value[index] for name, value in self.token_fields().items()}
-        changed["document_ids_T"] = torch.repeat_interleave(torch.arange(len(chosen)), lengths[documents])
-        changed |= {name: value[documents] for name, value in self.document_fields().items()}
+        changed["document_ids_T"] = torch.repeat_interleave(torch.arange(len(chosen)), lengths[chosen_N])
+        changed |= {name: value[chosen_N] for name, value in self.document_fields().items()}
         return self._with(changed)
 
     def pad_to(self, length: int) -> RolloutBatch:
@@ -325,7 +325,7 @@ class RolloutBatch:
         return replace(self, source_T=_own_index(self.document_ids_T))
 
     def _with(self, changed: Mapping[str, Tensor]) -> RolloutBatch:
-        own = {name: value for name, value in changed.items() if name not in self.extensions}
+        own: dict[str, Any] = {name: value for name, value in changed.items() if name not in self.extensions}
         more = {name: replace(e, values=changed.get(name, e.values)) for name, e in self.extensions.items()}
         return replace(self, **own, extensions=more)
 

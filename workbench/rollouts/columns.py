@@ -23,7 +23,7 @@ _DOCUMENT_KEYS = ("tokens", "loss_mask", *_REALS, "reward", "group_id")
 """Keys of a document; the first four are required."""
 
 
-def columns_of_documents(where: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | None]:
+def columns_of_documents(where: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the fields of `RolloutBatch.from_documents`; ``where`` begins its errors."""
     if not documents:
         raise ShapeError(
@@ -72,7 +72,7 @@ def columns_of_documents(where: str, documents: Sequence[Mapping[str, Any]]) -> 
     }
 
 
-def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Tensor | None]:
+def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `RolloutBatch.from_padded`, of its arguments by name; ``where`` begins its errors."""
     arrays = {name: as_tensor(f"{where}: {name}", value) for name, value in given.items() if value is not None}
     _refuse_absent(where, arrays, list(given)[:6])
@@ -123,7 +123,7 @@ def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Tensor 
     }
 
 
-def _places(lengths: list[int]) -> dict[str, Tensor | None]:
+def _places(lengths: list[int]) -> dict[str, Any]:
     """Positions and document ids of documents of these lengths."""
     return {
         "positions_T": torch.cat([torch.arange(length) for length in lengths]),

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError
 from workbench.rollouts.batch import PADDING, RolloutBatch
+
+Values = TypeVar("Values", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
     ids_from_0 = ids - PADDING  # padding is 0
     trained_in_document = torch.bincount(ids_from_0, weights=trained.double(), minlength=1)
 
-    def next_token(value: Tensor | None, fill: float = 0, where: Tensor = same) -> Tensor | None:
-        return None if value is None else torch.where(where, value.roll(-1), value.new_full((), fill))
+    def next_token(value: Values, fill: float = 0, where: Tensor = same) -> Values:
+        return value if value is None else torch.where(where, value.roll(-1), value.new_full((), fill))
 
     return TrainingRow(
         tokens_T=row.tokens_T,

@@ -93,7 +93,7 @@ class ArithmeticTask:
 
     vocab_size = len(SYMBOLS)
     start_id, end_id, pad_id = (SYMBOLS.index(symbol) for symbol in (START, END, PAD))
-    end_ids = (end_id,)
+    end_ids: Sequence[int] = (end_id,)
     right_reward = 1.0
 
     def encode(self, text: str) -> list[int]:

@@ -215,13 +215,18 @@ def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> C
     """
     value = value.contiguous()
     with _in("start_rotation", value, axis, caller):
-        arrival = wire.start_rotation(value, axis.group, axis.rank, axis.size)
+        arrival = wire.start_rotation(value, _group(axis), axis.rank, axis.size)
 
     def arrive() -> Tensor:
         with _in("end of rotation", value, axis, caller):
             return arrival()
 
     return arrive
+
+
+def _group(axis: Axis) -> wire.Group:
+    assert axis.group is not None, "an axis of one rank has nothing to communicate"
+    return axis.group
 
 
 def _in(name: str, tensor: Tensor, axis: Axis, caller: str | None = None) -> AbstractContextManager[None]:
@@ -269,7 +274,7 @@ def _same(value: Tensor, name: str, axis: Axis, dim: int, caller: str | None) ->
 def _total(partial: Tensor, name: str, axis: Axis, dim: int, caller: str | None) -> Tensor:
     out = partial.clone(memory_format=torch.contiguous_format)
     with _in(name, out, axis, caller):
-        wire.all_reduce(out, axis.group)
+        wire.all_reduce(out, _group(axis))
     return out
 
 
@@ -286,7 +291,7 @@ def _concatenated(local: Tensor, name: str, axis: Axis, dim: int, caller: str | 
         local.new_empty(*before, axis.size * tokens, *after) if in_place else local.new_empty(axis.size, *local.shape)
     )
     with _in(name, local, axis, caller):
-        wire.all_gather_into(gathered.view(-1), local.view(-1), axis.group)
+        wire.all_gather_into(gathered.view(-1), local.view(-1), _group(axis))
     return gathered if in_place else gathered.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -295,5 +300,5 @@ def _summed_piece(whole: Tensor, name: str, axis: Axis, dim: int, caller: str | 
     pieces_R = torch.stack(whole.chunk(axis.size, dim=dim))  # the first dimension is the owner
     own = torch.empty_like(pieces_R[0])
     with _in(name, pieces_R, axis, caller):
-        wire.reduce_scatter_into(own.view(-1), pieces_R.view(-1), axis.group)
+        wire.reduce_scatter_into(own.view(-1), pieces_R.view(-1), _group(axis))
     return own

@@ -72,13 +72,13 @@ def shard_parameters(
         )
     device_mesh = DeviceMesh.from_group(axis.group, mesh.device.type, mesh_dim_names=(axis.name,))
     for module in (*units, root):
-        fully_shard(module, mesh=device_mesh)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
-        module.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
-    if hasattr(root, "set_reduce_scatter_unused_params"):
-        root.set_reduce_scatter_unused_params(True)
+        sharded: Any = fully_shard(module, mesh=device_mesh)  # Any: versions of torch type its methods differently
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
+        sharded.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
+    if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
+        sharded.set_reduce_scatter_unused_params(True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
     root.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
@@ -89,8 +89,9 @@ def reshard_parameters(root: nn.Module) -> None:
 
     Gathered parameters are not the ones that an optimizer holds: zeroing their gradients does not zero the shards'.
     """
-    if hasattr(root, "reshard"):
-        root.reshard()
+    reshard = getattr(root, "reshard", None)
+    if reshard is not None:
+        reshard()
 
 
 def is_shard(value: Any) -> bool:

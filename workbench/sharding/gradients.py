@@ -59,7 +59,7 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
     """
     squares = []
     for name, parameter in model.named_parameters():
-        square = _sum_of_squares(_local(parameter.grad, shards[name]))
+        square = _sum_of_squares(_local(_gradient(parameter), shards[name]))
         replicated = shards[name].dim is None
         squares.append(torch.zeros_like(square) if replicated and mesh["tp"].rank else square)
     total = all_sum(torch.stack(squares), mesh["tp"])
@@ -72,17 +72,22 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
 def scale_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], factor: float) -> None:
     """Multiply every gradient, in place, by a factor that is the same on every rank."""
     for name, parameter in model.named_parameters():
-        _local(parameter.grad, shards[name]).mul_(factor)
+        _local(_gradient(parameter), shards[name]).mul_(factor)
 
 
 def full_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter's gradient on every rank. Collective over tp, and dp x cp if parameters are sharded."""
-    return {name: full_tensor(parameter.grad, shards[name], mesh) for name, parameter in model.named_parameters()}
+    return {name: full_tensor(_gradient(parameter), shards[name], mesh) for name, parameter in model.named_parameters()}
 
 
 def full_weights(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter on every rank. Collective over tp, and dp x cp if parameters are sharded."""
     return {name: full_tensor(parameter, shards[name], mesh) for name, parameter in model.named_parameters()}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "`sum_gradients` gives every parameter a gradient"
+    return parameter.grad
 
 
 def _local(value: Any, shard: ParameterShard) -> Tensor:
@@ -163,7 +168,7 @@ def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
         gradient = _completed(parameter)
         local = gradient.to_local() if is_shard(gradient) else gradient
         buckets[_sharded_over(gradient)][name] = _sum_of_squares(local)
-    norms = {}
+    norms: dict[str, float] = {}
     for place, squares in buckets.items():
         total = torch.stack(list(squares.values()))
         if place is not None:
@@ -192,8 +197,8 @@ def whole_value(value: Any) -> Tensor:
 
 def _completed(parameter: nn.Parameter) -> Any:
     """The gradient of a parameter with partial sums completed; zeros for none."""
-    local: Any = local_gradient(parameter)
-    gradient = torch.zeros_like(parameter) if local is None else local
+    local = local_gradient(parameter)
+    gradient: Any = torch.zeros_like(parameter) if local is None else local
     if is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate
 

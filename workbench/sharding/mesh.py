@@ -11,7 +11,7 @@ import datetime
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -120,18 +120,18 @@ def make_mesh(
         return single_process_mesh(device)
     with flight.entering("make_mesh", "world", range(world), "world", tuple(sizes.values())):
         device_mesh = init_device_mesh(device.type, (dp, cp, tp), mesh_dim_names=AXES)
-        coordinate = dict(zip(AXES, device_mesh.get_coordinate(), strict=True))
+        coordinates = device_mesh.get_coordinate()
+        assert coordinates is not None, "the mesh has every rank of the job"
+        coordinate = dict(zip(AXES, coordinates, strict=True))
         axes = {
             name: _axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
             for name, size in sizes.items()
         }
-        flat_size = dp * cp
-        flat_rank = coordinate["dp"] * cp + coordinate["cp"]
         if dp == 1 or cp == 1:
-            group = axes["dp"].group or axes["cp"].group
+            axes["dp_cp"] = replace(axes["cp" if dp == 1 else "dp"], name="dp_cp")
         else:
-            group = _group_among(torch.arange(flat_size * tp).view(flat_size, tp).T)
-        axes["dp_cp"] = _axis("dp_cp", flat_size, flat_rank, group)
+            group = _group_among(torch.arange(world).view(dp * cp, tp).T)
+            axes["dp_cp"] = _axis("dp_cp", dp * cp, coordinate["dp"] * cp + coordinate["cp"], group)
         axes |= _inner_and_outer(axes["cp"], dp, tp, ulysses)
     return Mesh(axes, device)
 
@@ -160,10 +160,10 @@ def _inner_and_outer(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis
         ("cp_inner", inner, axis.rank % inner, 2),
         ("cp_outer", outer, axis.rank // inner, 1),
     ):
-        group = axis.group if size == axis.size else None
-        if 1 < inner < axis.size:
-            group = _group_among(grid.movedim(dim, -1))
-        axes[name] = _axis(name, size, rank, group)
+        if size == axis.size:
+            axes[name] = replace(axis, name=name)
+        else:
+            axes[name] = _axis(name, size, rank, _group_among(grid.movedim(dim, -1)) if size > 1 else None)
     return axes
 
 

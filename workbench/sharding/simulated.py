@@ -202,11 +202,11 @@ class _World:
             raise _Ended("another simulated rank failed")
         arrival = _Arrival(*_which(tensor), tensor)
         arrivals = self.open.setdefault((group.axis, group.ranks), {})
-        for other, remote in arrivals.items():
+        for number, remote in arrivals.items():
             if remote.signature != arrival.signature:
                 raise LaunchError(
                     "simulated ranks entered different collectives",
-                    found=f"{me}: {arrival.describe(group.axis)}; {self.ranks[other]}: {remote.describe(group.axis)}",
+                    found=f"{me}: {arrival.describe(group.axis)}; {self.ranks[number]}: {remote.describe(group.axis)}",
                     rule="every rank of an axis calls the same collectives in the same order, on tensors of one shape",
                     fix="make no collective depend on rank-local data; a rank without tokens passes zeros",
                 )

@@ -197,7 +197,7 @@ def _blocks(modules: Mapping[str, str]) -> list[str]:
     columns = [name for name, style in modules.items() if style in _COLUMNS]
     with_row = {_parent(name) for name, style in modules.items() if style in _ROWS}
     deep = {_parent(name) for name in modules}
-    blocks = {}
+    blocks: dict[str, None] = {}  # in order, each once
     for name in columns:
         parent = _parent(name)
         whole = parent and parent in with_row and not any(other.startswith(f"{parent}.") for other in deep)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.helpers import watched_worker
-from workbench.launch.agent import own_ranks
+from workbench.launch import processes
 from workbench.launch.failure_analysis import record_end
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import process_alive, project_root
@@ -64,8 +64,8 @@ def test_it_leaves_when_its_parent_was_killed(on_sigterm):
 
 
 @contextlib.contextmanager
-def job(folder, *faults, hang_s=2.0, **settings):
-    """A run of two ranks of the watched worker under a real agent."""
+def job(folder, *faults, hang_s=2.0, server=None, **settings):
+    """A run of two ranks of the watched worker under a real agent, forked unless another server is named."""
     spec = {"steps": 4, "layout": {"cp": 2}, "faults": faults} | settings
     run = RunDirectory.create(folder, "job", RunSpec.model_validate(spec))
     output = run.path / "torchx/app/1/trainer/0"
@@ -75,6 +75,7 @@ def job(folder, *faults, hang_s=2.0, **settings):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(project_root()),
         "WB_PARENT_PID": str(os.getpid()),
+        "WB_FORK_SERVER": processes.address() if server is None else server,
     }
     command = [
         sys.executable,
@@ -104,8 +105,13 @@ def ended(run, agent):
     return time.time() - flight.read(flight_path(run, 0)).entries[0].entered_ns / 1e9
 
 
-def test_a_rank_that_skipped_a_collective_is_named_long_before_any_time_is_over(tmp_path):
-    with job(tmp_path, "skip", hang_s=600.0) as (run, agent):
+FORKED, ELASTIC, GONE = None, "", "/nowhere/forks"
+"""Ranks of the launcher's fork server, of torch.distributed.run, and of it because the server is gone."""
+
+
+@pytest.mark.parametrize("server", [FORKED, ELASTIC], ids=["forked", "elastic"])
+def test_a_rank_that_skipped_a_collective_is_named_long_before_any_time_is_over(tmp_path, server):
+    with job(tmp_path, "skip", hang_s=600.0, server=server) as (run, agent):
         assert ended(run, agent) < 100  # and not after hang_s
     failure = run.failure()
     assert (failure["rank"], failure["cause"]) == (1, "hang")
@@ -144,11 +150,16 @@ def test_a_rank_that_hangs_outside_is_named_while_it_hangs_and_after_the_time_ou
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause", "words"),
-    [("kill", "killed", "rank 1 was killed by SIGKILL"), ("memory", "out of memory", "no room for the batch")],
+    ("fault", "cause", "words", "server"),
+    [
+        ("kill", "killed", "rank 1 was killed by SIGKILL", FORKED),
+        ("kill", "killed", "rank 1 was killed by SIGKILL", GONE),
+        ("memory", "out of memory", "no room for the batch", FORKED),
+    ],
+    ids=["kill", "kill, the server is gone", "memory"],
 )
-def test_a_dead_rank_is_the_cause_and_the_other_reports_its_wait(tmp_path, fault, cause, words):
-    with job(tmp_path, fault) as (run, agent):
+def test_a_dead_rank_is_the_cause_and_the_other_reports_its_wait(tmp_path, fault, cause, words, server):
+    with job(tmp_path, fault, server=server) as (run, agent):
         ended(run, agent)
     failure = run.failure()
     assert (failure["rank"], failure["cause"]) == (1, cause)
@@ -168,40 +179,36 @@ def test_a_rank_that_leaves_early_is_named_and_not_called_a_hang(tmp_path):
     assert run.exits()[0]["cause"] == "peer"
 
 
-def test_ranks_leave_with_an_agent_that_was_killed(tmp_path):
-    with job(tmp_path, "slow", steps=1000) as (run, agent):
-        deadline = time.monotonic() + 60
-        while len(run.steps()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        ranks = [psutil.Process(flight.read(flight_path(run, rank)).pid) for rank in (0, 1)]
-        assert all(rank.is_running() for rank in ranks)
-        agent.kill()
-        agent.wait()
+def ranks_of(run):
+    """The processes of both ranks, once they train."""
+    deadline = time.monotonic() + 60
+    while len(run.steps()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ranks = [psutil.Process(flight.read(flight_path(run, rank)).pid) for rank in (0, 1)]
+    assert all(rank.is_running() for rank in ranks)
+    return ranks
+
+
+@pytest.mark.parametrize("server", [FORKED, ELASTIC], ids=["forked", "elastic"])
+def test_ranks_leave_with_an_agent_that_was_killed(tmp_path, server):
+    with job(tmp_path, "slow", steps=1000, server=server) as (run, agent):
+        ranks = ranks_of(run)
+        psutil.Process(run.state["agent"]["pid"]).kill()
+        agent.wait(timeout=60)
         _, alive = psutil.wait_procs(ranks, timeout=60)
         assert alive == []
     assert record_end(run, "failed") == "failed"
     assert run.failure()["cause"] == "killed"
 
 
-def test_ranks_are_children_of_this_process_and_those_that_ended(tmp_path):
-    run = RunDirectory.create(tmp_path, "x", RunSpec(layout={"cp": 3}))
-    for rank in range(3):
-        flight.start(flight_path(run, rank), rank)
-        flight.stop()
-    assert own_ranks(run) == {}, "this process is not its own child"
-    script = (
-        "import sys; from pathlib import Path; from workbench.sharding import flight; "
-        "flight.start(Path(sys.argv[1]), 1); print(1, flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(flight_path(run, 1))],
-        text=True,
-        cwd=project_root(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as child:
-        child.stdout.readline()
-        assert own_ranks(run) == {1: child.pid}
-        child.stdin.close()
-        child.wait()
-        assert own_ranks(run) == {1: child.pid}
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_forked_ranks_leave_with_the_process_of_their_torchx_job(tmp_path, number):
+    with job(tmp_path, "slow", steps=1000) as (run, process):
+        ranks = ranks_of(run)
+        agent = psutil.Process(run.state["agent"]["pid"])
+        assert [rank.ppid() for rank in ranks] == [agent.pid, agent.pid]
+        assert agent.ppid() == processes.server_process()["pid"]
+        process.send_signal(number)
+        assert process.wait(timeout=60) != 0
+        _, alive = psutil.wait_procs([agent, *ranks], timeout=60)
+        assert alive == []

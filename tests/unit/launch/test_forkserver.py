@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,23 +16,33 @@ import pytest
 
 from tests.helpers.interruptible import INTERRUPTIBLE
 from workbench.launch import forkserver
-from workbench.launch.processes import PRELOAD
+from workbench.launch.processes import PRELOAD, _short_folder
 from workbench.records.provenance import process_alive
 
 PROGRAM = Path(forkserver.__file__)
 
 
 @pytest.fixture
-def server():
+def folder():
+    """For sockets, whose paths must be short."""
+    with tempfile.TemporaryDirectory(dir=_short_folder()) as path:
+        yield path
+
+
+@pytest.fixture
+def server(folder):
     """Starts the program with some modules to load; gives the process and the other end of its standard input."""
     started = []
 
     def start(*preload):
         here, there = socket.socketpair()
-        with there:
+        with there, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/{len(started)}")
+            listener.listen()
             process = subprocess.Popen(
-                [*INTERRUPTIBLE, sys.executable, "-P", str(PROGRAM), *preload],
+                [*INTERRUPTIBLE, sys.executable, "-P", str(PROGRAM), str(listener.fileno()), *preload],
                 stdin=there,
+                pass_fds=[listener.fileno()],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
@@ -53,6 +64,15 @@ def test_is_ready_after_loading_and_exits_when_unused(server):
     assert process.poll() is None
     here.close()
     assert process.wait(60) == 0
+
+
+def test_calls_fill_caches_before_it_is_ready(server):
+    process, here = server("re", "os:_exit=7")  # no error is hidden: the argument is text
+    assert here.recv(1) == b""
+    assert process.wait(60) != 0
+    assert b"'str' object cannot be interpreted as an integer" in process.stderr.read()
+    _, here = server("textwrap:dedent=x")
+    assert here.recv(1) == forkserver.READY
 
 
 def test_runs_nothing_but_its_forks(server):
@@ -77,7 +97,7 @@ def test_ctrl_c_is_not_for_it(server):
     assert process.poll() is None
 
 
-def test_a_fork_imports_from_the_given_path_and_leaves_no_zombie(server, tmp_path):
+def test_a_fork_imports_from_the_given_path_and_leaves_no_zombie(server, tmp_path, folder):
     (tmp_path / "workbench" / "launch").mkdir(parents=True)
     for package in ("workbench", "workbench/launch"):
         (tmp_path / package / "__init__.py").touch()
@@ -88,10 +108,8 @@ def test_a_fork_imports_from_the_given_path_and_leaves_no_zombie(server, tmp_pat
     )
     process, control = server("json")
     assert control.recv(1) == forkserver.READY
-    here, there = socket.socketpair()
-    with here, there:
-        socket.send_fds(control, [b"c"], [there.fileno()])
-        there.close()
+    with socket.socket(socket.AF_UNIX) as here:
+        here.connect(f"{folder}/0")
         here.settimeout(120)
         here.sendall(f"{tmp_path}\nhello".encode())
         pid, path, text = here.recv(999).decode().split()
@@ -104,12 +122,18 @@ def test_a_fork_imports_from_the_given_path_and_leaves_no_zombie(server, tmp_pat
         time.sleep(0.02)
 
 
-def test_exits_with_its_parent_even_if_its_input_stays_open(tmp_path):
+def test_exits_with_its_parent_even_if_its_input_stays_open(folder):
     """A child that the parent forked keeps a copy of every file that the parent had open."""
     script = f"""
 import os, socket, subprocess, sys, time
 here, there = socket.socketpair()
-server = subprocess.Popen([sys.executable, "-P", {str(PROGRAM)!r}, "json"], stdin=there, start_new_session=True)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("{folder}/0")
+listener.listen()
+server = subprocess.Popen(
+    [sys.executable, "-P", {str(PROGRAM)!r}, str(listener.fileno()), "json"],
+    stdin=there, pass_fds=[listener.fileno()], start_new_session=True,
+)
 here.recv(1)
 child = os.fork()
 if child == 0:

@@ -277,7 +277,7 @@ class TestLocalJob:
 
     def test_the_output_of_the_agent_can_be_read(self, tmp_path):
         wait(local(tmp_path, sys.executable, "-c", "import sys; sys.exit('no port for me')"))
-        assert "no port for me" in jobs.agent_output(tmp_path)
+        assert "no port for me" in component.agent_output(tmp_path)
 
     def test_another_process_cannot_find_it_again(self):
         with pytest.raises(LaunchError, match="end the processes that the run's state names"):
@@ -420,7 +420,7 @@ class TestSlurm:
     def test_a_job_that_ends_badly_failed(self, slurm, run):
         job = submit(run, "no.such.worker")
         assert wait(job, 60) == "failed"
-        assert "no" in jobs.agent_output(run.path / "torchx")
+        assert "no" in component.agent_output(run.path / "torchx")
 
     def test_a_rejection_quotes_the_scheduler(self, slurm, run):
         with pytest.raises(LaunchError) as caught:

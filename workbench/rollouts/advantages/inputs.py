@@ -72,7 +72,7 @@ class AdvantageInputs:
                 rule="advantages compare rewards within a group",
                 fix="give the batch both",
             )
-        known = {
+        known: dict[str, Tensor | None] = {
             field: batch.extensions[name].values
             for field, name in (("baselines_N", "baselines"), ("squared_probabilities_T", "squared_probabilities"))
             if name in batch.extensions

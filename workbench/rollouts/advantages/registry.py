@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from workbench.rollouts.advantages.baselines import optimal_token_baseline, rema
 from workbench.rollouts.advantages.groups import gdpo_advantages, gpg_advantages, group_advantages, pass_at_k_advantages
 from workbench.rollouts.advantages.inputs import AdvantageInputs, Estimate
 from workbench.rollouts.advantages.tokens import discounted_returns, gae, whiten
+
+Estimator = Callable[..., Estimate]
+
+_SETTINGS: dict[Estimator, tuple[str, ...]] = {}
+"""Names of the settings of each estimator, from `_settings_of`."""
 
 
 def estimate_advantages(
@@ -40,7 +45,7 @@ def estimate_advantages(
     if name not in ESTIMATORS:
         raise SpecError(f"advantages by {name!r}", rule=f"one of {', '.join(ESTIMATORS)}", fix="correct the spec")
     estimator = ESTIMATORS[name]
-    known = (estimator.func if isinstance(estimator, partial) else estimator).settings
+    known = _SETTINGS[estimator.func if isinstance(estimator, partial) else estimator]
     if unknown := sorted(set(settings) - set(known)):
         raise SpecError(
             f"advantages by {name!r} with {', '.join(unknown)}",
@@ -57,14 +62,14 @@ def estimate_advantages(
     return estimator(inputs, trained_N, **settings)
 
 
-def _settings_of(*functions: Callable[..., Any], but: Sequence[str] = ()) -> Callable[[Callable], Callable]:
+def _settings_of(*functions: Callable[..., Any], but: Sequence[str] = ()) -> Callable[[Estimator], Estimator]:
     """Name the settings of an estimator: its own keywords, and those of the functions to which it passes the others."""
     inputs = ("trained_N", "lengths_N", "weights_T", *but)
 
-    def named(estimator: Callable) -> Callable:
+    def named(estimator: Estimator) -> Estimator:
         keywords = [p for f in (*functions, estimator) for p in inspect.signature(f).parameters.values()]
         names = [p.name for p in keywords if p.kind is p.KEYWORD_ONLY and p.name not in inputs]
-        estimator.settings = tuple(dict.fromkeys(names))
+        _SETTINGS[estimator] = tuple(dict.fromkeys(names))
         return estimator
 
     return named
@@ -79,12 +84,12 @@ def _by_group(inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "me
 
 @_settings_of()
 def _by_group_undivided(
-    inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean", singleton: str = "zero"
+    inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean", singleton: Literal["zero", "reward"] = "zero"
 ) -> Estimate:
     return _by_group(inputs, trained_N, baseline=baseline, scale="none", singleton=singleton)
 
 
-def _of_documents(function: Callable[..., Tensor]) -> Callable[..., Estimate]:
+def _of_documents(function: Callable[..., Tensor]) -> Estimator:
     """Estimator that applies a function of rewards and groups."""
 
     @_settings_of(function)
@@ -121,7 +126,7 @@ def _reinforce_plus_plus(
 
 @_settings_of(whiten, but=["elsewhere"])
 def _reinforce_plus_plus_baseline(
-    inputs: AdvantageInputs, trained_N: Tensor, *, singleton: str = "zero", **settings: Any
+    inputs: AdvantageInputs, trained_N: Tensor, *, singleton: Literal["zero", "reward"] = "zero", **settings: Any
 ) -> Estimate:
     advantages_N = group_advantages(
         inputs.rewards_N.double(), inputs.group_ids_N, scale="none", trained_N=trained_N, singleton=singleton
@@ -171,7 +176,7 @@ def _gae(
     trained_N: Tensor,
     *,
     whitened: bool = False,
-    elsewhere: str = "zero",
+    elsewhere: Literal["zero", "carry"] = "zero",
     count_epsilon: float = 0.0,
     **settings: Any,
 ) -> Estimate:
@@ -201,7 +206,7 @@ def _needed(inputs: AdvantageInputs, name: str, field: str) -> Tensor:
     return value
 
 
-ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+ESTIMATORS: dict[str, Estimator] = {
     "grpo": _by_group,
     "dr_grpo": _by_group_undivided,
     "rloo": partial(_by_group_undivided, baseline="leave_one_out"),

@@ -9,7 +9,6 @@ Letters: T packed tokens | N documents.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -217,7 +216,7 @@ def standardize(
     values: Tensor,
     mask: Tensor | None = None,
     *,
-    dims: int | Sequence[int] | None = None,
+    dims: int | list[int] | tuple[int, ...] | None = None,
     ddof: int = 0,
     epsilon: float = 1e-5,
 ) -> Tensor:

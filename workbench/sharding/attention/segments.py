@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,8 +70,8 @@ class Call:
 
     def to(self, device: torch.device) -> Call:
         """Return the call with its tensors on a device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        moved: dict[str, Any] = {k: value.to(device) for k, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 def segments_of(block: Block) -> list[Segment]:

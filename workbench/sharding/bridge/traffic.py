@@ -73,7 +73,7 @@ class Traffic:
             route = Route(route.samples, "general", "as requested")
         if route.path == "general":
             crossing = Crossing.make(*sides)
-            steps = (
+            steps: tuple[Step, ...] = (
                 Step("forward", "exchange of rows", crossing.forward_RR),
                 Step("backward", "exchange of gradients of distinct consumers", crossing.backward_RR),
             )

@@ -40,7 +40,7 @@ class Operators:
     @classmethod
     def of_torch(cls) -> Operators | None:
         """The operators of this build of torch; None if it has none with the expected arguments."""
-        packets = [
+        packets: list[Any] = [
             getattr(torch.ops.aten, name, None) for name in ("_flash_attention_forward", "_flash_attention_backward")
         ]
         if None in packets:
@@ -123,15 +123,16 @@ class FlashKernel:
         d_out_qHd, out_qHd = _rows(d_out.to(query.dtype)), _rows(out.to(query.dtype))
         lse_Hq = lse[0].float()
         of_queries, of_keys = (d_out_qHd, query_qHd, out_qHd), (key_kHd, value_kHd)
-        grads = [(call, *self._backward(call, of_queries, of_keys, lse_Hq, scale)) for call in calls]
-        d_query = _heads(_merged([(call.query_rows, d_qHd) for call, d_qHd, _, _ in grads], query_qHd, add=False))
+        grads = [(call, self._backward(call, of_queries, of_keys, lse_Hq, scale)) for call in calls]
+        d_query = _heads(_merged([(call.query_rows, of_call[0]) for call, of_call in grads], query_qHd, add=False))
         add = len(calls) > 1 or any(call.repeats for call in calls)
         d_key, d_value = (
-            _heads(_merged([(one[0].key_rows, one[which]) for one in grads], key_kHd, add=add)) for which in (2, 3)
+            _heads(_merged([(call.key_rows, of_call[i]) for call, of_call in grads], key_kHd, add=add)) for i in (1, 2)
         )
         return d_query, d_key, d_value
 
     def _forward(self, call: Call, inputs: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
+        assert self.operators is not None, "`refusal` says why there are none"
         rows = call.query_rows, call.key_rows, call.key_rows
         taken = map(_take, inputs, rows)
         out_qHd, lse_Hq, *_ = self.operators.forward(
@@ -142,6 +143,7 @@ class FlashKernel:
     def _backward(
         self, call: Call, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], lse_Hq: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.operators is not None, "`refusal` says why there are none"
         d_out_qHd, query_qHd, out_qHd = (_take(one_qHd, call.query_rows) for one_qHd in of_queries)
         key_kHd, value_kHd = (_take(one_kHd, call.key_rows) for one_kHd in of_keys)
         inputs = d_out_qHd, query_qHd, key_kHd, value_kHd, out_qHd, _take(lse_Hq.T, call.query_rows).T.contiguous()

@@ -75,15 +75,16 @@ class FlexKernel:
         delta: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`. Costs an additional forward; gradients of the query's dtype."""
-        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         with torch.enable_grad():
-            out_b, lse_b = self.attend(*leaves, block, scale)
+            out_b, lse_b = self.attend(query, key, value, block, scale)
         weight = (lse_b.detach() - lse).exp().masked_fill(lse_b.detach() == -torch.inf, 0)
         d_out_b = (weight[..., None] * d_out).to(out_b.dtype)
         if delta is None:
             delta = _rowsum(d_out, out)
         d_lse_b = _rowsum(d_out_b, out_b.detach()) - weight * delta
-        d_query, d_key, d_value = torch.autograd.grad((out_b, lse_b), leaves, (d_out_b, d_lse_b.to(lse_b.dtype)))
+        gradients = d_out_b, d_lse_b.to(lse_b.dtype)
+        d_query, d_key, d_value = torch.autograd.grad((out_b, lse_b), (query, key, value), gradients)
         return d_query, d_key, d_value
 
 
