@@ -76,7 +76,7 @@ def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.qwen3.modeling_qwen3"])
+    context.set_forkserver_preload(["tests.helpers.preloaded"])
     processes = [
         context.Process(target=_entry, args=(r, world, str(folder), function, arguments, timeout_s))
         for r in range(world)

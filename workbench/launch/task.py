@@ -157,10 +157,10 @@ class SharedJob:
             self.lease = None
 
 
-STEPS_OF_A_START, STEPS_PER_JOB = 20, 200
-"""Steps of a job, at least and at most, if the launcher chooses its runs. A start costs as much as 10 to 50 steps of a
-small model (8 to 20 s on two cores, steps of 0.2 to 0.8 s). Fewer do not pay for a job of their own; longer runs gain
-nothing by sharing one, which a failure of one of them ends."""
+STEPS_OF_A_START, STEPS_PER_JOB = 5, 200
+"""Steps of a job, at least and at most, if the launcher chooses its runs. On this machine a start costs as much as 3 to
+8 steps of a small model (1 to 2 s on two cores, steps of 0.2 to 0.4 s). Fewer do not pay for a job of their own; longer
+runs gain nothing by sharing one, which a failure of one of them ends."""
 
 
 def share(runs: Sequence[tuple[Kind, int]], slots: Mapping[str, int], per_job: int | None = None) -> dict[Kind, int]:

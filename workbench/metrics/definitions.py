@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,13 +27,16 @@ from workbench.metrics.quantities import (
     Cut,
     Dropped,
     Entropy,
+    Estimator,
     Extra,
     LogProb,
     LogRatio,
     NoGradient,
     NonFinite,
     One,
+    PolicyName,
     Ratio,
+    Region,
     Truncated,
     beyond,
 )
@@ -177,7 +180,7 @@ STATISTICS: Mapping[str, tuple[str, Reducer]] = {
 """Last part of a key -> its words, and its reducer for numbers near 1."""
 
 
-def document_ratio(reduce: str, above: str = "policy", below: str = "old") -> DocumentMetric:
+def document_ratio(reduce: str, above: PolicyName = "policy", below: PolicyName = "old") -> DocumentMetric:
     """Declare a statistic of the documents' ratios, each exp of its mean log ratio (as GSPO defines it)."""
     effective = reduce == "effective_samples"
     meaning = "effective sample size, in documents, of" if effective else STATISTICS[reduce][0]
@@ -208,7 +211,7 @@ def statistic(reduce: str, values_N: Tensor) -> float:
     return float(_OF_VALUES.get(reduce, torch.mean)(values_N))
 
 
-def document_clip(region: str, key: str, meaning: str, clip: ClipRule, level: Level = "basic") -> DocumentMetric:
+def document_clip(region: Region, key: str, meaning: str, clip: ClipRule, level: Level = "basic") -> DocumentMetric:
     """Declare the share of trained tokens whose document's ratio is beyond the clip of a sequence-level surrogate.
 
     The sign is that of the document's mean advantage.
@@ -224,7 +227,7 @@ def document_clip(region: str, key: str, meaning: str, clip: ClipRule, level: Le
     )
 
 
-def _clipped_share(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
+def _clipped_share(region: Region, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
     beyond_N = beyond(region, (log_ratio_N / tokens_N).exp(), advantage_N / tokens_N, clip)
     total = float(tokens_N.sum())
     if beyond_N is None or not total:
@@ -234,7 +237,7 @@ def _clipped_share(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: T
 
 # ---- the canonical set ---------------------------------------------------------------------------------
 
-CLIP_REGIONS: tuple[tuple[str, str, str, Level], ...] = (
+CLIP_REGIONS: tuple[tuple[Region, str, str, Level], ...] = (
     ("outside", "region", "whose ratio lies outside the clip, for either sign of the advantage", "basic"),
     (
         "cut",
@@ -250,7 +253,7 @@ CLIP_REGIONS: tuple[tuple[str, str, str, Level], ...] = (
 )
 """Region of `Clip`, name, tokens, level."""
 
-PAIRS: tuple[tuple[str, str], ...] = (
+PAIRS: tuple[tuple[PolicyName, PolicyName], ...] = (
     ("old", "policy"),
     ("policy", "old"),
     ("policy", "ref"),
@@ -315,12 +318,12 @@ def _logprobs() -> Iterable[AnyMetric]:
 
 
 def _ratios() -> Iterable[AnyMetric]:
-    for above, below in (("policy", "old"), ("old", "sampler"), ("policy", "sampler")):
+    pairs: tuple[tuple[PolicyName, PolicyName], ...] = (("policy", "old"), ("old", "sampler"), ("policy", "sampler"))
+    for above, below in pairs:
         ratio, name = Ratio(above, below), f"ratio/{above}_{below}"
         label = f"the token ratios {above} / {below}"
-        yield from _statistics(
-            name, label, ratio, dict.fromkeys(STATISTICS, "basic" if (above, below) == ("policy", "old") else "full")
-        )
+        level: Level = "basic" if (above, below) == ("policy", "old") else "full"
+        yield from _statistics(name, label, ratio, dict.fromkeys(STATISTICS, level))
         yield _document_mean(f"{name}/document_mean", f"document's mean of {label}", "1", ratio)
         yield Metric(f"{name}/p99", f"99th percentile of {label}, within 1 %", "1", ratio, Quantile(0.99), level="full")
         log_mean = f"log of the mean of {label}, where the mean itself may overflow"
@@ -347,7 +350,7 @@ def _clips(clipping_terms: Sequence[str], clip: ClipRule | None) -> Iterable[Any
 
 
 def _kls() -> Iterable[AnyMetric]:
-    for (first, second), estimator in itertools.product(PAIRS, ("k1", "k2", "k3", "abs")):
+    for (first, second), estimator in itertools.product(PAIRS, get_args(Estimator)):
         yield Metric(
             f"kl/{first}_{second}/{estimator}_mean",
             f"mean {estimator} estimate of KL({first} || {second}), as if {first} had sampled the tokens",
@@ -372,10 +375,12 @@ def _advantages() -> Iterable[AnyMetric]:
 
 
 def _weights() -> Iterable[AnyMetric]:
-    for name, label, highest in (
+    weights: tuple[tuple[str, str, Level], ...] = (
         ("raw", "the correction weights before truncation and rejection", "basic"),
         ("applied", "the correction weights as applied, 0 where rejected", "full"),
-    ):
+    )
+    levels: dict[str, Level]
+    for name, label, highest in weights:
         levels = {"mean": "basic", "max": highest, "min": "full", "std": "full", "effective_samples": "basic"}
         yield from _statistics(f"weight/{name}", label, Extra(f"{name}_weight"), levels)
     kept, dropped = "share of tokens that the sampler correction kept", "tokens that the sampler correction rejected"

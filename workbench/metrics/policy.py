@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from workbench.metrics.definitions import LEVELS, AnyMetric, DocumentMetric, Lev
 from workbench.metrics.quantities import POLICY_NAMES, ClipRule, Column, DocumentSlots, clip_rule
 from workbench.metrics.values import Power, Reducer, Value
 from workbench.specs.losses import LossSpec
+
+Quantity = TypeVar("Quantity")
 
 
 def policy_metrics(
@@ -74,7 +76,7 @@ def measure(metrics: Iterable[AnyMetric], q: Quantities) -> dict[str, Value]:
                 )
             else:
                 values[metric.key] = metric.reducer.over(
-                    q.column(metric.column), q.population(metric.column), q.weights(metric.weight)
+                    _known(q.column(metric.column)), q.population(metric.column), q.weights(metric.weight)
                 )
     return values
 
@@ -87,7 +89,7 @@ def _totals(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, Power, s
         return {}
     rows_KT = torch.stack([_power(q, column, power) for column, power in needed])
     masks_KT = torch.stack([q.population(column) for column, _ in needed])
-    weights_TW = torch.stack([q.weights(name) for name in weights], dim=1)
+    weights_TW = torch.stack([_known(q.weights(name)) for name in weights], dim=1)
     totals_KW = torch.where(masks_KT, rows_KT, 0.0) @ torch.where(q.mask_T[:, None], weights_TW, 0.0)
     return {
         (column, power, name): total
@@ -101,7 +103,8 @@ def _extremes(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, int], 
     needed = list(dict.fromkeys((metric.column, sign) for metric in metrics for sign in metric.reducer.signs))
     if not needed:
         return {}
-    rows_MT = torch.stack([q.column(column) if sign > 0 else -q.column(column) for column, sign in needed])
+    columns = [(_known(q.column(column)), sign) for column, sign in needed]
+    rows_MT = torch.stack([column_T if sign > 0 else -column_T for column_T, sign in columns])
     masked_MT = torch.where(torch.stack([q.population(column) for column, _ in needed]), rows_MT, -torch.inf)
     if not masked_MT.shape[1]:
         masked_MT = masked_MT.new_full((len(needed), 1), -torch.inf)
@@ -112,15 +115,15 @@ def _power(q: Quantities, column: Column, power: Power) -> Tensor:
     exponent, pivot = power
     if exponent == 0:
         return q.one_T
-    values_T = q.column(column)
+    values_T = _known(q.column(column))
     centred_T = values_T - pivot if pivot else values_T
     return centred_T.square() if exponent == 2 else centred_T
 
 
 def _of_documents(metric: DocumentMetric, q: Quantities) -> Value:
-    columns, extremes = (list(map(q.column, of)) for of in (metric.columns, metric.extremes))
-    reducer = OfDocuments(metric.read, len(columns), q.slots.number, len(extremes))
-    return reducer.table(columns, q.population_of(metric.needs), q.step_documents_T, extremes)
+    columns, extremes = ([_known(q.column(each)) for each in of] for of in (metric.columns, metric.extremes))
+    reducer = OfDocuments(metric.read, len(columns), _known(q.slots).number, len(extremes))
+    return reducer.table(columns, q.population_of(metric.needs), _known(q.step_documents_T), extremes)
 
 
 def _is_known(metric: AnyMetric, q: Quantities) -> bool:
@@ -128,6 +131,11 @@ def _is_known(metric: AnyMetric, q: Quantities) -> bool:
         columns = (*metric.columns, *metric.extremes)
         return q.slots is not None and all(q.column(column) is not None for column in columns)
     return q.weights(metric.weight) is not None and q.column(metric.column) is not None
+
+
+def _known(quantity: Quantity | None) -> Quantity:
+    assert quantity is not None, "`measure` leaves out metrics without their quantities"
+    return quantity
 
 
 @dataclass(frozen=True)
@@ -242,8 +250,8 @@ class Quantities:
     @cached_property
     def _finite(self) -> dict[str, Tensor]:
         """[T] bool of each policy; all in one test, because each small operation costs a launch."""
-        known = [name for name in POLICY_NAMES if self.logprob(name) is not None]
-        return dict(zip(known, torch.stack([self.logprob(name) for name in known]).isfinite().unbind(), strict=True))
+        known = {name: each_T for name in POLICY_NAMES if (each_T := self.logprob(name)) is not None}
+        return dict(zip(known, torch.stack(list(known.values())).isfinite().unbind(), strict=True))
 
     def population(self, column: Column) -> Tensor:
         """[T] bool: the trained tokens at which a column exists."""

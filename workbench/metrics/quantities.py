@@ -60,7 +60,7 @@ def clip_rule(spec: LossSpec | None) -> ClipRule | None:
         duals = [surrogate.get("dual_clip"), None if delta is None else max(delta, 1 + high)]
         dual = min((d for d in duals if d is not None), default=None)
         return ClipRule(1 - low, 1 + high, dual, of_documents, anchor)
-    if kind == "cispo" and level != "segment":
+    if surrogate.kind == "cispo" and level != "segment":
         lower, upper = (low, high) if surrogate.bounds == "absolute" else (None if low is None else 1 - low, 1 + high)
         return ClipRule(-math.inf if lower is None else lower, upper, None, level == "document", anchor)
     if kind == "gmpo":
@@ -234,8 +234,8 @@ class SampledEntropy(Column):
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
-        ratio_T = q.ratio("policy", "sampler")
-        return None if ratio_T is None else -ratio_T * q.logprob("policy")
+        ratio_T, logprobs_T = q.ratio("policy", "sampler"), q.logprob("policy")
+        return None if ratio_T is None or logprobs_T is None else -ratio_T * logprobs_T
 
 
 @dataclass(frozen=True)

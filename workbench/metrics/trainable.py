@@ -82,7 +82,7 @@ class Trainable:
             off = (rewards - rewards.mean()).abs() > _EQUAL * rewards.abs().max()
             mixed, documents = mixed + bool(off.any()), documents + int(off.sum())
             pairs += len(rewards) == 2 and bool(rewards[0] != rewards[1])
-        return cls(*counts, len(ids), mixed, single, documents, trained, pairs)
+        return cls(*(*counts, len(ids), mixed, single, documents, trained, pairs))
 
     @property
     def nothing(self) -> str:

@@ -190,11 +190,9 @@ class Alignment:
         Masks are those of all micro-batches of this rank, and every rank has as many; ``documents`` are their ids, and
         ``num_documents`` the maximum over micro-batches, as in `document_sums`.
         """
-        documents_of_masks = [
-            self._documents_of(mask, ids, num_documents)
-            for mask, ids in zip(masks, documents or [None] * len(masks), strict=True)
-        ]
-        return self._counted([lengths_N for _, lengths_N in documents_of_masks])
+        ids_of_masks: Sequence[Tensor | None] = documents or [None] * len(masks)
+        by_mask = zip(masks, ids_of_masks, strict=True)
+        return self._counted([self._documents_of(mask, ids, num_documents)[1] for mask, ids in by_mask])
 
     def row_counts(self, masks: Sequence[Tensor]) -> StepCounts:
         """`step_counts` from masks of whole rows, [B, T], the same on all cp ranks: the first token never counts."""
@@ -309,7 +307,7 @@ class Alignment:
         sums, lengths_N = self._documents_of(mask, documents, num_documents)
         if counts is None:
             counts = self._counted([lengths_N])
-        flat = {name: None if value is None else value.reshape(-1) for name, value in given.items()}
+        flat = {name: value.reshape(-1) for name, value in given.items() if value is not None}
         return self._whole(local_policy_loss(spec, flat, sums, lengths_N, counts))
 
     def torch_context_parallel(self, **rows: Any) -> AbstractContextManager[ContextParallelRows]:

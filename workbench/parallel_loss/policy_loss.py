@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,14 +99,17 @@ def uses_input(spec: LossSpec, name: str) -> bool:
         loss_mask_T=torch.ones(8, dtype=torch.bool),
         document_ids_T=torch.arange(8) // 4,
     )
-    loss = build_loss(spec)
+    loss, value = build_loss(spec), getattr(inputs, f"{name}_T")
+
+    def with_value(other: Any) -> LossInputs:
+        return replace(inputs, **{f"{name}_T": other})
+
     try:
         before = token_values(loss(inputs))
-        loss(replace(inputs, **{f"{name}_T": None}))
+        loss(with_value(None))
     except SpecError:
         return True
-    value = getattr(inputs, f"{name}_T")
-    others = (token_values(loss(replace(inputs, **{f"{name}_T": value + by}))) for by in (0.3, 8.0, -8.0))
+    others = (token_values(loss(with_value(value + by))) for by in (0.3, 8.0, -8.0))
     return any(not torch.equal(before, other) for other in others)
 
 
@@ -150,7 +154,7 @@ def document_sums(mask: Tensor, ids: Tensor | None, count: int | None, axis: Axi
 
 
 def local_policy_loss(
-    spec: LossSpec, inputs: dict[str, Tensor | None], sums: DocumentSums, lengths_N: Tensor, counts: StepCounts
+    spec: LossSpec, inputs: Mapping[str, Tensor], sums: DocumentSums, lengths_N: Tensor, counts: StepCounts
 ) -> Tensor:
     """Return this rank's part of a loss, from fields of `LossInputs`, `document_sums` and the step's counts.
 
@@ -158,18 +162,13 @@ def local_policy_loss(
     Backward: of the part; a document's sum receives gradients from all ranks of its axis.
     """
     mask_T = sums.loss_mask_T
-    masked = {
-        name: None if value is None else torch.where(mask_T, value, value.new_zeros(()))
-        for name, value in inputs.items()
+    masked: dict[str, Any] = {
+        f"{name}_T": torch.where(mask_T, value, value.new_zeros(())) for name, value in inputs.items()
     }
-    masked["policy_logprobs"] = torch.where(mask_T, inputs["policy_logprobs"], masked["old_logprobs"])
+    masked["policy_logprobs_T"] = torch.where(mask_T, inputs["policy_logprobs"], masked["old_logprobs_T"])
     lengths_T = sums.on_tokens(lengths_N).clamp_min(1)
     loss_inputs = LossInputs(
-        **{f"{name}_T": value for name, value in masked.items()},
-        loss_mask_T=mask_T,
-        document_ids_T=sums.document_ids_T,
-        lengths_T=lengths_T,
-        sums=sums,
+        **masked, loss_mask_T=mask_T, document_ids_T=sums.document_ids_T, lengths_T=lengths_T, sums=sums
     )
     weights = {}
     for name, divisor_T in _divisors(spec, lengths_T, counts).items():

@@ -85,7 +85,7 @@ class ContextParallelRows:
                 rule="one of them",
                 fix="pass the model's logits, or the log-probability of each target",
             )
-        given = {
+        given: dict[str, Any] = {
             name: self.tensors.get(name) for name in ("old_logprobs", "advantages", "ref_logprobs", "sampler_logprobs")
         }
         if given["old_logprobs"] is None or given["advantages"] is None:
@@ -98,8 +98,11 @@ class ContextParallelRows:
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
         for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once; a loss may use fewer inputs
             given[name] = given[name] if uses_input(spec, name) else None
-        policy = self.logprobs(logits, temperature=temperature) if logprobs is None else logprobs
-        whole = self.align.policy_loss(loss, policy_logprobs=policy, mask=self.tensors["mask"], counts=counts, **given)
+        if logprobs is None:
+            assert logits is not None, "one of the two, as checked above"
+            logprobs = self.logprobs(logits, temperature=temperature)
+        given |= {"policy_logprobs": logprobs, "mask": self.tensors["mask"]}
+        whole = self.align.policy_loss(loss, counts=counts, **given)
         if whole.requires_grad and self.align.cp.size > 1:
             whole.register_hook(self._refuse_outside)
         return whole

@@ -87,9 +87,10 @@ class StepDocuments:
             )
 
         def column(values: Sequence[Tensor | None]) -> Tensor | None:
-            if any(values_T is None for values_T in values):
+            present = [values_T for values_T in values if values_T is not None]
+            if len(present) < len(values):
                 return None
-            return torch.cat(list(map(_greatest_of_document, ids, values, sizes)))
+            return torch.cat(list(map(_greatest_of_document, ids, present, sizes)))
 
         def extension(name: str) -> Tensor | None:
             values = [row.extensions.get(name) for row in rows]

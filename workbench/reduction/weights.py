@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,19 +172,19 @@ def compute_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
     estimator, kl = spec.data.advantages, spec.loss.kl
     if estimator.name == "recorded":
         return batch
-    in_reward = bool(kl.coefficient) and kl.placement == "reward"
-    if in_reward and batch.ref_logprobs_T is None:
-        raise SpecError(
-            "loss.kl.placement = 'reward'",
-            found="no ref_logprobs",
-            rule="the penalty compares the old policy with the reference policy",
-            fix="record ref_logprobs with the rollouts, or leave the penalty out",
-        )
     penalties_T, values = None, batch.extensions.get("values")
-    if in_reward:
+    if kl.coefficient and kl.placement == "reward":
+        if batch.ref_logprobs_T is None:
+            raise SpecError(
+                "loss.kl.placement = 'reward'",
+                found="no ref_logprobs",
+                rule="the penalty compares the old policy with the reference policy",
+                fix="record ref_logprobs with the rollouts, or leave the penalty out",
+            )
         penalties_T = kl_in_reward(batch.old_logprobs_T, batch.ref_logprobs_T, batch.loss_mask_T, kl)
     inputs = AdvantageInputs.of(batch, penalties_T=penalties_T, values_T=None if values is None else values.values)
-    return replace(batch, advantages_T=estimate_advantages(estimator.name, inputs, **estimator.settings).advantages_T)
+    settings: dict[str, Any] = estimator.settings
+    return replace(batch, advantages_T=estimate_advantages(estimator.name, inputs, **settings).advantages_T)
 
 
 @dataclass(frozen=True)

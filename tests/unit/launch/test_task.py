@@ -60,7 +60,7 @@ def test_devices_are_released_once(task, monkeypatch, tmp_path):
     ("runs", "slots", "per_job", "expected"),
     [
         ([((1, "cpu"), 4)] * 13, {"cpu": 2}, None, {(1, "cpu"): 7}),  # two jobs at a time
-        ([((1, "cpu"), 4)] * 4, {"cpu": 2}, None, {(1, "cpu"): 5}),  # a start costs as much as 20 steps
+        ([((1, "cpu"), 4)] * 4, {"cpu": 8}, None, {(1, "cpu"): 2}),  # a start costs as much as 5 steps
         ([((2, "cpu"), 30)] * 5 + [((1, "cpu"), 30)], {"cpu": 2}, None, {(2, "cpu"): 5, (1, "cpu"): 1}),
         ([((4, "cpu"), 4)] * 60, {"cpu": 2}, None, {(4, "cpu"): 50}),  # 200 steps
         ([((1, "cpu"), 1), ((1, "cpu"), 1000)], {"cpu": 1}, None, {(1, "cpu"): 1}),  # a long one shares with none

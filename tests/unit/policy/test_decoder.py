@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from workbench.policy.decoder import TINY, TINY_VISION, published_qwen3, tiny_qwen3, tiny_qwen3_moe
+from workbench.errors import SpecError
+from workbench.policy import decoder
+from workbench.policy.decoder import TINY, TINY_VISION, load_decoder, published_qwen3, tiny_qwen3, tiny_qwen3_moe
 
 
 def test_grouped_heads_query_norms_and_a_vocabulary_of_any_size():
@@ -72,3 +74,45 @@ def test_qwen3_has_the_weights_of_the_published_checkpoint():
     assert sum(p.numel() for p in model.parameters()) == 596_049_920  # the head is the embedding, counted once
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model.config.rope_parameters["rope_theta"] == 1e6
+
+
+class TestSmallCheckpoints:
+    """A process keeps the most recent one, and gives out copies."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        tiny_qwen3(19).save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    @staticmethod
+    def weights(folder):
+        return load_decoder(str(folder)).state_dict()
+
+    def test_a_copy_is_what_the_first_one_was_and_draws_no_random_number(self, folder):
+        torch.manual_seed(7)
+        first = load_decoder(str(folder))
+        before = {name: weight.clone() for name, weight in first.state_dict().items()}
+        with torch.no_grad():
+            for weight in first.parameters():
+                weight.add_(1)
+        first.config.vocab_size = 3
+        second = load_decoder(str(folder))
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(7)))
+        assert all(torch.equal(weight, before[name]) for name, weight in second.state_dict().items())
+        assert second.config.vocab_size == 19
+        assert second.lm_head.weight is second.model.embed_tokens.weight
+        assert not second.training
+
+    def test_a_file_that_changed_is_read_again(self, folder):
+        before = self.weights(folder)
+        tiny_qwen3(19, seed=1).save_pretrained(folder)
+        assert not torch.equal(self.weights(folder)["lm_head.weight"], before["lm_head.weight"])
+        (folder / "model.safetensors").write_bytes(b"damaged")
+        with pytest.raises(SpecError, match="load model.source"):
+            load_decoder(str(folder))
+
+    def test_a_large_one_is_not_kept(self, folder, monkeypatch):
+        monkeypatch.setattr(decoder, "SMALL_BYTES", 1)
+        monkeypatch.setattr(decoder, "_small", {})
+        self.weights(folder)
+        assert decoder._small == {}
