@@ -1,12 +1,12 @@
-"""What ranks of tests need, loaded once by the fork server of `tests.helpers.ranks`: libraries, caches, the workbench."""
+"""What ranks of tests need: the fork server of `tests.helpers.ranks` imports it once."""
 
 from __future__ import annotations
 
-import torch._dynamo  # the first step of an optimizer imports it
-import torch.distributed.tensor
-import transformers.models.qwen3.modeling_qwen3
+import torch._dynamo  # noqa: F401 (the first step of an optimizer imports it)
+import torch.distributed.tensor  # noqa: F401
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import workbench.train.worker  # noqa: F401 (ranks find it loaded)
+import workbench.train.worker  # noqa: F401
 
 get_checkpoint_conversion_mapping("qwen3")  # compiles 700 patterns

@@ -108,7 +108,7 @@ class TestSmallCheckpoints:
         tiny_qwen3(19, seed=1).save_pretrained(folder)
         assert not torch.equal(self.weights(folder)["lm_head.weight"], before["lm_head.weight"])
         (folder / "model.safetensors").write_bytes(b"damaged")
-        with pytest.raises(SpecError, match="load model.source"):
+        with pytest.raises(SpecError, match=r"load model\.source"):
             load_decoder(str(folder))
 
     def test_a_large_one_is_not_kept(self, folder, monkeypatch):
