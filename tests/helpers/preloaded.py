@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch._dynamo  # noqa: F401 (the first step of an optimizer imports it)
+import torch._dynamo  # the first step of an optimizer imports it
 import torch.distributed.tensor  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
