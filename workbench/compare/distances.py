@@ -17,8 +17,8 @@ from workbench.compare.comparison import ParameterDifference
 from workbench.compare.reading import Gradients, RunReader, flipped_clips
 from workbench.specs.run import RunSpec
 
-FLOAT64_BAR = 1e-12
-FLOOR = 1e-3
+FLOAT64_BAR = 1e-12  # 100 times the largest relative error of correct layouts in experiments/layout_parity
+FLOOR = 1e-3  # a convention: of a typical gradient; less than that is rounding of larger sums
 # Smallest multiples of 0.5 that correct layouts meet in 99 of 100 reports: experiments/float32_rounding.json, required
 # 2.23 and 3.23 (DECISIONS.md, row 79).
 WHOLE_FACTOR = 2.5
