@@ -41,6 +41,7 @@ def check_rendezvous(*, timeout_s: float = 60.0) -> dict[str, Any]:
         "MASTER_PORT": str(free_port),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": python_path(),
+        "PYTHONUNBUFFERED": "1",  # the last line of a log is then the last thing that happened
     }
     command = [sys.executable, "-P", "-m", "workbench.launch.rendezvous", str(timeout_s)]
     deadline = time.monotonic() + timeout_s

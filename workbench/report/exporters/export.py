@@ -186,4 +186,5 @@ def _environment(folder: Path, scratch: Path) -> dict[str, str]:
     """Return this process's environment without the user's settings for trackers, which name accounts and servers."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_OF_TRACKERS)}
     scratches = dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"), str(scratch))
-    return inherited | _OFFLINE | scratches | {"TRACKIO_DIR": str(folder), "PYTHONPATH": python_path()}
+    ours = {"TRACKIO_DIR": str(folder), "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}  # errors come last
+    return inherited | _OFFLINE | scratches | ours
