@@ -12,6 +12,7 @@ user, and its children are watched by the caller alone.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -49,7 +50,7 @@ def main() -> None:
     while os.getppid() == parent:
         readable, _, _ = select.select([control, listener], [], [], PARENT_POLL_S)
         if control in readable:
-            return  # the parent is gone, or has closed its end
+            break  # the parent is gone, or has closed its end
         if listener in readable:
             connection, _ = listener.accept()
             if os.fork() == 0:
@@ -57,6 +58,10 @@ def main() -> None:
                 listener.close()
                 _serve_run(connection)
             connection.close()
+    with contextlib.suppress(OSError):  # a parent that ends in order has removed them
+        address = listener.getsockname()
+        os.unlink(address)  # noqa: PTH108 (no import for one name)
+        os.rmdir(os.path.dirname(address))  # noqa: PTH106, PTH120
 
 
 def _serve_run(peer: socket.socket) -> None:

@@ -152,6 +152,7 @@ time.sleep(60)
             assert time.monotonic() < until
             time.sleep(0.05)
         assert child.is_running()
+        assert not Path(folder, "0").exists(), "nobody else removes the socket of a parent that was killed"
     finally:
         child.kill()
 
