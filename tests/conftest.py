@@ -22,7 +22,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True
 
 interpret_where_no_gpu_is()
 
-pytest_plugins = ["tests.helpers.no_skips", "tests.helpers.left_open"]
+pytest_plugins = ["tests.helpers.no_skips", "tests.helpers.left_open", "tests.helpers.long_first"]
 
 
 def pytest_configure(config):

@@ -18,6 +18,8 @@ give it no constructor of its own.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -39,6 +41,12 @@ class WorkbenchError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.parts, self.__dict__.get("__notes__", []))
+
+
+def did_you_mean(name: Any, known: Iterable[str], otherwise: str = "", *, most: int = 1, show: Any = repr) -> str:
+    """Return a question with the known names that are nearest to a misspelt one; ``otherwise`` if none is near."""
+    near = difflib.get_close_matches(str(name), list(known), n=most)
+    return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 
 def _rebuild(kind: type[WorkbenchError], parts: dict[str, str], notes: list[str]) -> WorkbenchError:

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "workbench"
 TESTS = Path(__file__).parents[1]
 LAYERS = (
     "errors",
+    "columns",
     "shapes",
     "atomic",
     "specs",
@@ -35,6 +36,7 @@ ONLY_IN = {
     "triton": {"policy", "reproducible"},
     "transformers": {"policy"},
     "torchx": {"launch"},
+    "rich": {"columns"},
     "matplotlib": {"report"},
     "ipywidgets": {"report"},
     "IPython": {"report"},

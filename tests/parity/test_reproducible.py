@@ -58,10 +58,10 @@ def size(layout):
 
 
 def settings(layout, asked="tied", **more):
-    """Five steps that are all clipped, of four rows."""
+    """Steps that are all clipped, of four rows; the second starts from what the optimizer kept."""
     given = {
         "model": {"source": "tiny-qwen3", "tied": True, "seed": 3},
-        "steps": 5,
+        "steps": 2,
         "record": {"metrics": "full"},
         "loss": {"name": "grpo", "kl": {"coefficient": 0.05}},
         "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05},
@@ -76,40 +76,37 @@ def one_rank():
     """The results of one rank, computed once."""
     known = {}
 
-    def found(asked):
-        if asked not in known:
-            known[asked] = train(settings({}, asked), oracle().documents)
-        return known[asked]
+    def found(asked, **more):
+        key = asked, *more.items()
+        if key not in known:
+            known[key] = train(settings({}, asked, **more), oracle().documents)
+        return known[key]
 
     return found
 
 
-def check(chosen, one_rank, folder):
-    cases = [(settings(LAYOUTS[layout], asked), oracle().documents) for layout, asked in chosen]
+def check(chosen, one_rank, folder, **more):
+    cases = [(settings(LAYOUTS[layout], asked, **more), oracle().documents) for layout, asked in chosen]
     for rank, answers in enumerate(run_ranks(train_all, size(LAYOUTS[chosen[0][0]]), folder, cases, timeout_s=300)):
         for (layout, asked), answer in zip(chosen, answers, strict=True):
-            assert differing(answer, one_rank(asked)) == [], f"{layout}, {asked}, rank {rank}"
+            assert differing(answer, one_rank(asked, **more)) == [], f"{layout}, {asked}, rank {rank}"
 
 
 @pytest.mark.parametrize("ranks", SAMPLE)
-def test_five_steps_are_the_same_bits_on_real_ranks(ranks, one_rank, tmp_path):
+def test_two_steps_are_the_same_bits_on_real_ranks(ranks, one_rank, tmp_path):
     check(SAMPLE[ranks], one_rank, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_five_steps_of_every_layout_are_the_same_bits(layout, one_rank, tmp_path):
-    check([(layout, asked) for asked in ASKED], one_rank, tmp_path)
+    check([(layout, asked) for asked in ASKED], one_rank, tmp_path, steps=5)
 
 
 def test_every_step_was_clipped_and_moved_the_weights(one_rank):
     result = one_rank("tied")
-    assert all(float(result[f"{step}/norm"]) > 0.1 for step in range(5))
-    moved = [
-        not same_bits(result[f"{step}/weight/model.norm.weight"], result[f"{step - 1}/weight/model.norm.weight"])
-        for step in range(1, 5)
-    ]
-    assert all(moved)
+    assert all(float(result[f"{step}/norm"]) > 0.1 for step in range(2))
+    assert not same_bits(result["1/weight/model.norm.weight"], result["0/weight/model.norm.weight"])
 
 
 def generated(number):

@@ -31,3 +31,18 @@ def test_empty_parts_leave_no_line():
 @pytest.mark.parametrize("kind", every_error())
 def test_every_error_is_in_the_drawing(kind):
     assert kind is errors.WorkbenchError or f"-- {kind.__name__}(" in errors.__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("grop", {}, "did you mean 'grpo'?"),
+        ("grop", {"most": 2}, "did you mean 'gropo' or 'grpo'?"),
+        ("grop", {"show": str.upper}, "did you mean GRPO?"),
+        ("zzz", {}, ""),
+        (7, {"otherwise": "known: grpo"}, "known: grpo"),
+    ],
+)
+def test_a_misspelt_name_is_answered_by_the_nearest(name, options, text):
+    known = ["sft", "grpo"] + (["gropo"] if "most" in options else [])
+    assert errors.did_you_mean(name, known, **options) == text

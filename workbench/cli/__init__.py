@@ -6,7 +6,6 @@ failed run gives exit code 1.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import os
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 
 import workbench
 from workbench.cli.terminal import safe_lines
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, did_you_mean
 
 VERBS = {
     "run": ("run", "run an ablation (or one spec), compare its runs and write the report"),
@@ -39,11 +38,10 @@ VERBS = {
     "verify": ("bench", "check that multi-GPU training matches one GPU, with flat memory"),
     "doctor": ("doctor", "check the environment, and tell how to fix what is missing"),
 }
-"""Verb -> its module here, and a description. The function of the verb's name has its options as arguments."""
+"""Verb -> its module here, and a description. The function of the verb's name has its options as parameters, or one
+parameter ``arguments`` if it parses them itself."""
 
-_RAW = ("run", "lab", "bench", "verify", "rollouts")  # these functions take the arguments as they are
-
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can fix; others are bugs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 done; 1 a comparison does not agree (different, vacuous, unsound baseline) or a run failed; 2 invalid input;
-        130 interrupted.
+        130 interrupted (128 + SIGINT, as shells have it).
     """
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
@@ -71,16 +69,17 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(VERBS)}"
+        hint = did_you_mean(verb, VERBS, otherwise=f"one of {', '.join(VERBS)}")
         print(f"workbench: there is no verb {verb!r} ({hint})", file=sys.stderr)
         return 2
     try:
         function = getattr(importlib.import_module(f"workbench.cli.{VERBS[verb][0]}"), verb)
-        if verb in _RAW:
-            return function(rest)
+        import inspect  # like tyro imported only here, because `--help` needs neither
+
         import tyro
 
+        if "arguments" in inspect.signature(function).parameters:
+            return function(rest)
         return tyro.cli(function, args=rest, prog=f"workbench {verb}")
     except WorkbenchError as error:
         notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
@@ -100,7 +99,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, VERBS))
+    width = max(map(len, VERBS))  # not `columns`: importing rich would double the 0.06 s of --help
     verbs = "\n".join(f"  {verb:<{width}}  {meaning}" for verb, (_, meaning) in VERBS.items())
     return (
         f"usage: workbench VERB ...\n\n{(workbench.__doc__ or '').splitlines()[0]}\n\n{verbs}\n\n"

@@ -73,15 +73,12 @@ class BenchOptions:
             + "; ".join(f"{name}, {question}" for name, (_, question) in BENCHMARKS.items())
         ),
     ] = ()
-    folder: Annotated[
-        Path | None,
-        tyro.conf.arg(help="Folder of the records; by default that of the benchmark, in experiments/."),
-    ] = None
-    pairs: Annotated[int | None, tyro.conf.arg(help="Samples of each kind, where a benchmark takes pairs.")] = None
-    only: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(help="Workloads to measure, where a benchmark can keep its record of the others."),
-    ] = ()
+    folder: Path | None = None
+    """Folder of the records; by default that of the benchmark, in experiments/."""
+    pairs: int | None = None
+    """Samples of each kind, where a benchmark takes pairs."""
+    only: tuple[str, ...] = ()
+    """Workloads to measure, where a benchmark can keep its record of the others."""
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -140,11 +137,13 @@ baseline (one rank or the float64 truth not finite, or too far apart), 2 for inv
 class VerifyOptions:
     """Options of `workbench verify`."""
 
-    gpus: Annotated[int, tyro.conf.arg(help="GPUs that share each row; 0: two processes on CPU, through gloo.")] = 2
+    gpus: int = 2
+    """GPUs that share each row; 0: two processes on CPU, through gloo."""
     model: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(verification.MODELS)}; seeded weights.")] = (
         "tiny-qwen3"
     )
-    steps: Annotated[int, tyro.conf.arg(help="Optimizer steps of every run.")] = 200
+    steps: int = 200
+    """Optimizer steps of every run."""
     record: Annotated[
         Path | None,
         tyro.conf.arg(

@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 import tyro
 
-from workbench.cli.terminal import print_json, print_lines, safe, size
+from workbench.cli.terminal import print_json, print_lines, safe, size, width
+from workbench.columns import columns
 from workbench.errors import WorkbenchError
 from workbench.launch.rendezvous import check_rendezvous
 from workbench.records.lookup import experiments, runs_of
@@ -38,6 +39,7 @@ NEEDED = (
     "safetensors",
     "pydantic",
     "tyro",
+    "rich",
     "pandas",
     "pyarrow",
     "psutil",
@@ -54,10 +56,10 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _GIB, _MIB = 2**30, 2**20
 _DISK_NOTE, _DISK_PROBLEM = 5 * _GIB, _GIB // 2  # the default ablation takes some 200 MiB
 _MEMORY_NOTE = 4 * _GIB  # a rank of the default ablation takes 0.5 GiB
-_SHARED_NOTE = 128 * _MIB  # NCCL needs some
-_FILES_NOTE, _FILES_PROBLEM = 1024, 256  # every rank opens a socket to each other
-_PROCESSES_NOTE = 512  # each rank brings threads of its own
-_WRITTEN = 16 * _MIB  # bytes of the write whose speed is measured
+_SHARED_NOTE = 128 * _MIB  # twice Docker's default, which NCCL's manual says to raise
+_FILES_NOTE, _FILES_PROBLEM = 1024, 256  # usual limits of Linux and macOS; every rank opens a socket to each other
+_PROCESSES_NOTE = 512  # chosen, not measured; each rank brings threads of its own
+_WRITTEN = 16 * _MIB  # chosen: bytes of the write whose speed is measured
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def _findings(project: Path) -> Iterator[Finding]:
 
 def _python() -> Finding:
     version, release = platform.python_version(), sys.version_info[:2]
-    other = not (3, 11) <= release <= (3, 13)
+    other = not (3, 11) <= release <= (3, 13)  # those of CI
     return _judge("python", version, (other, PROBLEM, "use Python 3.11, 3.12 or 3.13: make PYTHON=python3.12"))
 
 
@@ -212,7 +214,8 @@ def _processors() -> Finding:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     says = f"{usable} cores of {os.cpu_count()} may be used, load {load:.1f}"
-    return _judge("cores", says, (load > 2 * usable, NOTE, "the machine is busy: times in records are unreliable"))
+    busy = load > 2 * usable  # chosen
+    return _judge("cores", says, (busy, NOTE, "the machine is busy: times in records are unreliable"))
 
 
 def _memory() -> Finding:
@@ -241,6 +244,7 @@ def _smi(query: str, what: str = "gpu") -> list[list[str]]:
         return []
     command = ["nvidia-smi", f"--query-{what}={query}", "--format=csv,noheader"]
     try:
+        # without persistence mode each call starts the driver, which takes seconds; 30 only ends what hangs
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
@@ -262,7 +266,7 @@ def _disk(project: Path) -> Finding:
         says,
         (free < _DISK_PROBLEM, PROBLEM, "free disk space: a run that cannot write its record fails"),
         (free < _DISK_NOTE, NOTE, "the default ablation takes some 200 MiB; remove old runs/"),
-        (flush_ms > 100, NOTE, "each step waits for its record; keep experiments on a local disk"),
+        (flush_ms > 100, NOTE, "each step waits for its record; keep experiments on a local disk"),  # chosen
     )
 
 
@@ -342,8 +346,8 @@ def _some(names: Sequence[str], most: int = 5) -> str:
 
 def lines_of(finding: Finding) -> list[str]:
     """Return a finding as lines of text."""
-    first = f"{finding.verdict:<8} {finding.about:<14} {safe(finding.says)}"
-    return [first, f"{'':<24}do: {safe(finding.fix)}"] if finding.fix else [first]
+    rows = [(finding.verdict, finding.about, finding.says), *([("", "", f"do: {finding.fix}")] if finding.fix else [])]
+    return columns([tuple(map(safe, row)) for row in rows], width=width(), least=(7, 13))  # "problem", "shared memory"
 
 
 def doctor(*, json: tyro.conf.FlagCreatePairsOff[bool] = False) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from workbench.cli.terminal import print_lines, safe, safe_lines
+from workbench.cli.terminal import print_lines, safe, safe_lines, width
 from workbench.errors import RecordError
 from workbench.launch.cancel import cancel_runs
 from workbench.records.directory import ENDED
@@ -51,7 +51,7 @@ def print_verdicts(comparison: Comparison) -> int:
     from workbench.compare.seeds import identical_notes
 
     question = [comparison.question] if comparison.question else []
-    print("\n".join([*question, *comparison.verdict_lines(), *identical_notes(comparison)]))
+    print("\n".join([*question, *comparison.verdict_lines(width()), *identical_notes(comparison)]))
     return 1 if comparison.disagreeing() else 0
 
 

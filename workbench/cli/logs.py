@@ -15,8 +15,8 @@ from workbench.errors import RecordError
 from workbench.records.directory import ENDED, RunDirectory
 from workbench.records.lookup import look_up, shell_name
 
-_BLOCK = 64 * 1024
-_POLL_S = 0.2
+_BLOCK = 64 * 1024  # bytes read at a time, so that a long log is never in memory as a whole
+_POLL_S = 0.2  # chosen: at once for a reader, and five looks a second at each file
 
 
 def tail_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: int = -1) -> list[tuple[int, str]]:

@@ -5,11 +5,15 @@ Heavy imports are deferred until a verb runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
+
+from workbench.cli.terminal import print_lines, width
+from workbench.columns import columns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,19 +57,19 @@ def import_(
             rule="ignore is for the arrays of a .npz file",
             fix="remove the keys from the records",
         )
-    if source.suffix == ".jsonl":
-        batch = importers.read_jsonl(source, temperature=temperature)
-    elif source.suffix == ".parquet":
-        batch = importers.read_parquet(source, temperature=temperature)
-    elif source.suffix == ".npz":
-        batch = importers.read_npz(source, temperature=temperature, ignore=ignore)
-    else:
+    readers: dict[str, Callable[..., RolloutBatch]] = {
+        ".jsonl": importers.read_jsonl,
+        ".parquet": importers.read_parquet,
+        ".npz": partial(importers.read_npz, ignore=ignore),
+    }
+    if source.suffix not in readers:
         raise SpecError(
             f"import {source}",
             found=f"suffix {source.suffix!r}",
             rule=".jsonl, .parquet or .npz",
             fix="rename the file to match its content",
         )
+    batch = readers[source.suffix](source, temperature=temperature)
     files.save(
         batch, output, overwrite=overwrite, provenance={"made_by": "workbench rollouts import", "source": source.name}
     )
@@ -95,15 +99,9 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
     print(f"{folder}: whole ({manifest.tensors.bytes} bytes, sha256 {manifest.tensors.sha256[:16]}...)")
     print(batch)
     print(f"  temperature: {batch.temperature}")
-    print()
-    for line in _field_table(batch, manifest.fields):
-        print(line)
-    for line in _reward_lines(batch):
-        print(line)
+    print_lines(["", *_field_table(batch, manifest.fields), *_reward_lines(batch)])
     trainable = Trainable.of(batch)
-    print(f"\nwhat a run with the loss {loss} could show:")
-    for line in trainable.lines():
-        print(f"  {line}")
+    print_lines([f"\nwhat a run with the loss {loss} could show:", *(f"  {line}" for line in trainable.lines())])
     needs_advantages = spec.surrogate.reads_advantages
     for warning in trainable.warnings if needs_advantages else ():
         print(f"  warning: {warning}")
@@ -121,7 +119,7 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
 def record(
     folder: Path = Path("data/arithmetic"),
     *,
-    prompts: int = 12,
+    prompts: int = 12,  # sizes of data/arithmetic, on which the experiments run
     answers: int = 6,
     temperature: float = 1.0,
     seed: int = 0,
@@ -149,7 +147,7 @@ def record(
 def _field_table(batch: RolloutBatch, entries: Mapping[str, FieldEntry]) -> list[str]:
     """Return a line per field: unit, population of the numbers, minimum, mean and maximum."""
     trained, real = batch.loss_mask_T, batch.document_ids_T >= 0
-    rows = [("field", "unit", "over", "min", "mean", "max")]
+    rows = []
     for name, values in (batch.token_fields() | batch.document_fields()).items():
         entry = entries[name]
         if entry.level == "document":
@@ -159,14 +157,7 @@ def _field_table(batch: RolloutBatch, entries: Mapping[str, FieldEntry]) -> list
         else:
             over, chosen = "tokens", values[real]
         rows.append((name, entry.unit, over, *_three_numbers(chosen)))
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return [
-        "  ".join(
-            text.ljust(width) if column < 3 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    return columns(rows, ("field", "unit", "over", "min", "mean", "max"), width=width(), numbers_from=3)
 
 
 def _three_numbers(values: Tensor) -> tuple[str, str, str]:

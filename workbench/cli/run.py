@@ -31,35 +31,24 @@ _Switch = tyro.conf.FlagCreatePairsOff[bool]
 class _Options:
     """Options of the verb, without the settings of its runs."""
 
-    file: Annotated[
-        Path,
-        tyro.conf.Positional,
-        tyro.conf.arg(help="YAML of an ablation or of one run's spec.", metavar="ABLATION_OR_SPEC.yaml"),
-    ]
-    where: Annotated[
-        Where,
-        tyro.conf.arg(help="torchx jobs, ranks of a process pool, one rank in this process, or a cluster."),
-    ] = "torchx"
-    only: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="Only these configurations or runs, and all that they need.")
-    ] = ()
-    fresh: Annotated[_Switch, tyro.conf.arg(help="Run everything again, not only what is missing.")] = False
-    force: Annotated[
-        _Switch,
-        tyro.conf.arg(help="Run changed configurations again, next to their old runs, instead of raising an error."),
-    ] = False
-    dry_run: Annotated[_Switch, tyro.conf.arg(help="Print the exact request of every job, and do nothing.")] = False
-    per_job: Annotated[
-        int | None,
-        tyro.conf.arg(help="Runs of one world size that share a job, one after another; by default chosen here."),
-    ] = None
-    notebook: Annotated[bool, tyro.conf.arg(help="Execute the report as a notebook too, next to the page.")] = True
-    scheduler: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(
-            help="Options of the cluster's scheduler, such as partition=gpu or queue=default.", metavar="KEY=VALUE"
-        ),
-    ] = ()
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ABLATION_OR_SPEC.yaml")]
+    """YAML of an ablation or of one run's spec."""
+    where: Where = "torchx"
+    """torchx jobs, ranks of a process pool, one rank in this process, or a cluster."""
+    only: tuple[str, ...] = ()
+    """Only these configurations or runs, and all that they need."""
+    fresh: _Switch = False
+    """Run everything again, not only what is missing."""
+    force: _Switch = False
+    """Run changed configurations again, next to their old runs, instead of raising an error."""
+    dry_run: _Switch = False
+    """Print the exact request of every job, and do nothing."""
+    per_job: int | None = None
+    """Runs of one world size that share a job, one after another; by default chosen here."""
+    notebook: bool = True
+    """Execute the report as a notebook too, next to the page."""
+    scheduler: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")] = ()
+    """Options of the cluster's scheduler, such as partition=gpu or queue=default."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -165,7 +154,7 @@ class _Progress:
             print(event, flush=True)
         elif self.live:
             width = os.get_terminal_size().columns
-            print(f"\r\x1b[K{str(event)[: width - 1]}", end="", flush=True)
+            print(f"\r\x1b[K{str(event)[: width - 1]}", end="", flush=True)  # \r needs one line, not wrapped
 
     def clear(self) -> None:
         if self.live:

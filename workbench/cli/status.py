@@ -63,12 +63,12 @@ def status(
         print_lines(_experiment_lines(target, letters=width()))
     else:
         [run] = target.opened()
-        print_lines(_run_lines(status_of(run)))
+        print_lines(_run_lines(status_of(run), letters=width()))
     return 0
 
 
 def list_lines(listed: Sequence[Listed], *, letters: int | None = None) -> list[str]:
-    """Return runs as lines of text, of at most so many letters; None cuts nothing."""
+    """Return runs as lines of text, folded to so many letters; None folds nothing."""
     several = len({run.experiment for run in listed}) > 1
     count = Counter((run.experiment, run.name) for run in listed)
     rows = []
@@ -90,8 +90,10 @@ def list_lines(listed: Sequence[Listed], *, letters: int | None = None) -> list[
     return table(rows, ("EXPERIMENT", "RUN", "STATE", "STEPS", "WHEN", "TOOK", "WHERE", "WHY"), width=letters)
 
 
-def _run_lines(status: RunStatus) -> list[str]:
-    """Return one run as lines of text."""
+def _run_lines(status: RunStatus, *, letters: int | None) -> list[str]:
+    """Return one run as lines of text, its facts and ranks folded to so many letters."""
+    inner = letters and letters - 2
+    tables = [*table(list(_facts(status)), width=inner), *table(_rank_rows(status), width=inner)]
     stacks = [
         line
         for wait in status.waiting
@@ -100,8 +102,7 @@ def _run_lines(status: RunStatus) -> list[str]:
     ]
     return [
         f"{safe(status.experiment)}/{safe(status.folder)}",
-        *(f"  {line}" for line in table(list(_facts(status)))),
-        *_rank_lines(status),
+        *(f"  {line}" for line in tables),
         *stacks,
         *_failure_lines(status.failure),
     ]
@@ -143,13 +144,13 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         yield "damaged", status.problem
 
 
-def _rank_lines(status: RunStatus) -> list[str]:
+def _rank_rows(status: RunStatus) -> list[list[str]]:
     rows = []
     for rank in status.ranks:
         state = f"ended: {rank.ended}" if rank.ended else f"in {rank.inside}" if rank.inside else ""
         log = "no log" if rank.log_bytes is None else f"log {size(rank.log_bytes)}"
         rows.append([f"rank {rank.rank}", state, log, rank.last_line])
-    return [f"  {line}" for line in table(rows)]
+    return rows
 
 
 def _indented(text: str) -> list[str]:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from workbench.columns import columns
+
 
 def safe(text: str) -> str:
     r"""Escape everything in a text that a terminal would obey; tabs stay.
@@ -34,20 +36,11 @@ def safe_lines(text: str) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = (), *, width: int | None = None) -> list[str]:
-    """Format rows as lines with aligned columns; the last column is not padded.
-
-    Args:
-        rows: cells; they are escaped by `safe`.
-        heads: column heads; a column without any content is left out.
-        width: characters that a line may have, the rest is cut off with an ellipsis; None cuts nothing.
-    """
+    """Format rows by `columns`; cells are escaped by `safe`, and a column without any content is left out."""
     clean = [[safe(cell).replace("\t", " ") for cell in row] for row in rows]
     used = [index for index in range(len(heads) or max(map(len, clean), default=0)) if any(row[index] for row in clean)]
-    lines = [[heads[index] for index in used]] if heads else []
-    lines += [[row[index] for index in used] for row in clean]
-    widths = [max((len(line[column]) for line in lines), default=0) for column in range(len(used))]
-    padded = ("  ".join(f"{cell:<{size}}" for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return [line if width is None or len(line) <= width else f"{line[: max(0, width - 1)]}…" for line in padded]
+    shown = [[row[index] for index in used] for row in clean]
+    return columns(shown, [heads[index] for index in used] if heads else (), width=width)
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -68,7 +61,7 @@ def print_json(value: Any) -> None:
 
 
 def width() -> int | None:
-    """Return the characters in a line of the terminal; None if the output is no terminal, where nothing is cut."""
+    """Return the characters in a line of the terminal; None if the output is no terminal, where nothing is folded."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 

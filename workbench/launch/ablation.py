@@ -20,7 +20,6 @@ itself; below float64, its budget is the distance of the reference of its own pr
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +29,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from workbench.errors import SpecError
+from workbench.columns import columns
+from workbench.errors import SpecError, did_you_mean
 from workbench.faults import fault_names
 from workbench.records.certificate import compared_bitwise
 from workbench.records.directory import RUN_NAME
@@ -144,12 +144,11 @@ class AblationSpec(BaseModel):
             planned = self.expand()
         except SpecError as error:
             return f"AblationSpec({self.question!r}; {error.parts['requested']}: {error.parts['found']})"
-        width = max(len(run.name) for run in planned)
-        lines = [f"AblationSpec({self.question!r}, {len(planned)} runs)"]
+        rows = []
         for run in planned:
             changes = ", ".join(f"{key}={value}" for key, value in changed_settings(run, planned).items())
-            lines.append(f"  {run.name:<{width}}  {self.role(run, planned)}: {changes or 'nothing changed'}")
-        return "\n".join(lines)
+            rows.append(("", run.name, f"{self.role(run, planned)}: {changes or 'nothing changed'}"))
+        return "\n".join([f"AblationSpec({self.question!r}, {len(planned)} runs)", *columns(rows)])
 
     __str__ = __repr__
 
@@ -375,12 +374,11 @@ def _rows(spec: RunSpec) -> str:
 
 def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
     return SpecError(
         f"{where}: {what} {name!r} does not exist",
         found=", ".join(names),
         rule=f"{what} is one of these names",
-        fix=f"did you mean {near[0]!r}?" if near else "choose one of them",
+        fix=did_you_mean(name, names, otherwise="choose one of them"),
     )
 
 

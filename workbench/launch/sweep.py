@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from workbench.columns import columns
 from workbench.errors import LaunchError, RecordError, WorkbenchError
 from workbench.launch.devices import Placement, cores
 from workbench.launch.failure_analysis import record_end
@@ -123,12 +124,11 @@ class Sweep:
 
     def __repr__(self) -> str:
         """State and progress of every run, each in a line."""
-        width = max((len(plan.name) for plan in self.planned), default=0)
-        lines = [
-            f"  {plan.name:<{width}}  {_status(run):<9}  {steps_recorded(run)}/{run.spec.steps} steps"
+        rows = [
+            ("", plan.name, _status(run), f"{steps_recorded(run)}/{run.spec.steps} steps")
             for plan, run in zip(self.planned, self.runs, strict=True)
         ]
-        return "\n".join([f"Sweep of {len(self.runs)} runs in {self.experiment_dir.name}", *lines])
+        return "\n".join([f"Sweep of {len(self.runs)} runs in {self.experiment_dir.name}", *columns(rows)])
 
     # ---- execution -----------------------------------------------------------------------------------
 

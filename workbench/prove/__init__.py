@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench.errors import SpecError, VerdictError
+from workbench.errors import SpecError, VerdictError, did_you_mean
 from workbench.losses.build import build_loss
 from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.prove.invariants import INVARIANTS, Invariant
@@ -163,10 +162,9 @@ def _selected(names: Sequence[str] | None) -> list[Invariant]:
         )
     for name in names:
         if name not in INVARIANTS:
-            near = difflib.get_close_matches(name, INVARIANTS, n=1)
             raise SpecError(
                 f"invariant {name!r}",
-                found=f"did you mean {near[0]!r}?" if near else "",
+                found=did_you_mean(name, INVARIANTS),
                 rule=f"one of {', '.join(INVARIANTS)}",
                 fix="correct the name",
             )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from workbench.columns import columns
 from workbench.errors import SpecError
 from workbench.prove.documents import Document, to_batch
 from workbench.rollouts.batch import RolloutBatch
@@ -150,7 +150,7 @@ class Proof:
             )
             for invariant in self.invariants
         ]
-        table = _columns([("invariant", "verdict", "cases", "worst", ""), *lines])
+        table = "\n".join(columns(lines, ("invariant", "verdict", "cases", "worst", "")))
         shown = [
             f"{invariant.name}: {invariant.counterexample}"
             for invariant in self.invariants
@@ -162,10 +162,3 @@ class Proof:
 
     def _of(self, *verdicts: Verdict) -> tuple[str, ...]:
         return tuple(invariant.name for invariant in self.invariants if invariant.verdict in verdicts)
-
-
-def _columns(lines: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

@@ -5,7 +5,6 @@ Only a run's settings and state are read, and torch is not imported, so that a l
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.atomic import from_json
-from workbench.errors import RecordError, WorkbenchError
+from workbench.errors import RecordError, WorkbenchError, did_you_mean
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 
@@ -226,12 +225,11 @@ def _by_name(query: str, project: Path) -> RunEntry:
         return next(iter(newest.values()))
     if not newest:
         known = {entry.name for entry in every} | {folder.name for folder in experiments(project)}
-        near = [_shown(name) for name in difflib.get_close_matches(query, known, n=3)]
         raise RecordError(
             f"look for {query!r}",
             found="no run or experiment of that name",
             rule="a folder, an experiment's name, or the beginning of a run's name",
-            fix=f"did you mean {' or '.join(near)}?" if near else "`workbench ls` shows what is there",
+            fix=did_you_mean(query, known, most=3, show=_shown, otherwise="`workbench ls` shows what is there"),
         )
     raise RecordError(
         f"look for {query!r}",

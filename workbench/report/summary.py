@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from workbench.columns import columns
 from workbench.compare.comparison import Comparison, Configuration, declared_note, layout_of
 from workbench.compare.seeds import identical_notes
 from workbench.report.evidence import (
@@ -68,25 +69,21 @@ def as_text(comparison: Comparison) -> str:
     """
     ordered = [c for members in groups(comparison).values() for c in members]
     errors = {c.name: relative_text(relative_error(c)) for c in ordered}
-    names, verdicts, width = (
-        max(map(len, texts), default=0) for texts in (errors, [c.verdict for c in ordered], errors.values())
-    )
-    lines = [f"{comparison.experiment}: {comparison.question}", answer(comparison), ""]
+    rows = []
     for c in ordered:
         worst = worst_share(c)
-        cells = [
-            f"{VERDICT_STYLES[c.verdict].sign} {c.name:<{names}}  {c.verdict:<{verdicts}}",
-            f"{errors[c.name]:<{width}}",
-            f"{NONE if worst is None else share(worst) + ' of budget':<22}",
-        ]
+        distance = NONE if worst is None else share(worst) + " of budget"
+        cells = []
         if c.factor is not None:
             cells.append(f"× {near_one(c.factor)}{f' ({c.factor_meaning})' if c.factor_meaning else ''}")
         if c.first_step is not None:
             cells.append(f"step {c.first_step}, {c.first_parameter}")
         if c.failure:
             cells.append(failure_line(c))
-        lines.append("  ".join([*cells, *limits(c)]).rstrip())
-    return "\n".join(lines)
+        more = "  ".join([*cells, *limits(c)])
+        rows.append((f"{VERDICT_STYLES[c.verdict].sign} {c.name}", c.verdict, errors[c.name], distance, more))
+    head = [f"{comparison.experiment}: {comparison.question}", answer(comparison), ""]
+    return "\n".join([*head, *columns(rows, least=(0, 0, 0, 22))])
 
 
 def answer(comparison: Comparison) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 from workbench.atomic import write_whole
 from workbench.errors import RecordError, ShapeError
 from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.specs.reading import mistakes
 
 TENSORS, MANIFEST = "rollouts.safetensors", "manifest.json"
 
@@ -175,8 +176,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise _damaged(path, "no such file" if folder.is_dir() else "no such folder") from None
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-        raise _damaged(path, wrong) from None
+        raise _damaged(path, mistakes(error, Manifest)) from None
     except (OSError, ValueError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from workbench.errors import SpecError
-from workbench.specs.losses import SURROGATES, check_inherited
+from workbench.errors import SpecError, did_you_mean
+from workbench.specs.losses import check_inherited
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,41 +51,49 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
     except ValidationError as error:
         raise SpecError(
             f"{where}: {error.error_count()} setting(s) cannot be used",
-            found="; ".join(_message(model, e) for e in error.errors()),
+            found=mistakes(error, model),
             rule=f"settings of {model.__name__}; unknown keys are errors",
             fix="correct the file; `workbench run --help` lists every setting",
         ) from None
 
 
-def _message(model: type[BaseModel], error: Any) -> str:
-    pairs = zip(("", *error["loc"]), error["loc"], strict=False)
-    path = ".".join(str(part) for group, part in pairs if not (group == "surrogate" and part in SURROGATES))
-    if isinstance(error["input"], Mapping) and error["type"] == "value_error":
-        text = error["msg"].removeprefix("Value error, ")  # from a validator of several settings
-        return f"{path}: {text}" if path else text
-    if error["type"] != "extra_forbidden":
-        return f"{path} = {error['input']!r}: {error['msg']}"
-    *parents, key = map(str, error["loc"])
-    known = _fields(model, parents)
-    deeper = [f"{group}.{key}" for group in known if key in _fields(model, [*parents, group])]
-    near = deeper or difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
-    return f"unknown key {path!r} ({hint})"
+def mistakes(error: ValidationError, model: type[BaseModel], noun: str = "key", *, list_known: bool = True) -> str:
+    """Return every mistake in settings of a model as text; an unknown name comes with the nearest or all known ones."""
+    return "; ".join(_mistake(each, model, noun, list_known) for each in error.errors())
 
 
-def _fields(model: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Return the keys of a group of settings; none if the path does not lead to a group."""
-    for at, part in enumerate(path):
-        if at and path[at - 1] == "surrogate" and part in SURROGATES:
-            model = SURROGATES[part]
-            continue
-        annotation = model.model_fields[part].annotation if part in model.model_fields else None
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        inner = [a for a in candidates if isinstance(a, type) and issubclass(a, BaseModel)]
-        if not inner:
-            return []
-        model = inner[0]
-    return list(model.model_fields)
+def _mistake(error: Any, model: type[BaseModel], noun: str, list_known: bool) -> str:
+    path = error["loc"]
+    name = ".".join([*group_at(model, path[:-1])[0], *map(str, path[-1:])])
+    if error["type"] == "extra_forbidden":
+        key, known = str(path[-1]), _fields(model, path[:-1])
+        deeper = [f"{group}.{key}" for group in known if key in _fields(model, [*path[:-1], group])]
+        listed = f"known here: {', '.join(sorted(known))}" if known and list_known else ""
+        hint = f"did you mean {deeper[0]!r}?" if deeper else did_you_mean(key, known, otherwise=listed)
+        return f"unknown {noun} {name!r}" + (f" ({hint})" if hint else "")
+    # the input of a missing setting, and of a rule between several, is the whole group
+    whole = isinstance(error["input"], Mapping) and error["type"] in ("missing", "value_error")
+    shown = [name] * bool(name) + ([] if whole else [repr(error["input"])])
+    return ": ".join(filter(None, [" = ".join(shown), error["msg"].removeprefix("Value error, ")]))
+
+
+def group_at(model: type[BaseModel], path: Sequence[int | str]) -> tuple[list[str], type[BaseModel] | None]:
+    """Return the names along the path of a mistake, without the kinds that pydantic adds, and the group at its end."""
+    names: list[str] = []
+    groups = [model]
+    for part in path:
+        kinds = [each for each in groups if len(groups) > 1 and part in (f.default for f in each.model_fields.values())]
+        if not kinds:
+            names.append(str(part))
+            kind = next((each.model_fields[part].annotation for each in groups if part in each.model_fields), None)
+            kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, BaseModel)]
+        groups = kinds
+    return names, groups[0] if groups else None
+
+
+def _fields(model: type[BaseModel], path: Sequence[int | str]) -> list[str]:
+    group = group_at(model, path)[1]
+    return list(group.model_fields) if group else []
 
 
 def read_yaml(path: Path) -> Any:

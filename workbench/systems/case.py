@@ -13,7 +13,6 @@ Letters: T packed tokens | B rows | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.errors import ShapeError, SpecError
+from workbench.errors import ShapeError, SpecError, did_you_mean
 from workbench.losses.corrections import CORRECTION_WEIGHTS
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.rollouts.targets import TrainingRow
@@ -261,16 +260,14 @@ def check_arrays(case: Case) -> None:
     unused = [name for name in case.inputs if name not in accepted]
     if not unused:
         return
-    suggestions = [
-        f"did you mean {match!r} for {name!r}?"
-        for name in unused
-        for match in difflib.get_close_matches(name, [each for each in accepted if each not in case.inputs], n=1)
-    ]
+    free = [name for name in accepted if name not in case.inputs]
+    suggestions = [did_you_mean(name, free).replace("?", f" for {name!r}?") for name in unused]
     instead = load_system(case.system).unsupported_arrays
     reasons = [instead[name] for name in unused if name in instead]
     raise SpecError(
         f"replay of {case.kind} of {case.system} with {', '.join(map(repr, unused))}",
         found=f"nothing in this replay uses {', '.join(unused)}: the result would be the same",
         rule=f"its arrays are {', '.join(accepted)}",
-        fix="; ".join([*reasons, *suggestions]) or "leave the array out, or pass it under one of these names",
+        fix="; ".join(filter(None, [*reasons, *suggestions]))
+        or "leave the array out, or pass it under one of these names",
     )

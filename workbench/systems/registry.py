@@ -6,17 +6,17 @@ are computed by the layers below, from the spec.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from workbench.errors import SpecError
+from workbench.errors import SpecError, did_you_mean
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
+from workbench.specs.reading import group_at, mistakes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,10 +124,9 @@ def translate_settings(system: System, settings: Settings) -> Translation:
     try:
         return system.translate(settings)
     except ValidationError as error:
-        messages = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
         raise SpecError(
             f"{system.title}: translation of these options to a LossSpec",
-            found=messages,
+            found=mistakes(error, LossSpec),
             rule="options that exclude each other in a LossSpec have no translation",
             fix="change one of them",
         ) from None
@@ -136,11 +135,10 @@ def translate_settings(system: System, settings: Settings) -> Translation:
 def load_system(name: str) -> System:
     """Return the system of a name; an unknown one is a `SpecError`."""
     if name not in SYSTEMS:
-        closest = difflib.get_close_matches(str(name).lower().replace("-", "_"), SYSTEMS, n=1)
         raise SpecError(
             f"system {name!r}",
             rule=f"one of {', '.join(SYSTEMS)}",
-            fix=f"did you mean {closest[0]!r}?" if closest else "choose one of them",
+            fix=did_you_mean(str(name).lower().replace("-", "_"), SYSTEMS, otherwise="choose one of them"),
         )
     return importlib.import_module(f"workbench.systems.{name}").SYSTEM
 
@@ -161,29 +159,12 @@ def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where:
     try:
         return model.model_validate(dict(settings))
     except ValidationError as error:
-        mistakes = error.errors()
-        unknown = [_holder(model, each["loc"]) for each in mistakes if each["type"] == "extra_forbidden"]
-        known = [f"options of {holder.__name__}: {', '.join(holder.model_fields)}" for holder in dict.fromkeys(unknown)]
+        unknown = (group_at(model, e["loc"][:-1])[1] for e in error.errors() if e["type"] == "extra_forbidden")
+        groups = dict.fromkeys(filter(None, unknown))
+        known = [f"options of {group.__name__}: {', '.join(group.model_fields)}" for group in groups]
         raise SpecError(
-            f"{where}: {len(mistakes)} option(s) cannot be used",
-            found="; ".join(_message(model, each) for each in mistakes),
+            f"{where}: {error.error_count()} option(s) cannot be used",
+            found=mistakes(error, model, "option", list_known=False),  # the rule lists them
             rule="; ".join(known) or "a value that the option accepts",
             fix="correct the options; unset ones have the system's own default",
         ) from None
-
-
-def _holder(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
-    """Return the model that owns the last name of a path: that of a group, or the whole."""
-    for name in path[:-1]:
-        kinds = (annotation := model.model_fields[str(name)].annotation, *get_args(annotation))
-        model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return model
-
-
-def _message(model: type[Settings], error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        closest = difflib.get_close_matches(str(error["loc"][-1]), _holder(model, error["loc"]).model_fields, n=1)
-        return f"unknown option {path!r}" + (f" (did you mean {closest[0]!r}?)" if closest else "")
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{path} = {error['input']!r}: {message}" if path else message

@@ -45,7 +45,7 @@ def test_exits_1_if_a_configuration_without_a_fault_disagrees(tmp_path, capsys, 
     changed = "  [faults=['missing_cp_factor']]" if fault else ""
     assert capsys.readouterr().out.splitlines() == [
         "Same?",
-        f"one  {'reference':<16}",
+        "one  reference",
         f"two  {verdict:<16}  relative error 0.009, 9e+09 times budget{changed}  because",
         "could have seen: all (two)",
         "weak evidence: few (two)",

@@ -299,7 +299,9 @@ def test_control_sequences_are_escaped(listed, capsys):
     assert "\x1b" not in out
 
 
-def test_a_line_is_as_long_as_the_terminal():
+def test_lines_are_folded_to_the_terminal_and_whole_elsewhere():
     run = Listed("e", "n", "n-1", "failed", 1, 2, 10**18, 1.0, 1, "cpu", "here", "because " * 40)
-    assert max(map(len, list_lines([run], letters=80))) == 80
+    lines = list_lines([run], letters=80)
+    assert max(map(len, lines)) <= 80
+    assert sum(line.count("because") for line in lines) == 40
     assert max(map(len, list_lines([run]))) > 300

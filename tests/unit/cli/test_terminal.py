@@ -38,9 +38,9 @@ def test_columns_are_aligned_and_empty_ones_dropped():
     assert table([]) == []
 
 
-def test_a_narrow_terminal_truncates_with_a_mark():
-    assert table([["abc", "defgh"]], width=7) == ["abc  d…"]
-    assert table([["abc", "de"]], width=7) == ["abc  de"]
+def test_a_narrow_terminal_folds_cells_and_loses_nothing():
+    assert table([["abc", "de fgh"]], width=8) == ["abc  de", "     fgh"]
+    assert table([["abc", "defgh"]], width=7) == ["abc  defgh"]
 
 
 def test_a_terminal_without_the_letters_gets_their_numbers():
@@ -51,7 +51,7 @@ def test_a_terminal_without_the_letters_gets_their_numbers():
     assert output.buffer.getvalue() == b"gr\\xfcn\nplain\n"
 
 
-def test_output_to_a_file_is_not_truncated(capsys):
+def test_output_to_a_file_is_not_folded(capsys):
     assert width() is None
 
 

@@ -8,6 +8,7 @@ import pytest
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss
 from workbench.losses.terms import Term
+from workbench.prove import searching
 from workbench.prove.invariants import INVARIANTS
 from workbench.prove.searching import search
 from workbench.prove.subject import WorkbenchSubject
@@ -21,6 +22,12 @@ def subject(name, **settings):
 
 def run(who, *invariants, rounds=1, budget_s=60.0, seed=0):
     return search(who, [INVARIANTS[name] for name in invariants], seed=seed, rounds=rounds, budget_s=budget_s)
+
+
+@pytest.fixture
+def unshrunk(monkeypatch):
+    """Failures stay as they were found: for tests of the verdict, since most steps of a search are for shrinking."""
+    monkeypatch.setattr(searching, "TRIES", 0)
 
 
 def test_a_declared_break_is_no_failure():
@@ -53,7 +60,7 @@ def test_a_known_bug_is_detected_and_shrunk_with_its_factor():
     assert proof["together"].verdict == "skipped"
 
 
-def test_a_bug_that_turns_the_gradient_has_no_factor():
+def test_a_bug_that_turns_the_gradient_has_no_factor(unshrunk):
     proof = run(subject("gspo", faults=["document_sum_without_adjoint"]), "cp_degree", "tp")
     assert proof.broken == ("cp_degree",)
     assert proof["cp_degree"].factor is None
@@ -143,7 +150,7 @@ def test_a_micro_batch_declaration_excuses_no_empty_rank():
     assert declared["empty_ranks"].verdict == "declared"
 
 
-def test_an_idle_rank_is_covered_by_one_invariant_only():
+def test_an_idle_rank_is_covered_by_one_invariant_only(unshrunk):
     proof = run(
         NeedsWork(RunSpec(), subject("grpo")),
         "dp_split",
@@ -177,7 +184,7 @@ def test_a_loss_that_remembers_is_refused():
         run(WorkbenchSubject("remembers", RunSpec(), remembers, from_spec=False), "padding")
 
 
-def test_an_error_absent_on_one_rank_breaks_an_invariant():
+def test_an_error_absent_on_one_rank_breaks_an_invariant(unshrunk):
     proof = run(Spoiled(RunSpec(), subject("grpo"), everywhere=False), "dp_split", "padding")
     assert proof.broken == ("dp_split",)
     assert (proof["dp_split"].differing, proof["dp_split"].counterexample.description) == (

@@ -146,10 +146,10 @@ def change_manifest(folder, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m.update(version=2), "version: Input should be 1"),
-        (lambda m: m.update(format="other"), "format: Input should be 'workbench rollouts'"),
+        (lambda m: m.update(version=2), "version = 2: Input should be 1"),
+        (lambda m: m.update(format="other"), "format = 'other': Input should be 'workbench rollouts'"),
         (lambda m: m.pop("temperature"), "temperature: Field required"),
-        (lambda m: m.update(surprise=1), "surprise: Extra inputs are not permitted"),
+        (lambda m: m.update(surprise=1), "unknown key 'surprise' .known here: counts, fields, format, "),
         (lambda m: m["counts"].update(tokens=9), "tokens=9.* holds documents=2 tokens=8"),
         (lambda m: m["fields"].pop("rewards_N"), "rewards_N.* where manifest.json says"),
         (lambda m: m["fields"]["rewards_N"].update(dtype="float64"), r"rewards_N is float32\[2\].* says float64\[2\]"),

@@ -37,6 +37,18 @@ class TestRefusals:
         with pytest.raises(SpecError, match=words):
             parse_spec(RunSpec, settings, where="here")
 
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ([1], r"found: \[1\]: Input should be a valid dictionary"),
+            ({"loss": {"denominator_constant": 3.0}}, "found: loss: denominator_constant is not used"),
+            ({"loss": {"surrogate": {"kind": "gspo", "clip_low": -1}}}, r"found: loss\.surrogate\.clip_low = -1: "),
+        ],
+    )
+    def test_a_mistake_of_a_whole_group_is_named_without_its_settings(self, settings, text):
+        with pytest.raises(SpecError, match=text):
+            parse_spec(RunSpec, settings, where="here")
+
     @pytest.mark.parametrize(("axis", "word"), [("pp", "pipeline"), ("ep", "expert")])
     def test_missing_kinds_of_parallelism_are_refused_by_name(self, axis, word):
         with pytest.raises(SpecError, match=rf"{axis} \({word} parallelism\) is not supported"):

@@ -43,7 +43,7 @@ CORRECTIONS: dict[CorrectionKind, dict[str, Any]] = {
     "opsm": {"opsm_threshold": 1e-4},
     "m2po": {"m2_threshold": 0.04},
 }
-"""Kind of correction -> its settings; settings given next to the kind override them."""
+"""Kind of correction -> its settings, from the sources in `workbench.losses.corrections`; settings next to it win."""
 
 GateStatistic = Literal["ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl"]
 GateLevel = Literal["token", "document_mean", "document_sum", "document_max", "document_min"]

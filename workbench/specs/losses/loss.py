@@ -6,14 +6,13 @@ every parameter that decides a number, and reads back as itself under the preset
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from workbench.errors import SpecError
+from workbench.errors import SpecError, did_you_mean
 from workbench.specs.losses.base import LOCAL_STATISTICS, Settings
 from workbench.specs.losses.clipped import PPO
 from workbench.specs.losses.compat import CompatSpec
@@ -73,7 +72,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sft": {"surrogate": {"kind": "sft"}},
     "dpo": {"surrogate": {"kind": "dpo"}, "denominator": "document"},
 }
-"""Name -> its settings."""
+"""Name -> its settings; workbench/losses/README.md has the paper or trainer that each constant is of."""
 
 
 class LossSpec(Settings):
@@ -150,8 +149,7 @@ class LossSpec(Settings):
             return value
         name = value.get("name", "grpo")
         if name not in PRESETS:
-            near = difflib.get_close_matches(str(name), PRESETS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(PRESETS)}"
+            hint = did_you_mean(name, PRESETS, otherwise=f"known: {', '.join(PRESETS)}")
             raise ValueError(f"no preset {name!r} ({hint})")
         return {"name": name, **_override(PRESETS[name], value)}
 

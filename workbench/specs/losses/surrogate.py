@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
+from workbench.errors import did_you_mean
 from workbench.specs.losses.base import Surrogate
 from workbench.specs.losses.clipped import PPO
 from workbench.specs.losses.covariance import ClipCov, KLCov
@@ -52,8 +52,7 @@ def _check_kind(value: Any) -> Any:
         return value
     kind = value.get("kind", "ppo")
     if kind not in SURROGATES:
-        near = difflib.get_close_matches(str(kind), SURROGATES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SURROGATES)}"
+        hint = did_you_mean(kind, SURROGATES, otherwise=f"known: {', '.join(SURROGATES)}")
         raise ValueError(f"no surrogate {kind!r} ({hint})")
     defaults = SURROGATES[kind]().parameters
     given = {"kind": kind}

@@ -1,0 +1,60 @@
+"""Durations of a new user's first commands, in a clean clone: installation, report, test suite.
+
+``python -m experiments.first_minutes FOLDER`` clones the last commit of this checkout into a new folder, runs targets
+of make there, and writes ``first_minutes.json`` next to this file. Durations mean something on an idle machine, so the
+load before each command is recorded. Downloads come from where pip's settings say.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from workbench.atomic import to_json, write_whole
+
+PROJECT = Path(__file__).parent.parent
+RECORD = PROJECT / "experiments/first_minutes.json"
+
+TARGETS = {
+    "install": [".venv/.installed"],
+    "report": ["report"],
+    "install the development tools": [".venv/.installed-dev", "browser"],
+    "test": ["test"],
+}
+"""Command -> make's targets, in order; a duration is that of what the commands before have left to do."""
+
+OF_PYTHON = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED", "PYTHONPATH")
+"""Variables that would make a shell unlike a new user's."""
+
+
+def measure(folder: Path, project: Path = PROJECT) -> dict[str, Any]:
+    """Run the commands in a clone and return the record.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed; its output is on the terminal.
+    """
+    subprocess.run(["git", "clone", "--quiet", project, folder], check=True)
+    environment = {name: value for name, value in os.environ.items() if name not in OF_PYTHON}
+    commands = {}
+    for name, targets in TARGETS.items():
+        load, began = os.getloadavg()[0], time.monotonic()
+        subprocess.run(["make", *targets], cwd=folder, env=environment, check=True)
+        commands[name] = {"seconds": round(time.monotonic() - began, 1), "load_before": round(load, 2)}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True)
+    return {
+        "command": "python -m experiments.first_minutes FOLDER",
+        "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "commands": commands,
+    }
+
+
+if __name__ == "__main__":
+    write_whole(RECORD, to_json(measure(Path(sys.argv[1]).resolve())))

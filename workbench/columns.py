@@ -1,0 +1,52 @@
+"""Aligned columns of text, for terminals and for the `repr` of results; rich draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def columns(
+    rows: Sequence[Sequence[str]],
+    heads: Sequence[str] = (),
+    *,
+    width: int | None = None,
+    least: Sequence[int] = (),
+    numbers_from: int | None = None,
+) -> list[str]:
+    """Return rows as lines of text with aligned columns, two spaces apart.
+
+    Args:
+        rows: as many cells each.
+        heads: column heads; () for none.
+        width: letters of a line; cells with spaces are folded inside their column. None folds nothing, and nothing is
+            cut off: lines are longer than this if the longest words of all columns need it.
+        least: minimum letters of the first columns.
+        numbers_from: index of the first column that is aligned to the right.
+
+    Example:
+        >>> columns([("tp2", "different, see its gradients"), ("one_rank", "equal")], width=22)
+        ['tp2       different,', '          see its', '          gradients', 'one_rank  equal']
+    """
+    from rich.console import Console  # 50 ms, only where a table is printed
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        return []
+    table = Table(box=None, show_header=bool(heads), header_style="", pad_edge=False, padding=(0, 2, 0, 0))
+    for index, cells in enumerate(zip(*rows, strict=True)):
+        table.add_column(
+            Text(heads[index]) if heads else "",
+            justify="left" if numbers_from is None or index < numbers_from else "right",
+            overflow="fold",
+            no_wrap=width is None or not any(" " in cell for cell in cells),
+            min_width=least[index] if index < len(least) else None,
+        )
+    if width is None and not any("\n" in cell for row in rows for cell in row):
+        rows = [["\n".join(cells) for cells in zip(*rows, strict=True)]]  # one tall row: rich takes 1 ms for each
+    for row in rows:
+        table.add_row(*map(Text, row))  # no markup: brackets stay
+    console = Console(width=10**6, color_system=None)  # rich needs a width; no line is as long
+    options = console.options.update(width=max(width or 10**6, console.measure(table).minimum))
+    lines = console.render_lines(table, options, pad=False)
+    return ["".join(segment.text for segment in line).rstrip() for line in lines]
