@@ -12,12 +12,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from workbench.atomic import write_whole
+from workbench.columns import columns
 from workbench.errors import RecordError, SpecError
 from workbench.launch.ablation import AblationSpec, PlannedRun, ablation_file, load_ablation, lookup, select
 from workbench.launch.run import Where, launch, requests
@@ -307,8 +309,7 @@ class Experiment:
 
     def __repr__(self) -> str:
         """The question, and the state of every run in a line."""
-        width = max(len(plan.name) for plan in self.planned)
-        lines = [f"  {name:<{width}}  {state}" for name, state in self.states().items()]
+        lines = columns([("", name, state) for name, state in self.states().items()])
         head = f"Experiment {self.name}, {len(self.planned)} runs in {self.folder}"
         return "\n".join([head, *([f"  {self.spec.question}"] if self.spec.question else []), *lines])
 
@@ -325,14 +326,24 @@ def rebuild_report(folder: Path, *, notebook: bool = False) -> Path:
 
 
 def _write_report(comparison: Comparison, folder: Path, *, notebook: bool) -> Path:
-    from workbench.report.page import write_report
+    """Write the page, and execute the notebook meanwhile: its kernel is a process of its own."""
 
-    page = write_report(comparison, folder / "report.html")
-    if notebook:
-        from workbench.report.notebook import write_notebook
+    def write_page() -> Path:
+        from workbench.report.page import write_report
 
-        write_notebook(folder / "comparison.json")
-    return page
+        return write_report(comparison, folder / "report.html")
+
+    if not notebook:
+        return write_page()
+    from workbench.report.notebook import write_notebook
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        page = thread.submit(write_page)
+        try:
+            write_notebook(folder / "comparison.json")
+        finally:
+            page.result()  # the page is written also if the notebook fails, and an error of the page comes first
+    return page.result()
 
 
 def _ablation_file(ablation: Path | str | Mapping[str, Any], folder: Path | str | None) -> Path:

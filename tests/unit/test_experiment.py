@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+import threading
 import time
 
 import pytest
@@ -297,6 +298,35 @@ def test_a_report_is_rebuilt_from_the_saved_comparison(tmp_path, launched):
     Comparison("x", "Same?", []).save(tmp_path / "comparison.json")
     assert rebuild_report(tmp_path, notebook=True) == tmp_path / "report.html"
     assert launched["notebooks"] == [tmp_path / "comparison.json"]
+
+
+@pytest.mark.parametrize("fails", ["", "notebook", "page", "both"])
+def test_page_and_notebook_are_made_at_the_same_time(tmp_path, monkeypatch, fails):
+    Comparison("x", "Same?", []).save(tmp_path / "comparison.json")
+    notebook_began, page_began = threading.Event(), threading.Event()
+
+    def write_notebook(path):
+        notebook_began.set()
+        assert page_began.wait(60), "the page waits for the notebook"
+        if fails in ("notebook", "both"):
+            raise RecordError("notebook", found="a cell that failed")
+
+    def write_report(comparison, path):
+        page_began.set()
+        assert notebook_began.wait(60), "the notebook waits for the page"
+        if fails in ("page", "both"):
+            raise RecordError("page", found="a full disk")
+        path.touch()
+        return path
+
+    monkeypatch.setattr(importlib.import_module("workbench.report.page"), "write_report", write_report)
+    monkeypatch.setattr(importlib.import_module("workbench.report.notebook"), "write_notebook", write_notebook)
+    if fails:
+        with pytest.raises(RecordError, match="cell" if fails == "notebook" else "disk"):
+            rebuild_report(tmp_path, notebook=True)
+    else:
+        assert rebuild_report(tmp_path, notebook=True) == tmp_path / "report.html"
+    assert (tmp_path / "report.html").exists() is (fails in ("", "notebook"))
 
 
 def test_two_runs_from_a_question_to_a_verdict(tmp_path, monkeypatch):

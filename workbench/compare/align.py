@@ -79,22 +79,25 @@ def compare_runs(
                     rule=f"one of {', '.join(by_name)}",
                     fix="correct reference or truth of the ablation",
                 )
+    # A run that others are compared with is read once.
+    followed = {role for subject in subjects for role in (subject.reference, subject.truth) if role}
+    readers = {name: RunReader(run) for name in followed if (run := by_name[name].run)}
     # One that cannot be compared becomes a failed configuration and does not stop the others.
-    configurations = [_configuration(subject, by_name) for subject in subjects]
+    configurations = [_configuration(subject, by_name, readers) for subject in subjects]
     return Comparison(experiment, question, configurations, dict(provenance or {}))
 
 
-def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configuration:
+def _configuration(subject: Subject, by_name: Mapping[str, Subject], readers: Mapping[str, RunReader]) -> Configuration:
     base = _described(subject)
     if subject.run is None or base["state"] != "succeeded":
         failure = subject.failure or (subject.run.failure() if subject.run else None) or {"exception": base["state"]}
         return Configuration(**base, verdict="failed", why=failure_summary(failure), failure=dict(failure))
-    run = RunReader(subject.run)
+    run = readers.get(subject.name) or RunReader(subject.run)
     try:
         base |= {"steps": run.steps, "diverged_step": run.diverged_step}
         if not subject.reference:
-            return _stands_alone(base, run, subject, by_name)
-        return _compared(base, run, subject, by_name)
+            return _stands_alone(base, run, subject, readers)
+        return _compared(base, run, subject, readers)
     except RecordError as error:
         why = f"{error.parts['requested']}: {error.parts['found']}"
         failure = {"exception": "RecordError", "message": str(error)}
@@ -119,27 +122,25 @@ def _described(subject: Subject) -> dict[str, Any]:
 
 
 def _stands_alone(
-    base: dict[str, Any], run: RunReader, subject: Subject, by_name: Mapping[str, Subject]
+    base: dict[str, Any], run: RunReader, subject: Subject, readers: Mapping[str, RunReader]
 ) -> Configuration:
     """A run without a baseline: a baseline itself, or one of several runs that train differently."""
     base |= _seen(run, None)
     unsound = _not_finite(run)
     if not unsound and subject.truth and run.spec.precision != "float64":
-        unsound = _too_far_from_truth(run, by_name[subject.truth].run)
+        unsound = _too_far_from_truth(run, readers.get(subject.truth))
     if unsound:
         return Configuration(**base, verdict="unsound baseline", why=unsound)
     if nothing := why_vacuous(run, run):
         return Configuration(**base, verdict="vacuous", why=nothing)
-    followed = any(subject.name in (other.reference, other.truth) for other in by_name.values())
-    why = "what the others are compared with" if followed else "stands for itself"
+    why = "what the others are compared with" if subject.name in readers else "stands for itself"
     return Configuration(**base, verdict="reference", why=why)
 
 
-def _too_far_from_truth(run: RunReader, truth: RunDirectory | None) -> str:
+def _too_far_from_truth(run: RunReader, reader: RunReader | None) -> str:
     """Reason why a baseline below float64 is unsound; "" if it is sound, or without a finished ground truth."""
-    if truth is None or truth.state["state"] != "succeeded" or not _both_full(run.run, truth):
+    if reader is None or reader.run.state["state"] != "succeeded" or not _both_full(run.run, reader.run):
         return ""
-    reader = RunReader(truth)
     for step in range(min(run.spec.steps, reader.spec.steps)):
         if reader.diverged_step == step or _other_tokens(run, {"the truth": reader}, step):
             return ""
@@ -150,21 +151,26 @@ def _too_far_from_truth(run: RunReader, truth: RunDirectory | None) -> str:
 
 
 def _baseline_error(reference: RunReader, truth: RunReader, step: int, gradients: Gradients, true: Gradients) -> str:
+    return reference.once(("error", truth, step), lambda: _measured_error(reference, truth, step, gradients, true))
+
+
+def _measured_error(reference: RunReader, truth: RunReader, step: int, gradients: Gradients, true: Gradients) -> str:
     error = math.hypot(*(distance_of(gradients[name], true[name]) for name in true))
     return too_far(reference, truth, step, error, math.hypot(*(float(g.double().norm()) for g in true.values())))
 
 
-def _compared(base: dict[str, Any], run: RunReader, subject: Subject, by_name: Mapping[str, Subject]) -> Configuration:
+def _compared(
+    base: dict[str, Any], run: RunReader, subject: Subject, readers: Mapping[str, RunReader]
+) -> Configuration:
     """A run against its baseline: by certificates where those decide, else by distances and budgets."""
-    other = by_name[subject.reference].run
-    finished = other is not None and other.state["state"] == "succeeded"
-    certified = compare_certificates(run.run, other) if other and finished else None
-    if other and certified and _certificates_decide(subject, run.run, other, certified):
-        reference = RunReader(other)
+    reference = readers.get(subject.reference)
+    finished = reference is not None and reference.run.state["state"] == "succeeded"
+    certified = compare_certificates(run.run, reference.run) if reference and finished else None
+    if reference and certified and _certificates_decide(subject, run.run, reference.run, certified):
         base |= _seen(run, reference)
         judged = _judge_bits(base, run, reference, certified)
     else:
-        reference, truth = _standards(subject, run, by_name)
+        reference, truth = _standards(subject, run, readers)
         base |= _seen(run, reference)
         judged = _judge(base, run, reference, truth)
         judged = replace(judged, why=f"{judged.why}; {certified.why}") if certified else judged
@@ -227,14 +233,14 @@ def _judge_bits(
     )
 
 
-def _standards(subject: Subject, run: RunReader, by_name: Mapping[str, Subject]) -> tuple[RunReader, RunReader]:
+def _standards(subject: Subject, run: RunReader, readers: Mapping[str, RunReader]) -> tuple[RunReader, RunReader]:
     """The finished baseline and ground truth of a configuration, in float64 the same run."""
-    exact, readers = run.spec.precision == "float64", []
+    exact, standards = run.spec.precision == "float64", []
     truth = subject.reference if exact else subject.truth
     for role, name in (("reference", subject.reference), ("truth", truth)):
-        other = by_name[name].run if name else None
+        other = readers.get(name)
         # Without a float64 ground truth the budget would be 0, and every correct layout different.
-        if other is None or other.state["state"] != "succeeded":
+        if other is None or other.run.state["state"] != "succeeded":
             raise RecordError(
                 f"its {role} did not finish, so there is nothing to compare it with"
                 if name
@@ -257,8 +263,8 @@ def _standards(subject: Subject, run: RunReader, by_name: Mapping[str, Subject])
                 rule="configurations of one ablation take the same number of steps",
                 fix="set steps in the base of the ablation",
             )
-        readers.append(RunReader(other))
-    return readers[0], readers[0] if exact else readers[1]
+        standards.append(other)
+    return standards[0], standards[0] if exact else standards[1]
 
 
 def _not_finite(run: RunReader) -> str:
@@ -298,7 +304,10 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
         if not exact and (stopped := _baseline_error(reference, truth, step, baseline, true)):
             unsound = True
             break
-        budgets = float64_budgets(baseline) if exact else measured_budgets(baseline, true)
+        budgets = reference.once(
+            ("budgets", truth, step, exact),
+            lambda: float64_budgets(baseline) if exact else measured_budgets(baseline, true),  # noqa: B023 (called now)
+        )
         rows, entry = step_differences(run, reference, truth, step, gradients, baseline, true, budgets, exact=exact)
         parameters += rows
         whole.append(entry)

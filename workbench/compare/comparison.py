@@ -10,16 +10,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from workbench.atomic import from_json, to_json, write_whole
+from workbench.columns import columns
 from workbench.errors import RecordError, VerdictError
 from workbench.specs.groups import LayoutSpec
 from workbench.specs.losses import LossSpec, with_compat
 from workbench.specs.reading import flatten
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 VERDICTS = ("reference", "equal", "within budget", "different", "vacuous", "unsound baseline", "failed")
 """Verdicts on a configuration; see `workbench.compare.reading` for vacuous and unsound baseline."""
@@ -240,6 +241,8 @@ class Comparison:
 
     def table(self) -> pd.DataFrame:
         """One row per configuration: verdict, factor, first difference, worst distance over budget."""
+        import pandas as pd
+
         rows = [
             {
                 "configuration": c.name,
@@ -265,14 +268,20 @@ class Comparison:
 
     def steps(self) -> pd.DataFrame:
         """One row per configuration and step, one column per metric."""
+        import pandas as pd
+
         return pd.DataFrame([{"configuration": c.name} | step for c in self.configurations for step in c.steps])
 
     def parameters(self) -> pd.DataFrame:
         """One row per configuration, step and parameter."""
+        import pandas as pd
+
         return pd.DataFrame([{"configuration": c.name} | asdict(p) for c in self.configurations for p in c.parameters])
 
     def settings_that_differ(self) -> pd.DataFrame:
         """One row per configuration, one column per setting that is not the same everywhere."""
+        import pandas as pd
+
         flat = pd.DataFrame(
             [flatten(c.settings) for c in self.configurations], index=[c.name for c in self.configurations]
         )
@@ -281,7 +290,9 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Write the whole comparison as JSON, atomically."""
-        write_whole(path, to_json(asdict(self)))  # in the order in memory: a page shows settings in this order
+        configurations = [vars(c) | {"parameters": [vars(p) for p in c.parameters]} for c in self.configurations]
+        # in the order in memory: a page shows settings in this order
+        write_whole(path, to_json(vars(self) | {"configurations": configurations}))
 
     @classmethod
     def load(cls, path: Path | str) -> Comparison:
@@ -310,29 +321,27 @@ class Comparison:
         """The verdicts as text; see `verdict_lines`."""
         return "\n".join([f"{self.experiment}: {self.question}", *self.verdict_lines()])
 
-    def verdict_lines(self) -> list[str]:
+    def verdict_lines(self, width: int | None = None) -> list[str]:
         """A line for every configuration: verdict, factor, relative error, settings that differ, explanation.
 
         The last lines are the notes (what the comparisons could have seen, what a loss declares of itself), each once
         for all configurations that share it.
         """
-        width = max((len(c.name) for c in self.configurations), default=0)
-        lines = []
+        rows = []
         for c in self.configurations:
             parts = [
-                f"{c.name:<{width}}",
-                f"{c.verdict:<16}",
                 "" if c.factor is None else f"x {c.factor:.4g}",
                 f"= {c.factor_meaning}" if c.factor_meaning else "",
                 c.error_text,
                 _changes(self.setting_changes(c.name)),
                 c.why,
             ]
-            lines.append("  ".join(part for part in parts if part))
+            rows.append((c.name, c.verdict, "  ".join(filter(None, parts))))
         shared: dict[str, list[str]] = {}
         for c in self.configurations:
             for note in c.notes:
                 shared.setdefault(note, []).append(c.name)
+        lines = columns(rows, width=width, least=(0, 16))  # the longest verdict, "unsound baseline"
         return lines + [f"{note} ({_listed(names, len(self.configurations))})" for note, names in shared.items()]
 
 
@@ -347,7 +356,7 @@ def declared_note(settings: Mapping[str, Any]) -> str:
     """
     try:
         breaks = LossSpec.model_validate(with_compat(settings["loss"])).breaks
-    except (KeyError, ValidationError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):  # also pydantic's ValidationError
         return ""
     if not (names := [BROKEN_UNDER.get(name, name) for name in breaks]):
         return ""

@@ -55,10 +55,10 @@ def measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[
 def _differences(
     step: int, run: Gradients, reference: Gradients, truth: Gradients, budgets: Mapping[str, tuple[float, str]]
 ) -> list[ParameterDifference]:
-    """Compare the gradients of one step, parameter by parameter."""
+    """Compare the gradients of one step, flat and in float64, parameter by parameter."""
     rows = []
     for name, baseline in reference.items():
-        own, baseline = run[name].double().flatten(), baseline.double().flatten()
+        own = run[name]
         norm, reference_norm = float(own.norm()), float(baseline.norm())
         distance, (budget, judged_by) = distance_of(own, truth[name]), budgets[name]
         rows.append(
@@ -96,10 +96,9 @@ def step_differences(
     In float64 every parameter has its own tolerance, and the whole is judged by the parameter that is nearest to its
     tolerance (or furthest over it). Below float64 the whole, all parameters as one vector, has a measured budget.
     """
-    rows = _differences(step, gradients, baseline, true, budgets)
-    own, base, exactly = (
-        torch.cat([g[name].double().flatten() for name in baseline]) for g in (gradients, baseline, true)
-    )
+    flat = [{name: g[name].double().flatten() for name in baseline} for g in (gradients, baseline, true)]
+    rows = _differences(step, flat[0], flat[1], flat[2], budgets)
+    own, base, exactly = (torch.cat(list(flat.pop(0).values())) for _ in range(3))  # pop: one copy at a time
     if exact:
         worst = max(rows, key=lambda row: math.inf if math.isnan(row.distance) else share(row.distance, row.budget))
         distance, budget = worst.distance, worst.budget

@@ -7,7 +7,7 @@ both are verdicts of their own, *vacuous* and *unsound baseline*: README.md has 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -28,11 +28,31 @@ MOST = 0.4
 admit a gradient of zero."""
 
 
+KEPT_BYTES = 2**28
+"""Tensors that the reader of a run keeps in memory; a convention: all of the tiny policies, one step of others."""
+
+
 class RunReader:
-    """One finished run and what it recorded."""
+    """One finished run and what it recorded, for one comparison: files of `KEPT_BYTES` are read and checked once."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.name, self.spec = run, run.name, run.spec
+        self._computed: dict[Any, Any] = {}
+        self._kept: dict[str, Gradients] = {}
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return the result of ``compute``, which is called for the first of equal keys only."""
+        if key not in self._computed:
+            self._computed[key] = compute()
+        return self._computed[key]
+
+    def _keep(self, name: str, read: Callable[[], Gradients]) -> Gradients:
+        if (tensors := self._kept.pop(name, None)) is None:
+            tensors = read()
+        self._kept[name] = tensors  # last: the first ones make room
+        while len(self._kept) > 1 and sum(t.nbytes for each in self._kept.values() for t in each.values()) > KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return tensors
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
@@ -82,6 +102,9 @@ class RunReader:
                 rule="verdicts need every element of every gradient",
                 fix="set record: {gradients: full}",
             )
+        return self._keep(f"gradients {step}", lambda: self._checked_gradients(step))
+
+    def _checked_gradients(self, step: int) -> Gradients:
         tensors, norms = self.run.read_tensors(f"step{step:04d}.gradients"), self.steps[step].get("gradient_norms")
         if norms is None:
             return tensors
@@ -98,10 +121,10 @@ class RunReader:
             check_certificate(tensors, certificate, where=where)
         return {name: tensors[name] for name in norms}  # in the order of the model; files are in alphabetical order
 
-    def tokens(self, step: int) -> dict[str, Tensor] | None:
+    def tokens(self, step: int) -> Gradients | None:
         """Per-token values of a step in source order; None if they were not recorded."""
         name = f"step{step:04d}.tokens"
-        return self.run.read_tensors(name) if self.run.has_tensors(name) else None
+        return self._keep(name, lambda: self.run.read_tensors(name)) if self.run.has_tensors(name) else None
 
     def log_ratios(self, step: int) -> Tensor | None:
         """Log importance ratios of trained tokens; None if they were not recorded."""

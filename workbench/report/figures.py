@@ -14,6 +14,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from workbench.compare.comparison import Comparison, Configuration
@@ -122,16 +123,18 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
     blocks = [shown[i : i + per_row] for i in range(0, len(shown), per_row)]
     figure = style.chart((0.9 + 0.152 * len(names)) * len(blocks) + 0.1)
     columns = max(6, min(per_row, len(shown)))
-    grid = figure.subplots(len(blocks), columns, squeeze=False, sharex=True, sharey=True)
+    # Axes that do not share: of shared ones, matplotlib sets every limit, scale and tick of one on all others.
+    grid = figure.subplots(len(blocks), columns, squeeze=False)
+    labels = [n.removeprefix("model.").removesuffix(".weight") for n in names]
     for block, row in zip(blocks, grid, strict=True):
         for axes in row[len(block) :]:
             axes.set_visible(False)
         for c, axes in zip(block, row, strict=False):
             _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach, width=110 // columns + 1)
-        row[0].set_yticks(range(len(names)), [n.removeprefix("model.").removesuffix(".weight") for n in names])
-        row[0].set_ylim(len(names) - 0.3, -0.7)
-        for axes in row:
-            axes.tick_params(axis="y", length=0, labelsize=7, colors=style.MUTED)
+            axes.set_ylim(len(names) - 0.3, -0.7)
+            axes.tick_params(axis="y", labelsize=7, labelleft=axes is row[0])
+            axes.tick_params(axis="x", labelbottom=block is blocks[-1])
+        row[0].set_yticks(range(len(names)), labels)
     return figure
 
 
@@ -140,9 +143,11 @@ def _ratio_column(
 ) -> None:
     look = style.VERDICT_STYLES[c.verdict]
     style.tidy(axes, grid="")
+    rows = axes.get_yaxis_transform(which="grid")
     for layer, name in enumerate(place):
         if _layer(name) % 2 == 0:
-            axes.axhspan(layer - 0.5, layer + 0.5, color=style.LINE, alpha=0.3, linewidth=0)
+            band = Rectangle((0, layer - 0.5), 1, 1, transform=rows, color=style.LINE, alpha=0.3, linewidth=0)
+            axes.add_artist(band)  # axhspan would also search the limits of the axes, which are set below
     title = _wrap(f"{look.sign} {c.name}", width)
     axes.set_title(title, fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12)
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)

@@ -5,11 +5,17 @@ The page is for reading; the notebook is for the next question. Both are built f
 
 from __future__ import annotations
 
+import contextlib
 import html
+import importlib
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison
@@ -27,9 +33,10 @@ def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
     Raises:
         RecordError: there is no comparison, or a cell failed; then no notebook is written.
     """
-    import nbformat
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+    with _without_iri_grammar():
+        import nbformat
+        from nbclient import NotebookClient
+        from nbclient.exceptions import CellExecutionError
 
     comparison = Comparison.load(comparison_path)
     notebook = nbformat.v4.new_notebook(
@@ -57,6 +64,26 @@ def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
         ) from None
     notebook.metadata.pop("language_info", None)
     return write_whole(comparison_path.with_name(NAME), nbformat.writes(notebook).encode())
+
+
+@contextlib.contextmanager
+def _without_iri_grammar() -> Iterator[None]:
+    """Let jsonschema, which nbformat imports, load the grammar of IRIs when it first checks one.
+
+    ``jsonschema[format-nongpl]``, which JupyterLab requires, imports rfc3987_syntax, which compiles that grammar for
+    2 s; no check of a notebook reads it.
+    """
+    name = "rfc3987_syntax"
+    if "jsonschema" in sys.modules or name in sys.modules or find_spec(name) is None:
+        yield
+        return
+    stand_in: Any = ModuleType(name)
+    stand_in.is_valid_syntax = lambda term, value: importlib.import_module(name).is_valid_syntax(term, value)
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:

@@ -7,18 +7,20 @@ well on white, on dark and on paper.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
 
 from workbench.report.numbers import power_of_ten, significant
 
@@ -102,7 +104,7 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: Literal
         axes.spines[side].set_visible(side == "bottom")
         axes.spines[side].set_color(LINE)
     axes.set_facecolor("none")
-    axes.tick_params(which="both", length=0, colors=MUTED, labelsize=7.5, pad=4)
+    axes.tick_params(which="both", left=False, bottom=False, length=0, colors=MUTED, labelsize=7.5, pad=4)
     axes.grid(False)
     if grid:
         axes.grid(True, axis=grid, color=LINE, linewidth=0.6)
@@ -124,7 +126,7 @@ def log_ticks(axis: Any) -> None:
         return significant(value, 1) if 0.01 <= value <= 100 else power_of_ten(round(math.log10(value)))
 
     axis.set_major_formatter(FuncFormatter(label))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def plain_ticks(axis: Any, digits: int = 3) -> None:
@@ -224,9 +226,30 @@ def legend(figure: Figure, handles: Sequence[Any], loc: LegendLocType, **how: An
 def svg_text(figure: Figure, *, transparent: bool = False, outlines: bool = False) -> str:
     """Render the figure as SVG; the same figure gives the same bytes."""
     buffer = io.StringIO()
-    with rc_context(RC | {"svg.fonttype": "path" if outlines else "none"}):
+    with rc_context(RC | {"svg.fonttype": "path" if outlines else "none"}), _placed(figure):
         figure.savefig(buffer, format="svg", metadata=NO_METADATA, transparent=transparent)
     return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _placed(figure: Figure) -> Iterator[None]:
+    """Place the axes with the figure's layout engine, and switch it off meanwhile.
+
+    `savefig` would draw the whole figure once more, to nowhere, only to call the engine.
+    """
+    engine, dpi, canvas = figure.get_layout_engine(), figure.dpi, figure.canvas
+    if engine is None or not figure.axes:
+        yield
+        return
+    FigureCanvasSVG(figure)  # measures texts as savefig does, and leaves the dpi of SVG behind
+    try:
+        engine.execute(figure)
+        figure.set_layout_engine("none")
+        yield
+    finally:
+        figure.dpi = dpi
+        figure.set_canvas(canvas)
+        figure.set_layout_engine(engine)
 
 
 def inline_svg(figure: Figure, *, prefix: str) -> str:

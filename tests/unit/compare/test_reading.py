@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
+from workbench import atomic
 from workbench.cli.experiment import print_verdicts
+from workbench.compare import reading
 from workbench.compare.align import Subject, compare_runs
 from workbench.compare.comparison import Comparison
 from workbench.compare.reading import RunReader
 from workbench.errors import RecordError, VerdictError
 from workbench.metrics.evidence import Evidence
+from workbench.records import directory
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import save
@@ -106,6 +110,27 @@ def test_steps_are_read_only_once(tmp_path):
     assert [reader.loss(0), reader.loss(1)] == [0.5, 0.5]
     (run.path / "metrics.jsonl").unlink()
     assert reader.norm(1) == pytest.approx(float(of()["w"].norm()))
+
+
+def test_a_baseline_is_read_once_for_all_that_are_compared_with_it(tmp_path, monkeypatch):
+    runs = {name: record(tmp_path, name, [of(), of()]) for name in ("base", "first", "second")}
+    reads, read = [], atomic.read_tensors
+    noted = stand_in(atomic, read_tensors=lambda path, **named: reads.append(path) or read(path, **named))
+    monkeypatch.setattr(directory, "atomic", noted)
+    subjects = [Subject(name, run, "" if name == "base" else "base") for name, run in runs.items()]
+    comparison = compare_runs(subjects, experiment="demo", question="?")
+    assert comparison["second"].verdict == "equal"
+    assert sorted(reads) == sorted(path for run in runs.values() for path in (run.path / "tensors").iterdir())
+
+
+def test_a_reader_keeps_few_tensors_and_reads_the_others_again(tmp_path, monkeypatch):
+    reader = RunReader(record(tmp_path, "run", [of(), of()]))
+    assert reader.gradients(0) is reader.gradients(0)
+    monkeypatch.setattr(reading, "KEPT_BYTES", 1)
+    first = reader.gradients(0)
+    assert reader.gradients(1) is reader.gradients(1)
+    assert reader.gradients(0) is not first
+    assert torch.equal(reader.gradients(0)["w"], first["w"])
 
 
 def test_an_unrecorded_gradient_names_the_setting(tmp_path):

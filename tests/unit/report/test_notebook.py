@@ -1,6 +1,8 @@
 """The notebook next to the page: executed, complete, about this comparison, without machine names."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import nbformat
@@ -48,3 +50,17 @@ def test_a_cell_that_fails_leaves_no_notebook(tmp_path, monkeypatch):
 def test_without_a_comparison_there_is_none(tmp_path):
     with pytest.raises(RecordError, match=r"comparison\.json"):
         write_notebook(tmp_path / "comparison.json")
+
+
+def test_nbformat_is_imported_without_the_grammar_of_iris_which_is_there_when_one_is_checked():
+    code = """
+import sys
+from workbench.report.notebook import _without_iri_grammar
+with _without_iri_grammar():
+    import nbformat, jsonschema
+assert not any(name.split(".")[0] in ("lark", "rfc3987_syntax") for name in sys.modules)
+checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+print([checker.conforms(text, "iri") for text in ("http://example.org/ä", "no iri")])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert ended.stdout == "[True, False]\n", ended.stderr

@@ -1,5 +1,6 @@
 """Style: the same figure gives the same bytes, on a page it needs nothing, and drawing leaves no trace."""
 
+import io
 import re
 
 import matplotlib
@@ -19,6 +20,24 @@ def figure():
 def test_svg_has_the_same_bytes_every_time_and_no_date():
     assert style.svg_text(figure()) == style.svg_text(figure())
     assert "metadata" not in style.svg_text(figure())
+
+
+def test_axes_are_where_savefig_places_them_and_the_figure_keeps_its_layout():
+    drawn, buffer = figure(), io.StringIO()
+    with matplotlib.rc_context(style.RC):
+        drawn.savefig(buffer, format="svg", metadata=style.NO_METADATA)
+    other = figure()
+    engine, canvas, dpi = other.get_layout_engine(), other.canvas, other.dpi
+    assert style.svg_text(other) == buffer.getvalue()
+    assert (other.get_layout_engine(), other.canvas, other.dpi) == (engine, canvas, dpi)
+
+
+def test_ticks_are_labels_without_marks():
+    drawn = style.chart(2.0)
+    style.tidy(drawn.subplots())
+    text = style.svg_text(drawn)
+    assert ">1.0</text>" in text
+    assert not re.findall(r'<g id="line2d_\d+"/>', text), "a mark of length 0 is an empty group"
 
 
 def test_inline_svg_names_no_address_and_prefixes_every_id():
