@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -49,10 +50,13 @@ class Scheduler:
         run = runs[0]
         if run.name == "broken":
             raise LaunchError("start job broken", found="nothing works")
-        self.jobs[run.name] = Pretended(run)
-        self.jobs[run.name].runs = runs
-        self.jobs[run.name].placement = placement
-        return self.jobs[run.name]
+        job = Pretended(run)
+        job.runs, job.placement = runs, placement
+        self.jobs[run.name] = job  # seen by the test's thread from here on
+        return job
+
+
+_begun = []  # sweeps of a test; a thread that lives on would take the devices of the next one
 
 
 @pytest.fixture
@@ -82,7 +86,12 @@ def leases(monkeypatch):
 
     monkeypatch.setattr(tasks, "take", take)
     monkeypatch.setattr(tasks, "cores", lambda: ["0", "1"])
-    return free
+    yield free
+    while _begun:  # before the patches end
+        sweep = _begun.pop()
+        sweep.cancel()
+        with contextlib.suppress(Exception):  # a run's own error, which its test has seen
+            sweep.wait(10)
 
 
 def task(folder, name, ranks=1, *, device="cpu", frozen_clip=None, steps=2):
@@ -100,7 +109,8 @@ def until(condition, *, within_s=120.0):
 
 def begin(tasks, folder, **options):
     scheduler = Scheduler()
-    return Sweep(tasks, folder, **options).in_jobs(scheduler, gpus=["4", "5"]), scheduler.jobs
+    _begun.append(Sweep(tasks, folder, **options))
+    return _begun[-1].in_jobs(scheduler, gpus=["4", "5"]), scheduler.jobs
 
 
 @pytest.mark.usefixtures("leases")
@@ -344,8 +354,8 @@ def test_time_left_uses_the_pace_of_recent_steps(tmp_path):
 
 def begin_shared(tasks, folder, per_job=None, **options):
     scheduler = Scheduler()
-    sweep = Sweep(tasks, folder, **options).in_jobs(scheduler, gpus=["4", "5"], per_job=per_job)
-    return sweep, scheduler.jobs
+    _begun.append(Sweep(tasks, folder, **options))
+    return _begun[-1].in_jobs(scheduler, gpus=["4", "5"], per_job=per_job), scheduler.jobs
 
 
 def execute(run, *, ok=True):
