@@ -13,6 +13,7 @@ import yaml
 from tests.docs.pages import MANUAL, ROOT, blocks, commands, name_of
 from workbench.cli import VERBS, main
 from workbench.cli.bench import BENCHMARKS
+from workbench.compare.comparison import Comparison
 from workbench.errors import SpecError
 from workbench.launch.ablation import load_ablation
 from workbench.specs.reading import parse_spec
@@ -82,6 +83,13 @@ def test_python_compiles_and_its_imports_exist(block):
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module)
             assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+def test_the_readme_shows_what_is_printed():
+    printed = [line.split() for line in Comparison.load(ROOT / "experiments/layout_parity").verdict_lines()]
+    [block] = blocks(TEXTS["README.md"], "text")
+    for shown in (line.removesuffix("...").split() for line in block.splitlines()):
+        assert shown in [line[: len(shown)] for line in printed]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from experiments.first_minutes import TARGETS, measure
+from workbench.atomic import from_json
 
 MAKEFILE = """\
 .venv/.installed report browser test:
@@ -32,7 +33,8 @@ def project(tmp_path):
 def test_every_command_is_timed_in_a_clone(project, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "of-this-shell")
     monkeypatch.setenv("CODE", "0")
-    record = measure(tmp_path / "clone", project)
+    measure(tmp_path / "clone", project=project, record=tmp_path / "record")
+    record = from_json((tmp_path / "record").read_bytes())
     done = (tmp_path / "clone" / "done").read_text().splitlines()
     assert [line.strip() for line in done] == [target for targets in TARGETS.values() for target in targets]
     assert not (project / "done").exists()
@@ -40,10 +42,15 @@ def test_every_command_is_timed_in_a_clone(project, tmp_path, monkeypatch):
     assert list(seconds) == list(TARGETS)
     assert seconds["report"] >= 0.3
     head = subprocess.run(["git", "-C", str(project), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    assert record["commit"] == head.stdout.strip()
+    assert {measured["commit"] for measured in record["commands"].values()} == {head.stdout.strip()}
 
 
-def test_a_command_that_fails_gives_no_record(project, tmp_path, monkeypatch):
+def test_a_command_that_fails_is_not_recorded_and_can_be_run_again_alone(project, tmp_path, monkeypatch):
+    record = tmp_path / "record"
     monkeypatch.setenv("CODE", "3")
     with pytest.raises(subprocess.CalledProcessError):
-        measure(tmp_path / "clone", project)
+        measure(tmp_path / "clone", project=project, record=record)
+    assert list(from_json(record.read_bytes())["commands"]) == ["install", "report"]
+    measure(tmp_path / "clone", ["test"], project=project, record=record)
+    assert list(from_json(record.read_bytes())["commands"]) == ["install", "report", "test"]
+    assert (tmp_path / "clone" / "done").read_text().splitlines()[-1].strip() == "test"

@@ -132,6 +132,7 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
         for c, axes in zip(block, row, strict=False):
             _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach, width=110 // columns + 1)
             axes.set_ylim(len(names) - 0.3, -0.7)
+            axes.tick_params(left=False, bottom=False)  # of length 0, and measured even where they have no label
             axes.tick_params(axis="y", labelsize=7, labelleft=axes is row[0])
             axes.tick_params(axis="x", labelbottom=block is blocks[-1])
         row[0].set_yticks(range(len(names)), labels)
@@ -214,6 +215,7 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
             else:
                 axes.xaxis.set_major_locator(MaxNLocator(5))
                 style.plain_ticks(axes.xaxis)
+            axes.minorticks_off()  # of length 0 and without labels
     legend(figure, comparison, [c for members in rows.values() for c in members])
     return figure
 

@@ -20,7 +20,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullFormatter
 
 from workbench.report.numbers import power_of_ten, significant
 
@@ -104,7 +104,7 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: Literal
         axes.spines[side].set_visible(side == "bottom")
         axes.spines[side].set_color(LINE)
     axes.set_facecolor("none")
-    axes.tick_params(which="both", left=False, bottom=False, length=0, colors=MUTED, labelsize=7.5, pad=4)
+    axes.tick_params(which="both", length=0, colors=MUTED, labelsize=7.5, pad=4)
     axes.grid(False)
     if grid:
         axes.grid(True, axis=grid, color=LINE, linewidth=0.6)
@@ -126,7 +126,7 @@ def log_ticks(axis: Any) -> None:
         return significant(value, 1) if 0.01 <= value <= 100 else power_of_ten(round(math.log10(value)))
 
     axis.set_major_formatter(FuncFormatter(label))
-    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
 
 
 def plain_ticks(axis: Any, digits: int = 3) -> None:

@@ -32,14 +32,6 @@ def test_axes_are_where_savefig_places_them_and_the_figure_keeps_its_layout():
     assert (other.get_layout_engine(), other.canvas, other.dpi) == (engine, canvas, dpi)
 
 
-def test_ticks_are_labels_without_marks():
-    drawn = style.chart(2.0)
-    style.tidy(drawn.subplots())
-    text = style.svg_text(drawn)
-    assert ">1.0</text>" in text
-    assert not re.findall(r'<g id="line2d_\d+"/>', text), "a mark of length 0 is an empty group"
-
-
 def test_inline_svg_names_no_address_and_prefixes_every_id():
     text = style.inline_svg(figure(), prefix="one")
     assert text.startswith("<svg ")
