@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from workbench.compare import align
 from workbench.compare.align import Subject, compare_runs
 from workbench.errors import RecordError, ShapeError
 from workbench.records.directory import RunDirectory
@@ -51,6 +52,24 @@ def judged(tmp_path, gradients, *, reference=None, **settings):
         Subject("mine", run(tmp_path, "mine", gradients, **settings), "ref", "ref"),
     ]
     return compare_runs(subjects, experiment="demo", question="?")["mine"]
+
+
+@pytest.mark.parametrize(("bytes_", "inside"), [(2**26, 1), (0, 2)])
+def test_small_gradients_are_compared_in_one_thread_and_large_ones_in_those_of_the_process(
+    tmp_path, monkeypatch, bytes_, inside
+):
+    monkeypatch.setattr(align, "SMALL_BYTES", bytes_)
+    seen, measured = [], align.step_differences
+    monkeypatch.setattr(
+        align, "step_differences", lambda *a, **b: seen.append(torch.get_num_threads()) or measured(*a, **b)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        judged(tmp_path, [gradient(), gradient()])
+        assert (seen, torch.get_num_threads()) == ([inside, inside], 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_bitwise_is_equal(tmp_path):
