@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.diagnosis.page import first, scored
+from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
 from workbench.atomic import from_json, write_whole
@@ -69,6 +70,7 @@ def page() -> str:
         fused(),
         first_ratio(),
         diagnosis(),
+        first_minutes(),
         launch_overhead(),
         metrics_cost(),
         saved_reports(),
@@ -441,6 +443,21 @@ def diagnosis() -> str:
             "python experiments/diagnosis/score.py",
             "diagnosis/unseen.json",
         ),
+    )
+
+
+def first_minutes() -> str:
+    """Durations of the first commands."""
+    record = _record("first_minutes.json")
+    rows = [
+        [name, *(m[key] for key in ("cores", "python", "load_before", "date")), m["commit"][:7], f"{m['seconds']:.0f}"]
+        for name, m in sorted(record["commands"].items(), key=lambda entry: list(TARGETS).index(entry[0]))
+    ]
+    return _section(
+        "The first commands",
+        "In a clean clone, without a GPU. `report` is that of `layout_parity`: 35 configurations of 4 steps.",
+        _table(["command", "cores", "Python", "load before", "date", "commit", "seconds"], rows, right=[6]),
+        _source("first_minutes.json", None, record["command"]),
     )
 
 
