@@ -473,7 +473,8 @@ def launch_overhead() -> str:
     ]
     return _section(
         "Starting ranks",
-        f"{record['provenance']['cpu_count']} CPU cores, {_versions(record)}; medians.",
+        f"{record['provenance']['cpu_count']} CPU cores, {_versions(record)}; medians. Measured before "
+        "the ranks of torchx jobs were forked.",
         _table(["start of", "seconds"], rows, right=[1]),
         _source("benchmarks/launch_overhead.json", None, "python -m workbench bench launch_overhead"),
     )

@@ -165,7 +165,7 @@ def request(
         ConnectionError: the server is gone.
         LaunchError: the worker cannot be imported.
     """
-    wanted = Request(
+    message = Request(
         runs=[str(path.resolve()) for path in runs],
         world_size=world_size,
         worker=worker,
@@ -177,7 +177,7 @@ def request(
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(server)
-        connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(wanted))}\n".encode())
+        connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(message))}\n".encode())
         answer, rest = _first_message(connection)
     except OSError as error:
         connection.close()
