@@ -8,6 +8,7 @@ identity. Each call is recorded by `workbench.sharding.flight`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -122,17 +123,40 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
     """Gather the tensors of all ranks, in rank order, outside autograd. The first dimension may differ."""
     if axis.group is None:
         return [value.detach().clone()]
-    length = torch.tensor([value.shape[0]], device=value.device)
-    with _in("all_gather of lengths", length, axis):
-        lengths = wire.all_gather(length, axis.group, axis.size)
-    longest = max(int(n) for n in lengths)
-    padded = value.new_zeros((longest, *value.shape[1:]))
-    padded[: value.shape[0]] = value.detach()
-    # Not every backend has a wire type for bool; all have one for bytes.
-    sent = padded.to(torch.uint8) if value.dtype == torch.bool else padded
-    with _in("all_gather", sent, axis):
-        pieces = wire.all_gather(sent, axis.group, axis.size)
-    return [piece[: int(n)].to(value.dtype) for piece, n in zip(pieces, lengths, strict=True)]
+    return next(gather_many([value], axis))
+
+
+def gather_many(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = 64 * 2**20) -> Iterator[list[Tensor]]:
+    """Yield for each tensor those of all ranks, in rank order, outside autograd. First dimensions may differ.
+
+    One collective for all lengths and one for each bucket, see `all_sum_`. Every rank passes as many tensors, and
+    takes as many from the iterator. The pieces are views of a bucket.
+    """
+    if axis.group is None or not tensors:
+        yield from ([tensor.detach()] for tensor in tensors)
+        return
+    rows_P = torch.tensor([tensor.shape[0] for tensor in tensors], device=tensors[0].device)
+    with _in("all_gather of lengths", rows_P, axis):
+        rows_RP = torch.stack(wire.all_gather(rows_P, axis.group, axis.size)).tolist()
+    row_P = [math.prod(tensor.shape[1:]) for tensor in tensors]
+
+    def largest(place: int) -> tuple[torch.dtype, int]:  # of all ranks, so that all of them fill the same buckets
+        dtype = tensors[place].dtype
+        return dtype, max(rows[place] for rows in rows_RP) * row_P[place] * dtype.itemsize
+
+    for places in buckets(range(len(tensors)), bucket_bytes, largest):
+        flat = torch.cat([tensors[place].detach().reshape(-1) for place in places])
+        sizes_R = [[rows[place] * row_P[place] for place in places] for rows in rows_RP]
+        # Not every backend has a wire type for bool; all have one for bytes.
+        sent = flat.new_zeros(max(map(sum, sizes_R)), dtype=torch.uint8 if flat.dtype == torch.bool else flat.dtype)
+        sent[: len(flat)] = flat
+        with _in("all_gather", sent, axis):
+            gathered = wire.all_gather(sent, axis.group, axis.size)
+        split_R = [whole[: sum(sizes)].split(sizes) for whole, sizes in zip(gathered, sizes_R, strict=True)]
+        for number, place in enumerate(places):
+            pieces = zip(split_R, rows_RP, strict=True)
+            tail = tensors[place].shape[1:]
+            yield [piece[number].view(rows[place], *tail).to(flat.dtype) for piece, rows in pieces]
 
 
 def buckets(

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.sharding.collectives import all_gather, all_sum, all_sum_
+from workbench.sharding.collectives import all_sum, all_sum_, gather_many
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import Mesh, axis_of
-from workbench.sharding.tensor_parallel import ParameterShard, full_gradient, local_part
+from workbench.sharding.tensor_parallel import ParameterShard, local_part, whole_over_tp
 
 
 @torch.no_grad()
@@ -77,12 +77,22 @@ def scale_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], fact
 
 def full_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter's gradient on every rank. Collective over tp, and dp x cp if parameters are sharded."""
-    return {name: full_tensor(_gradient(parameter), shards[name], mesh) for name, parameter in model.named_parameters()}
+    return _full({name: _gradient(parameter) for name, parameter in model.named_parameters()}, shards, mesh)
 
 
 def full_weights(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter on every rank. Collective over tp, and dp x cp if parameters are sharded."""
-    return {name: full_tensor(parameter, shards[name], mesh) for name, parameter in model.named_parameters()}
+    return _full(dict(model.named_parameters()), shards, mesh)
+
+
+def _full(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
+    """Gather many tensors of parameters in few collectives: of small ones, the launch of each is what takes time."""
+    parts = {name: _local(value, shards[name]) for name, value in values.items()}
+    sharded = [name for name in parts if shards[name].over_dp_cp]
+    for name, pieces in zip(sharded, gather_many([parts[name] for name in sharded], mesh["dp_cp"]), strict=True):
+        parts[name] = torch.cat(pieces)
+    whole = whole_over_tp(list(parts.values()), [shards[name] for name in parts], mesh["tp"])
+    return dict(zip(parts, whole, strict=True))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -102,8 +112,7 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
 
 def full_tensor(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
     """Gather a parameter, its gradient or its optimizer state on every rank; collective as `full_weights`."""
-    local = _local(value, shard)
-    return full_gradient(torch.cat(all_gather(local, mesh["dp_cp"])) if shard.over_dp_cp else local, shard, mesh["tp"])
+    return _full({"": value}, {"": shard}, mesh)[""]
 
 
 @torch.no_grad()

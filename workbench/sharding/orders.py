@@ -8,55 +8,16 @@ Letters: T packed tokens | N documents (the padding at the end of a row counts a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workbench.errors import ShardingError
 from workbench.rollouts.batch import PADDING
-
-
-@dataclass(frozen=True)
-class Multiples:
-    """Padding multiples: of the tokens of a row (``row``) and of each document in it (``document``)."""
-
-    row: int = 1
-    document: int = 1
-
-
-def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -> Multiples:
-    """Return the multiples to which rows and documents are padded; tp is 1 without sequence parallelism.
-
-    Formula: row = lcm(order's own, cp tp), the order's own being cp (contiguous, striped), 2 cp (zigzag,
-             document_zigzag) or block_tokens cp (balanced); document = 2 cp for document_zigzag, else 1.
-
-    Raises:
-        ShardingError: unknown order, or a number below 1.
-
-    Example:
-        >>> padding_rule("document_zigzag", 4)
-        Multiples(row=8, document=8)
-    """
-    check_order(order)
-    if min(cp, block_tokens, tp) < 1:
-        raise ShardingError(
-            f"{order} order with cp={cp}, block_tokens={block_tokens}, tp={tp}",
-            rule="all are at least 1",
-            fix="correct the layout",
-        )
-    own = {"zigzag": 2, "document_zigzag": 2, "balanced": block_tokens}.get(order, 1) * cp
-    return Multiples(math.lcm(own, cp * tp), 2 * cp if order == "document_zigzag" else 1)
-
-
-def check_order(order: str) -> None:
-    """Raise if the order is unknown."""
-    if order not in ORDERS:
-        raise ShardingError(
-            f"shard plan with order {order!r}", rule=f"one of {', '.join(ORDERS)}", fix="correct layout.order"
-        )
+from workbench.sharding.divisibility import Multiples as Multiples
+from workbench.sharding.divisibility import check_order as check_order
+from workbench.sharding.divisibility import padding_rule as padding_rule
 
 
 def document_lengths(document_ids_T: Tensor, multiple_of: int = 1) -> tuple[int, ...]:

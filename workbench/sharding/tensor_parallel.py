@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import ShardingError
-from workbench.sharding.collectives import all_gather, gather_scatter
+from workbench.sharding import divisibility
+from workbench.sharding.collectives import gather_many, gather_scatter
+from workbench.sharding.divisibility import check_features, check_pieces
 from workbench.sharding.mesh import Axis
 from workbench.sharding.sequence_parallel import TOKENS, Stream
 
@@ -54,26 +56,13 @@ def shard_range(size: int, axis: Axis, *, what: str) -> tuple[int, int]:
     Raises:
         ShardingError: a rank would be empty.
     """
-    piece = -(-size // axis.size)
-    if piece * (axis.size - 1) >= size:
-        raise ShardingError(
-            f"{what}: {size} over tp={axis.size}",
-            found=f"pieces of {piece} leave a rank empty",
-            rule="every tp rank holds at least one",
-            fix="use fewer tp ranks",
-        )
+    piece = check_pieces(what, size, axis.size)
     return axis.rank * piece, min(size, (axis.rank + 1) * piece)
 
 
 def check_heads(heads: Mapping[str, int], axis: Axis) -> None:
     """Raise if tp does not divide the heads, and name each kind of head that does not divide."""
-    if indivisible := {name: count for name, count in heads.items() if count % axis.size}:
-        raise ShardingError(
-            f"tensor parallelism over tp={axis.size}",
-            found=", ".join(f"{count} {name} heads" for name, count in indivisible.items()),
-            rule="tp divides the query heads and the key/value heads",
-            fix=f"choose tp among the common divisors of {sorted(set(heads.values()))}",
-        )
+    divisibility.check_heads(heads, axis.size)
 
 
 def apply_tensor_parallel(
@@ -130,13 +119,29 @@ def defer_input_sums(model: nn.Module, *, deferred: bool) -> None:
 
 def full_gradient(local: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
     """Gather a parameter's gradient (or weight) on every tp rank, outside autograd. Collective over tp."""
-    if shard.dim is None or axis.size == 1:
-        return local.detach().clone()
-    pieces = all_gather(local.transpose(0, shard.dim).contiguous(), axis)
+    return whole_over_tp([local], [shard], axis)[0]
+
+
+def whole_over_tp(locals: Sequence[Tensor], shards: Sequence[ParameterShard], axis: Axis) -> list[Tensor]:
+    """Gather gradients (or weights) as `full_gradient` does, in few collectives."""
+    split = [axis.size > 1 and shard.dim is not None for shard in shards]
+    parts = [
+        part.transpose(0, shard.dim or 0).contiguous()
+        for part, shard, cut in zip(locals, shards, split, strict=True)
+        if cut
+    ]
+    gathered = gather_many(parts, axis)
+    return [
+        _joined(next(gathered), shard, axis) if cut else part.detach().clone()
+        for part, shard, cut in zip(locals, shards, split, strict=True)
+    ]
+
+
+def _joined(pieces: Sequence[Tensor], shard: ParameterShard, axis: Axis) -> Tensor:
     if shard.parts:
         sections = [piece.split([part // axis.size for part in shard.parts]) for piece in pieces]
         pieces = [section for of_ranks in zip(*sections, strict=True) for section in of_ranks]
-    return torch.cat(pieces).transpose(0, shard.dim).contiguous()
+    return torch.cat(list(pieces)).transpose(0, shard.dim or 0).contiguous()
 
 
 def local_part(whole: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
@@ -242,13 +247,7 @@ def _cut(module: nn.Module, parameter: str, pieces: list[tuple[int, int]], dim: 
 def _sections(name: str, size: int, count: int, axis: Axis) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     """This rank's [start, stop) of each of several equal sections, and the value of `ParameterShard.parts`."""
     each = size // count
-    if each % axis.size:
-        raise ShardingError(
-            f"tensor parallelism of {name} over tp={axis.size}",
-            found=f"{each} features",
-            rule="tp divides the features of every sharded layer",
-            fix="choose a tp that divides them",
-        )
+    check_features(name, each, axis.size)
     local_size = each // axis.size
     starts = [each * section + local_size * axis.rank for section in range(count)]
     return [(start, start + local_size) for start in starts], (each,) * count if count > 1 else ()

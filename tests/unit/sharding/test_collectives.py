@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stand_in import stand_in
 from tests.helpers.threads import Threads, on_threads
 from workbench.sharding import collectives, wire
 from workbench.sharding.mesh import Axis, make_mesh
+from workbench.sharding.simulated import simulate
 
 
 def derivative_of_a_shared_square(name):
@@ -169,3 +171,45 @@ def extremes():
 
 def test_max_has_minus_infinity_as_identity(tmp_path):
     assert run_ranks(extremes, 2, tmp_path)[0] == ([1.0, -torch.inf], [0.0, -torch.inf])
+
+
+def of_rank(rank):
+    """Tensors of three shapes and dtypes whose first dimensions differ by rank, one of them empty on rank 0."""
+    return [
+        torch.arange(6.0 + 3 * rank).view(-1, 3),
+        torch.arange(rank, dtype=torch.float32) + 10,
+        torch.tensor([rank == 1, True]),
+        torch.arange(8, dtype=torch.float64).view(2, 2, 2) * (rank + 1),
+        torch.zeros(3, 0),
+    ]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "collectives_of_data"), [(2**20, 4), (48, 5), (1, 5)])
+def test_many_are_gathered_as_each_would_be_alone_in_few_collectives(bucket_bytes, collectives_of_data, monkeypatch):
+    sent = []
+
+    def counted(tensor, *group):
+        sent.append(tensor)
+        return wire.all_gather(tensor, *group)
+
+    monkeypatch.setattr(collectives, "wire", stand_in(wire, all_gather=counted))
+
+    def gather(mesh):
+        own, axis = of_rank(mesh["cp"].rank), mesh["cp"]
+        alone = [collectives.all_gather(tensor, axis) for tensor in own]
+        return alone, list(collectives.gather_many(own, axis, bucket_bytes=bucket_bytes))
+
+    gathered = simulate(gather, cp=3)
+    assert len(sent) == 3 * (2 * 5 + 1 + collectives_of_data)
+    for alone, many in gathered:
+        for of_alone, of_many, *expected in zip(alone, many, *map(of_rank, range(3)), strict=True):
+            for one, other, right in zip(of_alone, of_many, expected, strict=True):
+                assert one.dtype == other.dtype == right.dtype
+                assert torch.equal(one, right)
+                assert torch.equal(other, right)
+
+
+def test_on_an_axis_of_one_many_are_themselves():
+    [[one], [two]] = collectives.gather_many([torch.arange(3), torch.ones(2)], Axis("cp"))
+    assert (one.tolist(), two.tolist()) == ([0, 1, 2], [1.0, 1.0])
+    assert list(collectives.gather_many([], Axis("cp"))) == []

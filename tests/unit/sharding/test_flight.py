@@ -222,7 +222,7 @@ def test_every_collective_is_recorded_with_its_backward_and_its_caller(tmp_path)
         ("all_sum", "cp", 7, "4"),
         ("all_max", "dp_cp", 8, "4"),
         ("all_gather of lengths", "cp", 9, "1"),
-        ("all_gather", "cp", 10, "2x3"),
+        ("all_gather", "cp", 10, "6"),
         ("gather_equal", "cp", 11, "4"),
         ("scatter_sum", "cp", 12, "2x3"),
         ("exchange", "cp", 13, "2x3"),

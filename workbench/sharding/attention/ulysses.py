@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from workbench.errors import ShardingError
 from workbench.sharding import flight
 from workbench.sharding.attention import gathered, ring
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.collectives import exchange
+from workbench.sharding.divisibility import check_dealt_heads
 from workbench.sharding.mesh import Axis
 
 
@@ -59,15 +59,7 @@ def check_heads(queries: int, keys: int, axis: Axis) -> int:
         ShardingError: query heads that the ranks do not divide, or key heads that neither divide the ranks nor are
             divided by them.
     """
-    if queries % axis.size or (keys % axis.size and axis.size % keys):
-        raise ShardingError(
-            f"attention over heads dealt to {axis.size} ranks of {axis.name}",
-            found=f"{queries} query heads and {keys} key/value heads on a rank",
-            rule="the ranks divide the query heads, and divide the key/value heads or are divided by "
-            "them; both are counted after the split over tp",
-            fix="use attention ring or gathered, which do not split heads, or hybrid with fewer inner ranks",
-        )
-    return max(axis.size // keys, 1)
+    return check_dealt_heads(queries, keys, axis.size, axis.name)
 
 
 class _Trade(Function):

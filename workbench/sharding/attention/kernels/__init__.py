@@ -14,6 +14,8 @@ from typing import Protocol
 from torch import Tensor
 
 from workbench.errors import ShardingError
+from workbench.sharding.attention.kernels.cudnn import CudnnKernel
+from workbench.sharding.attention.kernels.fa4 import Fa4Kernel
 from workbench.sharding.attention.kernels.flash import FlashKernel
 from workbench.sharding.attention.kernels.flex import FlexKernel
 from workbench.sharding.attention.kernels.plain import PlainKernel
@@ -72,8 +74,8 @@ class Kernel(Protocol):
         ...
 
 
-KERNELS: tuple[Kernel, ...] = (FlashKernel(), FlexKernel(), PlainKernel())
-"""All kernels, the fastest first."""
+KERNELS: tuple[Kernel, ...] = (FlashKernel(), FlexKernel(), PlainKernel(), CudnnKernel(), Fa4Kernel())
+"""All kernels: those that "auto" takes, the fastest first, and those that are taken by name."""
 
 
 def choose(name: str, query: Tensor, key: Tensor, block: Block) -> Kernel:

@@ -1,19 +1,24 @@
 """Attention in a few lines of torch: any device, any dtype, any mask. The reference for the other kernels.
 
-Query heads that share a key head become additional rows of one GEMM: nothing is repeated, and the gradient of a key
-head is summed in the GEMM. Queries are computed in pieces, each against the range of keys that it can see, and sums
-are accumulated in place: time and memory grow with what is seen, not with the square of a packed row.
+Queries are computed in pieces, each against the range of keys that it can see, and sums are accumulated in place: time
+and memory grow with what is seen, not with the square of a packed row. Pieces of about one size are one batched GEMM:
+a row of many short documents is a few of them. Query heads that share a key head are additional rows of its GEMM, so
+that nothing is repeated, and the gradient of a key head is summed in the GEMM.
 
-Letters: q queries | k keys | d head dimension | h key heads | g query heads that share a key head | n = g * q rows.
+Letters: q queries | k keys | d head dimension | H query heads | h key heads | g query heads that share a key head
+| P pieces of a batch | n queries of a piece | m = g * n rows of a piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from workbench.sharding.attention.segments import key_ranges
 from workbench.sharding.attention.shard import Block
@@ -21,11 +26,11 @@ from workbench.sharding.attention.shard import Block
 _SCORES = {"cpu": 2**18, "cuda": 2**27}
 """Maximum number of scores in memory, over all heads; on a CPU as many as fit in its cache."""
 
-_WASTE = {"cpu": 2**12, "cuda": 2**22}
-"""Masked scores, over all heads, that take about the time of one more piece (some 0.1 ms a layer and direction)."""
+_WASTE = {"cpu": 2**15, "cuda": 2**22}
+"""Masked scores in a batch, over all heads, that take the time of one more (some 0.3 ms a layer and direction)."""
 
 _QUERIES = 64
-"""Queries of a piece before neighbours are merged: a causal piece wastes half of its square."""
+"""Queries of a piece: a causal piece wastes half of its square."""
 
 
 class PlainKernel:
@@ -40,24 +45,17 @@ class PlainKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`. Output in the compute dtype, log-normalisers in float64."""
-        row, order_q, order_k = _in_row_order(block)
-        key_hkd, value_hkd = _sorted(key, order_k), _sorted(value, order_k)
-        query_hgqd = _grouped(_sorted(query, order_q), key_hkd)
-        group = query_hgqd.shape[1]
-        out_hgqd = torch.zeros_like(query_hgqd)
-        lse_hgq = query_hgqd.new_full(query_hgqd.shape[:3], -torch.inf, dtype=torch.float64)
-        for piece, mask_nk in _pieces(query_hgqd, row):
-            rows_hnd = _rows(query_hgqd, piece.queries)
-            scores_hnk = torch.baddbmm(mask_nk, rows_hnd, key_hkd[:, piece.keys].mT, alpha=scale)
-            p_hnk = torch.softmax(scores_hnk, -1)
-            lse_hn = scores_hnk.amax(-1).double() - p_hnk.amax(-1).double().log()
-            if not piece.every_query_sees:
-                blind_n = _blind(row, piece, query_hgqd)
-                p_hnk.masked_fill_(blind_n[:, None], 0)
-                lse_hn.masked_fill_(blind_n, -torch.inf)
-            out_hgqd[:, :, piece.queries] = (p_hnk @ value_hkd[:, piece.keys]).unflatten(1, (group, -1))
-            lse_hgq[:, :, piece.queries] = lse_hn.unflatten(1, (group, -1))
-        return _unsorted(out_hgqd.flatten(0, 1), order_q), _unsorted(lse_hgq.flatten(0, 1), order_q)
+        query_Hqd, key_hkd, value_hkd = map(_with_padding, (query, key, value))
+        query_Hqd, groups = query_Hqd * scale, query.shape[1] // key.shape[1]
+        out_Hqd = torch.zeros_like(query_Hqd)
+        lse_Hq1 = query_Hqd.new_full((*query_Hqd.shape[:2], 1), -torch.inf, dtype=torch.float64)
+        for batch in _batches(query_Hqd, block):
+            scores_hPmk = batch.scores(batch.rows(query_Hqd, groups), batch.columns(key_hkd))
+            p_hPmk = torch.softmax(scores_hPmk, -1)
+            lse_hPm1 = scores_hPmk.amax(-1, keepdim=True).double() - p_hPmk.amax(-1, keepdim=True).double().log()
+            batch.put_rows(out_Hqd, p_hPmk @ batch.columns(value_hkd))
+            batch.put_rows(lse_Hq1, lse_hPm1)
+        return out_Hqd[None, :, :-1], lse_Hq1[None, :, :-1, 0]
 
     def backward(
         self,
@@ -73,151 +71,169 @@ class PlainKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`. Gradients in the compute dtype."""
         delta = (_in_compute_dtype(d_out) * out).sum(-1) if delta is None else delta
-        row, order_q, order_k = _in_row_order(block)
-        key_hkd, value_hkd = _sorted(key, order_k), _sorted(value, order_k)
-        query_hgqd, d_out_hgqd, delta_hgq1, lse_hgq1 = (
-            _grouped(_sorted(x, order_q), key_hkd) for x in (query, d_out, delta[..., None], lse[..., None])
+        query_Hqd, d_out_Hqd, delta_Hq1, lse_Hq1 = map(
+            _with_padding, (query, d_out, delta[..., None], lse[..., None].to(_compute_dtype(query)))
         )
-        d_query_hgqd, d_key_hkd, d_value_hkd = map(torch.zeros_like, (query_hgqd, key_hkd, value_hkd))
-        for piece, mask_nk in _pieces(query_hgqd, row):
-            keys_hkd, values_hkd = key_hkd[:, piece.keys], value_hkd[:, piece.keys]
-            rows_hnd, d_rows_hnd, delta_hn1, lse_hn1 = (
-                _rows(x, piece.queries) for x in (query_hgqd, d_out_hgqd, delta_hgq1, lse_hgq1)
+        key_hkd, value_hkd = map(_with_padding, (key, value))
+        query_Hqd, groups = query_Hqd * scale, query.shape[1] // key.shape[1]
+        d_query_Hqd, d_key_hkd, d_value_hkd = map(torch.zeros_like, (query_Hqd, key_hkd, value_hkd))
+        for batch in _batches(query_Hqd, block):
+            rows_hPmd, d_rows_hPmd, delta_hPm1, lse_hPm1 = (
+                batch.rows(x, groups) for x in (query_Hqd, d_out_Hqd, delta_Hq1, lse_Hq1)
             )
-            if not piece.every_query_sees:
-                lse_hn1 = lse_hn1.masked_fill(_blind(row, piece, query_hgqd)[:, None], 0)
-            p_hnk = torch.baddbmm(mask_nk, rows_hnd, keys_hkd.mT, alpha=scale).sub_(lse_hn1).exp_()
-            d_value_hkd[:, piece.keys].baddbmm_(p_hnk.mT, d_rows_hnd)
-            d_scores_hnk = torch.baddbmm(delta_hn1, d_rows_hnd, values_hkd.mT, beta=-1).mul_(p_hnk)
-            d_rows_hnd = torch.baddbmm(rows_hnd.new_zeros(()), d_scores_hnk, keys_hkd, beta=0, alpha=scale)
-            d_query_hgqd[:, :, piece.queries] = d_rows_hnd.unflatten(1, (query_hgqd.shape[1], -1))
-            d_key_hkd[:, piece.keys].baddbmm_(d_scores_hnk.mT, rows_hnd, alpha=scale)
-        d_query_nqd = d_query_hgqd.flatten(0, 1)
-        return _unsorted(d_query_nqd, order_q), _unsorted(d_key_hkd, order_k), _unsorted(d_value_hkd, order_k)
+            keys_hPkd, values_hPkd = batch.columns(key_hkd), batch.columns(value_hkd)
+            p_hPmk = batch.scores(rows_hPmd, keys_hPkd).sub_(lse_hPm1).exp_()
+            batch.add_columns(d_value_hkd, p_hPmk.mT @ d_rows_hPmd)
+            d_scores_hPmk = (d_rows_hPmd @ values_hPkd.mT).sub_(delta_hPm1).mul_(p_hPmk)
+            batch.put_rows(d_query_Hqd, d_scores_hPmk @ keys_hPkd)
+            batch.add_columns(d_key_hkd, d_scores_hPmk.mT @ rows_hPmd)
+        return d_query_Hqd[None, :, :-1] * scale, d_key_hkd[None, :, :-1], d_value_hkd[None, :, :-1]
+
+
+def _compute_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _in_compute_dtype(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    return values.to(_compute_dtype(values))
 
 
-def _grouped(rows_hqd: Tensor, key_hkd: Tensor) -> Tensor:
-    """[h * g, q, d] -> [h, g, q, d]."""
-    return rows_hqd.unflatten(0, (key_hkd.shape[0], -1))
+def _with_padding(values: Tensor) -> Tensor:
+    """[1, h, t, ...] -> [h, t + 1, ...] in the compute dtype; the last row is 0, for the padding of batches."""
+    return pad(_in_compute_dtype(values[0]), (0, 0, 0, 1))
 
 
-def _rows(values_hgqd: Tensor, queries: slice) -> Tensor:
-    """[h, g, q, d] of some queries -> [h, n, d]."""
-    return values_hgqd[:, :, queries].flatten(1, 2)
-
-
-# ---- queries and keys in the order of the row -----------------------------------------------------------
-
-
-def _in_row_order(block: Block) -> tuple[Block, Tensor | None, Tensor | None]:
-    """The block with queries and keys in the order of their positions, and both orders; None if they are in it."""
-
-    def make() -> tuple[Block, Tensor | None, Tensor | None]:
-        order_q, order_k = block.query_positions_q.argsort(), block.key_positions_k.argsort()
-        row = Block(
-            block.query_positions_q[order_q],
-            block.key_positions_k[order_k],
-            block.query_documents_q[order_q],
-            block.key_documents_k[order_k],
-            block.window,
-        )
-        same_q, same_k = (torch.equal(order, torch.arange(len(order))) for order in (order_q, order_k))
-        return row, None if same_q else order_q, None if same_k else order_k
-
-    return block.once("plain order", make)
-
-
-def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """[1, h, t, ...] -> [h, t, ...] in the order of the row, in the compute dtype."""
-    return _in_compute_dtype(values[0] if order is None else values[0, :, order.to(values.device)])
-
-
-def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Undo `_sorted`, in the compute dtype."""
-    return (values if order is None else values[:, order.argsort().to(values.device)])[None]
-
-
-# ---- pieces --------------------------------------------------------------------------------------------
+# ---- pieces of about one size, as one computation ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Adjacent queries, and the range of the sorted keys that any of them sees."""
+class _Batch:
+    """Pieces with at most one of each document, so that no key is in two of them.
 
-    queries: slice
-    keys: slice
-    every_query_sees: bool
+    Padding reads and writes the last row of every tensor, which `_with_padding` adds and which no result contains.
 
-    @property
-    def scores(self) -> int:
-        return (self.queries.stop - self.queries.start) * (self.keys.stop - self.keys.start)
-
-    def merged(self, other: _Piece) -> _Piece:
-        """This piece with the next one."""
-        keys = slice(min(self.keys.start, other.keys.start), max(self.keys.stop, other.keys.stop))
-        touch = self.queries.stop == other.queries.start
-        every = touch and self.every_query_sees and other.every_query_sees
-        return _Piece(slice(self.queries.start, other.queries.stop), keys, every)
-
-
-def _pieces(query_hgqd: Tensor, block: Block) -> Iterator[tuple[_Piece, Tensor]]:
-    """Every piece with its additive mask [n, k], 0 or -inf. Queries that see no key may be in none.
-
-    Small masks are cached for the other layers.
+    Attributes:
+        queries_Pn: places of their queries; that of the padding is q.
+        keys_Pk: places of the keys that any query of a piece sees; that of the padding is k.
+        mask_P1nk: additive mask, 0 or -inf.
     """
-    device, dtype, (heads, group) = query_hgqd.device, query_hgqd.dtype, query_hgqd.shape[:2]
+
+    queries_Pn: Tensor
+    keys_Pk: Tensor
+    mask_P1nk: Tensor
+
+    def rows(self, values_Hqd: Tensor, groups: int) -> Tensor:
+        """[H, q + 1, d] -> [h, P, g * n, d]."""
+        rows = values_Hqd.index_select(1, self.queries_Pn.flatten())
+        return rows.unflatten(1, self.queries_Pn.shape).unflatten(0, (-1, groups)).transpose(1, 2).flatten(2, 3)
+
+    def put_rows(self, into_Hqd: Tensor, rows_hPmd: Tensor) -> None:
+        """Set the rows of the queries, as `rows` gave them."""
+        rows = rows_hPmd.unflatten(2, (-1, self.queries_Pn.shape[1])).transpose(1, 2)
+        into_Hqd.index_copy_(1, self.queries_Pn.flatten(), rows.flatten(2, 3).flatten(0, 1))
+
+    def columns(self, values_hkd: Tensor) -> Tensor:
+        """[h, k + 1, d] -> [h, P, k, d]."""
+        return values_hkd.index_select(1, self.keys_Pk.flatten()).unflatten(1, self.keys_Pk.shape)
+
+    def add_columns(self, into_hkd: Tensor, columns_hPkd: Tensor) -> None:
+        """Add to the keys; only the padding is in `keys_Pk` more than once."""
+        keys = self.keys_Pk.flatten()
+        into_hkd.index_copy_(1, keys, into_hkd.index_select(1, keys).add_(columns_hPkd.flatten(1, 2)))
+
+    def scores(self, rows_hPmd: Tensor, keys_hPkd: Tensor) -> Tensor:
+        """[h, P, m, k] products of rows and keys, -inf where masked."""
+        scores_hPmk = rows_hPmd @ keys_hPkd.mT
+        scores_hPmk.unflatten(2, (-1, self.queries_Pn.shape[1])).add_(self.mask_P1nk)
+        return scores_hPmk
+
+
+def _batches(query_Hqd: Tensor, block: Block) -> Iterator[_Batch]:
+    """Every batch of a block. Small masks are cached for the other layers."""
+    device, dtype, heads = query_Hqd.device, query_Hqd.dtype, query_Hqd.shape[0]
     most = _SCORES.get(device.type, _SCORES["cuda"])
-    pieces = block.once(("plain pieces", device.type, heads * group), lambda: _split(block, device.type, heads * group))
+    batches = block.once(("plain pieces", device.type, heads), lambda: _split(block, device.type, heads))
+    if sum(map(_scores, batches)) > most:
+        return (_batch(block, batch, device, dtype) for batch in batches)
+    return iter(
+        block.once(
+            ("plain masks", device, dtype, heads),
+            lambda: [_batch(block, batch, device, dtype) for batch in batches],
+        )
+    )
 
-    def mask(piece: _Piece) -> Tensor:
-        allowed_qk = block.allowed_on(device, piece.queries, piece.keys)
-        return torch.zeros((), dtype=dtype, device=device).where(allowed_qk, -torch.inf).repeat(group, 1)
 
-    if sum(piece.scores for piece in pieces) * group > most:
-        return ((piece, mask(piece)) for piece in pieces)
-    masks = block.once(("plain masks", device, dtype, heads, group), lambda: [mask(piece) for piece in pieces])
-    return zip(pieces, masks, strict=True)
+class _Piece(NamedTuple):
+    """Queries of one document, and the keys that any of them sees, as places in the tensors of a block.
+
+    ``number`` counts the pieces of the document; ``size`` is (n, k).
+    """
+
+    number: int
+    size: tuple[int, int]
+    queries_n: Tensor
+    keys_k: Tensor
 
 
-def _split(block: Block, device: str, heads: int) -> list[_Piece]:
-    """Split the queries that see any key, so that few masked scores are computed in few pieces."""
+def _split(block: Block, device: str, heads: int) -> list[list[_Piece]]:
+    """Batch the pieces of a block, so that few masked scores are computed in few batches."""
     most, waste = (limits.get(device, limits["cuda"]) // heads for limits in (_SCORES, _WASTE))
-    pieces: list[_Piece] = []
-    for piece in _smallest(block):
-        both = pieces[-1].merged(piece) if pieces else piece
-        if pieces and both.scores <= most and both.scores - pieces[-1].scores - piece.scores <= waste:
-            pieces[-1] = both
+    batches: list[list[_Piece]] = []
+    longest_n = longest_k = needed = 0  # of the last batch
+    for piece in sorted(_pieces(block, most), key=lambda piece: piece[:2]):
+        last, (n, k) = batches[-1] if batches else [], piece.size
+        both = (len(last) + 1) * max(longest_n, n) * max(longest_k, k)
+        if last and last[0].number == piece.number and both <= most and both - needed - n * k <= waste:
+            last.append(piece)
+            longest_n, longest_k, needed = max(longest_n, n), max(longest_k, k), needed + n * k
         else:
-            pieces.append(piece)
-    return [part for piece in pieces for part in _thinned(piece, most)]
+            batches.append([piece])
+            longest_n, longest_k, needed = n, k, n * k
+    return batches
 
 
-def _smallest(block: Block) -> Iterator[_Piece]:
-    """Up to `_QUERIES` adjacent queries of one document each."""
-    first_q, end_q = key_ranges(block)
-    lengths = block.query_documents_q.unique_consecutive(return_counts=True)[1].tolist()
-    begin = 0
-    for length in lengths:
-        for start in range(begin, begin + length, _QUERIES):
-            stop = min(start + _QUERIES, begin + length)
-            sees = end_q[start:stop] > first_q[start:stop]
-            if bool(sees.any()):
-                keys = slice(int(first_q[start:stop][sees].min()), int(end_q[start:stop][sees].max()))
-                yield _Piece(slice(start, stop), keys, bool(sees.all()))
-        begin += length
+def _scores(pieces: list[_Piece]) -> int:
+    """Scores of a head that a batch computes, with those of its padding."""
+    lengths_n, lengths_k = zip(*(piece.size for piece in pieces), strict=True)
+    return len(pieces) * max(lengths_n) * max(lengths_k)
 
 
-def _thinned(piece: _Piece, most: int) -> Iterator[_Piece]:
-    """Split a piece so that the scores of each part fit in memory."""
-    step = max(1, most // (piece.keys.stop - piece.keys.start))
-    for start in range(piece.queries.start, piece.queries.stop, step):
-        yield _Piece(slice(start, min(start + step, piece.queries.stop)), piece.keys, piece.every_query_sees)
+def _pieces(block: Block, most: int) -> Iterator[_Piece]:
+    """Up to `_QUERIES` queries of one document each, fewer if their scores would be more than ``most``.
+
+    Queries that see no key are in none.
+    """
+    order_q, order_k = block.query_positions_q.argsort(), block.key_positions_k.argsort()
+    documents_q, documents_k = block.query_documents_q[order_q], block.key_documents_k[order_k]
+    in_row = Block(
+        block.query_positions_q[order_q], block.key_positions_k[order_k], documents_q, documents_k, block.window
+    )
+    first_q, end_q = key_ranges(in_row)
+    sees_q = end_q > first_q
+    queries, firsts, ends = order_q[sees_q], first_q[sees_q].tolist(), end_q[sees_q].tolist()
+    stop = 0
+    for length in documents_q[sees_q].unique_consecutive(return_counts=True)[1].tolist():
+        start, stop, number = stop, stop + length, 0
+        while start < stop:
+            end = min(start + _QUERIES, stop)
+            first, last = min(firsts[start:end]), max(ends[start:end])
+            end = min(end, start + max(1, most // (last - first)))
+            yield _Piece(number, (end - start, last - first), queries[start:end], order_k[first:last])
+            start, number = end, number + 1
 
 
-def _blind(block: Block, piece: _Piece, query_hgqd: Tensor) -> Tensor:
-    """[n] bool, the row sees no key."""
-    return ~block.sees_q[piece.queries].to(query_hgqd.device).repeat(query_hgqd.shape[1])
+_PADDING = 2**62
+"""Position of padding, after every other; `pad` takes its value as a float64, so a power of two."""
+
+
+def _batch(block: Block, pieces: list[_Piece], device: torch.device, dtype: torch.dtype) -> _Batch:
+    q, k = block.shape
+    queries_Pn = pad_sequence([piece.queries_n for piece in pieces], batch_first=True, padding_value=q).to(device)
+    keys_Pk = pad_sequence([piece.keys_k for piece in pieces], batch_first=True, padding_value=k).to(device)
+    query_positions_Pn1 = pad(block.query_positions_q, (0, 1), value=_PADDING).to(device)[queries_Pn][..., None]
+    key_positions_P1k = pad(block.key_positions_k, (0, 1), value=_PADDING).to(device)[keys_Pk][:, None]
+    allowed_Pnk = query_positions_Pn1 >= key_positions_P1k  # of one document are all keys of a piece
+    if block.window is not None:
+        allowed_Pnk &= query_positions_Pn1 - key_positions_P1k < block.window
+    mask_Pnk = torch.zeros((), dtype=dtype, device=device).where(allowed_Pnk, -torch.inf)
+    return _Batch(queries_Pn, keys_Pk, mask_Pnk[:, None])

@@ -92,19 +92,16 @@ def test_half_precision_is_computed_in_float32():
 def test_a_small_mask_is_built_once_for_all_layers(monkeypatch):
     made = block(torch.arange(T), torch.arange(T))
     query, key, value, _ = (x[None] for x in tensors(4, 2))
-    asked = []
-    monkeypatch.setattr(
-        Block, "allowed_on", lambda self, *some, rule=Block.allowed_on: asked.append(1) or rule(self, *some)
-    )
+    built = []
+    monkeypatch.setattr(plain, "_batch", lambda *of, rule=plain._batch: built.append(1) or rule(*of))
     for _ in range(3):
         PlainKernel().forward(query, key, value, made, SCALE)
-    assert len(asked) == 1
+    assert len(built) == len(plain._split(made, "cpu", 4))
 
 
 def scores(made, heads=4):
     """Scores that the kernel computes for a block, over all heads, and those that a query may see."""
-    pieces = plain._split(plain._in_row_order(made)[0], "cpu", heads)
-    return heads * sum(piece.scores for piece in pieces), heads * int(made.allowed_qk.sum())
+    return heads * sum(map(plain._scores, plain._split(made, "cpu", heads))), heads * int(made.allowed_qk.sum())
 
 
 @pytest.mark.parametrize("order", ["row", "reversed", "shuffled", "striped"])
@@ -126,8 +123,10 @@ def test_a_packed_row_is_computed_in_proportion_to_what_it_sees(order):
 
 def test_a_long_document_is_cut_along_its_diagonal():
     everyone = torch.arange(2048)
-    computed, seen = scores(Block(everyone, everyone, everyone * 0, everyone * 0))
+    made = Block(everyone, everyone, everyone * 0, everyone * 0)
+    computed, seen = scores(made)
     assert computed <= 1.1 * seen
+    assert max(map(plain._scores, plain._split(made, "cpu", 4))) <= plain._SCORES["cpu"] // 4
 
 
 def test_a_window_limits_what_is_computed():
@@ -136,14 +135,30 @@ def test_a_window_limits_what_is_computed():
     assert computed <= 4 * seen
 
 
-def test_pieces_hold_every_query_that_sees_a_key_once():
-    queries, keys = torch.randperm(T)[: T // 2], torch.randperm(T)[: T // 3]
-    made, _, _ = plain._in_row_order(block(queries, keys))
-    covered = [
-        query for piece in plain._split(made, "cpu", 1) for query in range(piece.queries.start, piece.queries.stop)
-    ]
-    assert len(covered) == len(set(covered))
-    assert set(made.sees_q.nonzero().flatten().tolist()) <= set(covered)
+@pytest.mark.parametrize("most", [2**18, 1])
+def test_pieces_hold_every_query_that_sees_a_key_once(most, monkeypatch):
+    monkeypatch.setitem(plain._SCORES, "cpu", most)
+    made = block(torch.randperm(T)[: T // 2], torch.randperm(T)[: T // 3])
+    batches = plain._split(made, "cpu", 1)
+    covered = [query for batch in batches for piece in batch for query in piece.queries_n.tolist()]
+    assert sorted(covered) == made.sees_q.nonzero().flatten().tolist()
+
+
+def test_no_key_is_in_two_pieces_of_a_batch():
+    """Their gradients are copied, not added: that of a long document, in many pieces, would be one piece's."""
+    everyone = torch.arange(640)
+    for batch in plain._split(Block(everyone, everyone, everyone // 320, everyone // 320), "cpu", 1):
+        keys = torch.cat([piece.keys_k for piece in batch])
+        assert len(keys) == len(keys.unique())
+
+
+def test_many_short_documents_are_a_few_batches():
+    documents = torch.arange(72).repeat_interleave(torch.arange(72) % 32 + 7)
+    everyone = torch.arange(len(documents))
+    made = Block(everyone, everyone, documents, documents)
+    batches = plain._split(made, "cpu", 4)
+    assert len(batches) <= 6
+    assert sum(map(plain._scores, batches)) <= 1.5 * documents.bincount().square().sum()
 
 
 def peak_of_backward(count):
