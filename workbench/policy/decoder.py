@@ -10,7 +10,7 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import SpecError
+from workbench.errors import SpecError, listed
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionModel, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SiglipVisionModel
@@ -30,12 +30,7 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
     """
     if source in TINY:
         return TINY[source](19, tied=tied is not False, seed=seed)
-    if tied is not None:
-        raise SpecError(
-            f"model.tied = {tied} with model.source = {source!r}",
-            rule="a checkpoint defines whether its head is tied",
-            fix="leave model.tied out",
-        )
+    check_tied(source, tied)
     folder = (project or Path()) / source
     files = sorted((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in folder.glob("*.*"))
     if not files or sum(size for _, _, size in files) > SMALL_BYTES:
@@ -45,10 +40,39 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
     return copy.deepcopy(_small["model"])
 
 
+def check_tied(source: str, tied: bool | None) -> None:
+    """Raise if tying is requested of a checkpoint, which defines it."""
+    if tied is not None and source not in TINY:
+        raise SpecError(
+            f"model.tied = {tied} with model.source = {source!r}",
+            rule=f"a checkpoint defines whether its head is tied; only the tiny models ({', '.join(TINY)}) take either",
+            fix="leave model.tied out",
+        )
+
+
 SMALL_BYTES = 64 << 20
 """Size of the checkpoints of which a process keeps the most recent one: runs of one job load it in 8 ms, not 250 ms."""
 
 _small: dict[str, Any] = {}
+
+
+def _refuse_incomplete(source: str, folder: Path) -> None:
+    """Raise for a folder that is no checkpoint of a whole model, or only changes one."""
+    if (folder / "adapter_config.json").is_file():
+        raise SpecError(
+            f"load model.source = {source!r}",
+            found="an adapter (adapter_config.json), such as LoRA's",
+            rule="a checkpoint of the whole model: adapters have no layouts here",
+            fix="merge it into its base and save that: PeftModel.merge_and_unload().save_pretrained(folder)",
+        )
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        raise SpecError(
+            f"load model.source = {source!r}",
+            found=f"a folder without config.json: {folder.resolve()}",
+            rule="a checkpoint folder (config.json, *.safetensors), as save_pretrained writes it",
+            fix=f"name the folder of one of its checkpoints: {listed(inside)}" if inside else "check the path",
+        )
 
 
 def _load(source: str, folder: Path) -> Any:
@@ -56,6 +80,7 @@ def _load(source: str, folder: Path) -> Any:
     import transformers
     from safetensors import SafetensorError
 
+    _refuse_incomplete(source, folder)
     transformers.utils.logging.disable_progress_bar()
     # safetensors only, so that no pickle is loaded (DECISIONS.md, 18)
     try:

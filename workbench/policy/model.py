@@ -6,7 +6,7 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from workbench.errors import ShardingError, SpecError
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
 from workbench.policy.decoder import head_of, load_decoder
+from workbench.policy.kernels import use_kernels
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.sizes import check_whole_vocabulary
 from workbench.policy.tensor_plan import shard_decoder
 from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard
@@ -201,6 +203,7 @@ def load_policy(
     sequence_parallel: bool = False,
     checkpointing: bool = False,
     fused_loss: bool = False,
+    kernels: Mapping[str, str] | None = None,
 ) -> Policy:
     """Load a decoder, register the workbench's attention, and shard it for this rank.
 
@@ -220,6 +223,7 @@ def load_policy(
         sequence_parallel: each tp rank holds 1 / tp of the tokens between sharded layers.
         checkpointing: save no activations inside a decoder layer; recompute them in backward.
         fused_loss: loss and gradient are computed in one pass over the head, which needs chunks.
+        kernels: of norms, rotary embeddings and MLPs, see `workbench.policy.kernels.use_kernels`.
 
     Raises:
         SpecError: no such checkpoint, an unknown implementation, or one that does not support this layout.
@@ -238,6 +242,7 @@ def load_policy(
         check_logits(model, probe_logits(model, precision), expected, what="float64 run")
     else:
         model = cast(model, DTYPES[precision])
+    model = use_kernels(model, kernels or {})
     config = model.config.get_text_config()
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
     if checkpointing:
@@ -307,12 +312,7 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
         if fused_loss or mesh.device.type == "cuda":
             return fastest(dtype, mesh.device)
         return "vocabulary_parallel" if mesh["tp"].size > 1 else "reference"
-    if requested not in IMPLEMENTATIONS or (requested == "reference" and mesh["tp"].size > 1):
-        raise SpecError(
-            f"policy.logprobs = {requested!r} with tp={mesh['tp'].size}",
-            rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}; reference needs the whole vocabulary, tp=1",
-            fix="use auto, or vocabulary_parallel",
-        )
+    check_whole_vocabulary(requested, mesh["tp"].size, IMPLEMENTATIONS)
     if fused_loss and requested not in CHUNKED:
         raise SpecError(
             f"policy.logprobs = {requested!r} with fused_loss",

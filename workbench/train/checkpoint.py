@@ -56,6 +56,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         checkpointing=layout.checkpointing,
         sequence_parallel=layout.sequence_parallel,
         fused_loss=head.fused_loss,
+        kernels=dict(spec.kernels),
     )
 
 
@@ -134,16 +135,17 @@ def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optim
     return done
 
 
-def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
+def trained_policy(run: RunDirectory | Path | str, *, project: Path | None = None) -> Any:
     """Return the stock `transformers` decoder with the weights of a run's newest checkpoint, to sample, test or save.
 
     ``save_pretrained(folder)`` writes a folder that ``model.source`` of another run can name.
 
-    Relative paths in the run's spec begin at ``project``; None takes `project_root`.
+    Relative paths in the run's spec begin at ``project``; None takes `project_root`. A run may be given by its folder.
 
     Raises:
-        RecordError: the run has no checkpoint.
+        RecordError: no run at this path, or the run has no checkpoint.
     """
+    run = run if isinstance(run, RunDirectory) else RunDirectory.open(run)
     rule = "a run saves its weights only with record.checkpoint_every"
     fix = "set record.checkpoint_every, and run again"
     _, folder = _newest(run, f"the policy that {run.path.name} trained", rule, fix)

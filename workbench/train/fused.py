@@ -66,7 +66,7 @@ def plan_head(local: LocalRow, loss: StepLoss) -> HeadPlan:
         recorded = _sums_of_data(local, loss)
         if recorded is None:
             return HeadPlan(None, requested=requested)
-    if loss.spec is not None and (loss.spec.surrogate.breaks or loss.spec.correction.breaks):
+    if loss.spec is not None and (loss.spec.row_at_once or loss.spec.correction.breaks):
         # A statistic over all tokens of a row, which depends on the current policy or on the split.
         return HeadPlan("row", recorded=recorded, requested=requested)
     if recorded is not None or not requested:

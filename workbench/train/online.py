@@ -60,6 +60,7 @@ class Online:
 
     def __init__(self, spec: RunSpec, policy: Policy, project: Path, *, task: Task | None = None) -> None:
         self.spec, self.policy, self.mesh = spec, policy, policy.mesh
+        self.project = project
         self.task = task or named_task(spec.online.task or "", project)
         model = spec.model
         self.sampler = Sampler(
@@ -294,14 +295,17 @@ class Online:
         truncated = Extension(cut_off_N[batch.document_ids_T], "token", "1", "whether the sampler cut the answer off")
         return replace(batch, extensions={"truncated": truncated})
 
+    def _logprobs(self, policy: Policy, batch: RolloutBatch) -> Tensor:
+        return document_logprobs(policy, batch, self.spec, self.mesh, project=self.project)
+
     def _scored(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch with the trainer's log-probabilities, if requested, and advantages."""
         if self.spec.loss.needs_pairs:
             batch = without_ties(batch)
         if self.spec.online.old_logprobs == "trainer":
-            batch = replace(batch, old_logprobs_T=document_logprobs(self.policy, batch, self.spec, self.mesh))
+            batch = replace(batch, old_logprobs_T=self._logprobs(self.policy, batch))
         if self.reference is not None:
-            batch = replace(batch, ref_logprobs_T=document_logprobs(self.reference, batch, self.spec, self.mesh))
+            batch = replace(batch, ref_logprobs_T=self._logprobs(self.reference, batch))
         # Once, of all that was sampled: baselines must not see a mini-batch (DECISIONS.md, row 103).
         return flow.compute_advantages(batch, self.spec)
 
@@ -324,7 +328,9 @@ def with_advantages(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"advantages": AdvantageSpec()})})
 
 
-def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> Tensor:
+def document_logprobs(
+    policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: Mesh, *, project: Path | None = None
+) -> Tensor:
     """Log-probabilities of the trained tokens of documents, bitwise equal to those of a run's own steps; 0 elsewhere.
 
     Documents are selected, packed, split and sent through the head as in the optimizer steps that train on them, so a
@@ -335,7 +341,7 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
 
     Shapes: [S], in the order of the batch. Units: nats, at the temperature of each token, or of the policy.
     """
-    spec, loss, per_step = with_advantages(spec), flow.build_loss(spec.loss), spec.data.documents_per_step
+    spec, loss, per_step = with_advantages(spec), flow.build_loss(spec.loss, project), spec.data.documents_per_step
     steps = 1 if per_step is None else -(-batch.num_documents // per_step)
     logprobs_S: Tensor | None = None
     missing_S = batch.loss_mask_T.clone()

@@ -24,14 +24,14 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import deal, fill, pack
 from workbench.rollouts.targets import TrainingRow
 from workbench.sharding.attention import AttentionShard
-from workbench.sharding.collectives import all_gather, sum_sum
+from workbench.sharding.collectives import gather_many, sum_sum
+from workbench.sharding.divisibility import check_row_multiple
+from workbench.sharding.divisibility import multiples as multiples
 from workbench.sharding.mesh import Axis, Mesh
-from workbench.sharding.orders import Multiples, document_lengths, padding_rule
+from workbench.sharding.orders import document_lengths
 from workbench.sharding.plan import ShardPlan
-from workbench.specs.groups import LayoutSpec, ReproducibleSpec
+from workbench.specs.groups import LayoutSpec
 from workbench.specs.run import RunSpec
-
-ORDINARY = ReproducibleSpec()
 
 
 @dataclass(frozen=True)
@@ -136,23 +136,7 @@ def pack_step(
             fix="record group ids with the rollouts, or leave keep_groups out",
         )
     needed = multiples(layout, spec.reproducible)
-    if data.multiple_of is not None and data.multiple_of % needed.row:
-        smaller = ", or a smaller layout.block_tokens" if layout.order == "balanced" else ""
-        raise SpecError(
-            f"data.multiple_of = {data.multiple_of}",
-            found=f"layout {layout}",
-            rule=f"rows of this layout are multiples of {needed.row} tokens in every step",
-            fix=f"leave data.multiple_of out, or take a multiple of {needed.row}{smaller}",
-        )
-    multiple_of = data.multiple_of or needed.row
-    if spec.reproducible.on and data.micro_batch_tokens is not None and data.micro_batch_tokens % multiple_of:
-        raise SpecError(
-            f"data.micro_batch_tokens = {data.micro_batch_tokens} in the reproducible mode",
-            found=f"layout {layout}",
-            rule=f"rows of this layout are multiples of {multiple_of} "
-            "tokens; with another multiple the capacity of a row, and so its documents, depend on the layout",
-            fix=f"take a multiple of {multiple_of}, the same in every run that is to agree",
-        )
+    multiple_of = check_row_multiple(data, layout, spec.reproducible)
     if document_rows is not None:
         return deal(batch, document_rows, multiple_of=multiple_of, document_multiple_of=needed.document)
     labels_N = batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None
@@ -172,17 +156,6 @@ def pack_step(
         document_multiple_of=needed.document,
         group_labels_N=labels_N,
     )
-
-
-def multiples(layout: LayoutSpec, reproducible: ReproducibleSpec = ORDINARY) -> Multiples:
-    """Return the multiples to which rows and documents are padded; rows in the reproducible mode to whole blocks."""
-    order = layout.order if layout.cp > 1 else "contiguous"  # on one rank all orders coincide
-    rule = padding_rule(
-        order, layout.cp, block_tokens=layout.block_tokens, tp=layout.tp if layout.sequence_parallel else 1
-    )
-    if reproducible.block_tokens is None or order == "balanced":  # "balanced" pads to whole blocks already
-        return rule
-    return replace(rule, row=rule.row * reproducible.block_tokens)
 
 
 def plan_row(document_ids_T: Tensor, layout: LayoutSpec) -> ShardPlan:
@@ -264,7 +237,7 @@ def at_targets(values_S: Tensor | None, row: TrainingRow) -> Tensor | None:
 def recorded_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], row: TrainingRow) -> dict[str, Tensor]:
     """Per-token values for a record: "clipped" is the decision applied, "would_clip" this run's own decision."""
     with torch.no_grad():
-        own_terms = terms if inputs.frozen_clip_T is None else loss(replace(inputs, frozen_clip_T=None))
+        own_terms = terms if inputs.frozen_clip_T is None or not terms else loss(replace(inputs, frozen_clip_T=None))
     none_T = torch.zeros_like(row.loss_mask_T)
     applied_T, own_T = (
         next((t.clipped_T for t in named.values() if t.clipped_T is not None), none_T) for named in (terms, own_terms)
@@ -285,7 +258,8 @@ def recorded_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], r
 def in_source_order(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_source: int) -> dict[str, Tensor]:
     """Gather per-token values of all dp x cp ranks, each at the position of its target in the source batch."""
     local = {name: torch.cat([tokens[name] for tokens in per_token]).to(mesh.device) for name in per_token[0]}
-    gathered = {name: torch.cat(all_gather(values_T, mesh["dp_cp"])) for name, values_T in local.items()}
+    pieces = gather_many(list(local.values()), mesh["dp_cp"])
+    gathered = {name: torch.cat(of_ranks) for name, of_ranks in zip(local, pieces, strict=True)}
     source = gathered.pop("source")
     is_token = source != PADDING  # source positions name tokens in every packing (DECISIONS.md, row 8)
     ordered = {}

@@ -26,6 +26,7 @@ from torch import Tensor
 from workbench.losses.build import build_loss as build_loss
 from workbench.losses.build import prepare_inputs
 from workbench.losses.document_sums import pair_signs
+from workbench.losses.own import TrainerLoss
 from workbench.losses.terms import Loss
 from workbench.metrics.definitions import Level
 from workbench.metrics.evidence import GradientTokens, count_evidence, split_evidence
@@ -44,6 +45,7 @@ from workbench.sharding.mesh import Mesh
 from workbench.specs.run import LossSpec, RunSpec
 from workbench.train import exact
 from workbench.train.fused import fused_head, fused_row_loss
+from workbench.train.own import evaluate_trainer_loss, step_totals
 from workbench.train.rows import (
     LocalRow,
     WholeRow,
@@ -96,6 +98,7 @@ class StepLoss:
         totals: of the whole step.
         spec: the settings of the loss; None: a loss without settings.
         frozen_clip_S: [S] bool, clip decisions of another run.
+        mesh, micro_batches: the axes, and micro-batches of each rank, which a trainer's function knows.
         gradient_tokens: of the last evaluation with a gradient, which covers all tokens of a row.
     """
 
@@ -103,6 +106,8 @@ class StepLoss:
     totals: StepTotals
     spec: LossSpec | None = None
     frozen_clip_S: Tensor | None = None
+    mesh: Mesh | None = None
+    micro_batches: int = 1
     gradient_tokens: GradientTokens | None = None
 
     @property
@@ -114,8 +119,14 @@ class StepLoss:
         """Evaluate the per-token terms and their weighted sums."""
         row = local.row
         inputs = loss_inputs(row, head_output, self.totals, local.sums, at_targets(self.frozen_clip_S, row))
-        if torch.is_grad_enabled():
-            self.gradient_tokens = GradientTokens(row, inputs)
+        of_trainer = isinstance(self.loss, TrainerLoss)
+        if torch.is_grad_enabled():  # a trainer's function masks by itself, so its gradient is that of all tokens
+            seen = replace(inputs, policy_logprobs_T=head_output.logprobs_T) if of_trainer else inputs
+            self.gradient_tokens = GradientTokens(row, seen)
+        if isinstance(self.loss, TrainerLoss):
+            assert self.mesh is not None, "given by `run_step`"
+            known = step_totals(self.totals, local, self.mesh, self.micro_batches)
+            return Evaluated(inputs, {}, evaluate_trainer_loss(self.loss, local.row, head_output, known))
         return evaluate_loss(self.loss, inputs, local.weights, row.loss_mask_T)
 
 
@@ -181,7 +192,7 @@ def run_step(
             `workbench.train.fused`.
     """
     mesh, strategy = policy.mesh, choose_strategy(reproducible=policy.exact is not None, fused=fused)
-    step_loss = StepLoss(loss, totals, loss_spec, frozen_clip_S)
+    step_loss = StepLoss(loss, totals, loss_spec, frozen_clip_S, mesh, len(rows))
     parts, metrics, per_token, fallbacks = [], [], [], []
 
     policy.reshard()

@@ -26,6 +26,7 @@ from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.faults import planted
 from workbench.metrics.evidence import Evidence
 from workbench.metrics.step import StepClock, forget_peak, peak_bytes
+from workbench.metrics.trainable import Trainable
 from workbench.policy.model import Policy
 from workbench.records.certificate import Certificate, write_certificate
 from workbench.records.directory import RunDirectory
@@ -34,6 +35,7 @@ from workbench.records.provenance import provenance
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
 from workbench.sharding import flight
+from workbench.sharding.divisibility import check_documents_per_step
 from workbench.sharding.mesh import Mesh, job_store, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.groups import OptimizerSpec
@@ -42,6 +44,7 @@ from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy, continue_run, save_checkpoint
 from workbench.train.exact import kernels_of, reproducible_mode
 from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
+from workbench.train.own import loss_file
 from workbench.train.rows import StepData, in_order
 from workbench.train.trace import Tracer, certify, fingerprint_gradients, write_trace
 from workbench.train.watched import enable_diagnostics
@@ -130,8 +133,9 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
             steps = functools.partial(_recorded, batch, spec)
         swapped.enter_context(reproducible_mode(policy, spec))
         if mesh.is_first:
-            run.write_json("provenance.json", provenance(project, seed=spec.seed) | kernels_of(policy))
-        _take_steps(run, spec, mesh, policy, steps)
+            own = loss_file(spec.loss, project)
+            run.write_json("provenance.json", provenance(project, seed=spec.seed) | kernels_of(policy) | own)
+        _take_steps(run, spec, mesh, policy, steps, project)
 
 
 def _recorded(batch: RolloutBatch, spec: RunSpec, first: int) -> Iterator[StepData]:
@@ -139,9 +143,14 @@ def _recorded(batch: RolloutBatch, spec: RunSpec, first: int) -> Iterator[StepDa
 
 
 def _take_steps(
-    run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy, steps: Callable[[int], Iterator[StepData]]
+    run: RunDirectory,
+    spec: RunSpec,
+    mesh: Mesh,
+    policy: Policy,
+    steps: Callable[[int], Iterator[StepData]],
+    project: Path,
 ) -> None:
-    loss, optimizer = flow.build_loss(spec.loss), build_optimizer(policy, spec.optimizer)
+    loss, optimizer = flow.build_loss(spec.loss, project), build_optimizer(policy, spec.optimizer)
     first = continue_run(run, policy, optimizer)
     if first == spec.steps:  # interrupted after the last step
         save_checkpoint(run, first, policy, optimizer)
@@ -197,13 +206,14 @@ def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
             rule="every token id is below the size of the vocabulary",
             fix="use the model that these rollouts were sampled from",
         )
-    per_step = spec.data.documents_per_step
-    if per_step is not None and per_step > batch.num_documents:
+    check_documents_per_step(spec.data.documents_per_step, batch.num_documents, spec.data.path)
+    recorded = spec.data.advantages.name == "recorded" and spec.loss.surrogate.reads_advantages
+    if recorded and not batch.advantages_T[batch.loss_mask_T].any() and Trainable.of(batch).mixed_groups:
         raise SpecError(
-            f"data.documents_per_step = {per_step}",
-            found=f"{batch.num_documents} documents in {spec.data.path}",
-            rule="a step takes each document at most once",
-            fix="leave it out to take all of them",
+            f"train on {spec.data.path}",
+            found="no recorded advantages (all are zero), and groups with different rewards",
+            rule="a loss with nothing but advantages of zero trains nothing",
+            fix="set data.advantages to an estimator, such as {name: grpo}, which computes them from the rewards",
         )
 
 

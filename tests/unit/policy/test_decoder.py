@@ -116,3 +116,36 @@ class TestSmallCheckpoints:
         monkeypatch.setattr(decoder, "_small", {})
         self.weights(folder)
         assert decoder._small == {}
+
+
+class TestFormsOfACheckpoint:
+    """One in several files or another dtype is the same model; a part of one is refused by name."""
+
+    def test_several_files(self, tmp_path):
+        tiny_qwen3(19).save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
+        expected = tiny_qwen3(19).state_dict()
+        assert all(torch.equal(expected[name], each) for name, each in load_decoder(str(tmp_path)).state_dict().items())
+        sorted(tmp_path.glob("*.safetensors"))[0].unlink()
+        with pytest.raises(SpecError, match="model-00001-of-"):
+            load_decoder(str(tmp_path))
+
+    def test_another_dtype(self, tmp_path):
+        stock = tiny_qwen3(19).to(torch.bfloat16)
+        stock.save_pretrained(tmp_path)
+        loaded = load_decoder(str(tmp_path)).state_dict()
+        assert all(torch.equal(loaded[name], each.float()) for name, each in stock.state_dict().items())
+        assert {each.dtype for each in loaded.values()} == {torch.float32}
+
+    def test_an_adapter(self, tmp_path):
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(SpecError, match=r"an adapter(?s:.)*merge_and_unload"):
+            load_decoder(str(tmp_path))
+
+    def test_a_folder_of_checkpoints(self, tmp_path):
+        with pytest.raises(SpecError, match=r"without config\.json"):
+            load_decoder(str(tmp_path))
+        (tmp_path / "checkpoint-10").mkdir()
+        (tmp_path / "checkpoint-10/config.json").write_text("{}")
+        with pytest.raises(SpecError, match=r"without config\.json(?s:.)*its checkpoints: checkpoint-10"):
+            load_decoder(str(tmp_path))

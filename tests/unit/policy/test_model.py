@@ -141,6 +141,9 @@ def small(kind, folder, **more):
         ("Llama", {"attention_bias": True}),
         ("Qwen2", {"tie_word_embeddings": True}),
         ("Mistral", {"sliding_window": None}),
+        ("Qwen3", {"head_dim": 8}),
+        ("Phi3", {}),
+        ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     ],
 )
 @pytest.mark.parametrize("precision", ["float32", "float64"])

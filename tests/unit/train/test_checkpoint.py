@@ -449,6 +449,7 @@ def test_every_setting_is_handed_on(monkeypatch):
                 "fused_loss": True,
             },
             "layout": {"shard_parameters": True, "checkpointing": True, "sequence_parallel": True},
+            "kernels": {"norm": "compiled"},
         }
     )
     mesh, project = single_process_mesh(), Path("somewhere")
@@ -466,6 +467,7 @@ def test_every_setting_is_handed_on(monkeypatch):
         "checkpointing": True,
         "sequence_parallel": True,
         "fused_loss": True,
+        "kernels": {"norm": "compiled", "rope": "torch", "mlp": "torch"},
     }
     handed_on = set(load_policy.__kwdefaults__) - set(asked)
     assert not handed_on, "load_policy has learnt something that no spec can ask for"

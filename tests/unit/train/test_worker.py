@@ -11,6 +11,7 @@ from tests.helpers.same_bits import differing
 from workbench.errors import LaunchError, RecordError, SpecError
 from workbench.policy.decoder import tiny_qwen3
 from workbench.records.directory import RunDirectory
+from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.run import RunSpec
 from workbench.train.worker import run_here
 
@@ -233,3 +234,13 @@ def test_a_step_takes_no_document_twice(tmp_path):
     run = small(tmp_path, data={"documents_per_step": 73})
     with pytest.raises(SpecError, match="found: 72 documents"):
         run_here(run, PROJECT)
+
+
+def test_advantages_that_were_not_recorded_are_not_taken_for_recorded_ones(tmp_path):
+    documents = [{"tokens": [3, 4], "loss_mask": [0, 1], "advantages": 0.0, "old_logprobs": [0, -3.0], "group_id": 0}]
+    batch = RolloutBatch.from_documents([each | {"reward": reward} for each in documents for reward in (0, 1)])
+    data = {"path": str(batch.save(tmp_path / "mine"))}
+    with pytest.raises(SpecError, match=r"no recorded advantages(?s:.)*set data\.advantages"):
+        run_here(small(tmp_path / "recorded", data=data), PROJECT)
+    run_here(run := small(tmp_path / "computed", data=data | {"advantages": {"name": "grpo"}}), PROJECT)
+    assert run.status == "succeeded"

@@ -144,7 +144,7 @@ def test_given_logits_give_the_same():
 
 
 def test_sizes_that_disagree_are_named():
-    with pytest.raises(ShapeError, match="weight_VD has D=4, but D=2"):
+    with pytest.raises(ShapeError, match="weight_VD has D=4, but hidden_TD has D=2"):
         token_logprobs(torch.zeros(3, 2), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64))
 
 
