@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +28,13 @@ from workbench.losses.covariance import clip_cov, kl_cov
 from workbench.losses.direct import cispo, gpg, importance_sampling, on_policy, positive_nll, reinforce, sft
 from workbench.losses.entropy import entropy_bonus, highest_entropy, mean_squared_logit, restricted_to, squared_logit
 from workbench.losses.kl import kl_term
+from workbench.losses.own import TrainerLoss, load_own, own_terms
 from workbench.losses.preference import dpo
 from workbench.losses.sequence import gmpo, gspo, gspo_token, log_sequence_ratio, luspo, vespo
 from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.losses.trust_region import dppo_kl, dppo_tv, dro, ipo, ref_kl, sapo
 from workbench.specs.losses import LossSpec
+from workbench.specs.losses.own import OwnLoss
 
 SURROGATES: Mapping[str, Callable[..., Term]] = {
     "ppo": clipped_surrogate,
@@ -58,8 +62,14 @@ SURROGATES: Mapping[str, Callable[..., Term]] = {
 """Kind -> its function, whose keyword parameters are the settings of that kind in `workbench.specs.losses`."""
 
 
-def build_loss(spec: LossSpec) -> Loss:
+def build_loss(spec: LossSpec, project: Path | None = None) -> Loss:
     """Build the pure loss that a spec describes.
+
+    A function of a file (`workbench.losses.own`) is loaded here; its relative path begins at ``project``, or else at
+    the current folder. A trainer's function gives a `TrainerLoss`.
+
+    Raises:
+        SpecError: a file or function that does not exist, cannot be executed, or does not have the settings.
 
     Example:
         >>> import torch
@@ -67,16 +77,24 @@ def build_loss(spec: LossSpec) -> Loss:
         >>> loss(LossInputs(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0])))["policy"].values_T
         tensor([2.])
     """
-    surrogate = functools.partial(SURROGATES[spec.surrogate.kind], **spec.surrogate.parameters)
+    if isinstance(spec.surrogate, OwnLoss):
+        own = load_own(spec.surrogate, project or Path.cwd())
+        if spec.surrogate.engine is not None:
+            return TrainerLoss(own, spec.surrogate.engine)
+        surrogate = functools.partial(_own_surrogate, own, spec.surrogate.function)
+    else:
+        surrogate = functools.partial(_named_surrogate, SURROGATES[spec.surrogate.kind], spec.surrogate.parameters)
 
     def loss(inputs: LossInputs) -> dict[str, Term]:
         inputs = prepare_inputs(inputs, spec)
         enters = spec.correction.enters == "sequence_weight"
         weight = {"log_correction_T": log_document_weight(inputs, spec.correction)} if enters else {}
-        policy = replace(surrogate(surrogate_inputs(inputs, spec), **weight), coefficient=spec.surrogate.coefficient)
-        policy = apply_correction(policy, inputs, spec.correction)
         chosen_T = None if spec.top_entropy_share == 1 else highest_entropy(inputs, spec.top_entropy_share)
-        terms = {"policy": policy if chosen_T is None else restricted_to(policy, inputs, chosen_T)}
+        terms = surrogate(surrogate_inputs(inputs, spec), **weight)
+        if (policy := terms.get("policy")) is not None:
+            policy = replace(policy, coefficient=policy.coefficient * spec.surrogate.coefficient)
+            policy = apply_correction(policy, inputs, spec.correction)
+            terms["policy"] = policy if chosen_T is None else restricted_to(policy, inputs, chosen_T)
         if spec.kl.coefficient and spec.kl.placement == "loss":
             terms["kl"] = kl_term(inputs, spec.kl)
         if spec.entropy_coefficient:
@@ -92,6 +110,29 @@ def build_loss(spec: LossSpec) -> Loss:
         return terms
 
     return loss
+
+
+def _named_surrogate(
+    surrogate: Callable[..., Term], parameters: Mapping[str, Any], inputs: LossInputs, **weight: Tensor
+) -> dict[str, Term]:
+    return {"policy": surrogate(inputs, **parameters, **weight)}
+
+
+def _own_surrogate(function: Callable[[LossInputs], Any], name: str, inputs: LossInputs) -> dict[str, Term]:
+    """Terms of a user's function; the names of the penalties, which a spec adds, are taken."""
+    terms = own_terms(function(inputs), inputs, name)
+    if taken := [term for term in PENALTIES if term in terms]:
+        raise SpecError(
+            f"loss.name = {name!r}",
+            found=f"a term named {taken[0]!r}",
+            rule=f"{', '.join(PENALTIES)} are terms that loss.kl and the coefficients of a spec add",
+            fix=f"name it otherwise, such as own_{taken[0]}",
+        )
+    return terms
+
+
+PENALTIES = ("kl", "entropy", "logit", "logit_size", "positive_nll")
+"""Names of the terms that a spec adds to its surrogate."""
 
 
 def prepare_inputs(inputs: LossInputs, spec: LossSpec) -> LossInputs:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from workbench.errors import ShapeError
+from workbench.errors import ShapeError, check_kind
+from workbench.rollouts import manifest
 from workbench.rollouts.columns import broken_shapes, columns_of_documents, columns_of_padded
 
 PADDING = -1
@@ -237,6 +239,22 @@ class RolloutBatch:
         given = {name: value for name, value in locals().items() if name not in ("cls", "temperature")}
         return cls(**columns_of_padded("RolloutBatch.from_padded", given), temperature=temperature)
 
+    def save(self, folder: Path | str, *, provenance: Mapping[str, Any] | None = None, overwrite: bool = False) -> Path:
+        """Write the batch as a rollout dataset, the ``data.path`` of a run, and return its absolute folder.
+
+        Args:
+            folder: of the new rollout dataset.
+            provenance: JSON data about its origin.
+            overwrite: replace an existing rollout dataset.
+
+        Raises:
+            RecordError: there is a rollout dataset in the folder and ``overwrite`` is False.
+            ShapeError: the provenance does not fit in JSON.
+        """
+        check_kind("save rollouts", folder, (str, Path), "pass the folder of the new rollout dataset")
+        manifest.save(self, Path(folder), provenance=provenance, overwrite=overwrite)
+        return Path(folder).resolve()
+
     # ---- selection and padding -----------------------------------------------------------------------
 
     def select(self, documents: Sequence[int]) -> RolloutBatch:
@@ -244,12 +262,12 @@ class RolloutBatch:
 
         Source indices still refer to the batch that this one came from; see `as_source`.
         """
-        chosen = list(documents)
-        bad = [d for d in chosen if not 0 <= d < self.num_documents]
+        chosen, documents_in_row = list(documents), self.num_documents
+        bad = [d for d in chosen if not 0 <= d < documents_in_row]
         if bad:
             raise ShapeError(
                 f"RolloutBatch.select: documents {bad}",
-                found=f"{self.num_documents} documents",
+                found=f"{documents_in_row} documents",
                 rule="0 <= document < N",
                 fix="choose existing documents",
             )

@@ -72,6 +72,19 @@ def columns_of_documents(where: str, documents: Sequence[Mapping[str, Any]]) -> 
     }
 
 
+def _refuse_negative(where: str, name: str, ids: Tensor, mask_name: str, mask: Tensor) -> None:
+    """Raise if a token id under the mask is negative, such as the -100 of ignored labels."""
+    bad = mask & (ids < 0)
+    if bad.any():
+        row, at = (int(i) for i in torch.nonzero(bad)[0])
+        raise ShapeError(
+            f"{where}: {name}, row {row}, token {at}",
+            found=f"{int(ids[row, at])}; {int(bad.sum())} negative ids in all where {mask_name} is 1",
+            rule="a token id is at least 0; -100 marks labels that a loss ignores, not tokens",
+            fix=f"pass the ids that the policy sampled, and set {mask_name} to 0 on padding",
+        )
+
+
 def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `RolloutBatch.from_padded`, of its arguments by name; ``where`` begins its errors."""
     arrays = {name: as_tensor(f"{where}: {name}", value) for name, value in given.items() if value is not None}
@@ -88,6 +101,8 @@ def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     prompt_BP, completion_BC = masks["prompt_mask"], masks["completion_mask"]
     trained_BC = masks.get("loss_mask", completion_BC)
     _refuse_padded(where, prompt_BP, completion_BC, trained_BC)
+    for name, mask in (("prompt", prompt_BP), ("completion", completion_BC)):
+        _refuse_negative(where, f"{name}_ids", arrays[f"{name}_ids"], f"{name}_mask", mask)
 
     real = torch.cat([prompt_BP, completion_BC], dim=1)
     trained = torch.cat([torch.zeros_like(prompt_BP), trained_BC], dim=1)

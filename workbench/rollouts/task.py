@@ -6,19 +6,16 @@ operation, then the result, then the end. The 19 symbols are chosen so that neit
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import operator
 import random
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 from workbench.errors import ShapeError, SpecError
+from workbench.user_file import load
 
 START, END, PAD = "^", "$", "_"
 SYMBOLS = "0123456789+-*()=" + START + END + PAD
@@ -202,11 +199,7 @@ def named_task(name: str, project: Path) -> Task:
     if name == "arithmetic":
         return ArithmeticTask()
     file, attribute = task_file(name, project)
-    module = _loaded(file)
-    if not hasattr(module, attribute):
-        rule = "FILE.py:NAME names a class or an object of the file"
-        raise _unusable(name, f"no {attribute} in {file.name}", rule, "correct the name")
-    task = getattr(module, attribute)
+    task = load(file, attribute, setting="online.task")
     if isinstance(task, type):
         try:
             task = task()
@@ -236,17 +229,6 @@ def named_task(name: str, project: Path) -> Task:
 
 def _unusable(name: str, found: str, rule: str, fix: str) -> SpecError:
     return SpecError(f"online.task = {name!r}", found=found, rule=rule, fix=fix)
-
-
-def _loaded(file: Path) -> ModuleType:
-    """Import a file as a module with a unique name in `sys.modules`, where dataclasses look up their own module."""
-    name = f"workbench_task_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
-    module_spec = importlib.util.spec_from_file_location(name, file)
-    assert module_spec is not None, "a .py file can be loaded"
-    assert module_spec.loader is not None, "a .py file can be loaded"
-    sys.modules[name] = module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    return module
 
 
 def task_file(name: str, project: Path) -> tuple[Path, str]:

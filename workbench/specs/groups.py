@@ -40,7 +40,7 @@ class LayoutSpec(Group):
     """Exchange of keys and values between context-parallel ranks; see `workbench.sharding.attention`."""
     ulysses: int = Field(1, ge=1)
     """For hybrid attention: neighbouring cp ranks that exchange heads; the rings go over cp / ulysses ranks."""
-    kernel: Literal["auto", "plain", "flash", "flex"] = "auto"
+    kernel: Literal["auto", "plain", "flash", "flex", "cudnn", "fa4"] = "auto"
     """The attention kernel of a rank. auto takes the fastest supported one."""
     sequence_parallel: bool = False
     """Between tensor-parallel layers, each tp rank holds 1 / tp of the tokens of its cp rank."""
@@ -132,6 +132,21 @@ class PolicySpec(Group):
                 "take chunked, triton or auto"
             )
         return self
+
+
+class KernelSpec(Group):
+    """Kernels of the decoder's layers, besides attention (`layout.kernel`) and log-probabilities (`policy.logprobs`).
+
+    torch: as `transformers` computes them. compiled: the same formula through torch.compile. liger: the Triton kernels
+    of liger-kernel, an optional extra, on a GPU.
+    """
+
+    norm: Literal["torch", "compiled", "liger"] = "torch"
+    """RMS norms."""
+    rope: Literal["torch", "compiled", "liger"] = "torch"
+    """Rotary position embeddings."""
+    mlp: Literal["torch", "compiled", "liger"] = "torch"
+    """SiLU of the gate times the other branch of an MLP."""
 
 
 class AdvantageSpec(Group):
@@ -239,8 +254,11 @@ class OptimizerSpec(Group):
     """The optimizer and gradient clipping."""
 
     name: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer, as torch.optim has it; sgd is without momentum."""
     learning_rate: float = Field(1e-4, ge=0)
+    """The same in every step: there is no schedule."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled from the gradient in adamw, added to it in sgd."""
     max_grad_norm: float | None = Field(None, gt=0)
     """Clip the global gradient norm to this; None: no clipping."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from workbench.errors import SpecError, did_you_mean
-from workbench.specs.losses import check_inherited
+from workbench.specs.losses import inherited_loss
+from workbench.specs.mistakes import WHERE_SETTINGS_ARE, unusable
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,13 +19,13 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
     Raises:
         SpecError: a loss of another kind over one whose surrogate was given parameters; see
-            `workbench.specs.losses.check_inherited`.
+            `workbench.specs.losses.inherited_loss`.
     """
     merged = dict(base)
     for key, value in changes.items():
         nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         if nested and key == "loss":
-            check_inherited(merged[key], value)
+            merged[key] = inherited_loss(merged[key], value)
         merged[key] = merge(merged[key], value) if nested else value
     return merged
 
@@ -49,51 +50,7 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        raise SpecError(
-            f"{where}: {error.error_count()} setting(s) cannot be used",
-            found=mistakes(error, model),
-            rule=f"settings of {model.__name__}; unknown keys are errors",
-            fix="correct the file; `workbench run --help` lists every setting",
-        ) from None
-
-
-def mistakes(error: ValidationError, model: type[BaseModel], noun: str = "key", *, list_known: bool = True) -> str:
-    """Return every mistake in settings of a model as text; an unknown name comes with the nearest or all known ones."""
-    return "; ".join(_mistake(each, model, noun, list_known) for each in error.errors())
-
-
-def _mistake(error: Any, model: type[BaseModel], noun: str, list_known: bool) -> str:
-    path = error["loc"]
-    name = ".".join([*group_at(model, path[:-1])[0], *map(str, path[-1:])])
-    if error["type"] == "extra_forbidden":
-        key, known = str(path[-1]), _fields(model, path[:-1])
-        deeper = [f"{group}.{key}" for group in known if key in _fields(model, [*path[:-1], group])]
-        listed = f"known here: {', '.join(sorted(known))}" if known and list_known else ""
-        hint = f"did you mean {deeper[0]!r}?" if deeper else did_you_mean(key, known, otherwise=listed)
-        return f"unknown {noun} {name!r}" + (f" ({hint})" if hint else "")
-    # the input of a missing setting, and of a rule between several, is the whole group
-    whole = isinstance(error["input"], Mapping) and error["type"] in ("missing", "value_error")
-    shown = [name] * bool(name) + ([] if whole else [repr(error["input"])])
-    return ": ".join(filter(None, [" = ".join(shown), error["msg"].removeprefix("Value error, ")]))
-
-
-def group_at(model: type[BaseModel], path: Sequence[int | str]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the names along the path of a mistake, without the kinds that pydantic adds, and the group at its end."""
-    names: list[str] = []
-    groups = [model]
-    for part in path:
-        kinds = [each for each in groups if len(groups) > 1 and part in (f.default for f in each.model_fields.values())]
-        if not kinds:
-            names.append(str(part))
-            kind = next((each.model_fields[part].annotation for each in groups if part in each.model_fields), None)
-            kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type) and issubclass(each, BaseModel)]
-        groups = kinds
-    return names, groups[0] if groups else None
-
-
-def _fields(model: type[BaseModel], path: Sequence[int | str]) -> list[str]:
-    group = group_at(model, path)[1]
-    return list(group.model_fields) if group else []
+        raise unusable(where, error, model, fix=f"correct the file; {WHERE_SETTINGS_ARE}") from None
 
 
 def read_yaml(path: Path) -> Any:
@@ -110,12 +67,18 @@ def read_yaml(path: Path) -> Any:
             f"read {path}",
             found="no such file",
             rule="a YAML file with an ablation or a spec",
-            fix="check the path; experiments/ holds examples",
+            fix=_similar_file(path) or "check the path; experiments/ holds examples",
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(
             f"read {path}", found=str(error), rule="valid YAML", fix="correct the place named above"
         ) from None
+
+
+def _similar_file(path: Path) -> str:
+    """Return a question with the nearest YAML file of the same folder; "" if there is none."""
+    files = [file.name for file in path.parent.glob("*") if file.suffix in (".yaml", ".yml")]
+    return did_you_mean(path.name, files)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

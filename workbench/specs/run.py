@@ -15,6 +15,7 @@ from workbench.atomic import standard
 from workbench.specs.groups import (
     DataSpec,
     Group,
+    KernelSpec,
     LayoutSpec,
     ModelSpec,
     OnlineSpec,
@@ -24,6 +25,7 @@ from workbench.specs.groups import (
     ReproducibleSpec,
 )
 from workbench.specs.losses import LossSpec
+from workbench.specs.losses.own import OwnLoss
 from workbench.specs.reading import merge, parse_spec, read_yaml
 
 
@@ -39,6 +41,7 @@ class RunSpec(Group):
     data: DataSpec = DataSpec()
     online: OnlineSpec = OnlineSpec()
     policy: PolicySpec = PolicySpec()
+    kernels: KernelSpec = KernelSpec()
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -50,7 +53,9 @@ class RunSpec(Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are enough for all ranks, and CPU otherwise."""
     steps: int = Field(1, ge=1)
+    """Optimizer steps."""
     seed: int = 0
+    """Seed of torch, and in online runs of prompts and completions."""
     timeout_s: float = Field(120.0, gt=0)
     """A collective that waits longer than this fails. The time includes other work of the other ranks: completions and
     rewards of an online run, a checkpoint."""
@@ -99,7 +104,14 @@ class RunSpec(Group):
         return parse_spec(RunSpec, merge(settings, changes), where="settings")
 
 
-ADDED_SETTINGS = ("reproducible", "online", "record.certificate", "record.checkpoint_every", "record.trace_tokens")
+ADDED_SETTINGS = (
+    "reproducible",
+    "online",
+    "kernels",
+    "record.certificate",
+    "record.checkpoint_every",
+    "record.trace_tokens",
+)
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
 
 
@@ -122,6 +134,13 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             "loss.kl.placement 'reward' with recorded advantages: a penalty in the reward acts before advantages are "
             "computed; name an estimator in data.advantages, or place the penalty in the loss"
         )
+    if isinstance(loss.surrogate, OwnLoss) and loss.surrogate.engine is not None:
+        unsupported = {"policy.fused_loss": spec.policy.fused_loss, "reproducible": spec.reproducible.on}
+        for name in (name for name, on in unsupported.items() if on):
+            yield (
+                f"{name} evaluates per-token terms, and loss.engine {loss.surrogate.engine!r} is for a function that "
+                "returns one number; leave one of them out"
+            )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
     if spec.policy.fp32_head and spec.precision != "bfloat16":
@@ -129,11 +148,20 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             f"policy.fp32_head casts the head to float32, and precision is {spec.precision} already; leave it out, or "
             "take precision bfloat16"
         )
-    known = {"flash": ("bfloat16",), "flex": ("bfloat16", "float32")}.get(kernel)
+    half = ("bfloat16",)
+    known = {"flash": half, "cudnn": half, "fa4": half, "flex": (*half, "float32")}.get(kernel)
     if known and spec.precision not in known:
         yield (
             f"layout.kernel {kernel!r} computes in {' or '.join(known)}, and precision is {spec.precision}; take "
             "kernel auto or plain, or another precision"
+        )
+    kernels = dict(spec.kernels)
+    if spec.precision == "float64" and "liger" in kernels.values():
+        yield "kernels: liger computes in float32, and precision is float64; take compiled or torch"
+    if spec.reproducible.on and spec.kernels.changed:
+        yield (
+            f"kernels.{spec.kernels.changed[0]} = {kernels[spec.kernels.changed[0]]!r} with the reproducible mode, "
+            "which has kernels of its own; leave it out"
         )
     if spec.reproducible.on and (problems := list(_inexact(spec))):
         yield f"reproducible: {'; '.join(problems)}"

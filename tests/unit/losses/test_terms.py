@@ -20,7 +20,7 @@ def inputs(**more):
 
 
 def test_inputs_of_other_lengths_are_refused():
-    with pytest.raises(ShapeError, match="old_logprobs_T has T=2, but T=3"):
+    with pytest.raises(ShapeError, match="old_logprobs_T has T=2, but policy_logprobs_T has T=3"):
         LossInputs(torch.zeros(3), torch.zeros(2), torch.zeros(3))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from workbench.errors import RecordError, ShapeError
-from workbench.rollouts import files
+from workbench.rollouts import files, manifest
 from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
 
 
@@ -199,14 +199,14 @@ def test_a_rollout_dataset_is_not_overwritten_by_accident(folder):
 
 
 def test_a_killed_writer_leaves_no_partial_rollout_dataset(folder, monkeypatch):
-    real = files.write_whole
+    real = manifest.write_whole
 
     def dies_before_the_manifest(path, content):
         if path.name == "manifest.json":
             raise KeyboardInterrupt
         real(path, content)
 
-    monkeypatch.setattr(files, "write_whole", dies_before_the_manifest)
+    monkeypatch.setattr(manifest, "write_whole", dies_before_the_manifest)
     with pytest.raises(KeyboardInterrupt):
         files.save(make_batch().select([0]), folder, overwrite=True)
     with pytest.raises(RecordError, match=r"manifest\.json\n  found: no such file"):

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from workbench.errors import RecordError, ShapeError
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
-from workbench.rollouts.importers import read_jsonl, read_npz, read_parquet, read_trl
+from workbench.rollouts.importers import load_rollouts
 
 RECORDS = [
     {
@@ -113,14 +113,14 @@ def expected_batch():
 
 def test_every_source_gives_the_same_batch(tmp_path):
     expected = expected_batch()
-    assert_same(read_trl(TRL, temperature=0.9), expected)
-    assert_same(read_npz(write_npz(tmp_path / "a.npz", TRL), temperature=0.9), expected)
-    assert_same(read_jsonl(write_jsonl(tmp_path / "a.jsonl", RECORDS), temperature=0.9), expected)
-    assert_same(read_parquet(write_parquet(tmp_path / "a.parquet", RECORDS), temperature=0.9), expected)
+    assert_same(load_rollouts(TRL, temperature=0.9), expected)
+    assert_same(load_rollouts(write_npz(tmp_path / "a.npz", TRL), temperature=0.9), expected)
+    assert_same(load_rollouts(write_jsonl(tmp_path / "a.jsonl", RECORDS), temperature=0.9), expected)
+    assert_same(load_rollouts(write_parquet(tmp_path / "a.parquet", RECORDS), temperature=0.9), expected)
 
 
 def test_imported_rollouts_survive_a_round_trip_over_disk(tmp_path):
-    batch = read_jsonl(write_jsonl(tmp_path / "a.jsonl", RECORDS), temperature=0.9)
+    batch = load_rollouts(write_jsonl(tmp_path / "a.jsonl", RECORDS), temperature=0.9)
     files.save(batch, tmp_path / "recording")
     assert_same(files.load(tmp_path / "recording"), expected_batch())
 
@@ -130,7 +130,7 @@ def test_smallest_record_with_one_advantage_per_token(tmp_path):
         tmp_path / "a.jsonl",
         [{"prompt_tokens": [5], "completion_tokens": [6, 7], "advantages": [1, -2], "old_logprobs": [-1, -2]}],
     )
-    batch = read_jsonl(path)
+    batch = load_rollouts(path)
     assert batch.advantages_T.tolist() == [0.0, 1.0, -2.0]
     assert batch.loss_mask_T.tolist() == [False, True, True]
     assert batch.sampler_logprobs_T is None
@@ -141,12 +141,12 @@ def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(RECORDS[0]) + "\n\n" + json.dumps(RECORDS[1] | {"reward": "high"}) + "\n")
     with pytest.raises(RecordError, match=r"a\.jsonl, line 3: reward\n  found: 'high'"):
-        read_jsonl(path)
+        load_rollouts(path)
 
 
 def test_integer_groups_are_unchanged(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0] | {"group_id": 7}, RECORDS[1] | {"group_id": 3}])
-    assert read_jsonl(path).group_ids_N.tolist() == [7, 3]
+    assert load_rollouts(path).group_ids_N.tolist() == [7, 3]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_integer_groups_are_unchanged(tmp_path):
         ({"old_logprob": [0.0]}, "line 2: old_logprob\n  found: unknown"),
         ({"old_logprobs": None}, "line 2: old_logprobs\n  found: missing"),
         ({"completion_tokens": None}, "line 2: completion_tokens\n  found: missing"),
-        ({"advantage": None}, "line 2: advantage\n  found: missing"),
+        ({"advantage": None}, r"line 2: advantages\n  found: present here or in .*line 1, but not in both"),
         ({"advantages": [1.0, 1.0]}, "line 2: advantage, advantages\n  found: both"),
         ({"reward": None}, r"line 2: reward\n  found: present here or in .*line 1, but not in both"),
         ({"old_logprobs": [-1.0]}, "line 2: old_logprobs\n  found: 1 values"),
@@ -177,68 +177,68 @@ def test_integer_groups_are_unchanged(tmp_path):
 def test_record_that_breaks_a_rule_is_refused_with_line_and_key(tmp_path, changes, words):
     path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0], RECORDS[1] | changes])
     with pytest.raises(RecordError, match=words) as caught:
-        read_jsonl(path)
+        load_rollouts(path)
     assert str(path) in str(caught.value)
 
 
 def test_text_after_numbers_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0] | {"group_id": 3}, RECORDS[1]])
     with pytest.raises(RecordError, match="line 2: group_id\n  found: 'prompt-a'"):
-        read_jsonl(path)
+        load_rollouts(path)
 
 
 def test_a_cut_line_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(RECORDS[0]) + "\n" + json.dumps(RECORDS[1])[:40])
     with pytest.raises(RecordError, match=r"line 2: not JSON"):
-        read_jsonl(path)
+        load_rollouts(path)
 
 
 def test_a_line_that_is_no_object_is_refused(tmp_path):
     with pytest.raises(RecordError, match=r"line 1\n  found: list"):
-        read_jsonl(write_jsonl(tmp_path / "a.jsonl", [[1, 2]]))
+        load_rollouts(write_jsonl(tmp_path / "a.jsonl", [[1, 2]]))
 
 
-@pytest.mark.parametrize("read", [read_jsonl, read_parquet, read_npz])
-def test_missing_and_damaged_files_are_refused_by_name(tmp_path, read):
-    with pytest.raises(RecordError, match=f"from {tmp_path / 'none'}\n  found: FileNotFoundError"):
-        read(tmp_path / "none")
-    (tmp_path / "bad").write_bytes(b"\xff\x00 no table")
-    with pytest.raises(RecordError, match=f"read rollouts from {tmp_path / 'bad'}"):
-        read(tmp_path / "bad")
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz"])
+def test_missing_and_damaged_files_are_refused_by_name(tmp_path, suffix):
+    with pytest.raises(RecordError, match=f"from {tmp_path / 'none'}{suffix}\n  found: FileNotFoundError"):
+        load_rollouts(tmp_path / f"none{suffix}")
+    (tmp_path / f"bad{suffix}").write_bytes(b"\xff\x00 no table")
+    with pytest.raises(RecordError, match=f"read rollouts from {tmp_path / 'bad'}{suffix}"):
+        load_rollouts(tmp_path / f"bad{suffix}")
 
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(RecordError, match="no record"):
-        read_jsonl(tmp_path / "a.jsonl")
+        load_rollouts(tmp_path / "a.jsonl")
 
 
 def test_parquet_errors_name_the_row(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [RECORDS[0], RECORDS[1] | {"old_logprobs": [-1.0]}])
     with pytest.raises(RecordError, match=r"a\.parquet, row 1: old_logprobs"):
-        read_parquet(path)
+        load_rollouts(path)
 
 
 def test_pickled_arrays_are_never_loaded(tmp_path):
     np.savez(tmp_path / "a.npz", prompt_ids=np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(RecordError, match="allow_pickle=False"):
-        read_npz(tmp_path / "a.npz")
+        load_rollouts(tmp_path / "a.npz")
 
 
 def test_trl_pads_its_tool_mask_with_ones():
-    assert read_trl(TRL).loss_mask_T.int().tolist() == [0, 0, 1, 0, 1, 0, 1, 1]
+    assert load_rollouts(TRL).loss_mask_T.int().tolist() == [0, 0, 1, 0, 1, 0, 1, 1]
 
 
 def test_trl_none_counts_as_absent():
-    assert read_trl(TRL | {"ref_per_token_logps": None}).ref_logprobs_T is None
+    assert load_rollouts(TRL | {"ref_per_token_logps": None}).ref_logprobs_T is None
 
 
 def test_unknown_trl_key_is_refused_unless_it_is_named():
     arrays = TRL | {"importance_sampling_ratio": torch.ones(2, 3)}
     with pytest.raises(ShapeError, match=r"unknown keys importance_sampling_ratio.*(?s:.)*ignore="):
-        read_trl(arrays)
-    assert_same(read_trl(arrays, ignore=["importance_sampling_ratio"], temperature=0.9), expected_batch())
+        load_rollouts(arrays)
+    assert_same(load_rollouts(arrays, ignore=["importance_sampling_ratio"], temperature=0.9), expected_batch())
 
 
 @pytest.mark.parametrize(
@@ -257,32 +257,33 @@ def test_unknown_trl_key_is_refused_unless_it_is_named():
         ({"completion_ids": [[10.5, 11, 12], [13, 14, 0]]}, ": completion_ids\n  found: dtype torch.float"),
         (
             {"completion_mask": [[1, 0, 1], [1, 1, 0]], "tool_mask": None},
-            "row 0\n  found: completion_mask is 1 after a 0(?s:.)*pass the holes as tool_mask",
+            "row 0\n  found: completion_mask is 1 after a 0(?s:.)*pass the holes as loss_mask",
         ),
         ({"rewards": [1.0, float("nan")]}, r"found: rewards is not finite for documents \[1\]"),
-        ({"old_per_token_logps": None}, "found: no old_per_token_logps"),
     ],
 )
 def test_refused_arrays_are_named_as_trl_names_them_and_with_their_file(tmp_path, changes, words):
     arrays = {name: value for name, value in (TRL | changes).items() if value is not None}
     with pytest.raises(ShapeError, match=words) as caught:
-        read_trl(arrays)
-    assert str(caught.value).startswith("read_trl")
+        load_rollouts(arrays)
+    assert str(caught.value).startswith("load_rollouts")
     assert "old_logprobs" not in str(caught.value)
     if changes.get("ref_per_token_logps"):
         return  # numpy would save strings
     path = tmp_path / "a.npz"
     np.savez(path, **{name: np.asarray(value) for name, value in arrays.items()})
     with pytest.raises(ShapeError, match=words) as caught:
-        read_npz(path)
+        load_rollouts(path)
     assert str(caught.value).startswith(str(path))
 
 
 def test_float64_arrays_of_a_file_stay_in_float64(tmp_path):
     np.savez(tmp_path / "a.npz", **{name: np.asarray(value) for name, value in TRL.items()})
-    assert read_npz(tmp_path / "a.npz").old_logprobs_T.dtype == torch.float64
+    assert load_rollouts(tmp_path / "a.npz").old_logprobs_T.dtype == torch.float64
 
 
 def test_missing_old_logprobs_are_explained():
-    with pytest.raises(ShapeError, match=r"no old_per_token_logps(?s:.)*policy is the one that sampled"):
-        read_trl(TRL | {"old_per_token_logps": None})
+    with pytest.raises(
+        ShapeError, match=r"no old_logprobs \(TRL's old_per_token_logps\)(?s:.)*policy is the one that sampled"
+    ):
+        load_rollouts(TRL | {"old_per_token_logps": None})

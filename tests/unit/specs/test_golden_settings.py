@@ -69,15 +69,18 @@ def unequal(spec, settings, prefix=""):
     }
 
 
+NEWER = {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
+"""Settings that the record is older than -> the value which means what the code did then."""
 LOSS = GOLDEN["loss defaults"]
-RUN = GOLDEN["run defaults"] | {f"loss.{key}": value for key, value in LOSS.items()}
+RUN = GOLDEN["run defaults"] | NEWER | {f"loss.{key}": value for key, value in LOSS.items()}
 
 
 def test_every_entry_of_the_map_is_used():
     assert MOVED.keys() <= LOSS.keys()
     assert set(MOVED.values()) == {key for key in flat(LossSpec()) if key.startswith("compat.")}
     old = {key.removeprefix("surrogate.") for key in LOSS if key.startswith("surrogate.")}
-    assert old == {*PARAMETERS, "kind", "coefficient"}
+    of_files = {"function", "settings", "engine"}  # a loss in a file, which the record is older than
+    assert old == {*PARAMETERS, "kind", "coefficient"} - of_files
 
 
 def test_a_changed_value_a_lost_key_and_a_new_key_are_seen():

@@ -14,7 +14,7 @@ from workbench.specs.losses.kl import KLSpec as KLSpec
 from workbench.specs.losses.loss import GROUPS as GROUPS
 from workbench.specs.losses.loss import PRESETS as PRESETS
 from workbench.specs.losses.loss import LossSpec as LossSpec
-from workbench.specs.losses.loss import check_inherited as check_inherited
+from workbench.specs.losses.loss import inherited_loss as inherited_loss
 from workbench.specs.losses.surrogate import PARAMETERS as PARAMETERS
 from workbench.specs.losses.surrogate import SURROGATES as SURROGATES
 from workbench.specs.losses.surrogate import parse_surrogate as parse_surrogate

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic._internal._model_construction import ModelMetaclass
+
+from workbench.specs.mistakes import WHERE_SETTINGS_ARE, unusable
 
 LOCAL_STATISTICS = ("micro_batch", "packing", "dp", "cp")
 """Invariants that break if a statistic is taken over the local tokens of one rank."""
@@ -13,7 +16,22 @@ ClipLow = Annotated[float, Field(ge=0, description="Distance from 1 down to the 
 ClipHigh = Annotated[float, Field(ge=0, description="Distance from 1 up to the upper clip bound of the ratio.")]
 
 
-class Settings(BaseModel):
+class _Constructed(ModelMetaclass):
+    """Constructors that raise `SpecError`, a ValueError, with every mistake and the nearest keys.
+
+    Only a call of the class comes here: validation of nested settings, copies and pickles do not, so that pydantic
+    still collects the mistakes of all groups.
+    """
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        try:
+            return super().__call__(*args, **settings)
+        except ValidationError as error:
+            model: Any = cls
+            raise unusable(cls.__name__, error, model, fix=f"correct the settings; {WHERE_SETTINGS_ARE}") from None
+
+
+class Settings(BaseModel, metaclass=_Constructed):
     """Frozen settings; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")

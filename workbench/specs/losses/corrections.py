@@ -162,7 +162,10 @@ class CorrectionSpec(Settings):
                 self.enters == "sequence_weight" and self.ratio == "none",
                 "enters: sequence_weight is about a weight; name its ratio",
             ),
-            (above(self.ratio_low, self.ratio_high), "ratio_low is above ratio_high"),
+            (
+                above(self.ratio_low, self.ratio_high),
+                f"ratio_low = {self.ratio_low} is above ratio_high = {self.ratio_high}",
+            ),
             (
                 self.log_clamp is not None and self.ratio in ("none", "given") and self.gate == "none",
                 "log_clamp is about a weight or a gate; name its ratio or its statistic",
@@ -188,7 +191,7 @@ class CorrectionSpec(Settings):
             ),
             (self.surrogate_over == "kept" and not self.rejects, "surrogate_over: kept, but nothing rejects a token"),
             (self.gate != "none" and not gates, "a gate needs gate_low or gate_high"),
-            (above(self.gate_low, self.gate_high), "gate_low is above gate_high"),
+            (above(self.gate_low, self.gate_high), f"gate_low = {self.gate_low} is above gate_high = {self.gate_high}"),
             (self.opsm_threshold is None and self.opsm_anchor != "sampler", "opsm_anchor needs opsm_threshold"),
             (local and not self._has_statistics, "population: micro_batch is about normalize and m2_threshold"),
             (

@@ -18,7 +18,9 @@ from workbench.specs.losses.clipped import PPO
 from workbench.specs.losses.compat import CompatSpec
 from workbench.specs.losses.corrections import CorrectionSpec
 from workbench.specs.losses.kl import KLSpec
+from workbench.specs.losses.own import OwnLoss
 from workbench.specs.losses.surrogate import AnySurrogate
+from workbench.user_file import place_of
 
 GROUPS = ("surrogate", "correction", "kl", "compat")
 KINDS = {"surrogate": "ppo", "correction": "none"}
@@ -86,7 +88,8 @@ class LossSpec(Settings):
     """
 
     name: str = "grpo"
-    """The preset that the other keys override; `workbench.specs.losses.loss.PRESETS` lists them."""
+    """The preset that the other keys override (`workbench.specs.losses.loss.PRESETS` lists them), or FILE.py:NAME, a
+    function of a file, whose `settings` and `engine` stand next to it; see `workbench.losses.own`."""
     surrogate: AnySurrogate = PPO()
     """The policy term."""
     correction: CorrectionSpec = CorrectionSpec()
@@ -136,6 +139,20 @@ class LossSpec(Settings):
                 "correction.enters: sequence_weight is about the surrogate vespo; "
                 f"{self.surrogate.kind!r} has no sequence weight"
             )
+        if isinstance(self.surrogate, OwnLoss) and self.surrogate.function != self.name:
+            raise ValueError(
+                f"surrogate.kind own is the function that loss.name names, and that is {self.name!r}; write "
+                f"name: {self.surrogate.function or 'FILE.py:NAME'}"
+            )
+        if isinstance(self.surrogate, OwnLoss) and self.surrogate.engine is not None:
+            ignored = [name for name in self.overrides() if name not in ("name", "surrogate")]
+            ignored += ["surrogate.coefficient"] if self.surrogate.coefficient != 1 else []
+            if ignored:
+                raise ValueError(
+                    f"loss.{ignored[0]} would be ignored: with engine {self.surrogate.engine!r} the function of "
+                    f"{self.name!r} divides and penalises by itself; leave it out, or write a function of LossInputs "
+                    "and leave engine out"
+                )
         if self.denominator_constant is not None and self.denominator != "constant":
             raise ValueError(
                 f"denominator_constant is not used by the denominator {self.denominator!r}; it belongs to constant"
@@ -148,8 +165,15 @@ class LossSpec(Settings):
         if not isinstance(value, Mapping):
             return value
         name = value.get("name", "grpo")
-        if name not in PRESETS:
-            hint = did_you_mean(name, PRESETS, otherwise=f"known: {', '.join(PRESETS)}")
+        if isinstance(name, str) and place_of(name):
+            return {"name": name, **_override(_own(name), _with_own_settings(value))}
+        if own := [key for key in ("settings", "engine") if key in value]:
+            raise ValueError(
+                f"loss.{own[0]} is about a function of a file, and {name!r} is none; write name: FILE.py:NAME, or give "
+                "the settings of a preset by their own names, such as surrogate: {clip_high: 0.28}"
+            )
+        if not isinstance(name, str) or name not in PRESETS:
+            hint = did_you_mean(name, PRESETS, otherwise=f"known: {', '.join(PRESETS)}, or FILE.py:NAME")
             raise ValueError(f"no preset {name!r} ({hint})")
         return {"name": name, **_override(PRESETS[name], value)}
 
@@ -177,6 +201,11 @@ class LossSpec(Settings):
         return ("entropy", "logsumexp", *(["mean_squared_logit"] if self.mean_squared_logit_coefficient else []))
 
     @property
+    def row_at_once(self) -> bool:
+        """True if the loss must see all tokens of a row together; a function of a file may take any statistic of it."""
+        return bool(self.surrogate.breaks) or self.surrogate.kind == "own"
+
+    @property
     def needs_pairs(self) -> bool:
         """True if the loss compares the two documents of a group, which must then be in one row."""
         return self.surrogate.needs_pairs
@@ -189,11 +218,33 @@ class LossSpec(Settings):
         return {"name": self.name, **_changes(LossSpec(name=self.name), self)}
 
 
-def check_inherited(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Raise an error if a loss of another kind would inherit settings that were meant for the first one's.
+def _own(name: str) -> dict[str, Any]:
+    """The preset of a function of a file."""
+    return {"surrogate": {"kind": "own", "function": name}}
+
+
+def _with_own_settings(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the settings and the engine of a function of a file from next to its name to the surrogate.
+
+    They change those of the surrogate key by key, as an ablation's configuration changes its base.
+    """
+    own = {key: value[key] for key in ("settings", "engine") if key in value}
+    rest = {key: each for key, each in value.items() if key not in own}
+    surrogate = rest.get("surrogate") or {}
+    if not own or not isinstance(surrogate, Mapping):
+        return rest
+    before, given = surrogate.get("settings"), own.get("settings")
+    if isinstance(before, Mapping) and isinstance(given, Mapping):
+        own["settings"] = {**before, **given}
+    return {**rest, "surrogate": {**surrogate, **own}}
+
+
+def inherited_loss(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a loss that another one inherits; an error if some were meant for the first one's kind.
 
     A clip length of 0.28 for a token's ratio, inherited by a loss that clips a document's at 0.0004, would be no
-    error and no clip.
+    error and no clip. The settings and the engine of a function of a file stay behind if another function or preset
+    is named.
 
     Raises:
         SpecError: the kind of surrogate or of correction changes, and a setting of the first kind would stay.
@@ -214,6 +265,8 @@ def check_inherited(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None
                 rule=f"settings of a {group} belong to its kind",
                 fix=f"give them where {before!r} is named, and give {after!r} its own next to its name",
             )
+    renamed = "name" in changes and changes["name"] != base.get("name", "grpo")
+    return {key: value for key, value in base.items() if not renamed or key not in ("settings", "engine")}
 
 
 def _changes(base: Settings, settings: Settings) -> dict[str, Any]:
@@ -237,7 +290,8 @@ def _given(loss: Mapping[str, Any], group: str) -> Mapping[str, Any]:
 
 
 def _kind(loss: Mapping[str, Any], group: str) -> str:
-    preset = PRESETS.get(loss.get("name", "grpo"), {})
+    name = loss.get("name", "grpo")
+    preset = _own(name) if isinstance(name, str) and place_of(name) else PRESETS.get(name, {})
     return _given(loss, group).get("kind") or _given(preset, group).get("kind", KINDS[group])
 
 

@@ -12,6 +12,7 @@ from workbench.specs.losses.base import Surrogate
 from workbench.specs.losses.clipped import PPO
 from workbench.specs.losses.covariance import ClipCov, KLCov
 from workbench.specs.losses.direct import CISPO, GPG, SFT, ImportanceSampling, OnPolicy, Reinforce
+from workbench.specs.losses.own import OwnLoss
 from workbench.specs.losses.preference import DPO
 from workbench.specs.losses.sequence import GMPO, GSPO, LUSPO, VESPO, GSPOToken
 from workbench.specs.losses.trust_region import DPPOKL, DPPOTV, DRO, IPO, SAPO, RefKL
@@ -38,6 +39,7 @@ KINDS = (
     | KLCov
     | SFT
     | DPO
+    | OwnLoss
 )
 SURROGATES: Mapping[str, type[Surrogate]] = {kind.model_fields["kind"].default: kind for kind in get_args(KINDS)}
 """Kind -> its settings."""

@@ -29,7 +29,7 @@ def test_a_nested_change_is_merged_key_by_key():
 
 @pytest.mark.parametrize("name", CompatSpec.model_fields)
 def test_a_setting_at_its_old_place_is_refused_with_the_new_one(name):
-    with pytest.raises(SpecError, match=rf"unknown key 'loss.{name}' \(did you mean 'compat.{name}'\?\)"):
+    with pytest.raises(SpecError, match=rf"unknown key 'loss.{name}' \(did you mean 'loss.compat.{name}'\?\)"):
         parse_spec(RunSpec, {"loss": {name: CompatSpec().model_dump()[name]}}, where="config.json")
 
 

@@ -1,8 +1,8 @@
 """Settings of corrections and KL: kinds are explicit once read, and contradictions raise an error."""
 
 import pytest
-from pydantic import ValidationError
 
+from workbench.errors import SpecError
 from workbench.specs.losses import CORRECTIONS, CorrectionSpec, KLSpec, LossSpec
 
 
@@ -29,11 +29,11 @@ def test_an_explicit_value_overrides_a_kind_even_if_none():
         ({"ratio_high": 2.0}, "name its ratio"),
         ({"normalize": True}, "name its ratio"),
         ({"ratio": "token", "outside": "zero"}, "needs ratio_low or ratio_high"),
-        ({"ratio": "token", "ratio_low": 3.0, "ratio_high": 2.0}, "ratio_low is above ratio_high"),
+        ({"ratio": "token", "ratio_low": 3.0, "ratio_high": 2.0}, "ratio_low = 3.0 is above ratio_high = 2.0"),
         ({"gate_high": 2.0}, "name its statistic"),
         ({"gate_level": "document_mean"}, "name its statistic"),
         ({"gate": "k3"}, "a gate needs"),
-        ({"gate": "k3", "gate_low": 1.0, "gate_high": 0.5}, "gate_low is above gate_high"),
+        ({"gate": "k3", "gate_low": 1.0, "gate_high": 0.5}, "gate_low = 1.0 is above gate_high = 0.5"),
         ({"opsm_anchor": "old"}, "needs opsm_threshold"),
         ({"kind": "tis", "population": "micro_batch"}, "about normalize and m2_threshold"),
         ({"kind": "tis", "denominator": "survivors"}, "nothing rejects"),
@@ -66,7 +66,7 @@ def test_an_explicit_value_overrides_a_kind_even_if_none():
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, words):
-    with pytest.raises(ValidationError, match=words):
+    with pytest.raises(SpecError, match=words):
         CorrectionSpec(**settings)
 
 
@@ -88,5 +88,5 @@ def test_only_micro_batch_statistics_break_an_invariant():
     ],
 )
 def test_settings_of_a_penalty_that_cannot_be_are_refused(settings, words):
-    with pytest.raises(ValidationError, match=words):
+    with pytest.raises(SpecError, match=words):
         KLSpec(coefficient=0.1, **settings)
