@@ -34,7 +34,7 @@ _PUBLIC = {
     "RunSpec": "workbench.specs.run",
     "LossSpec": "workbench.specs.losses",
     "RolloutBatch": "workbench.rollouts.batch",
-    "load_rollouts": "workbench.rollouts.files:load",
+    "load_rollouts": "workbench.rollouts.importers",
     "project_root": "workbench.records.provenance",
     "build_loss": "workbench.losses.build",
     "LossInputs": "workbench.losses.terms",
@@ -98,7 +98,14 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'workbench' has no attribute {name!r}")
     path, colon, attribute = _PUBLIC[name].partition(":")
-    module = importlib.import_module(path)
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "workbench"):
+            raise
+        fix = "pip install -e . in the folder of pyproject.toml"
+        raise ModuleNotFoundError(f"workbench.{name} needs {missing!r}: {fix}", name=error.name) from None
     value = module if colon and not attribute else getattr(module, attribute or name)
     globals()[name] = value
     return value

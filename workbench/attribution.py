@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from workbench.errors import ShapeError
+from workbench.errors import ShapeError, check_kind
 from workbench.losses.build import build_loss
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.reduction.evaluate import evaluate_loss, loss_inputs
@@ -75,7 +75,7 @@ class Credit:
         }
 
 
-def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor | None = None) -> Credit:
+def token_credit(batch: RolloutBatch, spec: LossSpec | str, policy_logprobs_T: Tensor | None = None) -> Credit:
     """The credit of every token of one optimizer step.
 
     Formula:  credit_t = sum_k w_kt c_k d lambda_k / d l_t, summed over the values of all tokens that l_t enters (a
@@ -85,13 +85,13 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
 
     Args:
         batch: all documents of the step, in any order, as one micro-batch.
-        spec: any loss. Its entropy and squared-logit terms (`NEED_LOGITS`) are left out.
+        spec: any loss, or the name of a preset. Its entropy and squared-logit terms (`NEED_LOGITS`) are left out.
         policy_logprobs_T: [T] nats, of the policy being trained, aligned with their tokens; None takes the old
             policy's: the first step after sampling.
 
     Raises:
         ShapeError: log-probabilities of another length than the batch.
-        SpecError: the batch lacks a field that the loss or its denominator reads.
+        SpecError: the batch lacks a field that the loss or its denominator reads; no batch, or no loss.
 
     Example:
         >>> batch = RolloutBatch.from_documents([{"tokens": [5, 7, 2], "loss_mask": [0, 1, 1], "advantages": 0.5,
@@ -99,6 +99,9 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
         >>> token_credit(batch, LossSpec(denominator="token")).credit_T
         tensor([ 0.0000, -0.2500, -0.2500], dtype=torch.float64)
     """
+    check_kind("token_credit: batch", batch, RolloutBatch, "load one with workbench.load_rollouts(folder)")
+    check_kind("token_credit: spec", spec, (LossSpec, str), "pass a LossSpec, or a preset's name such as 'grpo'")
+    spec = LossSpec(name=spec) if isinstance(spec, str) else spec
     row = shift_targets(batch).to(torch.device("cpu"), torch.float64)
     old_T = row.old_logprobs_T
     policy_T = old_T if policy_logprobs_T is None else _at_targets(policy_logprobs_T, batch)

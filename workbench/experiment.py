@@ -9,26 +9,27 @@ experiment.report()                     # one HTML page
 
 from __future__ import annotations
 
-import tempfile
+import importlib
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from workbench.atomic import write_whole
 from workbench.columns import columns
 from workbench.errors import RecordError, SpecError
-from workbench.launch.ablation import AblationSpec, PlannedRun, ablation_file, load_ablation, lookup, select
+from workbench.launch import detached as detaching
+from workbench.launch.ablation import PlannedRun, load_ablation, select
+from workbench.launch.ablation_input import file_of, named_folder, with_changes
 from workbench.launch.run import Where, launch, requests
 from workbench.launch.sweep import Sweep, refuse_unknown
 from workbench.launch.task import RunEvent
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import CLUSTERS, ENDED, RunDirectory
 from workbench.records.lookup import experiment_folder
 from workbench.records.provenance import project_root, provenance
-from workbench.specs.reading import merge, read_yaml
+from workbench.report.exporters.follow import Tracking
 
 if TYPE_CHECKING:
     from workbench.compare.comparison import Comparison
@@ -48,9 +49,11 @@ class Experiment:
 
     Args:
         ablation: a YAML file with an ablation or with one run's spec, a folder that holds ``ablation.yaml``, or the
-            settings themselves.
+            settings themselves. In settings ``loss: {"name": function}`` takes a function of this notebook or script;
+            its source is saved in the folder.
         folder: for settings, the folder of the experiment, which gets ``ablation.yaml``; None takes a new temporary
-            one.
+            one, unless there is a name.
+        name: for settings, the name of the experiment: its folder is ``experiments/<name>`` of the project.
         only: names of configurations or runs; the runs that they need are added.
         changes: settings merged over the ablation's base.
         project: the folder that paths in specs are relative to; None takes `project_root`.
@@ -60,7 +63,7 @@ class Experiment:
         path: its file.
         folder: the folder of the experiment; its runs are in ``runs``.
         planned: the chosen runs.
-        sweep: the runs that this object has launched; None before `launch`.
+        sweep: the runs that this object has launched itself; None before `launch`, and for a detached launcher.
 
     Raises:
         SpecError: invalid settings, an unknown name, a change of a setting that is an axis, or a folder that holds
@@ -78,14 +81,15 @@ class Experiment:
         ablation: Path | str | Mapping[str, Any],
         *,
         folder: Path | str | None = None,
+        name: str | None = None,
         only: Sequence[str] = (),
         changes: Mapping[str, Any] | None = None,
         project: Path | None = None,
     ) -> None:
         self.project = (project or project_root()).resolve()
-        self.path = _ablation_file(ablation, folder)
+        self.path = file_of(ablation, named_folder(name, folder, self.project), self.project)
         whole = load_ablation(self.path)
-        self.spec = _changed(whole, changes or {}, where=str(self.path))
+        self.spec = with_changes(whole, changes or {}, where=str(self.path))
         self.folder = experiment_folder(self.path)
         original = whole.expand()
         planned = self.spec.expand(where=str(self.path))
@@ -94,7 +98,9 @@ class Experiment:
         self._trial = any(specs.get(plan.name) != plan.spec for plan in self.planned)
         self._whole = self.planned == original
         self.sweep: Sweep | None = None
+        self._only, self._changes = list(only), dict(changes or {})
         self._comparison: Comparison | None = None
+        self.tracking = Tracking(None)
 
     # ---- runs ----------------------------------------------------------------------------------------
 
@@ -140,6 +146,10 @@ class Experiment:
         force: bool = False,
         options: Mapping[str, str] | None = None,
         per_job: int | None = None,
+        track: TrackerName | None = None,
+        detached: bool | None = None,
+        report: bool = False,
+        on_event: Callable[[RunEvent], None] | None = None,
     ) -> Experiment:
         """Start the missing runs and return this experiment at once.
 
@@ -153,11 +163,30 @@ class Experiment:
             force: run changed configurations again, instead of raising an error.
             options: options of the cluster's scheduler.
             per_job: runs of one world size that share a job, one after another; None: the launcher chooses.
+            track: tracker that gets these runs while they continue; see `workbench.report.exporters.follow`.
+            detached: launch from a process of its own, so that the runs continue after the end of this one: a kernel
+                restart, a closed terminal. `panel`, `wait`, `cancel` and `compare` work as ever, from any process.
+                False: they end with this process. None: detached if they are expected to take more than a few minutes
+                (`workbench.launch.detached.LONG_S`) on this machine, which a line tells then.
+            report: only detached: compare and write the report too, when the runs have ended.
+            on_event: called with every step and end of a run, on the thread that watches them; not if detached.
 
         Raises:
             SpecError, LaunchError: see `workbench.launch.run.launch`; then nothing was started.
         """
         self._comparison = None
+        if detached or (detached is None and self._takes_long(where)):
+            launching = {"where": where, "fresh": fresh, "force": force, "options": options, "per_job": per_job}
+            self._detach({**launching, "track": track}, report, said=detached is None)
+            return self
+        if report:
+            raise SpecError(
+                f"launch {self.name} with report=True",
+                found="the runs are not detached",
+                rule="only a detached launcher writes the report by itself",
+                fix="launch(detached=True, report=True), or call report() afterwards",
+            )
+        self.tracking = Tracking(track)
         self.sweep = launch(
             self.planned,
             self.folder,
@@ -168,8 +197,34 @@ class Experiment:
             trial=self._trial,
             options=options,
             per_job=per_job,
+            before=self.tracking,
+            on_event=on_event,
         )
         return self
+
+    def _takes_long(self, where: Where) -> bool:
+        if where == "here" or where in CLUSTERS:  # a debugger; jobs that outlive their launcher anyway
+            return False
+        return detaching.expected_seconds(self.planned, self.folder / "runs", self.project) > detaching.LONG_S
+
+    def _detach(self, launching: Mapping[str, Any], report: bool, *, said: bool) -> None:
+        """Have another process launch, and forget what was launched here: all that follows is read from disk."""
+        if launching["where"] == "here":
+            raise SpecError(
+                f"launch {self.name} here, detached",
+                found="'here' is this process",
+                rule="a detached launcher is another process",
+                fix="where='processes', or detached=False",
+            )
+        asked = {"only": self._only, "changes": self._changes, "project": str(self.project)}
+        request = {"ablation": str(self.path), **asked, "launching": dict(launching), "report": report}
+        launcher = detaching.start(request, self.folder / "runs")
+        self.sweep = None
+        if said:
+            sys.stderr.write(
+                f"{self.name}: process {launcher.pid} continues these runs without this one (detached=False: they end "
+                f"with it); workbench attach {self.name}, workbench cancel {self.name}\n"
+            )
 
     def requests(
         self, where: Where, *, options: Mapping[str, str] | None = None, per_job: int | None = None
@@ -227,6 +282,13 @@ class Experiment:
         """
         if self._comparison is not None:
             return self._comparison
+        if not self.runs and not (self.results / "comparison.json").is_file():
+            raise RecordError(
+                f"compare the runs of {self.name}",
+                found="no run, and no saved comparison",
+                rule="runs come first",
+                fix="launch() and compare(), or run(), which does both and writes the report",
+            )
         from workbench.compare.align import Subject, compare_runs
         from workbench.compare.comparison import Comparison
 
@@ -264,25 +326,30 @@ class Experiment:
     def run(
         self, *, notebook: bool = False, on_event: Callable[[RunEvent], None] | None = None, **launching: Any
     ) -> Comparison:
-        """Launch, wait, compare and report in one call; an interrupt (Ctrl-C) cancels what runs.
+        """Launch, wait, compare and report in one call, never detached; an interrupt (Ctrl-C) cancels what runs.
 
         Args:
             notebook: see `report`.
             on_event: called with every step and end of a run, on this thread.
-            launching: arguments of `launch`.
+            launching: arguments of `launch`, without ``detached`` and ``report``.
 
         Example:
             >>> Experiment("experiments/layout_parity/ablation.yaml").run(on_event=print).check()   # doctest: +SKIP
         """
-        sweep = self.launch(**launching).sweep
+        here = launching.get("where") == "here"  # there `launch` returns after the last event
+        sweep = self.launch(**launching, detached=False, on_event=on_event if here else None).sweep
         assert sweep is not None, "launched just now"
+        if not sweep.done:
+            threading.Thread(target=_import_ahead, name="imports", daemon=False).start()
         try:
-            sweep.follow(on_event or (lambda event: None))
+            sweep.follow(on_event if on_event and not here else lambda event: None)
             self.report(notebook=notebook)
         except KeyboardInterrupt:
             sweep.cancel()
             sweep.wait()
             raise
+        finally:
+            self.tracking.close()
         return self.compare()
 
     def export(self, to: TrackerName, *, project: str = "workbench", folder: Path | None = None) -> list[Exported]:
@@ -325,6 +392,12 @@ def rebuild_report(folder: Path, *, notebook: bool = False) -> Path:
     return _write_report(Comparison.load(folder), folder, notebook=notebook)
 
 
+def _import_ahead() -> None:
+    """Import what comparing and reporting need while this process would only wait: about 4 s of one core."""
+    for name in ("workbench.compare.align", "workbench.report.page", "workbench.report.notebook", "nbclient"):
+        importlib.import_module(name)
+
+
 def _write_report(comparison: Comparison, folder: Path, *, notebook: bool) -> Path:
     """Write the page, and execute the notebook meanwhile: its kernel is a process of its own."""
 
@@ -344,49 +417,3 @@ def _write_report(comparison: Comparison, folder: Path, *, notebook: bool) -> Pa
         finally:
             page.result()  # the page is written also if the notebook fails, and an error of the page comes first
     return page.result()
-
-
-def _ablation_file(ablation: Path | str | Mapping[str, Any], folder: Path | str | None) -> Path:
-    """Return the file of an ablation; settings are written to ``ablation.yaml`` of their folder."""
-    if not isinstance(ablation, Mapping):
-        if folder is not None:
-            raise SpecError(
-                f"experiment {ablation} in {folder}",
-                found="a file and a folder",
-                rule="a file's experiment lies next to the file",
-                fix="leave folder out, or pass the settings",
-            )
-        return ablation_file(ablation)
-    load_ablation(ablation)  # before anything is written
-    try:
-        text = yaml.safe_dump(dict(ablation), sort_keys=False, allow_unicode=True)
-    except yaml.YAMLError as error:
-        raise SpecError(
-            "experiment from settings",
-            found=f"{error}".partition("\n")[0],
-            rule="settings are text, numbers, booleans, lists and mappings, as in YAML",
-            fix="convert the value",
-        ) from None
-    path = Path(tempfile.mkdtemp(prefix="workbench-") if folder is None else folder) / "ablation.yaml"
-    if path.is_file() and read_yaml(path) != yaml.safe_load(text):
-        raise SpecError(
-            f"experiment in {path.parent}",
-            found="an ablation.yaml with other settings",
-            rule="a folder has one ablation",
-            fix="use another folder, or Experiment(folder, changes=...)",
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return write_whole(path, text.encode())
-
-
-def _changed(ablation: AblationSpec, changes: Mapping[str, Any], *, where: str) -> AblationSpec:
-    """Merge settings over the base of an ablation; raise an error for those that an axis overrides."""
-    for axis in ablation.axes:
-        if (value := lookup(changes, axis)) is not None:
-            raise SpecError(
-                f"{where}: set {axis} = {value} for every run",
-                found=f"{axis} is an axis",
-                rule="an axis gives every configuration its values",
-                fix="use --only to choose runs, or change the axis in the file",
-            )
-    return ablation.model_copy(update={"base": merge(ablation.base, changes)})

@@ -33,6 +33,7 @@ def check_shapes(where: str, **tensors: Tensor | None) -> dict[str, int]:
         {'T': 3, 'V': 5}
     """
     known: dict[str, int] = {}
+    first: dict[str, str] = {}
     wrong: list[str] = []
     for name, tensor in tensors.items():
         if tensor is None:
@@ -42,8 +43,13 @@ def check_shapes(where: str, **tensors: Tensor | None) -> dict[str, int]:
             wrong.append(f"{name} has shape {tuple(tensor.shape)}, which is not [{', '.join(letters)}]")
             continue
         for letter, size in zip(letters, tensor.shape, strict=True):
-            if known.setdefault(letter, size) != size:
-                wrong.append(f"{name} has {letter}={size}, but {letter}={known[letter]} was seen before")
+            if known.setdefault(letter, size) == size:
+                first.setdefault(letter, name)
+                continue
+            other = tensors[first[letter]]
+            assert other is not None, "the letter was seen in it"
+            shapes = f"shapes {tuple(tensor.shape)} and {tuple(other.shape)}"
+            wrong.append(f"{name} has {letter}={size}, but {first[letter]} has {letter}={known[letter]} ({shapes})")
     if wrong:
         raise ShapeError(
             f"{where}: shapes disagree",

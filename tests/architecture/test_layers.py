@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "workbench"
 TESTS = Path(__file__).parents[1]
 LAYERS = (
     "errors",
+    "user_file",
     "columns",
     "shapes",
     "atomic",
@@ -44,8 +45,12 @@ ONLY_IN = {
     "trackio": {"report"},
     "mlflow": {"report"},
     "tensorboard": {"report"},
+    "mcp": {"cli"},
 }
-PURE = {"losses": {"errors", "shapes", "specs", "rollouts"}, "specs": {"errors", "shapes", "atomic"}}
+PURE = {
+    "losses": {"errors", "user_file", "shapes", "specs", "rollouts"},
+    "specs": {"errors", "user_file", "shapes", "atomic"},
+}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in re.split("[|,]", names)}
 NEIGHBOURS = {
     name: set(group.split(",")) for names in LAYERS for group in names.split("|") for name in group.split(",")

@@ -32,6 +32,7 @@ MEASURED = [
     for name in (
         "head",
         "gpu_layouts",
+        "step",
         "reproducible",
         "encoder_bridge",
         "benchmarks",

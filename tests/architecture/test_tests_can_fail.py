@@ -88,7 +88,7 @@ def findings(source):
         nested = [
             n
             for f in ast.walk(test)
-            if isinstance(f, ast.FunctionDef | ast.Lambda) and f is not test
+            if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and f is not test
             for n in ast.walk(f)
             if isinstance(n, ast.Return)
         ]

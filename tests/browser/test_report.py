@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.helpers.comparisons import layout_parity
+from tests.helpers.comparisons import layout_parity, several
 from workbench.report.page import write_report
 
 pytestmark = pytest.mark.browser
@@ -107,6 +107,72 @@ def test_the_report_prints_dark_on_white(visit, tmp_path):
     assert _lightness(ink) < _lightness(paper)
     page.pdf(path=tmp_path / "report.pdf", format="A4")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+TOO_NARROW = """() => {
+  const measure = document.createElement("canvas").getContext("2d"), found = [];
+  for (const head of document.querySelectorAll("thead th")) {
+    const inner = head.querySelector("code") || head, style = getComputedStyle(inner), box = getComputedStyle(head);
+    if (!head.offsetWidth || style.writingMode !== "horizontal-tb") continue;  // hidden, or upwards in print
+    const copy = head.cloneNode(true), room = parseFloat(box.paddingLeft) + parseFloat(box.paddingRight);
+    copy.querySelectorAll(".scale").forEach((each) => each.remove());
+    measure.font = style.font;
+    for (const word of copy.textContent.split(/[\\s._/-]+/))
+      if (measure.measureText(word).width > head.clientWidth - room + 1) found.push(word);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    return write_report(several(50), tmp_path_factory.mktemp("large") / "report.html")
+
+
+@pytest.mark.parametrize("media", ["screen", "print"])
+def test_50_configurations_fit_700_pixels(media, visit, large):
+    page = visit(viewport={"width": 700, "height": 900})
+    page.goto(large.as_uri())
+    page.emulate_media(media=media)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+    assert page.evaluate(TOO_NARROW) == []
+    assert page.locator("#controls").is_visible() is (media == "screen")
+
+
+def test_verdicts_are_filtered_ordered_and_grouped(visit, large):
+    page = visit(viewport={"width": 1280, "height": 900})
+    page.goto(large.as_uri())
+    assert page.locator("tr.row").count() == 50
+    page.fill("#filter", "FAULT_ different")
+    assert page.inner_text("#shown") == "9 of 50 shown"
+    page.fill("#filter", "")
+    page.select_option("#order", "largest")
+    page.select_option("#group", "verdict")
+    assert page.locator("tr.group").first.inner_text() == "different (9)"
+    assert "fault_local_denominator" in page.locator("tr.row").first.inner_text()
+    page.select_option("#group", "=precision")
+    assert page.locator("tr.group").count() == 2
+    page.select_option("#order", "ablation")
+    page.select_option("#group", "reference")
+    assert page.locator("tr.row").count() == 50
+    assert page.heard == []
+
+
+def test_two_configurations_are_compared(visit):
+    page = visit(viewport={"width": 1280, "height": 900})
+    page.select_option("#left", label="one_rank-float64")
+    page.select_option("#right", label="tp2-float32")
+    rows = page.locator("#difference tbody tr")
+    assert rows.all_inner_texts() == ["layout.tp\t1\t2", "precision\tfloat64\tfloat32"]
+    page.select_option("#right", label="one_rank-float64")
+    assert page.inner_text("#difference") == "These two have the same settings."
+
+
+def test_without_a_script_all_rows_stand_and_no_control(visit):
+    page = visit(java_script_enabled=False, viewport={"width": 700, "height": 900})
+    assert page.locator("tr.row").count() == 15
+    assert not page.locator("#controls").is_visible()
+    assert not page.locator("#pair").is_visible()
 
 
 def _colors(page):

@@ -1,8 +1,12 @@
 """Links of README, the manual and the package READMEs resolve, anchors included."""
 
+import re
+
 import pytest
+import yaml
 
 from tests.docs.pages import MANUAL, PAGES, ROOT, dead_links, links, name_of
+from workbench.cli.tools import TOOLS
 
 GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 
@@ -10,6 +14,26 @@ GUIDES = sorted((ROOT / "docs/guides").glob("*.md"))
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_relative_links_and_anchors_resolve(page):
     assert list(dead_links(page, page.read_text())) == []
+
+
+def test_the_index_for_language_models():
+    """The form of llmstxt.org: a title, a summary as a quotation, and lists of links with a description."""
+    page = ROOT / "docs/llms.txt"
+    text = page.read_text()
+    title, _, summary, *_ = text.splitlines()
+    assert (title[:2], summary[:2]) == ("# ", "> ")
+    assert list(dead_links(page, text)) == []
+    listed = {(page.parent / link).resolve() for link in links(text)}
+    assert listed.issuperset([*GUIDES, ROOT / "docs/SKILL.md"])
+    assert all(re.fullmatch(r"- \[[^]]+\]\(\S+\): .+", line) for line in text.splitlines() if line.startswith("-"))
+
+
+def test_the_skill_has_its_front_matter():
+    _, front, body = (ROOT / "docs/SKILL.md").read_text().split("---\n", 2)
+    assert set(yaml.safe_load(front)) == {"name", "description"}
+    assert set(re.findall(r"`workbench mcp` serves (.*) as tools", body)[0].replace(" and ", ", ").split(", ")) == {
+        tool.__name__ for tool in TOOLS
+    }
 
 
 def test_dead_links_and_anchors_are_found():

@@ -338,8 +338,8 @@ def test_borders_without_padding_spare_the_first_document():
         first_S[packed.source_T[packed.document_ids_T == 0]] = True
     first, others = off_S[row.loss_mask_T & first_S], off_S[row.loss_mask_T & ~first_S]
     assert len(first)
-    assert float(first.max()) == 0
-    assert float((others > 0).double().mean()) > 0.8
+    assert float(first.max()) < 1e-12, "attention of another number of pieces may round otherwise, and no more"
+    assert float((others > 1e-6).double().mean()) > 0.8
 
 
 def test_numbers_of_a_shard_spare_losses_on_tokens():

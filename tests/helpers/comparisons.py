@@ -85,6 +85,44 @@ def layout_parity() -> Comparison:
     )
 
 
+def several(count: int, *, prefix: str = "", parameters: int = 0) -> Comparison:
+    """So many configurations: those of the whole comparison, then again with other learning rates; few parameters."""
+    whole, made = layout_parity(), []
+    for place in range(count):
+        turn, which = divmod(place, len(whole.configurations))
+        c = whole.configurations[which]
+        after = f"-v{turn}" if turn else ""
+        kept = PARAMETERS[:parameters]
+        made.append(
+            replace(
+                c,
+                name=f"{prefix}{c.name}{after}",
+                against=c.against and f"{prefix}{c.against}",
+                settings=c.settings | {"learning_rate": 1e-5 * (1 + turn)},
+                parameters=[p for p in c.parameters if p.parameter in kept],
+            )
+        )
+    return replace(whole, configurations=made)
+
+
+def seeds(count: int) -> Comparison:
+    """Three configurations, each with so many seeds."""
+    whole = layout_parity()
+    members = [whole[name] for name in ("one_rank-float64", "cp2_zigzag-float64", "tp2-float64")]
+    made = [
+        replace(
+            c,
+            name=f"{c.name}-seed{seed}",
+            against=c.against and f"{c.against}-seed{seed}",
+            settings=c.settings | {"seed": seed},
+            parameters=[],
+        )
+        for c in members
+        for seed in range(count)
+    ]
+    return replace(whole, configurations=made)
+
+
 def renamed(comparison: Comparison, old: str, new: str) -> Comparison:
     """The comparison with another name for one configuration."""
 

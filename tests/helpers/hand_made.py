@@ -20,6 +20,13 @@ NOBODY = {"pid": 2**22 + 1, "create_time": 1.0}
 """A process that is not there: its number is above what Linux gives out."""
 
 
+def make_project(folder: Path) -> Path:
+    """Make a folder one that `project_root` takes, by an (empty) rollout dataset, and return it."""
+    (folder / "data" / "rollouts").mkdir(parents=True)
+    (folder / "data" / "rollouts" / "manifest.json").write_text("{}")
+    return folder
+
+
 def make_run(
     experiment: Path,
     name: str,

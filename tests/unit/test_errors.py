@@ -46,3 +46,64 @@ def test_every_error_is_in_the_drawing(kind):
 def test_a_misspelt_name_is_answered_by_the_nearest(name, options, text):
     known = ["sft", "grpo"] + (["gropo"] if "most" in options else [])
     assert errors.did_you_mean(name, known, **options) == text
+
+
+@pytest.mark.parametrize("part", ["requested", "found", "rule", "fix"])
+@pytest.mark.parametrize("text", ["name, " * 20_000, "\n".join(["first", *["row"] * 500, "ValueError: last"])])
+def test_a_message_fits_a_screen_and_keeps_its_ends(part, text):
+    texts = {"requested": "many", "found": "first\n" * 9, "rule": "rule", "fix": "fix"} | {part: text}
+    error = errors.SpecError(texts.pop("requested"), **texts)
+    assert len(str(error)) <= 4000
+    assert str(error).count("\n") < 30
+    assert error.parts[part] == text
+    assert text[:5] in str(error)
+    assert text[-16:] in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_four_full_parts_fit_a_screen():
+    text = "\n".join(["word " * 40] * 60)
+    error = errors.SpecError(text, found=text, rule=text, fix=text)
+    assert len(str(error)) <= 4000 + 200  # labels, and the counts of what is left out
+    assert str(error).count("\n") < 30
+
+
+class TestInANotebook:
+    """IPython asks an exception for its lines."""
+
+    def lines(self, code, cause=None):
+        def fail():
+            error = errors.SpecError("steps = 0", rule="at least 1")
+            error.add_note("in every run")
+            raise error from cause
+
+        try:
+            exec(compile(code, "cell.py", "exec"), {"fail": fail})
+        except errors.SpecError as error:
+            return error._render_traceback_()
+        raise AssertionError("it fails")
+
+    def test_the_message_and_notes_are_shown_without_a_frame_of_the_library(self):
+        lines = self.lines("fail()")
+        assert lines[1:] == ["SpecError: steps = 0", "  rule: at least 1", "  in every run"]
+        assert lines[0].startswith("line ")
+
+    def test_an_error_of_the_users_own_code_stays_visible(self):
+        lines = self.lines("fail()", cause=KeyError("reward"))
+        assert lines[-2:] == ["  in every run", "  caused by KeyError: 'reward'"]
+
+    def test_frames_inside_the_package_are_not_the_users(self):
+        with pytest.raises(errors.SpecError) as caught:
+            errors.check_kind("load", 3, str, "pass a path")
+        assert caught.value._render_traceback_()[0].endswith('errors.check_kind("load", 3, str, "pass a path")')
+
+
+def test_a_long_list_is_counted():
+    assert errors.listed(["a", "b"], 2) == "a, b"
+    assert errors.listed("abcde", 2, rest="in the file", separator="; ") == "a; b and 3 more (in the file)"
+
+
+def test_an_argument_of_another_kind_is_refused_by_name():
+    errors.check_kind("load", "x", (str, bytes), "pass a path")
+    with pytest.raises(errors.SpecError, match=r"load\n  found: a list, \[0, 0(?s:.*)rule: a str or bytes\n  do: pass"):
+        errors.check_kind("load", [0] * 1000, (str, bytes), "pass a path")

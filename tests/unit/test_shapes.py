@@ -16,7 +16,8 @@ def test_every_mismatch_is_reported_at_once():
         )
     assert str(caught.value) == (
         "token_logprobs: shapes disagree\n"
-        "  found: weight_VD has D=4, but D=2 was seen before; targets_T has shape (3, 1), which is not [T]\n"
+        "  found: weight_VD has D=4, but hidden_TD has D=2 (shapes (5, 4) and (3, 2)); "
+        "targets_T has shape (3, 1), which is not [T]\n"
         "  rule: the capitals that end a name are its logical shape\n"
         "  do: pass tensors whose shapes agree"
     )

@@ -9,17 +9,20 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import workbench
-from workbench.cli.terminal import safe_lines
+from workbench.cli.terminal import asked_for_json, print_json, safe_lines
 from workbench.errors import WorkbenchError, did_you_mean
 
 VERBS = {
     "run": ("run", "run an ablation (or one spec), compare its runs and write the report"),
     "ls": ("status", "list the runs of all experiments: state, steps, start, duration, device, cause of failure"),
     "status": ("status", "show the state of a run, or of an experiment"),
+    "attach": ("attach", "follow runs that another process launched, until they have ended"),
     "logs": ("logs", "print the logs of a run's ranks; -f follows until it has ended"),
     "cancel": ("experiment", "cancel a run, or all runs of an experiment"),
     "report": ("experiment", "write an experiment's report page again, from its saved comparison"),
@@ -36,10 +39,17 @@ VERBS = {
     "notebooks": ("lab", "copy the notebooks, with all that they need, to a folder"),
     "bench": ("bench", "run the performance benchmarks and record the results"),
     "verify": ("bench", "check that multi-GPU training matches one GPU, with flat memory"),
+    "mcp": ("mcp", "serve compare, diagnose, bisect, prove, translate and status to a program, over stdio (MCP)"),
+    "describe": ("describe", "explain a setting, a preset, a fault, a metric or a verdict"),
+    "schema": ("describe", "print the JSON Schema of ablation files, for editors"),
+    "completion": ("completion", "print the completion script of a shell: bash, zsh or fish"),
     "doctor": ("doctor", "check the environment, and tell how to fix what is missing"),
 }
 """Verb -> its module here, and a description. The function of the verb's name has its options as parameters, or one
 parameter ``arguments`` if it parses them itself."""
+
+NO_JSON = ("lab", "mcp", "completion")
+"""Verbs whose output is another program's, or read by one as it is."""
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can fix; others are bugs
 
@@ -72,30 +82,66 @@ def _dispatch(arguments: list[str]) -> int:
         hint = did_you_mean(verb, VERBS, otherwise=f"one of {', '.join(VERBS)}")
         print(f"workbench: there is no verb {verb!r} ({hint})", file=sys.stderr)
         return 2
+    if "--json" in rest and verb not in NO_JSON:
+        return _as_json(verb, [argument for argument in rest if argument != "--json"])
     try:
-        function = getattr(importlib.import_module(f"workbench.cli.{VERBS[verb][0]}"), verb)
-        import inspect  # like tyro imported only here, because `--help` needs neither
+        return _call(verb, rest)
+    except SystemExit as end:
+        if end.code in (0, None) and verb not in NO_JSON:
+            print("--json prints the result as JSON: docs/reference/json.md")
+        raise
+    except (WorkbenchError, OSError, KeyboardInterrupt) as error:
+        text, _, code = _failure(error, verb)
+        print("\n".join(safe_lines(text)), file=sys.stderr)
+        return code
 
-        import tyro
 
-        if "arguments" in inspect.signature(function).parameters:
-            return function(rest)
-        return tyro.cli(function, args=rest, prog=f"workbench {verb}")
-    except WorkbenchError as error:
-        notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
-        message = "\n".join([f"{type(error).__name__}: {error}", *notes])
-        print("\n".join(safe_lines(message)), file=sys.stderr)
-        return 2
-    except OSError as error:
+def _call(verb: str, rest: list[str]) -> int:
+    function = getattr(importlib.import_module(f"workbench.cli.{VERBS[verb][0]}"), verb)
+    import inspect  # like tyro imported only here, because `--help` needs neither
+
+    import tyro
+
+    if "arguments" in inspect.signature(function).parameters:
+        return function(rest)
+    return tyro.cli(function, args=rest, prog=f"workbench {verb}")
+
+
+def _as_json(verb: str, rest: list[str]) -> int:
+    """Run a verb and print its result, or its error, as one JSON object; all other output goes to standard error."""
+    error: dict[str, Any] | None = None
+    with asked_for_json() as result:
+        try:
+            code = _call(verb, rest)
+        except SystemExit as end:
+            if end.code in (0, None):
+                return 0  # help
+            code = 2
+            error = {"type": "UsageError", "requested": shlex.join(["workbench", verb, *rest])}
+        except (WorkbenchError, OSError, KeyboardInterrupt) as raised:
+            text, error, code = _failure(raised, verb)
+            print("\n".join(safe_lines(text)), file=sys.stderr)
+    if error is not None:
+        print_json("workbench.error/1", {"verb": verb, "exit_code": code, "error": error})
+    else:
+        print_json(f"workbench.{verb}/1", {"exit_code": code, "result": result[0] if result else None})
+    return code
+
+
+def _failure(error: BaseException, verb: str) -> tuple[str, dict[str, Any], int]:
+    """Return an expected end of a verb as text, as data, and as exit code; others are bugs, and raised again."""
+    kind = {"type": type(error).__name__}
+    if isinstance(error, WorkbenchError):
+        notes = list(getattr(error, "__notes__", []))
+        text = "\n".join([f"{type(error).__name__}: {error}", *(f"  {note}" for note in notes)])
+        return text, {**kind, **error.parts, "notes": notes}, 2
+    if isinstance(error, OSError):
         if error.errno not in _DISK:
-            raise
-        message = f"workbench {verb}: {error.strerror}: {error.filename or 'no file is named'}"
-        fix = "  do: free disk space, or make the folder writable, and run it again: what is recorded is kept"
-        print("\n".join([*safe_lines(message), fix]), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+            raise error
+        found = f"{error.strerror}: {error.filename or 'no file is named'}"
+        fix = "free disk space, or make the folder writable, and run it again: what is recorded is kept"
+        return f"workbench {verb}: {found}\n  do: {fix}", {**kind, "found": found, "fix": fix}, 2
+    return "interrupted", {**kind, "found": "interrupted"}, 130
 
 
 def _help() -> str:
@@ -103,6 +149,6 @@ def _help() -> str:
     verbs = "\n".join(f"  {verb:<{width}}  {meaning}" for verb, (_, meaning) in VERBS.items())
     return (
         f"usage: workbench VERB ...\n\n{(workbench.__doc__ or '').splitlines()[0]}\n\n{verbs}\n\n"
-        "`workbench VERB --help` lists its options.\n"
+        "`workbench VERB --help` lists its options; --json prints a verb's result as JSON.\n"
         "Begin with: workbench run experiments/layout_parity/ablation.yaml"
     )

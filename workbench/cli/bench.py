@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from workbench.atomic import to_json, write_whole
+from workbench.cli.terminal import answered
 from workbench.errors import SpecError
 from workbench.launch import verify as verification
 from workbench.records.provenance import project_root, without_machine_paths
@@ -96,7 +97,7 @@ def bench(arguments: Sequence[str]) -> int:
             rule=f"one of {', '.join(BENCHMARKS)}",
             fix="choose one of them, or name none for all",
         )
-    passed = True
+    passed, written_records = True, []
     for name in options.names or BENCHMARKS:
         benchmark = _load(name)
         assert benchmark.__file__ is not None, "a benchmark is loaded from its file"
@@ -105,10 +106,12 @@ def bench(arguments: Sequence[str]) -> int:
         settings |= {"only": options.only} if options.only else {}
         record = benchmark.measure(report_progress=lambda line: print(f"  {line}", flush=True), **settings)
         written = _write(record, folder / f"{name}.json", ["workbench bench", *arguments])
+        written_records.append({"name": name, "record": str(written), "bars": record["bars"]})
         print(f"{benchmark.format_record(record)}\nrecord: {written}")
         if hasattr(benchmark, "write_page") and (page := benchmark.write_page(record, folder)):
             print(f"page: {page}")
         passed = passed and all(bar["holds"] for bar in record["bars"].values())
+    answered(lambda: written_records)
     return 0 if passed else 1
 
 
@@ -166,6 +169,7 @@ def verify(arguments: Sequence[str]) -> int:
     path = options.record or project_root() / "experiments" / "benchmarks" / name
     written = _write(record, path, ["workbench verify", *arguments])
     print(f"{verification.format_record(record)}\nrecord: {written}")
+    answered(lambda: {"verdict": verification.verdict_of(record), "path": str(written), "record": record})
     return 0 if verification.verdict_of(record) == "equal" else 1
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from workbench.cli.terminal import print_json, print_lines, safe_lines
+from workbench.cli.terminal import answered, print_lines, safe_lines
 from workbench.errors import SpecError
 from workbench.launch.ablation import load_ablation
+from workbench.records.provenance import project_root
 from workbench.specs.reading import read_yaml
-from workbench.specs.run import load_run_spec
+from workbench.specs.run import RunSpec, load_run_spec
+from workbench.user_file import find_file, load
 
 _YAML = (".yaml", ".yml")
 
@@ -29,7 +29,6 @@ def prove(
     seed: int = 0,
     rounds: int = 4,
     budget_s: float = 20.0,
-    json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> int:
     """Check that a loss keeps the invariants of parallel training: loss, gradient and metrics, against one process.
 
@@ -44,25 +43,10 @@ def prove(
         seed: Seed of the batches and layouts.
         rounds: Cases of each invariant.
         budget_s: CPU seconds after which no further case is started; invariants that were not tried are named.
-        json: Print JSON.
     """
-    from workbench.prove import prove
+    subject, settings = loss_subject(loss, None if spec is None else load_run_spec(spec))
+    from workbench.prove import prove  # torch; mistakes above are told without it
 
-    settings: Any = None if spec is None else load_run_spec(spec)
-    subject: Any = loss
-    if loss.rpartition(":")[0].endswith(".py"):
-        subject = load_function(loss)
-    elif loss.endswith(".py"):
-        raise SpecError(
-            f"prove {loss}",
-            found="a file, and no function",
-            rule="FILE.py:NAME of a function in it",
-            fix=f"name the function: {loss}:NAME",
-        )
-    elif loss.endswith(_YAML):
-        subject = load_run_spec(Path(loss))
-    elif settings is not None:
-        subject, settings = settings.merged({"loss": {"name": loss}}), None
     proof = prove(
         subject,
         spec=settings,
@@ -72,15 +56,13 @@ def prove(
         rounds=rounds,
         budget_s=budget_s,
     )
-    _print(proof, _proof_json(proof) if json else None)
+    _print(proof, lambda: proof_json(proof))
     return 0 if proof.ok else 1
 
 
 def diagnose(
     trusted: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TRUSTED")],
     suspect: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SUSPECT")],
-    *,
-    json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> int:
     """Rank the causes why a run differs from a trusted one, and propose the next experiment.
 
@@ -91,12 +73,11 @@ def diagnose(
     Args:
         trusted: Folder of a run, or of a record that a recorder wrote.
         suspect: Likewise, the one in doubt.
-        json: Print JSON.
     """
     from workbench.diagnose import diagnose
 
     diagnosis = diagnose(trusted, suspect)
-    _print(diagnosis, _diagnosis_json(diagnosis) if json else None)
+    _print(diagnosis, lambda: diagnosis_json(diagnosis))
     return 0 if diagnosis.equal else 1
 
 
@@ -106,7 +87,6 @@ def bisect(
     *,
     block_tokens: int | None = None,
     steps: int | None = None,
-    json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> int:
     """Run two configurations again and name the first tensor, and block of tokens, in which they differ.
 
@@ -118,28 +98,44 @@ def bisect(
         b: Likewise.
         block_tokens: Tokens of a block; by default those of the reproducible mode, or 64.
         steps: Maximum number of optimizer steps.
-        json: Print JSON.
     """
     from workbench.compare.bisect import bisect
 
     names = (_short_name(a), _short_name(b))
     bisection = bisect(spec_or_target(a), spec_or_target(b), names=names, block_tokens=block_tokens, steps=steps)
-    verdicts = {"verdict": bisection.verdict, "equal": bisection.equal}
-    evidence = {"evidence": bisection.evidence and bisection.evidence.as_json()}
-    _print(bisection, verdicts | asdict(bisection) | evidence if json else None)
+    _print(bisection, lambda: bisection_json(bisection))
     return 0 if bisection.equal else 1
 
 
-def _print(result: Any, data: dict[str, Any] | None) -> None:
-    """Print a result as text, or its JSON data if they are given."""
-    if data is None:
+def _print(result: Any, data: Callable[[], dict[str, Any]]) -> None:
+    if not answered(data):
         print_lines(safe_lines(str(result)))
-    else:
-        print_json(data)
 
 
 def _short_name(target: str) -> str:
     return Path(target.rpartition(":")[2]).name.removesuffix(".yaml")
+
+
+def loss_subject(loss: str, settings: RunSpec | None) -> tuple[Any, RunSpec | None]:
+    """Return what `workbench.prove` proves, and its ``spec``, for a preset, FILE.yaml or FILE.py:NAME.
+
+    Raises:
+        SpecError: a file without the name of a function, or one that cannot be read.
+    """
+    if loss.rpartition(":")[0].endswith(".py"):
+        return load_function(loss), settings
+    if loss.endswith(".py"):
+        raise SpecError(
+            f"prove {loss}",
+            found="a file, and no function",
+            rule="FILE.py:NAME of a function in it",
+            fix=f"name the function: {loss}:NAME",
+        )
+    if loss.endswith(_YAML):
+        return load_run_spec(Path(loss)), settings
+    if settings is not None:
+        return settings.merged({"loss": {"name": loss}}), None
+    return loss, None
 
 
 def load_function(place: str) -> Callable[..., Any]:
@@ -148,33 +144,11 @@ def load_function(place: str) -> Callable[..., Any]:
     Raises:
         SpecError: no such file, it does not run, or it has no such function.
     """
-    path, _, name = place.rpartition(":")
-    file = Path(path)
-    if not file.is_file():
-        raise SpecError(
-            f"prove {place}", found=f"no file {path}", rule="FILE.py:NAME of a function in it", fix="check the path"
-        )
-    module_spec = importlib.util.spec_from_file_location(f"proved_{file.stem}", file)
-    assert module_spec is not None, "a .py file has a loader"
-    assert module_spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise SpecError(
-            f"prove {place}",
-            found=f"{type(error).__name__}: {error}",
-            rule=f"{file.name} can be imported",
-            fix="fix the error above",
-        ) from error
-    finally:
-        sys.path.pop(0)
-    function = getattr(module, name, None)
+    file, name = find_file(place, project_root(), setting="prove"), place.rpartition(":")[2]
+    function = load(file, name, setting="prove")
     if not callable(function):
         raise SpecError(
-            f"prove {place}", found=f"{file.name} has no function {name!r}", rule="FILE.py:NAME", fix="check the name"
+            f"prove {place}", found=f"{name} is a {type(function).__name__}", rule="a function", fix="check the name"
         )
     return function
 
@@ -201,7 +175,7 @@ def spec_or_target(target: str) -> Any:
     return planned[name]
 
 
-def _proof_json(proof: Any) -> dict[str, Any]:
+def proof_json(proof: Any) -> dict[str, Any]:
     """Return a proof as JSON data, with the documents of its counterexamples."""
     invariants = [
         _named(invariant) | {"counterexample": invariant.counterexample and _named(invariant.counterexample)}
@@ -218,7 +192,13 @@ def _named(value: Any) -> dict[str, Any]:
     }
 
 
-def _diagnosis_json(diagnosis: Any) -> dict[str, Any]:
+def bisection_json(bisection: Any) -> dict[str, Any]:
+    """Return a bisection as JSON data."""
+    verdicts = {"verdict": bisection.verdict, "equal": bisection.equal}
+    return verdicts | asdict(bisection) | {"evidence": bisection.evidence and bisection.evidence.as_json()}
+
+
+def diagnosis_json(diagnosis: Any) -> dict[str, Any]:
     """Return a diagnosis as JSON data."""
     following = diagnosis.next_experiment()
     causes = [asdict(cause) | {"needs": sorted(cause.needs)} for cause in diagnosis.causes]

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import tyro
 
-from workbench.cli.terminal import print_json, print_lines, safe, size, width
+from workbench.cli.terminal import answered, print_lines, safe, size, width
 from workbench.columns import columns
 from workbench.errors import WorkbenchError
 from workbench.launch.rendezvous import check_rendezvous
@@ -191,7 +190,10 @@ def _schedulers() -> Finding:
 
 
 def _extras() -> Finding:
-    packages = {name: tracker.package for name, tracker in TRACKERS.items()} | {"kubernetes": "kubernetes"}
+    packages = {name: tracker.package for name, tracker in TRACKERS.items()} | {
+        "kubernetes": "kubernetes",
+        "mcp": "mcp",
+    }
     here = {name: _version(f"{package}-skinny") or _version(package) for name, package in packages.items()}
     missing = [name for name, version in here.items() if not version]
     says = ", ".join(f"{name} {version}" if version else f"{name} not installed" for name, version in here.items())
@@ -350,20 +352,15 @@ def lines_of(finding: Finding) -> list[str]:
     return columns([tuple(map(safe, row)) for row in rows], width=width(), least=(7, 13))  # "problem", "shared memory"
 
 
-def doctor(*, json: tyro.conf.FlagCreatePairsOff[bool] = False) -> int:
+def doctor() -> int:
     """Check the environment, and tell how to fix what is missing.
 
     Exit code 1 if there is a problem.
-
-    Args:
-        json: Print a JSON list.
     """
     findings = []
     for finding in _findings(project_root()):
         findings.append(finding)
-        if not json:
-            print_lines(lines_of(finding))
-            sys.stdout.flush()
-    if json:
-        print_json([asdict(finding) for finding in findings])
+        print_lines(lines_of(finding))
+        sys.stdout.flush()
+    answered(lambda: [asdict(finding) for finding in findings])
     return 1 if any(finding.verdict == PROBLEM for finding in findings) else 0

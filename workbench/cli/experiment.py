@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from workbench.cli.terminal import print_lines, safe, safe_lines, width
+from workbench.cli.terminal import answered, print_lines, safe, safe_lines, table, width
 from workbench.errors import RecordError
+from workbench.launch.ablation import differences
 from workbench.launch.cancel import cancel_runs
 from workbench.records.directory import ENDED
-from workbench.records.lookup import look_up
+from workbench.records.lookup import compared_at, look_up
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.export import Exported, TrackerName, default_folder, export_runs
 
@@ -21,6 +23,19 @@ if TYPE_CHECKING:
     from workbench.compare.comparison import Comparison
     from workbench.records.directory import RunDirectory
 
+_OF_VERDICT = (
+    "name",
+    "against",
+    "verdict",
+    "why",
+    "factor",
+    "factor_meaning",
+    "first_step",
+    "first_parameter",
+    "state",
+    "world_size",
+    "evidence",
+)
 Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")]
 
 
@@ -28,21 +43,25 @@ def compare(
     experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],
     reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "",
 ) -> int:
-    """Print the verdicts of an experiment; or, given two runs, compare their certificates.
+    """Print the verdicts of an experiment; or of two runs the settings that differ, and if their bits do.
 
     Exit code 0: every configuration without a planted fault agrees; 1: one of them is different, vacuous, has an
     unsound baseline or failed, or the two runs differ; 2: invalid input.
 
     Args:
-        experiment_dir: Folder that holds comparison.json; or a run.
+        experiment_dir: Folder, file or name of an experiment that holds comparison.json; or a run.
         reference: The run to compare it with.
     """
     from workbench.compare.comparison import Comparison
 
     if not reference:
-        return print_verdicts(Comparison.load(experiment_dir))
+        return print_verdicts(Comparison.load(compared_at(experiment_dir)))
+    settings = differing_settings(experiment_dir, reference)
+    print_lines(_settings_lines(settings))
     text, equal = certified(experiment_dir, reference)
-    print_lines(safe_lines(text))
+    result = {"run": experiment_dir, "reference": reference, "settings": settings, "equal": equal, "text": text}
+    if not answered(lambda: result):
+        print_lines(safe_lines(text))
     return 0 if equal else 1
 
 
@@ -50,9 +69,39 @@ def print_verdicts(comparison: Comparison) -> int:
     """Print the verdicts; return 1 if a configuration without a planted fault does not agree, else 0."""
     from workbench.compare.seeds import identical_notes
 
+    if answered(lambda: verdicts_json(comparison)):
+        return 1 if comparison.disagreeing() else 0
     question = [comparison.question] if comparison.question else []
     print("\n".join([*question, *comparison.verdict_lines(width()), *identical_notes(comparison)]))
     return 1 if comparison.disagreeing() else 0
+
+
+def differing_settings(run: str, reference: str) -> dict[str, list[Any]]:
+    """Return setting -> its values in the reference and in the run, where these differ.
+
+    Raises:
+        RecordError: not one run each.
+    """
+    runs = [run for target in (reference, run) for run in look_up(target).opened()]
+    return differences(runs[0].spec, runs[1].spec) if len(runs) == 2 else {}
+
+
+def _settings_lines(settings: dict[str, list[Any]]) -> list[str]:
+    if not settings:
+        return ["settings: the same in both"]
+    rows = [[f"  {key}", str(before), str(after)] for key, (before, after) in settings.items()]
+    return table(rows, ["settings that differ", "reference", "run"], width=width())
+
+
+def verdicts_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the verdicts as JSON data."""
+    return {
+        "experiment": comparison.experiment,
+        "question": comparison.question,
+        "agrees": not comparison.disagreeing(),
+        "disagreeing": [configuration.name for configuration in comparison.disagreeing()],
+        "configurations": [{name: getattr(c, name) for name in _OF_VERDICT} for c in comparison.configurations],
+    }
 
 
 def certified(run: str, reference: str) -> tuple[str, bool]:
@@ -79,16 +128,18 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
     return f"{result}{evidence}", result.verdict == "equal"
 
 
-def report(experiment_dir: tyro.conf.Positional[Path], *, notebook: bool = True) -> int:
+def report(experiment_dir: tyro.conf.Positional[str], *, notebook: bool = True) -> int:
     """Write an experiment's report page and notebook again, from its saved comparison.
 
     Args:
-        experiment_dir: folder that holds comparison.json.
+        experiment_dir: Folder, file or name of an experiment that holds comparison.json.
         notebook: also execute the report as a notebook, next to the page.
     """
     from workbench.experiment import rebuild_report
 
-    print(f"report: {rebuild_report(experiment_dir, notebook=notebook)}")
+    page = rebuild_report(compared_at(experiment_dir), notebook=notebook)
+    if not answered(lambda: {"report": str(page)}):
+        print(f"report: {page}")
     return 0
 
 
@@ -110,7 +161,9 @@ def cancel(run_or_experiment: Target) -> int:
             outcome = f"still {state}; cancellation was requested and is not complete"
         print_lines([f"{safe(run.path.name)}: {outcome}"])
 
-    states = cancel_runs(look_up(run_or_experiment).opened(), on_end=on_end)
+    runs = look_up(run_or_experiment).opened()
+    states = cancel_runs(runs, on_end=on_end)
+    answered(lambda: [{"run": run.path.name, "state": state} for run, state in zip(runs, states, strict=True)])
     return 0 if all(state in ENDED for state in states) else 1
 
 
@@ -129,6 +182,7 @@ def export(
     """
     runs = look_up(run_or_experiment).opened()
     exported = export_runs(runs, to=to, project=project, folder=folder)
+    answered(lambda: [asdict(run) for run in exported])
     print_lines(export_lines(exported))
     left_out = [run for run in exported if run.outcome == "left out"]
     if len(left_out) < len(exported):

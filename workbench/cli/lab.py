@@ -13,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from workbench.cli.terminal import answered
 from workbench.errors import LaunchError
 from workbench.records.provenance import PACKAGED, project_root
 
@@ -95,6 +96,7 @@ def notebooks(to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="D
         place = to / file.relative_to(source)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)
+    answered(lambda: {"folder": str(to)})
     print(f"{to}: notebooks/, data/, experiments/\nnext: cd {to} && workbench lab")
     print("or: workbench run experiments/layout_parity/ablation.yaml")
     return 0

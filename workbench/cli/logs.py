@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from workbench.cli.terminal import print_lines, safe
+from workbench.cli.terminal import answered, print_lines, safe
 from workbench.errors import RecordError
 from workbench.records.directory import ENDED, RunDirectory
 from workbench.records.lookup import look_up, shell_name
@@ -177,17 +177,21 @@ def logs(
     prefix, escape = ranks is None and world_size > 1, sys.stdout.isatty()
     if not follow:
         printed = tail_lines(directory, ranks=ranks, lines=lines)
+        answered(lambda: [{"rank": number, "line": line} for number, line in printed])
         print_lines(_shown(number, line, prefix=prefix, escape=escape) for number, line in printed)
         if not printed and not _ranks_with_logs(directory):
             print(f"no rank of {directory.path.name} has started; it is {directory.status}", file=sys.stderr)
         return 0
+    followed = []
     try:
         for number, line in follow_lines(directory, ranks=ranks, lines=lines):
+            followed.append({"rank": number, "line": line})
             print_lines([_shown(number, line, prefix=prefix, escape=escape)])
             sys.stdout.flush()
     except KeyboardInterrupt:
         stop = f"workbench cancel {safe(shell_name(directory.path))}"
         print(f"\ndetached; the run continues; `{stop}` stops it", file=sys.stderr)
         return 130
+    answered(lambda: followed)
     print(f"{directory.path.name} has ended: {directory.status}", file=sys.stderr)
     return 0

@@ -5,14 +5,14 @@ Heavy imports are deferred until a verb runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
 
-from workbench.cli.terminal import print_lines, width
+from workbench.cli.terminal import answered, print_lines, width
 from workbench.columns import columns
 
 if TYPE_CHECKING:
@@ -40,39 +40,20 @@ def import_(
     """Convert external rollouts to a rollout dataset.
 
     Args:
-        source: .jsonl or .parquet (one document a record; the keys are listed in
-            workbench/rollouts/importers.py), or .npz (padded arrays under TRL's names).
+        source: .jsonl or .parquet (one document a record), or .npz (padded arrays); docs/guides/rollouts.md lists
+            the keys.
         output: folder of the new rollout dataset.
         temperature: divisor of the logits when the tokens were sampled.
-        ignore: keys of a .npz file to leave out.
+        ignore: further keys of the file to leave out.
         overwrite: replace an existing rollout dataset.
     """
-    from workbench.errors import SpecError
-    from workbench.rollouts import files, importers
+    from workbench.rollouts.kinds import check_importable
 
-    if ignore and source.suffix != ".npz":
-        raise SpecError(
-            f"import {source} with ignore {', '.join(ignore)}",
-            found=f"a {source.suffix} file",
-            rule="ignore is for the arrays of a .npz file",
-            fix="remove the keys from the records",
-        )
-    readers: dict[str, Callable[..., RolloutBatch]] = {
-        ".jsonl": importers.read_jsonl,
-        ".parquet": importers.read_parquet,
-        ".npz": partial(importers.read_npz, ignore=ignore),
-    }
-    if source.suffix not in readers:
-        raise SpecError(
-            f"import {source}",
-            found=f"suffix {source.suffix!r}",
-            rule=".jsonl, .parquet or .npz",
-            fix="rename the file to match its content",
-        )
-    batch = readers[source.suffix](source, temperature=temperature)
-    files.save(
-        batch, output, overwrite=overwrite, provenance={"made_by": "workbench rollouts import", "source": source.name}
-    )
+    check_importable(source)
+    from workbench.rollouts.importers import load_rollouts  # torch; mistakes above are told without it
+
+    batch = load_rollouts(source, temperature=temperature, ignore=ignore)
+    batch.save(output, overwrite=overwrite, provenance={"made_by": "workbench rollouts import", "source": source.name})
     print(f"{output}: written")
     check(output)
 
@@ -106,6 +87,16 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
     for warning in trainable.warnings if needs_advantages else ():
         print(f"  warning: {warning}")
     nothing = trainable.nothing_for(spec)
+    answered(
+        lambda: {
+            "folder": str(folder),
+            "loss": loss,
+            "trains": not nothing,
+            "nothing": nothing,
+            "trainable": asdict(trainable),
+            "manifest": manifest.model_dump(mode="json"),
+        }
+    )
     if nothing and (needs_advantages or not trainable.trained_tokens):
         print(
             f"  vacuous: {nothing}. The loss has no gradient here, and runs that train nothing agree whatever is "

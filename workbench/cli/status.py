@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from workbench.cli.terminal import print_json, print_lines, safe, safe_lines, size, table, when, width
+from workbench.cli.terminal import answered, print_lines, safe, safe_lines, size, table, when, width
+from workbench.launch.detached import launchers
 from workbench.launch.status import Listed, RunStatus, list_runs, listing, status_of, waits_of
 from workbench.records.directory import CLUSTERS, ENDED, STATES
 from workbench.records.failures import failure_summary
-from workbench.records.lookup import Target, look_up, shell_name
+from workbench.records.lookup import Target, experiment_at, experiments, look_up, shell_name
 from workbench.report.numbers import significant
 from workbench.report.rows import duration
 from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD
@@ -23,7 +25,6 @@ def ls(
     experiment_dir: tyro.conf.Positional[tuple[str, ...]] = (),
     *,
     every: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(name="all")] = False,
-    json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> int:
     """List the runs of all experiments, newest last.
 
@@ -33,33 +34,32 @@ def ls(
     Args:
         experiment_dir: folders or names of experiments; none for all under experiments/.
         every: Older attempts too.
-        json: Print a JSON list.
     """
     listed = list_runs(*experiment_dir, every=every)
-    if json:
-        print_json([asdict(run) for run in listed])
-    elif listed:
+    if answered(lambda: [asdict(run) for run in listed]):
+        return 0
+    if listed:
         print_lines(list_lines(listed, letters=width()))
     else:
         print("no runs yet; begin with: workbench run experiments/layout_parity/ablation.yaml")
+    folders = [experiment_at(folder) for folder in experiment_dir] or experiments()
+    for folder in dict.fromkeys(folders):  # also one whose runs have all ended, and that compares them
+        print_lines(_launcher_lines(folder))
     return 0
 
 
 def status(
     run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")],
-    *,
-    json: tyro.conf.FlagCreatePairsOff[bool] = False,
 ) -> int:
     """Show the state of a run, or of an experiment.
 
     Args:
         run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
-        json: Print a JSON list, of an experiment with the full state of every run.
     """
     target = look_up(run_or_experiment)
-    if json:
-        print_json([asdict(status_of(run)) for run in target.opened()])
-    elif target.experiment is not None:
+    if answered(lambda: [asdict(status_of(run)) for run in target.opened()]):
+        return 0
+    if target.experiment is not None:
         print_lines(_experiment_lines(target, letters=width()))
     else:
         [run] = target.opened()
@@ -153,6 +153,15 @@ def _rank_rows(status: RunStatus) -> list[list[str]]:
     return rows
 
 
+def _launcher_lines(experiment_dir: Path) -> list[str]:
+    """A line for each detached launcher of an experiment that is alive."""
+    name = safe(experiment_dir.name)
+    return [
+        f"process {launcher.pid} {launcher.doing} {name}, detached; its log: {safe(str(launcher.log))}"
+        for launcher in launchers(experiment_dir / "runs")
+    ]
+
+
 def _indented(text: str) -> list[str]:
     return [f"  {line}" for line in safe_lines(text.rstrip("\n"))]
 
@@ -186,6 +195,7 @@ def _experiment_lines(target: Target, *, letters: int | None) -> list[str]:
         "",
         *list_lines(listed, letters=letters),
     ]
+    lines += ["", *detached] if (detached := _launcher_lines(target.runs[0].experiment_dir)) else []
     opened = [(entry, entry.run) for entry in target.runs if entry.run]
     lines += [f"{safe(entry.name)}: {safe(wait.message)}" for entry, run in opened for wait in waits_of(run)]
     if broken := next((entry for entry, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):

@@ -6,10 +6,12 @@ hide lines, rename the window, or inject input. So everything that was read is p
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from workbench.columns import columns
@@ -53,11 +55,35 @@ def print_lines(lines: Iterable[str]) -> None:
             print(line.encode(encoding, errors="backslashreplace").decode(encoding))
 
 
-def print_json(value: Any) -> None:
-    """Print a value as JSON."""
+_asked: ContextVar[list[Any] | None] = ContextVar("asked", default=None)
+
+
+@contextlib.contextmanager
+def asked_for_json() -> Iterator[list[Any]]:
+    """Have the verb within give its result to `answered`; what it prints goes to standard error meanwhile."""
+    result: list[Any] = []
+    before = _asked.set(result)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield result
+    finally:
+        _asked.reset(before)
+
+
+def answered(value: Callable[[], Any]) -> bool:
+    """Store the result of the verb if ``--json`` was given; False if it is to be printed as text."""
+    result = _asked.get()
+    if result is None:
+        return False
+    result[:] = [value()]
+    return True
+
+
+def print_json(schema: str, content: Mapping[str, Any]) -> None:
+    """Print a JSON object with the name and version of its schema."""
     from workbench.atomic import to_json
 
-    print(to_json(value).decode(), end="")
+    print(to_json({"schema": schema, **content}).decode(), end="")
 
 
 def width() -> int | None:

@@ -22,8 +22,16 @@ from workbench.specs.reading import flatten
 if TYPE_CHECKING:
     import pandas as pd
 
-VERDICTS = ("reference", "equal", "within budget", "different", "vacuous", "unsound baseline", "failed")
-"""Verdicts on a configuration; see `workbench.compare.reading` for vacuous and unsound baseline."""
+VERDICTS = {
+    "reference": "what the others are compared with",
+    "equal": "every gradient is that of the baseline: within 1e-12 of it in float64, or bit for bit",
+    "within budget": "below float64: no further from the float64 truth than the baseline, with a measured margin",
+    "different": "a gradient is out of its budget: the report names the first step and parameter, and the factor",
+    "vacuous": "nothing was trained in one of the two runs, so that they would agree whatever is wrong",
+    "unsound baseline": "baseline or truth is not finite, or further off than rounding explains: nothing can be judged",
+    "failed": "the run ended without its result; its page has rank, cause and traceback",
+}
+"""Verdict on a configuration -> meaning; see `workbench.compare.reading` for vacuous and unsound baseline."""
 
 AGREES = ("reference", "equal", "within budget")
 """Verdicts under which a configuration computes the same as its baseline, or is one."""

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.errors import RecordError, WorkbenchError
+from workbench.errors import RecordError, WorkbenchError, check_kind
 from workbench.losses.build import build_loss
 from workbench.metrics.evidence import PREFIX
 from workbench.policy.logprobs import TokenLogprobs
@@ -152,6 +152,7 @@ class Record:
             return what
         if isinstance(what, RunDirectory):
             return _of_run(what)
+        check_kind("read a record", what, (str, Path), "pass a Record, a RunDirectory, or the folder of either")
         folder = Path(what)
         if files.is_record(folder):
             return cls.load(folder)

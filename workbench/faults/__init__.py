@@ -8,6 +8,7 @@ of its family, with its origin, settings that expose it, settings that hide it, 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import pkgutil
@@ -148,6 +149,19 @@ def fault_names() -> list[str]:
     return sorted(_modules())
 
 
+_KNOWN = "one of the faults of workbench.faults; fault_names() there lists them"
+
+
+def nearest_faults(name: str) -> str:
+    """Return a question with the faults whose names are nearest to an unknown one, or where all of them are listed."""
+    names = fault_names()
+    parts = [each for each in names if set(name.split("_")) & set(each.split("_"))]
+    near = difflib.get_close_matches(name, names, n=3) or difflib.get_close_matches(name, parts, n=3, cutoff=0.0)
+    if not near:
+        return f"unknown; workbench.faults.fault_names() lists the {len(names)} known ones"
+    return f"unknown; did you mean {' or '.join(map(repr, near))}?"
+
+
 def load_fault(name: str) -> Fault:
     """Return the fault of a name.
 
@@ -155,7 +169,7 @@ def load_fault(name: str) -> Fault:
         SpecError: unknown name.
     """
     if name not in _modules():
-        raise SpecError(f"fault {name!r}", rule=f"one of {', '.join(fault_names())}", fix="correct the spec")
+        raise SpecError(f"fault {name!r}", found=nearest_faults(name), rule=_KNOWN, fix="correct the spec")
     return getattr(importlib.import_module(f"{__name__}.{_modules()[name]}"), name)
 
 

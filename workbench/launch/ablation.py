@@ -27,13 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench.columns import columns
-from workbench.errors import SpecError, did_you_mean
-from workbench.faults import fault_names
+from workbench.errors import SpecError, listed
+from workbench.faults import fault_names, nearest_faults
+from workbench.launch.ablation_checks import check_comparable, check_order, check_structure, unknown
 from workbench.records.certificate import compared_bitwise
 from workbench.records.directory import RUN_NAME
+from workbench.records.provenance import project_root
+from workbench.specs.mistakes import WHERE_SETTINGS_ARE, each_mistake
 from workbench.specs.reading import flatten, merge, parse_spec, read_yaml
 from workbench.specs.run import RunSpec
 
@@ -72,15 +75,23 @@ class AblationSpec(BaseModel):
         [('b-float64', 'a-float64'), ('b-float32', 'a-float32')]
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     question: str = ""
+    """What the ablation answers, in a sentence: the report's title."""
     base: dict[str, Any] = Field(default_factory=dict)
+    """Settings of every run."""
     axes: dict[str, list[Any] | dict[Any, dict[str, Any]]] = Field(default_factory=dict)
+    """Setting -> values: every configuration runs once for each combination. A value may add settings of its own."""
     reference: str
+    """The configuration with which the others are compared."""
     truth: str = ""
+    """The float64 run whose numbers are taken as exact; needed below float64, where nothing else tells how far
+    rounding alone may go."""
     configurations: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Name -> settings in which it differs from the base."""
     extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Runs outside the axes, such as a planted fault, each with all of its own settings."""
 
     def expand(self, *, where: str = "ablation") -> list[PlannedRun]:
         """Every run, references and the truth first.
@@ -93,7 +104,7 @@ class AblationSpec(BaseModel):
                 truth that is missing or cannot be one, a configuration that sets an axis.
         """
         if self.reference not in self.configurations:
-            raise _unknown(where, "reference", self.reference, self.configurations)
+            raise unknown(where, "reference", self.reference, self.configurations)
         self._check_axes(where)
         settings = list(self._settings())
         specs = _parse_all(where, settings)
@@ -114,8 +125,8 @@ class AblationSpec(BaseModel):
                 fix="rename one of them",
             )
         if self.truth and self.truth not in names:
-            raise _unknown(where, "truth", self.truth, names)
-        _check_order(where, specs)
+            raise unknown(where, "truth", self.truth, names)
+        check_order(where, specs)
 
         places = {name: self._place(specs[name]) for name in names}
         references = {places[name]: name for name, configuration, _ in settings if configuration == self.reference}
@@ -134,7 +145,7 @@ class AblationSpec(BaseModel):
             truth = "" if name == self.truth else self.truth
             reference = "" if name == reference else reference
             planned.append(PlannedRun(name, specs[name], reference, truth, configuration))
-        _check_comparable(where, planned)
+        check_comparable(where, planned)
         self._check_truth(where, planned)
         return sorted(planned, key=lambda run: bool(run.reference) and run.name != self.truth)
 
@@ -202,7 +213,11 @@ class AblationSpec(BaseModel):
         if self.truth:
             problem, cause = f"truth {self.truth!r}", f"{self.truth} is not a float64 run"
         else:
-            problem, cause = "truth is missing", f"below float64 and compared with a reference: {', '.join(inexact)}"
+            below_it = " and ".join(sorted({specs[name].precision for name in inexact}))
+            problem, cause = (
+                "truth is missing",
+                f"{below_it} runs that are compared with a reference: {listed(inexact)}",
+            )
         raise SpecError(
             f"{where}: {problem}",
             found=cause,
@@ -214,12 +229,25 @@ class AblationSpec(BaseModel):
     def _place(self, spec: RunSpec) -> tuple[str, ...]:
         """Values of a run on the axes."""
         dumped = spec.model_dump(mode="json")
-        return tuple(str(lookup(dumped, axis)) for axis in self.axes)
+        # settings of an own loss stand next to its name in a file, and in its surrogate afterwards
+        stored = {axis: axis.replace("loss.", "loss.surrogate.", 1) for axis in self.axes if _is_own(axis)}
+        return tuple(str(lookup(dumped, stored.get(axis, axis))) for axis in self.axes)
 
 
-def ablation_file(source: Path | str) -> Path:
-    """The file itself, or ``ablation.yaml`` of a folder."""
-    return Path(source) / "ablation.yaml" if Path(source).is_dir() else Path(source)
+def _is_own(axis: str) -> bool:
+    return axis.split(".")[:2] in (["loss", "settings"], ["loss", "engine"])
+
+
+def ablation_file(source: Path | str, project: Path | None = None) -> Path:
+    """The file itself, or ``ablation.yaml`` of a folder.
+
+    A relative path is one in the current folder if it exists there, and else one in the project (None: `project_root`),
+    so that a notebook in ``notebooks/`` and a terminal name an ablation alike.
+    """
+    path = Path(source)
+    if not path.exists() and ((project or project_root()) / path).exists():
+        path = (project or project_root()) / path
+    return path / "ablation.yaml" if path.is_dir() else path
 
 
 def load_ablation(source: Path | str | Mapping[str, Any]) -> AblationSpec:
@@ -243,6 +271,7 @@ def load_ablation(source: Path | str | Mapping[str, Any]) -> AblationSpec:
     if not {"configurations", "axes", "question", "reference"}.intersection(settings):
         parse_spec(RunSpec, settings, where=where)
         settings = {"base": settings, "reference": name, "configurations": {name: {}}}
+    check_structure(where, settings, AblationSpec.model_fields)
     ablation = parse_spec(AblationSpec, settings, where=where)
     ablation.expand(where=where)
     return ablation
@@ -257,7 +286,7 @@ def select(planned: Sequence[PlannedRun], names: Sequence[str]) -> list[PlannedR
     known = {run.name for run in planned} | {run.configuration for run in planned}
     for name in names:
         if name not in known:
-            raise _unknown("choose runs", "name", name, known)
+            raise unknown("choose runs", "name", name, known)
     needed: set[str | None] = set()
     more: set[str | None] = {run.name for run in planned if run.name in names or run.configuration in names}
     while more:
@@ -284,102 +313,30 @@ def differences(before: RunSpec, after: RunSpec) -> dict[str, list[Any]]:
 
 def _parse_all(where: str, settings: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, RunSpec]:
     specs: dict[str, RunSpec] = {}
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}  # a mistake -> the runs that have it: one of the base is in all of them
+    known = set(fault_names())
     for name, _, changed in settings:
         try:
-            specs[name] = parse_spec(RunSpec, changed, where=name)
-        except SpecError as error:
-            problems.append(f"{name}: {error.parts['found']}")
-            continue
-        if unknown := sorted(set(specs[name].faults).difference(fault_names())):
-            problems.append(f"{name}: unknown fault {', '.join(unknown)} (known: {', '.join(fault_names())})")
+            specs[name] = RunSpec.model_validate(changed)
+        except ValidationError as error:
+            found = each_mistake(error, RunSpec)
+        else:
+            found = [f"fault {fault!r}: {nearest_faults(fault)}" for fault in sorted({*specs[name].faults} - known)]
+        for mistake in found:
+            problems.setdefault(mistake, []).append(name)
     if problems:
+        lines = [f"{_runs(names, len(settings))}: {mistake}" for mistake, names in problems.items()]
         raise SpecError(
-            f"{where}: {len(problems)} of {len(settings)} runs cannot be used",
-            found="; ".join(problems),
+            f"{where}: {len({*itertools.chain(*problems.values())})} of {len(settings)} runs cannot be used",
+            found=listed(lines, separator="; "),
             rule="settings of RunSpec, and faults of workbench.faults; unknown ones are refused",
-            fix="correct the file; `workbench run --help` lists every setting",
+            fix=f"correct the file; {WHERE_SETTINGS_ARE}",
         )
     return specs
 
 
-def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
-    """Refuse runs whose `frozen_clip` names themselves, directly or not, or a missing run."""
-    for name in specs:
-        chain = [name]
-        while needed := specs[chain[-1]].frozen_clip:
-            if needed not in specs:
-                if len(specs) == 1:
-                    break  # a single spec may take the decisions of an existing run
-                raise _unknown(f"{where}: run {chain[-1]!r}", "frozen_clip", needed, specs)
-            if needed in chain:
-                raise SpecError(
-                    f"{where}: run {name!r} needs its own clip decisions",
-                    found=" -> ".join([*chain, needed]),
-                    rule="the run that decides comes first",
-                    fix="leave frozen_clip out of the run whose decisions the others take",
-                )
-            chain.append(needed)
-
-
-def _check_comparable(where: str, planned: Sequence[PlannedRun]) -> None:
-    """Refuse runs whose gradients cannot be compared with those of their reference or truth."""
-    specs = {run.name: run.spec for run in planned}
-    for run in planned:
-        bits = bool(run.reference) and compared_bitwise(run.spec, specs[run.reference])  # then no distance is measured
-        below = run.spec.precision != "float64"
-        others = {"reference": run.reference, "truth": run.truth if run.reference and below and not bits else ""}
-        for role, other in ((role, specs[name]) for role, name in others.items() if name):
-            facts: dict[str, tuple[object, object]] = {"steps": (run.spec.steps, other.steps)}
-            if bits:
-                facts["reproducible"] = (run.spec.reproducible, other.reproducible)
-                facts["rows"] = (_rows(run.spec), _rows(other))
-            else:
-                facts["record.gradients"] = (run.spec.record.gradients, other.record.gradients)
-            if role == "reference":
-                facts["precision"] = (run.spec.precision, other.precision)
-            if unequal := [
-                f"{key} {value} against {other_value}"
-                for key, (value, other_value) in facts.items()
-                if value != other_value or (key == "record.gradients" and value != "full")
-            ]:
-                raise SpecError(
-                    f"{where}: compare {run.name!r} with its {role} {others[role]!r}",
-                    found=", ".join(unequal),
-                    **(_OF_BITS if bits else _OF_GRADIENTS),
-                )
-
-
-_OF_GRADIENTS = {
-    "rule": "gradients are compared step by step: both take as many steps, with record.gradients full, and a reference "
-    "has the precision of its runs",
-    "fix": "set steps and record: {gradients: full} in `base`; several precisions are an axis, axes: {precision: "
-    "[float64, float32]}. Curves alone need no gradients: then make what differs an axis, such as axes: {loss.name: "
-    "[grpo, cispo], seed: [0, 1]}, and no run is compared",
-}
-_OF_BITS = {
-    "rule": "bits are compared step by step: both take as many steps of the same rows, in one precision and in the "
-    "same pieces",
-    "fix": "set steps, precision and reproducible in `base`; give each layout data.micro_batches with the same product "
-    "of dp and data.micro_batches, or all of them one data.micro_batch_tokens",
-}
-
-
-def _rows(spec: RunSpec) -> str:
-    """Rows of a step, as far as the settings tell."""
-    if spec.data.micro_batch_tokens is not None:
-        return f"of {spec.data.micro_batch_tokens} tokens"
-    return f"{spec.layout.dp * spec.data.micro_batches} (dp * data.micro_batches)"
-
-
-def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:
-    names = sorted(known)
-    return SpecError(
-        f"{where}: {what} {name!r} does not exist",
-        found=", ".join(names),
-        rule=f"{what} is one of these names",
-        fix=did_you_mean(name, names, otherwise="choose one of them"),
-    )
+def _runs(names: Sequence[str], count: int) -> str:
+    return "every run" if len(names) == count > 1 else listed(names, 4)
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def take(kind: str, count: int, of: Sequence[str], *, requester: str = "") -> Le
         kind: "gpu" or "core".
         count: number of slots. More cores than there are means all of them; such a run is alone on the machine.
         of: ids of the devices to choose from, the first free ones are taken. GPUs may be given by index or UUID.
-        requester: distinguishes requests of one process in the queue; those for the same number of slots may share it.
+        requester: distinguishes requests of one process in the queue; each has one place, for what it last requested.
 
     Returns:
         The lease; None if too few are free, or an earlier request waits for them. Ask again soon, and keep asking:
@@ -180,7 +180,7 @@ def take(kind: str, count: int, of: Sequence[str], *, requester: str = "") -> Le
     names = {device: f"{kind}-{gpu_uuid(device) if kind == 'gpu' else device}" for device in of}
     folder = runtime_folder() / "slots"
     folder.mkdir(mode=0o700, exist_ok=True)
-    claim = {**own_process(), "who": f"{requester} {count}", "slots": sorted(names.values())}
+    claim = {**own_process(), "who": requester, "slots": sorted(names.values())}
     with _in_this_process, locked(folder / f"{kind}.guard"), _queue(folder / f"{kind}.waiting") as queue:
         identity = ("pid", "create_time", "who")
         entry = next((other for other in queue if all(other[key] == claim[key] for key in identity)), None)
@@ -188,7 +188,7 @@ def take(kind: str, count: int, of: Sequence[str], *, requester: str = "") -> Le
         blocked = any(set(other["slots"]) & set(claim["slots"]) for other in earlier)
         lease = None if blocked else _lease_free(folder, names, count)
         if entry is not None:
-            queue.remove(entry) if lease else entry.update(seen_s=time.monotonic())
+            queue.remove(entry) if lease else entry.update(seen_s=time.monotonic(), slots=claim["slots"])
         elif lease is None:
             queue.append(claim | {"seen_s": time.monotonic()})
     return lease

@@ -105,7 +105,7 @@ def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool
     error = LaunchError(
         f"rank {rank} left with exit code 0 {after}, while {format_ranks(wait.waiting)} waited for it in "
         f"{wait.entry}; {wait.why}",
-        found=f"{report}; {_last_lines(run.log_path(rank))}",
+        found=f"{report}; {last_lines(run.log_path(rank))}",
         rule="all ranks of an axis come to the same collectives, and a rank ends when all have done their part",
         fix="look for what ends this rank early: sys.exit or os._exit, a return or break that ranks take differently, "
         "data that is shorter on this rank",
@@ -200,7 +200,7 @@ class _FailureAnalysis:
             killed += f" when it had waited too long: {gave_up[0]}"
         error = LaunchError(
             f"rank {rank} {killed}",
-            found=_last_lines(self.run.log_path(rank)),
+            found=last_lines(self.run.log_path(rank)),
             rule="a rank ends by itself and records how",
             fix=fix,
         )
@@ -346,7 +346,8 @@ def _mapping(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _last_lines(log: Path, count: int = 5) -> str:
+def last_lines(log: Path, count: int = 5) -> str:
+    """Return the last lines of a log without machine paths, in one line for a message."""
     lines = [line for line in without_machine_paths(read_text(log)).splitlines() if line.strip()]
     return "its last lines: " + " | ".join(lines[-count:]) if lines else "no output"
 

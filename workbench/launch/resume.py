@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,14 +24,16 @@ from typing import Any
 
 import workbench
 from workbench.atomic import locked, read_json, to_json, write_whole
-from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError
+from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError, listed
 from workbench.launch.ablation import PlannedRun, differences
 from workbench.policy.decoder import TINY
 from workbench.records.directory import ENDED, RunDirectory
 from workbench.records.integrity import check_whole
 from workbench.records.provenance import this_process, versions
 from workbench.rollouts.task import task_file
+from workbench.specs.losses.own import OwnLoss
 from workbench.specs.run import RunSpec
+from workbench.user_file import find_file
 
 RECORD = "sweep.json"
 _DATA = ("recording", "task", "checkpoint")
@@ -221,7 +224,7 @@ def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
     A hub id and the name of a tiny model are their own identity. No path is stored.
 
     Raises:
-        SpecError: a rollout dataset, checkpoint or task that is missing, with the folder that was searched.
+        SpecError: a rollout dataset, checkpoint, task or loss that is missing, with the folder that was searched.
     """
     specs = list(specs)
     paths = dict.fromkeys(spec.data.path for spec in specs if not spec.online.on)
@@ -235,12 +238,14 @@ def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
             data = {"recording": datasets[spec.data.path]}
         else:  # the hash of its file, without its imports
             data = {"task": task if task == "arithmetic" else _sha256(task_file(task, project)[0])}
+        if isinstance(spec.loss.surrogate, OwnLoss):  # likewise
+            data["loss"] = _sha256(find_file(spec.loss.surrogate.function, project, setting="loss.name"))
         identities.append(software | {"checkpoint": checkpoints[spec.model.source]} | data)
     return identities
 
 
-def _dataset(path: str, project: Path) -> str:
-    """Identity of a rollout dataset: the hash of its manifest, which has the checksums of the tensors."""
+def find_dataset(path: str, project: Path) -> Path:
+    """Return the manifest of a rollout dataset; a missing one is a `SpecError`."""
     if not (project / path / MANIFEST).is_file():
         raise _missing(
             "data.path",
@@ -249,16 +254,38 @@ def _dataset(path: str, project: Path) -> str:
             f"a folder with {MANIFEST}, as `workbench rollouts import` writes it",
             in_current=(Path(path) / MANIFEST).is_file(),
         )
-    return _sha256(project / path / MANIFEST)
+    return project / path / MANIFEST
+
+
+def _dataset(path: str, project: Path) -> str:
+    """Identity of a rollout dataset: the hash of its manifest, which has the checksums of the tensors."""
+    return _sha256(find_dataset(path, project))
 
 
 def _checkpoint(source: str, project: Path) -> str | list[list[Any]]:
+    if (folder := find_checkpoint(source, project)) is None:
+        return source
+    files = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
+    return [[file.name, file.stat().st_size, _sha256(file)] for file in files]
+
+
+def find_checkpoint(source: str, project: Path) -> Path | None:
+    """Return the folder of a checkpoint, None for a hub id or a tiny model; a missing one is a `SpecError`."""
     folder = project / source
     if (folder / CONFIG).is_file():
-        files = [folder / CONFIG, *sorted(folder.glob("*.safetensors"))]
-        return [[file.name, file.stat().st_size, _sha256(file)] for file in files]
+        if not next(folder.glob("*.safetensors"), None):
+            held = sorted(file.name for file in folder.iterdir() if file.name != CONFIG)
+            raise SpecError(
+                f"model.source = {source!r}",
+                found=f"{folder} has no *.safetensors; it holds {listed(held, 4) or 'nothing else'}",
+                rule="weights are read from safetensors only: other files may execute code when they are loaded",
+                fix="save the model again with model.save_pretrained(folder), which writes safetensors",
+            )
+        return folder
     in_current = (Path(source) / CONFIG).is_file()
-    if in_current or folder.is_dir() or not _HUB_ID.fullmatch(source):
+    # owner/name is a hub id, unless a folder of that owner lies here and no model of that name was downloaded: a path
+    is_path = "/" in source and folder.parent.is_dir() and not _downloaded(source)
+    if in_current or folder.is_dir() or is_path or not _HUB_ID.fullmatch(source):
         raise _missing(
             "model.source",
             source,
@@ -266,7 +293,13 @@ def _checkpoint(source: str, project: Path) -> str | list[list[Any]]:
             f"a checkpoint folder with {CONFIG}, a hub id (owner/name), or {' or '.join(TINY)}",
             in_current=in_current,
         )
-    return source
+    return None
+
+
+def _downloaded(source: str) -> bool:
+    """True if the hub's cache on this machine has a model of this id, at the place that huggingface_hub documents."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return (Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{source.replace('/', '--')}").is_dir()
 
 
 def _code() -> str:
@@ -283,14 +316,22 @@ def _sha256(file: Path) -> str:
 
 
 def _missing(setting: str, path: str, project: Path, what: str, *, in_current: bool) -> SpecError:
-    result, fix = f"nothing of that kind at {project / path}", "check the path, or give an absolute one"
+    place = project / path
+    file = MANIFEST if setting == "data.path" else CONFIG
+    result, fix = (
+        f"{place} has no {file}" if place.is_dir() else f"no folder {place}",
+        "check the path, or give an absolute one",
+    )
+    if (place / (CONFIG if file == MANIFEST else MANIFEST)).is_file():
+        other = "a checkpoint" if file == MANIFEST else "a rollout dataset"
+        result, fix = f"{result}: it is {other}", "model.source and data.path may be swapped; check both"
     if in_current:
-        result += f", although there is at {Path.cwd() / path}, relative to the current folder"
+        result += f", although there is one in {Path.cwd() / path}, relative to the current folder"
         fix = f"write {setting}: {Path.cwd() / path}"
     return SpecError(
         f"{setting} = {path!r}",
         found=result,
         fix=fix,
         rule=f"{what}; a relative path begins at the project root, {project}: the current folder if it "
-        "holds a folder named data, else where the workbench's sources lie",
+        "holds a rollout dataset in data/, else where the workbench's sources lie",
     )

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from workbench.errors import LaunchError
+from workbench.errors import LaunchError, SpecError, did_you_mean
 from workbench.launch import jobs, processes, resume
 from workbench.launch.ablation import AblationSpec, PlannedRun
+from workbench.launch.checks import check_runs
 from workbench.launch.component import LOCAL, WORKER
 from workbench.launch.devices import Placement, cores, place, visible_gpus
 from workbench.launch.sweep import Starter, Sweep
@@ -44,6 +45,7 @@ def launch(
     options: Mapping[str, str] | None = None,
     per_job: int | None = None,
     worker: str = WORKER,
+    before: Callable[[Sequence[RunDirectory]], object] | None = None,
 ) -> Sweep:
     """Start the missing runs of an ablation; return at once.
 
@@ -65,16 +67,19 @@ def launch(
             their libraries once. Each run has a directory, a failure and a log of its own, and the bits of a job of its
             own; if one fails, the remaining ones get another job. None: see `workbench.launch.task.share`.
         worker: module that the ranks run.
+        before: called with the directories of the runs that start now, before the first does.
 
     Raises:
         LaunchError: a run cannot be placed on this machine, or `here` was requested for several ranks.
         SpecError: a rollout dataset or checkpoint is missing; a configuration changed, or is running already.
             In all these cases nothing was started; a run that fails later raises nothing: its directory records it.
     """
+    _refuse_unknown(where)
     planned = ablation.expand() if isinstance(ablation, AblationSpec) else list(ablation)
     project, experiment_dir = (project or project_root()).resolve(), experiment_dir.resolve()
     runs_dir = experiment_dir / "runs"
     gpus = visible_gpus() if where not in CLUSTERS and any(run.spec.device != "cpu" for run in planned) else []
+    check_runs(planned, project, where=where, gpus=gpus)
     placements = [_place(run, where, gpus) for run in planned]
     if where == "here":
         _refuse_sharded_parameters(planned)
@@ -94,6 +99,8 @@ def launch(
                 if not task.reused:
                     shutil.rmtree(task.run.path)
             raise
+    if before is not None:
+        before([task.run for task in tasks if not task.reused])
     sweep = Sweep(tasks, experiment_dir, on_event=on_event)
     if where == "here":
         return sweep.here(functools.partial(_run_here, project=project, worker=worker))
@@ -103,6 +110,16 @@ def launch(
         start = functools.partial(jobs.start, **_job(where, project, options, worker))
     per_job = 1 if where == "processes" else per_job
     return sweep.in_jobs(start, gpus=gpus, leased=where not in CLUSTERS, per_job=per_job)
+
+
+def _refuse_unknown(where: str) -> None:
+    if where not in get_args(Where):
+        raise SpecError(
+            f"launch with where={where!r}",
+            found=f"no such place {did_you_mean(where, get_args(Where))}".strip(),
+            rule=f"one of {', '.join(get_args(Where))}",
+            fix="on this machine: 'processes', or 'torchx' for jobs of their own",
+        )
 
 
 def _job(where: Where, project: Path, options: Mapping[str, str] | None, worker: str) -> dict[str, Any]:
@@ -127,6 +144,10 @@ def requests(
         LaunchError: a run cannot be placed on this machine, an option that the scheduler does not know, or a way of
             running without a scheduler.
     """
+    _refuse_unknown(where)
+    project = (project or project_root()).resolve()
+    gpus = visible_gpus() if where not in CLUSTERS else []
+    check_runs(planned, project, where=where, gpus=gpus)
     if where in ("here", "processes"):
         raise LaunchError(
             f"show the request of a run that goes to {where!r}",
@@ -134,8 +155,6 @@ def requests(
             rule="torchx, slurm and kubernetes take requests",
             fix="choose one of them with --where",
         )
-    project = (project or project_root()).resolve()
-    gpus = visible_gpus() if where == "torchx" else []
     placements = [_place(plan, where, gpus) for plan in planned]
     kinds = [(plan.world_size, placement.device) for plan, placement in zip(planned, placements, strict=True)]
     slots = {} if where in CLUSTERS else {"cpu": len(cores()), "cuda": len(gpus)}

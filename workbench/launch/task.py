@@ -137,7 +137,8 @@ class SharedJob:
         """Lease the devices of the job; False if too few are free, used by this process or another one."""
         ranks, device = self.tasks[0].kind
         kind, devices = ("gpu", gpus) if device == "cuda" else ("core", cores())
-        lease = self.lease = take(kind, ranks, devices, requester=str(self.tasks[0].run.path))
+        # of the sweep: its next job may become another one, and must not wait for the request of the one before
+        lease = self.lease = take(kind, ranks, devices, requester=str(self.tasks[0].run.path.parent))
         if lease is not None and kind == "gpu":
             for task in self.tasks:
                 task.placement = replace(task.placement, gpus=lease.ids)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from workbench.errors import SpecError, VerdictError, did_you_mean
+import torch
+
+from workbench.errors import SpecError, VerdictError, WorkbenchError, did_you_mean
 from workbench.losses.build import build_loss
 from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.prove.invariants import INVARIANTS, Invariant
@@ -16,6 +19,7 @@ from workbench.prove.subject import Engine, InFloat64, Subject, TrainerSubject, 
 from workbench.specs.losses import LossSpec
 from workbench.specs.reading import parse_spec
 from workbench.specs.run import RunSpec
+from workbench.user_file import error_in
 
 __all__ = ["INVARIANTS", "Counterexample", "InvariantResult", "Proof", "assert_proved", "prove"]
 
@@ -194,19 +198,62 @@ def _run_spec(given: Any, argument: str) -> RunSpec:
 
 
 def _checked(loss: Loss) -> Loss:
-    """The loss in float64 throughout; raises if it returns anything but terms."""
+    """The loss in float64 throughout; raises if it returns anything but terms.
+
+    It is called once on four tokens, so that such a mistake is told before a model is built.
+    """
+    name = f"{getattr(loss, '__name__', 'loss')}(inputs)"
 
     def checked(inputs: LossInputs) -> dict[str, Term]:
-        with InFloat64():
-            terms = loss(inputs)
+        try:
+            with InFloat64():
+                terms = loss(inputs)
+        except WorkbenchError:
+            raise
+        except Exception as error:
+            file = Path(getattr(getattr(loss, "__code__", None), "co_filename", ""))
+            raise SpecError(
+                name,
+                found=error_in(file, error),
+                rule="the loss returns on every batch, also on one without trained tokens; inputs are a LossInputs",
+                fix="fix the line above",
+            ) from error
         if not isinstance(terms, Mapping) or not terms or not all(isinstance(term, Term) for term in terms.values()):
             raise SpecError(
-                f"{getattr(loss, '__name__', 'loss')}(inputs)",
+                name,
                 found=f"a {type(terms).__name__}",
-                rule="a loss gives terms by name: {'policy': Term(values_T)}",
+                rule="a loss returns its terms by name, a dict: {'policy': Term(values_T)}",
                 fix="return one number a token, and leave summing and dividing to the spec; a function "
                 "that returns one number is a trainer's: prove(..., engine='sum')",
             )
         return terms
 
+    try:
+        checked(_four_tokens())
+    except SpecError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, AttributeError):
+            raise  # another exception may come of what these tokens lack; the search tells
+    except WorkbenchError:
+        pass  # likewise
     return checked
+
+
+def _four_tokens() -> LossInputs:
+    values_T = torch.linspace(-2.0, -0.5, 4, dtype=torch.float64)
+    ids_T = torch.tensor([0, 0, 1, 1])
+    return LossInputs(
+        values_T.clone().requires_grad_(),
+        values_T - 0.1,
+        torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64),
+        loss_mask_T=ids_T >= 0,
+        document_ids_T=ids_T,
+        group_ids_T=ids_T * 0,
+        lengths_T=torch.full((4,), 2.0, dtype=torch.float64),
+        source_T=torch.arange(4),
+        sampler_logprobs_T=values_T + 0.05,
+        ref_logprobs_T=values_T - 0.05,
+        entropy_T=values_T.abs(),
+        logsumexp_T=values_T.abs(),
+        mean_squared_logit_T=values_T.square(),
+        rewards_T=values_T.abs(),
+    )

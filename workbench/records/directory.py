@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench import atomic
 from workbench.atomic import append_line, drop_torn_tail, locked, read_json, read_lines, to_json, write_whole
-from workbench.errors import RecordError
+from workbench.errors import RecordError, check_kind
 from workbench.records.failures import exit_record, root_cause
 from workbench.records.integrity import FIX, refuse_incomplete
 from workbench.records.provenance import is_process_alive, this_process
@@ -101,13 +101,16 @@ class RunDirectory:
         return next(root / folder for folder in attempts if not (root / folder).exists())
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
+    def open(cls, path: Path | str) -> RunDirectory:
         """Open an existing run directory.
 
         Raises:
+            SpecError: the argument is no path.
             RecordError: it is not one, or its config.json is damaged.
             SpecError: its config.json is of a version with other settings.
         """
+        check_kind("open a run", path, (str, Path), "pass the folder of a run, below runs/ of its experiment")
+        path = Path(path)
         config = _read_json(path / "config.json", what="a run directory")
         run = cls(path, parse_spec(RunSpec, config, where=f"{path.name}/config.json"))
         _ = run.state

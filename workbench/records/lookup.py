@@ -17,6 +17,11 @@ from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 
 _MOST_NAMED = 12  # runs that a message lists
+_HERE = (
+    "",
+    "*/",
+    "*/*/",
+)  # of the current folder: its own runs, those of my.yaml, of experiments/mine, of folder/my.yaml
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,14 @@ def experiment_folder(path: Path) -> Path:
 
 
 def experiments(project: Path | None = None) -> list[Path]:
-    """The folders under ``experiments`` that have runs, by name."""
-    root = (project or project_root()) / "experiments"
-    return sorted({path.parent.parent.parent for path in root.glob("*/runs/*/config.json")})
+    """The folders of experiments that have runs, by path.
+
+    They are those under ``experiments`` of the project and, if none is given, also the current folder and those up to
+    two levels below it, where `workbench run` puts the runs of a file that lies there.
+    """
+    found = ((project or project_root()) / "experiments").glob("*/runs/*/config.json")
+    here = [] if project else [path for depth in _HERE for path in Path.cwd().glob(f"{depth}runs/*/config.json")]
+    return sorted({path.parent.parent.parent.resolve() for path in [*found, *here]})
 
 
 def runs_of(experiment_dir: Path, *, every: bool = False) -> list[RunEntry]:
@@ -117,18 +127,33 @@ def look_up(query: str | Path, project: Path | None = None, *, every: bool = Fal
     Args:
         query: the folder of a run or of an experiment, its ablation file, the name of an experiment, or the beginning
             of a run's name or folder, alone or as ``experiment/run``.
-        project: the parent of ``experiments``; None takes `project_root`.
+        project: the parent of ``experiments``; None takes `project_root` and the current folder, see `experiments`.
         every: of an experiment, older attempts too.
 
     Raises:
         RecordError: nothing of that name, nothing run yet, or several runs that match.
     """
-    project = project or project_root()
-    for place in (Path(query), project / "experiments" / query, project / query):
+    for place in _places(query, project):
         target = _at(place, every)
         if target is not None:
             return target
     return Target((_by_name(str(query), project),))
+
+
+def compared_at(query: str | Path, project: Path | None = None) -> Path:
+    """Return the folder of the saved comparison of an experiment, which `look_up` finds, or which has no runs left.
+
+    Whether the comparison is there is left to its reader.
+
+    Raises:
+        RecordError: several experiments of that name, or one run.
+    """
+    if Path(query).is_dir():
+        return Path(query)
+    for place in _places(query, project):
+        if (folder := _folder(place)).is_dir():
+            return folder
+    return Path(query) if Path(query).exists() else experiment_at(query, project)
 
 
 def experiment_at(query: str | Path, project: Path | None = None) -> Path:
@@ -154,6 +179,36 @@ def shell_name(run: Path, project: Path | None = None) -> str:
     if run.parents[2] == (project or project_root()).resolve() / "experiments":
         return shlex.quote(f"{run.parents[1].name}/{run.name}")
     return shlex.quote(str(run.relative_to(here) if run.is_relative_to(here) else run))
+
+
+def _places(query: str | Path, project: Path | None) -> list[Path]:
+    """Where a path or name may be: here, in the project, and among the experiments that have runs.
+
+    Raises:
+        RecordError: several experiments elsewhere have that name.
+    """
+    root = project or project_root()
+    near = [Path(query), root / "experiments" / query, root / query]
+    named = [folder for folder in experiments(project) if folder.name == str(query)]
+    if len(named) > 1 and not any(_folder(place).is_dir() for place in near):
+        raise RecordError(
+            f"look for {str(query)!r}",
+            found=f"{len(named)} experiments: {', '.join(_shell_path(folder) for folder in named)}",
+            rule="a name that matches one experiment",
+            fix="give one of these folders",
+        )
+    return [*near, *named]
+
+
+def _folder(place: Path) -> Path:
+    """The folder of the experiment of a file, or the path itself."""
+    return experiment_folder(place) if place.suffix in (".yaml", ".yml") and place.is_file() else place
+
+
+def _shell_path(path: Path) -> str:
+    """Spell a path for a shell in the current folder."""
+    here, path = Path.cwd(), path.resolve()
+    return shlex.quote(_shown(str(path.relative_to(here) if path.is_relative_to(here) else path)))
 
 
 def _entry(path: Path) -> RunEntry:
@@ -189,13 +244,13 @@ def _launched_folders(runs_dir: Path) -> set[str]:
 
 def _at(place: Path, every: bool) -> Target | None:
     """The run or experiment at a path; None if there is neither."""
-    if place.suffix in (".yaml", ".yml") and place.is_file():
-        place = experiment_folder(place)
+    asked, place = place, _folder(place)
     if (place / "config.json").is_file() and (place / "state.json").is_file():
         return Target((_entry(place.resolve()),))
     if place.name == "runs" and any(place.glob("*/config.json")):
         place = place.parent
-    if not place.is_dir() or not ((place / "runs").is_dir() or (place / "ablation.yaml").is_file()):
+    files = [file for file in (asked, place / "ablation.yaml", place.parent / f"{place.name}.yaml") if file.is_file()]
+    if not asked.is_file() and not (place.is_dir() and (files or (place / "runs").is_dir())):
         return None
     place = place.resolve()
     runs = runs_of(place, every=every)
@@ -204,12 +259,12 @@ def _at(place: Path, every: bool) -> Target | None:
             f"look for the runs of {_shown(place.name)}",
             found="none yet",
             rule="its folder `runs` has a folder for each run",
-            fix=f"start them: workbench run {_shown(place.name)}/ablation.yaml",
+            fix=f"start them: workbench run {_shell_path(files[0]) if files else 'FILE.yaml'}",
         )
     return Target(tuple(runs), place)
 
 
-def _by_name(query: str, project: Path) -> RunEntry:
+def _by_name(query: str, project: Path | None) -> RunEntry:
     """The newest attempt of the only run whose name begins with the query."""
     every = [entry for folder in experiments(project) for entry in runs_of(folder, every=True)]
     exact = [entry for entry in every if query in _spellings(entry, entry.path.name)]

@@ -31,11 +31,17 @@ PACKAGED = Path(workbench.__file__).resolve().parent / "_project"
 def project_root(start: Path | None = None) -> Path:
     """The folder that paths in specs (``data/...``, ``experiments/...``) are relative to.
 
-    That is the starting folder (by default the current one) if it has a `data` folder, and otherwise the
-    source tree of this package, or what an installed wheel has of it.
+    That is the starting folder (by default the current one) if its folder `data` holds a rollout dataset (a
+    ``manifest.json`` up to two levels below), and otherwise the source tree of this package, or what an installed
+    wheel has of it. Any other folder of the name `data`, which many projects have, moves nothing.
     """
     candidates = [(start or Path.cwd()).resolve(), _source_root(), PACKAGED]
-    return next((folder for folder in candidates if (folder / "data").is_dir()), _source_root())
+    return next((folder for folder in candidates if _has_rollouts(folder / "data")), _source_root())
+
+
+def _has_rollouts(data: Path) -> bool:
+    # `workbench notebooks` and a checkout have data/arithmetic/rollouts; `workbench rollouts` may write data/mine
+    return any(any(data.glob(f"{depth}manifest.json")) for depth in ("*/", "*/*/"))
 
 
 def python_path() -> str:

@@ -86,7 +86,7 @@ def verdicts(comparison: Comparison) -> Figure:
 
 
 def _name_rows(axes: Axes, rows: Sequence[Configuration]) -> None:
-    axes.set_yticks(range(len(rows)), [c.name for c in rows])
+    axes.set_yticks(range(len(rows)), [style.elided(c.name) for c in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", colors=style.INK)
 
@@ -119,7 +119,8 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
     place = {name: row for row, name in enumerate(names)}
     ratios = [p.norm_ratio for c in shown for p in c.parameters if p.step == step]
     reach = min(2.2, max([abs(math.log2(r)) for r in ratios if r > 0 and math.isfinite(r)] + [0.7]) * 1.25)
-    per_row = 14
+    # at most 10: the longest part of a common name, such as denominator, is as wide as a tenth of the figure
+    per_row = -(-len(shown) // -(-len(shown) // 10))
     blocks = [shown[i : i + per_row] for i in range(0, len(shown), per_row)]
     figure = style.chart((0.9 + 0.152 * len(names)) * len(blocks) + 0.1)
     columns = max(6, min(per_row, len(shown)))
@@ -149,7 +150,7 @@ def _ratio_column(
         if _layer(name) % 2 == 0:
             band = Rectangle((0, layer - 0.5), 1, 1, transform=rows, color=style.LINE, alpha=0.3, linewidth=0)
             axes.add_artist(band)  # axhspan would also search the limits of the axes, which are set below
-    title = _wrap(f"{look.sign} {c.name}", width)
+    title = style.wrapped(f"{look.sign} {style.elided(c.name)}", width)
     axes.set_title(title, fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12)
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
     how: dict[str, Any] = {"color": look.color, "marker": "o", "markersize": 3.2, "markeredgewidth": 0.8}
@@ -203,7 +204,7 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
             first = axes is line[0]
             style.tidy(
                 axes,
-                title=reference if first else " ",
+                title=style.elided(reference) if first else " ",
                 x="importance ratio",
                 y=f"step {step}, share of trained tokens" if first else f"step {step}",
             )
@@ -315,17 +316,6 @@ def time_and_memory(comparison: Comparison) -> Figure:
 def _layer(parameter: str) -> int:
     """Return the first number in a parameter's name, -1 if there is none."""
     return next((int(part) for part in parameter.split(".") if part.isdigit()), -1)
-
-
-def _wrap(name: str, width: int) -> str:
-    """Wrap a long name, after - and _."""
-    lines, current = [], ""
-    for part in name.replace("-", "-\0").replace("_", "_\0").split("\0"):
-        if current and len(current) + len(part) > width:
-            lines.append(current)
-            current = ""
-        current += part
-    return "\n".join([*lines, current])
 
 
 __all__ = [

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from workbench.compare.comparison import flatten
-from workbench.errors import SpecError
+from workbench.errors import SpecError, check_kind
 from workbench.losses.build import ratio_curves
 from workbench.metrics.quantities import clip_rule
 from workbench.report import style
@@ -27,7 +27,8 @@ POINTS = 241
 LOWEST, HIGHEST = 0.02, 6.0
 """Largest default range of ratios."""
 
-Specs = LossSpec | Sequence[LossSpec] | Mapping[str, LossSpec]
+Specs = LossSpec | str | Sequence[LossSpec | str] | Mapping[str, LossSpec | str]
+"""One loss, several, or several by name; a string is the name of a preset."""
 
 
 def loss_curves(
@@ -46,7 +47,7 @@ def loss_curves(
     sequence ratio is the token's.
 
     Args:
-        specs: one loss, several, or several by name.
+        specs: one loss, several, or several by name; a string is the name of a preset.
         advantages: advantages of the token; a row each.
         ratios: the ends of the horizontal axis; None includes all clip bounds.
         anchor_probability: probability of the token before it moved, see `workbench.losses.build.ratio_curves`.
@@ -91,8 +92,8 @@ def name_specs(specs: Specs) -> dict[str, LossSpec]:
         ['ppo', 'ppo clip_high=0.3']
     """
     if isinstance(specs, Mapping):
-        return dict(specs)
-    listed = [specs] if isinstance(specs, LossSpec) else list(specs)
+        return {name: _loss(spec) for name, spec in specs.items()}
+    listed = [_loss(spec) for spec in ([specs] if isinstance(specs, LossSpec | str) else specs)]
     count = Counter(spec.name for spec in listed)
     named: dict[str, LossSpec] = {}
     for spec in listed:
@@ -105,6 +106,11 @@ def name_specs(specs: Specs) -> dict[str, LossSpec]:
         repeats = (f"{label} ({number})" for number in itertools.count(2))
         named[next(name for name in itertools.chain([label], repeats) if name not in named)] = spec
     return named
+
+
+def _loss(spec: LossSpec | str) -> LossSpec:
+    check_kind("curves of losses", spec, (LossSpec, str), "pass LossSpecs, or names of presets such as 'grpo'")
+    return LossSpec(name=spec) if isinstance(spec, str) else spec
 
 
 def bounds_of(spec: LossSpec, advantage: float) -> list[float]:

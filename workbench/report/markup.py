@@ -1,24 +1,20 @@
-"""HTML in which every string is escaped unless it is markup already.
+"""HTML in which every string is escaped unless it is `markupsafe.Markup` already.
 
 Names come from users' files, so escaping is not left to the author of a page.
 """
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-VOID = frozenset({"br", "wbr", "meta"})
+from markupsafe import Markup as Markup
+from markupsafe import escape
+
+VOID = frozenset({"br", "wbr", "meta", "input"})
 """Elements that have no end tag."""
-
-
-class Markup(str):
-    """A string that is HTML, as opposed to a string that is text."""
-
-    __slots__ = ()
 
 
 def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
@@ -39,7 +35,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
         if value is None or value is False:
             continue
         key = key.rstrip("_").replace("_", "-")
-        written += f" {key}" if value is True else f' {key}="{html.escape(str(value), quote=True)}"'
+        written += f" {key}" if value is True else f' {key}="{escape(str(value))}"'
     if name in VOID:
         return Markup(f"<{name}{written}>")
     return Markup(f"<{name}{written}>{join(children)}</{name}>")
@@ -47,7 +43,7 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
 
 def breakable(name: str) -> Markup:
     """Return a name that may be broken after its dots, underscores, slashes and dashes, and nowhere else."""
-    return Markup(re.sub(r"([._/-])", r"\1<wbr>", html.escape(name, quote=True)))
+    return Markup(re.sub(r"([._/-])", r"\1<wbr>", str(escape(name))))
 
 
 def style_sheet(file: str) -> Markup:
@@ -58,7 +54,7 @@ def style_sheet(file: str) -> Markup:
 def join(children: Iterable[Any]) -> Markup:
     """Concatenate children, text escaped."""
     shown = (join(child) if isinstance(child, (list, tuple)) else child for child in children if child is not None)
-    return Markup("".join(child if isinstance(child, Markup) else html.escape(str(child)) for child in shown))
+    return Markup().join(child if isinstance(child, Markup) else str(child) for child in shown)
 
 
 def table(

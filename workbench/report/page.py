@@ -1,7 +1,8 @@
 """The report page: the whole comparison as one self-contained HTML file.
 
-No script, no address, no external font; a content security policy in the file forbids them. The same comparison gives
-the same bytes. The verdicts come first, then the evidence, and the provenance at the end.
+No address, no external font, and one small script of its own; a content security policy in the file forbids all
+others. Without scripts the page is whole. The same comparison gives the same bytes. The verdicts come first, then the
+evidence, and the provenance at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.compare.seeds import seed_groups
 from workbench.report import figures, style
+from workbench.report.controls import SCRIPT_POLICY, controls, pair, script
 from workbench.report.evidence import (
     changed_settings,
     limits,
@@ -90,7 +92,8 @@ def page(comparison: Comparison) -> str:
     if online_groups(comparison):
         online = join([draw(online_curves), online_table(comparison)])
         sections.append(("Online: reward and mismatch by step", online))
-    sections += [("What differs between configurations", differences(comparison)), ("Verdicts", _verdicts(comparison))]
+    settings = join([differences(comparison), pair() if len(comparison.configurations) > 1 else None])
+    sections += [("What differs between configurations", settings), ("Verdicts", _verdicts(comparison))]
     if seed_groups(comparison):
         sections.append(("Across seeds", join([seeds_table(comparison), draw(seeds_by_step)])))
     sections += [
@@ -110,17 +113,23 @@ def page(comparison: Comparison) -> str:
         [tag("p", text, class_="answer") for text in _answers(comparison)],
         tiles(comparison),
     )
-    opening = [masthead, "\n", tag("div", summary_table(comparison), class_="first")]
-    return document(comparison.experiment, opening, sections)
+    opening = [masthead, "\n", tag("div", controls(comparison), summary_table(comparison), class_="first")]
+    return document(comparison.experiment, opening, sections, end=script(comparison))
 
 
-def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, Any]]) -> str:
-    """Return a whole page as text: one self-contained HTML file with a title, an opening and titled sections."""
+def document(
+    name: str, opening: Sequence[Any], sections: Sequence[tuple[str, Any]], *, end: Markup | None = None
+) -> str:
+    """Return a whole page as text: one self-contained HTML file with a title, an opening and titled sections.
+
+    Only a page with an ``end``, which holds its script, may run that script.
+    """
+    policy = f"{POLICY}; {SCRIPT_POLICY}" if end else POLICY
     contents = [tag("a", title, href=f"#section-{i}") for i, (title, _) in enumerate(sections)]
     body = [tag("section", tag("h2", title), content, id=f"section-{i}") for i, (title, content) in enumerate(sections)]
     metas = [
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
     ]
@@ -131,7 +140,7 @@ def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, An
     )
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
-        f'<body class="workbench">\n{main}\n</body>\n</html>\n'
+        f'<body class="workbench">\n{main}\n{end or ""}</body>\n</html>\n'
     )
 
 

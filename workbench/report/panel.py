@@ -138,6 +138,7 @@ class Panel:
                 self._all_ended_since = None
             elif self._all_ended_since is None:
                 self._all_ended_since = now
+                self._hint.value = self._hint_text("")
             return self._all_ended_since is None or now - self._all_ended_since < _AFTER_THE_END_S
 
     def _follow_trials(self) -> None:
@@ -183,8 +184,7 @@ class Panel:
         ]
         self._cancel_all = _Cancel("Cancel all trials", _weakly(self, Panel._cancel, None), label="Cancel all")
         rows = [_boxed(shown, cancel.button) for shown, cancel in zip(self._rows, self._cancels, strict=True)]
-        text = "Buttons are answered between cells. From a terminal: "
-        hint = html(tag("span", text, tag("code", self._subject.command), class_="hint"))
+        self._hint = html(self._hint_text(self._subject.lifetime))
         options = [(_NO_LOG, None), *((name, index) for index, name in enumerate(names))]
         self._chosen = ipywidgets.Dropdown(options=options, description="Log of")
         self._follow = ipywidgets.Checkbox(value=True, description="follow", indent=False)
@@ -199,13 +199,19 @@ class Panel:
                 _boxed(html(column_heads()), self._cancel_all.button),
                 *rows,
                 self._trouble,
-                hint,
+                self._hint,
                 _boxed(self._chosen, self._follow),
                 self._ranks,
             ]
         )
         self._box.add_class("workbench-live")
         self._ranks.layout.display = "none"
+
+    def _hint_text(self, lifetime: str) -> str:
+        """The command for a terminal, and what a restart of the kernel would do to runs that have not ended."""
+        text = "Buttons are answered between cells. From a terminal: "
+        more = f". {lifetime}" if lifetime else ""
+        return tag("span", text, tag("code", self._subject.command), more, class_="hint")
 
     def _choose(self, change: Any) -> None:
         with self._lock:

@@ -91,14 +91,22 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
     kept = [c.name for c in everyone if not c.against or c.verdict in AGREEING]
     scale, reach = _scale(drawn, [v for name in kept for v in placed[name] if math.isfinite(v)])
     title += {"linear": "", "log": ", logarithmic", "asinh": ", linear near 0 and logarithmic beyond"}[scale]
-    for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(), strict=True):
+    placed_panels = style.panels(figure, len(panels), sharey=True)
+    for place, (axes, (reference, members)) in enumerate(zip(placed_panels, panels.items(), strict=True)):
         lost = mark_not_finite(
             axes,
             {c.name: series[c.name] for c in members},
             {c.name: looks[c.name].color for c in members},
             characters=130 // min(len(panels), style.PANELS_A_ROW),
         )
-        style.tidy(axes, title=reference, y=title, x="\n".join(["optimizer step", *lost]))
+        narrow = 76 // min(len(panels), style.PANELS_A_ROW)  # letters of 8 points, side by side in a row of panels
+        heading = style.wrapped(style.elided(reference), narrow)
+        style.tidy(
+            axes,
+            title=heading,
+            y=title if place % style.PANELS_A_ROW == 0 or len(panels) < 4 else " ",
+            x="\n".join(["optimizer step", *lost]),
+        )
         agreeing = agreeing_of(members)
         for order, c in enumerate(members):
             look, x, y = looks[c.name], list(series[c.name]), placed[c.name]
@@ -191,7 +199,7 @@ def dash_of(c: Configuration, agreeing: Sequence[Configuration], look: SeriesSty
 
 def legend_inches(panels: Mapping[str, Sequence[Configuration]], looks: Mapping[str, SeriesStyle]) -> float:
     """Return the least height of a figure whose legend holds every kind; matplotlib cuts one that is taller."""
-    return 0.35 + 0.2 * len({looks[c.name] for members in panels.values() for c in members})
+    return 0.5 + 0.21 * len({looks[c.name] for members in panels.values() for c in members})
 
 
 def legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuration]) -> None:
@@ -200,11 +208,17 @@ def legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuration
     handles = []
     for look, c in {looks[c.name]: c for c in shown}.items():
         if not c.against:
-            handles.append(Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)"))
+            handles.append(
+                Line2D(
+                    [], [], color=look.color, linewidth=6, alpha=0.16, label=f"{style.elided(look.label)} (reference)"
+                )
+            )
             continue
         face = "none" if c.verdict in AGREEING else look.color
         mark: dict[str, Any] = {"marker": look.marker, "markersize": 4.6, "markerfacecolor": face}
-        handles.append(Line2D([], [], color=look.color, linestyle=look.dash, linewidth=1.7, label=look.label, **mark))
+        handles.append(
+            Line2D([], [], color=look.color, linestyle=look.dash, linewidth=1.7, label=style.elided(look.label), **mark)
+        )
     style.legend(figure, handles, "outside right center", labelspacing=0.8)
 
 

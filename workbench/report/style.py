@@ -8,6 +8,7 @@ well on white, on dark and on paper.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import re
@@ -205,6 +206,35 @@ def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     }
 
 
+MOST_LETTERS = 36
+"""Of a name in a figure: at 7.5 points, a quarter of its width."""
+
+
+def elided(name: str) -> str:
+    """Return a name without its middle if it is too long for a figure; names often differ at their ends.
+
+    Example:
+        >>> elided("a_configuration_with_a_rather_long_name-float64")
+        'a_configurat…ather_long_name-float64'
+    """
+    if len(name) <= MOST_LETTERS:
+        return name
+    start = MOST_LETTERS // 3
+    return name[:start] + "…" + name[start + 1 - MOST_LETTERS :]
+
+
+def wrapped(name: str, width: int) -> str:
+    """Wrap a long name, after - and _, and inside a part that is longer than a line."""
+    lines, current = [], ""
+    for part in name.replace("-", "-\0").replace("_", "_\0").split("\0"):
+        for piece in (part[i : i + width] for i in range(0, len(part), width)):
+            if current and len(current) + len(piece) > width:
+                lines.append(current)
+                current = ""
+            current += piece
+    return "\n".join([*lines, current])
+
+
 def marks(axes: Axes, x: Sequence[float], y: Sequence[float], color: str, marker: str, size: float, **how: Any) -> None:
     """Draw marks without a line."""
     axes.plot(x, y, color=color, marker=marker, markersize=size, linestyle="none", **how)
@@ -262,12 +292,21 @@ def inline_svg(figure: Figure, *, prefix: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'(\sid=")', rf"\g<1>{prefix}-", text)
+    text = re.sub(r'\sid="([^"]*)"', functools.partial(_own_id, prefix, set()), text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", text)
     for color, variable in THEME.items():
         text = text.replace(color, f"var({variable})")
     opening, rest = text.split(">", 1)
     return re.sub(r'\s(?:width|height)="[^"]*"', "", opening) + ">" + rest
+
+
+def _own_id(prefix: str, taken: set[str], found: re.Match[str]) -> str:
+    """Return an id that no other element of the page has: two axes may draw a line of one name."""
+    name, number = f"{prefix}-{found[1]}", 1
+    while (own := name if number == 1 else f"{name}-{number}") in taken:
+        number += 1
+    taken.add(own)
+    return f' id="{own}"'
 
 
 def save_svg(figure: Figure, path: Path) -> Path:

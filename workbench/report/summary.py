@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 
 from workbench.columns import columns
@@ -41,6 +42,10 @@ def show(comparison: Comparison) -> None:
 
 
 def _display(data: dict[str, str]) -> None:
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None:  # imported or not, IPython does not run: its display would print the dictionary
+        sys.stdout.write(data["text/plain"] + "\n")
+        return
     from IPython.display import display
 
     display(data, raw=True)

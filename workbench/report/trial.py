@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import shlex
 import time
@@ -12,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import RecordError, WorkbenchError
+from workbench.errors import RecordError, WorkbenchError, listed
+from workbench.launch.detached import launchers
 from workbench.launch.resume import read_record
 from workbench.launch.sweep import Sweep
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import CLUSTERS, ENDED, RunDirectory
 from workbench.records.failures import failure_summary
 from workbench.records.lookup import look_up
 from workbench.records.progress import Pace, StepTail
@@ -260,6 +263,25 @@ class Subject:
     began_ns: int = 0
     command: str = ""
     unreadable: tuple[str, ...] = ()
+
+    @property
+    def lifetime(self) -> str:
+        """What becomes of the runs when this process or their launcher ends; "" if all have ended."""
+        live = []
+        for run in self.runs:
+            with contextlib.suppress(RecordError):  # its row says what is wrong with it
+                live += [run.state] if run.status not in ENDED else []
+        pids = {state["launcher"]["pid"] for state in live if "launcher" in state}
+        if not live or not pids:
+            return ""
+        if all(state.get("backend") in CLUSTERS for state in live):
+            return "The cluster's jobs continue without this notebook; those that wait for others need their launcher."
+        detached = {each.pid for run in self.runs for each in launchers(run.path.parent)}
+        if pids <= detached:
+            return f"Process {listed(sorted(pids))} continues them without this notebook: a kernel restart ends none."
+        if pids == {os.getpid()}:
+            return "They end with this kernel. launch(detached=True) starts runs that do not."
+        return f"They end with the process that launched them, {listed(sorted(pids))}."
 
 
 def subject_of(target: Any) -> Subject:

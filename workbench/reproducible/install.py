@@ -20,6 +20,7 @@ from workbench.reproducible.kernels import choose
 from workbench.reproducible.logprobs import ExactHead
 from workbench.reproducible.modules import Pieces
 from workbench.reproducible.shards import flush_layers
+from workbench.sharding.divisibility import check_weight_chunks
 from workbench.sharding.tensor_parallel import defer_input_sums, shard_range
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -239,19 +240,4 @@ def _refuse_pieces(policy: Policy, chunks: int) -> None:
         "features between two layers": config.intermediate_size,
         "key/value heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
     }
-    wrong = [f"{count} {name}" for name, count in counts.items() if count % chunks]
-    width = -(-size // chunks)
-    if width * (chunks - 1) >= size or any(
-        width * (chunks // 2**power) != -(-size // 2**power) for power in range(1, chunks.bit_length())
-    ):
-        wrong.append(f"{size} tokens of a vocabulary")
-    if chunks % tp:
-        wrong.append(f"tp={tp}")
-    if wrong:
-        raise SpecError(
-            f"weight_chunks = {chunks}",
-            found=", ".join(wrong),
-            rule="it divides heads, key/value heads, features and the vocabulary (of which the last piece "
-            "may be short, if tp shards it at the same rows), and tp divides it",
-            fix="choose a smaller power of two, not below tp",
-        )
+    check_weight_chunks(chunks, counts, size, tp)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from workbench.errors import SpecError, did_you_mean
-from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.specs.reading import group_at, mistakes
+from workbench.specs.mistakes import group_at, mistakes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workbench.reduction.denominators import GivenCounts
     from workbench.systems.case import Case
     from workbench.systems.metrics import Alias, PeerSettings
     from workbench.systems.replays import Replayed
@@ -123,10 +123,12 @@ def translate_settings(system: System, settings: Settings) -> Translation:
     """Return the translation of settings; options that `LossSpec` rejects are a `SpecError`, too."""
     try:
         return system.translate(settings)
-    except ValidationError as error:
+    except SpecError as error:
+        if not isinstance(error.__context__, ValidationError):  # the translation's own refusal
+            raise
         raise SpecError(
             f"{system.title}: translation of these options to a LossSpec",
-            found=mistakes(error, LossSpec),
+            found=error.parts["found"],
             rule="options that exclude each other in a LossSpec have no translation",
             fix="change one of them",
         ) from None

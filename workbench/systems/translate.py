@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from workbench.errors import SpecError
-from workbench.losses.canonical import canonical
-from workbench.reduction.weights import scaling_factor
 from workbench.specs.losses import CorrectionSpec, KLSpec, LossSpec, ScalingSpec
 from workbench.systems.registry import SYSTEMS, Settings, Translation, load_system, parse_settings, translate_settings
 
@@ -86,6 +84,8 @@ def checked_back(
     Raises:
         SpecError: the system has no such loss; the message names what would differ.
     """
+    from workbench.losses.canonical import canonical  # torch; a misspelt name is told without it
+
     round_trip = translate(parse_settings(model, settings, where=title)).spec
     scaling, other = spec.compat.scaling, round_trip.compat.scaling
     same_step = scaling.powers == other.powers and scaling.counts == other.counts
@@ -199,6 +199,8 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
             rule="ranks and passes are at least 1",
             fix="correct the number",
         )
+    from workbench.reduction.weights import scaling_factor
+
     passes = micro_batches * accumulation
     sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": passes}
 

@@ -92,7 +92,7 @@ def test_a_function_takes_its_weights_from_the_spec(asked, losses, tmp_path):
 
 def test_json_is_the_whole_proof(asked, capsys):
     assert main(["prove", "gspo", "--json"]) == 1
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)["result"]
     assert result["verdict"] == "breaks packing_order, as declared; keeps 1 invariant; 1 not tried"
     assert (result["ok"], result["broken"], result["declared"], result["seed"]) == (False, [], ["packing_order"], 3)
     held, order, tp = result["invariants"]
@@ -105,8 +105,8 @@ def test_json_is_the_whole_proof(asked, capsys):
 @pytest.mark.parametrize(
     ("place", "found"),
     [
-        ("nowhere.py:f", "no file nowhere"),
-        ("{file}:absent", "has no function 'absent'"),
+        ("nowhere.py:f", r"no file .*nowhere\.py"),
+        ("{file}:absent", "found: no absent in"),
         ("{folder}/broken.py:f", "ZeroDivisionError: division by zero"),
         ("{folder}/leaves.py:f", "SystemExit: 3"),
     ],
@@ -153,7 +153,7 @@ def test_records_that_prove_nothing_do_not_exit_well(tmp_path, capsys, changes, 
     assert main(["diagnose", folder, folder]) == 1
     assert f"made against made: {verdict}: " in capsys.readouterr().out
     assert main(["diagnose", folder, folder, "--json"]) == 1
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(capsys.readouterr().out)["result"]
     assert (read["verdict"], read["equal"]) == (verdict, False)
     assert bool(read["evidence"]["nothing"]) is (verdict == "vacuous")
 
@@ -170,7 +170,7 @@ def test_damaged_gradients_are_refused_with_code_2(tmp_path, capsys):
 
 def test_json_of_a_diagnosis(folders, capsys):
     assert main(["diagnose", *folders, "--json"]) == 1
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(capsys.readouterr().out)["result"]
     assert read["equal"] is False
     assert read["verdict"] == "different"
     assert read["evidence"]["trained_tokens"] == 11
@@ -210,7 +210,7 @@ def test_runs_of_an_ablation_that_part(planned, capsys):
 
 def test_json_of_runs_that_do_not(planned, capsys):
     assert main(["bisect", planned("one"), planned("again"), "--json"]) == 0
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(capsys.readouterr().out)["result"]
     assert (read["equal"], read["divergence"], read["a"], read["b"]) == (True, None, "one", "again")
     assert read["verdict"] == "equal"
     assert read["evidence"]["documents"] == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import resource
 import shlex
@@ -12,7 +13,8 @@ import sys
 
 import pytest
 
-from workbench.cli import VERBS, main
+from tests.helpers.hand_made import make_project, make_run
+from workbench.cli import NO_JSON, VERBS, main
 from workbench.records.provenance import project_root
 
 BOUND_S = 1.5  # of a core; 0.1 s on a quiet machine, and importing torch alone would take 2 s
@@ -113,3 +115,91 @@ def test_a_full_disk_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "lab", full)
     assert main(["lab"]) == 2
     assert "workbench lab: No space left on device: runs/x\n  do: free disk space" in capsys.readouterr().err
+
+
+# ---- --json ----------------------------------------------------------------------------------------------
+
+
+def as_json(capsys, *arguments):
+    """Exit code and the one JSON object that a verb printed."""
+    code = main([*arguments, "--json"])
+    printed = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert printed["exit_code"] == code
+    return code, printed
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    make_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "experiments/parity", "one_rank")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        (("ls",), list),
+        (("status", "one_rank"), list),
+        (("attach", "parity"), list),
+        (("logs", "one_rank"), list),
+        (("cancel", "parity"), list),
+        (("describe", "layout.cp"), dict),
+        (("schema",), dict),
+        (("notebooks", "mine"), dict),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_result_has_a_schema_with_a_version(project, capsys, arguments, result):
+    code, printed = as_json(capsys, *arguments)
+    assert (code, printed["schema"]) == (0, f"workbench.{arguments[0]}/1")
+    assert isinstance(printed["result"], result)
+    assert printed["result"] or arguments[0] == "logs"  # of a run without any
+
+
+def test_an_error_is_json_too_and_text_on_standard_error(project, capsys):
+    assert main(["status", "nope", "--json"]) == 2
+    out, err = capsys.readouterr()
+    printed = json.loads(out)
+    assert (printed["schema"], printed["verb"], printed["exit_code"]) == ("workbench.error/1", "status", 2)
+    assert printed["error"].keys() == {"type", "requested", "found", "rule", "fix", "notes"}
+    assert printed["error"]["requested"] == "look for 'nope'"
+    assert err.startswith("RecordError: look for 'nope'")
+
+
+def test_arguments_that_cannot_be_read_are_an_error_of_usage(project, capsys):
+    code, printed = as_json(capsys, "ls", "--nope")
+    assert (code, printed["error"]) == (2, {"type": "UsageError", "requested": "workbench ls --nope"})
+
+
+def test_full_disks_and_interrupts_are_errors_with_their_codes(project, capsys, monkeypatch):
+    for error, expected in ((OSError(errno.ENOSPC, "No space left on device", "x"), 2), (KeyboardInterrupt(), 130)):
+
+        def fail(*_args, error=error, **_more):
+            raise error
+
+        monkeypatch.setattr(importlib.import_module("workbench.cli.status"), "list_runs", fail)
+        code, printed = as_json(capsys, "ls")
+        assert (code, printed["error"]["type"]) == (expected, type(error).__name__)
+
+
+def test_a_bug_is_no_answer(project, monkeypatch):
+    def fail(*_args, **_more):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(importlib.import_module("workbench.cli.status"), "list_runs", fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["ls", "--json"])
+
+
+def test_every_verb_answers_or_says_that_it_does_not():
+    """A verb whose module never gives an answer would print null."""
+    folder = project_root() / "workbench/cli"
+    silent = [verb for verb, (file, _) in VERBS.items() if "answered(" not in (folder / f"{file}.py").read_text()]
+    assert {*silent, "lab"} == set(NO_JSON), "lab is in the module of notebooks, which answers"
+
+
+def test_help_names_json(capsys):
+    with pytest.raises(SystemExit):
+        main(["ls", "--help"])
+    assert "--json prints the result as JSON" in capsys.readouterr().out

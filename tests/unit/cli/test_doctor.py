@@ -117,7 +117,7 @@ class TestVerb:
         result = Finding("disk", "problem", "full", "make room")
         monkeypatch.setattr(doctor, "_findings", lambda project: iter([result]))
         assert main(["doctor", "--json"]) == 1
-        assert json.loads(capsys.readouterr().out) == [
+        assert json.loads(capsys.readouterr().out)["result"] == [
             {"about": "disk", "verdict": "problem", "says": "full", "fix": "make room"}
         ]
 
@@ -179,7 +179,7 @@ class TestPackages:
         monkeypatch.setattr(doctor, "_version", lambda package: "1.0" if package == "mlflow-skinny" else "")
         result = doctor._extras()
         assert (result.verdict, "mlflow 1.0" in result.says) == ("ok", True)
-        assert result.fix == "if you need them: pip install 'workbench[wandb,trackio,tensorboard,kubernetes]'"
+        assert result.fix == "if you need them: pip install 'workbench[wandb,trackio,tensorboard,kubernetes,mcp]'"
 
     def test_a_folder_of_its_name_is_not_a_package(self, tmp_path, monkeypatch):
         (tmp_path / "emptyname").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 
@@ -10,7 +11,8 @@ import psutil
 import pytest
 
 from tests.helpers import comparisons
-from tests.helpers.hand_made import make_run
+from tests.helpers.hand_made import make_project, make_run
+from workbench import experiment
 from workbench.cli import experiment as verb
 from workbench.cli import main
 from workbench.cli.experiment import export_lines
@@ -71,8 +73,8 @@ def test_a_damaged_comparison_is_refused(tmp_path, capsys):
 
 @pytest.fixture
 def ran(tmp_path):
-    def run(name, said):
-        directory = RunDirectory.create(tmp_path / "runs", name, RunSpec())
+    def run(name, said, **settings):
+        directory = RunDirectory.create(tmp_path / "runs", name, RunSpec(**settings))
         certificate = Certificate({"logprobs": said})
         write_certificate(directory, 0, certificate)
         directory.append_step({"step": 0, "certificate": certificate.hash})
@@ -84,9 +86,20 @@ def ran(tmp_path):
 def test_two_runs_are_compared_by_their_certificates(ran, capsys):
     one, two, three = ran("one", "float32 00"), ran("two", "float32 00"), ran("three", "float32 01")
     assert main(["compare", two, one]) == 0
-    assert capsys.readouterr().out.startswith("two against one: the certificate of the step is the reference's")
+    out = capsys.readouterr().out
+    assert out.startswith("settings: the same in both\ntwo against one: the certificate of the step is the reference's")
     assert main(["compare", three, one]) == 1
-    assert capsys.readouterr().out == ("three against one: step 0: certificates part at logprobs, alone of 1 tensors\n")
+    assert "\nthree against one: step 0: certificates part at logprobs, alone of 1 tensors\n" in capsys.readouterr().out
+
+
+def test_settings_in_which_two_runs_differ_are_told(ran, capsys):
+    one, other = ran("one", "float32 00"), ran("other", "float32 00", layout={"cp": 2}, seed=3)
+    assert main(["compare", other, one]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[:3]]
+    assert rows == [["settings", "that", "differ", "reference", "run"], ["layout.cp", "1", "2"], ["seed", "0", "3"]]
+    assert main(["compare", other, one, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["settings"], result["equal"]) == ({"layout.cp": [1, 2], "seed": [0, 3]}, True)
 
 
 def test_runs_without_certificates_are_refused(ran, tmp_path, capsys):
@@ -110,9 +123,24 @@ def test_a_missing_comparison_is_refused_with_the_fix(tmp_path, capsys):
 
 @pytest.fixture
 def parity(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
+    make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "experiments" / "parity"
+
+
+@pytest.mark.parametrize("asked", ["mine", "mine.yaml", "deep"])
+def test_compare_and_report_take_the_names_that_status_takes(tmp_path, monkeypatch, capsys, asked):
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / "folder" / "deep" if asked == "deep" else tmp_path / "mine"
+    (tmp_path / "mine.yaml").write_text("steps: 4")
+    make_run(place, "one")
+    Comparison("mine", "Same?", [Configuration("one", SETTINGS)]).save(place / "comparison.json")
+    assert main(["status", asked]) == 0
+    assert main(["compare", asked]) == 0
+    assert "Same?" in capsys.readouterr().out
+    monkeypatch.setattr(experiment, "rebuild_report", lambda folder, notebook: folder.resolve() / "report.html")
+    assert main(["report", asked]) == 0
+    assert capsys.readouterr().out == f"report: {place / 'report.html'}\n"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import workbench
-from tests.helpers.hand_made import make_run
+from tests.helpers.hand_made import make_project, make_run
 from tests.helpers.interruptible import INTERRUPTIBLE
 from tests.helpers.stand_in import stand_in
 from workbench.cli import logs, main
@@ -22,7 +22,7 @@ from workbench.errors import RecordError
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
+    make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

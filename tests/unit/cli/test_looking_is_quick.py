@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import workbench
-from tests.helpers.hand_made import make_run
+from tests.helpers.hand_made import make_project, make_run
 
 HEAVY = (
     "torch",
@@ -55,7 +55,7 @@ print("loaded:", *sorted(set({heavy!r}).intersection(sys.modules)))
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
-    (folder / "data").mkdir()
+    make_project(folder)
     for number in range(20):
         make_run(folder / "experiments" / "parity", f"run{number}", at_s=number, seed=number, logs={0: "line\n" * 100})
     make_run(folder / "experiments" / "parity", "cp2", at_s=99, layout={"cp": 2}, logs={0: "x\n"})

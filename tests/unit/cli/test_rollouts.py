@@ -57,8 +57,16 @@ def test_npz_becomes_a_rollout_dataset_and_other_arrays_must_be_named(tmp_path):
 def test_other_suffixes_are_refused(tmp_path):
     with pytest.raises(SpecError, match=r"'\.csv'"):
         import_(tmp_path / "a.csv", tmp_path / "out")
-    with pytest.raises(SpecError, match="ignore is for the arrays"):
-        import_(tmp_path / "a.jsonl", tmp_path / "out", ignore=("x",))
+    with pytest.raises(SpecError, match="found: a folder"):
+        import_(tmp_path, tmp_path / "out")
+
+
+def test_other_keys_of_a_table_must_be_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(RECORD | {"note": "x"}))
+    with pytest.raises(RecordError, match=r"line 1: note\n  found: unknown(?s:.)*--ignore"):
+        import_(tmp_path / "a.jsonl", tmp_path / "out")
+    import_(tmp_path / "a.jsonl", tmp_path / "out", ignore=("note",))
+    assert files.load(tmp_path / "out").num_documents == 1
 
 
 def test_import_does_not_overwrite_by_accident(tmp_path):

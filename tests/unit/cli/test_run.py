@@ -118,6 +118,15 @@ class TestArguments:
         with pytest.raises(SpecError, match="--scheduler queue"):
             run([str(file), "--scheduler", "queue"])
 
+    def test_detached_returns_at_once_and_leaves_the_report_to_the_launcher(self, file, called, capsys, monkeypatch):
+        launched = []
+        monkeypatch.setattr(Experiment, "launch", lambda self, **how: launched.append(how))
+        assert run([str(file), "--detached", "--fresh", "--where", "processes"]) == 0
+        [how] = launched
+        assert (how["detached"], how["report"], how["fresh"], how["where"]) == (True, True, True, "processes")
+        assert "workbench attach" in capsys.readouterr().out
+        assert "notebook" not in called, "nothing was run in this process"
+
     def test_a_dry_run_prints_every_request_and_runs_nothing(self, file, called, capsys):
         arguments = [str(file), "--where", "slurm", "--dry-run", "--only", "a"]
         assert run(arguments) == 0
@@ -135,9 +144,48 @@ class TestArguments:
         with pytest.raises(SpecError, match=r"ends in \.yaml"):
             run(["notes.txt"])
 
-    def test_help_lists_every_setting(self, capsys):
+    def test_help_fits_a_screen_and_names_every_group(self, capsys):
+        assert run(["--help"]) == 0
+        text = capsys.readouterr().out
+        assert len(text.splitlines()) <= 64  # a terminal of 80 columns; 528 with every setting
+        for name in ("--only", "--detached", "--layout.…", "--precision", "workbench describe layout", "--help-all"):
+            assert name in text
+
+    @pytest.mark.parametrize(
+        ("flags", "found"),
+        [
+            (["--layout.pp", "2"], "no such flag; did you mean 'layout.tp'?"),
+            (["--lr=1e-4"], "did you mean --optimizer.learning-rate?"),
+            (["--detach"], "did you mean 'detached'?"),
+            (["--loss.surrogate.beta", "2"], "this loss is ppo; loss.surrogate.beta is a setting of dro, dpo"),
+            (["--layout", "2"], "a group of settings: --layout.dp, --layout.cp"),
+        ],
+        ids=lambda value: value[0] if isinstance(value, list) else "",
+    )
+    def test_an_unknown_flag_is_named_wherever_it_stands(self, file, called, flags, found):
+        for arguments in ([*flags, str(file)], [str(file), *flags]):
+            with pytest.raises(SpecError) as caught:
+                run(arguments)
+            assert caught.value.parts["requested"] == f"run {flags[0].partition('=')[0]}"
+            assert found in caught.value.parts["found"]
+
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            ["--no-notebook", "--layout.shard-parameters"],
+            ["--layout.no-shard-parameters", "--per_job", "2"],
+            ["--loss.name", "dapo", "--loss.surrogate.clip-low", "0.1"],
+            ["--scheduler", "partition=gpu", "--faults", "local_denominator"],
+            ["--data.advantages.name", "rloo", "--loss.correction.kind", "tis"],
+        ],
+        ids=" ".join,
+    )
+    def test_known_flags_in_all_their_forms_are_none(self, file, called, flags):
+        assert run([str(file), *flags]) in (0, 1)
+
+    def test_all_help_lists_every_setting(self, capsys):
         with pytest.raises(SystemExit):
-            run(["--help"])
+            run(["--help-all"])
         text = capsys.readouterr().out
         for flag in ("--layout.cp", "--loss.surrogate.clip-low", "--precision", "--optimizer.learning-rate", "--only"):
             assert flag in text

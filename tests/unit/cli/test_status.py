@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
-from tests.helpers.hand_made import make_run, step_record
+from tests.helpers.hand_made import make_project, make_run, step_record
 from tests.helpers.waiting_ranks import one_waits
 from workbench.atomic import to_json, write_whole
 from workbench.cli import main
 from workbench.cli.status import list_lines
 from workbench.errors import ShapeError
 from workbench.launch import status
+from workbench.launch.detached import recorded
 from workbench.launch.status import Listed, list_runs, status_of
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
+    make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -80,7 +82,7 @@ class TestOneRun:
         out = capsys.readouterr().out
         assert "\n".join(lines) in out
         assert main(["status", "cp2", "--json"]) == 0
-        [read] = json.loads(capsys.readouterr().out)
+        [read] = json.loads(capsys.readouterr().out)["result"]
         assert read["evidence"]["trained_tokens"] == 2 * counted["evidence/trained_tokens/sum"]
 
     def test_a_record_of_an_earlier_version_has_no_evidence(self, parity, capsys):
@@ -91,7 +93,9 @@ class TestOneRun:
     def test_as_json(self, parity, capsys):
         make_run(parity, "cp2", steps=1, records=[{"step": 0, "loss/total/sum": float("nan")}])
         assert main(["status", "cp2", "--json"]) == 0
-        [read] = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        [read] = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))[
+            "result"
+        ]
         assert (read["name"], read["steps_done"], read["last"]["loss/total/sum"]) == ("cp2", 1, {"float": "nan"})
 
     def test_where_it_runs(self, parity, capsys):
@@ -204,7 +208,7 @@ class TestExperiment:
         make_run(parity, "a", at_s=0)
         make_run(parity, "b", at_s=1)
         main(["status", "parity", "--json"])
-        assert [read["name"] for read in json.loads(capsys.readouterr().out)] == ["a", "b"]
+        assert [read["name"] for read in json.loads(capsys.readouterr().out)["result"]] == ["a", "b"]
 
     def test_names_the_rank_that_is_waited_for(self, parity, capsys, monkeypatch):
         monkeypatch.setattr(status, "_PATIENCE_S", 0.0)
@@ -219,6 +223,18 @@ class TestExperiment:
         (broken.path / "config.json").write_text("{")
         assert main(["status", "parity"]) == 0
         assert capsys.readouterr().out.startswith("parity: 2 runs, 1 succeeded, 1 unreadable\n")
+
+
+def test_a_detached_launcher_is_shown_with_its_log(parity, capsys):
+    make_run(parity, "one_rank")
+    with recorded(parity / "runs"):
+        assert main(["status", "parity"]) == 0
+        assert f"process {os.getpid()} launches parity, detached; its log: " in capsys.readouterr().out
+        assert main(["ls"]) == 0
+        assert f"process {os.getpid()} launches parity, detached; its log: " in capsys.readouterr().out
+    for verb in (["status", "parity"], ["ls"], ["ls", "parity"]):
+        assert main(verb) == 0
+        assert "detached" not in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -267,12 +283,12 @@ def test_a_run_that_cannot_be_read_is_listed(listed, capsys):
 
 def test_as_json(listed, capsys):
     assert main(["ls", "--json"]) == 0
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(capsys.readouterr().out)["result"]
     assert [Listed(**run) for run in read] == list_runs(project=listed)
 
 
 def test_an_empty_list_explains_the_first_step(tmp_path, monkeypatch, capsys):
-    (tmp_path / "data").mkdir()
+    make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["ls"]) == 0
     assert "begin with: workbench run" in capsys.readouterr().out

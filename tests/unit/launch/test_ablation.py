@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from workbench.errors import SpecError
@@ -128,7 +130,7 @@ class TestRefusals:
 
     def test_a_misspelt_setting_names_the_configuration_too(self, write):
         message = self.refused(write(TEXT.replace("layout: {cp: 2, order", "layuot: {cp: 2, order")))
-        assert "cp2-float64: unknown key 'layuot' (did you mean 'layout'?)" in message
+        assert "cp2-float64, cp2-float32: unknown key 'layuot' (did you mean 'layout'?)" in message
         assert "2 of 5 runs cannot be used" in message
 
     def test_a_misspelt_setting_in_one_spec(self, write):
@@ -177,7 +179,7 @@ class TestRefusals:
 
     def test_below_float64_a_truth_is_required_with_a_working_example(self, write):
         message = self.refused(write(self.BELOW))
-        assert "truth is missing\n  found: below float64 and compared with a reference: b\n" in message
+        assert "truth is missing\n  found: bfloat16 runs that are compared with a reference: b\n" in message
         truth, extra = message.rpartition("write ")[2].split(" and ")
         assert extra == """`extra: {exact: {"seed": 7, "precision": "float64"}}`"""
         planned = load_ablation(write("\n".join([self.BELOW, truth.strip("`"), extra.strip("`")]))).expand()
@@ -272,11 +274,33 @@ class TestRefusals:
         [run] = load_ablation(write("record: {gradients: none}", "mine.yaml")).expand()
         assert run.spec.record.gradients == "none"
 
-    def test_an_unknown_fault_lists_the_valid_names(self, write):
+    def test_an_unknown_fault_names_the_nearest(self, write):
         message = self.refused(write(TEXT.replace("[missing_cp_factor]", "[missing_cp_fcator]")))
         assert "1 of 5 runs cannot be used" in message
-        assert "fault: unknown fault missing_cp_fcator (known: " in message
-        assert ", missing_cp_factor, " in message
+        assert "fault: fault 'missing_cp_fcator': unknown; did you mean 'missing_cp_factor'" in message
+        assert len(message) < 1000
+
+    def test_a_mistake_of_the_base_is_told_once(self, write):
+        message = self.refused(write(TEXT.replace("base: {", "base: {lr: 0.1, ")))
+        assert message.count("unknown key 'lr' (did you mean 'optimizer.learning_rate'?)") == 1
+        assert "every run: unknown key" in message
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("configurations: {a: {}, b: {}}", "reference is missing(?s:.*)configurations a, b(?s:.*)`reference: a`"),
+            ("reference: a", "configurations are missing(?s:.*)`configurations: {one_rank: {}"),
+            (
+                "steps: 4\nloss: {name: grpo}\nreference: a\nconfigurations: {a: {}}",
+                "settings of a run outside `base`: loss, steps",
+            ),
+        ],
+    )
+    def test_a_missing_part_is_explained_without_the_file(self, write, text, words):
+        message = self.refused(write(text))
+        assert re.search(words, message), message
+        assert "Field required" not in message
+        assert len(message) < 700
 
     def test_clip_decisions_of_one_spec_itself(self, write):
         assert "mine -> mine" in self.refused(write("frozen_clip: mine", "mine.yaml"))
@@ -327,3 +351,16 @@ class TestSelection:
             configurations={"a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}, "d": {}, "other": {}},
         ).expand()
         assert self.names(select(planned, ["d"])) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(("axis", "values"), [("loss.settings.low", [0.1, 0.2]), ("loss.engine", ["sum", "mean"])])
+def test_settings_of_an_own_loss_are_an_axis_each_value_with_its_own_reference(axis, values):
+    ablation = AblationSpec(
+        base={"precision": "float64", "loss": {"name": "mine.py:loss"}},
+        axes={axis: values},
+        reference="a",
+        configurations={"a": {}, "b": {"layout": {"cp": 2}}},
+    )
+    references = {run.name: run.reference for run in ablation.expand()}
+    expected = {f"a-{value}": "" for value in values} | {f"b-{value}": f"a-{value}" for value in values}
+    assert references == expected

@@ -304,6 +304,12 @@ class TestTheWaitingList:
         with take("core", 3, CORES, requester="first"), take("core", 1, CORES, requester="second") as second:
             assert second.ids == ("3",)
 
+    def test_a_requester_that_now_wants_less_does_not_wait_for_itself(self):
+        with take("core", 3, CORES):
+            assert take("core", 2, CORES, requester="sweep") is None
+            with take("core", 1, CORES, requester="sweep") as lease:
+                assert lease.ids == ("3",)
+
     def test_a_waiter_for_other_devices_does_not_block(self):
         with take("gpu", 1, ["0"]):
             assert take("gpu", 1, ["0"], requester="of the first") is None

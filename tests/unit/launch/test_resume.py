@@ -11,6 +11,7 @@ import workbench
 from workbench.errors import LaunchError, RecordError, SpecError
 from workbench.launch.ablation import PlannedRun
 from workbench.launch.resume import (
+    find_checkpoint,
     identify,
     interrupted,
     launch_lock,
@@ -300,7 +301,7 @@ def refused(project, changes):
 def test_a_folder_that_is_not_there_is_named_with_where_it_was_searched(project, setting):
     group, name = setting.split(".")
     message = refused(project, {group: {name: "some/where/else"}})
-    assert message.startswith(f"{setting} = 'some/where/else'\n  found: nothing of that kind at {project}/some")
+    assert message.startswith(f"{setting} = 'some/where/else'\n  found: no folder {project}/some")
     assert f"a relative path begins at the project root, {project}" in message
 
 
@@ -312,7 +313,7 @@ def test_a_folder_that_is_there_from_the_current_folder_is_pointed_out(project, 
     (here / "config.json").write_text("{}")
     group, name = setting.split(".")
     message = refused(project, {group: {name: "mine"}})
-    assert f"although there is at {here}, relative to the current folder" in message
+    assert f"although there is one in {here}, relative to the current folder" in message
     assert message.endswith(f"write {setting}: {here}")
 
 
@@ -346,3 +347,27 @@ class TestTask:
     def test_a_task_that_is_not_there_is_refused_before_anything_starts(self, project, task):
         with pytest.raises(SpecError, match=f"online.task = '{task}'"):
             identity(project, self.SPEC.merged({"online": {"task": task}}))
+
+
+@pytest.mark.parametrize(
+    ("setting", "file", "other"),
+    [("data.path", "config.json", "a checkpoint"), ("model.source", "manifest.json", "a rollout dataset")],
+)
+def test_a_folder_of_the_other_kind_is_told(project, setting, file, other):
+    (project / "mine").mkdir()
+    (project / "mine" / file).write_text("{}")
+    group, name = setting.split(".")
+    message = refused(project, {group: {name: "mine"}})
+    assert f"it is {other}" in message
+    assert "may be swapped" in message
+
+
+def test_a_checkpoint_without_safetensors_names_what_it_holds(project):
+    folder = project / "old"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert "has no *.safetensors; it holds nothing else" in refused(project, {"model": {"source": "old"}})
+    (folder / "pytorch_model.bin").touch()
+    assert "it holds pytorch_model.bin" in refused(project, {"model": {"source": "old"}})
+    (folder / "model.safetensors").touch()
+    assert find_checkpoint("old", project) == folder

@@ -101,6 +101,32 @@ BASE = {
 }
 
 
+def test_a_run_with_an_own_loss_runs_again_when_its_file_has_changed_and_settings_are_an_axis(tmp_path, project):
+    file = project / "my_losses.py"
+    file.write_text("def mine(inputs, low):\n    return inputs.policy_logprobs_T\n")
+    ablation = AblationSpec(
+        base=BASE | {"loss": {"name": "my_losses.py:mine"}},
+        axes={"loss.settings.low": [0.1, 0.2]},
+        reference="a",
+        configurations={"a": {}},
+    )
+
+    def launched():
+        sweep = launch(ablation, tmp_path / "mine", where="here", worker=FAKE, project=project)
+        return {run.name: run.path.name for run in sweep.runs}
+
+    first = launched()
+    assert list(first) == ["a-0.1", "a-0.2"]
+    assert launched() == first, "reused"
+    file.write_text("def mine(inputs, low):\n    return -inputs.policy_logprobs_T\n")
+    again = launched()
+    assert not set(again.values()) & set(first.values())
+    assert launched() == again
+    file.write_text("def mine(inputs, high):\n    return -inputs.policy_logprobs_T\n")
+    with pytest.raises(SpecError, match="low"):
+        launched()
+
+
 class TestHere:
     ABLATION = AblationSpec(
         reference="a", base=BASE, configurations={"a": {}, "bad": {"faults": ["raise_here"]}, "c": {}}
@@ -347,4 +373,15 @@ class TestRequests:
 
     def test_a_way_without_a_scheduler_is_refused(self, tmp_path):
         with pytest.raises(LaunchError, match="no scheduler is asked"):
-            requests(TestHere.ABLATION.expand(), tmp_path, where="processes")
+            requests(AblationSpec(reference="a", configurations={"a": {}}).expand(), tmp_path, where="processes")
+
+    def test_settings_are_checked_first(self, tmp_path):
+        planned = planning.load_ablation({"layout": {"dp": 64, "cp": 64}}).expand()
+        with pytest.raises(LaunchError, match="4096 ranks"):
+            requests(planned, tmp_path, where="processes")
+
+    @pytest.mark.parametrize("function", [requests, launch], ids=["requests", "launch"])
+    def test_an_unknown_place_is_refused_with_the_known_ones(self, tmp_path, function):
+        with pytest.raises(SpecError, match=r"one of torchx, processes, here, slurm, kubernetes"):
+            function(TestHere.ABLATION.expand(), tmp_path, where="local")
+        assert not (tmp_path / "runs").exists()

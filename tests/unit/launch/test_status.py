@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.hand_made import SECOND_NS, make_run
+from tests.helpers.hand_made import SECOND_NS, make_project, make_run
 from tests.helpers.waiting_ranks import one_waits
 from workbench.errors import ShapeError
 from workbench.launch import status
@@ -23,7 +23,7 @@ configurations: {first: {layout: {tp: 2}}, one_rank: {}, cp2: {layout: {cp: 2}}}
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
+    make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -35,7 +35,7 @@ def parity(project):
 
 @pytest.fixture
 def listed(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
+    make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     parity, other = tmp_path / "experiments" / "parity", tmp_path / "experiments" / "other"
     make_run(parity, "cp2", at_s=5, state="failed", done=2, layout={"cp": 2}, rank=1, error=ValueError("an\nodd row"))

@@ -1,5 +1,7 @@
 """`prove`: its inputs, and user losses."""
 
+import time
+
 import pytest
 import torch
 
@@ -8,8 +10,10 @@ from tests.helpers.trainer_losses import RIGHT, cp_left_out, token_mean_undoing_
 from workbench.errors import SpecError, VerdictError
 from workbench.losses.terms import Term
 from workbench.prove import CONSTANT, as_subject, assert_proved, prove
+from workbench.prove.subject import WorkbenchSubject
 from workbench.specs.losses import PRESETS, LossSpec
 from workbench.specs.run import RunSpec
+from workbench.user_file import load
 
 SAMPLE = ("gspo", "dpo")
 
@@ -153,3 +157,26 @@ def test_one_that_does_not_fails_with_the_table_and_the_counterexample():
 def test_an_untested_invariant_is_no_pass():
     with pytest.raises(VerdictError, match="1 not tried"):
         assert_proved(token_mean_undoing_the_average, invariants=["cp_degree"], engine="mean", budget_s=0)
+
+
+def test_a_mistake_in_a_function_is_told_before_a_model_is_built(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def misnamed(inputs):\n    return {'policy': -inputs.advantages * inputs.policy_logprobs_T}\n"
+        "def number(inputs):\n    return -inputs.policy_logprobs_T.mean()\n"
+    )
+    began = time.process_time()
+    with pytest.raises(SpecError, match=r"did you mean 'advantages_T'\?\), in line 2 of mine.py"):
+        prove(load(file, "misnamed", setting="x"))
+    with pytest.raises(SpecError, match="its terms by name, a dict"):
+        prove(load(file, "number", setting="x"))
+    assert time.process_time() - began < 2, "0.01 s; with a model 4 s"
+
+
+def test_what_four_tokens_lack_is_no_mistake():
+    def needs_more(inputs):
+        if len(inputs.policy_logprobs_T) == 4 and inputs.lengths_T.tolist() == [2.0] * 4:
+            raise ValueError("these are not my tokens")
+        return {"policy": Term(-inputs.advantages_T * inputs.policy_logprobs_T)}
+
+    assert isinstance(as_subject(needs_more), WorkbenchSubject)

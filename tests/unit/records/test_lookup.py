@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.hand_made import make_run
 from workbench.atomic import to_json, write_whole
 from workbench.errors import RecordError
-from workbench.records.lookup import experiment_at, experiment_folder, experiments, look_up, runs_of, shell_name
+from workbench.records import lookup
+from workbench.records.lookup import (
+    compared_at,
+    experiment_at,
+    experiment_folder,
+    experiments,
+    look_up,
+    runs_of,
+    shell_name,
+)
 from workbench.records.progress import steps_recorded
 
 
@@ -128,9 +138,24 @@ class TestLookUp:
         with pytest.raises(RecordError, match="workbench ls"):
             look_up("quite something else", project)
 
-    def test_an_experiment_without_runs_explains_how_to_start_them(self, project):
-        with pytest.raises(RecordError, match=r"none yet[\s\S]*workbench run empty/ablation\.yaml"):
+    def test_an_experiment_without_runs_advises_a_file_that_is_there(self, project, monkeypatch):
+        monkeypatch.chdir(project / "experiments" / "parity")
+        with pytest.raises(
+            RecordError, match=r"none yet[\s\S]*workbench run \S*experiments/empty/ablation\.yaml"
+        ) as caught:
             look_up("empty", project)
+        assert Path(caught.value.parts["fix"].rpartition(" ")[2]).is_file()
+        monkeypatch.chdir(project)
+        with pytest.raises(RecordError, match=r"workbench run experiments/empty/ablation\.yaml"):
+            look_up("empty", project)
+
+    def test_a_file_that_has_not_run_is_the_advice(self, project, monkeypatch):
+        monkeypatch.chdir(project)
+        (project / "my.yaml").write_text("steps: 4")
+        with pytest.raises(RecordError, match=r"none yet[\s\S]*workbench run my\.yaml"):
+            look_up("my.yaml")
+        with pytest.raises(RecordError, match="no run or experiment of that name"):
+            look_up("my")
 
     def test_a_name_from_the_disk_cannot_command_the_terminal(self, project, parity):
         hostile = parity / "runs" / "cp2\x1b[2J-0badcafe"
@@ -157,6 +182,56 @@ class TestExperiments:
         assert experiment_at("parity", project).name == "parity"
         with pytest.raises(RecordError, match="give parity"):
             experiment_at("cp2_zigzag", project)
+
+
+class TestElsewhere:
+    """Runs of files in the current folder, which is not the project."""
+
+    @pytest.fixture
+    def here(self, project, tmp_path_factory, monkeypatch):
+        here = tmp_path_factory.mktemp("desk")
+        (here / "my.yaml").write_text("steps: 4")
+        make_run(here / "my", "mine")
+        make_run(here / "folder" / "deep", "deeper")
+        monkeypatch.chdir(here)
+        monkeypatch.setattr(lookup, "project_root", lambda: project)
+        return here
+
+    def test_they_are_listed_after_those_of_the_project(self, here, project):
+        assert {path.name for path in experiments()} == {"other", "parity", "my", "deep"}
+        assert {path.name for path in experiments(project)} == {"other", "parity"}
+
+    @pytest.mark.parametrize("asked", ["my.yaml", "my", "my/runs"])
+    def test_an_experiment(self, here, asked):
+        assert look_up(asked).experiment == here / "my"
+
+    @pytest.mark.parametrize("asked", ["mine", "my/min"])
+    def test_a_run(self, here, asked):
+        assert [run.experiment_dir for run in look_up(asked).runs] == [here / "my"]
+
+    def test_an_experiment_in_a_folder_by_its_name(self, here):
+        assert experiment_at("deep") == here / "folder" / "deep"
+
+    def test_the_folder_itself(self, here, monkeypatch):
+        monkeypatch.chdir(here / "my")
+        assert [run.name for run in look_up("mine").runs] == ["mine"]
+
+    def test_two_of_one_name_are_refused(self, here):
+        make_run(here / "other_folder" / "deep", "deeper")
+        with pytest.raises(RecordError, match="2 experiments: folder/deep, other_folder/deep"):
+            look_up("deep")
+
+    @pytest.mark.parametrize("asked", ["my.yaml", "my"])
+    def test_a_comparison(self, here, asked):
+        (here / "my" / "comparison.json").write_text("{}")
+        assert compared_at(asked).resolve() == here / "my"
+
+    def test_a_comparison_without_runs(self, here, project):
+        (project / "experiments" / "empty" / "comparison.json").write_text("{}")
+        assert compared_at("empty") == project / "experiments" / "empty"
+        assert compared_at("parity") == project / "experiments" / "parity"
+        with pytest.raises(RecordError, match="no run or experiment of that name"):
+            compared_at("nothing_of_the_kind")
 
 
 class TestSpelled:

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 
+import pytest
 import torch
 
 from tests.helpers.stand_in import stand_in
@@ -37,9 +38,16 @@ class TestProvenance:
 
 
 class TestProjectRoot:
-    def test_is_where_data_is(self, tmp_path):
-        (tmp_path / "data").mkdir()
+    @pytest.mark.parametrize("place", ["data/mine", "data/arithmetic/rollouts"])
+    def test_is_where_a_rollout_dataset_is(self, tmp_path, place):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "manifest.json").write_text("{}")
         assert provenance.project_root(tmp_path) == tmp_path.resolve()
+
+    def test_another_folder_named_data_moves_nothing(self, tmp_path):
+        (tmp_path / "data" / "raw").mkdir(parents=True)
+        (tmp_path / "data" / "raw" / "train.csv").write_text("")
+        assert provenance.project_root(tmp_path) == provenance.project_root()
 
     def test_is_the_source_tree_elsewhere(self, tmp_path):
         assert (provenance.project_root(tmp_path) / "workbench" / "errors.py").exists()

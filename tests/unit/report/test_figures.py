@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS
+from tests.helpers.boxes import misplaced
+from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, seeds, several
 from workbench.compare.comparison import VERDICTS, Comparison
 from workbench.report import evidence, figures, style
 
@@ -50,6 +51,27 @@ def test_an_empty_comparison_gives_a_figure_with_a_reason(draw, comparison):
     assert any(word in " ".join(texts(draw(empty))) for word in ("recorded", "nothing to compare"))
 
 
+LONG = "a_name_of_somebody_who_describes_everything_"
+
+
+@pytest.mark.parametrize("draw", [figures.verdicts, figures.gradient_norm_by_step], ids=lambda draw: draw.__name__)
+@pytest.mark.parametrize(
+    "made", [several(5), several(50), several(35, prefix=LONG), seeds(32)], ids=["5", "50", "long", "seeds"]
+)
+def test_no_text_leaves_a_figure_or_touches_another(draw, made):
+    assert misplaced(draw(made)) == []
+
+
+@pytest.mark.parametrize("draw", [figures.importance_ratios, figures.time_and_memory], ids=lambda draw: draw.__name__)
+def test_texts_of_few_configurations_stay_apart(draw):
+    assert misplaced(draw(several(5, prefix=LONG))) == []
+
+
+@pytest.mark.parametrize("prefix", ["", LONG])
+def test_titles_of_norm_ratios_stay_apart(prefix):
+    assert misplaced(figures.norm_ratios(several(23, parameters=4, prefix=prefix))) == []
+
+
 def test_norm_ratios_are_the_comparison_s_in_the_model_s_order(comparison):
     figure = figures.norm_ratios(comparison, step=1)
     lines = drawn_lines(figure)
@@ -76,7 +98,7 @@ def test_norm_ratios_show_a_fault_off_one_and_a_correct_layout_on_it(comparison)
 
 
 def test_norm_ratios_mark_parameters_judged_by_the_floor(comparison):
-    for axes in figures.norm_ratios(comparison).axes:
+    for axes in filter(lambda axes: axes.get_visible(), figures.norm_ratios(comparison).axes):
         hollow = [line for line in axes.lines if line.get_markerfacecolor() == "#ffffff"]
         assert [list(line.get_ydata()) for line in hollow] == [[PARAMETERS.index(FLOORED)]]
 

@@ -5,7 +5,7 @@ from workbench.report.markup import Markup, breakable, join, table, tag
 
 def test_text_is_escaped_in_content_attributes_and_tables():
     hostile = "<script>\"&'</script>"
-    escaped = "&lt;script&gt;&quot;&amp;&#x27;&lt;/script&gt;"
+    escaped = "&lt;script&gt;&#34;&amp;&#39;&lt;/script&gt;"
     assert tag("p", hostile, title=hostile) == f'<p title="{escaped}">{escaped}</p>'
     assert join([hostile, [hostile], None, 3]) == escaped + escaped + "3"
     assert escaped in table([hostile], [[hostile]])

@@ -185,7 +185,7 @@ def test_the_page_has_the_section_with_figure_and_table_for_online_runs_only():
     text = page(two_losses())
     section = re.search(rf"<h2>{SECTION}</h2>.*?</section>", text, re.DOTALL)[0]
     assert 'id="online-curves-caption"' in section
-    assert section.count("k3 on the sampler's tokens".replace("'", "&#x27;")) == 1
+    assert section.count("k3 on the sampler's tokens".replace("'", "&#39;")) == 1
     assert "0.0700 ± 0.0707 [0.0200, 0.120]" in section
     assert "0.323 (one seed)" in section
     assert '<td class="number">0.35</td>' in section

@@ -1,12 +1,14 @@
 """The panel: built from disk, fed by one thread, cheap, quiet in the kernel, and gone when it is closed."""
 
 import gc
+import os
 import shutil
 import threading
 import time
 import weakref
 from pathlib import Path
 
+import psutil
 import pytest
 from ipywidgets.widgets import widget as registry
 
@@ -14,6 +16,7 @@ from tests.helpers.audited import files_opened
 from tests.helpers.trials import HOSTILE, Writer, make_run, make_sweep, rename, wait_for, write_steps
 from workbench.atomic import to_json, write_whole
 from workbench.errors import RecordError
+from workbench.launch.detached import recorded
 from workbench.report import panel as module
 from workbench.report.panel import Panel, attach
 
@@ -114,6 +117,27 @@ def test_a_run_that_cannot_be_opened_is_named_and_hides_no_other(experiment, att
 def test_it_names_the_command_that_cancels_from_a_terminal(experiment, attached):
     make_run(experiment, "a")
     assert f"workbench cancel {experiment}" in all_markup(attached(experiment))
+
+
+def test_it_says_what_a_restart_of_the_kernel_would_do_while_that_matters(experiment, attached):
+    run = make_run(experiment, "a")
+    assert "They end with this kernel." in all_markup(attached(experiment))
+    with recorded(experiment / "runs"):
+        assert f"Process {os.getpid()} continues them without this notebook" in all_markup(attached(experiment))
+    run.note(launcher=run.state["launcher"] | {"pid": os.getppid(), "create_time": parent_started()})
+    assert f"They end with the process that launched them, {os.getppid()}." in all_markup(attached(experiment))
+    run.note(backend="slurm", handle="slurm://x/1")
+    shown = attached(experiment)
+    assert "jobs continue without this notebook" in all_markup(shown)
+    run.set_state("cancelled")
+    shown.look()
+    text = all_markup(shown)
+    assert "workbench cancel" in text
+    assert "continue" not in text
+
+
+def parent_started():
+    return psutil.Process(os.getppid()).create_time()
 
 
 # ---- following --------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Elements(html.parser.HTMLParser):
     def __init__(self, markup):
         super().__init__()
         self.elements, self.text = [], ""
-        self.feed(markup)
+        self.feed(str(markup))
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))

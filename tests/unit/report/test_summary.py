@@ -1,10 +1,13 @@
 """The verdicts at a glance: the sentence counts correctly, and faults are distinguished from surprises."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.comparisons import FAILED
+from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison
 from workbench.report import summary as module
 from workbench.report.page import page
@@ -134,6 +137,13 @@ def test_show_hands_over_html_and_its_text_twin(comparison, displayed):
     assert show(comparison) is None
     [data] = displayed
     assert data == {"text/html": as_html(comparison), "text/plain": as_text(comparison)}
+
+
+def test_show_outside_ipython_prints_the_text(comparison, monkeypatch, capsys):
+    ipython = SimpleNamespace(get_ipython=lambda: None)  # imported by another library, and not running
+    monkeypatch.setattr(module, "sys", stand_in(sys, modules={"IPython": ipython}))
+    show(comparison)
+    assert capsys.readouterr().out == as_text(comparison) + "\n"
 
 
 def test_html_and_text_agree_on_every_configuration(comparison):

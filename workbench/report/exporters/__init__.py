@@ -1,8 +1,10 @@
-"""Export to experiment trackers: every run of the workbench becomes one run there, after it has ended and offline.
+"""Export to experiment trackers: every run of the workbench becomes one run there, offline unless requested.
 
     export     `export_runs`: checks a request and passes it to a separate process
     tracked    `TrackedRun`: the input of every tracker; plain data
     __main__   that process
+    follow     `Tracking`: starts a process that sends runs while they continue
+    live       that process
     wandb_like, mlflow_files, tensorboard_events   one kind of tracker each: check for a run, and write it
 
 Trackers have globals, threads, services and settings from the environment. In a separate process none of them reaches

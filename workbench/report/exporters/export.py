@@ -84,6 +84,33 @@ def export_runs(
         >>> export_runs(RunDirectory.find(folder / "runs", "cp2"), to="tensorboard")   # doctest: +SKIP
         [Exported(id='cp2-0a1b2c3d', outcome='exported', steps=4, why='', notes=())]
     """
+    check_tracker(to, project)
+    if not runs:
+        return []
+    folder = default_folder(runs[0], to) if folder is None else Path(folder).absolute()
+    outcomes: dict[Path, Exported] = {}
+    ready = []
+    for run in runs:
+        if run.status not in ENDED:
+            outcomes[run.path] = Exported(run.path.name, "left out", why=f"it is {run.status}")
+            continue
+        try:
+            ready.append((run.path, tracked(run)))
+        except RecordError as error:
+            outcomes[run.path] = Exported(run.path.name, "left out", why=error.parts["found"])
+    if ready:
+        request = {"tracker": to, "project": project, "folder": str(folder), "runs": [asdict(run) for _, run in ready]}
+        for (path, exported), answer in zip(ready, _export(request, to), strict=True):
+            outcomes[path] = Exported(exported.id, answer["outcome"], answer["steps"], "", tuple(answer["notes"]))
+    return [outcomes[run.path] for run in runs]
+
+
+def check_tracker(to: str, project: str) -> None:
+    """Refuse an unknown tracker, a project name that cannot be used everywhere, and a package that is missing.
+
+    Raises:
+        LaunchError, SpecError: as `export_runs`.
+    """
     tracker = TRACKERS.get(to)
     if tracker is None:
         raise SpecError(
@@ -103,24 +130,6 @@ def export_runs(
             rule="trackers are extras",
             fix=f"pip install 'workbench[{to}]'",
         )
-    if not runs:
-        return []
-    folder = default_folder(runs[0], to) if folder is None else Path(folder).absolute()
-    outcomes: dict[Path, Exported] = {}
-    ready = []
-    for run in runs:
-        if run.status not in ENDED:
-            outcomes[run.path] = Exported(run.path.name, "left out", why=f"it is {run.status}")
-            continue
-        try:
-            ready.append((run.path, tracked(run)))
-        except RecordError as error:
-            outcomes[run.path] = Exported(run.path.name, "left out", why=error.parts["found"])
-    if ready:
-        request = {"tracker": to, "project": project, "folder": str(folder), "runs": [asdict(run) for _, run in ready]}
-        for (path, exported), answer in zip(ready, _export(request, to), strict=True):
-            outcomes[path] = Exported(exported.id, answer["outcome"], answer["steps"], "", tuple(answer["notes"]))
-    return [outcomes[run.path] for run in runs]
 
 
 def default_folder(run: RunDirectory, to: str) -> Path:
@@ -146,7 +155,7 @@ def _export(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(folder, Path(scratch)),
+            env=environment(folder, Path(scratch)),
             start_new_session=True,
         )
         try:
@@ -182,7 +191,7 @@ def _export(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
     return outcomes
 
 
-def _environment(folder: Path, scratch: Path) -> dict[str, str]:
+def environment(folder: Path, scratch: Path) -> dict[str, str]:
     """Return this process's environment without the user's settings for trackers, which name accounts and servers."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_OF_TRACKERS)}
     scratches = dict.fromkeys(("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"), str(scratch))

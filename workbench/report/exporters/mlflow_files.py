@@ -8,13 +8,15 @@ store an infinity.
 from __future__ import annotations
 
 import itertools
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from workbench.report.exporters.tracked import TrackedRun, Writer, as_text
+from workbench.report.exporters.tracked import TrackedRun, TrackedStep, Writer, as_text
 
 ID = "workbench.run"
 """Tag that identifies a run."""
@@ -46,6 +48,18 @@ class Mlflow(Writer):
     def write(self, run: TrackedRun) -> list[str]:
         """Write a run, and return what could not be stored as it is. The end time, written last, marks it complete."""
         notes: list[str] = []
+        session = self._begin(run, notes)
+        session.log(run.steps, {key for step in run.steps for key in step.values})
+        session.end(run)
+        return notes
+
+    def live(self, run: TrackedRun) -> _Session:
+        """Begin a run that continues, on the user's server if there is one."""
+        if uri := os.environ.get("MLFLOW_TRACKING_URI"):  # an export's environment has none
+            self.client = MlflowClient(tracking_uri=uri)
+        return self._begin(run, [])
+
+    def _begin(self, run: TrackedRun, notes: list[str]) -> _Session:
         experiment = self.client.get_experiment_by_name(self._experiment(run))
         number = experiment.experiment_id if experiment else self.client.create_experiment(self._experiment(run))
         tags = {ID: run.id, "run.tags": " ".join(run.tags)} | {key: as_text(value) for key, value in run.facts.items()}
@@ -55,23 +69,40 @@ class Mlflow(Writer):
             run_name=run.name,
             tags={key: _cut(key, text, notes) for key, text in tags.items()},
         )
-        names = _names({key for step in run.steps for key in step.values}, notes)
-        metrics = (
-            Metric(names[key], float(value), _ms(step.time_s), step.number)
-            for step in run.steps
-            for key, value in step.values.items()
-            if key in names
-        )
         params = (Param(key, _cut(key, as_text(value), notes)) for key, value in run.config.items())
-        while some := list(itertools.islice(metrics, _METRICS_AT_ONCE)):
-            self.client.log_batch(created.info.run_id, metrics=some)
         while batch := list(itertools.islice(params, _PARAMS_AT_ONCE)):
             self.client.log_batch(created.info.run_id, params=batch)
-        self.client.set_terminated(created.info.run_id, _ENDS.get(run.state, "FAILED"), _ms(run.ended_s))
-        return notes
+        return _Session(self.client, created.info.run_id, notes)
 
     def _experiment(self, run: TrackedRun) -> str:
         return f"{self.project}/{run.experiment}"
+
+
+class _Session:
+    """A run that takes metrics."""
+
+    def __init__(self, client: MlflowClient, id: str, notes: list[str]) -> None:
+        self.client, self.id, self.notes = client, id, notes
+
+    def log(self, steps: Iterable[TrackedStep], keys: set[str]) -> None:
+        """Write metrics of steps."""
+        names = _names(keys, self.notes)
+        metrics = (
+            Metric(names[key], float(value), _ms(step.time_s), step.number)
+            for step in steps
+            for key, value in step.values.items()
+            if key in names
+        )
+        while some := list(itertools.islice(metrics, _METRICS_AT_ONCE)):
+            self.client.log_batch(self.id, metrics=some)
+
+    def log_step(self, step: TrackedStep) -> None:
+        """Write one step."""
+        self.log([step], set(step.values))
+
+    def end(self, run: TrackedRun) -> None:
+        """Write how and when it ended."""
+        self.client.set_terminated(self.id, _ENDS.get(run.state, "FAILED"), _ms(run.ended_s))
 
 
 def _names(keys: set[str], notes: list[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ import os
 import struct
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -19,7 +20,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from workbench.report.exporters.tracked import TrackedRun, Writer, as_text
+from workbench.report.exporters.tracked import TrackedRun, TrackedStep, Writer, as_text
 
 
 class TensorBoard(Writer):
@@ -54,8 +55,37 @@ class TensorBoard(Writer):
         notes = ["numbers are rounded to some seven digits: scalars have 32 bits there"] if rounded else []
         return notes + [f"metric {key} is beyond 32 bits: infinite there" for key in sorted(beyond)]
 
+    def live(self, run: TrackedRun) -> _LiveEvents:
+        """Begin an event file that grows."""
+        place = self._place(run)
+        place.mkdir(parents=True, exist_ok=True)
+        return _LiveEvents((place / f"events.out.tfevents.{int(run.began_s)}.workbench").open("wb"), run)
+
     def _place(self, run: TrackedRun) -> Path:
         return self.folder / self.project / run.experiment / run.id
+
+
+class _LiveEvents:
+    """An event file, flushed after every step."""
+
+    def __init__(self, file: BinaryIO, run: TrackedRun) -> None:
+        self.file = file
+        self.events = RecordWriter(file)
+        for event in _head(run):
+            self.events.write(event.SerializeToString())
+        self.events.flush()
+
+    def log_step(self, step: TrackedStep) -> None:
+        """Write a step."""
+        summary = Summary()
+        for key, value in step.values.items():
+            summary.value.add(tag=key, simple_value=_as_32_bits(value))
+        self.events.write(Event(wall_time=step.time_s, step=step.number, summary=summary).SerializeToString())
+        self.events.flush()
+
+    def end(self, run: TrackedRun) -> None:
+        """Close the file; it has no field for the end of a run."""
+        self.file.close()
 
 
 def _head(run: TrackedRun) -> list[Event]:

@@ -79,6 +79,10 @@ class Writer:
     def __init__(self, folder: Path, project: str) -> None:
         self.folder, self.project = folder, project
 
+    def live(self, run: TrackedRun) -> Any:
+        """Begin a run that continues; return what has ``log_step(step)`` and ``end(run)``, each written at once."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Leave nothing running."""
 

@@ -14,11 +14,10 @@ import datetime
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.report.exporters.tracked import TrackedRun, Writer
+from workbench.report.exporters.tracked import TrackedRun, TrackedStep, Writer
 
 _TIME = "_timestamp"
 
@@ -29,7 +28,9 @@ class _WandbLike(Writer):
     lost: tuple[str, ...] = ()
     """Facts that the tracker cannot store, a sentence each."""
 
-    begin: Callable[[TrackedRun, dict[str, Any]], Any]
+    def begin(self, run: TrackedRun, config: dict[str, Any], *, live: bool = False) -> Any:
+        """Return a session of the tracker; a live one is visible at once."""
+        raise NotImplementedError
 
     def keep(self, run: TrackedRun) -> None:
         """Complete a run; called when it is written."""
@@ -44,6 +45,10 @@ class _WandbLike(Writer):
         self.keep(run)
         return list(dict.fromkeys([*notes, *self.lost]))
 
+    def live(self, run: TrackedRun) -> _LiveSession:
+        """Begin a run that continues."""
+        return _LiveSession(self, self.begin(run, run.config | run.facts, live=True))
+
     def renamed(self, values: dict[str, float], notes: list[str]) -> dict[str, float]:
         """Rename keys that the tracker reserves."""
         names = {key: f"metric/{key}" for key in values if self.is_reserved(key)}
@@ -53,6 +58,21 @@ class _WandbLike(Writer):
     def is_reserved(self, key: str) -> bool:
         """True if the tracker reserves a key."""
         return key.startswith("_")
+
+
+class _LiveSession:
+    """A session that is handed a step at a time."""
+
+    def __init__(self, writer: _WandbLike, session: Any) -> None:
+        self.writer, self.session = writer, session
+
+    def log_step(self, step: TrackedStep) -> None:
+        """Write a step."""
+        self.session.log(self.writer.renamed(step.values, []) | {_TIME: step.time_s}, step=step.number)
+
+    def end(self, run: TrackedRun) -> None:
+        """Say how it ended."""
+        self.session.finish(exit_code=0 if run.state == "succeeded" else 1)
 
 
 class Wandb(_WandbLike):
@@ -68,14 +88,18 @@ class Wandb(_WandbLike):
         """True if a folder of that run exists; it gets its name when it is complete."""
         return any((self.folder / "wandb").glob(f"offline-run-*-{run.key}/run-{run.key}.wandb"))
 
-    def begin(self, run: TrackedRun, config: dict[str, Any]) -> Any:
-        """Begin an offline run in a folder of its own."""
+    def begin(self, run: TrackedRun, config: dict[str, Any], *, live: bool = False) -> Any:
+        """Begin a run: a live one as WANDB_MODE says, any other offline and in a folder of its own."""
         import wandb
 
-        self._scratch = Path(tempfile.mkdtemp(prefix=f".unfinished-{os.getpid()}-", dir=self.folder))
+        if live:
+            place, mode = self.folder, os.environ.get("WANDB_MODE", "offline")
+        else:
+            place, mode = Path(tempfile.mkdtemp(prefix=f".unfinished-{os.getpid()}-", dir=self.folder)), "offline"
+            self._scratch = place
         settings = {
-            "mode": "offline",
-            "root_dir": str(self._scratch),
+            "mode": mode,
+            "root_dir": str(place),
             "silent": True,
             "console": "off",
             "host": "",
@@ -98,6 +122,7 @@ class Wandb(_WandbLike):
             tags=run.tags,
             notes=str(run.facts.get("run.failure", "")),
             settings=wandb.Settings(**known),
+            reinit="create_new" if live else None,  # live runs continue side by side
         )
 
     def keep(self, run: TrackedRun) -> None:
@@ -130,10 +155,11 @@ class Trackio(_WandbLike):
 
         return any(record["id"] == run.key for record in SQLiteStorage.get_run_records(self.project))
 
-    def begin(self, run: TrackedRun, config: dict[str, Any]) -> Any:
-        """Begin to collect a run."""
+    def begin(self, run: TrackedRun, config: dict[str, Any], *, live: bool = False) -> Any:
+        """Begin to collect a run; rows of a live one are written as they come."""
         own = {"_Group": run.experiment, "_Created": _iso(run.began_s), "_Username": None}
-        return _TrackioSession(self.project, run, config | {"run.tags": run.tags} | own)
+        session = _TrackioLive if live else _TrackioSession
+        return session(self.project, run, config | {"run.tags": run.tags} | own)
 
     def is_reserved(self, key: str) -> bool:
         """True if trackio reserves a key."""
@@ -168,6 +194,25 @@ class _TrackioSession:
             timestamps=times,
             config=self.config,
         )
+
+
+class _TrackioLive(_TrackioSession):
+    """A run whose rows are written one by one."""
+
+    def __init__(self, project: str, run: TrackedRun, config: dict[str, Any]) -> None:
+        super().__init__(project, run, config)
+        self.any = False
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        """Write a row."""
+        super().log(data, step)
+        super().finish(exit_code=0)
+        self.rows, self.any = [], True
+
+    def finish(self, exit_code: int) -> None:
+        """Write the row of a run without steps."""
+        if not self.any:
+            super().finish(exit_code)
 
 
 def _iso(time_s: float) -> str:

@@ -34,7 +34,7 @@ def test_defaults_are_described():
 def test_everything_is_there_on_request():
     details = spec_html(RunSpec()).partition("<details>")[2]
     for name in RunSpec.model_fields:
-        assert f"&quot;{name}&quot;:" in details
+        assert f"&#34;{name}&#34;:" in details
 
 
 def test_settings_are_quoted():
