@@ -64,6 +64,7 @@ concepts
 :hidden:
 :caption: Guides
 
+guides/your-run
 guides/ablations
 guides/your-loss
 guides/layouts
@@ -78,6 +79,8 @@ guides/log-probabilities
 guides/rollouts
 guides/reports
 guides/clusters
+guides/for-programs
+SKILL
 ```
 
 ```{toctree}
@@ -85,6 +88,8 @@ guides/clusters
 :caption: Reference
 
 reference/index
+reference/json
+reference/mistakes
 reference/api/index
 benchmarks
 ../DECISIONS

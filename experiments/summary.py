@@ -59,6 +59,7 @@ def page() -> str:
     """Return the page as Markdown."""
     sections = (
         head(),
+        step(),
         layouts(),
         generated_layouts(),
         rounding(),
@@ -120,6 +121,56 @@ def head() -> str:
         + " of its speed (`python -m workbench bench head_parallel`).",
         _source("head/head.json", "head/report.html", "python -m workbench bench head", "head/head_parallel.json"),
     )
+
+
+def step() -> str:
+    """Time, memory and parity of one rank's step under every choice of kernels."""
+    record = _record("step/step.json")
+    work, entries = record["plan"]["workloads"]["step"], record["choices"]
+    slow = entries["one_rank"]["step_ms"]
+    rows = [
+        [
+            "torch, flash" if name == "one_rank" else name,
+            f"{entry['step_ms']:.0f}",
+            f"{entry['step_ms'] / slow:.2f}",
+            f"{entry['peak_gib']:.1f}",
+            *(f"{sum(entry['by_class_ms'].get(kind, 0) for kind in kinds):.0f}" for kinds in STEP_CLASSES.values()),
+            f"{entry['parity']['distance_in_one_ranks']:.2f}",
+        ]
+        for name, entry in entries.items()
+    ]
+    missed = [
+        f"{name} {entries[name]['step_ms'] / slow:.2f} (bar {bar})"
+        for name, bar in STEP_BARS.items()
+        if entries[name]["step_ms"] / slow > bar
+    ]
+    return _section(
+        "A training step by its kernels",
+        f"One {record['device']}, {_versions(record)}, {record['plan']['model']}, {work['rows']} packed rows of "
+        f"{work['row_tokens'] // 1024}k tokens, documents of {work['document_tokens'][0]} to "
+        f"{work['document_tokens'][1]} tokens, {work['precision']}; medians. Kernels of norms, rotary embeddings and "
+        "MLPs (`kernels`), and of attention (`layout.kernel`). *Distance* is that of the whole gradient from a "
+        f"{work['truth']['precision']} truth, in that of the first row. Milliseconds of GPU time by class are those "
+        "of one profiled step.",
+        _table(
+            ["kernels", "ms", "of the first", "GiB", *STEP_CLASSES, "distance"],
+            rows,
+            right=range(1, 5 + len(STEP_CLASSES)),
+        ),
+        f"Bars of the time: {', '.join(f'{name} {bar}' for name, bar in STEP_BARS.items())}. "
+        + (f"Missed: {'; '.join(missed)}." if missed else "All hold."),
+        _source("step/step.json", None, "python -m experiments.step.measure"),
+    )
+
+
+STEP_CLASSES = {
+    "GEMMs": ("gemm",),
+    "attention": ("attention",),
+    "other": ("element-wise", "copy", "compiled or Triton", "optimizer"),
+}
+"""Column -> classes of kernels."""
+STEP_BARS = {"liger, flash": 0.62, "liger, cudnn": 0.52, "liger, fa4": 0.52}
+"""Choice of kernels -> largest share of the first row's time."""
 
 
 def layouts() -> str:
