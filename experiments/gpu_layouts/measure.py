@@ -47,7 +47,7 @@ from workbench.specs.groups import LayoutSpec
 from workbench.specs.reading import parse_spec, read_yaml
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.worker import build_optimizer
+from workbench.train.optimizer import build_optimizer
 
 SAMPLES = 3
 MINUTES = 8.0
@@ -296,7 +296,7 @@ class Rank:
                 checkpointing=layout.checkpointing,
                 sequence_parallel=layout.sequence_parallel,
             )
-            self._policy = key, policy, build_optimizer(policy, spec.optimizer)
+            self._policy = key, policy, build_optimizer(policy, spec)
         return self._policy[1:]
 
     def spec(self, workload: Workload, layout: LayoutSpec, *, truth: bool = False) -> RunSpec:

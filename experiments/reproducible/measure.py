@@ -52,8 +52,8 @@ from workbench.specs.reading import parse_spec, read_yaml
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.exact import reproducible_mode
+from workbench.train.optimizer import build_optimizer
 from workbench.train.trace import certify, fingerprint_gradients
-from workbench.train.worker import build_optimizer
 
 PREPARED = "prepared"
 """Marker file, written once weights, rollouts and truths are complete."""
@@ -571,7 +571,7 @@ class Rank:
     ) -> list[dict[str, Any]]:
         """Run a few optimizer steps, and certify the bits of each."""
         rows, totals = flow.prepare_rows(batch, spec, mesh)
-        optimizer, steps = build_optimizer(policy, spec.optimizer), []
+        optimizer, steps = build_optimizer(policy, spec), []
         for _ in range(self.plan.workloads[name].steps):
             result = flow.run_step(
                 policy, flow.build_loss(spec.loss), rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss
@@ -595,7 +595,7 @@ class Rank:
     def _timed(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh) -> dict[str, Any]:
         """Time and peak memory of a step, and on a GPU the breakdown of its time."""
         loss = flow.build_loss(spec.loss)
-        optimizer = build_optimizer(policy, spec.optimizer)
+        optimizer = build_optimizer(policy, spec)
         with StepClock(self.device) as preparing:
             rows, totals = flow.prepare_rows(batch, spec, mesh)
 

@@ -35,7 +35,7 @@ from workbench.rollouts.files import load
 from workbench.sharding.mesh import single_process_mesh
 from workbench.specs.groups import LayoutSpec
 from workbench.train import step as flow
-from workbench.train.worker import build_optimizer
+from workbench.train.optimizer import build_optimizer
 
 SAMPLES = 5
 RECORD = Path(__file__).with_name("step.json")
@@ -79,7 +79,7 @@ class Choice:
             fused_loss=True,
             kernels=choice.get("kernels"),
         )
-        self.optimizer = build_optimizer(self.policy, self.spec.optimizer)
+        self.optimizer = build_optimizer(self.policy, self.spec)
         self.loss = flow.build_loss(self.spec.loss)
         self.rows, self.totals = flow.prepare_rows(self.batch, self.spec, mesh)
 

@@ -14,8 +14,8 @@ from workbench.sharding.mesh import Mesh, make_mesh
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.exact import reproducible_mode
+from workbench.train.optimizer import build_optimizer
 from workbench.train.trace import certify, fingerprint_gradients
-from workbench.train.worker import build_optimizer
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
 
 
 def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt: list[list[int]] | None) -> dict:
-    loss, optimizer, actual = flow.build_loss(spec.loss), build_optimizer(policy, spec.optimizer), {}
+    loss, optimizer, actual = flow.build_loss(spec.loss), build_optimizer(policy, spec), {}
     for number in range(spec.steps):
         rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
         result = flow.run_step(

@@ -29,7 +29,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
     policy = load_policy(
         spec.model.source,
         mesh=mesh,
-        precision=spec.precision,
+        precision=spec.dtypes,
         tied=spec.model.tied,
         seed=spec.model.seed,
         temperature=spec.policy.temperature or 1.0,

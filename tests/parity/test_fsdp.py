@@ -23,7 +23,7 @@ from workbench.sharding.mesh import make_mesh
 from workbench.specs.groups import OptimizerSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.worker import build_optimizer
+from workbench.train.optimizer import build_optimizer
 
 LAYOUTS = {
     "dp2": {"dp": 2},
@@ -51,7 +51,7 @@ def train(given, documents):
     policy = load_policy(
         spec.model.source,
         mesh=mesh,
-        precision="float64",
+        precision=spec.dtypes,
         tied=spec.model.tied,
         seed=spec.model.seed,
         shard_parameters=layout.shard_parameters,
@@ -59,7 +59,7 @@ def train(given, documents):
         sequence_parallel=layout.sequence_parallel,
         fused_loss=spec.policy.fused_loss,
     )
-    optimizer, steps = build_optimizer(policy, spec.optimizer), []
+    optimizer, steps = build_optimizer(policy, spec), []
     for _ in range(2):
         rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)
         result = flow.run_step(

@@ -148,7 +148,7 @@ def _stands_alone(
     """A run without a baseline: a baseline itself, or one of several runs that train differently."""
     base |= _seen(run, None)
     unsound = _not_finite(run)
-    if not unsound and subject.truth and run.spec.precision != "float64":
+    if not unsound and subject.truth and not run.spec.in_float64:
         unsound = _too_far_from_truth(run, readers.get(subject.truth))
     if unsound:
         return Configuration(**base, verdict="unsound baseline", why=unsound)
@@ -210,7 +210,7 @@ def _certificates_decide(
     subject: Subject, run: RunDirectory, reference: RunDirectory, certified: CertificateComparison
 ) -> bool:
     """True if the mode demands equal certificates, or if they agree and nothing else can be measured."""
-    measurable = _both_full(run, reference) and (run.spec.precision == "float64" or bool(subject.truth))
+    measurable = _both_full(run, reference) and (run.spec.in_float64 or bool(subject.truth))
     return compared_bitwise(run.spec, reference.spec) or (certified.equal and not measurable)
 
 
@@ -256,7 +256,7 @@ def _judge_bits(
 
 def _standards(subject: Subject, run: RunReader, readers: Mapping[str, RunReader]) -> tuple[RunReader, RunReader]:
     """The finished baseline and ground truth of a configuration, in float64 the same run."""
-    exact, standards = run.spec.precision == "float64", []
+    exact, standards = run.spec.in_float64, []
     truth = subject.reference if exact else subject.truth
     for role, name in (("reference", subject.reference), ("truth", truth)):
         other = readers.get(name)
@@ -270,7 +270,7 @@ def _standards(subject: Subject, run: RunReader, readers: Mapping[str, RunReader
                 rule=f"a finished {role}",
                 fix="name a float64 configuration as `truth` of the ablation",
             )
-        if (role == "truth" or exact) and other.spec.precision != "float64":
+        if (role == "truth" or exact) and not other.spec.in_float64:
             raise RecordError(
                 f"{name} is the {role} of {subject.name}",
                 found=f"precision {other.spec.precision}",
@@ -294,7 +294,7 @@ def _not_finite(run: RunReader) -> str:
 
 
 def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: RunReader) -> Configuration:
-    exact = run.spec.precision == "float64"
+    exact = run.spec.in_float64
     whole, parameters, stopped, unsound = [], [], "", False
     for step in range(run.spec.steps):
         stopped = not_finite("baseline", reference, step) or not_finite("float64 ground truth", truth, step)

@@ -187,7 +187,7 @@ def explained_error(baseline: RunReader, truth: RunReader, step: int) -> float:
     times below their tolerances (1.3e-6 of 2e-4 in the first step, 5.1e-6 of 5e-3 later:
     ``experiments/layout_parity/comparison.json``).
     """
-    noise = Noise.between({"precision": baseline.spec.precision}, {"precision": "float64"}, step)
+    noise = Noise.between({"precision": baseline.spec.dtypes.coarsest}, {"precision": "float64"}, step)
     largest, norm = max(truth.norm(each) for each in range(step + 1)), truth.norm(step)
     if norm:
         noise = noise.as_tokens_cancel(largest / norm)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from workbench.specs.precision import dtypes_of
+
 _FIRST = {"float64": 1e-10, "float32": 2e-4, "float16": 0.02, "bfloat16": 0.1}
 _LATER = {"float64": 1e-6, "float32": 5e-3, "float16": 0.1, "bfloat16": 0.4}
 _METRIC_FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.3}
@@ -55,10 +57,10 @@ class Noise:
     ) -> Noise:
         """Tolerances between records of these contexts, ``step`` optimizer steps after the same weights.
 
-        The lower precision of the two decides; a record without one is taken for float32.
+        The lower precision of the two decides, of mixed ones the dtype with the fewest bits; a record without one is
+        taken for float32.
         """
-        precisions = [str(context.get("precision", _UNKNOWN)) for context in (first, second)]
-        name = max((each if each in _COARSE else _UNKNOWN for each in precisions), key=_COARSE.index)
+        name = max(map(_dtype, (first, second)), key=_COARSE.index)
         bar = (_LATER if step else _FIRST)[name]
         if same_forward:
             rest = min(bar, _OF_FLOAT32)
@@ -89,3 +91,9 @@ class Noise:
         by about sqrt(s) of itself, and a few heavy ones by more.
         """
         return self if not share else replace(self, gradient=max(self.gradient, 5 * share**0.5))
+
+
+def _dtype(context: Mapping[str, Any]) -> str:
+    dtypes = dtypes_of(context)
+    name = str(context.get("precision", _UNKNOWN)) if dtypes is None else dtypes.coarsest
+    return name if name in _COARSE else _UNKNOWN

@@ -44,6 +44,7 @@ from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.files import load
 from workbench.rollouts.targets import shift_targets
+from workbench.specs.precision import CHANGES
 from workbench.specs.run import RunSpec
 from workbench.train.online import with_advantages
 from workbench.train.step import compute_advantages, pack_step, plan_row
@@ -307,6 +308,7 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
         "optimizer": spec.optimizer.name,
         "denominator": spec.loss.denominator,
         "precision": spec.precision,
+        **{f"{CHANGES}{name}": getattr(spec.mixed_precision, name) for name in spec.mixed_precision.changed},
     }
     return {name: value for name, value in context.items() if value is not None}
 

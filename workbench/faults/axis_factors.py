@@ -112,9 +112,9 @@ def loss_divided_by_sequence_ranks(
     detected_by="tests/parity/test_faults.py::test_missing_cp_factor_halves_every_gradient_and_not_the_loss",
     changes_metrics=False,
 )
-def missing_cp_factor(sum_gradients: Callable, model: nn.Module, shards: object, mesh: Mesh) -> None:
+def missing_cp_factor(sum_gradients: Callable, model: nn.Module, shards: object, mesh: Mesh, *more: object) -> None:
     """Gradients are averaged over context-parallel ranks, each of which has only a part of the sum."""
-    sum_gradients(model, shards, mesh)
+    sum_gradients(model, shards, mesh, *more)
     for parameter in model.parameters():
         assert parameter.grad is not None, "sum_gradients gives every parameter its sum"
         parameter.grad.div_(mesh["cp"].size)

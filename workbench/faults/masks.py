@@ -85,7 +85,7 @@ def skipped_collective(sum_gradients: Callable) -> Callable:
     """In the second step the second rank of dp x cp skips the sum of gradients, one collective if in one bucket."""
     is_chosen = _second_call_of_second_rank()
 
-    def sum_without_one(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> None:
+    def sum_without_one(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh, *more: object) -> None:
         if any(shard.over_dp_cp for shard in shards.values()):
             raise SpecError(
                 "fault 'skipped_collective' with layout.shard_parameters",
@@ -93,7 +93,7 @@ def skipped_collective(sum_gradients: Callable) -> Callable:
                 rule="the fault skips a sum after backward",
                 fix="leave out shard_parameters, or the fault",
             )
-        sum_gradients(nn.Module() if is_chosen(mesh) else model, shards, mesh)  # it has no parameters
+        sum_gradients(nn.Module() if is_chosen(mesh) else model, shards, mesh, *more)  # it has no parameters
 
     return sum_without_one
 
@@ -124,10 +124,10 @@ def straggler(sum_gradients: Callable) -> Callable:
     """In the second step the second rank of dp x cp enters the sum of gradients 25 s late."""
     is_chosen = _second_call_of_second_rank()
 
-    def sum_late(model: object, shards: object, mesh: Mesh) -> None:
+    def sum_late(model: object, shards: object, mesh: Mesh, *more: object) -> None:
         if is_chosen(mesh):
             time.sleep(LATE_S)
-        sum_gradients(model, shards, mesh)
+        sum_gradients(model, shards, mesh, *more)
 
     return sum_late
 

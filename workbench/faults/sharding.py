@@ -70,9 +70,11 @@ def gathered_tokens_summed_again(gather_slice: Callable, local: Tensor, axis: Ax
     needs="cp",
     changes_metrics=False,
 )
-def gradients_summed_over_dp_only(sum_gradients: Callable, model: object, shards: object, mesh: Mesh) -> None:
+def gradients_summed_over_dp_only(
+    sum_gradients: Callable, model: object, shards: object, mesh: Mesh, *more: object
+) -> None:
     """The group over which gradients are reduced contains the data-parallel ranks and not the context-parallel ones."""
-    sum_gradients(model, shards, {"dp_cp": mesh["dp"], "tp": mesh["tp"]})
+    sum_gradients(model, shards, {"dp_cp": mesh["dp"], "tp": mesh["tp"]}, *more)
 
 
 @fault(
@@ -114,10 +116,12 @@ def norm_counts_replicas(gradient_norms: Callable, model: object, shards: Shards
     needs="tp",
     changes_metrics=False,
 )
-def norm_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
+def norm_gradient_not_summed_over_tp(
+    sum_gradients: Callable, model: object, shards: Shards, mesh: object, *more: object
+) -> None:
     """Weights replicated over tp that act on a rank's own heads (or tokens) keep the gradient of those."""
     whole = {name: replace(shard, gradient_is_partial=False) for name, shard in shards.items()}
-    sum_gradients(model, whole, mesh)
+    sum_gradients(model, whole, mesh, *more)
 
 
 @fault(
@@ -151,13 +155,15 @@ def norm_gradient_summed_per_micro_batch(hidden_states: Callable, policy: Policy
     detected_by="tests/faults/test_unseen.py::test_routers_alone_have_their_ranks_part",
     changes_metrics=False,
 )
-def router_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
+def router_gradient_not_summed_over_tp(
+    sum_gradients: Callable, model: object, shards: Shards, mesh: object, *more: object
+) -> None:
     """Routers, replicated over tp and applied to a rank's own tokens, keep the gradient of those tokens."""
     left_out = {
         name: replace(shard, gradient_is_partial=False) if name.endswith("mlp.gate.weight") else shard
         for name, shard in shards.items()
     }
-    sum_gradients(model, left_out, mesh)
+    sum_gradients(model, left_out, mesh, *more)
 
 
 @fault(
@@ -170,10 +176,12 @@ def router_gradient_not_summed_over_tp(sum_gradients: Callable, model: object, s
     detected_by="tests/faults/test_unseen.py::test_norms_that_were_whole_are_tp_times_too_big",
     changes_metrics=False,
 )
-def whole_norm_gradients_summed_over_tp(sum_gradients: Callable, model: object, shards: Shards, mesh: object) -> None:
+def whole_norm_gradients_summed_over_tp(
+    sum_gradients: Callable, model: object, shards: Shards, mesh: object, *more: object
+) -> None:
     """All replicated weights are marked for the sum over tp, including norms of replicated activations."""
     all_parts = {
         name: replace(shard, gradient_is_partial=shard.gradient_is_partial or shard.dim is None)
         for name, shard in shards.items()
     }
-    sum_gradients(model, all_parts, mesh)
+    sum_gradients(model, all_parts, mesh, *more)

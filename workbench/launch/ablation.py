@@ -202,7 +202,7 @@ class AblationSpec(BaseModel):
 
     def _check_truth(self, where: str, planned: Sequence[PlannedRun]) -> None:
         """Refuse runs below float64 without a float64 ground truth."""
-        exact = {run.name: run.configuration for run in planned if run.spec.precision == "float64"}
+        exact = {run.name: run.configuration for run in planned if run.spec.in_float64}
         specs = {run.name: run.spec for run in planned}
         below = [run for run in planned if run.reference and run.name not in exact]
         inexact = [run.name for run in below if not compared_bitwise(run.spec, specs[run.reference])]

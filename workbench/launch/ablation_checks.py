@@ -69,7 +69,7 @@ def check_comparable(where: str, planned: Sequence[PlannedRun]) -> None:
     specs = {run.name: run.spec for run in planned}
     for run in planned:
         bits = bool(run.reference) and compared_bitwise(run.spec, specs[run.reference])  # then no distance is measured
-        below = run.spec.precision != "float64"
+        below = not run.spec.in_float64
         others = {"reference": run.reference, "truth": run.truth if run.reference and below and not bits else ""}
         for role, other in ((role, specs[name]) for role, name in others.items() if name):
             facts: dict[str, tuple[object, object]] = {"steps": (run.spec.steps, other.steps)}

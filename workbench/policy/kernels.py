@@ -173,8 +173,8 @@ def _replace_ropes(model: nn.Module, kernel: Callable[..., Any]) -> Iterator[Non
     for module in model.modules():
         file: Any = sys.modules[type(module).__module__]
         if hasattr(module, "q_proj") and hasattr(module, "k_proj") and hasattr(file, "apply_rotary_pos_emb"):
-            if not isinstance(file.apply_rotary_pos_emb, _Rotation):
-                file.apply_rotary_pos_emb = _Rotation(file.apply_rotary_pos_emb)
+            if not hasattr(file.apply_rotary_pos_emb, "takes_kernels"):
+                file.apply_rotary_pos_emb = _rotation(file.apply_rotary_pos_emb)
             module.forward = functools.partial(_with_rope, module.forward, kernel)
             yield
 
@@ -187,17 +187,21 @@ def _with_rope(forward: Callable[..., Any], kernel: Callable[..., Any], *inputs:
         _ROPE.reset(token)
 
 
-class _Rotation:
-    """A model file's rotation, or the kernel of the module that calls it: a decoder calls a function of its file."""
+def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model file's rotation, or the kernel of the module that calls it: a decoder calls a function of its file.
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        self.original = original
+    It stays in the file, and is a function as before, at which faults can be planted.
+    """
 
-    def __call__(self, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *more: Any, **named: Any) -> Any:
+    @functools.wraps(original)
+    def rotation(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *more: Any, **named: Any) -> Any:
         kernel = _ROPE.get()
         if kernel is None or more or named or cosine.shape[-1] != query.shape[-1]:
-            return self.original(query, key, cosine, sine, *more, **named)
+            return original(query, key, cosine, sine, *more, **named)
         return kernel(query, key, cosine, sine)
+
+    vars(rotation)["takes_kernels"] = True
+    return rotation
 
 
 _REPLACE: Mapping[str, Callable[[Any, Callable[..., Any]], Iterator[None]]] = {

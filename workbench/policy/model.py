@@ -5,9 +5,10 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import ShardingError, SpecError
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
+from workbench.policy.compute_copies import compute_copies
 from workbench.policy.decoder import head_of, load_decoder
 from workbench.policy.kernels import use_kernels
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
@@ -28,8 +30,14 @@ from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard, shard_range
+from workbench.specs.precision import PRESETS, Dtypes
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 CHUNKED = ("chunked", "triton")
 """Implementations of the log-probabilities that process a row in chunks, as `fused_loss` requires."""
 
@@ -61,6 +69,9 @@ class Policy:
         trunk: module that computes hidden states and gathers parameters on the way, if they are sharded over dp x cp.
             Each call is followed by its backward before the next. None: parameters are replicated.
         exact: computes instead if every layout must give the same bits.
+        dtypes: of weights, computation, and gradients.
+        loss_scale: factor of the loss before backward; gradients are divided by it once they are complete.
+        shapes: of every parameter, whole.
     """
 
     model: Any
@@ -74,6 +85,31 @@ class Policy:
     keep_bytes: int = 0
     trunk: nn.Module | None = None
     exact: Exact | None = None
+    dtypes: Dtypes = PRESETS["float32"]
+    loss_scale: float = 1.0
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    _computes: bool = field(default=False, init=False)
+
+    @property
+    def _needs_copies(self) -> bool:
+        return self.dtypes.copies and (self.trunk is None or self.mesh["dp_cp"].group is None)
+
+    @contextlib.contextmanager
+    def in_compute_dtype(self) -> Iterator[None]:
+        """Compute in ``dtypes.compute`` while this is open: everything from hidden states to the end of backward.
+
+        Where parameters are sharded over dp x cp, they are cast as they are gathered, and this does nothing.
+        """
+        if not self._needs_copies:
+            yield
+            return
+        accumulate = self.dtypes.gradients != self.dtypes.weights
+        with compute_copies(self.model, DTYPES[self.dtypes.compute], accumulate=accumulate):
+            self._computes = True
+            try:
+                yield
+            finally:
+                self._computes = False
 
     def hidden_states(
         self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, *, embeddings_TD: Tensor | None = None
@@ -101,6 +137,13 @@ class Policy:
         self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, embeddings_TD: Tensor | None = None
     ) -> Tensor:
         """`hidden_states` of the current modules, with the attention that the shard names."""
+        if self._needs_copies and not self._computes:
+            raise SpecError(
+                f"hidden states of a policy with weights in {self.dtypes.weights}",
+                found=f"a forward outside of Policy.in_compute_dtype(), and compute in {self.dtypes.compute}",
+                rule="forward and backward run on copies of the weights, cast once for all micro-batches",
+                fix="with policy.in_compute_dtype(): ..., around forward and backward",
+            )
         forward = self.model.base_model if self.trunk is None else self.trunk
         inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
         out = forward(**inputs, position_ids=positions_T[None], use_cache=False, shard=shard)
@@ -190,7 +233,7 @@ def load_policy(
     source: str,
     *,
     mesh: Mesh | None = None,
-    precision: str = "float32",
+    precision: str | Dtypes = "float32",
     temperature: float = 1.0,
     implementation: str = "auto",
     project: Path | None = None,
@@ -210,7 +253,9 @@ def load_policy(
     Args:
         source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `tiny.TINY`.
         mesh: the axes; one rank if None.
-        precision: float64, float32 or bfloat16. float64 includes norms and rotary embeddings.
+        precision: float64, float32, bfloat16 or another preset of `workbench.specs.precision`, or dtypes. float64
+            includes norms and rotary embeddings. Where the computation has another dtype than the weights, passes
+            through the model happen within `Policy.in_compute_dtype`.
         temperature: divides logits.
         implementation: of the log-probabilities, see `choose_implementation`.
         project: base of relative folders.
@@ -230,31 +275,47 @@ def load_policy(
         ShardingError: heads or features that tp does not divide.
     """
     mesh = mesh or single_process_mesh()
-    dtype = torch.promote_types(DTYPES[precision], torch.float32) if fp32_head else DTYPES[precision]
+    dtypes = PRESETS[precision] if isinstance(precision, str) else precision
+    compute = DTYPES[dtypes.compute]
+    dtype = torch.promote_types(compute, torch.float32) if fp32_head else compute
     implementation = choose_implementation(implementation, mesh, dtype, fused_loss=fused_loss)
     model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
     refuse_unknown(model)
     model = with_our_attention(model)
     model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
-    if precision == "float64":
+    if dtypes.compute == "float64":
         expected = probe_logits(model, "float32")
         model = lift_to_float64(model)
-        check_logits(model, probe_logits(model, precision), expected, what="float64 run")
+        check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
     else:
-        model = cast(model, DTYPES[precision])
+        model = cast(model, DTYPES[dtypes.weights])
     model = use_kernels(model, kernels or {})
     config = model.config.get_text_config()
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
     if checkpointing:
         _checkpoint_layers(model)
     trunk = None
     if shard_parameters:
         trunk = _Trunk(model)
-        shards = data_parallel.shard_parameters(trunk, decoder_layers(model), shards, mesh)
+        casts = data_parallel.Casts(compute, DTYPES[dtypes.reduction]) if not dtypes.single else None
+        shards = data_parallel.shard_parameters(trunk, decoder_layers(model), shards, mesh, casts)
     else:
         model = model.to(mesh.device)
     return Policy(
-        model, mesh, shards, config.vocab_size, temperature, implementation, fp32_head, chunk_tokens, keep_bytes, trunk
+        model,
+        mesh,
+        shards,
+        config.vocab_size,
+        temperature,
+        implementation,
+        fp32_head,
+        chunk_tokens,
+        keep_bytes,
+        trunk,
+        dtypes=dtypes,
+        loss_scale=dtypes.loss_scale or 1.0,
+        shapes=shapes,
     )
 
 

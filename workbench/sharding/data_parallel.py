@@ -12,7 +12,7 @@ Source: PyTorch FSDP, arXiv 2304.11277; FSDP2's interface as in torch 2.11 to 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,15 +34,27 @@ NEEDED = (
 """Methods that FSDP2 must have: without the first two it averages."""
 
 
+@dataclass(frozen=True)
+class Casts:
+    """The dtypes of gathered parameters and of the gradients' sum, where they differ from that of the shards."""
+
+    compute: torch.dtype
+    reduction: torch.dtype
+
+
 def shard_parameters(
-    root: nn.Module, units: Sequence[nn.Module], shards: Mapping[str, ParameterShard], mesh: Mesh
+    root: nn.Module,
+    units: Sequence[nn.Module],
+    shards: Mapping[str, ParameterShard],
+    mesh: Mesh,
+    casts: Casts | None = None,
 ) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, in place; a no-op if that is one rank.
 
     Call ``root`` for the forward. Parameters in no unit (embedding, last norm, output head) are gathered when it starts
     and stay whole until the following backward is over, so a head that is read but not called works, and tied weights
     stay tied. Gradients are reduced in every backward; micro-batches accumulate in the shards. Create the optimizer
-    afterwards: it then holds the shards.
+    afterwards: it then holds the shards, in their own dtype whatever the casts.
 
     The root holds all parameters, whole, on any device; they move to that of the mesh unit by unit. Units are modules
     inside it whose weights are gathered and freed together. Returns the new sharding of every parameter.
@@ -61,7 +73,7 @@ def shard_parameters(
             rule="FSDP2 shards over real processes",
             fix="launch the layout, or leave it out",
         )
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if missing := [name for name in NEEDED if not hasattr(FSDPModule, name)]:
         raise ShardingError(
@@ -71,8 +83,11 @@ def shard_parameters(
             fix="use torch 2.11 or later, or leave it out",
         )
     device_mesh = DeviceMesh.from_group(axis.group, mesh.device.type, mesh_dim_names=(axis.name,))
+    policy = MixedPrecisionPolicy(casts.compute, casts.reduction) if casts else MixedPrecisionPolicy()
     for module in (*units, root):
-        sharded: Any = fully_shard(module, mesh=device_mesh)  # Any: versions of torch type its methods differently
+        sharded: Any = fully_shard(
+            module, mesh=device_mesh, mp_policy=policy
+        )  # Any: versions of torch type its methods differently
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))

@@ -31,11 +31,14 @@ from workbench.sharding.tensor_parallel import ParameterShard, local_part, whole
 
 
 @torch.no_grad()
-def sum_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> None:
+def sum_gradients(
+    model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh, dtype: torch.dtype | None = None
+) -> None:
     """Complete every gradient in place: sum over dp x cp, and over tp where the local gradient is partial.
 
     A parameter without a gradient on this rank (a row without documents) contributes zeros. Call once per optimizer
-    step, after all micro-batches. Gradients are bucketed: one collective for many.
+    step, after all micro-batches. Gradients are bucketed: one collective for many. ``dtype`` is that of the sum; None:
+    that of the gradients.
     """
     whole, partial = [], []
     for name, parameter in model.named_parameters():
@@ -46,8 +49,14 @@ def sum_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: 
             whole.append(gradient)
         if shards[name].gradient_is_partial:
             partial.append(gradient)
-    all_sum_(whole, mesh["dp_cp"])
-    all_sum_(partial, mesh["tp"])
+    for gradients, axis in ((whole, mesh["dp_cp"]), (partial, mesh["tp"])):
+        if axis.group is None:
+            continue
+        summed = [gradient.to(dtype or gradient.dtype) for gradient in gradients]
+        all_sum_(summed, axis)
+        for gradient, total in zip(gradients, summed, strict=True):
+            if total is not gradient:
+                gradient.copy_(total)
 
 
 def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
@@ -103,6 +112,11 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 def _local(value: Any, shard: ParameterShard) -> Tensor:
     """This rank's shard of a parameter or its gradient; shares memory."""
     return (value.detach().to_local() if shard.over_dp_cp else value).detach()
+
+
+def local_values(value: Any) -> Tensor:
+    """This rank's shard of a parameter, its gradient or a state of its optimizer; shares memory."""
+    return (value.to_local() if is_shard(value) else value).detach()
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:

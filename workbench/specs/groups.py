@@ -116,7 +116,7 @@ class PolicySpec(Group):
     """Compute the gradient in the forward pass over the head, a chunk at a time: three GEMMs with the head, and the
     logits of one chunk. A loss whose coupling of tokens forbids it takes four; the record has the reason."""
     fp32_head: bool = False
-    """Cast hidden states and head to float32 before their GEMM, in a bfloat16 run."""
+    """Cast hidden states and head to float32 before their GEMM, in a run that computes in bfloat16 or float16."""
     chunk_tokens: int = Field(4096, ge=1)
     """Rows whose logits exist at a time, for chunked and triton."""
     keep_bytes: int = Field(0, ge=0)
@@ -221,8 +221,8 @@ class OnlineSpec(Group):
     updates: int = Field(1, ge=1)
     """Optimizer steps on the completions of one sampling. Each takes data.documents_per_step of them, in order and
     cyclically; all of them if that is left out."""
-    sampler_precision: Literal["float64", "float32", "bfloat16"] | None = None
-    """Of the sampler's weights and activations; None takes the run's."""
+    sampler_precision: Literal["float64", "float32", "bfloat16", "float16"] | None = None
+    """Of the sampler's weights and activations; None takes that in which the run computes."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Source of the old policy's log-probabilities: the trainer, in a forward pass before the first update, or the
     sampler."""

@@ -26,6 +26,8 @@ from workbench.specs.groups import (
 )
 from workbench.specs.losses import LossSpec
 from workbench.specs.losses.own import OwnLoss
+from workbench.specs.precision import ALIASES, Dtypes, MixedPrecisionSpec, PrecisionName, resolve
+from workbench.specs.precision import conflicts as precision_conflicts
 from workbench.specs.reading import merge, parse_spec, read_yaml
 
 
@@ -48,8 +50,10 @@ class RunSpec(Group):
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
     record: RecordSpec = RecordSpec()
-    precision: Literal["float64", "float32", "bfloat16"] = "float32"
-    """Of weights, activations and gradients. float64 also lifts norms and rotary embeddings."""
+    precision: PrecisionName = "float32"
+    """Of weights, activations and gradients: one dtype, or a preset of several; see `workbench.specs.precision`.
+    float64 also lifts norms and rotary embeddings."""
+    mixed_precision: MixedPrecisionSpec = MixedPrecisionSpec()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes GPUs if there are enough for all ranks, and CPU otherwise."""
     steps: int = Field(1, ge=1)
@@ -71,10 +75,25 @@ class RunSpec(Group):
             raise ValueError(problem)
         return self
 
+    @field_validator("precision", mode="after")
+    @classmethod
+    def _first_name(cls, value: str) -> str:
+        return ALIASES.get(value, value)
+
     @field_validator("faults", mode="before")
     @classmethod
     def _list_of_names(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """The dtype of each part of a step."""
+        return resolve(self.precision, self.mixed_precision)
+
+    @property
+    def in_float64(self) -> bool:
+        """True if a step's gradient is computed in float64 throughout, so that the run can be a ground truth."""
+        return self.dtypes.in_float64
 
     @property
     def certified(self) -> bool:
@@ -108,6 +127,7 @@ ADDED_SETTINGS = (
     "reproducible",
     "online",
     "kernels",
+    "mixed_precision",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",
@@ -143,21 +163,33 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
-    if spec.policy.fp32_head and spec.precision != "bfloat16":
+    dtypes, half = spec.dtypes, ("bfloat16", "float16")
+    for problem in precision_conflicts(dtypes, spec.mixed_precision.changed):
+        yield f"precision {spec.precision}: {problem}"
+    if dtypes.gradients != dtypes.weights and spec.layout.shard_parameters:
         yield (
-            f"policy.fp32_head casts the head to float32, and precision is {spec.precision} already; leave it out, or "
-            "take precision bfloat16"
+            f"gradients in {dtypes.gradients} with layout.shard_parameters, which accumulates them in the dtype of the "
+            f"weights ({dtypes.weights}); set mixed_precision.gradients: {dtypes.weights}, or replicate parameters"
         )
-    half = ("bfloat16",)
-    known = {"flash": half, "cudnn": half, "fa4": half, "flex": (*half, "float32")}.get(kernel)
-    if known and spec.precision not in known:
+    if spec.policy.fp32_head and dtypes.compute not in half:
         yield (
-            f"layout.kernel {kernel!r} computes in {' or '.join(known)}, and precision is {spec.precision}; take "
-            "kernel auto or plain, or another precision"
+            f"policy.fp32_head casts the head to float32, and the run computes in {dtypes.compute} already; leave it "
+            "out, or take precision bf16_mixed"
+        )
+    known = {"flash": half, "cudnn": half, "fa4": half, "flex": (*half, "float32")}.get(kernel)
+    if known and dtypes.compute not in known:
+        yield (
+            f"layout.kernel {kernel!r} computes in {' or '.join(known)}, and the run in {dtypes.compute}; take kernel "
+            "auto or plain, or another precision"
         )
     kernels = dict(spec.kernels)
-    if spec.precision == "float64" and "liger" in kernels.values():
+    if dtypes.compute == "float64" and "liger" in kernels.values():
         yield "kernels: liger computes in float32, and precision is float64; take compiled or torch"
+    if spec.reproducible.on and not dtypes.single:
+        yield (
+            f"precision {spec.precision} with the reproducible mode, which has one dtype for everything; take float32 "
+            "or bfloat16, without mixed_precision"
+        )
     if spec.reproducible.on and spec.kernels.changed:
         yield (
             f"kernels.{spec.kernels.changed[0]} = {kernels[spec.kernels.changed[0]]!r} with the reproducible mode, "

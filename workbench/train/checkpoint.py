@@ -1,7 +1,7 @@
 """The policy of a run, and checkpoints: weights and optimizer state as full tensors, from which any layout can resume.
 
-    checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the run's own precision
-    checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``
+    checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the dtype that is updated
+    checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``, and the loss scale
 
 Folders are written atomically, by a rename; only the newest is kept. A run that is resumed from is not changed.
 """
@@ -26,8 +26,11 @@ from workbench.records.provenance import project_root
 from workbench.sharding.gradients import copy_local_part, full_tensor
 from workbench.sharding.mesh import Mesh
 from workbench.specs.run import RunSpec
+from workbench.train.optimizer import LossScale
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+SCALE = "loss_scale"
+"""In the optimizer's file: the loss scale and the steps since it last changed."""
 STEP_FOLDERS = ("tensors", "certificates", "traces", "rollouts")
 """Folders of a run directory with one entry per step, whose name begins with the step."""
 
@@ -43,7 +46,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
     return load_policy(
         model.source,
         mesh=mesh,
-        precision=spec.precision,
+        precision=spec.dtypes,
         temperature=head.temperature or temperature,
         implementation=head.logprobs,
         project=project,
@@ -60,7 +63,9 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
     )
 
 
-def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def save_checkpoint(
+    run: RunDirectory, steps: int, policy: Policy, optimizer: torch.optim.Optimizer, scale: LossScale | None = None
+) -> None:
     """Write weights and optimizer state after a number of steps. Collective; the first rank writes.
 
     Tensors are gathered one at a time and leave the device at once, on the first rank for its host's memory.
@@ -72,6 +77,8 @@ def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: to
         for key, value in optimizer.state.get(parameter, {}).items():
             sharded = value.shape == parameter.shape  # if not, a count, the same on every rank
             state[f"{name}/{key}"] = _on_first(full_tensor(value, shard, mesh) if sharded else value, mesh)
+    if scale is not None and scale.interval is not None:
+        state[SCALE] = torch.tensor([scale.value, scale.good_steps], dtype=torch.float64)
     if not mesh.is_first:
         return
     folder = run.path / "checkpoints" / f"step{steps:04d}"
@@ -86,7 +93,9 @@ def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: to
         shutil.rmtree(path)
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def load_checkpoint(
+    folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, scale: LossScale | None = None
+) -> None:
     """Load this rank's shard of a checkpoint into a new policy and optimizer of the same settings.
 
     Raises:
@@ -105,9 +114,13 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
         copy_local_part(parameter, weights[name], policy.shards[name], policy.mesh)
         entries = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
         optimizer.state[parameter] |= {key: _shard(value, parameter, policy, name) for key, value in entries.items()}
+    if scale is not None and SCALE in state:
+        scale.value, scale.good_steps = float(state[SCALE][0]), int(state[SCALE][1])
 
 
-def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
+def continue_run(
+    run: RunDirectory, policy: Policy, optimizer: torch.optim.Optimizer, scale: LossScale | None = None
+) -> int:
     """Resume from the newest checkpoint of the earlier run, if this run continues one.
 
     Returns:
@@ -122,7 +135,7 @@ def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optim
     earlier = RunDirectory.open(run.path.parent / name)
     rule = "a run resumes from its newest checkpoint"
     done, folder = _newest(earlier, f"continue {name}", rule, FRESH)
-    load_checkpoint(folder, policy, optimizer)
+    load_checkpoint(folder, policy, optimizer, scale)
     if policy.mesh.is_first and not run.steps():
         for kind in STEP_FOLDERS:
             for path in sorted((earlier.path / kind).glob("step[0-9]*")):
@@ -149,9 +162,9 @@ def trained_policy(run: RunDirectory | Path | str, *, project: Path | None = Non
     rule = "a run saves its weights only with record.checkpoint_every"
     fix = "set record.checkpoint_every, and run again"
     _, folder = _newest(run, f"the policy that {run.path.name} trained", rule, fix)
-    spec, precision, weights = run.spec.model, run.spec.precision, _read(folder / WEIGHTS)
+    spec, dtype, weights = run.spec.model, run.spec.dtypes.weights, _read(folder / WEIGHTS)
     model = load_decoder(spec.source, project=project or project_root(), tied=spec.tied, seed=spec.seed).eval()
-    model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
+    model = lift_to_float64(model) if dtype == "float64" else cast(model, DTYPES[dtype])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

@@ -65,7 +65,7 @@ class Online:
         model = spec.model
         self.sampler = Sampler(
             model.source,
-            precision=spec.online.sampler_precision or spec.precision,
+            precision=spec.online.sampler_precision or spec.dtypes.compute,
             device=self.mesh.device,
             project=project,
             tied=model.tied,

@@ -142,7 +142,7 @@ def prepare_rows(
         SpecError: a loss on preference pairs with a group that is not a pair; advantages that the batch does not allow.
     """
     strategy, layout = choose_strategy(reproducible=spec.reproducible.on), spec.layout
-    dtype = DTYPES["float64" if spec.precision == "float64" else "float32"]
+    dtype = DTYPES["float64" if spec.dtypes.compute == "float64" else "float32"]
     batch = compute_advantages(batch, spec)
     packed = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec, document_rows)]
     whole = strategy.weighed(packed)
@@ -197,19 +197,20 @@ def run_step(
 
     policy.reshard()
     policy.model.zero_grad(set_to_none=True)
-    for local in rows:
-        step_loss.gradient_tokens = None
-        hidden_TD = local.hidden_states(policy)
-        local, (inputs, terms, scalars), fallback = strategy.row_loss(policy, hidden_TD, local, step_loss)
-        (totals.scale * scalars["total"].value).backward()
-        parts.append(scalars)
-        measured = inputs if loss_spec is None else prepare_inputs(inputs, loss_spec)
-        metrics.append(
-            policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
-            | count_evidence(inputs, terms, local.row, local.documents, step_loss.gradient_tokens)
-        )
-        per_token.append(recorded_values(loss, inputs, terms, local.row) if num_source else {})
-        fallbacks.append(fallback)
+    with policy.in_compute_dtype():
+        for local in rows:
+            step_loss.gradient_tokens = None
+            hidden_TD = local.hidden_states(policy)
+            local, (inputs, terms, scalars), fallback = strategy.row_loss(policy, hidden_TD, local, step_loss)
+            (totals.scale * policy.loss_scale * scalars["total"].value).backward()
+            parts.append(scalars)
+            measured = inputs if loss_spec is None else prepare_inputs(inputs, loss_spec)
+            metrics.append(
+                policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
+                | count_evidence(inputs, terms, local.row, local.documents, step_loss.gradient_tokens)
+            )
+            per_token.append(recorded_values(loss, inputs, terms, local.row) if num_source else {})
+            fallbacks.append(fallback)
     norms, whole_loss, numbers = strategy.reduce(policy, rows, parts, metrics)
     numbers, evidence = split_evidence(numbers)
     return StepResult(
@@ -238,7 +239,10 @@ def sum_over_ranks(
     """Complete the gradients; return their norms, the loss term by term, and the final metrics."""
     mesh = policy.mesh
     # Summed, never averaged: the weights are divided by counts of the whole step already (DECISIONS.md, row 3).
-    sum_gradients(policy.model, policy.shards, mesh)
+    dtype = None if policy.dtypes.single else DTYPES[policy.dtypes.reduction]
+    sum_gradients(policy.model, policy.shards, mesh, dtype)
+    if policy.loss_scale != 1.0:
+        scale_gradients(policy.model, policy.shards, 1 / policy.loss_scale)
     norms = gradient_norms(policy.model, policy.shards, mesh)
     loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh) for name in parts[0]}
     return norms, loss, finish_metrics(metrics, mesh["dp_cp"])
@@ -282,11 +286,12 @@ def row_logprobs(
     Backward: none.
     """
     strategy, per_token = choose_strategy(reproducible=policy.exact is not None, fused=fused), []
-    for local in rows:
-        hidden_TD = local.hidden_states(policy)
-        local, head_output = strategy.head(policy, hidden_TD, local, StepLoss(loss, totals, loss_spec))
-        logprobs_T = torch.where(local.row.loss_mask_T, head_output.logprobs_T, 0.0)
-        per_token.append({"source": local.row.source_T, "logprobs": logprobs_T})
+    with policy.in_compute_dtype():
+        for local in rows:
+            hidden_TD = local.hidden_states(policy)
+            local, head_output = strategy.head(policy, hidden_TD, local, StepLoss(loss, totals, loss_spec))
+            logprobs_T = torch.where(local.row.loss_mask_T, head_output.logprobs_T, 0.0)
+            per_token.append({"source": local.row.source_T, "logprobs": logprobs_T})
     policy.reshard()
     return in_source_order(per_token, policy.mesh, num_source)["logprobs"]
 

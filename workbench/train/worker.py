@@ -38,12 +38,12 @@ from workbench.sharding import flight
 from workbench.sharding.divisibility import check_documents_per_step
 from workbench.sharding.mesh import Mesh, job_store, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.groups import OptimizerSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy, continue_run, save_checkpoint
 from workbench.train.exact import kernels_of, reproducible_mode
 from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
+from workbench.train.optimizer import LossScale, build_optimizer
 from workbench.train.own import loss_file
 from workbench.train.rows import StepData, in_order
 from workbench.train.trace import Tracer, certify, fingerprint_gradients, write_trace
@@ -150,15 +150,17 @@ def _take_steps(
     steps: Callable[[int], Iterator[StepData]],
     project: Path,
 ) -> None:
-    loss, optimizer = flow.build_loss(spec.loss, project), build_optimizer(policy, spec.optimizer)
-    first = continue_run(run, policy, optimizer)
+    loss, optimizer = flow.build_loss(spec.loss, project), build_optimizer(policy, spec)
+    scale = LossScale.of(spec.dtypes)
+    first = continue_run(run, policy, optimizer, scale)
     if first == spec.steps:  # interrupted after the last step
-        save_checkpoint(run, first, policy, optimizer)
+        save_checkpoint(run, first, policy, optimizer, scale)
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         with StepClock(mesh.device) as clock:
             rows, totals = flow.prepare_rows(data.documents, spec, mesh)
             tracer = Tracer(policy, rows, spec.record.trace_tokens) if spec.record.trace_tokens else None
             tokens = spec.record.tokens or spec.certified or tracer is not None
+            policy.loss_scale = scale.value
             with tracer or contextlib.nullcontext():
                 result = flow.run_step(
                     policy,
@@ -174,7 +176,8 @@ def _take_steps(
                 )
             marks = fingerprint_gradients(policy) if spec.certified else None
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
-            optimizer.step()
+            if accepted := scale.accepts(norm):
+                optimizer.step()
             certificate = None if marks is None else certify(policy, result, marks)
         for reason in result.fallbacks:
             sys.stdout.write(f"step {number}: fused_loss: {reason}\n")
@@ -185,16 +188,12 @@ def _take_steps(
             if spec.online.on and spec.record.tokens and data.fresh:
                 save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
             numbers = dict(data.numbers) | ({CONTINUES: run.state["continues"]} if number == first > 0 else {})
+            if scale.interval is not None:
+                numbers |= {"precision/loss_scale": policy.loss_scale, "precision/skipped": float(not accepted)}
             _record(run, number, result, norm, clock.step_ms, mesh, certificate, numbers)
         every = spec.record.checkpoint_every
-        if every and ((number + 1) % every == 0 or number + 1 == spec.steps) and math.isfinite(norm):
-            save_checkpoint(run, number + 1, policy, optimizer)
-
-
-def build_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """Build the optimizer of this rank's parameter shards; it is elementwise, so shards need no special case."""
-    kind = torch.optim.SGD if spec.name == "sgd" else torch.optim.AdamW
-    return kind(policy.model.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay)
+        if every and ((number + 1) % every == 0 or number + 1 == spec.steps) and (math.isfinite(norm) or not accepted):
+            save_checkpoint(run, number + 1, policy, optimizer, scale)
 
 
 def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from workbench.errors import SpecError
+from workbench.faults import planted
 from workbench.policy import kernels
 from workbench.policy.decoder import load_decoder
 from workbench.policy.kernels import gated, rms_norm, rotate, use_kernels
@@ -107,3 +108,12 @@ def test_the_functions_of_liger_are_called(monkeypatch):
     monkeypatch.setattr(kernels, "_liger", lambda: stand_in)
     results(use_kernels(load_decoder("tiny-qwen3"), dict.fromkeys(("norm", "rope", "mlp"), "liger")))
     assert set(calls) == {(0.0, "llama", False), "rope", "mlp"}
+
+
+def test_a_fault_can_be_planted_at_a_rotation_that_takes_kernels(eager):
+    model = use_kernels(load_decoder("tiny-qwen3").double(), {"rope": "compiled"})
+    expected = results(model)[0]
+    with planted(["rotary_tables_in_bfloat16"]):
+        planted_logits = results(model)[0]
+    assert 1e-6 < float((planted_logits - expected).norm() / expected.norm()) < 0.1
+    assert torch.equal(results(model)[0], expected)

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.systems.test_cases import ALL, CASES, index
 from workbench.launch.ablation import load_ablation
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
+from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
 from workbench.specs.run import RunSpec
 from workbench.systems import replay
@@ -69,7 +70,9 @@ def unequal(spec, settings, prefix=""):
     }
 
 
-NEWER = {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
+NEWER = {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"} | {
+    f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields
+}
 """Settings that the record is older than -> the value which means what the code did then."""
 LOSS = GOLDEN["loss defaults"]
 RUN = GOLDEN["run defaults"] | NEWER | {f"loss.{key}": value for key, value in LOSS.items()}

@@ -49,11 +49,15 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("kernel", "precision", "words"),
         [
-            ("flash", "float32", "found: layout.kernel 'flash' computes in bfloat16, and precision is float32"),
+            (
+                "flash",
+                "float32",
+                "kernel 'flash' computes in bfloat16 or float16, and the run in float32",
+            ),
             (
                 "flex",
                 "float64",
-                "found: layout.kernel 'flex' computes in bfloat16 or float32, and precision is float64",
+                "found: layout.kernel 'flex' computes in bfloat16 or float16 or float32, and the run in float64",
             ),
         ],
     )

@@ -24,6 +24,7 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.gradients import copy_local_part, full_tensor, full_weights
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
+from workbench.specs.precision import PRESETS
 from workbench.specs.run import RunSpec
 from workbench.train import checkpoint
 from workbench.train import step as flow
@@ -34,7 +35,8 @@ from workbench.train.checkpoint import (
     save_checkpoint,
     trained_policy,
 )
-from workbench.train.worker import build_optimizer, run_here
+from workbench.train.optimizer import build_optimizer
+from workbench.train.worker import run_here
 
 LAYOUTS = {"one": {}, "tp2": {"tp": 2}, "dp2": {"dp": 2}}
 
@@ -45,7 +47,7 @@ def new_run(folder, **changes):
 
 def held(spec, mesh=None):
     policy = build_policy(spec, mesh or single_process_mesh(), Path(), temperature=1.0)
-    return policy, build_optimizer(policy, spec.optimizer)
+    return policy, build_optimizer(policy, spec)
 
 
 def train(policy, optimizer, steps=2):
@@ -76,10 +78,21 @@ def newest(run):
 # ---- saved state -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
-def test_a_checkpoint_does_not_depend_on_the_layout(source, tmp_path):
+AT_RANDOM = {"precision": "bfloat16", "mixed_precision": {"moments": "float32", "stochastic_rounding": True}}
+
+
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [
+        ("tiny-qwen3", {"precision": "float32"}),
+        ("tiny-qwen3-moe", {"precision": "float32"}),
+        ("tiny-qwen3", {"precision": "bf16_mixed", "mixed_precision": {"moments": "bfloat16"}}),
+        ("tiny-qwen3", AT_RANDOM),
+    ],
+)
+def test_a_checkpoint_does_not_depend_on_the_layout(source, settings, tmp_path):
     """Written in one, read in another and written again; the vocabulary of 19 is uneven over tp."""
-    spec, result = spec_of(model={"source": source}, precision="float32"), {}
+    spec, result = spec_of(model={"source": source}, **settings), {}
     layouts = LAYOUTS if source == "tiny-qwen3" else {"one": {}, "tp2": {"tp": 2}}
     for name, sizes in layouts.items():
         run = new_run(tmp_path / name)
@@ -91,12 +104,12 @@ def test_a_checkpoint_does_not_depend_on_the_layout(source, tmp_path):
 
         simulate(save, **sizes)
         result[name] = newest(run)
-    whole = dict(load_decoder(source).named_parameters())
+    whole, dtype = dict(load_decoder(source).named_parameters()), getattr(torch, spec.dtypes.weights)
     for name, parameter in whole.items():
         assert result["one"][f"weights/{name}"].shape == parameter.shape
         assert result["one"][f"optimizer/{name}/exp_avg"].shape == parameter.shape
         assert float(result["one"][f"optimizer/{name}/step"]) == 2.0
-        assert not torch.equal(result["one"][f"weights/{name}"], parameter)
+        assert not torch.equal(result["one"][f"weights/{name}"], parameter.to(dtype))
     for name in layouts:
         assert differing(result[name], result["one"]) == [], name
 
@@ -110,7 +123,7 @@ def test_a_checkpoint_does_not_depend_on_the_layout(source, tmp_path):
             steps = {state["step"].device.type for state in optimizer.state.values()}
             return steps, {name: p.dtype for name, p in policy.model.named_parameters()}
 
-        assert all(text == ({"cpu"}, dict.fromkeys(whole, torch.float32)) for text in simulate(copy, **sizes))
+        assert all(text == ({"cpu"}, dict.fromkeys(whole, dtype)) for text in simulate(copy, **sizes))
         assert differing(newest(run), result["one"]) == [], name
 
 
@@ -457,7 +470,7 @@ def test_every_setting_is_handed_on(monkeypatch):
     assert asked == MODEL | {
         "mesh": mesh,
         "project": project,
-        "precision": "bfloat16",
+        "precision": PRESETS["bfloat16"],
         "temperature": 0.7,
         "implementation": "chunked",
         "fp32_head": True,

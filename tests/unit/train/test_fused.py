@@ -228,7 +228,7 @@ def test_only_trained_tokens_go_through_the_head():
         ),
         (
             {"policy": {"fp32_head": True}, "precision": "float64"},
-            "policy.fp32_head casts the head to float32, and prec",
+            "policy.fp32_head casts the head to float32, and the",
         ),
         ({"policy": {"chunk_tokens": 0}}, "policy.chunk_tokens = 0"),
         ({"policy": {"keep_bytes": -1}}, "policy.keep_bytes = -1"),

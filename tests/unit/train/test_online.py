@@ -45,8 +45,9 @@ from workbench.train.online import (
     with_advantages,
     without_ties,
 )
+from workbench.train.optimizer import build_optimizer
 from workbench.train.rows import in_order
-from workbench.train.worker import build_optimizer, run_here
+from workbench.train.worker import run_here
 
 TASK = Digits()
 LAYOUTS = {
@@ -333,7 +334,7 @@ def one_step(spec, mesh=None):
     online = online_of(spec, mesh)
     batch, _ = online.sample(0)
     spec, policy = with_advantages(spec), online.policy
-    optimizer = build_optimizer(policy, spec.optimizer)
+    optimizer = build_optimizer(policy, spec)
     for _ in range(2):
         rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
         result = flow.run_step(policy, flow.build_loss(spec.loss), rows, totals, keep_gradients=True)

@@ -11,9 +11,9 @@ from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.mesh import single_process_mesh
-from workbench.specs.groups import OptimizerSpec
 from workbench.specs.run import RunSpec
 from workbench.train import checkpoint, worker
+from workbench.train.optimizer import build_optimizer
 
 BATCH = RolloutBatch.from_documents(nasty_documents(4), temperature=0.7)
 SGD = {"name": "sgd", "learning_rate": 0.05}
@@ -118,7 +118,8 @@ def test_each_optimizer_matches_its_name(name, moved):
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.zero_()
     model.weight.grad = torch.full_like(model.weight, 3.0)
-    worker.build_optimizer(SimpleNamespace(model=model), OptimizerSpec(name=name, learning_rate=0.1)).step()
+    spec = RunSpec(optimizer={"name": name, "learning_rate": 0.1})
+    build_optimizer(SimpleNamespace(model=model), spec).step()
     assert model.weight.item() == pytest.approx(moved, rel=1e-6)  # the first step of AdamW knows the sign only
 
 

@@ -151,6 +151,10 @@ class ExpEpilogueEngine:
             self._scratch = self._scratch.new_empty(0)  # free the smaller one first
             self._scratch = self._scratch.new_empty(size)
         buffer = self._scratch.new_empty(size) if keep == "own" else self._scratch[:size]
+        if (
+            not buffer.is_cuda
+        ):  # oneDNN's AMX GEMM multiplies one column past an odd K by zero: NaN if it is (torch 2.13)
+            buffer.zero_()
         return buffer.view(rows, self._stride)[:, : self.head.valid]
 
     def _temperatures(self, temperature: float | Tensor) -> tuple[Tensor | None, float]:

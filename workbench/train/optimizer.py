@@ -1,0 +1,151 @@
+"""The optimizer of a run, and dynamic loss scaling.
+
+The optimizer is torch's, or, where moments have another dtype than the weights or these are rounded at random, `AdamW`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.policy.model import DTYPES, Policy
+from workbench.sharding.gradients import copy_local_part, local_values
+from workbench.specs.precision import Dtypes
+from workbench.specs.run import RunSpec
+
+GROWTH, BACKOFF = 2.0, 0.5
+"""Factors of a dynamic loss scale: the defaults of ``torch.amp.GradScaler``."""
+
+
+def build_optimizer(policy: Policy, spec: RunSpec) -> torch.optim.Optimizer:
+    """Build the optimizer of this rank's parameter shards; it is elementwise, so shards need no special case."""
+    settings, dtypes = spec.optimizer, spec.dtypes
+    own = dtypes.moments != dtypes.weights or dtypes.stochastic_rounding
+    kind: Any = torch.optim.SGD if settings.name == "sgd" else torch.optim.AdamW
+    if own and settings.name == "adamw":
+        noise = functools.partial(_noise, policy, spec.seed) if dtypes.stochastic_rounding else None
+        kind = functools.partial(AdamW, moments=DTYPES[dtypes.moments], noise=noise)
+    return kind(policy.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
+
+
+Noise = Callable[[Tensor, int, int], Tensor]
+"""Parameter, its number, step -> a random integer in [0, 2^16) for each element of its local shard."""
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with moments of a dtype of their own, and weights rounded to theirs to the nearest or at random.
+
+    An update is computed in float32 (float64 for float64 weights), from the stored moments, which are rounded
+    afterwards. With ``noise``, a bfloat16 weight is rounded up with a probability equal to the share of the gap between
+    its neighbours that the update has crossed, so that updates below half a gap are not lost on average.
+
+    Formula:  w <- (1 - lr wd) w - lr m_hat / (sqrt(v_hat) + eps)
+    Source:   Loshchilov and Hutter, arXiv 1711.05101, algorithm 2; stochastic rounding of bfloat16 weights: Zamirai et
+              al., arXiv 2010.06192.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        *,
+        lr: float,
+        weight_decay: float,
+        moments: torch.dtype,
+        noise: Noise | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        self.moments, self.noise = moments, noise
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch overloads it for closures
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self._update(parameter, number, group)
+
+    def _update(self, parameter: Any, number: int, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moments)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moments)
+        state["step"] += 1
+        step, (first, second) = float(state["step"]), group["betas"]
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        weight, gradient, mean, square = (
+            local_values(each).to(wide) for each in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        )
+        mean = mean.lerp(gradient, 1 - first)
+        square = (second * square).addcmul(gradient, gradient, value=1 - second)
+        denominator = (square.sqrt() / math.sqrt(1 - second**step)).add_(group["eps"])
+        weight = weight * (1 - group["lr"] * group["weight_decay"])
+        weight = weight.addcdiv(mean, denominator, value=-group["lr"] / (1 - first**step))
+        local_values(state["exp_avg"]).copy_(mean)
+        local_values(state["exp_avg_sq"]).copy_(square)
+        if self.noise is not None:
+            weight = round_at_random(weight, self.noise(parameter, number, int(step)))
+        local_values(parameter).copy_(weight)
+
+
+def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
+    """Round float32 to bfloat16, up or down with the probability of the distance from the other neighbour.
+
+    ``noise`` holds integers in [0, 2^16): added to the 16 bits that bfloat16 lacks, they carry into the ones that it
+    has. Values that are not finite stay.
+
+    Shapes:  both [...] -> [...] bfloat16.
+    """
+    bits = (values.view(torch.int32) + noise.to(torch.int32)) & -0x10000
+    return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)
+
+
+def _noise(policy: Policy, seed: int, parameter: Any, number: int, step: int) -> Tensor:
+    """Return this rank's part of the noise of a whole weight, which is the same in every layout."""
+    name = list(policy.shapes)[number]
+    digest = hashlib.sha256(f"{seed} {step} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    whole = torch.randint(0, 2**16, policy.shapes[name], generator=generator, dtype=torch.int32)
+    noise = torch.zeros_like(parameter, dtype=torch.int32)
+    copy_local_part(noise, whole, policy.shards[name], policy.mesh)
+    return local_values(noise)
+
+
+@dataclass
+class LossScale:
+    """Dynamic scaling of the loss: halved by a gradient that is not finite, doubled after some steps that are.
+
+    The gradient's global norm decides, which is the same on every rank.
+
+    Source: Micikevicius et al., arXiv 1710.03740, section 3.2; factors as in ``torch.amp.GradScaler``.
+    """
+
+    value: float = 1.0
+    interval: int | None = None
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, dtypes: Dtypes) -> LossScale:
+        """Return the scale with which a run starts; without a setting 1, which never changes and skips no step."""
+        return cls() if dtypes.loss_scale is None else cls(dtypes.loss_scale, dtypes.loss_scale_interval)
+
+    def accepts(self, norm: float) -> bool:
+        """Update the scale after a step with a gradient of this norm; False if the step is to be skipped."""
+        if self.interval is None:
+            return True
+        if not math.isfinite(norm):
+            self.value, self.good_steps = self.value * BACKOFF, 0
+            return False
+        self.good_steps += 1
+        if self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * GROWTH, 0
+        return True
