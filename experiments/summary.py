@@ -12,6 +12,7 @@ from typing import Any
 from experiments.diagnosis.page import first, scored
 from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
+from experiments.precision import page as precision_page
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
 from workbench.atomic import from_json, write_whole
 from workbench.compare.comparison import Comparison
@@ -60,6 +61,7 @@ def page() -> str:
     sections = (
         head(),
         step(),
+        precision(),
         layouts(),
         generated_layouts(),
         rounding(),
@@ -171,6 +173,27 @@ STEP_CLASSES = {
 """Column -> classes of kernels."""
 STEP_BARS = {"liger, flash": 0.62, "liger, cudnn": 0.52, "liger, fa4": 0.52}
 """Choice of kernels -> largest share of the first row's time."""
+
+
+def precision() -> str:
+    """Errors, lost updates and bytes of every choice of precision."""
+    record = _record("precision/precision.json")
+    return _section(
+        "What each choice of precision costs",
+        f"{record['model']}, {record['documents']} documents a step, two simulated ranks with two micro-batches each, "
+        f"{_versions(record)}; medians of {len(record['choices'][precision_page.UNIT]['batches'])} batches. Relative "
+        "errors from float64, in units of bf16_mixed: of a gradient from the same weights with the same clip "
+        f"decisions, and of the change of the weights after {record['steps']} steps at a rate of "
+        f"{record['base']['optimizer']['learning_rate']:g}. *Unmoved* weights lost all updates; *unseen* ones look "
+        "unchanged to a bfloat16 sampler. Bytes of weights, copies, gradients and moments per parameter. FP8, MXFP8 "
+        "and TF32 are emulated; milliseconds are those of a CPU.",
+        _table(
+            ["choice", *precision_page.COLUMNS],
+            precision_page.rows(record),
+            right=range(1, 1 + len(precision_page.COLUMNS)),
+        ),
+        _source("precision/precision.json", "precision/report.html", record["command"]),
+    )
 
 
 def layouts() -> str:

@@ -33,6 +33,7 @@ MEASURED = [
         "head",
         "gpu_layouts",
         "step",
+        "precision",
         "reproducible",
         "encoder_bridge",
         "benchmarks",

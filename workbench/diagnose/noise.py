@@ -17,10 +17,11 @@ from typing import Any
 
 from workbench.specs.precision import dtypes_of
 
-_FIRST = {"float64": 1e-10, "float32": 2e-4, "float16": 0.02, "bfloat16": 0.1}
-_LATER = {"float64": 1e-6, "float32": 5e-3, "float16": 0.1, "bfloat16": 0.4}
-_METRIC_FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.3}
-_SAME_FORWARD = {"float64": 1e-6, "float32": 1e-5, "float16": 5e-3, "bfloat16": 0.03}
+_FIRST = {"float64": 1e-10, "float32": 2e-4, "float16": 0.02, "bfloat16": 0.1, "float8": 0.5}
+"""At least 1.5 times the largest error of such a run from float64 in `experiments/precision/precision.json`."""
+_LATER = {"float64": 1e-6, "float32": 5e-3, "float16": 0.1, "bfloat16": 0.4, "float8": 1.0}
+_METRIC_FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.3, "float8": 0.5}
+_SAME_FORWARD = {"float64": 1e-6, "float32": 1e-5, "float16": 5e-3, "bfloat16": 0.03, "float8": 0.1}
 _OF_FLOAT32 = 1e-5
 """Relative tolerance for sums in float32 of the same numbers in another order."""
 _COARSE = tuple(_FIRST)

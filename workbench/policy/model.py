@@ -20,6 +20,7 @@ from workbench.errors import ShardingError, SpecError
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
 from workbench.policy.compute_copies import compute_copies
 from workbench.policy.decoder import head_of, load_decoder
+from workbench.policy.gemm_formats import use_gemm_formats
 from workbench.policy.kernels import use_kernels
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
@@ -289,7 +290,7 @@ def load_policy(
         check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
     else:
         model = cast(model, DTYPES[dtypes.weights])
-    model = use_kernels(model, kernels or {})
+    model = use_gemm_formats(use_kernels(model, kernels or {}), dtypes.gemms)
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)

@@ -17,6 +17,7 @@ from pydantic import Field
 from workbench.specs.groups import Group
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+GemmFormat = Literal["dense", "tf32", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8"]
 PrecisionName = Literal[
     "float64",
     "float32",
@@ -26,13 +27,18 @@ PrecisionName = Literal[
     "megatron_bf16",
     "fsdp2_bf16",
     "deepspeed_bf16",
+    "tf32",
+    "fp8_tensorwise",
+    "fp8_rowwise",
+    "fp8_blockwise",
+    "mxfp8",
     "fp64",
     "fp32",
     "bf16_pure",
 ]
 
-FINEST_FIRST = ("float64", "float32", "float16", "bfloat16")
-"""By the spacing of their numbers: 52, 23, 10 and 7 bits."""
+FINEST_FIRST = ("float64", "float32", "float16", "bfloat16", "float8")
+"""By the spacing of their numbers: 52, 23, 10, 7 and 3 bits."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +50,22 @@ class Dtypes:
     gradients: Dtype
     reduction: Dtype
     moments: Dtype
+    attention_gemms: GemmFormat = "dense"
+    mlp_gemms: GemmFormat = "dense"
     stochastic_rounding: bool = False
     loss_scale: float | None = None
     loss_scale_interval: int = 2000
 
     @property
-    def of_step(self) -> tuple[Dtype, ...]:
-        """Those that act on a step's gradient; the optimizer's only act on later steps."""
-        return self.compute, self.gradients, self.reduction
+    def gemms(self) -> dict[str, str]:
+        """Part of a decoder -> the format of its GEMMs."""
+        return {"attention": self.attention_gemms, "mlp": self.mlp_gemms}
 
     @property
     def coarsest(self) -> str:
-        """The dtype with the fewest bits of those that act on a step's gradient."""
-        return max((self.weights, *self.of_step), key=FINEST_FIRST.index)
+        """The dtype with the fewest bits of those that act on a step's gradient; the moments act on later ones only."""
+        formats = [_FORMAT_BITS[each] for each in self.gemms.values() if each != "dense"]
+        return max((self.weights, self.compute, self.gradients, self.reduction, *formats), key=FINEST_FIRST.index)
 
     @property
     def in_float64(self) -> bool:
@@ -72,6 +81,12 @@ class Dtypes:
     def single(self) -> bool:
         """True if one dtype serves all parts, as torch does without further settings."""
         return self == same(self.weights)
+
+
+_FORMAT_BITS = {"tf32": "float16"} | dict.fromkeys(
+    ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8"), "float8"
+)
+"""Format of a GEMM -> the dtype with as many bits of mantissa."""
 
 
 def same(dtype: Dtype) -> Dtypes:
@@ -90,6 +105,11 @@ PRESETS: dict[str, Dtypes] = {
     "megatron_bf16": _MIXED,
     "fsdp2_bf16": replace(_MIXED, reduction="bfloat16"),
     "deepspeed_bf16": replace(_MIXED, gradients="bfloat16", reduction="bfloat16"),
+    "tf32": replace(same("float32"), attention_gemms="tf32", mlp_gemms="tf32"),
+    "fp8_tensorwise": replace(_MIXED, attention_gemms="fp8_tensorwise", mlp_gemms="fp8_tensorwise"),
+    "fp8_rowwise": replace(_MIXED, attention_gemms="fp8_rowwise", mlp_gemms="fp8_rowwise"),
+    "fp8_blockwise": replace(_MIXED, attention_gemms="fp8_blockwise", mlp_gemms="fp8_blockwise"),
+    "mxfp8": replace(_MIXED, attention_gemms="mxfp8", mlp_gemms="mxfp8"),
 }
 """Preset -> its dtypes.
 
@@ -99,6 +119,7 @@ fsdp2_bf16: ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, whose ``reduce
     torchtitan sets it to float32, which is bf16_mixed.
 deepspeed_bf16: DeepSpeed 0.19.8, ``runtime/engine.py``, ``get_data_types`` and ``communication_data_type``: unless
     ``data_types.grad_accum_dtype`` and ``communication_data_type`` are set, both are the dtype of the model.
+tf32, fp8_*, mxfp8: of the linear layers of attention and MLPs, emulated; see `workbench.policy.gemm_formats`.
 """
 
 ALIASES = {"fp64": "float64", "fp32": "float32", "bf16_pure": "bfloat16"}
@@ -120,6 +141,10 @@ class MixedPrecisionSpec(Group):
     """In which gradients are summed over ranks."""
     moments: Dtype | None = None
     """Of the state of adamw."""
+    attention_gemms: GemmFormat | None = None
+    """Format of the operands of attention's linear layers; dense: `compute`. See `workbench.policy.gemm_formats`."""
+    mlp_gemms: GemmFormat | None = None
+    """The same of MLPs."""
     stochastic_rounding: bool | None = None
     """Round updated bfloat16 weights up or down at random, so that the mean is right, instead of to the nearest."""
     loss_scale: float | None = Field(None, gt=0)

@@ -133,9 +133,15 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
             steps = functools.partial(_recorded, batch, spec)
         swapped.enter_context(reproducible_mode(policy, spec))
         if mesh.is_first:
-            own = loss_file(spec.loss, project)
-            run.write_json("provenance.json", provenance(project, seed=spec.seed) | kernels_of(policy) | own)
+            special = kernels_of(policy) | loss_file(spec.loss, project) | _emulated(spec)
+            run.write_json("provenance.json", provenance(project, seed=spec.seed) | special)
         _take_steps(run, spec, mesh, policy, steps, project)
+
+
+def _emulated(spec: RunSpec) -> dict[str, list[str]]:
+    """Formats of GEMMs whose values are computed without such arithmetic, for a record; {} if there are none."""
+    formats = sorted({each for each in spec.dtypes.gemms.values() if each != "dense"})
+    return {"emulated_gemms": formats} if formats else {}
 
 
 def _recorded(batch: RolloutBatch, spec: RunSpec, first: int) -> Iterator[StepData]:
