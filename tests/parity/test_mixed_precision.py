@@ -87,12 +87,13 @@ def test_ranks_are_summed_in_the_dtype_of_the_preset_sharded_or_not(documents, h
             assert_same_bits(result["gradients"], expected[given["precision"]])
 
 
+@pytest.mark.parametrize("precision", ["bf16_mixed", "fp8_rowwise"])
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2, "order": "zigzag"}])
-def test_layouts_round_no_more_than_one_rank(layout, documents, tmp_path):
+def test_layouts_round_no_more_than_one_rank(layout, precision, documents, tmp_path):
     """In the distance from float64 of the whole gradient; 2.5 is the factor of a comparison's budget."""
     exact = one_step(settings({}), documents)["gradients"]
-    alone = one_step(settings({}, precision="bf16_mixed"), documents)["gradients"]
-    [actual], _ = run_ranks(many_steps, 2, tmp_path, [(settings(layout, precision="bf16_mixed"), documents)])
+    alone = one_step(settings({}, precision=precision), documents)["gradients"]
+    [actual], _ = run_ranks(many_steps, 2, tmp_path, [(settings(layout, precision=precision), documents)])
 
     def error(gradients):
         return sum(float((gradients[name] - exact[name]).square().sum()) for name in exact) ** 0.5

@@ -17,7 +17,7 @@ from typing import Any
 
 from workbench.specs.precision import dtypes_of
 
-_FIRST = {"float64": 1e-10, "float32": 2e-4, "float16": 0.02, "bfloat16": 0.1, "float8": 0.5}
+_FIRST = {"float64": 1e-10, "float32": 2e-4, "float16": 0.02, "bfloat16": 0.1, "float8": 0.6}
 """At least 1.5 times the largest error of such a run from float64 in `experiments/precision/precision.json`."""
 _LATER = {"float64": 1e-6, "float32": 5e-3, "float16": 0.1, "bfloat16": 0.4, "float8": 1.0}
 _METRIC_FLOOR = {"float64": 1e-2, "float32": 1e-2, "float16": 0.1, "bfloat16": 0.3, "float8": 0.5}
@@ -28,6 +28,8 @@ _COARSE = tuple(_FIRST)
 _UNKNOWN = "float32"
 _CLIP_NATS = 0.01
 """Narrowest clip range of a ratio: with noisier log-probabilities than this, noise decides what is clipped."""
+_EXTREME = 4.0
+"""Tolerance of the log-probability of -3 nats, in that of one near 0: it is relative to 1 + its absolute value."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class Noise:
         """Tolerance of one metric.
 
         Norms of gradients are as noisy as gradients; clip metrics are ignored where rounding decides what is clipped.
+        The largest and smallest ratio are those of single tokens, with the rounding of a log-probability of a few nats.
         """
+        if key.startswith("ratio/") and key.endswith(("/max", "/min")):
+            return max(self.metric, math.expm1(_EXTREME * self.logprob_nats))
         if key.startswith("gradient/"):
             return max(self.metric, self.gradient)
         return math.inf if key.startswith("clip/") and self.logprob_nats > _CLIP_NATS else self.metric

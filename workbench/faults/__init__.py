@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, str] = {
     "J": "precision and fused kernels",
     "K": "auxiliary losses",
     "S": "sharding",
+    "U": "optimizer's update",
 }
 """Families of faults, by letter."""
 
@@ -50,6 +51,7 @@ MODULES: Mapping[str, str] = {
     "precision": "J",
     "sharding": "S",
     "attention": "S",
+    "updates": "U",
 }
 """Modules of this package whose faults a spec can name -> the family of those that state none."""
 
@@ -76,6 +78,7 @@ class Fault:
         changes_gradient: True if a gradient becomes wrong.
         changes_metrics: True if a reported number becomes wrong: the loss, a metric, or a norm other than that of its
             gradient. A fault that changes nothing stalls or hangs a run.
+        changes_update: True if only the weights after the step become wrong.
     """
 
     name: str
@@ -90,10 +93,11 @@ class Fault:
     detected_by: str = "tests/faults/test_zoo.py::test_a_fault_turns_parity_red"
     changes_gradient: bool = True
     changes_metrics: bool = True
+    changes_update: bool = False
 
     @property
     def changes_numbers(self) -> bool:
-        """True if any number becomes wrong; if not, the run stalls or hangs."""
+        """True if a number of the step itself becomes wrong; if not, only its update does, or the run stalls."""
         return self.changes_gradient or self.changes_metrics
 
 

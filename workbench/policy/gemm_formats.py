@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from workbench.errors import SpecError, listed
+from workbench.sharding.tensor_parallel import GEMM
 
 Role = Literal["activation", "weight", "gradient"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -40,7 +41,7 @@ def use_gemm_formats(model: Any, formats: Mapping[str, str]) -> Any:
     """Compute the linear layers of some parts of a decoder in other formats, and return it.
 
     Args:
-        model: of `transformers`, whole.
+        model: of `transformers`, whole or this tp rank's shard, of which each operand is then scaled by itself.
         formats: part (of `PLACES`) -> format, or "dense" for parts that stay as they are.
 
     Backward: the same formats; see the table above.
@@ -66,13 +67,20 @@ def use_gemm_formats(model: Any, formats: Mapping[str, str]) -> Any:
                 fix=f"leave {part}_gemms out for this model",
             )
         for module in layers.values():
-            module.forward = functools.partial(_forward, module, name)
+            vars(module)[GEMM] = functools.partial(_product, name)
+            if "forward" not in vars(module):  # a row-parallel layer of tp has one, which takes its product
+                module.forward = functools.partial(_forward, module)
     return model
 
 
-def _forward(layer: nn.Linear, name: str, hidden: Tensor) -> Tensor:
-    output: Tensor = _RoundedLinear.apply(hidden, layer.weight, name)
+def _forward(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    output: Tensor = vars(layer)[GEMM](hidden, layer.weight.T)
     return output if layer.bias is None else output + layer.bias
+
+
+def _product(name: str, hidden: Tensor, weight_IO: Tensor) -> Tensor:
+    output: Tensor = _RoundedLinear.apply(hidden, weight_IO.T, name)
+    return output
 
 
 class _RoundedLinear(Function):

@@ -290,10 +290,11 @@ def load_policy(
         check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
     else:
         model = cast(model, DTYPES[dtypes.weights])
-    model = use_gemm_formats(use_kernels(model, kernels or {}), dtypes.gemms)
+    model = use_kernels(model, kernels or {})
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
+    model = use_gemm_formats(model, dtypes.gemms)  # after the check of the shards, which would see its rounding
     if checkpointing:
         _checkpoint_layers(model)
     trunk = None

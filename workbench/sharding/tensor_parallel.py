@@ -285,6 +285,10 @@ def _column_gathered(module: Any, name: str, stream: Stream) -> dict[str, Parame
     return shards
 
 
+GEMM = "gemm"
+"""Attribute of a linear layer: a product of inputs [..., I] and its transposed weight [I, O], in place of matmul."""
+
+
 def _row(module: Any, name: str, stream: Stream, *, split: bool = False) -> dict[str, ParameterShard]:
     """Shard the inputs and sum the ranks' outputs; the bias is added once, to the sum."""
     dim = 0 if _is_transposed(module) else 1
@@ -293,7 +297,8 @@ def _row(module: Any, name: str, stream: Stream, *, split: bool = False) -> dict
 
     def forward(inputs: Tensor) -> Tensor:
         local = inputs[..., start:stop] if split else inputs
-        whole = stream.out_of(local @ (module.weight if dim == 0 else module.weight.T))
+        gemm, weight = vars(module).get(GEMM, torch.matmul), module.weight
+        whole = stream.out_of(gemm(local, weight if dim == 0 else weight.T))
         return whole if module.bias is None else whole + module.bias
 
     module.forward = forward

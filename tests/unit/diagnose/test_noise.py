@@ -49,6 +49,22 @@ def test_flipped_clips_and_cancelling_tokens_widen_only_gradient_tolerances():
     assert usual.as_tokens_cancel(0.1) == usual == usual.as_tokens_cancel(float("inf"))
 
 
+def test_mixed_precision_has_the_tolerance_of_its_fewest_bits():
+    bars = {name: Noise.between({"precision": name}, {}, 0) for name in ("bfloat16", "bf16_mixed", "tf32", "float16")}
+    assert bars["bf16_mixed"] == bars["bfloat16"]
+    assert bars["tf32"] == bars["float16"]
+    changed = {"precision": "float32", "mixed_precision.reduction": "bfloat16"}
+    assert Noise.between(changed, {}, 0) == bars["bfloat16"]
+    assert Noise.between({"precision": "fp8_rowwise"}, {}, 0).gradient > bars["bfloat16"].gradient
+
+
+def test_the_largest_ratio_is_as_noisy_as_the_log_probability_of_one_token():
+    noise = Noise.between({"precision": "bfloat16"}, {}, 0)
+    assert noise.of_metric("ratio/policy_old/max") == pytest.approx(0.49, abs=0.01)
+    assert noise.of_metric("ratio/policy_old/mean") == noise.metric
+    assert Noise.between({"precision": "float32"}, {}, 0).of_metric("ratio/policy_old/min") < 1e-3
+
+
 def test_the_clip_fraction_proves_nothing_in_low_precision():
     bars = {name: Noise.between({"precision": name}, {"precision": name}, 0) for name in ("float32", "bfloat16")}
     assert bars["bfloat16"].of_metric("clip/region/fraction") == float("inf")
