@@ -129,6 +129,7 @@ benchmarks
 ../notebooks/05_logprobs_without_logits
 ../notebooks/06_two_layouts_one_model
 ../notebooks/07_a_small_rl_run
+../notebooks/08_what_precision_costs
 ```
 
 ```{toctree}

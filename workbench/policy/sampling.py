@@ -53,6 +53,8 @@ class Sampler:
         self, source: str, *, precision: str = "float32", device: torch.device | str = "cpu", **source_settings: Any
     ) -> None:
         model = load_decoder(source, **source_settings).eval()
+        half = DTYPES[precision].itemsize == 2
+        self._source = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if half}
         model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
         self.model = model.to(device).requires_grad_(False)
 
@@ -62,8 +64,11 @@ class Sampler:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor]) -> float | None:
         """Load the weights of a policy by parameter name, rounded to the sampler's own precision.
+
+        Returns the share of the weights that are no longer those of the source: a change below half a unit in the last
+        place does not reach a sampler in bfloat16 or float16. None for other dtypes, and until the policy moves.
 
         Raises:
             SpecError: the two do not have the same parameters.
@@ -78,6 +83,14 @@ class Sampler:
             )
         for name, weight in weights.items():
             parameters[name].copy_(weight)
+        source = {name: (value, weights[name].cpu()) for name, value in self._source.items()}
+        if all(torch.equal(value.to(weight.dtype), weight) for value, weight in source.values()):
+            return None
+        changed = sum(
+            int((parameters[name].cpu() != value.to(parameters[name].dtype)).sum())
+            for name, (value, _) in source.items()
+        )
+        return changed / sum(value.numel() for value, _ in source.values())
 
     def answers(self, prompts: Sequence[Sequence[int]], choose: Choose, **settings: Any) -> list[Completion]:
         """Sample one completion per prompt, with the settings of `generate`."""

@@ -37,6 +37,8 @@ from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy
 from workbench.train.rows import StepData, in_order, multiples
 
+SAMPLER_MOVED = "sampler/moved/fraction"
+"""Step record: share of a bfloat16 or float16 sampler's weights that all updates so far have changed, in its dtype."""
 MIXED_PROMPTS = "reward/mixed_prompts/fraction"
 """Step record: share of the prompts whose completions earned different rewards, and so have an advantage."""
 
@@ -96,7 +98,7 @@ class Online:
             SpecError: invalid prompts or an invalid reward.
         """
         start, online = time.perf_counter(), self.spec.online
-        self.sampler.load_weights(full_weights(self.policy.model, self.policy.shards, self.mesh))
+        moved = self.sampler.load_weights(full_weights(self.policy.model, self.policy.shards, self.mesh))
         prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
         if len(prompts) != online.prompts:
             raise SpecError(
@@ -119,6 +121,8 @@ class Online:
         sampled = time.perf_counter()
         batch = self._batch(encoded, completions, rewards_N)
         numbers = describe(batch, self.task.right_reward, online.answers)
+        if moved is not None:
+            numbers[SAMPLER_MOVED] = moved
         batch = self._scored(batch)
         return batch, numbers | {
             "time/sample_ms": 1e3 * (sampled - start),

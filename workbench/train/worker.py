@@ -42,7 +42,7 @@ from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy, continue_run, save_checkpoint
 from workbench.train.exact import kernels_of, reproducible_mode
-from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
+from workbench.train.online import MIXED_PROMPTS, SAMPLER_MOVED, Online, with_advantages
 from workbench.train.optimizer import LossScale, build_optimizer
 from workbench.train.own import loss_file
 from workbench.train.rows import StepData, in_order
@@ -274,7 +274,7 @@ def _record(
         write_certificate(run, number, certificate)
         record["certificate"] = certificate.hash
     run.append_step(record)
-    if text := _nothing_trained(record):
+    for text in filter(None, (_nothing_trained(record), _not_sampled(run.spec, record))):
         sys.stderr.write(f"step {number}: {text}\n")  # standard output may be a verb's JSON, where ranks are simulated
 
 
@@ -288,6 +288,22 @@ def _nothing_trained(record: Mapping[str, Any]) -> str:
         return ""
     same = "; the completions of each prompt earned the same reward" if record.get(MIXED_PROMPTS) == 0 else ""
     return f"nothing is trained: {evidence.nothing}{same}"
+
+
+def _not_sampled(spec: RunSpec, record: Mapping[str, Any]) -> str:
+    """Return a log line for a sampler most of whose weights are still those of the source; "" otherwise."""
+    moved = record.get(SAMPLER_MOVED, 1.0)
+    if moved >= MOST_MOVED:
+        return ""
+    dtype = spec.online.sampler_precision or spec.dtypes.compute
+    return (
+        f"{100 * moved:.2g} % of the sampler's weights differ from those of the start: changes below half a unit in "
+        f"the last place of {dtype} do not reach it; see online.sampler_precision and docs/guides/precision.md"
+    )
+
+
+MOST_MOVED = 0.5
+"""One in bfloat16 sees about 5 % after 6 steps at a rate of 1e-6 (`experiments/precision`)."""
 
 
 def _name(number: int, suffix: str = "") -> str:

@@ -772,3 +772,27 @@ def test_real_processes_with_sharded_parameters_train_as_one_rank(tmp_path):
         assert kept.keys() == expected.keys()
         for tensor, values in expected.items():
             torch.testing.assert_close(kept[tensor], values, rtol=1e-6, atol=1e-9, msg=tensor)
+
+
+@pytest.mark.parametrize(
+    ("precision", "sampler", "rate", "low", "high"),
+    [
+        ("bf16_mixed", None, 1e-6, 0.001, 0.1),
+        ("bf16_mixed", None, 1e-3, 0.8, 1.0),
+        ("bf16_mixed", "float32", 1e-6, None, None),
+    ],
+)
+def test_the_share_of_updates_that_reach_the_sampler_is_recorded_and_a_small_one_told(
+    precision, sampler, rate, low, high, tmp_path, capsys
+):
+    online = {"sampler_precision": sampler} if sampler else {}
+    run = done(tmp_path, precision=precision, steps=2, optimizer={"learning_rate": rate}, online=online)
+    first, second = run.steps()
+    assert "sampler/moved/fraction" not in first
+    told = "do not reach it" in capsys.readouterr().err
+    if low is None:
+        assert "sampler/moved/fraction" not in second, "a float32 sampler sees every update"
+        assert not told
+        return
+    assert low <= second["sampler/moved/fraction"] <= high
+    assert told == (high < 0.5)
