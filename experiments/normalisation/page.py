@@ -1,8 +1,8 @@
 """Effect of denominators: one batch under all of them, and training with a gradient that is divided once too often.
 
-Two ablations whose runs differ on purpose, so there are no verdicts: every run is a baseline run of its own, and the
+Ablations whose runs differ on purpose, so there are no verdicts: every run is a baseline run of its own, and the
 page shows their records. `python -m experiments.normalisation.page FOLDER` writes ``FOLDER/report.html`` from
-``FOLDER/one_batch/comparison.json`` and ``FOLDER/fifty_steps/comparison.json``.
+``FOLDER/PART/comparison.json`` of each of `PARTS`.
 
 M, everywhere here: documents of the optimizer step with a trained token.
 """
@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from experiments.normalisation import thousand
 from workbench.atomic import write_whole
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
@@ -32,7 +33,7 @@ from workbench.specs.losses import with_compat
 
 LOSS, NORM, COEFFICIENT = "loss/total/sum", "gradient/norm/global", "gradient/clip/coefficient"
 MOVED, DOCUMENTS = "kl/old_policy/k3_mean", "documents/trained/sum"
-PARTS = ("one_batch", "fifty_steps")
+PARTS = ("one_batch", "fifty_steps", "thousand_documents", "counted_twice")
 COLUMNS = ("divisor", "loss", "norm", "coefficient", "norm_by_documents", "coefficient_by_documents")
 QUESTION = "What does the denominator of a loss decide, and what shows that the gradient has another?"
 OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
@@ -70,32 +71,32 @@ CAPTIONS = {
 
 
 def write_normalisation(folder: Path) -> Path:
-    """Write ``report.html`` of a folder with both comparisons, atomically.
+    """Write ``report.html`` of a folder with its comparisons, atomically.
 
     Raises:
         RecordError: a comparison is missing, or none of its runs succeeded.
     """
-    one_batch, fifty_steps = (Comparison.load(Path(folder) / part / "comparison.json") for part in PARTS)
-    return write_whole(Path(folder) / "report.html", page(one_batch, fifty_steps).encode())
+    return write_whole(Path(folder) / "report.html", page(*load_parts(folder)).encode())
 
 
-def page(one_batch: Comparison, fifty_steps: Comparison) -> str:
+def load_parts(folder: Path) -> list[Comparison]:
+    """Read the comparisons of a folder, in the order of `PARTS`."""
+    return [Comparison.load(Path(folder) / part / "comparison.json") for part in PARTS]
+
+
+def page(one_batch: Comparison, fifty_steps: Comparison, documents: Comparison, counted: Comparison) -> str:
     """Render the page as one self-contained HTML file; the same comparisons give the same bytes."""
+    parts = {"One batch": one_batch, "Training": fifty_steps, "Thousand documents": documents, "Counted twice": counted}
     sections = [
         ("One batch under every denominator", denominators_section(one_batch)),
         ("Training with the gradient divided once more", training_section(fifty_steps)),
-        (
-            "Settings",
-            join([tag("h3", "One batch"), differences(one_batch), tag("h3", "Training"), differences(fifty_steps)]),
-        ),
-        (
-            "Provenance",
-            join([tag("h3", "One batch"), provenance(one_batch), tag("h3", "Training"), provenance(fifty_steps)]),
-        ),
+        ("A thousand documents a step", thousand.section(documents, counted)),
+        ("Settings", join(join([tag("h3", name), differences(c)]) for name, c in parts.items())),
+        ("Provenance", join(join([tag("h3", name), provenance(c)]) for name, c in parts.items())),
     ]
     answers = [
         tag("p", sentence, class_="answer")
-        for sentence in (answer_of_batch(one_batch), answer_of_training(fifty_steps))
+        for sentence in (answer_of_batch(one_batch), answer_of_training(fifty_steps), thousand.answer(documents))
     ]
     masthead = tag(
         "header",
@@ -437,7 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Write the page of a folder given on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.normalisation.page",
-        description="Write report.html from the two comparisons of a folder.",
+        description="Write report.html from the comparisons of a folder.",
     )
     parser.add_argument("folder", type=Path, help=f"has {' and '.join(f'{part}/comparison.json' for part in PARTS)}")
     return write_normalisation(parser.parse_args(arguments).folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.normalisation import page as normalisation
+from experiments.normalisation import thousand
 from experiments.normalisation.page import (
     answer_of_batch,
     answer_of_training,
@@ -94,6 +95,34 @@ def fifty_steps():
     return Comparison("fifty_steps", "What of training?", runs, {"versions": {"torch": "2.13.0"}})
 
 
+def thousand_documents():
+    """Norms of three columns: 8 before, an M-th of it after, and with a spike in DeepSpeed's dtypes."""
+
+    def run(twice, precision, norms):
+        made = configuration(
+            f"run-{twice}-{precision}",
+            [-0.1] * len(norms),
+            norms,
+            optimizer={"max_grad_norm": 0.3},
+            loss={"denominator": "document_sum", "compat": {"normalize_by_documents": twice}},
+            precision=precision,
+        )
+        return replace(made, steps=[step | {"logprob/policy/mean": -0.5} for step in made.steps])
+
+    runs = [
+        run(False, "float32", [8.0, 8.0, 8.0]),
+        run(True, "float32", [2.0, 2.0, 2.0]),
+        run(True, "deepspeed_bf16", [2.1, 2.1, 9.0]),
+    ]
+    return Comparison("thousand_documents", "What of a thousand?", runs, {"versions": {"torch": "2.13.0"}})
+
+
+def counted_twice():
+    right = configuration("right", [-0.1, -0.2], [1.0, 1.0])
+    wrong = replace(configuration("counted_by_every_rank", [-0.2, -0.4], [1.0, 1.0]), verdict="equal")
+    return Comparison("counted_twice", "Twice?", [right, wrong], {"versions": {"torch": "2.13.0"}})
+
+
 def failed(comparison):
     broken = configuration("broken", [0.0], [1.0], state="failed")
     return replace(comparison, configurations=[*comparison.configurations, replace(broken, why="out of <memory>")])
@@ -101,7 +130,7 @@ def failed(comparison):
 
 @pytest.fixture(scope="module")
 def text():
-    return page(one_batch(), failed(fifty_steps()))
+    return page(one_batch(), failed(fifty_steps()), thousand_documents(), counted_twice())
 
 
 # ---- one batch -----------------------------------------------------------------------------------------
@@ -222,10 +251,11 @@ def test_the_page_has_both_summaries_figures_and_tables(text):
 
 
 def test_the_page_is_reproducible_from_the_saved_records(tmp_path):
-    for comparison in (one_batch(), fifty_steps()):
+    parts = (one_batch(), fifty_steps(), thousand_documents(), counted_twice())
+    for comparison in parts:
         comparison.save(tmp_path / comparison.experiment / "comparison.json")
     assert normalisation.main([str(tmp_path)]) == tmp_path / "report.html"
-    assert (tmp_path / "report.html").read_text(encoding="utf8") == page(one_batch(), fifty_steps())
+    assert (tmp_path / "report.html").read_text(encoding="utf8") == page(*parts)
 
 
 def test_a_comparison_in_which_nothing_succeeded_is_refused():
@@ -235,10 +265,43 @@ def test_a_comparison_in_which_nothing_succeeded_is_refused():
         write_normalisation(FOLDER / "nowhere")
 
 
+# ---- a thousand documents ----------------------------------------------------------------------------------------
+
+
+def test_columns_are_ours_and_those_of_the_pull_request():
+    lines = {line[0]: line[1:] for line in thousand.rows(thousand_documents())}
+    assert lines["first gradient norm"] == ["8.00", "2.00", "2.10", "141", "0.135", "0.145"]
+    assert lines["first clip coefficient"][:3] == ["0.0375", "0.150", "0.143"]
+    assert lines["spikes, norm above 3 medians"][:3] == ["0 of 3", "0 of 3", "1 of 3"]
+    assert "4.000 times less" in thousand.answer(thousand_documents())
+
+
+def test_a_missing_column_is_named():
+    two = thousand_documents()
+    with pytest.raises(RecordError, match="no successful run for DeepSpeed's"):
+        thousand.rows(replace(two, configurations=two.configurations[:2]))
+
+
+def test_a_loss_that_is_counted_twice_has_the_same_gradient():
+    shown = thousand.counted_answer(counted_twice())
+    assert "0.400 instead of \N{MINUS SIGN}0.200 in step 1, 2.000 times as much" in shown
+    assert "the gradient norm is 1.00 in both, and the verdict on the gradients is equal" in shown
+
+
+def test_the_saved_norms_differ_by_the_documents_of_the_step():
+    documents, counted = normalisation.load_parts(FOLDER)[2:]
+    before, after, deepspeed = (c.steps[0] for c in thousand.runs_of(documents).values())
+    assert before["documents/trained/sum"] == 1024
+    assert before[thousand.NORM] / after[thousand.NORM] == pytest.approx(1024, rel=1e-3)
+    assert deepspeed[thousand.NORM] == pytest.approx(after[thousand.NORM], rel=0.2)
+    assert before[thousand.COEFFICIENT] < 0.3 < after[thousand.COEFFICIENT] == 1
+    assert "2.000 times as much" in thousand.counted_answer(counted)
+
+
 # ---- saved data ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", normalisation.PARTS)
+@pytest.mark.parametrize("part", [part for part in normalisation.PARTS if part != "counted_twice"])
 def test_nothing_is_judged_and_saved_runs_have_the_settings_of_their_file(part):
     planned = load_ablation(FOLDER / f"{part}.yaml").expand()
     assert {plan.reference for plan in planned} == {""}
@@ -257,8 +320,7 @@ def test_one_batch_has_every_denominator_that_its_rollouts_allow():
 
 
 def test_the_saved_page_is_the_page_of_the_saved_runs():
-    one, fifty = (Comparison.load(FOLDER / part / "comparison.json") for part in normalisation.PARTS)
-    assert (FOLDER / "report.html").read_text(encoding="utf8") == page(one, fifty)
+    assert (FOLDER / "report.html").read_text(encoding="utf8") == page(*normalisation.load_parts(FOLDER))
 
 
 def test_nothing_saved_names_a_machine():
