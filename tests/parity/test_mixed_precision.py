@@ -9,11 +9,12 @@ import torch
 
 from tests.helpers.bars import assert_float64_parity, distances
 from tests.helpers.ranks import run_ranks
-from tests.parity.cases import as_batch, many_steps, one_step
+from tests.parity.cases import as_batch, many_steps, one_step, step_on
 from tests.parity.test_fsdp import CLIP, LAYOUTS, OPTIMIZERS, train_all, truth_of
 from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import documents_near
 from workbench.policy.model import load_policy
+from workbench.sharding.simulated import simulate
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 
@@ -32,8 +33,8 @@ def halves(documents):
     return [_gradient_of_row(documents, row) for row in (0, 1)]
 
 
-def _gradient_of_row(documents, row):
-    spec = RunSpec.model_validate(settings({}, precision="bfloat16", **TWO))
+def _gradient_of_row(documents, row, given=None):
+    spec = RunSpec.model_validate(given or settings({}, precision="bfloat16", **TWO))
     policy = load_policy("tiny-qwen3", precision="bfloat16", tied=True, seed=3)
     rows, totals = flow.prepare_rows(as_batch(documents), spec, policy.mesh)
     result = flow.run_step(
@@ -85,6 +86,20 @@ def test_ranks_are_summed_in_the_dtype_of_the_preset_sharded_or_not(documents, h
     for answers in run_ranks(many_steps, 2, tmp_path, asked):
         for (given, _), result in zip(asked, answers, strict=True):
             assert_same_bits(result["gradients"], expected[given["precision"]])
+
+
+def test_a_sum_in_rank_order_rounds_each_partial_sum(documents):
+    """Three simulated ranks in bfloat16: ((a + b) + c), each sum rounded, whatever a backend does."""
+    in_order = {"reduction": "bfloat16", "reduction_order": "ranks"}
+    spec = settings({"dp": 3}, precision="bf16_mixed", mixed_precision=in_order)
+    rows = settings({}, precision="bfloat16", data={"micro_batches": 3})
+    single = [_gradient_of_row(documents, row, rows) for row in range(3)]
+    expected = {
+        name: ((single[0][name] + single[1][name]).bfloat16().float() + single[2][name]).bfloat16().float()
+        for name in single[0]
+    }
+    for result in simulate(lambda mesh: step_on(mesh, spec, documents), dp=3):
+        assert_same_bits(result["gradients"], expected)
 
 
 @pytest.mark.parametrize("precision", ["bf16_mixed", "fp8_rowwise"])

@@ -18,6 +18,8 @@ from workbench.launch.ablation import AblationSpec
 from workbench.launch.schema import Setting, ablation_schema, settings_by_name
 from workbench.specs.losses import PRESETS, LossSpec
 from workbench.specs.mistakes import nearest_settings
+from workbench.specs.precision import ALIASES
+from workbench.specs.precision import PRESETS as PRECISIONS
 from workbench.specs.reading import flatten
 from workbench.specs.run import RunSpec
 
@@ -70,6 +72,8 @@ def description(name: str) -> dict[str, Any]:
         preset = flatten(LossSpec(name=name).model_dump(mode="json"))
         changed = {key: value for key, value in preset.items() if key not in default or default[key] != value}
         return {"name": name, "is": "preset: the value of loss.name", "differs_from_default": changed}
+    if (precision := ALIASES.get(name, name)) in PRECISIONS:
+        return {"name": name, "is": "preset: a value of precision", "dtypes": asdict(PRECISIONS[precision])}
     if name in fault_names():
         from workbench.faults import load_fault
 
@@ -103,7 +107,7 @@ def _first_level() -> dict[str, str]:
 
 def _unknown(name: str, metrics: list[str]) -> SpecError:
     settings = nearest_settings(name, RunSpec)[:3]
-    others = [*AblationSpec.model_fields, *PRESETS, *fault_names(), *VERDICTS, *metrics]
+    others = [*AblationSpec.model_fields, *PRESETS, *PRECISIONS, *fault_names(), *VERDICTS, *metrics]
     near = " or ".join(map(repr, settings)) if settings else ""
     return SpecError(
         f"describe {name!r}",

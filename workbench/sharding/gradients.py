@@ -16,6 +16,7 @@ Source: DTensor's placements as in torch 2.11 to 2.13. Why ``get_total_norm`` do
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -32,13 +33,17 @@ from workbench.sharding.tensor_parallel import ParameterShard, local_part, whole
 
 @torch.no_grad()
 def sum_gradients(
-    model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh, dtype: torch.dtype | None = None
+    model: nn.Module,
+    shards: Mapping[str, ParameterShard],
+    mesh: Mesh,
+    dtype: torch.dtype | None = None,
+    in_rank_order: bool = False,
 ) -> None:
     """Complete every gradient in place: sum over dp x cp, and over tp where the local gradient is partial.
 
     A parameter without a gradient on this rank (a row without documents) contributes zeros. Call once per optimizer
     step, after all micro-batches. Gradients are bucketed: one collective for many. ``dtype`` is that of the sum; None:
-    that of the gradients.
+    that of the gradients. The order of the sum is the backend's, or that of the ranks.
     """
     whole, partial = [], []
     for name, parameter in model.named_parameters():
@@ -53,7 +58,10 @@ def sum_gradients(
         if axis.group is None:
             continue
         summed = [gradient.to(dtype or gradient.dtype) for gradient in gradients]
-        all_sum_(summed, axis)
+        if in_rank_order:
+            summed = [functools.reduce(Tensor.add, pieces) for pieces in gather_many(summed, axis)]
+        else:
+            all_sum_(summed, axis)
         for gradient, total in zip(gradients, summed, strict=True):
             if total is not gradient:
                 gradient.copy_(total)

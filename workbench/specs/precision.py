@@ -52,6 +52,7 @@ class Dtypes:
     moments: Dtype
     attention_gemms: GemmFormat = "dense"
     mlp_gemms: GemmFormat = "dense"
+    reduction_order: Literal["collective", "ranks"] = "collective"
     stochastic_rounding: bool = False
     loss_scale: float | None = None
     loss_scale_interval: int = 2000
@@ -139,6 +140,9 @@ class MixedPrecisionSpec(Group):
     """In which gradients of micro-batches are accumulated: that of `compute` or of `weights`."""
     reduction: Dtype | None = None
     """In which gradients are summed over ranks."""
+    reduction_order: Literal["collective", "ranks"] | None = None
+    """collective: that of the backend's all-reduce. ranks: gathered and summed one rank after another, each partial sum
+    rounded to `reduction`."""
     moments: Dtype | None = None
     """Of the state of adamw."""
     attention_gemms: GemmFormat | None = None

@@ -171,6 +171,11 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             f"gradients in {dtypes.gradients} with layout.shard_parameters, which accumulates them in the dtype of the "
             f"weights ({dtypes.weights}); set mixed_precision.gradients: {dtypes.weights}, or replicate parameters"
         )
+    if dtypes.reduction_order != "collective" and spec.layout.shard_parameters:
+        yield (
+            "mixed_precision.reduction_order with layout.shard_parameters, whose backward reduce-scatters gradients in "
+            "the backend's order; leave one of them out"
+        )
     if spec.policy.fp32_head and dtypes.compute not in half:
         yield (
             f"policy.fp32_head casts the head to float32, and the run computes in {dtypes.compute} already; leave it "

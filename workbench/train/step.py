@@ -239,8 +239,9 @@ def sum_over_ranks(
     """Complete the gradients; return their norms, the loss term by term, and the final metrics."""
     mesh = policy.mesh
     # Summed, never averaged: the weights are divided by counts of the whole step already (DECISIONS.md, row 3).
-    dtype = None if policy.dtypes.single else DTYPES[policy.dtypes.reduction]
-    sum_gradients(policy.model, policy.shards, mesh, dtype)
+    dtypes = policy.dtypes
+    dtype = None if dtypes.single else DTYPES[dtypes.reduction]
+    sum_gradients(policy.model, policy.shards, mesh, dtype, dtypes.reduction_order == "ranks")
     if policy.loss_scale != 1.0:
         scale_gradients(policy.model, policy.shards, 1 / policy.loss_scale)
     norms = gradient_norms(policy.model, policy.shards, mesh)

@@ -25,6 +25,8 @@ from workbench.specs.losses import PRESETS
         ("steps", ["meaning Optimizer steps.", "kind integer, at least 1"]),
         ("truth", ["is key of an ablation file", "float64 run"]),
         ("dapo", ["is preset: the value of loss.name", "surrogate.clip_high: 0.28"]),
+        ("bf16_mixed", ["is preset: a value of precision", 'weights: "float32"', 'compute: "bfloat16"']),
+        ("bf16_pure", ["is preset: a value of precision", 'weights: "bfloat16"']),
         ("missing_cp_factor", ["is fault: a value of faults", "seam sum_gradients"]),
         ("vacuous", ["is verdict", "nothing was trained"]),
         ("kl/old_policy/k3_mean", ["is metric", "unit nats"]),

@@ -81,6 +81,10 @@ def test_moments_do_not_decide_whether_a_run_is_a_ground_truth():
             "gradients in bfloat16 with layout.shard_parameters",
         ),
         (
+            {"layout": {"dp": 2, "shard_parameters": True}, "mixed_precision": {"reduction_order": "ranks"}},
+            "mixed_precision.reduction_order with layout.shard_parameters",
+        ),
+        (
             {"precision": "bf16_mixed", "reproducible": {"block_tokens": 8}},
             "precision bf16_mixed with the reproducible mode",
         ),
