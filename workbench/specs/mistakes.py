@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -68,6 +69,11 @@ def _mistake(error: Any, model: type[BaseModel], noun: str, list_known: bool) ->
         inside = f"; its settings are {', '.join(fields)}"
         if isinstance(error["input"], str) and "name" in fields:
             inside += f", so write {{name: {error['input']}}}"
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
+        choices = re.findall("'([^']*)'", error["ctx"]["expected"])
+        longer = [choice for choice in choices if choice.startswith(error["input"])]
+        near = _did_you_mean_any(longer) if longer else did_you_mean(error["input"], choices)
+        inside = f"; {near}" if near else ""
     return ": ".join(filter(None, [" = ".join(shown), error["msg"].removeprefix("Value error, ") + inside]))
 
 

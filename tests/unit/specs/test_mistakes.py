@@ -33,6 +33,21 @@ def test_a_name_is_searched_where_it_is_and_then_everywhere(settings, hint):
     assert hint in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({"precision": "bf16"}, "'bf16_pure'; did you mean 'bf16_mixed' or 'bf16_pure'?"),
+        ({"precision": "float46"}, "; did you mean 'float64'?"),
+        ({"layout": {"order": "zigzg"}}, "; did you mean 'zigzag'?"),
+        ({"precision": "Q"}, "or 'bf16_pure'\n"),
+    ],
+)
+def test_a_value_that_is_no_choice_names_the_nearest(settings, hint):
+    with pytest.raises(SpecError) as caught:
+        parse_spec(RunSpec, settings, where="here")
+    assert hint in str(caught.value)
+
+
 def test_a_value_in_the_place_of_a_group_names_the_settings_of_the_group():
     with pytest.raises(SpecError, match=r"loss.kl = 0.05: .*; its settings are (\w+, )*coefficient"):
         parse_spec(RunSpec, {"loss": {"kl": 0.05}}, where="here")
