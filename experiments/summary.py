@@ -62,6 +62,7 @@ def page() -> str:
         head(),
         step(),
         precision(),
+        online_precisions(),
         layouts(),
         generated_layouts(),
         rounding(),
@@ -176,23 +177,47 @@ STEP_BARS = {"liger, flash": 0.62, "liger, cudnn": 0.52, "liger, fa4": 0.52}
 
 
 def precision() -> str:
-    """Errors, lost updates and bytes of every choice of precision."""
-    record = _record("precision/precision.json")
+    """Errors, lost updates, memory and time of every choice of precision, on a CPU and on a GPU."""
+    tables = []
+    for name, page_name in precision_page.PAGES.items():
+        record = _record(f"precision/{name}.json")
+        columns = precision_page.COLUMNS
+        tables += [
+            f"{record['what']} ({record['device']}, {_versions(record)}), {record['steps']} steps at a rate of "
+            f"{record['base']['optimizer']['learning_rate']:g}:",
+            _table(["choice", *columns], precision_page.rows(record), right=range(1, 1 + len(columns))),
+            _source(f"precision/{name}.json", f"precision/{page_name}.html", record["command"]),
+        ]
     return _section(
         "What each choice of precision costs",
-        f"{record['model']}, {record['documents']} documents a step, two simulated ranks with two micro-batches each, "
-        f"{_versions(record)}; medians of {len(record['choices'][precision_page.UNIT]['batches'])} batches. Relative "
-        "errors from float64, in units of bf16_mixed: of a gradient from the same weights with the same clip "
-        f"decisions, and of the change of the weights after {record['steps']} steps at a rate of "
-        f"{record['base']['optimizer']['learning_rate']:g}. *Unmoved* weights lost all updates; *unseen* ones look "
-        "unchanged to a bfloat16 sampler. Bytes of weights, copies, gradients and moments per parameter. FP8, MXFP8 "
-        "and TF32 are emulated; milliseconds are those of a CPU.",
-        _table(
-            ["choice", *precision_page.COLUMNS],
-            precision_page.rows(record),
-            right=range(1, 1 + len(precision_page.COLUMNS)),
-        ),
-        _source("precision/precision.json", "precision/report.html", record["command"]),
+        "Relative errors from float64, in units of bf16_mixed: of a gradient from the same weights with the same clip "
+        "decisions, and of the change of the weights after some steps; medians over batches. *Unmoved* weights lost "
+        "all updates; *unseen* ones look unchanged to a bfloat16 sampler. Bytes of weights, copies, gradients and "
+        "moments per parameter; GiB at the peak of a step. Emulated formats are marked (*): their time says nothing.",
+        *tables,
+    )
+
+
+def online_precisions() -> str:
+    """What every preset earns in online runs."""
+    record = _record("precision/online.json")
+    rows = [
+        [
+            name,
+            *(f"{reward:.2f}" for reward in (run["reward"][0], run["reward"][-1])),
+            significant(run["sampler_kl_nats"][-1], 2),
+            f"{100 * run['sampler_moved'][-1]:.0f} %" if "sampler_moved" in run else "-",
+        ]
+        for name, run in record["runs"].items()
+    ]
+    return _section(
+        "Presets of precision in online runs",
+        f"The tiny policy, {record['settings']['steps']} steps of {record['settings']['online']['prompts']} prompts "
+        f"with {record['settings']['online']['answers']} completions each ({record['device']}, {_versions(record)}). "
+        "Reward of the first and the last step; divergence of the policy from its sampler in the last (nats); weights "
+        "of a half-precision sampler that all updates have changed.",
+        _table(["preset", "reward, first", "last", "KL", "moved"], rows, right=range(1, 5)),
+        _source("precision/online.json", None, record["command"]),
     )
 
 

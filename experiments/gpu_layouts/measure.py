@@ -324,7 +324,7 @@ class Rank:
             policy, _ = self.policy(spec, mesh)
             perturb(policy.model, self.plan.old_policy)
             drawn = draw_rollouts(workload, self.plan)
-            batch = replace(drawn, old_logprobs_T=_logprobs(policy, drawn, spec))
+            batch = replace(drawn, old_logprobs_T=predicted_logprobs(policy, drawn, spec))
             save(batch, self.folder / name)
             self._policy = None
             policy, _ = self.policy(spec, mesh)
@@ -502,7 +502,7 @@ def perturb(model: torch.nn.Module, how: OldPolicy) -> None:
             parameter.add_(noise, alpha=how.relative * float(parameter.std()))
 
 
-def _logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Tensor:
+def predicted_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Tensor:
     """[S] float32 log-probabilities of every predicted token, 0 elsewhere."""
     logprobs_S = torch.zeros(batch.num_tokens)
     rows, _ = flow.prepare_rows(batch, spec, policy.mesh)

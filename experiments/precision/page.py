@@ -1,6 +1,6 @@
-"""The page of `precision.json`: error against time for every choice of precision, and where the error is.
+"""The page of a record of `measure`: error against time for every choice of precision, and where the error is.
 
-``python -m experiments.precision.page`` writes ``report.html`` beside the record.
+``python -m experiments.precision.page`` writes a page beside every saved record.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.pages import provenance
 from workbench.atomic import from_json, write_whole
+from workbench.errors import listed
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import significant
@@ -29,12 +30,19 @@ WHAT = (
     "Flips: tokens whose own clip decision is another. Unmoved: weights that did not change after the steps although "
     "the float64 run's did: updates below one unit in the last place. Unseen: weights that a bfloat16 sampler, which "
     "gets a rounded copy, cannot tell from those before the steps. Bytes: of weights, copies, gradients and moments "
-    "per parameter. FP8, MXFP8 and TF32 are emulated: their values are real, their times are not."
+    "per parameter. A format that is emulated has real values, and its time is not that of the format."
 )
 CAPTION = (
-    "Error of the gradient against the time of a step, both logarithmic; a choice to the lower left is better. Times "
-    "are those of two ranks simulated on a CPU: compare errors here, and times on a GPU."
+    "Error of the gradient against the time of a step, both logarithmic; a choice to the lower left is better. Hollow: "
+    "emulated GEMMs, whose time says nothing."
 )
+PAGES = {"precision": "report", "qwen3_0.6b": "qwen3_0.6b"}
+"""Record -> its page."""
+
+
+def measured(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Choices of a record that ran, and their entries."""
+    return {name: entry for name, entry in record["choices"].items() if "left_out" not in entry}
 
 
 def load_record(path: Path = RECORD) -> Mapping[str, Any]:
@@ -55,21 +63,24 @@ def in_units(record: Mapping[str, Any], name: str, key: str) -> str:
 
 
 ERRORS = ("gradient_error", "update_error", "logprob_mean_nats", "loss_error")
-COLUMNS = ("gradient", "update", "log-probabilities", "loss", "flips", "unmoved", "unseen", "bytes", "ms")
+COLUMNS = ("gradient", "update", "log-probabilities", "loss", "flips", "unmoved", "unseen", "bytes", "GiB", "ms")
 
 
 def rows(record: Mapping[str, Any]) -> list[list[str]]:
     """One row a choice: its name and `COLUMNS`."""
     result = []
-    for name, entry in record["choices"].items():
+    for name, entry in measured(record).items():
         if name == TRUTH:
             continue
         errors = [in_units(record, name, key) for key in ERRORS]
         shares = [f"{100 * median_of(entry, key):.0f} %" for key in ("unmoved", "unseen_by_bf16_sampler")]
         flips = sum(batch["clip_flips"] for batch in entry["batches"])
-        result.append(
-            [name, *errors, str(flips), *shares, f"{entry['bytes_per_parameter']:g}", f"{entry['step_ms']:.0f}"]
-        )
+        cost = [
+            f"{entry['bytes_per_parameter']:.4g}",
+            "-" if entry["peak_gib"] is None else f"{entry['peak_gib']:.1f}",
+            f"{entry['step_ms']:.0f}{'*' if entry['emulated'] else ''}",
+        ]
+        result.append([name, *errors, str(flips), *shares, *cost])
     return result
 
 
@@ -78,7 +89,7 @@ def error_against_time(record: Mapping[str, Any]) -> Figure:
     figure = style.chart(4.4)
     axes = style.tidy(figure.subplots(), x="milliseconds of a step", y="relative error of the gradient")
     kinds, hues = style.MARKERS, style.SERIES
-    for at, (name, entry) in enumerate((name, e) for name, e in record["choices"].items() if name != TRUTH):
+    for at, (name, entry) in enumerate((name, e) for name, e in measured(record).items() if name != TRUTH):
         axes.plot(
             entry["step_ms"],
             median_of(entry, "gradient_error"),
@@ -86,6 +97,7 @@ def error_against_time(record: Mapping[str, Any]) -> Figure:
             color=hues[(at + 3 * (at // len(kinds))) % len(hues)],
             linestyle="none",
             markersize=7,
+            fillstyle="none" if entry["emulated"] else "full",
             label=name,
         )
     axes.set(xscale="log", yscale="log")
@@ -97,18 +109,20 @@ def error_against_time(record: Mapping[str, Any]) -> Figure:
 
 def answer(record: Mapping[str, Any]) -> str:
     """Summarize the record in sentences with their numbers."""
-    entries = record["choices"]
+    entries = measured(record)
     unit, pure, rowwise = (entries[name] for name in (UNIT, "bf16_pure", "fp8_rowwise"))
+    emulated = sorted({each for entry in entries.values() for each in entry["emulated"]})
+    missing = sorted(record["choices"].keys() - entries.keys())
     return (
         f"bf16_mixed has a gradient error of {significant(median_of(unit, 'gradient_error'), 2)}, float32 of "
         f"{significant(median_of(entries['float32'], 'gradient_error'), 2)} and FP8 with a scale a row "
-        f"{in_units(record, 'fp8_rowwise', 'gradient_error')} times that of bf16_mixed. Reducing in bfloat16 (the "
-        f"default of FSDP2's policy) adds little ({in_units(record, 'fsdp2_bf16', 'gradient_error')}). Weights in "
+        f"{in_units(record, 'fp8_rowwise', 'gradient_error')} times that of bf16_mixed. Weights in "
         f"bfloat16 have the same gradient, and lose {100 * median_of(pure, 'unmoved'):.0f} % of the updates of "
         f"{record['steps']} steps at a rate of {record['base']['optimizer']['learning_rate']:g}. With float32 masters "
         f"the updates arrive, and a bfloat16 sampler still sees no change in "
-        f"{100 * median_of(unit, 'unseen_by_bf16_sampler'):.0f} % of the weights. The step of FP8 is emulated "
-        f"({entries[UNIT]['step_ms']:.0f} ms of bf16_mixed, {rowwise['step_ms']:.0f} ms of fp8_rowwise)."
+        f"{100 * median_of(unit, 'unseen_by_bf16_sampler'):.0f} % of the weights. A step takes "
+        f"{unit['step_ms']:.0f} ms in bf16_mixed and {rowwise['step_ms']:.0f} ms in fp8_rowwise; emulated formats (*): "
+        f"{', '.join(emulated) or 'none'}.{f' Left out: {listed(missing)}.' if missing else ''}"
     )
 
 
@@ -116,12 +130,18 @@ def page(record: Mapping[str, Any]) -> str:
     """Render the page as one self-contained HTML file; the same record gives the same bytes."""
     errors = join(
         [
-            tag("p", WHAT),
+            tag("p", f"{record['what']}. {WHAT}"),
             drawing("error_against_time", CAPTION, error_against_time(record)),
             table(["choice", *COLUMNS], rows(record), numbers=range(1, 1 + len(COLUMNS))),
         ]
     )
-    sections = [("Errors", errors), ("Parameters that lose most", _worst(record)), ("Provenance", provenance(record))]
+    left = [[name, tag("code", e["left_out"])] for name, e in record["choices"].items() if "left_out" in e]
+    sections = [
+        ("Errors", errors),
+        ("Parameters that lose most", _worst(record)),
+        *([("Left out", table(["choice", "why"], left))] if left else []),
+        ("Provenance", provenance(record)),
+    ]
     masthead = tag(
         "header",
         tag("p", "workbench report · ", tag("b", "precision"), class_="eyebrow"),
@@ -132,13 +152,22 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def _worst(record: Mapping[str, Any]) -> Markup:
+    most = 10 * max(batch["gradient_error"] for batch in record["choices"][UNIT]["batches"])
+
+    def cause(entry: Mapping[str, Any], worst: Mapping[str, Any]) -> str:
+        """Rounding to 7 bits and more explains no error far above that of bf16_mixed."""
+        far = worst["error"] > most and entry["coarsest"] != "float8"
+        return "not explained" if worst["cause"] == "rounding" and far else str(worst["cause"])
+
     lines = [
-        [name if not at else "", tag("code", worst["parameter"]), significant(worst["error"], 2), worst["cause"]]
-        for name, entry in record["choices"].items()
+        [name if not at else "", tag("code", worst["parameter"]), significant(worst["error"], 2), cause(entry, worst)]
+        for name, entry in measured(record).items()
         for at, worst in enumerate(entry["worst_parameters"])
     ]
     return table(["choice", "parameter", "relative error", "explained by"], lines, numbers=[2])
 
 
 if __name__ == "__main__":
-    write_whole(RECORD.with_name("report.html"), page(load_record()).encode())
+    for record_name, page_name in PAGES.items():
+        shown = page(load_record(RECORD.with_name(f"{record_name}.json")))
+        write_whole(RECORD.with_name(f"{page_name}.html"), shown.encode())

@@ -4,6 +4,8 @@ The copies of a bf16_mixed step are the weights of a bfloat16 run, so one micro-
 by bit. Sums over micro-batches or ranks are then rounded as the preset says, which is computed here by hand.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -142,3 +144,31 @@ def test_a_loss_scale_keeps_small_gradients_of_float16(documents):
     unscaled = one_step(small | {"mixed_precision": {"loss_scale": 1.0}}, documents)["gradients"]
     assert max(distances(scaled, expected).values()) < 0.05
     assert max(distances(unscaled, expected).values()) > 0.5, "the gradient underflows without a scale"
+
+
+def test_a_loss_in_bfloat16_has_rounded_inputs_and_exact_arithmetic(documents):
+    """The clipped surrogate of rounded numbers, token by token, from the log-probabilities of the exact run."""
+    plain = settings({}, denominator="token") | {"loss": {"name": "grpo"}}
+    exact = one_step(plain, documents)
+    actual = one_step(plain | {"mixed_precision": {"loss": "bfloat16"}}, documents)
+
+    def loss_of(rounding):
+        terms, at = [], 0
+        for document in documents:
+            for place, counts in enumerate(document["loss_mask"]):
+                if counts:
+                    policy = rounding(float(exact["tokens"]["policy_logprobs"][at + place]))
+                    old = rounding(document["old_logprobs"][place])
+                    advantage = rounding(document["advantages"][place])
+                    ratio = math.exp(policy - old)
+                    terms.append(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage))
+            at += len(document["tokens"])
+        return sum(terms) / len(terms)
+
+    assert abs(float(exact["loss"]) - loss_of(float)) < 1e-12
+    assert abs(float(actual["loss"]) - loss_of(_to_bfloat16)) < 1e-12
+    assert abs(loss_of(float) - loss_of(_to_bfloat16)) > 1e-5
+
+
+def _to_bfloat16(value):
+    return float(torch.tensor(value, dtype=torch.float64).bfloat16())

@@ -203,6 +203,7 @@ def diagnosis_json(diagnosis: Any) -> dict[str, Any]:
     following = diagnosis.next_experiment()
     causes = [asdict(cause) | {"needs": sorted(cause.needs)} for cause in diagnosis.causes]
     return {name: getattr(diagnosis, name) for name in ("trusted", "suspect", "verdict", "equal")} | {
+        "warnings": list(diagnosis.warnings),
         "evidence": diagnosis.sight and diagnosis.sight.as_json(),
         "first_step": diagnosis.evidence.first.number,
         "causes": causes,

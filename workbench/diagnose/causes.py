@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from workbench.diagnose.denominators import AXES, NEEDS
 from workbench.diagnose.facts import Facts, coarse
+from workbench.diagnose.sight import sampler_moved
+from workbench.metrics.step import MOST_MOVED
 
 Judged = tuple[float, list[str]]
 """A score, and the reasons for it."""
@@ -356,6 +358,17 @@ def _metrics_alone(facts: Facts) -> Judged:
         f"{agreed}; {len(facts.step.metrics)} of {facts.step.compared_metrics} metrics "
         f"differ, {first} is {wrong:.4g}, not {right:.4g}"
     ]
+
+
+@WHOLE.cause("updates of the policy do not reach its sampler: its dtype rounds them away", uses=("metrics",))
+def _updates_not_sampled(facts: Facts) -> Judged:
+    """Other completions are sampled from then on; the trap itself is a property of the suspect's own record."""
+    steps = [step.number for step in facts.evidence.steps]
+    share, trusted = (sampler_moved(record, steps) for record in (facts.evidence.suspect, facts.evidence.trusted))
+    if share is None or share >= MOST_MOVED or (trusted is not None and trusted < 2 * share):
+        return NOT
+    other = "and the trusted one sees all" if trusted is None else f"and {trusted:.2g} of the trusted one's"
+    return 0.3, [f"{share:.2g} of the sampler's weights differ from those of the start, {other}"]
 
 
 @WHOLE.cause("the gradient's norm is reported wrong: replicas counted, or parts merged wrong")

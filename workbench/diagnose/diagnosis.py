@@ -12,7 +12,7 @@ from workbench.diagnose.evidence import Evidence, compare_records
 from workbench.diagnose.facts import Facts
 from workbench.diagnose.gradient_causes import GRADIENTS
 from workbench.diagnose.record import Record
-from workbench.diagnose.sight import Sight, fewest, not_finite, sight_of
+from workbench.diagnose.sight import Sight, fewest, not_finite, sight_of, unsampled
 from workbench.diagnose.token_causes import TOKENS
 from workbench.errors import RecordError, SpecError
 from workbench.metrics.evidence import Evidence as Counts
@@ -113,6 +113,7 @@ class Diagnosis:
         suspect: name of the other.
         causes: those reported, ranked.
         sight: how much of the steps a comparison could have seen, of the record that shows less; None if unknown.
+        unsampled: of each record whose updates did not reach its sampler, what did not.
     """
 
     trusted: str
@@ -121,6 +122,12 @@ class Diagnosis:
     evidence: Evidence = field(repr=False)
     tried: tuple[Trial, ...] = ()
     sight: Counts | Sight | None = field(default=None, repr=False)
+    unsampled: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why the verdict proves less than it seems to, and updates that a sampler does not see."""
+        return (*(self.sight.warnings if self.sight else ()), *self.unsampled)
 
     @property
     def verdict(self) -> str:
@@ -189,7 +196,7 @@ class Diagnosis:
             lines += [f"        not recorded: {', '.join(cause.missing)}"] if cause.missing else []
         if self.sight is not None:
             lines.append(f"  could have seen: {self.sight.summary()}")
-            lines += [f"  warning: {warning}" for warning in self.sight.warnings]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         lines += [f"  tried {tried.experiment.description}: {tried.result}" for tried in self.tried]
         if (experiment := self.next_experiment()) is not None:
             excluded = ", ".join(experiment.excludes)
@@ -216,14 +223,15 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     steps = [step.number for step in evidence.steps]
     trusted_sight, suspect_sight = (sight_of(record, steps) for record in (trusted, suspect))
     sight = fewest(trusted_sight, suspect_sight)
+    told = tuple(filter(None, (unsampled(record, steps) for record in (trusted, suspect))))
     if (unsound := _unsound(evidence)) is not None:
-        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight)
+        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight, unsampled=told)
     facts = Facts(evidence)
     ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
     if ranked[0].name == "no_difference" and sight.nothing:
         reasons = ("nothing was there to differ, so agreement proves nothing",)
         ranked = (Suspicion("nothing_compared", f"{VACUOUS}: {sight.nothing}", ranked[0].score, reasons),)
-    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight)
+    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight, unsampled=told)
 
 
 def _unsound(evidence: Evidence) -> Suspicion | None:

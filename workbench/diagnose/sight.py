@@ -15,6 +15,7 @@ from typing import Any
 from workbench.diagnose.record import Record, RecordedStep, whole
 from workbench.metrics.evidence import KEYS, SPARSE
 from workbench.metrics.evidence import Evidence as Counts
+from workbench.metrics.step import MOST_MOVED, SAMPLER_MOVED
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,27 @@ def fewest(first: Counts | Sight, second: Counts | Sight) -> Counts | Sight:
         return not sight.nothing, math.inf if tokens is None else tokens
 
     return min((first, second), key=amount)
+
+
+def sampler_moved(record: Record, steps: Iterable[int]) -> float | None:
+    """The share of a half-precision sampler's weights that all updates have changed, in the last of some steps.
+
+    None: unknown, or a sampler that sees every update.
+    """
+    numbers = set(steps)
+    shares = [step.metrics.get(SAMPLER_MOVED) for step in record.steps if step.number in numbers]
+    return next((share for share in reversed(shares) if share is not None), None)
+
+
+def unsampled(record: Record, steps: Iterable[int]) -> str:
+    """What of a record's updates never reached its sampler, as a sentence; "" if most did, or if it is unknown."""
+    share = sampler_moved(record, steps)
+    if share is None or share >= MOST_MOVED:
+        return ""
+    return (
+        f"{record.name or 'a record'}: only {share:.2g} of the sampler's weights differ from those of the start; "
+        "updates below half a unit in the last place of its dtype do not reach it (online.sampler_precision)"
+    )
 
 
 def not_finite(step: RecordedStep) -> str:

@@ -90,6 +90,12 @@ class LossInputs:
             if isinstance(value, Tensor) and value.is_floating_point() and value.element_size() < 4:
                 object.__setattr__(self, name, value.float())
 
+    def rounded(self, dtype: torch.dtype) -> LossInputs:
+        """Return these inputs with the values of tokens, which are not counts, rounded to a dtype."""
+        names = ("policy_logprobs_T", "old_logprobs_T", "advantages_T", "sampler_logprobs_T", "ref_logprobs_T")
+        values = {name: getattr(self, name) for name in (*names, "entropy_T", "logsumexp_T", "mean_squared_logit_T")}
+        return replace(self, **{name: v.to(dtype).to(v.dtype) for name, v in values.items() if v is not None})
+
     @cached_property
     def counts_T(self) -> Tensor:
         """[T] bool: the token counts."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import ShardingError, SpecError
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
-from workbench.policy.compute_copies import compute_copies
+from workbench.policy.compute_copies import compute_copies, use_module_dtypes
 from workbench.policy.decoder import head_of, load_decoder
 from workbench.policy.gemm_formats import use_gemm_formats
 from workbench.policy.kernels import use_kernels
@@ -294,6 +294,7 @@ def load_policy(
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
+    model = use_module_dtypes(model, {kind: dtype and DTYPES[dtype] for kind, dtype in dtypes.modules.items()})
     model = use_gemm_formats(model, dtypes.gemms)  # after the check of the shards, which would see its rounding
     if checkpointing:
         _checkpoint_layers(model)

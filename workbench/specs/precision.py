@@ -3,7 +3,7 @@
 A step computes with copies of the weights, cast to `compute`; the optimizer updates the weights themselves (the master
 weights, where the two differ). Gradients leave a backward in `compute`, are accumulated over micro-batches in
 `gradients`, summed over ranks in `reduction`, and reach an optimizer whose state has `moments`. The loss is computed in
-float32, or in float64 where `compute` is.
+float32, or in float64 where `compute` is, from log-probabilities in `loss`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import Field
 from workbench.specs.groups import Group
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Moments = Literal["float64", "float32", "bfloat16", "float16", "8bit"]
 GemmFormat = Literal["dense", "tf32", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8"]
 PrecisionName = Literal[
     "float64",
@@ -49,7 +50,10 @@ class Dtypes:
     compute: Dtype
     gradients: Dtype
     reduction: Dtype
-    moments: Dtype
+    moments: Moments
+    loss: Dtype | None = None
+    router: Dtype | None = None
+    norms: Dtype | None = None
     attention_gemms: GemmFormat = "dense"
     mlp_gemms: GemmFormat = "dense"
     reduction_order: Literal["collective", "ranks"] = "collective"
@@ -63,10 +67,17 @@ class Dtypes:
         return {"attention": self.attention_gemms, "mlp": self.mlp_gemms}
 
     @property
+    def modules(self) -> dict[str, Dtype | None]:
+        """Kind of module -> the dtype in which it computes; None: `compute`."""
+        return {"router": self.router, "norms": self.norms}
+
+    @property
     def coarsest(self) -> str:
         """The dtype with the fewest bits of those that act on a step's gradient; the moments act on later ones only."""
         formats = [_FORMAT_BITS[each] for each in self.gemms.values() if each != "dense"]
-        return max((self.weights, self.compute, self.gradients, self.reduction, *formats), key=FINEST_FIRST.index)
+        parts = filter(None, (self.loss, *self.modules.values()))
+        always = (self.weights, self.compute, self.gradients, self.reduction)
+        return max((*always, *formats, *parts), key=FINEST_FIRST.index)
 
     @property
     def in_float64(self) -> bool:
@@ -143,8 +154,16 @@ class MixedPrecisionSpec(Group):
     reduction_order: Literal["collective", "ranks"] | None = None
     """collective: that of the backend's all-reduce. ranks: gathered and summed one rank after another, each partial sum
     rounded to `reduction`."""
-    moments: Dtype | None = None
-    """Of the state of adamw."""
+    moments: Moments | None = None
+    """Of the state of adamw. 8bit: torchao's blocks of 256 numbers with one scale, for parameters of 4096 and more;
+    extra eight_bit."""
+    loss: Dtype | None = None
+    """Of the log-probabilities, advantages and entropies that enter the loss, which itself computes in float32 or
+    float64. None: as they come."""
+    router: Dtype | None = None
+    """In which routers of experts compute, with the copies of their weights. None: `compute`."""
+    norms: Dtype | None = None
+    """The same of norms."""
     attention_gemms: GemmFormat | None = None
     """Format of the operands of attention's linear layers; dense: `compute`. See `workbench.policy.gemm_formats`."""
     mlp_gemms: GemmFormat | None = None

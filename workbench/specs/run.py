@@ -155,11 +155,15 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             "computed; name an estimator in data.advantages, or place the penalty in the loss"
         )
     if isinstance(loss.surrogate, OwnLoss) and loss.surrogate.engine is not None:
-        unsupported = {"policy.fused_loss": spec.policy.fused_loss, "reproducible": spec.reproducible.on}
+        unsupported = {
+            "policy.fused_loss": spec.policy.fused_loss,
+            "reproducible": spec.reproducible.on,
+            "mixed_precision.loss": spec.dtypes.loss is not None,
+        }
         for name in (name for name, on in unsupported.items() if on):
             yield (
-                f"{name} evaluates per-token terms, and loss.engine {loss.surrogate.engine!r} is for a function that "
-                "returns one number; leave one of them out"
+                f"{name} is for a loss of per-token terms, and loss.engine {loss.surrogate.engine!r} for a function "
+                "that returns one number; leave one of them out"
             )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"

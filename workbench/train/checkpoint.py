@@ -26,7 +26,7 @@ from workbench.records.provenance import project_root
 from workbench.sharding.gradients import copy_local_part, full_tensor
 from workbench.sharding.mesh import Mesh
 from workbench.specs.run import RunSpec
-from workbench.train.optimizer import LossScale
+from workbench.train.optimizer import LossScale, dense_state
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 SCALE = "loss_scale"
@@ -74,7 +74,8 @@ def save_checkpoint(
     for name, parameter in policy.model.named_parameters():
         shard = policy.shards[name]
         weights[name] = _on_first(full_tensor(parameter, shard, mesh), mesh)
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, stored in optimizer.state.get(parameter, {}).items():
+            value = dense_state(stored, parameter)
             sharded = value.shape == parameter.shape  # if not, a count, the same on every rank
             state[f"{name}/{key}"] = _on_first(full_tensor(value, shard, mesh) if sharded else value, mesh)
     if scale is not None and scale.interval is not None:

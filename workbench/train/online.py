@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
+from workbench.metrics.step import SAMPLER_MOVED
 from workbench.policy.model import Policy
 from workbench.policy.sampling import Completion, Sampler, by_uniforms
 from workbench.rollouts.batch import Extension, RolloutBatch
@@ -37,8 +38,6 @@ from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy
 from workbench.train.rows import StepData, in_order, multiples
 
-SAMPLER_MOVED = "sampler/moved/fraction"
-"""Step record: share of a bfloat16 or float16 sampler's weights that all updates so far have changed, in its dtype."""
 MIXED_PROMPTS = "reward/mixed_prompts/fraction"
 """Step record: share of the prompts whose completions earned different rewards, and so have an advantage."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.errors import SpecError
 from workbench.policy.model import DTYPES, Policy
 from workbench.sharding.gradients import copy_local_part, local_values
 from workbench.specs.precision import Dtypes
@@ -31,7 +33,8 @@ def build_optimizer(policy: Policy, spec: RunSpec) -> torch.optim.Optimizer:
     kind: Any = torch.optim.SGD if settings.name == "sgd" else torch.optim.AdamW
     if own and settings.name == "adamw":
         noise = functools.partial(_noise, policy, spec.seed) if dtypes.stochastic_rounding else None
-        kind = functools.partial(AdamW, moments=DTYPES[dtypes.moments], noise=noise)
+        moments = eight_bit_moments() if dtypes.moments == "8bit" else DTYPES[dtypes.moments]
+        kind = functools.partial(AdamW, moments=moments, noise=noise)
     return kind(policy.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
 
 
@@ -39,8 +42,40 @@ Noise = Callable[[Tensor, int, int], Tensor]
 """Parameter, its number, step -> a random integer in [0, 2^16) for each element of its local shard."""
 
 
+EightBit = Any
+"""torchao's tensor of 8-bit numbers in blocks of 256 with one scale each."""
+LEAST_EIGHT_BIT, BLOCK = 4096, 256
+"""Numbers of a parameter from which its moments have 8 bits, and of a block: those of torchao's ``AdamW8bit``."""
+
+
+def eight_bit_moments() -> EightBit:
+    """Return torchao's 8-bit state.
+
+    Source: Dettmers et al., arXiv 2110.02861; torchao.optim.subclass_8bit, block size 256.
+    """
+    try:
+        state = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+    except ImportError as error:
+        raise SpecError(
+            "mixed_precision.moments = '8bit'",
+            found=str(error),
+            rule="the package torchao, which has the 8-bit numbers",
+            fix="pip install 'workbench[eight_bit]', or moments: bfloat16",
+        ) from None
+    return state
+
+
+def dense_state(value: Tensor, parameter: Tensor) -> Tensor:
+    """A state of the optimizer in plain numbers, laid out as its parameter; 8-bit moments in float32."""
+    if not hasattr(value, "codes"):
+        return value
+    dense = torch.zeros_like(parameter, dtype=torch.float32)
+    local_values(dense).copy_(value.dequantize())
+    return dense
+
+
 class AdamW(torch.optim.Optimizer):
-    """AdamW with moments of a dtype of their own, and weights rounded to theirs to the nearest or at random.
+    """AdamW with moments of a dtype of their own, or 8 bits, and weights rounded to theirs to the nearest or at random.
 
     An update is computed in float32 (float64 for float64 weights), from the stored moments, which are rounded
     afterwards. With ``noise``, a bfloat16 weight is rounded up with a probability equal to the share of the gap between
@@ -57,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         lr: float,
         weight_decay: float,
-        moments: torch.dtype,
+        moments: torch.dtype | EightBit,
         noise: Noise | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -77,24 +112,34 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moments)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moments)
+            dtype = self.moments if isinstance(self.moments, torch.dtype) else torch.float32
+            state |= {key: torch.zeros_like(parameter, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
         state["step"] += 1
         step, (first, second) = float(state["step"]), group["betas"]
         wide = torch.promote_types(parameter.dtype, torch.float32)
         weight, gradient, mean, square = (
-            local_values(each).to(wide) for each in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+            local_values(dense_state(each, parameter)).to(wide)
+            for each in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         )
         mean = mean.lerp(gradient, 1 - first)
         square = (second * square).addcmul(gradient, gradient, value=1 - second)
         denominator = (square.sqrt() / math.sqrt(1 - second**step)).add_(group["eps"])
         weight = weight * (1 - group["lr"] * group["weight_decay"])
         weight = weight.addcdiv(mean, denominator, value=-group["lr"] / (1 - first**step))
-        local_values(state["exp_avg"]).copy_(mean)
-        local_values(state["exp_avg_sq"]).copy_(square)
+        for key, moment in (("exp_avg", mean), ("exp_avg_sq", square)):
+            self._store(state, key, moment)
         if self.noise is not None:
             weight = round_at_random(weight, self.noise(parameter, number, int(step)))
         local_values(parameter).copy_(weight)
+
+    def _store(self, state: dict[str, Any], key: str, moment: Tensor) -> None:
+        """Round a moment. Whether a shard has 8-bit moments depends on its own size, as where its blocks begin."""
+        size = moment.numel()
+        if isinstance(self.moments, torch.dtype) or size < LEAST_EIGHT_BIT or size % BLOCK:
+            local_values(state[key]).copy_(moment)
+        else:
+            rounded = self.moments.zeros(moment.shape, signed=key == "exp_avg", block_size=BLOCK, device=moment.device)
+            state[key] = rounded.copy_(moment.float())
 
 
 def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
@@ -110,11 +155,12 @@ def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
 
 
 def _noise(policy: Policy, seed: int, parameter: Any, number: int, step: int) -> Tensor:
-    """Return this rank's part of the noise of a whole weight, which is the same in every layout."""
+    """Return this rank's part of the noise of a whole weight: on one kind of device the same in every layout."""
     name = list(policy.shapes)[number]
     digest = hashlib.sha256(f"{seed} {step} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    whole = torch.randint(0, 2**16, policy.shapes[name], generator=generator, dtype=torch.int32)
+    device = local_values(parameter).device
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    whole = torch.randint(0, 2**16, policy.shapes[name], generator=generator, dtype=torch.int32, device=device)
     noise = torch.zeros_like(parameter, dtype=torch.int32)
     copy_local_part(noise, whole, policy.shards[name], policy.mesh)
     return local_values(noise)

@@ -99,6 +99,7 @@ class StepLoss:
         spec: the settings of the loss; None: a loss without settings.
         frozen_clip_S: [S] bool, clip decisions of another run.
         mesh, micro_batches: the axes, and micro-batches of each rank, which a trainer's function knows.
+        dtype: to which log-probabilities, advantages and entropies are rounded before; None: none.
         gradient_tokens: of the last evaluation with a gradient, which covers all tokens of a row.
     """
 
@@ -108,6 +109,7 @@ class StepLoss:
     frozen_clip_S: Tensor | None = None
     mesh: Mesh | None = None
     micro_batches: int = 1
+    dtype: torch.dtype | None = None
     gradient_tokens: GradientTokens | None = None
 
     @property
@@ -119,6 +121,8 @@ class StepLoss:
         """Evaluate the per-token terms and their weighted sums."""
         row = local.row
         inputs = loss_inputs(row, head_output, self.totals, local.sums, at_targets(self.frozen_clip_S, row))
+        if self.dtype is not None:
+            inputs = inputs.rounded(self.dtype)
         of_trainer = isinstance(self.loss, TrainerLoss)
         if torch.is_grad_enabled():  # a trainer's function masks by itself, so its gradient is that of all tokens
             seen = replace(inputs, policy_logprobs_T=head_output.logprobs_T) if of_trainer else inputs
@@ -192,7 +196,8 @@ def run_step(
             `workbench.train.fused`.
     """
     mesh, strategy = policy.mesh, choose_strategy(reproducible=policy.exact is not None, fused=fused)
-    step_loss = StepLoss(loss, totals, loss_spec, frozen_clip_S, mesh, len(rows))
+    loss_dtype = policy.dtypes.loss and DTYPES[policy.dtypes.loss]
+    step_loss = StepLoss(loss, totals, loss_spec, frozen_clip_S, mesh, len(rows), loss_dtype)
     parts, metrics, per_token, fallbacks = [], [], [], []
 
     policy.reshard()

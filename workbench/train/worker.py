@@ -25,9 +25,10 @@ from torch import Tensor
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.faults import planted
 from workbench.metrics.evidence import Evidence
-from workbench.metrics.step import StepClock, forget_peak, peak_bytes
+from workbench.metrics.step import MOST_MOVED, SAMPLER_MOVED, StepClock, forget_peak, peak_bytes
 from workbench.metrics.trainable import Trainable
-from workbench.policy.model import Policy
+from workbench.policy.gemm_formats import emulated_formats
+from workbench.policy.model import DTYPES, Policy
 from workbench.records.certificate import Certificate, write_certificate
 from workbench.records.directory import RunDirectory
 from workbench.records.progress import CONTINUES
@@ -42,7 +43,7 @@ from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy, continue_run, save_checkpoint
 from workbench.train.exact import kernels_of, reproducible_mode
-from workbench.train.online import MIXED_PROMPTS, SAMPLER_MOVED, Online, with_advantages
+from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
 from workbench.train.optimizer import LossScale, build_optimizer
 from workbench.train.own import loss_file
 from workbench.train.rows import StepData, in_order
@@ -133,14 +134,14 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
             steps = functools.partial(_recorded, batch, spec)
         swapped.enter_context(reproducible_mode(policy, spec))
         if mesh.is_first:
-            special = kernels_of(policy) | loss_file(spec.loss, project) | _emulated(spec)
+            special = kernels_of(policy) | loss_file(spec.loss, project) | _emulated(policy)
             run.write_json("provenance.json", provenance(project, seed=spec.seed) | special)
         _take_steps(run, spec, mesh, policy, steps, project)
 
 
-def _emulated(spec: RunSpec) -> dict[str, list[str]]:
+def _emulated(policy: Policy) -> dict[str, list[str]]:
     """Formats of GEMMs whose values are computed without such arithmetic, for a record; {} if there are none."""
-    formats = sorted({each for each in spec.dtypes.gemms.values() if each != "dense"})
+    formats = emulated_formats(policy.model, DTYPES[policy.dtypes.compute])
     return {"emulated_gemms": formats} if formats else {}
 
 
@@ -300,10 +301,6 @@ def _not_sampled(spec: RunSpec, record: Mapping[str, Any]) -> str:
         f"{100 * moved:.2g} % of the sampler's weights differ from those of the start: changes below half a unit in "
         f"the last place of {dtype} do not reach it; see online.sampler_precision and docs/guides/precision.md"
     )
-
-
-MOST_MOVED = 0.5
-"""One in bfloat16 sees about 5 % after 6 steps at a rate of 1e-6 (`experiments/precision`)."""
 
 
 def _name(number: int, suffix: str = "") -> str:

@@ -2,28 +2,49 @@
 
 import re
 
+import pytest
+
 from experiments.precision import page
 
 
-def test_the_saved_page_is_that_of_the_record():
-    assert page.RECORD.with_name("report.html").read_text() == page.page(page.load_record())
+@pytest.fixture(params=page.PAGES)
+def record(request):
+    return page.load_record(page.RECORD.with_name(f"{request.param}.json"))
 
 
-def test_rows_are_in_units_of_bf16_mixed():
-    lines = {line[0]: line[1:] for line in page.rows(page.load_record())}
+@pytest.mark.parametrize(("record_name", "page_name"), page.PAGES.items())
+def test_a_saved_page_is_that_of_its_record(record_name, page_name):
+    shown = page.page(page.load_record(page.RECORD.with_name(f"{record_name}.json")))
+    assert page.RECORD.with_name(f"{page_name}.html").read_text() == shown
+
+
+def test_rows_are_in_units_of_bf16_mixed(record):
+    lines = {line[0]: line[1:] for line in page.rows(record)}
     assert lines["bf16_mixed"][:4] == ["1.0"] * 4
     assert "float64" not in lines
-    assert lines["bf16_pure"][page.COLUMNS.index("unmoved")] == "100 %"
+    assert lines["bf16_pure"][page.COLUMNS.index("unmoved")] in ("98 %", "100 %")
+    assert lines["mxfp8"][-1].endswith("*"), "no GPU and no CPU of these records has it"
 
 
-def test_the_answer_has_the_numbers_of_the_record():
-    record = page.load_record()
-    shown = re.search(r"lose (\d+) % of the updates of (\d+) steps", page.answer(record))
-    assert shown.groups() == ("100", str(record["steps"]))
+def test_the_answer_has_the_numbers_of_the_record(record):
+    [lost, steps] = re.search(r"lose (\d+) % of the updates of (\d+) steps", page.answer(record)).groups()
+    assert int(lost) >= 98
+    assert int(steps) == record["steps"]
 
 
-def test_every_choice_is_drawn_once():
-    record = page.load_record()
+def test_what_did_not_run_is_named():
+    record = page.load_record(page.RECORD.with_name("qwen3_0.6b.json"))
+    assert "Left out: fp8_blockwise." in page.answer(record)
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in page.page(record)
+
+
+def test_rounding_explains_no_error_far_above_that_of_bf16_mixed():
+    """Without a loss scale, gradients of the 0.6 B model underflow on the way back."""
+    shown = str(page._worst(page.load_record(page.RECORD.with_name("qwen3_0.6b.json"))))
+    assert shown.count("not explained") == 2
+
+
+def test_every_choice_is_drawn_once(record):
     [axes] = page.error_against_time(record).axes
     looks = [(line.get_marker(), line.get_color()) for line in axes.lines]
-    assert len(set(looks)) == len(looks) == len(record["choices"]) - 1
+    assert len(set(looks)) == len(looks) == len(page.measured(record)) - 1

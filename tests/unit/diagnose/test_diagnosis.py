@@ -227,3 +227,24 @@ def flip_largest(run, name, *, bit):
     bits[int(stored[name].abs().argmax())] ^= 1 << bit
     run.write_tensors("step0000.gradients", stored | {name: bits.view(torch.float64)})
     return name
+
+
+def sampled(share, name=""):
+    """A record of two steps whose sampler had this share of its weights changed by the end."""
+    made = make_record({})
+    first = made.steps[0]
+    metrics = {} if share is None else {"sampler/moved/fraction": share}
+    return replace(made, name=name, steps=(first, replace(first, number=1, metrics=dict(first.metrics) | metrics)))
+
+
+@pytest.mark.parametrize(("trusted", "suspect", "named"), [(None, 0.02, True), (0.9, 0.02, True), (0.02, 0.021, False)])
+def test_updates_that_a_sampler_does_not_see_are_named(trusted, suspect, named):
+    diagnosis = diagnose_records(sampled(trusted, "right"), sampled(suspect, "other"))
+    assert ("updates_not_sampled" in [cause.name for cause in diagnosis.causes]) == named
+    assert any(warning.startswith("other: only 0.02") for warning in diagnosis.warnings)
+    assert any(warning.startswith("right: only") for warning in diagnosis.warnings) == (trusted == 0.02)
+    assert "warning: other: only 0.02" in str(diagnosis)
+
+
+def test_a_sampler_that_sees_most_updates_is_not_warned_of():
+    assert diagnose_records(sampled(0.7), sampled(0.7)).warnings == ()

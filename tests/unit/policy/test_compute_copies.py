@@ -1,14 +1,17 @@
 """Copies of weights in the dtype of the computation: bits, sharing, accumulation, and restoration."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from workbench.errors import SpecError
-from workbench.policy.compute_copies import compute_copies
+from workbench.policy.compute_copies import compute_copies, use_module_dtypes
+from workbench.policy.decoder import load_decoder
 from workbench.policy.model import load_policy
+from workbench.specs.precision import PRESETS
 
 
 class Tied(nn.Module):
@@ -91,3 +94,45 @@ def test_a_policy_computes_with_copies_only_where_it_is_asked_to():
     with pytest.raises(SpecError, match=r"outside of Policy\.in_compute_dtype"):
         policy.hidden_states(tokens, tokens, None)
     assert next(policy.model.parameters()).dtype == torch.float32
+
+
+# ---- kinds of modules ----------------------------------------------------------------------------------------------
+
+
+def test_norms_compute_in_a_dtype_of_their_own():
+    """By hand: input and weight rounded, the norm of float32 numbers, its result rounded."""
+    model = load_decoder("tiny-qwen3")
+    use_module_dtypes(model, {"router": None, "norms": torch.bfloat16})
+    norm, hidden = model.model.norm, torch.randn(3, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with torch.no_grad():
+        norm.weight.add_(0.001)
+    rounded, weight = hidden.detach().bfloat16(), norm.weight.detach().bfloat16()
+    scale = (rounded.float().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    expected = weight * (rounded.float() * scale).bfloat16()
+    output = norm(hidden)
+    assert output.dtype == torch.float32
+    assert torch.equal(output, expected.float())
+    output.sum().backward()
+    assert (hidden.grad.dtype, norm.weight.grad.dtype) == (torch.float32, torch.float32)
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in load_decoder("tiny-qwen3").named_parameters()
+    ]
+
+
+def test_a_router_computes_in_a_dtype_of_its_own():
+    model = load_decoder("tiny-qwen3-moe").bfloat16()
+    block = model.model.layers[0].mlp
+    hidden = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = block.gate(hidden)
+    use_module_dtypes(model, {"router": torch.float32, "norms": None})
+    logits, weights, experts = block.gate(hidden)
+    assert {logits.dtype, weights.dtype} == {torch.bfloat16}
+    wide = torch.softmax(hidden[0].float() @ block.gate.weight.float().T, -1).topk(weights.shape[-1])
+    assert torch.equal(experts, wide.indices)
+    assert not torch.equal(logits, before[0]) or not torch.equal(weights, before[1])
+    assert block(hidden).dtype == torch.bfloat16
+
+
+def test_kinds_that_a_model_does_not_have_are_refused():
+    with pytest.raises(SpecError, match="no router in a qwen3 model"):
+        load_policy("tiny-qwen3", precision=replace(PRESETS["bf16_mixed"], router="float32"))

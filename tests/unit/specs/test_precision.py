@@ -88,6 +88,10 @@ def test_moments_do_not_decide_whether_a_run_is_a_ground_truth():
             {"precision": "bf16_mixed", "reproducible": {"block_tokens": 8}},
             "precision bf16_mixed with the reproducible mode",
         ),
+        (
+            {"loss": {"name": "losses.py:own", "engine": "mean"}, "mixed_precision": {"loss": "bfloat16"}},
+            "mixed_precision.loss is for a loss of per-token terms",
+        ),
         ({"precision": "bf16_mixed", "layout": {"kernel": "flex"}, "policy": {"fp32_head": True}}, None),
         ({"precision": "bf16"}, "precision"),
     ],
@@ -98,6 +102,12 @@ def test_what_does_not_go_together_is_named_with_a_fix(settings, found):
         return
     with pytest.raises(SpecError, match=re.escape(found)):
         RunSpec(**settings)
+
+
+@pytest.mark.parametrize("part", ["loss", "router", "norms"])
+def test_a_part_in_bfloat16_sets_the_tolerance(part):
+    assert RunSpec(precision="float64", mixed_precision={part: "bfloat16"}).dtypes.coarsest == "bfloat16"
+    assert RunSpec(precision="bf16_mixed", mixed_precision={part: "float32"}).dtypes.coarsest == "bfloat16"
 
 
 def test_contexts_of_records_know_their_dtypes():

@@ -299,6 +299,7 @@ KINDS = {
     },
     "recorded": RECORDED,
     "recorded, sgd": RECORDED | {"optimizer": {"name": "sgd", "learning_rate": 0.3}},
+    "8 bits": {"precision": "bf16_mixed", "mixed_precision": {"moments": "8bit"}},
     "reproducible": {"reproducible": {"block_tokens": 8, "weight_chunks": 1}},
 }
 

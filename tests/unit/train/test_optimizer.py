@@ -1,16 +1,18 @@
 """The optimizer against torch's and against loops over single numbers; rounding at random; the loss scale."""
 
 import math
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.helpers.online_runs import done
+from workbench.errors import SpecError
 from workbench.policy.model import load_policy
 from workbench.specs.precision import PRESETS
 from workbench.specs.run import RunSpec
-from workbench.train.optimizer import AdamW, LossScale, build_optimizer, round_at_random
+from workbench.train.optimizer import AdamW, LossScale, build_optimizer, eight_bit_moments, round_at_random
 
 
 def weights_after(kind, dtype, steps=5, **settings):
@@ -144,3 +146,41 @@ def test_each_preset_trains_online(name, tmp_path):
     assert [step.get("precision/skipped", 0.0) for step in run.steps()] == [0.0, 0.0]
     ratios = [step["ratio/mean"] for step in run.steps() if "ratio/mean" in step]
     assert all(ratio == 1.0 for ratio in ratios), "the old policy's pass uses the same copies"
+
+
+def quantised(values, *, signed):
+    """Blocks of 256 by the definition: the nearest of 256 numbers, relative to the largest of the block."""
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    numbers = torch.tensor(create_dynamic_map(signed=signed))
+    result = []
+    for block in values.float().reshape(-1, 256):
+        scale = block.abs().max().clamp_min(1e-12)
+        nearest = ((block / scale)[:, None] - numbers).abs().argmin(1)
+        result.append(numbers[nearest] * scale)
+    return torch.cat(result).view(values.shape)
+
+
+def test_moments_of_8_bits_are_rounded_once_a_step():
+    pytest.importorskip("torchao")
+    draw = torch.Generator().manual_seed(0)
+    large, small = (torch.nn.Parameter(torch.randn(size, generator=draw)) for size in ((64, 64), (100,)))
+    optimizer = AdamW([large, small], lr=1e-2, weight_decay=0.0, moments=eight_bit_moments())
+    mean, square, weight = torch.zeros(64, 64), torch.zeros(64, 64), large.detach().clone()
+    for step in range(1, 5):
+        large.grad, small.grad = (torch.randn(each.shape, generator=draw) for each in (large, small))
+        mean = 0.9 * mean + 0.1 * large.grad
+        square = 0.999 * square + 0.001 * large.grad**2
+        weight -= 1e-2 * (mean / (1 - 0.9**step)) / ((square / (1 - 0.999**step)).sqrt() + 1e-8)
+        mean, square = quantised(mean, signed=True), quantised(square, signed=False)
+        optimizer.step()
+    apart = (large.detach() - weight).abs()
+    assert float(apart.mean()) < 1e-6, "a tie of two codes may be decided otherwise, in single numbers"
+    assert optimizer.state[large]["exp_avg"].codes.dtype == torch.uint8
+    assert optimizer.state[small]["exp_avg"].dtype == torch.float32, "small parameters keep theirs"
+
+
+def test_8_bits_without_torchao_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim.subclass_8bit", None)
+    with pytest.raises(SpecError, match=r"pip install 'workbench\[eight_bit\]'"):
+        build_optimizer(load_policy("tiny-qwen3"), RunSpec(mixed_precision={"moments": "8bit"}))

@@ -71,7 +71,7 @@ def diagnosis_html(diagnosis: Diagnosis) -> Markup:
     """Return the headline, the causes with score and evidence, past experiments, and the next one."""
     names = diagnosis.suspect or "suspect", diagnosis.trusted or "trusted"
     head = _against(*names, diagnosis.headline, ok=diagnosis.equal)
-    warnings = [f"warning: {warning}" for warning in (diagnosis.sight.warnings if diagnosis.sight else ())]
+    warnings = [f"warning: {warning}" for warning in diagnosis.warnings]
     rows = []
     for cause in diagnosis.causes:
         name, evidence, missing = tag("code", cause.name, class_="whole"), "; ".join(cause.evidence), cause.missing
