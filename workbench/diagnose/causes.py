@@ -319,13 +319,13 @@ def _uneven_counts(facts: Facts) -> Judged:
         return NOT
     if facts.metrics_off("ratio/", "clip/"):
         return 0.15, ["the same inputs give another loss and gradient, but ratios differ too"]
-    cosine = step.cosine if step.cosine is not None else 0.9
-    if cosine < 0.5:
-        return 0.3, [f"the same inputs give another loss and gradient; cosine {cosine:.3f}"]
+    cosine = "" if step.cosine is None else f", cosine {step.cosine:.3f}"
+    if step.cosine is not None and step.cosine < 0.5:
+        return 0.3, [f"the same inputs give another loss and gradient{cosine}"]
     large = (facts.norm_factor or 1) > 1.3 or (facts.norm_factor or 1) < 0.7
     return 0.55 if large else 0.4, [
-        f"the same inputs give another loss and gradient, {facts.norm_factor or 0:.3g} times as long, cosine "
-        f"{cosine:.3f}: some tokens weigh too much, others too little"
+        f"the same inputs give another loss and gradient, {facts.norm_factor or 0:.3g} times as long{cosine}: some "
+        "tokens weigh too much, others too little"
     ]
 
 

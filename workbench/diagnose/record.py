@@ -92,6 +92,7 @@ class RecordedStep:
         tokens: per-token values in source order, [S].
         evidence: counts of tokens and documents with a gradient, by the keys of `workbench.metrics.evidence`.
         certificate: of the step, if a run has one.
+        observed: what a recorder saw by itself, see `workbench.records.observed`.
     """
 
     number: int
@@ -103,6 +104,7 @@ class RecordedStep:
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     evidence: Mapping[str, float] = field(default_factory=dict)
     certificate: Certificate | None = None
+    observed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -176,7 +178,11 @@ class Record:
         folder = Path(folder)
         context = dict(files.read_context(folder))
         name = str(context.pop("name", folder.name))
-        return cls(context, tuple(_loaded(folder, step) for step in files.read_steps(folder)), name)
+        steps = tuple(_loaded(folder, step) for step in files.read_steps(folder))
+        cast = next((step.observed["autocast"] for step in steps if "autocast" in step.observed), None)
+        if cast is not None and context.get("precision") == "float32":  # that of the weights
+            context["precision"] = {"bfloat16": "bf16_mixed", "float16": "fp16_amp"}.get(cast, cast)
+        return cls(context, steps, name)
 
     def save(self, folder: Path | str) -> Path:
         """Write the record in a recorder's format.
@@ -202,7 +208,8 @@ class Record:
                 folder,
                 {"step": step.number, "loss": step.loss}
                 | {name: dict(getattr(step, name)) for name in ("metrics", "gradient_norms", "counts")}
-                | ({"evidence": dict(step.evidence)} if step.evidence else {}),
+                | ({"evidence": dict(step.evidence)} if step.evidence else {})
+                | ({"observed": dict(step.observed)} if step.observed else {}),
             )
         return folder
 
@@ -232,7 +239,7 @@ def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
     measured: dict[str, Any] = {
-        name: step.get(name) or {} for name in ("metrics", "gradient_norms", "counts", "evidence")
+        name: step.get(name) or {} for name in ("metrics", "gradient_norms", "counts", "evidence", "observed")
     }
     return RecordedStep(number, step.get("loss"), **measured, gradients=of_kind("gradients"), tokens=of_kind("tokens"))
 

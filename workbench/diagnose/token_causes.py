@@ -147,6 +147,8 @@ def _old_logprobs(facts: Facts) -> Judged:
     policy = facts.tokens[1].get("policy_logprobs")
     same = 0.0 if policy is None else float(torch.isclose(policy.double()[off], wrong[off], atol=1e-6).double().mean())
     detail = " and are 0" if zeros > 0.5 else " and equal the policy's own" if same > 0.9 else ""
+    if same > 0.9 and facts.forward_same is False:
+        return 0.2, ["the policy itself differs, and its old log-probabilities with it: a consequence"]
     return 0.85, [f"old log-probabilities of {int(off.sum())} tokens differ{detail}"]
 
 

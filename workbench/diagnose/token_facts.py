@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.diagnose.denominators import PIECES, pieces
 from workbench.diagnose.evidence import Evidence, StepEvidence
-from workbench.diagnose.record import RecordedStep, shared_tokens, trained_in_both
+from workbench.diagnose.record import Record, RecordedStep, shared_tokens, trained_in_both
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ class TokenFacts:
     def pair(self) -> tuple[RecordedStep, RecordedStep]:
         """Both records of that step."""
         return self.evidence.pair
+
+    @property
+    def suspect(self) -> Record:
+        """The suspect record."""
+        return self.evidence.suspect
 
     @property
     def context(self) -> Mapping[str, Any]:

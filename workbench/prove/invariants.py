@@ -11,6 +11,8 @@ Source: the property list of the workbench's reference; systems that broke each 
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,12 +80,23 @@ class Invariant:
     idle: bool = False
 
     def draw(self, documents: tuple[Document, ...], number: int, seed: str, *, together: bool = False) -> Case:
-        """The case with this index: each of the invariant's numbers cycles through its choices, greatest first."""
-        numbers = {
-            name: choices[-1 - (number + at) % len(choices)] for at, (name, choices) in enumerate(self.numbers.items())
-        }
+        """The case with this index: the first has the greatest numbers, and as many as there are cross all choices.
+
+        Both numbers of a pair change from one case to the next, where they have choices left.
+        """
+        crossed = list(itertools.product(*(tuple(reversed(choices)) for choices in self.numbers.values())))
+        at = (number * _stride(self.numbers)) % len(crossed)
+        numbers = dict(zip(self.numbers, crossed[at], strict=True))
         numbers["seed"] = random.Random(f"{self.name} {seed}").randrange(10**6)
         return Case(documents, tuple(numbers.items()), together)
+
+
+def _stride(numbers: Mapping[str, Sequence[int]]) -> int:
+    """A step through all combinations that meets each once, and changes every number from one to the next."""
+    sizes = [len(choices) for choices in numbers.values()]
+    total, blocks = math.prod(sizes), [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
+    wanted = sum(blocks) % total or 1
+    return next(step for step in itertools.count(wanted) if math.gcd(step, total) == 1)
 
 
 INVARIANTS: dict[str, Invariant] = {}
@@ -117,13 +130,13 @@ def dealt(case: Case, rows: int, what: str = "") -> tuple[tuple[int, ...], ...] 
     return tuple(tuple(rng.sample(hand, len(hand))) for hand in hands)
 
 
-@_invariant("documents may be dealt to any number of data-parallel ranks", dp=(2, 3))
+@_invariant("documents may be dealt to any number of data-parallel ranks", dp=(2, 3, 4))
 def _dp_split(case: Case) -> Pair | None:
     rows = dealt(case, case["dp"])
     return None if rows is None else (one_row(case.documents), Arrangement(case.documents, rows, dp=case["dp"]))
 
 
-@_invariant("a rank may take its documents in any number of micro-batches", micro_batches=(2, 3))
+@_invariant("a rank may take its documents in any number of micro-batches", micro_batches=(2, 3, 4))
 def _micro_batch_split(case: Case) -> Pair | None:
     rows = dealt(case, case["micro_batches"])
     return None if rows is None else (one_row(case.documents), Arrangement(case.documents, rows))
@@ -173,7 +186,9 @@ def _cp_degree(case: Case) -> Pair | None:
     return plain, replace(plain, cp=case["cp"], attention=attention)
 
 
-@_invariant("context-parallel ranks may hold a row's tokens in any order", cp=(2, 3), order=range(1, len(ORDER_NAMES)))
+@_invariant(
+    "context-parallel ranks may hold a row's tokens in any order", cp=(2, 3, 4), order=range(1, len(ORDER_NAMES))
+)
 def _cp_order(case: Case) -> Pair | None:
     plain = replace(straddling(case, case["cp"], 2 * case["cp"]), cp=case["cp"])
     return plain, replace(plain, order=ORDER_NAMES[case["order"]])

@@ -60,13 +60,15 @@ class _Search:
     seed: int
     deadline: float
     together: bool
+    trained_only: bool = False
     drawn: dict[str, tuple[Document, ...]] = field(default_factory=dict)
     known: dict[Arrangement, Outcome] = field(default_factory=dict)
 
     def documents(self, seed: str) -> tuple[Document, ...]:
         if seed not in self.drawn:
             self.drawn[seed] = draw_documents(seed, one_rank_policy(), pairs=self.together)
-        return self.drawn[seed]
+        drawn = self.drawn[seed]
+        return tuple(document for document in drawn if document.trained) if self.trained_only else drawn
 
     def outcome(self, arrangement: Arrangement) -> Outcome:
         if arrangement not in self.known:
@@ -83,7 +85,9 @@ class _Search:
         plain = self.outcome(pair[0])
         if plain.error is not None:
             raise plain.error
-        if not math.isfinite(plain.loss) or not all(bool(g.isfinite().all()) for g in plain.gradients.values()):
+        if not _finite(plain):
+            if self.trained_only:  # padding is a document that trains nothing, too
+                return None
             raise SpecError(
                 f"prove {self.subject.title}",
                 found=f"a loss of {plain.loss} or a gradient that is not a "
@@ -100,6 +104,11 @@ class _Search:
         """Raise for a stateful loss: invariants compare two steps, and all would seem to be broken."""
         plain = one_row(self.documents(f"{self.seed} 0"))
         first = self.outcome(plain)
+        if first.error is None and not _finite(first):
+            self.trained_only = True  # 0 / 0 of a document that trains nothing is a break of masked_rows, found by it
+            plain = one_row(self.documents(f"{self.seed} 0"))
+            first = self.outcome(plain)
+            self.trained_only = first.error is None and _finite(first)
         if first.error is not None or not (math.isfinite(first.norm) and math.isfinite(first.loss)):
             return  # reported by the first case
         again = perform(self.subject, plain)
@@ -149,6 +158,10 @@ class _Search:
 
         smallest = shrink(case, invariant, fails, lambda: next(tries) < TRIES and time.process_time() < self.deadline)
         return smallest, differences[smallest]
+
+
+def _finite(outcome: Outcome) -> bool:
+    return math.isfinite(outcome.loss) and all(bool(values.isfinite().all()) for values in outcome.gradients.values())
 
 
 def search(subject: Subject, invariants: Sequence[Invariant], *, seed: int, rounds: int, budget_s: float) -> Proof:

@@ -8,6 +8,7 @@
     recorder.take_gradients()                       # only where gradients are clipped before the optimizer sees them
     optimizer.step()                                # writes the step
 
+By itself it sees settings of optimizers, dtypes, weights, replicas, dropout, clipping (`workbench.records.observed`).
 It only reads: no gradient, weight or random number is changed. The model may be plain, DDP's, Megatron's DDP's
 (its ``main_grad`` is read) or made of DTensors (FSDP2); gradients may come from several micro-batches. Every rank has
 one and calls it alike; one writes. It needs torch and safetensors only.
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from workbench.atomic import from_json, to_json
 from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.records import trainer_files as files
+from workbench.records.observed import checksums, of_start, of_step, watch_clipping
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.gradients import (
@@ -49,14 +51,18 @@ class Recorder:
     Args:
         folder: of the record; it must not have one yet.
         model: whose gradients are recorded, under the names that its parameters have without wrappers.
-        optimizer: whose step ends a step of the record; None: `step` is called manually.
+        optimizer: whose step ends a step of the record; of several, the last one's, and the gradients of each are read
+            at its own step. None: `step` is called manually.
         context: settings of the run, as JSON data: dp, cp, tp, micro_batches, order, temperature,
             max_grad_norm, denominator, ... Learning rate, optimizer and precision are added where they are missing;
-            precision is that of the weights, so give "bfloat16" if only the computation uses it.
+            precision is that of the weights, mixed under torch's autocast; give "bfloat16" if the computation is in
+            it otherwise.
         gradients: "norms", or "full" to store every gradient of every step.
         ranks: over which documents and tokens are dealt, as a group, a one-dimensional device mesh or an axis; None:
             all ranks of the job. A tp rank has the same tokens as its neighbours: give the group of dp, or dp x cp.
         engine: reduction of the ranks' gradients, "mean" (the default of DDP and FSDP) or "sum".
+        scaler: of fp16 training; with it, a step that it skips is counted in ``skipped`` of the next line, and what was
+            noted for it is left out.
 
     Raises:
         RecordError: the folder has a record already; on every rank.
@@ -73,30 +79,35 @@ class Recorder:
         Recorder(mine: 1 step)
     """
 
-    _taken: tuple[dict[str, float], dict[str, Tensor]] | None
     _without: list[str]
 
     def __init__(
         self,
         folder: Path | str,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         context: Mapping[str, Any] | None = None,
         gradients: Literal["norms", "full"] = "norms",
         ranks: GivenGroup | None = None,
         engine: Literal["mean", "sum"] = "mean",
+        scaler: Any = None,
     ) -> None:
         self.folder, self.number = Path(folder), 0
-        self._parameters, self._keep = trained_parameters(model), gradients == "full"
+        self._model, self._parameters, self._keep = model, trained_parameters(model), gradients == "full"
+        given = () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        self._optimizers = tuple(given)
+        self._scaler, self._scale, self._skipped = scaler, None if scaler is None else scaler.get_scale(), 0
         _refuse_unsupported(model, self._parameters)
         world = world_axis()
         self._ranks = world if ranks is None else axis_of(ranks, "ranks")
         self._job = world if world.size > 1 else self._ranks
         self._share = 1 / self._ranks.size if engine == "mean" else 1.0
         self._reset()
-        self._begin(dict(context or {}), optimizer)
-        self._hook = None if optimizer is None else optimizer.register_step_pre_hook(lambda *_: self.step())
+        self._begin(dict(context or {}))
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
+        self._hooks.append(model.register_forward_pre_hook(self._see_autocast))
+        self._stop_watching = watch_clipping(self._parameters, self._before_clip) if self._optimizers else None
 
     def note(
         self,
@@ -122,6 +133,7 @@ class Recorder:
         Raises:
             ShapeError: per-token values of several shapes, or other names than before in this step.
         """
+        self._forget_skipped()
         if loss is not None:
             self._losses.append(torch.as_tensor(loss).detach().clone())  # read at the end of the step: no sync here
         self._counts.append(dict(counts or {}))
@@ -132,33 +144,37 @@ class Recorder:
     def take_gradients(self) -> None:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
 
+        Before ``torch.nn.utils.clip_grad_norm_`` it is called by itself.
+
         Raises:
             RecordError: no parameter has a gradient on any rank.
         """
-        here = [name for name, parameter in self._parameters.items() if local_gradient(parameter) is None]
-        by_rank = self._gather_json({"none": here, "buffers": in_buffers(self._parameters)}, self._job)
+        self._take(self._parameters)
+
+    def _take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        here = [name for name, parameter in parameters.items() if local_gradient(parameter) is None]
+        by_rank = self._gather_json({"none": here, "buffers": in_buffers(parameters)}, self._job)
         without = [name for name in here if all(name in rank["none"] for rank in by_rank)]
-        if len(without) == len(self._parameters):
+        if len(without) == len(parameters):
             self._refuse_no_gradient()
-        norms = given_norms(self._parameters)
-        self._buffers_of_zeros = all(rank["buffers"] for rank in by_rank) and not any(norms.values())
-        self._without = without
-        whole = {}
-        for name, parameter in self._parameters.items() if self._keep else ():
+        norms = given_norms(parameters)
+        self._buffers_of_zeros |= all(rank["buffers"] for rank in by_rank) and not any(norms.values())
+        self._without = [name for name in self._without if name not in parameters] + without
+        self._norms |= norms
+        for name, parameter in parameters.items() if self._keep else ():
             gradient = given_gradient(parameter)
             if self._writes:
-                whole[name] = gradient.to("cpu", copy=True)
-        self._taken = norms, whole
+                self._whole[name] = gradient.to("cpu", copy=True)
 
     def step(self, loss: Tensor | float | None = None, **told: Any) -> None:
         """Write the step, with what `note` takes. Collective; called by the hook of an optimizer that was given."""
         self.note(loss, **told)
-        if self._taken is None:
-            self.take_gradients()
-        assert self._taken is not None
-        norms, whole = self._taken
+        if missing := {name: value for name, value in self._parameters.items() if name not in self._norms}:
+            self._take(missing)
+        norms = {name: self._norms[name] for name in self._parameters}
         if self._buffers_of_zeros:
             self._refuse_cleared_buffers()
+        seen = self._observed()
         by_rank = self._gather_json(
             {
                 "losses": [float(whole_value(value)) for value in self._losses],
@@ -172,8 +188,8 @@ class Recorder:
             counts: Counter[str] = Counter()
             for of_batch in (of_batch for rank in by_rank for of_batch in rank["counts"]):
                 counts.update(of_batch)
-            if whole:
-                files.write_tensors(self.folder, self.number, "gradients", whole)
+            if self._whole:
+                files.write_tensors(self.folder, self.number, "gradients", self._whole)
             if tokens:
                 files.write_tensors(self.folder, self.number, "tokens", tokens)
             line = {
@@ -182,15 +198,18 @@ class Recorder:
                 "metrics": {name: float(value) for name, value in self._metrics.items()},
                 "gradient_norms": norms,
                 "counts": dict(counts),
+                "observed": seen,
             }
             files.append_step(self.folder, line | ({"no_gradient": self._without} if self._without else {}))
         self.number += 1
         self._reset()
 
     def close(self) -> None:
-        """Remove the hook from the optimizer."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Remove the hooks from optimizers and from torch's clipping."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._stop_watching is not None:
+            self._stop_watching()
 
     def __enter__(self) -> Recorder:
         return self
@@ -208,11 +227,12 @@ class Recorder:
     def _writes(self) -> bool:
         return self._job.rank == 0
 
-    def _begin(self, context: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    def _begin(self, context: dict[str, Any]) -> None:
         """Create the record on the rank that writes; its error is raised on every rank."""
         known: dict[str, Any] = {"precision": _name(next(iter(self._parameters.values())).dtype)}
-        if optimizer is not None:
+        for optimizer in self._optimizers[:1]:
             known |= {"optimizer": type(optimizer).__name__.lower(), "learning_rate": optimizer.param_groups[0]["lr"]}
+        known["observed"] = of_start(self._model, self._parameters, self._optimizers)
         problem: dict[str, str] = {}
         if self._writes:
             try:
@@ -228,9 +248,82 @@ class Recorder:
         self._counts: list[dict[str, Any]] = []
         self._metrics: dict[str, Any] = {}
         self._tokens: dict[str, list[Tensor]] = {}
-        self._taken = None
+        self._norms: dict[str, float] = {}
+        self._whole: dict[str, Tensor] = {}
         self._without = []
         self._buffers_of_zeros = False
+        self._clip: dict[str, float] = {}
+        self._stepped: set[int] = set()
+        self._autocast = ""
+
+    # ---- what is seen without being told -------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Read the gradients of an optimizer that is about to step; with a closure, after its first call."""
+        closure = options.get("closure", arguments[1] if len(arguments) > 1 else None)
+        if closure is None:
+            self._ends(optimizer)
+            return None
+        first = True
+
+        def recorded() -> Any:
+            nonlocal first
+            loss = closure()
+            if first:
+                first = False
+                if not self._losses and loss is not None:
+                    self.note(loss)
+                self._ends(optimizer)
+            return loss
+
+        return (arguments[0], recorded), {name: value for name, value in options.items() if name != "closure"}
+
+    def _see_autocast(self, *_: Any) -> None:
+        if torch.is_autocast_enabled(self._device.type):
+            self._autocast = _name(torch.get_autocast_dtype(self._device.type))
+
+    def _ends(self, optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in self._stepped:  # the others have no step of their own here
+            self.step()
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self.step()
+            return
+        held = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        own = {name: value for name, value in self._parameters.items() if id(value) in held and name not in self._norms}
+        if own:
+            self._take(own)
+
+    def _before_clip(self, max_norm: float) -> None:
+        """Torch is about to clip parameters of this model."""
+        self._clip["max_norm"] = float(max_norm)
+        if not self._norms:
+            self.take_gradients()
+
+    def _forget_skipped(self) -> None:
+        """Leave out what was noted for a step that the scaler skipped: it lowered its scale since."""
+        if self._scaler is None or self._scale == (scale := self._scaler.get_scale()):
+            return
+        if scale < self._scale and (self._losses or self._tokens or any(self._counts)):
+            self._reset()
+            self._skipped += 1
+        self._scale = scale
+
+    def _observed(self) -> dict[str, Any]:
+        """`observed.of_step`, and equality of replicas, clipping and skipped steps. Collective."""
+        seen = of_step(self._model, self._parameters, self._optimizers)
+        if self._ranks.size > 1:
+            by_rank = self._gather_json(checksums(self._parameters))
+            off = [name for name, value in by_rank[0].items() if any(rank.get(name) != value for rank in by_rank)]
+            seen["replicas"] = off[:8] or "equal"
+        if self._autocast:
+            seen["autocast"] = self._autocast
+        if self._clip:
+            seen["clip"] = dict(self._clip)
+        if self._scaler is not None:
+            seen |= {"scale": self._scale, "skipped": self._skipped}
+            self._skipped = 0
+        return seen
 
     def _refuse_no_gradient(self) -> NoReturn:
         names = list(self._parameters)

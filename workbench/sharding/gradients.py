@@ -159,14 +159,15 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(trained_parameters(nn.ModuleDict({"_orig_mod": nn.Linear(2, 2, bias=False)})))
         ['weight']
     """
-    named = {
-        ".".join(part for part in name.split(".") if part not in _WRAPPERS): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    while named and all(name.startswith("module.") for name in named):
-        named = {name.removeprefix("module."): parameter for name, parameter in named.items()}
-    return named
+    return plain_names({name: value for name, value in model.named_parameters() if value.requires_grad})
+
+
+def plain_names(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Parameters by the names that they have without wrappers."""
+    plain = {".".join(part for part in name.split(".") if part not in _WRAPPERS): v for name, v in named.items()}
+    while plain and all(name.startswith("module.") for name in plain):
+        plain = {name.removeprefix("module."): value for name, value in plain.items()}
+    return plain
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:

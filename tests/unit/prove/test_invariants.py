@@ -1,5 +1,7 @@
 """The change of each invariant, and everything that it leaves alone."""
 
+import math
+
 import pytest
 
 from workbench.prove.arrangement import one_rank_policy, one_row
@@ -30,8 +32,8 @@ def documents():
 
 
 def pairs(invariant, documents, **settings):
-    """The cases of twelve numbers."""
-    made = [invariant.arrange(invariant.draw(documents, number, f"{number}", **settings)) for number in range(12)]
+    """The cases of fifteen numbers."""
+    made = [invariant.arrange(invariant.draw(documents, number, f"{number}", **settings)) for number in range(15)]
     return [pair for pair in made if pair is not None]
 
 
@@ -204,3 +206,26 @@ def test_greatest_steps_come_first():
         [4, 4, 3, 1],
         [4, 4, 5, 1],
     ]
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS.values(), ids=INVARIANTS)
+def test_cases_cross_all_numbers_and_begin_with_the_greatest(invariant, documents):
+    combinations = math.prod(len(choices) for choices in invariant.numbers.values())
+    drawn = [dict(invariant.draw(documents, number, "0").numbers) for number in range(combinations)]
+    named = [tuple(case[name] for name in invariant.numbers) for case in drawn]
+    assert len(set(named)) == combinations
+    assert named[0] == tuple(choices[-1] for choices in invariant.numbers.values())
+    if combinations > 1:
+        sizes = [len(choices) for choices in invariant.numbers.values()]
+        changed = [one != other for one, other in zip(named[0], named[1], strict=True)]
+        assert sum(changed) >= min(2, sum(size > 1 for size in sizes)) or min(sizes) == 2, "the next differs in all"
+
+
+def test_four_ranks_of_each_kind_are_drawn():
+    assert INVARIANTS["dp_split"].numbers["dp"] == (2, 3, 4)
+    crossed = {
+        (case["cp"], case["order"])
+        for number in range(12)
+        for case in [dict(INVARIANTS["cp_order"].draw((), number, "0").numbers)]
+    }
+    assert (4, 1) in crossed

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+import workbench as wb
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss
 from workbench.losses.terms import Term
@@ -34,7 +35,7 @@ def test_a_declared_break_is_no_failure():
     proof = run(subject("bnpo"), "micro_batch_split", "micro_batch_order", "cp_degree")
     assert [invariant.verdict for invariant in proof.invariants] == ["declared", "holds", "holds"]
     assert proof.ok
-    assert proof["micro_batch_split"].counterexample.changed.startswith("one rank, 3 micro-batches")
+    assert proof["micro_batch_split"].counterexample.changed.startswith("one rank, 4 micro-batches")
     assert 0 < proof["cp_degree"].worst < 1e-12
 
 
@@ -171,6 +172,22 @@ def test_an_idle_rank_is_covered_by_one_invariant_only(unshrunk):
 def test_a_loss_without_finite_numbers_on_one_rank_is_refused():
     with pytest.raises(SpecError, match="one rank has finite numbers"):
         run(Spoiled(RunSpec(), subject("grpo"), everywhere=True), "padding")
+
+
+def test_a_division_by_the_length_of_a_document_without_trained_tokens_is_named():
+    """0 / 0 of such a document: one rank has it as well, and the loss is proved on the others."""
+    proof = wb.prove(per_document_mean, rounds=3, budget_s=60)
+    assert {"padding", "masked_rows"} <= set(proof.broken), proof
+    assert proof["masked_rows"].differing == ("not a number",)
+    assert proof["dp_split"].cases == 3, "and what does not need them is tried on the others"
+
+
+def per_document_mean(inputs):
+    """Each token over the trained tokens of its document, without a floor: a document of none is 0 / 0 everywhere."""
+    counts = inputs.document_sums.document(inputs.loss_mask_T.to(inputs.policy_logprobs_T.dtype))
+    shares = 1 / counts
+    anywhere = (shares * counts).sum() * 0.0
+    return {"policy": Term(-inputs.advantages_T * inputs.policy_logprobs_T + anywhere)}
 
 
 def test_a_loss_that_remembers_is_refused():

@@ -102,8 +102,8 @@ def test_the_reproducible_mode_takes_terms(file, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
-        ({"policy": {"fused_loss": True}}, "policy.fused_loss evaluates per-token terms"),
-        ({"reproducible": {"block_tokens": 16}}, "reproducible evaluates per-token terms"),
+        ({"policy": {"fused_loss": True}}, "policy.fused_loss is for a loss of per-token terms"),
+        ({"reproducible": {"block_tokens": 16}}, "reproducible is for a loss of per-token terms"),
         ({"loss": {"kl": {"coefficient": 0.1}}}, "loss.kl would be ignored"),
         ({"loss": {"surrogate": {"coefficient": 2.0}}}, "loss.surrogate.coefficient would be ignored"),
         ({"loss": {"denominator": "document"}}, "loss.denominator would be ignored"),

@@ -1,0 +1,113 @@
+"""Causes that a recorder saw by itself, in pairs of plain loops with one planted difference each."""
+
+import pytest
+import torch
+from torch import nn
+
+import workbench as wb
+from workbench.diagnose.record import Record
+
+DATA = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Loop:
+    """A loop that trains for some steps; a subclass or a keyword plants the difference."""
+
+    def __init__(
+        self, folder, *, seed=0, dropout=0.0, dtype=torch.float32, frozen=(), clip=None, autocast=False, **adamw
+    ):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        self.model, self.clip, self.autocast = model, clip, autocast
+        kind = adamw.pop("kind", torch.optim.AdamW)
+        self.optimizer = kind(model.parameters(), **{"lr": 0.01} | adamw)
+        self.folder = folder
+
+    def run(self, steps=3, update=lambda optimizer: optimizer.step()):
+        with wb.Recorder(self.folder, self.model, self.optimizer, gradients="full") as recorder:
+            for _ in range(steps):
+                self.optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                    loss = self.model(DATA.to(next(self.model.parameters()).dtype)).float().square().mean()
+                loss.backward()
+                recorder.note(loss)
+                if self.clip:
+                    nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+                update(self.optimizer)
+        return self.folder
+
+
+def pair(tmp_path, trusted=None, suspect=None):
+    return wb.diagnose(Loop(tmp_path / "right", **trusted or {}).run(), Loop(tmp_path / "wrong", **suspect or {}).run())
+
+
+@pytest.mark.parametrize(
+    ("suspect", "cause", "reason"),
+    [
+        ({"seed": 1}, "initial_weights", "checksum of the initial weights"),
+        ({"frozen": ("0.bias",)}, "other_parameters", "0.bias: trains False, not True"),
+        ({"dropout": 0.3}, "dropout", "in step 0 1 modules drop, not 0"),
+        ({"lr": 0.02}, "optimizer_settings", "in step 0: lr of group 0 is 0.02, not 0.01"),
+        ({"betas": (0.9, 0.95)}, "optimizer_settings", "betas of group 0 is [0.9, 0.95], not [0.9, 0.999]"),
+        ({"weight_decay": 0.5}, "optimizer_settings", "weight_decay of group 0 is 0.5"),
+        ({"kind": torch.optim.SGD}, "optimizer_settings", "SGD, not AdamW"),
+        ({"clip": 1e-3, "kind": torch.optim.AdamW, "eps": 1e-8}, "optimizer_settings", "clipped to 0.001, where"),
+        ({"dtype": torch.bfloat16}, "precision_settings", "weights in bfloat16, not float32"),
+    ],
+)
+def test_a_difference_that_was_seen_is_named_first(suspect, cause, reason, tmp_path):
+    diagnosis = pair(tmp_path, suspect=suspect)
+    assert diagnosis.causes[0].name == cause or diagnosis.equal, str(diagnosis)
+    assert any(reason in each for each in diagnosis[cause].evidence), str(diagnosis)
+
+
+def test_the_same_settings_are_equal(tmp_path):
+    diagnosis = pair(tmp_path, {"clip": 0.1}, {"clip": 0.1})
+    assert diagnosis.equal
+    assert [each.name for each in diagnosis.causes] == ["no_difference"]
+
+
+def test_an_update_without_effect(tmp_path):
+    def lost(optimizer):
+        kept = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, before in zip(optimizer.param_groups[0]["params"], kept, strict=True):
+                parameter.copy_(before)
+
+    right, wrong = Loop(tmp_path / "right").run(), Loop(tmp_path / "wrong").run(update=lost)
+    diagnosis = wb.diagnose(right, wrong)
+    assert diagnosis.causes[0].name == "no_update", str(diagnosis)
+    assert "the weights of step 1 are those of the step before" in diagnosis.causes[0].evidence[0]
+
+
+def test_a_setting_that_differs_after_the_numbers_is_no_cause_of_them(tmp_path):
+    """The loss of the first step is wrong, and the learning rate of the second."""
+
+    def other_rate(optimizer):
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.02
+
+    class Doubled(Loop):
+        def run(self, **options):
+            self.model.register_forward_hook(lambda module, given, output: 2 * output)
+            return super().run(**options)
+
+    diagnosis = wb.diagnose(Loop(tmp_path / "right").run(), Doubled(tmp_path / "wrong").run(update=other_rate))
+    assert diagnosis.causes[0].name != "optimizer_settings"
+    assert diagnosis["optimizer_settings"].score == 0.2
+
+
+def test_autocast_sets_the_precision_of_a_record(tmp_path):
+    folder = Loop(tmp_path / "mixed", autocast=True).run()
+    assert Record.load(folder).context["precision"] == "bf16_mixed"
+    assert Record.load(Loop(tmp_path / "plain").run()).context["precision"] == "float32"
+
+
+def test_a_saved_record_keeps_what_was_seen(tmp_path):
+    record = Record.load(Loop(tmp_path / "first").run())
+    again = Record.load(record.save(tmp_path / "again"))
+    assert again.steps[1].observed == record.steps[1].observed != {}
+    assert again.context["observed"] == record.context["observed"]

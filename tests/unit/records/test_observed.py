@@ -1,0 +1,198 @@
+"""What a recorder sees by itself, in loops whose settings, weights and modes are known."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.ranks import run_ranks
+from workbench.records import trainer_files as files
+from workbench.records.observed import checksum, drops
+from workbench.records.recorder import Recorder
+
+DATA = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def model_of(seed=0, dropout=0.0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Dropout(dropout), nn.Tanh(), nn.Linear(5, 1))
+
+
+def loss_of(model):
+    return model(DATA).square().mean()
+
+
+def trained(folder, model, optimizer, steps=2, before_step=lambda: None, **more):
+    with Recorder(folder, model, optimizer, **more) as recorder:
+        for _ in range(steps):
+            model.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            recorder.note(loss)
+            before_step()
+            for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+                each.step()
+    return files.read_context(folder)["observed"], [step["observed"] for step in files.read_steps(folder)]
+
+
+def test_settings_weights_and_dtypes_of_every_step(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    initial = checksum(dict(model.named_parameters()))
+    start, steps = trained(tmp_path / "mine", model, optimizer, before_step=lambda: None)
+    schedule.step()
+    assert start["optimizers"] == ["AdamW"]
+    assert start["parameters"]["0.weight"] == {"shape": [5, 4], "dtype": "float32", "trains": True}
+    assert (start["tied"], start["left_out"]) == ([], [])
+    assert start["weights"] == initial == steps[0]["weights"] != steps[1]["weights"]
+    [[group]] = steps[0]["optimizers"]
+    assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (0.1, [0.8, 0.9], 0.3, 1e-8)
+    assert steps[0]["dtypes"] == {"gradients": ["float32"], "state": []}
+    assert steps[1]["dtypes"] == {"gradients": ["float32"], "state": ["float32"]}
+
+
+def test_a_schedule_is_seen_step_by_step(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rates = iter((0.1, 0.05))
+
+    def schedule():
+        optimizer.param_groups[0]["lr"] = next(rates)
+
+    _, steps = trained(tmp_path / "mine", model, optimizer, before_step=schedule)
+    assert [step["optimizers"][0][0]["lr"] for step in steps] == [0.1, 0.05]
+
+
+def test_parameters_that_are_frozen_tied_or_left_out(tmp_path):
+    model = model_of()
+    model.add_module("again", nn.Linear(4, 5))
+    model.again.weight = model[0].weight
+    model[3].bias.requires_grad_(False)
+    start, _ = trained(tmp_path / "mine", model[:4], torch.optim.SGD([model[0].weight], lr=0.1), steps=1)
+    assert not start["parameters"]["3.bias"]["trains"]
+    assert start["left_out"] == ["0.bias", "3.weight"]
+    recorder = Recorder(tmp_path / "tied", model)
+    assert files.read_context(tmp_path / "tied")["observed"]["tied"] == [["0.weight", "again.weight"]]
+    recorder.close()
+
+
+def test_dropout_counts_where_it_drops():
+    assert drops(nn.Dropout(0.1))
+    assert not drops(nn.Dropout(0.1).eval())
+    assert not drops(nn.Dropout(0.0))
+
+
+def test_clipping_by_torch_is_seen_and_gradients_are_those_before(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    correct, norms = nn.utils.clip_grad_norm_, []
+
+    def clip():
+        norms.append(float(model[0].weight.grad.norm()))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+
+    _, steps = trained(tmp_path / "mine", model, optimizer, before_step=clip)
+    assert [step["clip"] for step in steps] == [{"max_norm": 0.001}] * 2
+    recorded = [step["gradient_norms"]["0.weight"] for step in files.read_steps(tmp_path / "mine")]
+    assert recorded == pytest.approx(norms, rel=1e-6)
+    assert nn.utils.clip_grad_norm_ is correct, "unwrapped at the end"
+
+
+def test_one_changed_bit_or_two_swapped_rows_change_the_checksum():
+    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+    before = checksum({"w": weight})
+    with torch.no_grad():
+        weight.view(torch.int32)[3, 2] ^= 1
+    changed = checksum({"w": weight})
+    with torch.no_grad():
+        weight.view(torch.int32)[3, 2] ^= 1
+        weight.copy_(weight[[1, 0, 2, 3, 4, 5]])
+    assert len({before, changed, checksum({"w": weight})}) == 3
+    assert checksum({"w": nn.Parameter(weight[:0])}) == checksum({"w": nn.Parameter(torch.empty(0, 4))})
+
+
+# ---- optimizers that do more than step --------------------------------------------------------------------------
+
+
+def test_a_closure_is_recorded_after_its_first_call(tmp_path):
+    model, expected = model_of(), model_of()
+    optimizer, calls = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3), []
+    with Recorder(tmp_path / "mine", model, optimizer):
+
+        def closure():
+            calls.append(1)
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    loss = loss_of(expected)
+    loss.backward()
+    [step] = files.read_steps(tmp_path / "mine")
+    assert len(calls) > 1
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert step["gradient_norms"]["0.weight"] == pytest.approx(float(expected[0].weight.grad.norm()), rel=1e-6)
+
+
+def test_several_optimizers_are_one_step_each_with_its_own_gradients(tmp_path):
+    """The first one's gradients are cleared before the second steps, as in loops that alternate."""
+    model, expected = model_of(), model_of()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[3]))
+    loss_of(expected).backward()
+    with Recorder(tmp_path / "mine", model, [first, second]):
+        loss_of(model).backward()
+        first.step()
+        first.zero_grad()
+        second.step()
+    [step] = files.read_steps(tmp_path / "mine")
+    norms = {name: float(value.grad.norm()) for name, value in expected.named_parameters()}
+    assert step["gradient_norms"] == pytest.approx(norms, rel=1e-6)
+    assert [group[0]["lr"] for group in step["observed"]["optimizers"]] == [0.1, 0.1]
+
+
+class Scaler:
+    """As torch's GradScaler: it skips a step with a gradient that is not finite, and lowers its scale."""
+
+    def __init__(self):
+        self.scale = 4.0
+
+    def get_scale(self):
+        return self.scale
+
+
+def test_what_was_noted_for_a_skipped_step_is_left_out(tmp_path):
+    model, scaler = model_of(), Scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "mine", model, optimizer, scaler=scaler) as recorder:
+        loss_of(model).backward()
+        recorder.note(torch.tensor(100.0), counts={"documents": 6})
+        scaler.scale = 2.0  # skipped: no optimizer.step()
+        model.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        recorder.note(loss, counts={"documents": 6})
+        optimizer.step()
+    [step] = files.read_steps(tmp_path / "mine")
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert step["counts"] == {"documents": 6.0}
+    assert (step["observed"]["skipped"], step["observed"]["scale"]) == (1, 2.0)
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------
+
+
+def _rank(folder, apart):
+    rank = torch.distributed.get_rank()
+    model = model_of(seed=rank if apart else 0)
+    recorder = Recorder(folder, model)
+    loss_of(model).backward()
+    recorder.step()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_replicas_that_differ_are_named(apart, tmp_path):
+    run_ranks(_rank, 2, tmp_path / "ranks", tmp_path / "mine", apart)
+    [step] = files.read_steps(tmp_path / "mine")
+    expected = ["0.weight", "0.bias", "3.weight", "3.bias"] if apart else "equal"
+    assert step["observed"]["replicas"] == expected

@@ -1,0 +1,174 @@
+"""Causes that a recorder saw by itself (`workbench.records.observed`): settings, weights, parameters, modes, replicas.
+
+What was seen is no inference: where two runs were set differently before their numbers part, that is told first, and
+what follows from it comes behind. A difference that was not seen is not taken for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from workbench.diagnose.causes import NOT, Family, Judged
+from workbench.diagnose.facts import Facts
+
+OBSERVED = Family("observed")
+SEEN = 0.97
+"""Score of what both recorders saw: above all inferences but those of numbers that are zero or not finite."""
+TOO_LATE = 0.2
+"""Of a difference that was seen only after the numbers had parted: it may be another mistake, but not that one."""
+
+
+def _starts(facts: Facts) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    trusted, suspect = (record.context.get("observed") or {} for record in (facts.evidence.trusted, facts.suspect))
+    return trusted, suspect
+
+
+def _steps(facts: Facts) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
+    """Number of each step that both recorded, and what the recorders saw in it."""
+    suspect = {step.number: step.observed for step in facts.suspect.steps}
+    for step in facts.evidence.trusted.steps:
+        if step.number in suspect and step.observed and suspect[step.number]:
+            yield step.number, step.observed, suspect[step.number]
+
+
+def _comparable(facts: Facts) -> bool:
+    """True if both records see the same parts of the model: rank 0 of as many shards."""
+    trusted, suspect = _starts(facts)
+    sizes = [
+        [record.context.get(axis) or 1 for axis in ("tp", "pp", "ep")]
+        for record in (facts.evidence.trusted, facts.suspect)
+    ]
+    return bool(trusted and suspect) and sizes[0] == sizes[1] and trusted.get("sharded") == suspect.get("sharded")
+
+
+@OBSERVED.cause("other parameters: some exist, train, are tied or have an optimizer in one run only")
+def _other_parameters(facts: Facts) -> Judged:
+    if not _comparable(facts):
+        return NOT
+    trusted, suspect = _starts(facts)
+    reasons = []
+    one, other = trusted.get("parameters", {}), suspect.get("parameters", {})
+    for word, names in (("lacks", one.keys() - other.keys()), ("has also", other.keys() - one.keys())):
+        if names:
+            reasons.append(f"the suspect {word} {_listed(sorted(names))}")
+    shared = [name for name in one if name in other]
+    for key, word in (("trains", "trains"), ("shape", "has a shape")):
+        if names := [name for name in shared if one[name][key] != other[name][key]]:
+            reasons.append(f"{_listed(names)}: {word} {other[names[0]][key]}, not {one[names[0]][key]}")
+    if trusted.get("tied") != suspect.get("tied"):
+        reasons.append(f"tied: {suspect.get('tied') or 'nothing'}, not {trusted.get('tied') or 'nothing'}")
+    if trusted.get("left_out", []) != suspect.get("left_out", []):
+        reasons.append(f"in no optimizer: {_listed(suspect.get('left_out', [])) or 'nothing'}")
+    return (SEEN, reasons) if reasons else NOT
+
+
+@OBSERVED.cause("the runs start from other weights")
+def _initial_weights(facts: Facts) -> Judged:
+    trusted, suspect = _starts(facts)
+    if not _comparable(facts) or trusted.get("parameters") != suspect.get("parameters"):
+        return NOT
+    if None in (trusted.get("weights"), suspect.get("weights")) or trusted["weights"] == suspect["weights"]:
+        return NOT
+    return SEEN, [f"checksum of the initial weights {suspect['weights']}, not {trusted['weights']}"]
+
+
+@OBSERVED.cause("the optimizer, its settings or the bound of clipping differ")
+def _optimizer_settings(facts: Facts) -> Judged:
+    trusted, suspect = _starts(facts)
+    right, wrong = (start.get("optimizers") for start in (trusted, suspect))
+    if right and wrong and right != wrong:
+        return _since(facts, -1), [f"{' and '.join(wrong)}, not {' and '.join(right)}"]
+    for number, one, other in _steps(facts):
+        reasons = [*_settings_off(one, other), *_clipping_off(one, other)]
+        if reasons:
+            return _since(facts, number), [f"in step {number}: {reason}" for reason in reasons[:6]]
+    return NOT
+
+
+def _since(facts: Facts, number: int) -> float:
+    """Score of a setting that differs from a step on: it acts on weights after that step."""
+    first = next((step.number for step in facts.evidence.steps if step.differs), None)
+    return 0.5 if first is None else SEEN if number < first else TOO_LATE
+
+
+def _settings_off(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    if "optimizers" not in one or "optimizers" not in other:
+        return
+    for at, (groups, others) in enumerate(zip(one["optimizers"], other["optimizers"], strict=False)):
+        if len(groups) != len(others):
+            yield f"optimizer {at} has {len(others)} groups, not {len(groups)}"
+        for group, (right, wrong) in enumerate(zip(groups, others, strict=False)):
+            for name in right:
+                if name in wrong and right[name] != wrong[name]:
+                    yield f"{name} of group {group} is {wrong[name]}, not {right[name]}"
+
+
+def _clipping_off(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    if "optimizers" not in one or "optimizers" not in other:
+        return  # without an optimizer clipping is not watched
+    bounds = [seen.get("clip", {}).get("max_norm") for seen in (one, other)]
+    if bounds[0] != bounds[1]:
+        texts = ["no clipping by torch" if bound is None else f"clipped to {bound:g}" for bound in bounds]
+        yield f"{texts[1]}, where the trusted run has {texts[0]}"
+
+
+@OBSERVED.cause("replicas of the weights are not equal on all ranks")
+def _replicas_apart(facts: Facts) -> Judged:
+    for number, one, other in _steps(facts):
+        off = other.get("replicas")
+        if isinstance(off, list) and not isinstance(one.get("replicas"), list):
+            return SEEN, [f"in step {number} {_listed(off)} differ between ranks"]
+    return NOT
+
+
+@OBSERVED.cause("dropout is active in one run only")
+def _dropout(facts: Facts) -> Judged:
+    for number, one, other in _steps(facts):
+        if one.get("dropout") != other.get("dropout"):
+            return SEEN, [f"in step {number} {other.get('dropout')} modules drop, not {one.get('dropout')}"]
+    return NOT
+
+
+@OBSERVED.cause("an update left the weights as they were")
+def _no_update(facts: Facts) -> Judged:
+    before: tuple[str, str] | None = None
+    for number, one, other in _steps(facts):
+        now = (str(one.get("weights")), str(other.get("weights")))
+        if before is not None and now[1] == before[1] and now[0] != before[0]:
+            return SEEN, [f"the weights of step {number} are those of the step before; the trusted ones changed"]
+        before = now
+    return NOT
+
+
+@OBSERVED.cause("weights, gradients or the optimizer's state have other dtypes")
+def _precision_settings(facts: Facts) -> Judged:
+    reasons = []
+    trusted, suspect = _starts(facts)
+    dtypes = [
+        sorted({entry["dtype"] for entry in start.get("parameters", {}).values()}) for start in (trusted, suspect)
+    ]
+    if all(dtypes) and dtypes[0] != dtypes[1]:
+        reasons.append(f"weights in {' and '.join(dtypes[1])}, not {' and '.join(dtypes[0])}")
+    for number, one, other in _steps(facts):
+        for part, right in one.get("dtypes", {}).items():
+            wrong = other.get("dtypes", {}).get(part)
+            if wrong and right and wrong != right:
+                reasons.append(f"{part} of step {number} in {' and '.join(wrong)}, not {' and '.join(right)}")
+        if reasons:
+            break
+    if not reasons or not any(step.differs for step in facts.evidence.steps):
+        return (0.3, reasons) if reasons else NOT
+    return 0.9, reasons
+
+
+@OBSERVED.cause("steps were skipped by the loss scaler in one run only")
+def _skipped_steps(facts: Facts) -> Judged:
+    for number, one, other in _steps(facts):
+        if one.get("skipped") != other.get("skipped") and "skipped" in one and "skipped" in other:
+            return SEEN, [f"before step {number} {other['skipped']} steps were skipped, not {one['skipped']}"]
+    return NOT
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,157 @@
+"""What a recorder sees of a training run by itself: settings, dtypes, weights, replicas, modules in training mode.
+
+A record keeps what there is at the start under ``observed`` in record.json, and what may change under ``observed`` in
+the line of each step. Nothing is guessed: a key that is missing was not seen.
+
+    start  parameters   name -> shape, dtype, "trains"; of the whole model, frozen ones too
+           tied         groups of names that are one parameter
+           optimizers   classes, in order
+           left_out     trained parameters that no optimizer has
+           weights      checksum of this run's initial weights, of the part of the writing rank
+           sharded      True if parameters are shards (DTensors)
+    step   optimizers   for each, the settings of its groups (learning rate, betas, weight decay, ...)
+           weights      checksum before the step's update
+           replicas     "equal", or the first parameters whose copies differ between ranks
+           dtypes       of gradients and of the optimizers' state
+           dropout      modules that drop something
+           autocast     dtype of torch's autocast, where the model was called under it
+           clip         the norm before clipping and its bound, where torch's function clipped
+           scale        of a GradScaler that was given
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from workbench.sharding.data_parallel import is_shard
+from workbench.sharding.gradients import local_gradient, local_values, plain_names
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def of_start(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """What there is before the first step. ``parameters`` are those that train, by name."""
+    named = plain_names(dict(model.named_parameters(remove_duplicate=False)))
+    groups: dict[int, list[str]] = {}
+    for name, value in named.items():
+        groups.setdefault(id(value), []).append(name)
+    seen: dict[str, Any] = {
+        "parameters": {
+            names[0]: {
+                "shape": list(named[names[0]].shape),
+                "dtype": dtype_name(named[names[0]].dtype),
+                "trains": named[names[0]].requires_grad,
+            }
+            for names in groups.values()
+        },
+        "tied": [names for names in groups.values() if len(names) > 1],
+        "weights": checksum(parameters),
+        "sharded": any(is_shard(value) for value in parameters.values()),
+    }
+    if optimizers:
+        held = {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
+        seen |= {
+            "optimizers": [type(each).__name__ for each in optimizers],
+            "left_out": [name for name, value in parameters.items() if id(value) not in held],
+        }
+    return seen
+
+
+def of_step(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """What there is when a step's gradients are complete, before the update."""
+    states = [value for each in optimizers for kept in each.state.values() for value in kept.values()]
+    seen: dict[str, Any] = {
+        "weights": checksum(parameters),
+        "dropout": sum(drops(module) for module in model.modules()),
+        "dtypes": {
+            "gradients": _dtypes(local_gradient(value) for value in parameters.values()),
+            "state": _dtypes(value for value in states if isinstance(value, Tensor) and value.dim()),
+        },
+    }
+    if optimizers:
+        seen["optimizers"] = [[_settings(group) for group in each.param_groups] for each in optimizers]
+    return seen
+
+
+@torch.no_grad()
+def checksum(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Sixteen digits that depend on every bit of this rank's parameters and on their places.
+
+    Each row's bits are summed, and the sums weighed by the number of their row: one pass over the weights.
+    """
+    sums = []
+    for value in parameters.values():
+        local = local_values(value)
+        bits = local.contiguous().view(_BITS[local.element_size()])
+        bits = bits.reshape(len(bits), -1) if bits.dim() > 1 and bits.numel() else bits.reshape(1, bits.numel())
+        rows = bits.sum(1, dtype=torch.int64)
+        sums.append(torch.stack([rows.sum(), (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()]))
+    numbers = torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def checksums(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """The checksum of every parameter that this rank holds whole."""
+    return {name: checksum({name: value}) for name, value in parameters.items() if not is_shard(value)}
+
+
+def drops(module: nn.Module) -> bool:
+    """True if a module drops some of its input: a dropout in training mode with a probability."""
+    return module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(values: Iterable[Tensor | None]) -> list[str]:
+    return sorted({dtype_name(value.dtype) for value in values if value is not None})
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer's group that are numbers, switches, or pairs of them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return float(value)
+        return [plain(each) for each in value] if isinstance(value, tuple | list) else value
+
+    kept = {name: plain(value) for name, value in group.items() if name != "params" and not name.startswith("_")}
+    return {name: value for name, value in kept.items() if isinstance(value, int | float | list | bool | str)}
+
+
+def watch_clipping(parameters: Mapping[str, nn.Parameter], seen: Callable[[float], None]) -> Callable[[], None]:
+    """Call a function with the bound whenever torch is about to clip some of these parameters; return what stops it.
+
+    ``torch.nn.utils.clip_grad_norm_`` is wrapped, as it is called from there by trainers (accelerate, transformers,
+    Lightning); a loop that imported the function earlier is not seen.
+    """
+    own, module = {id(value) for value in parameters.values()}, torch.nn.utils
+    correct = module.clip_grad_norm_
+
+    @functools.wraps(correct)
+    def clip_grad_norm_(given: Any, max_norm: float, *more: Any, **options: Any) -> Any:
+        given = [given] if isinstance(given, Tensor) else list(given)
+        if any(id(value) in own for value in given):
+            seen(max_norm)
+        return correct(given, max_norm, *more, **options)
+
+    module.clip_grad_norm_ = cast(Any, clip_grad_norm_)
+
+    def stop() -> None:
+        if module.clip_grad_norm_ is clip_grad_norm_:
+            module.clip_grad_norm_ = correct
+
+    return stop
