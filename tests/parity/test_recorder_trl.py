@@ -215,4 +215,4 @@ def test_a_loss_that_divides_by_something_else_is_not_the_same(recorded, tmp_pat
     mine = cut_to(wb.Record.of(ours(seen, weights, tmp_path, OPTIONS | {"loss_type": "grpo"})), theirs)
     diagnosis = wb.diagnose(mine, theirs)
     assert not diagnosis.equal
-    assert diagnosis.causes[0].score > 0.5
+    assert "cannot be told from these records; note old_logprobs, advantages, targets" in diagnosis.headline

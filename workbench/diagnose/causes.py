@@ -161,7 +161,7 @@ def _factor(name: str, inverse: bool) -> Judge:
             return NOT
         named = facts.factor_names[hits[0]]
         if facts.inexact_power:
-            return 0.45, [
+            return 0.3, [
                 f"every gradient is about {facts.step.factor:.6g} times the trusted one, which is "
                 f"{named.description}; but such a factor rounds nothing, and something was rounded"
             ]

@@ -26,6 +26,19 @@ RULED_OUT = 0.05
 NEAR = 0.5
 """A suspect scores at least this fraction of the first."""
 
+UNTOLD = 0.45
+"""Highest score of a cause that takes inputs of the loss for equal which were not recorded: other inputs of it would
+look the same."""
+_DECIDED = 0.7
+"""A higher score rests on more than the direction or the length of a gradient."""
+_TAKE_FOR_EQUAL = (
+    *("uneven_weights", "term_without_gradient", "ranks_lost", "added_repeatedly", "unnamed_factor", "other_loss"),
+    *("some_parameters", "other_count"),
+)
+_VAGUE = 0.03
+"""Relative tolerance of norms beyond which a factor of all of them is no proof of one: that of bfloat16."""
+_INPUTS = ("policy_logprobs", "old_logprobs", "advantages", "targets")
+
 EQUAL, DIFFERENT, VACUOUS, UNSOUND = "equal", "different", "vacuous", "unsound baseline"
 _VERDICTS = {"no_difference": EQUAL, "nothing_compared": VACUOUS, "unsound_baseline": UNSOUND}
 """First cause -> verdict; any other cause is a difference."""
@@ -114,7 +127,7 @@ class Diagnosis:
         suspect: name of the other.
         causes: those reported, ranked.
         sight: how much of the steps a comparison could have seen, of the record that shows less; None if unknown.
-        unsampled: of each record whose updates did not reach its sampler, what did not.
+        notes: updates that did not reach a record's sampler; the trainer's own metrics that alone differ.
     """
 
     trusted: str
@@ -123,12 +136,12 @@ class Diagnosis:
     evidence: Evidence = field(repr=False)
     tried: tuple[Trial, ...] = ()
     sight: Counts | Sight | None = field(default=None, repr=False)
-    unsampled: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why the verdict proves less than it seems to, and updates that a sampler does not see."""
-        return (*(self.sight.warnings if self.sight else ()), *self.unsampled)
+        """Why the verdict proves less than it seems to, and `notes`."""
+        return (*(self.sight.warnings if self.sight else ()), *self.notes)
 
     @property
     def verdict(self) -> str:
@@ -179,6 +192,11 @@ class Diagnosis:
         )
 
     @property
+    def untold(self) -> tuple[str, ...]:
+        """Inputs of the loss that both records would need to tell more."""
+        return tuple(self.evidence.not_recorded(_INPUTS))
+
+    @property
     def headline(self) -> str:
         """One-clause summary."""
         first = self.causes[0]
@@ -186,6 +204,11 @@ class Diagnosis:
             return first.description
         if self.verdict == UNSOUND:
             return f"{UNSOUND}: {first.evidence[0]}"
+        if first.score <= UNTOLD and self.untold:
+            return (
+                f"from step {self.evidence.first.number} on something differs that cannot be told from these records; "
+                f"note {', '.join(self.untold)} of each token to decide"
+            )
         return f"from step {self.evidence.first.number} on: {first.description}"
 
     def __str__(self) -> str:
@@ -226,13 +249,21 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     sight = fewest(trusted_sight, suspect_sight)
     told = tuple(filter(None, (unsampled(record, steps) for record in (trusted, suspect))))
     if (unsound := _unsound(evidence)) is not None:
-        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight, unsampled=told)
+        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight, notes=told)
     facts = Facts(evidence)
     ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
     if ranked[0].name == "no_difference" and sight.nothing:
         reasons = ("nothing was there to differ, so agreement proves nothing",)
         ranked = (Suspicion("nothing_compared", f"{VACUOUS}: {sight.nothing}", ranked[0].score, reasons),)
-    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight, unsampled=told)
+    alone = next((step for step in evidence.steps if step.foreign_metrics and not step.differs), None)
+    if alone is not None and not evidence.first.differs:
+        told += (f"in step {alone.number} {_apart(alone.foreign_metrics)}: of a micro-batch, or merged otherwise",)
+    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight, notes=told)
+
+
+def _apart(metrics: Mapping[str, tuple[float, float]]) -> str:
+    texts = [f"{key} is {wrong:.4g}, not {right:.4g}" for key, (right, wrong) in metrics.items()]
+    return ", ".join(texts[:3])
 
 
 def _unsound(evidence: Evidence) -> Suspicion | None:
@@ -296,8 +327,26 @@ def _suspicion(cause: Cause, facts: Facts) -> Suspicion:
     score, reasons = cause.judge(facts)
     if score and any(_present(need, facts.context, facts.counts) is False for need in cause.needs):
         score *= RULED_OUT
+    if score and (untold := _untold(cause, facts, score)):
+        score, reasons = score * UNTOLD / _DECIDED, [*reasons, untold]
     lacked = [part for part in cause.uses if part not in facts.step.known]
     return Suspicion(cause.name, cause.description, score, tuple(reasons), tuple(lacked), cause.needs)
+
+
+def _untold(cause: Cause, facts: Facts, score: float) -> str:
+    """Why a cause is no more than possible, as inputs of the loss are unknown or numbers too rough; "" if it is."""
+    if facts.evidence.trusted.steps and all(record.of_workbench for record in (facts.evidence.trusted, facts.suspect)):
+        return ""
+    if cause.name in _TAKE_FOR_EQUAL and score < _DECIDED:
+        lacking = facts.not_recorded(_INPUTS)
+        return f"not recorded, and may differ as well: {', '.join(lacking)}" if lacking else ""
+    rough = facts.step.cosine is None and facts.step.noise.gradient > _VAGUE
+    exact = cause.name.startswith(("times_", "over_")) or cause.name in ("loss_alone", "metrics_alone")
+    return (
+        "norms in this precision tell no factor from another gradient, and no right one from it"
+        if exact and rough
+        else ""
+    )
 
 
 def _present(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | None = None) -> bool | None:

@@ -36,8 +36,14 @@ GAP = 10.0
 PARTS = ("loss", "gradient", "metrics", "tokens")
 TOKEN_VALUES = (
     *("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"),
-    *("entropy_nats", "ratios", "trained", "clipped"),
+    *("entropy_nats", "ratios", "trained", "clipped", "advantages", "rewards", "targets"),
 )
+OWN = (
+    *("advantage", "clip", "correction", "documents", "entropy", "gradient", "kl", "length", "logit", "logprob"),
+    *("loss", "ratio", "reward", "sampler", "segments", "tokens"),
+)
+"""First words of the workbench's own metric keys, ``loss/policy/sum``. The keys of other trainers may be of a
+micro-batch, or smoothed: alone they are no difference."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class StepEvidence:
         gradient_same: within noise; None if unknown, or zero in both.
         metrics: those that differ, trusted and suspect.
         compared_metrics: number of metrics compared.
+        foreign_metrics: those with other keys than the workbench's that differ.
         tokens: for each per-token value, [S] bool where it differs, of the tokens that train in both.
         not_finite: values of the suspect that are not finite although the trusted ones are.
         silent: parts that both have and that are zero in both, within noise: their agreement proves nothing.
@@ -89,6 +96,7 @@ class StepEvidence:
     gradient_same: bool | None = None
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     compared_metrics: int = 0
+    foreign_metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     not_finite: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
@@ -142,6 +150,11 @@ class Evidence:
     def first(self) -> StepEvidence:
         """The first step that differs, or the first of all."""
         return next((step for step in self.steps if step.differs), self.steps[0])
+
+    def not_recorded(self, names: Iterable[str]) -> list[str]:
+        """Per-token values that one of the two records of the first step that differs does not have."""
+        tokens = [whole(step.tokens) for step in self.pair]
+        return [name for name in names if any(name not in each for each in tokens)]
 
     @property
     def pair(self) -> tuple[RecordedStep, RecordedStep]:
@@ -201,7 +214,10 @@ def _step(
     values: dict = {"number": a.number, "noise": noise}
     broken, silent = [], []
     if a.loss is not None and b.loss is not None:
-        bar = noise.loss * max(abs(a.loss), _whole_norm(a), _summed_size(a) if noise.same_forward else 0.0)
+        summed = _summed_size(a)
+        bar = noise.loss * max(abs(a.loss), _whole_norm(a), summed if noise.same_forward else 0.0)
+        if not summed:  # inputs of the loss besides the log-probabilities may be rounded otherwise: a reference's
+            bar = max(bar, noise.unknown_inputs * abs(a.loss))
         values |= {"losses": (a.loss, b.loss), "loss_same": abs(a.loss - b.loss) <= bar}
         if max(abs(a.loss), abs(b.loss)) <= bar:  # any other loss as small would agree as well
             silent.append("loss")
@@ -226,14 +242,20 @@ def _step(
             for name in norms
             if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient
         }
+    foreign = {key: pair for key, pair in off.items() if not _own(key)}
     return StepEvidence(
         **values,
-        metrics=off,
+        metrics={key: pair for key, pair in off.items() if key not in foreign},
+        foreign_metrics=foreign,
         compared_metrics=len(shared),
         tokens=tokens,
         not_finite=tuple(broken),
         silent=tuple(silent),
     )
+
+
+def _own(key: str) -> bool:
+    return "/" in key and key.partition("/")[0] in OWN
 
 
 def _flipped(a: RecordedStep, b: RecordedStep) -> float:

@@ -288,7 +288,7 @@ def _update(facts: Facts) -> Judged:
     """The first gradients agree, and the weights after them do not."""
     steps = facts.evidence.steps
     before = [step for step in steps if step.number < facts.step.number]
-    if not before or facts.forward_same is not False:
+    if not before or facts.forward_same is not False or facts.mask_same is False or facts.other_documents:
         return NOT
     if not all(step.gradient_same for step in before if step.gradient_same is not None):
         return NOT

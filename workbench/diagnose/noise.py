@@ -44,6 +44,7 @@ class Noise:
         logprob_nats: difference of a token's log-probability, relative to 1 + its absolute value.
         outliers: share of the tokens that may lie further apart.
         same_forward: log-probabilities of all tokens are bitwise identical.
+        unknown_inputs: relative tolerance of a loss whose other inputs (a reference) were not recorded.
     """
 
     gradient: float
@@ -53,6 +54,7 @@ class Noise:
     logprob_nats: float
     outliers: float
     same_forward: bool = False
+    unknown_inputs: float = 0.0
 
     @classmethod
     def between(
@@ -68,7 +70,8 @@ class Noise:
         if same_forward:
             rest = min(bar, _OF_FLOAT32)
             gradient = min(bar, _SAME_FORWARD[name])
-            return cls(gradient, rest, 10 * rest, _METRIC_FLOOR["float32"], 10 * rest, 0.0, same_forward=True)
+            floor = _METRIC_FLOOR["float32"]
+            return cls(gradient, rest, 10 * rest, floor, 10 * rest, 0.0, same_forward=True, unknown_inputs=bar / 20)
         return cls(bar, bar, bar, _METRIC_FLOOR[name], bar, 0.05 if step and name != "float64" else 0.0)
 
     def of_metric(self, key: str) -> float:

@@ -15,6 +15,10 @@ from workbench.diagnose.facts import Facts
 OBSERVED = Family("observed")
 SEEN = 0.97
 """Score of what both recorders saw: above all inferences but those of numbers that are zero or not finite."""
+DECLARED = 0.995
+"""Of settings that differ where no number does, beyond its tolerance: above `no_difference`, for it is one."""
+_HOW = ("fused", "foreach", "capturable", "differentiable")
+"""Settings of torch's optimizers that say how, and not what, they compute."""
 TOO_LATE = 0.2
 """Of a difference that was seen only after the numbers had parted: it may be another mistake, but not that one."""
 
@@ -88,8 +92,9 @@ def _optimizer_settings(facts: Facts) -> Judged:
 
 def _since(facts: Facts, number: int) -> float:
     """Score of a setting that differs from a step on: it acts on weights after that step."""
-    first = next((step.number for step in facts.evidence.steps if step.differs), None)
-    return 0.5 if first is None else SEEN if number < first else TOO_LATE
+    parts = ("loss", "gradient", "tokens")
+    first = next((step.number for step in facts.evidence.steps if any(part in step.differs for part in parts)), None)
+    return DECLARED if first is None else SEEN if number < first else TOO_LATE
 
 
 def _settings_off(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
@@ -100,7 +105,7 @@ def _settings_off(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[
             yield f"optimizer {at} has {len(others)} groups, not {len(groups)}"
         for group, (right, wrong) in enumerate(zip(groups, others, strict=False)):
             for name in right:
-                if name in wrong and right[name] != wrong[name]:
+                if name in wrong and right[name] != wrong[name] and name not in _HOW:
                     yield f"{name} of group {group} is {wrong[name]}, not {right[name]}"
 
 
@@ -151,6 +156,8 @@ def _precision_settings(facts: Facts) -> Judged:
     if all(dtypes) and dtypes[0] != dtypes[1]:
         reasons.append(f"weights in {' and '.join(dtypes[1])}, not {' and '.join(dtypes[0])}")
     for number, one, other in _steps(facts):
+        if one.get("grid") != other.get("grid"):
+            reasons.append(f"before step {number} the weights lie on the grid of {other.get('grid') or 'float32'}")
         for part, right in one.get("dtypes", {}).items():
             wrong = other.get("dtypes", {}).get(part)
             if wrong and right and wrong != right:

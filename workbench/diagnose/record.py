@@ -178,11 +178,13 @@ class Record:
         folder = Path(folder)
         context = dict(files.read_context(folder))
         name = str(context.pop("name", folder.name))
-        steps = tuple(_loaded(folder, step) for step in files.read_steps(folder))
+        lines = files.read_steps(folder)
+        steps = tuple(_loaded(folder, line) for line in lines)
         cast = next((step.observed["autocast"] for step in steps if "autocast" in step.observed), None)
         if cast is not None and context.get("precision") == "float32":  # that of the weights
             context["precision"] = {"bfloat16": "bf16_mixed", "float16": "fp16_amp"}.get(cast, cast)
-        return cls(context, steps, name)
+        noted = max((int(line.get("micro_batches") or 1) for line in lines), default=1)
+        return cls({"micro_batches": noted} | context if noted > 1 else context, steps, name)
 
     def save(self, folder: Path | str) -> Path:
         """Write the record in a recorder's format.
@@ -212,6 +214,11 @@ class Record:
                 | ({"observed": dict(step.observed)} if step.observed else {}),
             )
         return folder
+
+    @property
+    def of_workbench(self) -> bool:
+        """True for a run of the workbench, whose inputs of the loss follow from its settings and its rollouts."""
+        return "denominator" in self.context and "observed" not in self.context
 
     @property
     def parts(self) -> tuple[str, ...]:

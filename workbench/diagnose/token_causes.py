@@ -98,6 +98,8 @@ def _other_mask(facts: Facts) -> Judged:
         facts.agree(place, "trained") for place in ("shard edges", "document starts", "document beginnings")
     )
     off = facts.off_tokens("trained")
+    if facts.other_documents:
+        return 0.3, [f"other tokens train, but {facts.other_documents}"]
     return 0.85 * (1 - 0.7 * at_places), ["other tokens train" + ("" if off is None else f": {int(off.sum())} differ")]
 
 
@@ -190,7 +192,8 @@ def _logprobs_scaled(facts: Facts) -> Judged:
     undone = temperature * (change[0] + change[1]) - change[0]
     slope, rest = fit(change[0] + entropy[0], undone)
     _, as_is = fit(change[0] + entropy[0], change[1])
-    if rest > 0.35 or rest > as_is or (slope > 0) != (temperature > 1):
+    expected = 1 - 1 / temperature  # to first order: from 1 / T to 1
+    if rest > 0.35 or rest > as_is or not 0.5 < slope / expected < 1.4:
         return NOT
     return 0.93 - rest, [
         f"times the temperature they move along logp + entropy (slope {slope:.3g}, {rest:.1%} "
@@ -233,9 +236,29 @@ def _entropy_alone(facts: Facts) -> Judged:
 @TOKENS.cause("advantages are other ones: grouped, centred or whitened otherwise", uses=("metrics",))
 def _advantages(facts: Facts) -> Judged:
     off = facts.metrics_off(*ADVANTAGES)
+    tokens = facts.off_tokens("advantages")
+    if tokens is not None and bool(tokens.any()):
+        off = [f"advantages of {int(tokens.sum())} tokens", *off]
     if not off or facts.forward_same is False or facts.mask_same is False or facts.gradient_same is not False:
         return NOT
-    return 0.9, [f"{', '.join(off)} differ, and log-probabilities do not"]
+    rewards = ", and rewards too" if facts.step.token_same("rewards") is False else ""
+    return 0.9, [f"{', '.join(off)} differ, and log-probabilities do not{rewards}"]
+
+
+@TOKENS.cause("other data: documents are lost, doubled or taken in another order", uses=("tokens",))
+def _other_data(facts: Facts) -> Judged:
+    """The vocabulary ids of the tokens are others, in more places than a shift or a mask explains."""
+    if not all("targets" in tokens for tokens in facts.tokens):
+        return (0.9, [facts.other_documents]) if facts.other_documents else NOT
+    right, wrong = (tokens["targets"] for tokens in facts.tokens)
+    there = [tokens["trained"].bool() if "trained" in tokens else right >= 0 for tokens in facts.tokens]
+    off = float((right != wrong)[there[0] | there[1]].double().mean()) if len(right) else 0.0
+    if off < 0.3:  # a shift at the ends of documents changes fewer
+        return NOT
+    ids, others = (values[mask].sort().values for values, mask in zip((right, wrong), there, strict=True))
+    if len(ids) == len(others) and torch.equal(ids, others):
+        return 0.95, [f"the ids of {off:.0%} of the trained tokens differ, and all of them are there: another order"]
+    return 0.95, [f"the ids of {off:.0%} of the trained tokens differ, and are not those of the trusted run"]
 
 
 @TOKENS.cause("other tokens are clipped, by the same ratios", uses=("metrics", "tokens"))

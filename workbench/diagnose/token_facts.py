@@ -9,7 +9,7 @@ Letters: S tokens of the source batch; index s stands for the prediction of toke
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workbench.diagnose.denominators import PIECES, pieces
 from workbench.diagnose.evidence import Evidence, StepEvidence
-from workbench.diagnose.record import Record, RecordedStep, shared_tokens, trained_in_both
+from workbench.diagnose.record import Record, RecordedStep, shared_tokens, trained_in_both, whole
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class TokenFacts:
         """Both records of that step."""
         return self.evidence.pair
 
+    def not_recorded(self, names: Iterable[str]) -> list[str]:
+        """See `Evidence.not_recorded`."""
+        return self.evidence.not_recorded(names)
+
     @property
     def suspect(self) -> Record:
         """The suspect record."""
@@ -52,6 +56,20 @@ class TokenFacts:
     def tokens(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Per-token values of both, cut to the shorter one."""
         return shared_tokens(*self.pair)
+
+    @cached_property
+    def other_documents(self) -> str:
+        """Clause for documents that have other lengths in the two records; "" if they have not, or if it is unknown."""
+        if not all("documents" in tokens for tokens in self.tokens):
+            return ""
+        lengths = [
+            tokens["documents"][tokens["documents"] >= 0].unique_consecutive(return_counts=True)[1].sort().values
+            for tokens in (whole(step.tokens) for step in self.pair)
+        ]
+        if len(lengths[0]) == len(lengths[1]) and torch.equal(lengths[0], lengths[1]):
+            return ""
+        texts = [f"{len(each)} documents of {int(each.sum())} tokens" for each in lengths]
+        return f"the step has {texts[1]}, not {texts[0]}"
 
     @property
     def forward_same(self) -> bool | None:

@@ -11,6 +11,7 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
            sharded      True if parameters are shards (DTensors)
     step   optimizers   for each, the settings of its groups (learning rate, betas, weight decay, ...)
            weights      checksum before the step's update
+           grid         "bfloat16" if every float32 weight is a number of bfloat16; else null
            replicas     "equal", or the first parameters whose copies differ between ranks
            dtypes       of gradients and of the optimizers' state
            dropout      modules that drop something
@@ -72,6 +73,7 @@ def of_step(
     states = [value for each in optimizers for kept in each.state.values() for value in kept.values()]
     seen: dict[str, Any] = {
         "weights": checksum(parameters),
+        "grid": _grid(parameters.values()),
         "dropout": sum(drops(module) for module in model.modules()),
         "dtypes": {
             "gradients": _dtypes(local_gradient(value) for value in parameters.values()),
@@ -98,6 +100,14 @@ def checksum(parameters: Mapping[str, nn.Parameter]) -> str:
         sums.append(torch.stack([rows.sum(), (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()]))
     numbers = torch.stack(sums).tolist() if sums else []
     return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def _grid(parameters: Iterable[nn.Parameter]) -> str | None:
+    """bfloat16, if the lower halves of all float32 weights of matrices are zero; vectors may be ones."""
+    matrices = [local_values(value) for value in parameters if value.dtype == torch.float32 and value.dim() > 1]
+    lower = [(value.contiguous().view(torch.int32) & 0xFFFF).any() for value in matrices if value.numel()]
+    return "bfloat16" if lower and not bool(torch.stack(lower).any()) else None
 
 
 @torch.no_grad()

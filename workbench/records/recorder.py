@@ -19,6 +19,7 @@ parameters without a gradient, if others have one, count as 0, and the step's li
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,8 @@ from workbench.sharding.gradients import (
     whole_value,
 )
 from workbench.sharding.mesh import Axis, GivenGroup, axis_of, world_axis
+
+_ROW = "row of this rank"
 
 
 class Recorder:
@@ -126,18 +129,20 @@ class Recorder:
             counts: of this rank's micro-batch: documents (that train), masked_documents, trained_tokens, all_tokens,
                 padded_tokens, ...; summed likewise, over the ranks too.
             metrics: of the step, by key, as the trainer reports them; the last value of the writing rank is recorded.
-            tokens: per-token values of this rank's micro-batch, all of one shape: policy_logprobs, old_logprobs,
-                entropy_nats, trained (bool), documents, ... With ``source``, each token's place in the step (-1: none),
-                they are put in that order; without it they keep their order, rank by rank.
+            tokens: per-token values of this rank's micro-batch, all of one shape, by the names of
+                `trainer_files.TOKENS`; each value lies where its target does (policy_logprobs[t] is of token t). With
+                ``source``, each token's place in the step (-1: none), they are put in that order; without it they keep
+                their order, rank by rank. ``rows``, the micro-batch of each, are added.
 
         Raises:
-            ShapeError: per-token values of several shapes, or other names than before in this step.
+            ShapeError: per-token values of several shapes, unknown names, or others than before in this step.
+            RecordError: a metric that is no number.
         """
         self._forget_skipped()
         if loss is not None:
             self._losses.append(torch.as_tensor(loss).detach().clone())  # read at the end of the step: no sync here
         self._counts.append(dict(counts or {}))
-        self._metrics |= metrics or {}
+        self._metrics |= {name: _number(name, value) for name, value in (metrics or {}).items()}
         if tokens:
             self._note_tokens(tokens)
 
@@ -186,6 +191,7 @@ class Recorder:
         if self._writes:
             losses = [value for rank in by_rank for value in rank["losses"]]
             counts: Counter[str] = Counter()
+            noted = max(len(rank["losses"]) for rank in by_rank)
             for of_batch in (of_batch for rank in by_rank for of_batch in rank["counts"]):
                 counts.update(of_batch)
             if self._whole:
@@ -195,9 +201,10 @@ class Recorder:
             line = {
                 "step": self.number,
                 "loss": self._share * math.fsum(losses) if losses else None,
-                "metrics": {name: float(value) for name, value in self._metrics.items()},
+                "metrics": self._metrics,
                 "gradient_norms": norms,
                 "counts": dict(counts),
+                "micro_batches": noted,
                 "observed": seen,
             }
             files.append_step(self.folder, line | ({"no_gradient": self._without} if self._without else {}))
@@ -371,6 +378,14 @@ class Recorder:
         return [from_json(bytes(piece.tolist())) for piece in all_gather(content, axis or self._ranks)]
 
     def _note_tokens(self, tokens: Mapping[str, Tensor]) -> None:
+        if unknown := sorted(tokens.keys() - files.TOKENS.keys()):
+            near = difflib.get_close_matches(unknown[0], files.TOKENS)
+            raise ShapeError(
+                f"per-token values {unknown[0]!r}",
+                found=f"{unknown[0]!r}, which diagnose does not read",
+                rule=f"one of {', '.join(files.TOKENS)}",
+                fix=f"rename it to {near[0]!r}" if near else "leave it out, or give it as a metric",
+            )
         shapes = {name: tuple(values.shape) for name, values in tokens.items()}
         if len(set(shapes.values())) > 1:
             raise ShapeError(
@@ -379,14 +394,15 @@ class Recorder:
                 rule="all have one shape",
                 fix="give each token of the micro-batch a value, padding too",
             )
-        if self._tokens and set(self._tokens) != set(tokens):
+        if self._tokens and self._tokens.keys() - {_ROW} != tokens.keys():
             raise ShapeError(
                 "per-token values of a micro-batch",
                 found=", ".join(sorted(tokens)),
-                rule=f"every micro-batch of a step has the same: {', '.join(sorted(self._tokens))}",
+                rule=f"every micro-batch of a step has the same: {', '.join(sorted(self._tokens.keys() - {_ROW}))}",
                 fix="leave the others out, or give them always",
             )
-        for name, values in tokens.items():
+        row = torch.full(next(iter(shapes.values())), len(next(iter(self._tokens.values()), [])))
+        for name, values in (dict(tokens) if "rows" in tokens else {_ROW: row, **tokens}).items():
             self._tokens.setdefault(name, []).append(values.detach().flatten().clone())
 
     def _gather_tokens(self, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -396,17 +412,51 @@ class Recorder:
         for name in sorted(dtypes):
             none = torch.empty(0, dtype=getattr(torch, dtypes[name]), device=self._device)
             local = torch.cat([none, *(values.to(none) for values in self._tokens.get(name, []))])
-            whole[name] = torch.cat([piece.cpu() for piece in all_gather(local, self._ranks)])
-        if "source" not in whole:
-            return whole
-        source = whole.pop("source")
-        known = source >= 0
-        length = int(source.max()) + 1 if len(source) else 0
-        ordered = {}
-        for name, values in whole.items():
-            ordered[name] = values.new_zeros(length)
+            pieces = [piece.cpu() for piece in all_gather(local, self._ranks)]
+            if name == _ROW:  # numbered rank by rank
+                most = max((int(piece.max()) + 1 for piece in pieces if len(piece)), default=1)
+                pieces = [piece + rank * most for rank, piece in enumerate(pieces)]
+            whole["rows" if name == _ROW else name] = torch.cat(pieces)
+        return in_places(whole) if "source" in whole else whole
+
+
+def in_places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Per-token values in the order of their places in the step; a place without a token has documents and rows of -1.
+
+    Raises:
+        ShapeError: two tokens with the same place.
+    """
+    source = tokens["source"]
+    known = source >= 0
+    length = int(source.max()) + 1 if len(source) else 0
+    times = torch.bincount(source[known], minlength=length)
+    if length and int(times.max()) > 1:
+        place = int(times.argmax())
+        raise ShapeError(
+            "per-token values with source",
+            found=f"{int(times[place])} tokens with place {place}, and {int((times > 1).sum())} such places",
+            rule="each token of the step has a place of its own, over all ranks and micro-batches",
+            fix="number the tokens of the whole step, with -1 for padding; or leave source out, if ranks do train the "
+            "same tokens",
+        )
+    ordered = {}
+    for name, values in tokens.items():
+        if name != "source":
+            ordered[name] = values.new_full((length,), -1 if name in ("documents", "rows") else 0)
             ordered[name][source[known]] = values[known]
-        return ordered
+    return ordered
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RecordError(
+            f"record metric {name!r}",
+            found=repr(value)[:60],
+            rule="a metric is a number",
+            fix="leave it out, or put it into the context",
+        ) from None
 
 
 def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

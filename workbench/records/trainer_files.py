@@ -29,6 +29,28 @@ if TYPE_CHECKING:
 
 VERSION = 1
 
+TOKENS = {
+    "policy_logprobs": "of the policy being trained, nats",
+    "old_logprobs": "of the policy at the start of the update",
+    "ref_logprobs": "of the frozen reference",
+    "sampler_logprobs": "as the sampler saw them",
+    "entropy_nats": "of the policy's distribution from which the token was drawn",
+    "trained": "bool: the token counts in the loss",
+    "documents": "number of the token's document in the step; -1: padding",
+    "rows": "micro-batch in which the token lies, over all ranks; added where it is not given",
+    "shards": "context-parallel rank of the token",
+    "places": "of the token in its row",
+    "positions": "of the token in its document",
+    "losses": "value of the token in the loss, before weights and denominators",
+    "advantages": "of the token",
+    "rewards": "of the token's document",
+    "ratios": "importance ratio of the token",
+    "clipped": "bool: the clip removed the token's gradient",
+    "targets": "vocabulary id of the token",
+    "source": "place of the token in the step, the same in every layout; -1: padding",
+}
+"""Per-token values that a record may have, and what they mean; each lies where its token does."""
+
 Kind = Literal["gradients", "tokens"]
 
 _FIX = "record the run again"

@@ -181,12 +181,22 @@ class TestVerdicts:
 
     @pytest.mark.parametrize("kept", [{"gradient_norms": {"a": 0.0}}, {"gradients": {"a": torch.zeros(3)}}])
     def test_two_zeros_are_not_reported_as_agreement(self, kept):
-        zero = RecordedStep(0, loss=0.0, metrics={"x": 1.0}, **kept)
-        other = RecordedStep(0, loss=0.0, metrics={"x": 2.0}, **kept)
+        zero = RecordedStep(0, loss=0.0, metrics={"loss/x/sum": 1.0}, **kept)
+        other = RecordedStep(0, loss=0.0, metrics={"loss/x/sum": 2.0}, **kept)
         diagnosis = diagnose_records(Record({}, [zero]), Record({}, [other]))
         assert diagnosis.verdict == "different"
         assert "loss and gradient unknown or zero in both; 1 of 1 metrics differ" in str(diagnosis)
         assert "gradient are right" not in str(diagnosis)
+
+    def test_a_trainers_own_metric_alone_is_a_note_and_no_difference(self):
+        """It may be that of the last micro-batch: verl's and TRL's are."""
+        one, other = (
+            replace(make_record(), steps=(replace(make_record().steps[0], metrics={"pg_clipfrac": value}),))
+            for value in (0.5, 0.55)
+        )
+        diagnosis = diagnose_records(one, other)
+        assert diagnosis.equal
+        assert diagnosis.warnings[-1] == "in step 0 pg_clipfrac is 0.55, not 0.5: of a micro-batch, or merged otherwise"
 
     def test_an_experiment_that_shows_nothing_leaves_the_scores(self):
         def run(changes):

@@ -210,7 +210,9 @@ def test_weights_after_a_step_that_rounding_made_another_are_not_compared(turned
         text = tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(clipped).long())}
         text["policy_logprobs"] = text["policy_logprobs"] + moved
         first = bf16(tokens=text)
-        return replace(first, steps=(first.steps[0], replace(first.steps[0], number=1, metrics={"reward": later})))
+        return replace(
+            first, steps=(first.steps[0], replace(first.steps[0], number=1, metrics={"reward/all/mean": later}))
+        )
 
     comparison = compare_records(two((), 0.0, 1.0), two(turned, 0.01, 5.0))
     assert len(comparison.steps) == compared

@@ -154,11 +154,25 @@ class TestAlone:
         recorder.step()
         recorder.step(tokens={"policy_logprobs": torch.tensor([-3.0, -1.0]), "trained": torch.tensor([True, False])})
         read = files.read_tensors(folder, 0, "tokens")
-        assert list(read) == ["policy_logprobs"]
+        assert sorted(read) == ["policy_logprobs", "rows"]
+        assert read["rows"].tolist() == [1, -1, 1, -1, 0], "-1: no token has this place"
         assert read["policy_logprobs"].tolist() == pytest.approx([0.0, 0.0, -0.2, 0.0, -0.4])
         read = files.read_tensors(folder, 1, "tokens")
         assert read["policy_logprobs"].tolist() == [-3.0, -1.0]
         assert read["trained"].tolist() == [True, False]
+
+    def test_two_tokens_with_one_place_are_refused(self, folder):
+        recorder = Recorder(folder, trained())
+        recorder.note(tokens={"trained": torch.tensor([True, True]), "source": torch.tensor([3, 3])})
+        with pytest.raises(ShapeError, match="2 tokens with place 3, and 1 such places"):
+            recorder.step()
+
+    def test_names_that_diagnose_does_not_read_are_refused(self, folder):
+        recorder = Recorder(folder, trained())
+        with pytest.raises(ShapeError, match="rename it to 'advantages'"):
+            recorder.note(tokens={"advantage": torch.ones(2)})
+        with pytest.raises(RecordError, match="a metric is a number"):
+            recorder.note(metrics={"stage": "warm"})
 
     def test_a_loss_that_is_no_number_is_recorded(self, folder):
         Recorder(folder, trained()).step(math.nan)

@@ -1,6 +1,7 @@
 """The folder of a record: written data come back; damaged, missing and incompatible data are named."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,3 +88,9 @@ def test_a_context_that_is_damaged_or_of_another_version_is_refused(folder, cont
 def test_a_missing_record_is_refused(tmp_path):
     with pytest.raises(RecordError, match="a folder that a recorder wrote"):
         files.read_context(tmp_path)
+
+
+def test_the_guide_has_all_per_token_values_and_their_meaning():
+    guide = (Path(__file__).parents[3] / "docs/guides/diagnose.md").read_text()
+    for name, meaning in files.TOKENS.items():
+        assert f"| `{name}` | {meaning} |" in guide
