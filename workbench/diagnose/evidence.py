@@ -36,7 +36,7 @@ GAP = 10.0
 PARTS = ("loss", "gradient", "metrics", "tokens")
 TOKEN_VALUES = (
     *("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"),
-    *("entropy_nats", "ratios", "trained", "clipped", "advantages", "rewards", "targets"),
+    *("entropy_nats", "ratios", "trained", "clipped", "advantages", "rewards", "targets", "positions"),
 )
 OWN = (
     *("advantage", "clip", "correction", "documents", "entropy", "gradient", "kl", "length", "logit", "logprob"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from workbench.diagnose.denominators import AXES, Named, Way, names_of, reproduced, sizes, ways
 from workbench.diagnose.evidence import Parameter
 from workbench.diagnose.record import whole
+from workbench.diagnose.surrogates import Explained, explained
 from workbench.diagnose.token_facts import TokenFacts, fit
 from workbench.metrics.step import parameter_group, parameter_layer
 
@@ -280,6 +281,8 @@ class Facts(TokenFacts):
         """Ways of dividing that give the suspect's loss and are not the trusted one's, nearest first."""
         if self.step.losses is None:
             return []
+        if any(self.explained):
+            return self._other_ways
         (a, b), context = self.pair, self.context
         bar = max(1e-9, self.step.noise.loss / (5 if self.step.noise.same_forward else 20))
         candidates, usual_ways = (
@@ -296,6 +299,45 @@ class Facts(TokenFacts):
         hits = reproduced(candidates, suspect, bar * max(abs(suspect), scale))
         nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
         return [way for way in nearest if way.description not in usual] if usual else []
+
+    @cached_property
+    def explained(self) -> tuple[list[Explained], list[Explained]]:
+        """Surrogates and denominators that give each record's own loss; see `workbench.diagnose.surrogates`."""
+        trusted, suspect = self.pair
+        return (
+            explained(trusted, self.evidence.trusted.context),
+            explained(suspect, self.context),
+        )
+
+    @property
+    def _explained_alike(self) -> bool:
+        """True if one surrogate and denominator gives both losses."""
+        trusted, suspect = ({(name, way.description) for name, way in each} for each in self.explained)
+        return bool(trusted & suspect)
+
+    @property
+    def _other_ways(self) -> list[Way]:
+        """Ways of dividing the trusted surrogate that give the suspect's loss, and not the trusted one."""
+        trusted, suspect = self.explained
+        if self._explained_alike:
+            return []
+        names = _same_names(trusted, suspect)
+        return [way for name, way in suspect if name in names]
+
+    @cached_property
+    def other_surrogate(self) -> tuple[str, str] | None:
+        """The surrogates of the two losses, divided alike, if no common one gives both; None if that is not known."""
+        trusted, suspect = self.explained
+        if self._explained_alike or _same_names(trusted, suspect):
+            return None
+        pairs = [
+            (name, other) for name, way in trusted for other, again in suspect if way.description == again.description
+        ]
+        return pairs[0] if pairs else None
+
+
+def _same_names(first: Sequence[Explained], second: Sequence[Explained]) -> set[str]:
+    return {name for name, _ in first} & {name for name, _ in second}
 
 
 def _vectors(*gradients: Mapping[str, Tensor]) -> list[Tensor]:

@@ -66,12 +66,28 @@ def _positions_of_shards(facts: Facts) -> Judged:
     )
 
 
-TOKENS.add(
-    "attention_across_documents",
-    "tokens attend to other documents of their row",
-    _at(("later documents",), "policy_logprobs"),
-    "packing",
-)
+def _behind_first_documents(facts: Facts) -> Judged:
+    """Differences in all documents but the first of a row: of attention, or of positions that run on."""
+    return _at(("later documents",), "policy_logprobs")(facts)
+
+
+@TOKENS.cause("tokens attend to other documents of their row", "packing")
+def _attention_across_documents(facts: Facts) -> Judged:
+    score, why = _behind_first_documents(facts)
+    same = facts.step.token_same("positions")
+    if not score or same is False:
+        return NOT
+    return (score, why) if same else (0.49 * score, [*why, "positions were not noted: they may run on instead"])
+
+
+@TOKENS.cause("positions of tokens are others: they run on through a row, or begin anew elsewhere")
+def _position_ids(facts: Facts) -> Judged:
+    same = facts.step.token_same("positions")
+    if same is False and facts.forward_same is False:
+        off = facts.off_tokens("positions")
+        return 0.97, [f"positions of {0 if off is None else int(off.sum())} tokens differ, and their log-probabilities"]
+    score, why = _behind_first_documents(facts)
+    return (0.48 * score, [*why, "positions were not noted"]) if score and same is None else NOT
 
 
 @TOKENS.cause("tokens read other features than their own")
@@ -266,6 +282,9 @@ def _clipping(facts: Facts) -> Judged:
     """The ratios are right, and other tokens are clipped, or at other bounds."""
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
+    if (surrogates := facts.other_surrogate) and all(" clipped at " in name for name in surrogates):
+        kinds = [name.partition(" clipped at ")[0] for name in surrogates]
+        return (0.94, [_by_surrogates(facts)]) if kinds[0] == kinds[1] else NOT
     if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
         return NOT
     clipped, metrics = facts.off_tokens("clipped"), facts.metrics_off("clip/")
@@ -282,6 +301,10 @@ def _clipping(facts: Facts) -> Judged:
 def _ratio(facts: Facts) -> Judged:
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
+    if (surrogates := facts.other_surrogate) and len(
+        {name.startswith("ratios of documents") for name in surrogates}
+    ) == 2:
+        return 0.94, [_by_surrogates(facts)]
     off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
     if (
         not off
@@ -317,5 +340,12 @@ def _one_term(facts: Facts) -> Judged:
 def _other_loss(facts: Facts) -> Judged:
     if not facts.inputs_same or facts.loss_same is not False or facts.gradient_same is not False:
         return NOT
+    if facts.other_surrogate:
+        return 0.92, [_by_surrogates(facts)]
     terms = facts.metrics_off("loss/")
     return 0.35, ["the same inputs give another loss" + (f": {', '.join(terms)}" if terms else "")]
+
+
+def _by_surrogates(facts: Facts) -> str:
+    trusted, suspect = facts.other_surrogate or ("", "")
+    return f"the suspect's loss is that of {suspect}, and the trusted one's that of {trusted}, each from its own tokens"

@@ -273,6 +273,9 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
             masks["behind half a shard"] = _behind_half(tokens["rows"], tokens["places"], shards)
     if "places" in tokens and "positions" in tokens:  # the first document of a row begins at place 0
         masks["later documents"] = tokens["places"] > tokens["positions"] - 1
+    elif "rows" in tokens:  # or the first that was noted of a micro-batch
+        begins = _first_of(tokens["rows"], trained)
+        masks["later documents"] = ~torch.isin(documents, documents[begins])
     if "features" in tokens:
         read = torch.zeros_like(trained)
         read[1:] = (tokens["features"][:-1] >= 0) & (documents[1:] == documents[:-1])

@@ -18,6 +18,7 @@ from tests.helpers.hand_records import (
 from workbench.diagnose.diagnosis import diagnose_records
 from workbench.diagnose.evidence import compare_records
 from workbench.diagnose.facts import Facts
+from workbench.diagnose.record import Record, RecordedStep
 
 
 def first_of(trusted, suspect):
@@ -221,3 +222,30 @@ def test_document_ratios_over_several_ranks(own, shards, policy, name):
         for value, changes in ((0.2, None), (policy, mixed([""])))
     )
     assert first_of(right, wrong) == name
+
+
+def packed(moved=0.0, positions=None):
+    """Six documents in two rows, whose later ones have other log-probabilities."""
+    documents = torch.arange(6).repeat_interleave(4)
+    rows = (documents >= 3).long()
+    later = (documents != 0) & (documents != 3)
+    trained = torch.arange(24) % 4 > 0
+    draw = torch.Generator().manual_seed(0)
+    policy = -torch.rand(24, generator=draw) - later * moved * torch.randn(24, generator=draw)
+    values = {"documents": documents, "rows": rows, "trained": trained, "policy_logprobs": policy}
+    kept = {} if positions is None else {"positions": torch.tensor(positions)}
+    gradients = {"a": 1.0 + moved, "b": 2.0 - moved}
+    counts = {"documents": 6.0, "trained_tokens": 18.0}
+    step = RecordedStep(0, loss=0.5 + moved, gradient_norms=gradients, tokens=values | kept, counts=counts)
+    return Record({"precision": "float32", "micro_batches": 2}, [step])
+
+
+def test_later_documents_of_a_row_tell_attention_from_positions_where_these_were_noted():
+    anew, running = [0, 1, 2, 3] * 6, list(range(24))
+    alike = diagnose_records(packed(positions=anew), packed(0.3, positions=anew))
+    assert (alike.causes[0].name, alike.causes[0].score > 0.8) == ("attention_across_documents", True)
+    other = diagnose_records(packed(positions=anew), packed(0.3, positions=running))
+    assert other.causes[0].name == "position_ids"
+    unknown = diagnose_records(packed(), packed(0.3))
+    assert [cause.name for cause in unknown.causes[:2]] == ["attention_across_documents", "position_ids"]
+    assert unknown.causes[0].score < 0.5, "both are possible, and neither is told"

@@ -196,3 +196,17 @@ def test_replicas_that_differ_are_named(apart, tmp_path):
     [step] = files.read_steps(tmp_path / "mine")
     expected = ["0.weight", "0.bias", "3.weight", "3.bias"] if apart else "equal"
     assert step["observed"]["replicas"] == expected
+
+
+def _noted(folder):
+    model = model_of()
+    recorder = Recorder(folder, model)
+    loss_of(model).backward()
+    for _ in range(2):
+        recorder.note(tokens={"trained": torch.tensor([True, False])})
+    recorder.step()
+
+
+def test_micro_batches_are_numbered_rank_by_rank(tmp_path):
+    run_ranks(_noted, 2, tmp_path / "ranks", tmp_path / "mine")
+    assert files.read_tensors(tmp_path / "mine", 0, "tokens")["rows"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
