@@ -328,7 +328,7 @@ def _suspicion(cause: Cause, facts: Facts) -> Suspicion:
     if score and any(_present(need, facts.context, facts.counts) is False for need in cause.needs):
         score *= RULED_OUT
     if score and (untold := _untold(cause, facts, score)):
-        score, reasons = score * UNTOLD / _DECIDED, [*reasons, untold]
+        score, reasons = min(score * UNTOLD / _DECIDED, UNTOLD), [*reasons, untold]
     lacked = [part for part in cause.uses if part not in facts.step.known]
     return Suspicion(cause.name, cause.description, score, tuple(reasons), tuple(lacked), cause.needs)
 

@@ -258,3 +258,18 @@ def test_updates_that_a_sampler_does_not_see_are_named(trusted, suspect, named):
 
 def test_a_sampler_that_sees_most_updates_is_not_warned_of():
     assert diagnose_records(sampled(0.7), sampled(0.7)).warnings == ()
+
+
+def test_norms_in_bfloat16_name_no_factor_with_confidence():
+    """Another gradient of about twice the length would look the same."""
+    one, twice = (
+        Record(
+            {"precision": "bf16_mixed", "dp": 2, "observed": {}},
+            [RecordedStep(0, loss=0.5, gradient_norms={"a": scale, "b": 2.05 * scale})],
+        )
+        for scale in (1.0, 2.0)
+    )
+    diagnosis = diagnose_records(one, twice)
+    assert diagnosis["times_dp"].score == 0.45
+    assert "norms in this precision tell no factor from another gradient" in diagnosis["times_dp"].evidence[-1]
+    assert "cannot be told from these records" in diagnosis.headline
