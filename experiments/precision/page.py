@@ -102,7 +102,8 @@ def error_against_time(record: Mapping[str, Any]) -> Figure:
         )
     axes.set(xscale="log", yscale="log")
     style.log_ticks(axes.yaxis)
-    style.plain_ticks(axes.xaxis)
+    style.plain_ticks(axes.xaxis, 4)
+    axes.xaxis.set_minor_formatter(axes.xaxis.get_major_formatter())
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=7, labelcolor=style.INK)
     return figure
 
