@@ -199,7 +199,7 @@ def precision() -> str:
 
 
 def online_precisions() -> str:
-    """What every preset earns in online runs."""
+    """Reward of every preset in online runs."""
     record = _record("precision/online.json")
     rows = [
         [

@@ -1,4 +1,4 @@
-"""What each choice of precision costs: errors against float64, updates that are lost, time and memory.
+"""The cost of each choice of precision: errors against float64, updates that are lost, time and memory.
 
 ``python -m experiments.precision.measure [LAB[=MINUTES] ...]``: for every choice and several batches one gradient from
 the same weights, with the clip decisions of the float64 run; its own clip decisions; and training for some steps.

@@ -140,7 +140,7 @@ class Diagnosis:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why the verdict proves less than it seems to, and `notes`."""
+        """Reasons why the verdict proves less than it seems to, and `notes`."""
         return (*(self.sight.warnings if self.sight else ()), *self.notes)
 
     @property
@@ -247,9 +247,9 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     steps = [step.number for step in evidence.steps]
     trusted_sight, suspect_sight = (sight_of(record, steps) for record in (trusted, suspect))
     sight = fewest(trusted_sight, suspect_sight)
-    told = tuple(filter(None, (unsampled(record, steps) for record in (trusted, suspect))))
+    notes = tuple(filter(None, (unsampled(record, steps) for record in (trusted, suspect))))
     if (unsound := _unsound(evidence)) is not None:
-        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight, notes=told)
+        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight, notes=notes)
     facts = Facts(evidence)
     ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
     if ranked[0].name == "no_difference" and sight.nothing:
@@ -257,8 +257,8 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
         ranked = (Suspicion("nothing_compared", f"{VACUOUS}: {sight.nothing}", ranked[0].score, reasons),)
     alone = next((step for step in evidence.steps if step.foreign_metrics and not step.differs), None)
     if alone is not None and not evidence.first.differs:
-        told += (f"in step {alone.number} {_apart(alone.foreign_metrics)}: of a micro-batch, or merged otherwise",)
-    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight, notes=told)
+        notes += (f"in step {alone.number} {_apart(alone.foreign_metrics)}: of a micro-batch, or merged otherwise",)
+    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight, notes=notes)
 
 
 def _apart(metrics: Mapping[str, tuple[float, float]]) -> str:
@@ -334,7 +334,7 @@ def _suspicion(cause: Cause, facts: Facts) -> Suspicion:
 
 
 def _untold(cause: Cause, facts: Facts, score: float) -> str:
-    """Why a cause is no more than possible, as inputs of the loss are unknown or numbers too rough; "" if it is."""
+    """Reason why a cause is only possible: unknown inputs of the loss, or numbers too rough; "" if there is none."""
     if facts.evidence.trusted.steps and all(record.of_workbench for record in (facts.evidence.trusted, facts.suspect)):
         return ""
     if cause.name in _TAKE_FOR_EQUAL and score < _DECIDED:

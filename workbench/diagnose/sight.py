@@ -143,7 +143,7 @@ def sampler_moved(record: Record, steps: Iterable[int]) -> float | None:
 
 
 def unsampled(record: Record, steps: Iterable[int]) -> str:
-    """What of a record's updates never reached its sampler, as a sentence; "" if most did, or if it is unknown."""
+    """Sentence on the updates that never reached a record's sampler; "" if most did, or if it is unknown."""
     share = sampler_moved(record, steps)
     if share is None or share >= MOST_MOVED:
         return ""

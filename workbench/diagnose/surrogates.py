@@ -1,4 +1,4 @@
-"""Which loss a record has: known surrogates, evaluated on its own log-probabilities, against its own recorded loss.
+"""Recognition of a record's loss: known surrogates of its own log-probabilities, against the loss that it recorded.
 
 A record with log-probabilities, old log-probabilities and advantages determines the value of each token under each
 known surrogate. One that gives the recorded loss, to rounding, under one way of dividing is hardly an accident; so two

@@ -80,7 +80,7 @@ def _attention_across_documents(facts: Facts) -> Judged:
     return (score, why) if same else (0.49 * score, [*why, "positions were not noted: they may run on instead"])
 
 
-@TOKENS.cause("positions of tokens are others: they run on through a row, or begin anew elsewhere")
+@TOKENS.cause("positions of tokens are others: they run on through a row, or restart elsewhere")
 def _position_ids(facts: Facts) -> Judged:
     same = facts.step.token_same("positions")
     if same is False and facts.forward_same is False:

@@ -20,7 +20,7 @@ from workbench.metrics.definitions import Level
 SAMPLER_MOVED = "sampler/moved/fraction"
 """Step record: share of a bfloat16 or float16 sampler's weights that all updates so far have changed, in its dtype."""
 MOST_MOVED = 0.5
-"""A smaller share is told. A sampler in bfloat16 sees about 5 % after 6 steps at a rate of 1e-6
+"""A smaller share is reported. A sampler in bfloat16 sees about 5 % after 6 steps at a rate of 1e-6
 (`experiments/precision`)."""
 
 GROUPS: Mapping[str, frozenset[str]] = {

@@ -95,8 +95,8 @@ def _stride(numbers: Mapping[str, Sequence[int]]) -> int:
     """A step through all combinations that meets each once, and changes every number from one to the next."""
     sizes = [len(choices) for choices in numbers.values()]
     total, blocks = math.prod(sizes), [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
-    wanted = sum(blocks) % total or 1
-    return next(step for step in itertools.count(wanted) if math.gcd(step, total) == 1)
+    least = sum(blocks) % total or 1
+    return next(step for step in itertools.count(least) if math.gcd(step, total) == 1)
 
 
 INVARIANTS: dict[str, Invariant] = {}

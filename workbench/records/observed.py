@@ -1,4 +1,4 @@
-"""What a recorder sees of a training run by itself: settings, dtypes, weights, replicas, modules in training mode.
+"""Evidence that a recorder takes by itself: settings, dtypes, weights, replicas, modules in training mode.
 
 A record keeps what there is at the start under ``observed`` in record.json, and what may change under ``observed`` in
 the line of each step. Nothing is guessed: a key that is missing was not seen.
@@ -39,7 +39,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def of_start(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """What there is before the first step. ``parameters`` are those that train, by name."""
+    """Evidence before the first step. ``parameters`` are those that train, by name."""
     named = plain_names(dict(model.named_parameters(remove_duplicate=False)))
     groups: dict[int, list[str]] = {}
     for name, value in named.items():
@@ -58,10 +58,10 @@ def of_start(
         "sharded": any(is_shard(value) for value in parameters.values()),
     }
     if optimizers:
-        held = {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
+        optimized = {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
         seen |= {
             "optimizers": [type(each).__name__ for each in optimizers],
-            "left_out": [name for name, value in parameters.items() if id(value) not in held],
+            "left_out": [name for name, value in parameters.items() if id(value) not in optimized],
         }
     return seen
 
@@ -69,7 +69,7 @@ def of_start(
 def of_step(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """What there is when a step's gradients are complete, before the update."""
+    """Evidence of a step whose gradients are complete, before the update."""
     states = [value for each in optimizers for kept in each.state.values() for value in kept.values()]
     seen: dict[str, Any] = {
         "weights": checksum(parameters),
@@ -142,26 +142,32 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if isinstance(value, int | float | list | bool | str)}
 
 
-def watch_clipping(parameters: Mapping[str, nn.Parameter], seen: Callable[[float], None]) -> Callable[[], None]:
-    """Call a function with the bound whenever torch is about to clip some of these parameters; return what stops it.
+def watch_clipping(
+    parameters: Mapping[str, nn.Parameter], seen: Callable[[float, dict[str, nn.Parameter]], None]
+) -> Callable[[], None]:
+    """Call a function with bound and parameters whenever torch is about to clip some of these; return a stop function.
 
     ``torch.nn.utils.clip_grad_norm_`` is wrapped, as it is called from there by trainers (accelerate, transformers,
     Lightning); a loop that imported the function earlier is not seen.
     """
-    own, module = {id(value) for value in parameters.values()}, torch.nn.utils
-    correct = module.clip_grad_norm_
+    names, module = {id(value): name for name, value in parameters.items()}, torch.nn.utils
+    correct: Any = module.clip_grad_norm_
 
     @functools.wraps(correct)
     def clip_grad_norm_(given: Any, max_norm: float, *more: Any, **options: Any) -> Any:
         given = [given] if isinstance(given, Tensor) else list(given)
-        if any(id(value) in own for value in given):
-            seen(max_norm)
+        clipped = {names[id(value)]: value for value in given if id(value) in names}
+        if wrapper.watches and clipped:
+            seen(max_norm, clipped)
         return correct(given, max_norm, *more, **options)
 
-    module.clip_grad_norm_ = cast(Any, clip_grad_norm_)
+    wrapper: Any = clip_grad_norm_
+    wrapper.watches = True
+    module.clip_grad_norm_ = wrapper
 
     def stop() -> None:
-        if module.clip_grad_norm_ is clip_grad_norm_:
-            module.clip_grad_norm_ = correct
+        wrapper.watches = False
+        while getattr(module.clip_grad_norm_, "watches", True) is False:  # another recorder may lie above this one
+            module.clip_grad_norm_ = cast(Any, module.clip_grad_norm_).__wrapped__
 
     return stop

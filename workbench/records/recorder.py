@@ -19,12 +19,11 @@ parameters without a gradient, if others have one, count as 0, and the step's li
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from workbench.atomic import from_json, to_json
 from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.records import trainer_files as files
+from workbench.records.notes import check_names, in_places, metric_value
 from workbench.records.observed import checksums, of_start, of_step, watch_clipping
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
@@ -142,7 +142,7 @@ class Recorder:
         if loss is not None:
             self._losses.append(torch.as_tensor(loss).detach().clone())  # read at the end of the step: no sync here
         self._counts.append(dict(counts or {}))
-        self._metrics |= {name: _number(name, value) for name, value in (metrics or {}).items()}
+        self._metrics |= {name: metric_value(name, value) for name, value in (metrics or {}).items()}
         if tokens:
             self._note_tokens(tokens)
 
@@ -155,13 +155,12 @@ class Recorder:
             RecordError: no parameter has a gradient on any rank.
         """
         self._take(self._parameters)
+        self._refuse_no_gradient()
 
     def _take(self, parameters: Mapping[str, nn.Parameter]) -> None:
         here = [name for name, parameter in parameters.items() if local_gradient(parameter) is None]
         by_rank = self._gather_json({"none": here, "buffers": in_buffers(parameters)}, self._job)
         without = [name for name in here if all(name in rank["none"] for rank in by_rank)]
-        if len(without) == len(parameters):
-            self._refuse_no_gradient()
         norms = given_norms(parameters)
         self._buffers_of_zeros |= all(rank["buffers"] for rank in by_rank) and not any(norms.values())
         self._without = [name for name in self._without if name not in parameters] + without
@@ -176,6 +175,7 @@ class Recorder:
         self.note(loss, **told)
         if missing := {name: value for name, value in self._parameters.items() if name not in self._norms}:
             self._take(missing)
+        self._refuse_no_gradient()
         norms = {name: self._norms[name] for name in self._parameters}
         if self._buffers_of_zeros:
             self._refuse_cleared_buffers()
@@ -263,7 +263,7 @@ class Recorder:
         self._stepped: set[int] = set()
         self._autocast = ""
 
-    # ---- what is seen without being told -------------------------------------------------------------
+    # ---- evidence that needs no note -----------------------------------------------------------------
 
     def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Read the gradients of an optimizer that is about to step; with a closure, after its first call."""
@@ -296,16 +296,15 @@ class Recorder:
         if len(self._stepped) == len(self._optimizers):
             self.step()
             return
-        held = {id(value) for group in optimizer.param_groups for value in group["params"]}
-        own = {name: value for name, value in self._parameters.items() if id(value) in held and name not in self._norms}
-        if own:
+        ids = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        if own := {name: v for name, v in self._parameters.items() if id(v) in ids and name not in self._norms}:
             self._take(own)
 
-    def _before_clip(self, max_norm: float) -> None:
-        """Torch is about to clip parameters of this model."""
+    def _before_clip(self, max_norm: float, clipped: Mapping[str, nn.Parameter]) -> None:
+        """Take the gradients of parameters of this model that torch is about to clip."""
         self._clip["max_norm"] = float(max_norm)
-        if not self._norms:
-            self.take_gradients()
+        if left := {name: value for name, value in clipped.items() if name not in self._norms}:
+            self._take(left)
 
     def _forget_skipped(self) -> None:
         """Leave out what was noted for a step that the scaler skipped: it lowered its scale since."""
@@ -332,7 +331,11 @@ class Recorder:
             self._skipped = 0
         return seen
 
-    def _refuse_no_gradient(self) -> NoReturn:
+    def _refuse_no_gradient(self) -> None:
+        """Refuse a step in which no parameter has a gradient on any rank, and forget it: it may be taken again."""
+        if len(self._without) < len(self._parameters):
+            return
+        self._norms, self._whole, self._without = {}, {}, []
         names = list(self._parameters)
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise RecordError(
@@ -378,14 +381,7 @@ class Recorder:
         return [from_json(bytes(piece.tolist())) for piece in all_gather(content, axis or self._ranks)]
 
     def _note_tokens(self, tokens: Mapping[str, Tensor]) -> None:
-        if unknown := sorted(tokens.keys() - files.TOKENS.keys()):
-            near = difflib.get_close_matches(unknown[0], files.TOKENS)
-            raise ShapeError(
-                f"per-token values {unknown[0]!r}",
-                found=f"{unknown[0]!r}, which diagnose does not read",
-                rule=f"one of {', '.join(files.TOKENS)}",
-                fix=f"rename it to {near[0]!r}" if near else "leave it out, or give it as a metric",
-            )
+        check_names(tokens)
         shapes = {name: tuple(values.shape) for name, values in tokens.items()}
         if len(set(shapes.values())) > 1:
             raise ShapeError(
@@ -418,45 +414,6 @@ class Recorder:
                 pieces = [piece + rank * most for rank, piece in enumerate(pieces)]
             whole["rows" if name == _ROW else name] = torch.cat(pieces)
         return in_places(whole) if "source" in whole else whole
-
-
-def in_places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Per-token values in the order of their places in the step; a place without a token has documents and rows of -1.
-
-    Raises:
-        ShapeError: two tokens with the same place.
-    """
-    source = tokens["source"]
-    known = source >= 0
-    length = int(source.max()) + 1 if len(source) else 0
-    times = torch.bincount(source[known], minlength=length)
-    if length and int(times.max()) > 1:
-        place = int(times.argmax())
-        raise ShapeError(
-            "per-token values with source",
-            found=f"{int(times[place])} tokens with place {place}, and {int((times > 1).sum())} such places",
-            rule="each token of the step has a place of its own, over all ranks and micro-batches",
-            fix="number the tokens of the whole step, with -1 for padding; or leave source out, if ranks do train the "
-            "same tokens",
-        )
-    ordered = {}
-    for name, values in tokens.items():
-        if name != "source":
-            ordered[name] = values.new_full((length,), -1 if name in ("documents", "rows") else 0)
-            ordered[name][source[known]] = values[known]
-    return ordered
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise RecordError(
-            f"record metric {name!r}",
-            found=repr(value)[:60],
-            rule="a metric is a number",
-            fix="leave it out, or put it into the context",
-        ) from None
 
 
 def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -241,10 +241,10 @@ def packed(moved=0.0, positions=None):
 
 
 def test_later_documents_of_a_row_tell_attention_from_positions_where_these_were_noted():
-    anew, running = [0, 1, 2, 3] * 6, list(range(24))
-    alike = diagnose_records(packed(positions=anew), packed(0.3, positions=anew))
+    restarting, running = [0, 1, 2, 3] * 6, list(range(24))
+    alike = diagnose_records(packed(positions=restarting), packed(0.3, positions=restarting))
     assert (alike.causes[0].name, alike.causes[0].score > 0.8) == ("attention_across_documents", True)
-    other = diagnose_records(packed(positions=anew), packed(0.3, positions=running))
+    other = diagnose_records(packed(positions=restarting), packed(0.3, positions=running))
     assert other.causes[0].name == "position_ids"
     unknown = diagnose_records(packed(), packed(0.3))
     assert [cause.name for cause in unknown.causes[:2]] == ["attention_across_documents", "position_ids"]

@@ -149,6 +149,47 @@ def test_several_optimizers_are_one_step_each_with_its_own_gradients(tmp_path):
     assert [group[0]["lr"] for group in step["observed"]["optimizers"]] == [0.1, 0.1]
 
 
+def test_optimizers_that_alternate_clip_and_step_with_gradients_of_their_own(tmp_path):
+    """As a generator and a critic: the second's gradients do not exist yet when the first's are clipped."""
+    model, norms = model_of(), {}
+    parts = {"0": model[0], "3": model[3]}
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts.values()]
+    with Recorder(tmp_path / "mine", model, optimizers):
+        for optimizer, (name, part) in zip(optimizers, parts.items(), strict=True):
+            model.zero_grad()
+            loss_of(model).backward()
+            norms |= {f"{name}.{key}": float(value.grad.norm()) for key, value in part.named_parameters()}
+            nn.utils.clip_grad_norm_(part.parameters(), 1e-3)
+            optimizer.step()
+    [step] = files.read_steps(tmp_path / "mine")
+    assert step["gradient_norms"] == pytest.approx(norms, rel=1e-6)
+
+
+def test_an_optimizer_without_gradients_is_no_error_where_another_has_some(tmp_path):
+    model = model_of()
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[3]))
+    with Recorder(tmp_path / "mine", model, [first, second]):
+        first.step()
+        loss_of(model).backward()
+        second.step()
+    [step] = files.read_steps(tmp_path / "mine")
+    assert step["no_gradient"] == ["0.weight", "0.bias"]
+    assert step["gradient_norms"]["3.weight"] > 0
+
+
+def test_a_closed_recorder_sees_no_clipping_even_below_another_one(tmp_path):
+    model, correct = model_of(), nn.utils.clip_grad_norm_
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = (Recorder(tmp_path / name, model, optimizer) for name in ("first", "second"))
+    first.close()
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert first._norms == {}
+    assert set(second._norms) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    second.close()
+    assert nn.utils.clip_grad_norm_ is correct, "both are unwrapped"
+
+
 class Scaler:
     """As torch's GradScaler: it skips a step with a gradient that is not finite, and lowers its scale."""
 

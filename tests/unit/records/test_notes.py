@@ -1,0 +1,37 @@
+"""Names, places and numbers of noted values."""
+
+import pytest
+import torch
+
+from workbench.errors import RecordError, ShapeError
+from workbench.records.notes import check_names, in_places, metric_value
+from workbench.records.trainer_files import TOKENS
+
+
+def test_every_name_of_the_table_is_accepted_and_others_name_the_nearest():
+    check_names(TOKENS)
+    with pytest.raises(ShapeError, match="rename it to 'policy_logprobs'"):
+        check_names(["trained", "policy_logprob"])
+    with pytest.raises(ShapeError, match="leave it out, or give it as a metric"):
+        check_names(["zzz"])
+
+
+def test_values_go_to_their_places_and_padding_nowhere():
+    source = torch.tensor([3, -1, 0])
+    given = {"source": source, "documents": torch.tensor([1, 9, 0]), "trained": torch.tensor([True, True, False])}
+    placed = in_places(given)
+    assert placed["documents"].tolist() == [0, -1, -1, 1]
+    assert placed["trained"].tolist() == [False, False, False, True]
+    assert "source" not in placed
+    assert in_places({"source": source[:0], "trained": given["trained"][:0]})["trained"].tolist() == []
+
+
+def test_two_tokens_with_one_place_are_refused():
+    with pytest.raises(ShapeError, match="2 tokens with place 1, and 1 such places"):
+        in_places({"source": torch.tensor([1, 1, 0]), "trained": torch.ones(3)})
+
+
+def test_a_metric_is_a_number():
+    assert metric_value("loss", torch.tensor(0.5)) == 0.5
+    with pytest.raises(RecordError, match="a metric is a number"):
+        metric_value("stage", "warm")
