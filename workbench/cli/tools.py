@@ -1,4 +1,4 @@
-"""What `workbench mcp` offers: functions from plain JSON arguments to JSON data and a text, without any protocol.
+"""Tools of `workbench mcp`: functions from plain JSON arguments to JSON data and a text, without any protocol.
 
 Each docstring and each description of an argument is read by the program that chooses a tool.
 """
@@ -39,7 +39,7 @@ Record = Annotated[str, Field(description="Folder of a run, or of a record that 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool returns: JSON data, and the same for a reader."""
+    """Result of a tool: JSON data, and the same for a reader."""
 
     data: dict[str, Any]
     text: str

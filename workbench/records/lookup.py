@@ -182,7 +182,7 @@ def shell_name(run: Path, project: Path | None = None) -> str:
 
 
 def _places(query: str | Path, project: Path | None) -> list[Path]:
-    """Where a path or name may be: here, in the project, and among the experiments that have runs.
+    """Folders in which a path or name may be: here, in the project, and among the experiments that have runs.
 
     Raises:
         RecordError: several experiments elsewhere have that name.

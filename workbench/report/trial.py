@@ -266,7 +266,7 @@ class Subject:
 
     @property
     def lifetime(self) -> str:
-        """What becomes of the runs when this process or their launcher ends; "" if all have ended."""
+        """Sentence on the fate of the runs when this process or their launcher ends; "" if all have ended."""
         live = []
         for run in self.runs:
             with contextlib.suppress(RecordError):  # its row says what is wrong with it

@@ -1,6 +1,6 @@
-"""What must divide what: the rules that sharded code checks on every rank, and a launcher before processes start.
+"""Rules of divisibility that sharded code checks on every rank, and a launcher before processes start.
 
-No torch: numbers in, nothing or an error out. Whoever splits heads, features, vocabulary or rows calls the rule here.
+No torch: numbers in, nothing or an error out. Code that splits heads, features, vocabulary or rows calls the rule here.
 """
 
 from __future__ import annotations
