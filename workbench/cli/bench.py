@@ -54,6 +54,10 @@ BENCHMARKS = {
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",
     ),
+    "recorder_cost": (
+        "benchmarks.recorder_cost",
+        "share of a step that a recorder takes in a plain training loop, on a GPU with the Qwen3-0.6B architecture",
+    ),
 }
 """Name -> module below experiments/, and the question that it answers.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,15 +74,15 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
 
     Units:  squares are summed in float64; the global norm is the root of the sum of the squared norms.
     """
-    squares = []
-    for name, parameter in model.named_parameters():
-        square = _sum_of_squares(_local(_gradient(parameter), shards[name]))
-        replicated = shards[name].dim is None
-        squares.append(torch.zeros_like(square) if replicated and mesh["tp"].rank else square)
-    total = all_sum(torch.stack(squares), mesh["tp"])
+    names = [name for name, _ in model.named_parameters()]
+    squares = _sums_of_squares([_local(_gradient(value), shards[name]) for name, value in model.named_parameters()])
+    if mesh["tp"].rank:  # what every tp rank has counts once
+        replicated = torch.tensor([shards[name].dim is None for name in names])
+        squares = squares.masked_fill(replicated.to(squares.device), 0.0)
+    total = all_sum(squares, mesh["tp"])
     if any(shard.over_dp_cp for shard in shards.values()):
         total = all_sum(total, mesh["dp_cp"])
-    return dict(zip((name for name, _ in model.named_parameters()), total.sqrt().tolist(), strict=True))
+    return dict(zip(names, total.sqrt().tolist(), strict=True))
 
 
 @torch.no_grad()
@@ -127,9 +127,13 @@ def local_values(value: Any) -> Tensor:
     return (value.to_local() if is_shard(value) else value).detach()
 
 
-def _sum_of_squares(gradient: Tensor) -> Tensor:
-    """Sum in float64, converted piece by piece to bound memory."""
-    return torch.stack([piece.double().square().sum() for piece in gradient.reshape(-1).split(2**24)]).sum()
+def _sums_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of each tensor in float64, without a copy of any in float64."""
+    if all(gradient.is_cuda for gradient in gradients):  # converts number by number, one launch for many tensors
+        norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
+        return torch.stack([norm.to(gradients[0].device) for norm in norms]).square()
+    pieces = [gradient.reshape(-1).split(2**24) for gradient in gradients]
+    return torch.stack([torch.stack([piece.double().square().sum() for piece in each]).sum() for each in pieces])
 
 
 def full_tensor(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
@@ -198,17 +202,16 @@ def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     buckets: dict[tuple[DeviceMesh, tuple[int, ...]] | None, dict[str, Tensor]] = defaultdict(dict)
     for name, parameter in parameters.items():
         gradient = _completed(parameter)
-        local = gradient.to_local() if is_shard(gradient) else gradient
-        buckets[_sharded_over(gradient)][name] = _sum_of_squares(local)
+        buckets[_sharded_over(gradient)][name] = gradient.to_local() if is_shard(gradient) else gradient
     norms: dict[str, float] = {}
-    for place, squares in buckets.items():
-        total = torch.stack(list(squares.values()))
+    for place, gradients in buckets.items():
+        total = _sums_of_squares(list(gradients.values()))
         if place is not None:
             mesh, dims = place
             total = total.to(mesh.device_type)
             for dim in dims:
                 total = all_sum(total, axis_of(mesh.get_group(dim), _name(mesh, dim)))
-        norms |= dict(zip(squares, total.sqrt().tolist(), strict=True))
+        norms |= dict(zip(gradients, total.sqrt().tolist(), strict=True))
     return {name: norms[name] for name in parameters}
 
 

@@ -109,6 +109,13 @@ def test_one_changed_bit_or_two_swapped_rows_change_the_checksum():
     assert checksum({"w": nn.Parameter(weight[:0])}) == checksum({"w": nn.Parameter(torch.empty(0, 4))})
 
 
+def test_a_checksum_does_not_depend_on_where_the_numbers_lie():
+    values = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    buffer = torch.empty(33)
+    buffer[1:] = values.flatten()
+    assert checksum({"w": buffer[1:].view(8, 4)}) == checksum({"w": values})
+
+
 # ---- optimizers that do more than step --------------------------------------------------------------------------
 
 
