@@ -77,6 +77,7 @@ def page() -> str:
         first_minutes(),
         launch_overhead(),
         metrics_cost(),
+        recorder_cost(),
         saved_reports(),
     )
     return "\n\n".join([HEADER.rstrip(), *sections]) + "\n"
@@ -199,25 +200,31 @@ def precision() -> str:
 
 
 def online_precisions() -> str:
-    """Reward of every preset in online runs."""
-    record = _record("precision/online.json")
-    rows = [
-        [
-            name,
-            *(f"{reward:.2f}" for reward in (run["reward"][0], run["reward"][-1])),
-            significant(run["sampler_kl_nats"][-1], 2),
-            f"{100 * run['sampler_moved'][-1]:.0f} %" if "sampler_moved" in run else "-",
+    """Reward of every preset in online runs, of the tiny policy and on a GPU."""
+    tables = []
+    for name, policy in (("online", "The tiny policy"), ("online_gpu", "Qwen3-0.6B with random weights")):
+        record = _record(f"precision/{name}.json")
+        rows = [
+            [
+                preset,
+                *(f"{reward:.2f}" for reward in (run["reward"][0], run["reward"][-1])),
+                significant(run["sampler_kl_nats"][-1], 2),
+                f"{100 * run['sampler_moved'][-1]:.0f} %" if "sampler_moved" in run else "-",
+            ]
+            for preset, run in record["runs"].items()
         ]
-        for name, run in record["runs"].items()
-    ]
+        settings = record["settings"]
+        tables += [
+            f"{policy}, {settings['steps']} steps of {settings['online']['prompts']} prompts with "
+            f"{settings['online']['answers']} completions each ({record['device']}, {_versions(record)}):",
+            _table(["preset", "reward, first", "last", "KL", "moved"], rows, right=range(1, 5)),
+            _source(f"precision/{name}.json", None, record["command"]),
+        ]
     return _section(
         "Presets of precision in online runs",
-        f"The tiny policy, {record['settings']['steps']} steps of {record['settings']['online']['prompts']} prompts "
-        f"with {record['settings']['online']['answers']} completions each ({record['device']}, {_versions(record)}). "
         "Reward of the first and the last step; divergence of the policy from its sampler in the last (nats); weights "
         "of a half-precision sampler that all updates have changed.",
-        _table(["preset", "reward, first", "last", "KL", "moved"], rows, right=range(1, 5)),
-        _source("precision/online.json", None, record["command"]),
+        *tables,
     )
 
 
@@ -591,6 +598,22 @@ def metrics_cost() -> str:
         "step (bar "
         f"{record['bars']['basic_share']['bar']:.0%}).",
         _source("benchmarks/metrics_cost.json", None, "python -m workbench bench metrics_cost"),
+    )
+
+
+def recorder_cost() -> str:
+    """Share of a step that a recorder takes in a plain training loop."""
+    record = _record("benchmarks/recorder_cost.json")
+    medians = record["median_ms"]
+    return _section(
+        "Recorder",
+        f"One {record['device']}, {_versions(record)}: {record['model']}, a plain loop with float32 weights under "
+        f"autocast in bfloat16, a step of {_spaced(record['tokens'])} tokens.",
+        f"A recorder's own work at a step takes {record['alone_ms']:.1f} ms on an idle device, "
+        f"{record['alone_share']:.1%} of the step (bar {record['bars']['recorder_share']['bar']:.0%}). Steps of the "
+        f"loop: {medians['without']:.0f} ms without a recorder, {medians['recorder']:.0f} ms with one, "
+        f"{medians['recorder and tokens']:.0f} ms with per-token notes; they scatter by a tenth.",
+        _source("benchmarks/recorder_cost.json", None, "python -m workbench bench recorder_cost"),
     )
 
 

@@ -1,8 +1,8 @@
 """Every preset of precision trains online: what it samples, earns and loses on the way.
 
-``python -m experiments.precision.online [MINUTES]``: with a GPU Qwen3-0.6B with random weights, else the tiny
-policy. Completions are rewarded with the share of their tokens whose ids are even. Sampled, trained and recorded by the
-same code as any other run.
+``python -m experiments.precision.online [MINUTES [PRESET ...]]``: with a GPU Qwen3-0.6B with random weights, else the
+tiny policy; presets that are named replace theirs in the saved record. Completions are rewarded with the share of their
+tokens whose ids are even. Sampled, trained and recorded by the same code as any other run.
 
 Units: nats; milliseconds of an optimizer step without its sampling.
 """
@@ -74,7 +74,8 @@ def settings(source: str, precision: str, device: str) -> dict[str, Any]:
         "model": {"source": source},
         "precision": precision,
         "device": device,
-        "steps": 5 if gpu else 8,
+        "steps": 4 if gpu else 8,
+        "record": {"gradients": "norms"},
         "online": {
             "task": "experiments/precision/online.py:EvenTokens",
             "prompts": 16,
@@ -85,7 +86,7 @@ def settings(source: str, precision: str, device: str) -> dict[str, Any]:
         },
         "data": {"advantages": {"name": "grpo"}, "micro_batch_tokens": 4096},
         "policy": {"fused_loss": gpu},
-        "optimizer": {"learning_rate": 3e-5 if gpu else 1e-3, "max_grad_norm": 1.0},
+        "optimizer": {"learning_rate": 1e-5 if gpu else 1e-3, "max_grad_norm": 1.0},
     }
 
 
@@ -134,9 +135,13 @@ def _metric(step: Mapping[str, Any], key: str) -> float | None:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure for ``MINUTES`` and write the record."""
-    name = "online_gpu.json" if torch.cuda.is_available() else "online.json"
-    write_whole(FOLDER / name, to_json(measure(minutes=float(arguments[0]) if arguments else math.inf)))
+    """Measure for ``MINUTES`` and write the record; the runs of presets that are named replace theirs in it."""
+    path = FOLDER / ("online_gpu.json" if torch.cuda.is_available() else "online.json")
+    minutes, names = float(arguments[0]) if arguments else math.inf, arguments[1:]
+    record = measure(names or tuple(PRESETS), minutes)
+    if names:
+        record["runs"] = from_json(path.read_text())["runs"] | record["runs"]
+    write_whole(path, to_json(record))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ CAPTION = (
     "Error of the gradient against the time of a step, both logarithmic; a choice to the lower left is better. Hollow: "
     "emulated GEMMs, whose time says nothing."
 )
-PAGES = {"precision": "report", "qwen3_0.6b": "qwen3_0.6b"}
+PAGES = {"precision": "report", "qwen3_0.6b": "qwen3_0.6b", "qwen3_8b": "qwen3_8b"}
 """Record -> its page."""
 
 
