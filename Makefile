@@ -2,6 +2,7 @@
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
 # make bench    the performance benchmarks, measured here; records and pages in experiments/
 # make lint     ruff check, ruff format --check and mypy    make types      mypy alone
+# make engines  an environment for each system of engines/ (gigabytes)   make test-engines   tests that run these systems
 # make docs     the manual as a searchable site in docs/_build/html, with executed notebooks (DOCS_NOTEBOOKS=off: without outputs)
 # make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
 #
@@ -16,7 +17,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 WORKERS ?= 2
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
-.PHONY: report test test-all test-matrix lab bench lint types docs clean
+ENGINES ?= $(basename $(notdir $(wildcard engines/*.txt)))
+
+.PHONY: report test test-all test-engines engines test-matrix lab bench lint types docs clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -32,7 +35,12 @@ test: .venv/.installed-dev browser
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 test-all: .venv/.installed-dev browser
-	$(BIN)/python -m pytest -m "" $(PYTEST)
+	$(BIN)/python -m pytest -m "not engines" $(PYTEST)
+
+engines: $(ENGINES:%=.engines/%/.installed)
+
+test-engines: .venv/.installed-dev engines
+	$(BIN)/python -m pytest -m engines tests/engines $(PYTEST)
 
 test-matrix: .venv/.installed-dev browser
 	tests/matrix.sh $(ONLY)
@@ -50,7 +58,7 @@ docs: .venv/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -b html -c docs -d docs/_build/doctrees . docs/_build/html
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference/api
+	rm -rf .venv .engines .pytest_cache .ruff_cache .hypothesis docs/_build docs/reference/api
 	find workbench tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and exactly: a looser request could pull another build of it
@@ -65,6 +73,14 @@ clean:
 
 .venv/.installed-docs: .venv/.installed
 	$(PIP) -e '.[docs]'
+	@touch $@
+
+# The package itself is not installed there: scripts find it on PYTHONPATH, as its recorder needs torch alone
+.engines/%/.installed: engines/%.txt | .venv/bin/python
+	"$(PYTHON)" -m venv .engines/$*
+	.engines/$*/bin/python -m pip --disable-pip-version-check install -c engines/$*.txt \
+	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch setuptools wheel ninja
+	.engines/$*/bin/python -m pip --disable-pip-version-check install --no-build-isolation -r engines/$*.txt
 	@touch $@
 
 # Debian keeps ensurepip in a package of its own
