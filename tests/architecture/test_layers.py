@@ -24,7 +24,7 @@ LAYERS = (
     "reduction|reproducible",
     "metrics|parallel_loss",
     "records",
-    "faults",
+    "faults|attach",
     "train|systems",
     "launch|compare,prove,diagnose,attribution",
     "report",
@@ -35,7 +35,8 @@ LAYERS = (
 ONLY_IN = {
     "torch.distributed": {"sharding", "reproducible", "launch"},
     "triton": {"policy", "reproducible"},
-    "transformers": {"policy"},
+    "transformers": {"policy", "attach"},
+    "lightning": {"attach"},
     "torchx": {"launch"},
     "rich": {"columns"},
     "matplotlib": {"report"},

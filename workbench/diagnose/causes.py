@@ -290,6 +290,9 @@ def _weighed_otherwise(facts: Facts) -> bool:
 def _uneven_weights(facts: Facts) -> Judged:
     """Tokens have wrong weights: visible in the loss, or in the gradient alone."""
     step = facts.step
+    apart = facts.loss_same is False and facts.gradient_same is False
+    if facts.token_losses_same and apart and not facts.ways and not facts.scaled:
+        return 0.6, ["values of the loss agree token by token, and their sum does not: tokens have other weights"]
     if facts.inputs_same and _weighed_otherwise(facts):
         return 0.9, [
             f"the recorded loss is the sum over {facts.ways[0].description}, and the gradient is not the trusted "

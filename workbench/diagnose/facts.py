@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from workbench.diagnose.denominators import AXES, Named, Way, names_of, reproduced, sizes, ways
 from workbench.diagnose.evidence import Parameter
-from workbench.diagnose.record import whole
-from workbench.diagnose.surrogates import Explained, explained
+from workbench.diagnose.record import Record, whole
+from workbench.diagnose.surrogates import Explained, Form, explained, forms_of_tokens
 from workbench.diagnose.token_facts import TokenFacts, fit
 from workbench.metrics.step import parameter_group, parameter_layer
 
@@ -248,6 +250,51 @@ class Facts(TokenFacts):
         return factor if apart else None
 
     @cached_property
+    def other_positions(self) -> str:
+        """Clause for a table of positions whose rows with a gradient are others; "" if there is none."""
+        trusted, suspect = (whole(step.gradients) for step in self.pair)
+        for name in trusted:
+            table = re.search(r"(^|[._])(wpe|pos|position|positions|position_embeddings|pos_emb\w*)([._]|$)", name)
+            if table is None or name not in suspect or trusted[name].dim() != 2:
+                continue
+            rows = [each[name].abs().sum(1) > 0 for each in (trusted, suspect)]
+            last = [int(each.nonzero().max()) if bool(each.any()) else -1 for each in rows]
+            if rows[0].shape == rows[1].shape and last[0] != last[1]:
+                return f"rows of {name} up to {last[1]} have a gradient, not up to {last[0]}: positions are others"
+        return ""
+
+    @cached_property
+    def targets_shifted(self) -> str:
+        """Clause for targets that are those of neighbouring tokens; "" if they are not, or not known."""
+        if self.other_tokens < 0.3:
+            return ""
+        right, wrong = (tokens["targets"] for tokens in self.tokens)
+        there = self.tokens[0]["trained"].bool() if "trained" in self.tokens[0] else right >= 0
+        for shift, word in ((-1, "after"), (1, "before")):
+            if float((right.roll(shift) == wrong)[there].double().mean()) > 0.75:
+                return f"targets are those of the token {word}"
+        return ""
+
+    @cached_property
+    def token_losses_same(self) -> bool | None:
+        """True if noted values of the loss agree in every token that trains in both; None if they were not noted."""
+        if (change := self.change("losses")) is None or not len(change[0]):
+            return None
+        bar = (1e-4 if self.step.noise.same_forward else 10 * self.step.noise.logprob_nats) * (1 + change[0].abs())
+        return bool((change[1].abs() <= bar).all())
+
+    @cached_property
+    def other_tokens(self) -> float:
+        """Share of the trained tokens whose vocabulary ids differ; 0 if they were not noted."""
+        if not all("targets" in tokens for tokens in self.tokens):
+            return 0.0
+        right, wrong = (tokens["targets"] for tokens in self.tokens)
+        there = [tokens["trained"].bool() if "trained" in tokens else right >= 0 for tokens in self.tokens]
+        return (
+            float((right != wrong)[there[0] | there[1]].double().mean()) if bool((there[0] | there[1]).any()) else 0.0
+        )
+
+    @cached_property
     def elements(self) -> tuple[Tensor, Tensor]:
         """All elements of both gradients that are not 0 in the trusted one."""
         one, two = _vectors(*(whole(step.gradients) for step in self.pair))
@@ -305,14 +352,14 @@ class Facts(TokenFacts):
         """Surrogates and denominators that give each record's own loss; see `workbench.diagnose.surrogates`."""
         trusted, suspect = self.pair
         return (
-            explained(trusted, self.evidence.trusted.context),
-            explained(suspect, self.context),
+            explained(trusted, self.evidence.trusted.context, self.evidence.trusted.steps),
+            explained(suspect, self.context, self.suspect.steps),
         )
 
     @property
     def _explained_alike(self) -> bool:
         """True if one surrogate and denominator gives both losses."""
-        trusted, suspect = ({(name, way.description) for name, way in each} for each in self.explained)
+        trusted, suspect = ({(each.form, each.way.description) for each in both} for both in self.explained)
         return bool(trusted & suspect)
 
     @property
@@ -321,23 +368,38 @@ class Facts(TokenFacts):
         trusted, suspect = self.explained
         if self._explained_alike:
             return []
-        names = _same_names(trusted, suspect)
-        return [way for name, way in suspect if name in names]
+        forms = _same_forms(trusted, suspect)
+        return [way for form, way in suspect if form in forms]
 
     @cached_property
-    def other_surrogate(self) -> tuple[str, str] | None:
-        """The surrogates of the two losses, divided alike, if no common one gives both; None if that is not known."""
-        trusted, suspect = self.explained
-        if self._explained_alike or _same_names(trusted, suspect):
-            return None
-        pairs = [
-            (name, other) for name, way in trusted for other, again in suspect if way.description == again.description
-        ]
-        return pairs[0] if pairs else None
+    def other_surrogate(self) -> tuple[Form, Form] | None:
+        """The surrogates of the two losses, the most alike, if no common one gives both; None if that is not known."""
+        noted = [forms_of_tokens(step, record.context) for step, record in zip(self.pair, self._records, strict=True)]
+        if all(noted):
+            pairs = [] if set(noted[0]) & set(noted[1]) else list(itertools.product(noted[0], noted[1]))
+        else:
+            trusted, suspect = self.explained
+            if self._explained_alike or _same_forms(trusted, suspect):
+                return None
+            pairs = [
+                (one.form, other.form)
+                for one, other in itertools.product(trusted, suspect)
+                if one.way.description == other.way.description
+            ]
+        return min(pairs, key=lambda pair: len(other_parts(*pair)), default=None)
+
+    @property
+    def _records(self) -> tuple[Record, Record]:
+        return self.evidence.trusted, self.suspect
 
 
-def _same_names(first: Sequence[Explained], second: Sequence[Explained]) -> set[str]:
-    return {name for name, _ in first} & {name for name, _ in second}
+def _same_forms(first: Sequence[Explained], second: Sequence[Explained]) -> set[Form]:
+    return {each.form for each in first} & {each.form for each in second}
+
+
+def other_parts(first: Form, second: Form) -> set[str]:
+    """Names of the parts in which two surrogates differ."""
+    return {name for name, one, two in zip(Form._fields, first, second, strict=True) if one != two}
 
 
 def _vectors(*gradients: Mapping[str, Tensor]) -> list[Tensor]:

@@ -12,13 +12,22 @@ import itertools
 import math
 from collections.abc import Callable
 
+from workbench.diagnose import given
 from workbench.diagnose.causes import NOT, Family, Judged, another_gradient
 from workbench.diagnose.denominators import names_of, sizes
 from workbench.diagnose.facts import Facts, common_ratio
+from workbench.diagnose.record import OTHER_NAMES
 from workbench.metrics.step import LAYERS, parameter_layer
 
 NEXT_TO_NOTHING = 1e-4
 """Share of the whole gradient: a parameter with less (a bias that a softmax cancels) is no evidence for its module."""
+
+_NO_SETTINGS = (
+    *("name", "precision", "dp", "cp", "tp", "pp", "ep", "micro_batches", "accumulation", "order", "attention"),
+    *("sequence_parallel", "kernel"),
+    *itertools.chain.from_iterable(OTHER_NAMES.values()),
+)
+"""Keys of a context that say how a step is divided and computed, and not what."""
 
 GRADIENTS = Family("gradient")
 
@@ -220,6 +229,10 @@ def _some_parameters(facts: Facts) -> Judged:
 )
 def _ranks_lost(facts: Facts) -> Judged:
     """Only a part of the tokens reaches the gradient: another direction, and shorter."""
+    if "micro-batches" in facts.absent:
+        return 0.92, [facts.absent]
+    if given.fewer_calls(facts) and facts.other_tokens == 0:
+        return 0.7, [given.fewer(facts)]
     if facts.lost_pieces:
         return 0.88, [f"no token of some {facts.lost_pieces} trains, and all of the others do"]
     text = another_gradient(facts)
@@ -275,6 +288,8 @@ def _term_without_gradient(facts: Facts) -> Judged:
 @GRADIENTS.cause("gradients of the step before are added again")
 def _gradients_not_cleared(facts: Facts) -> Judged:
     """The gradient of a later step contains that of the step before as well."""
+    if (seen := given.kept_gradients(facts))[0]:
+        return seen
     excess = facts.excess_of_earlier_step
     if excess is None or excess[1] > max(0.02, 2 * facts.step.noise.gradient):
         return NOT
@@ -301,8 +316,11 @@ def _update(facts: Facts) -> Judged:
 @GRADIENTS.cause("the two runs have different settings", uses=())
 def _other_settings(facts: Facts) -> Judged:
     trusted, suspect = facts.evidence.trusted.context, facts.context
-    names = ("temperature", "learning_rate", "denominator", "max_grad_norm", "optimizer")
-    off = [name for name in names if name in trusted and name in suspect and trusted[name] != suspect[name]]
+    off = [
+        name
+        for name, value in suspect.items()
+        if name not in _NO_SETTINGS and isinstance(value, str | int | float) and trusted.get(name, value) != value
+    ]
     if not off or not any(step.differs for step in facts.evidence.steps):
         return NOT
     return 0.7, [f"{name} is {suspect[name]!r}, not {trusted[name]!r}" for name in off]

@@ -6,6 +6,7 @@ what follows from it comes behind. A difference that was not seen is not taken f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ def _other_parameters(facts: Facts) -> Judged:
         reasons.append(f"tied: {suspect.get('tied') or 'nothing'}, not {trusted.get('tied') or 'nothing'}")
     if trusted.get("left_out", []) != suspect.get("left_out", []):
         reasons.append(f"in no optimizer: {_listed(suspect.get('left_out', [])) or 'nothing'}")
-    return (SEEN, reasons) if reasons else NOT
+    return (_since(facts, -1), reasons) if reasons else NOT
 
 
 @OBSERVED.cause("the runs start from other weights")
@@ -97,6 +98,16 @@ def _since(facts: Facts, number: int) -> float:
     return DECLARED if first is None else SEEN if number < first else TOO_LATE
 
 
+@OBSERVED.cause("the optimizer's state was lost or restarted")
+def _optimizer_state(facts: Facts) -> Judged:
+    for number, one, other in _steps(facts):
+        if one.get("updates") != other.get("updates") and None not in (one.get("updates"), other.get("updates")):
+            return _since(facts, number - 1), [
+                f"before step {number} its state has counted {other['updates']} updates, not {one['updates']}"
+            ]
+    return NOT
+
+
 def _settings_off(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     if "optimizers" not in one or "optimizers" not in other:
         return
@@ -124,15 +135,60 @@ def _replicas_apart(facts: Facts) -> Judged:
         off = other.get("replicas")
         if isinstance(off, list) and not isinstance(one.get("replicas"), list):
             return SEEN, [f"in step {number} {_listed(off)} differ between ranks"]
-    return NOT
+    if facts.forward_same is not False or facts.mask_same is False or facts.other_tokens > 0:
+        return NOT
+    if (parts := facts.rows_moved) is None:
+        return NOT
+    return 0.92, [
+        f"log-probabilities of {len(parts[0])} micro-batches differ in nearly every token, and those of the other "
+        f"{len(parts[1])} in none: they are computed with other weights"
+    ]
 
 
 @OBSERVED.cause("dropout is active in one run only")
 def _dropout(facts: Facts) -> Judged:
+    differs = any(step.differs for step in facts.evidence.steps)
     for number, one, other in _steps(facts):
         if one.get("dropout") != other.get("dropout"):
             return SEEN, [f"in step {number} {other.get('dropout')} modules drop, not {one.get('dropout')}"]
+        if (
+            differs
+            and one.get("training") != other.get("training")
+            and None not in (one.get("training"), other.get("training"))
+        ):
+            mode = "training" if other["training"] else "evaluation"
+            return 0.9, [f"in step {number} the model is in {mode} mode, and the trusted one is not"]
     return NOT
+
+
+@OBSERVED.cause("gradients are clipped by another rule: another norm, at another time, or in one run only")
+def _gradient_clipping(facts: Facts) -> Judged:
+    """Every gradient is multiplied with one number, the loss is right, and the norm of one run is a usual bound."""
+    if not facts.scaled or facts.loss_same is not True or facts.factor_names:
+        return NOT
+    bounds = {float(facts.context.get("max_grad_norm") or 1.0), *USUAL_BOUNDS}
+    norms = [math.sqrt(sum(value**2 for value in step.gradient_norms.values())) for step in facts.pair]
+    at = [next((bound for bound in bounds if abs(norm / bound - 1) < 1e-4), None) for norm in norms]
+    if (at[0] is None) == (at[1] is None):
+        return (0.45, [_norms_of(norms)]) if at[0] is None and _changes(facts) else NOT
+    which = "suspect" if at[0] is None else "trusted run"
+    return 0.9, [
+        f"the loss is right, and the whole gradient of the {which} is as long as {at[1] or at[0]:g}; {_norms_of(norms)}"
+    ]
+
+
+USUAL_BOUNDS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Largest norms of a gradient that trainers set: verl's, TRL's and Megatron's 1, Lightning's 0.5, ..."""
+
+
+def _norms_of(norms: list[float]) -> str:
+    return f"norms are {norms[1]:.6g} and {norms[0]:.6g}"
+
+
+def _changes(facts: Facts) -> bool:
+    """True if the factor of the gradient is another one in a later step with right losses: no constant was lost."""
+    factors = [step.factor for step in facts.evidence.steps if step.factor and step.parallel and step.loss_same]
+    return len(factors) > 1 and abs(factors[0] / factors[1] - 1) > 0.01
 
 
 @OBSERVED.cause("an update left the weights as they were")
@@ -158,6 +214,9 @@ def _precision_settings(facts: Facts) -> Judged:
     for number, one, other in _steps(facts):
         if one.get("grid") != other.get("grid"):
             reasons.append(f"before step {number} the weights lie on the grid of {other.get('grid') or 'float32'}")
+        if one.get("gradient_grid") != other.get("gradient_grid") and "gradient_grid" in one:
+            grid = other.get("gradient_grid") or "float32"
+            reasons.append(f"gradients of step {number} lie on the grid of {grid}")
         for part, right in one.get("dtypes", {}).items():
             wrong = other.get("dtypes", {}).get(part)
             if wrong and right and wrong != right:
@@ -165,7 +224,7 @@ def _precision_settings(facts: Facts) -> Judged:
         if reasons:
             break
     if not reasons or not any(step.differs for step in facts.evidence.steps):
-        return (0.3, reasons) if reasons else NOT
+        return (DECLARED, reasons) if reasons else NOT
     return 0.9, reasons
 
 

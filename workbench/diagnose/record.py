@@ -53,6 +53,15 @@ _NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", PREFIX)
 _MEASURED_TOKENS = ("policy_logprobs", "old_logprobs", "entropy_nats", "trained", "clipped")
 
 
+OTHER_NAMES = {
+    "dp": ("dp_size", "data_parallel", "data_parallel_size", "world_size", "num_processes"),
+    "cp": ("cp_size", "context_parallel", "context_parallel_size", "sp", "sp_size", "ulysses_sp_size", "ulysses"),
+    "tp": ("tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "micro_batches": ("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps", "grad_accum"),
+}
+"""Axis -> its names in torchtitan, DeepSpeed, Accelerate, Lightning, Megatron-LM, NeMo-RL and verl."""
+
+
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors of one file, read at each access and not kept; {} if there is no such file."""
 
@@ -183,6 +192,7 @@ class Record:
         cast = next((step.observed["autocast"] for step in steps if "autocast" in step.observed), None)
         if cast is not None and context.get("precision") == "float32":  # that of the weights
             context["precision"] = {"bfloat16": "bf16_mixed", "float16": "fp16_amp"}.get(cast, cast)
+        context = _sizes_by_other_names(context) | context
         noted = max((int(line.get("micro_batches") or 1) for line in lines), default=1)
         return cls({"micro_batches": noted} | context if noted > 1 else context, steps, name)
 
@@ -237,6 +247,16 @@ class Record:
         )
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
         return f"Record({'; '.join(part for part in (f'{self.name}: {steps}', sizes, ', '.join(self.parts)) if part)})"
+
+
+def _sizes_by_other_names(context: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of axes that a context has under the name of another trainer."""
+    found = {}
+    for axis, names in OTHER_NAMES.items():
+        sizes = [context[name] for name in names if isinstance(context.get(name), int) and context[name] is not True]
+        if sizes and axis not in context:
+            found[axis] = int(sizes[0])
+    return found
 
 
 def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:

@@ -1,9 +1,10 @@
-"""Recognition of a record's loss: known surrogates of its own log-probabilities, against the loss that it recorded.
+"""Recognition of a record's loss: known surrogates of its own log-probabilities, against what it recorded.
 
 A record with log-probabilities, old log-probabilities and advantages determines the value of each token under each
-known surrogate. One that gives the recorded loss, to rounding, under one way of dividing is hardly an accident; so two
-records that are explained by different ones differ in the surrogate, or in the denominator. Values of one record
-explain its own loss: the precision of the run does not enter.
+known surrogate; a reference and entropies add terms, whose coefficients are fitted. Values of tokens that were noted
+are compared token by token; else one surrogate that gives the recorded loss, to rounding, under one way of dividing is
+hardly an accident. So two records that are explained by different ones differ in the surrogate, or in the denominator.
+Values of one record explain its own loss: the precision of the run does not enter.
 
 Source: the surrogates of `workbench.losses`, written again here, as a record is explained without their code.
 
@@ -12,9 +13,11 @@ Letters: S tokens of the source batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,50 +27,276 @@ from workbench.diagnose.record import RecordedStep, whole
 
 MARGIN = 2e-5
 """Of the mean absolute value of a token: sums in float32 of some thousand tokens are right to a part of it."""
+NICE = 1e-3
+"""Relative distance of a fitted coefficient from one with two digits, as people set them."""
+MOST = 4096
+"""Tokens that are compared one by one: more of them tell no more."""
+MOST_STEPS = 8
+"""Steps whose losses are fitted at once: more of them tell no more."""
 BOUNDS = ((0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3), (0.2, 0.3), (0.2, 0.25), (0.28, 0.28), (3e-4, 4e-4))
 """Lower and upper range of a clip: PPO's and GRPO's 0.2, DAPO's 0.28 (arXiv 2503.14476), GSPO's 3e-4 and 4e-4 (arXiv
 2507.18071), and others in use; those of the run's context come first."""
-Explained = tuple[str, Way]
-"""A surrogate, and the way in which its values are divided."""
+TRUNCATIONS = (math.inf, 2.0, 5.0, 10.0, 1.0)
+"""Largest weights of a correction for the sampler that are in use: verl's and TRL's 2, NeMo-RL's 5 and 10."""
+BETAS = (0.1, 0.05, 0.2, 0.3, 0.5, 0.01, 1.0)
+"""Strengths of a preference: DPO's 0.1, and others in use; those of the run's context come first."""
+_KL = ("kl_coef", "kl_coefficient", "kl_beta", "beta", "kl_loss_coef", "kl")
+_ENTROPY = ("entropy_coef", "entropy_coeff", "entropy_coefficient", "ent_coef", "entropy")
 
 
-def explained(step: RecordedStep, context: Mapping[str, Any]) -> list[Explained]:
-    """The surrogates and denominators that give the recorded loss of a step; [] if it lacks what they need."""
+class Form(NamedTuple):
+    """A surrogate in words; parts that a loss does not have are empty."""
+
+    ratios: str
+    clip: str = ""
+    correction: str = ""
+    penalty: str = ""
+    entropy: str = ""
+
+    def __str__(self) -> str:
+        """The parts that there are, one after another."""
+        return " ".join(part for part in self if part)
+
+
+class Explained(NamedTuple):
+    """A surrogate, and the way in which its values are divided."""
+
+    form: Form
+    way: Way
+
+
+def forms_of_tokens(step: RecordedStep, context: Mapping[str, Any]) -> list[Form]:
+    """The surrogates that give the noted value of every trained token; [] if there are none, or none was noted."""
     tokens = whole(step.tokens)
-    if step.loss is None or "losses" in tokens or not {"policy_logprobs", "trained"} <= set(tokens):
+    if not {"losses", "policy_logprobs", "trained"} <= set(tokens):
         return []
-    trained, found = tokens["trained"].bool(), []
-    for name, values in _surrogates(tokens, context):
-        margin = MARGIN * float(values[trained].abs().mean())
-        hits = ways(replace(step, tokens={**tokens, "losses": values}), context)
-        found += [(name, way) for way in hits if abs(way.loss - step.loss) <= margin]
+    trained = tokens["trained"].bool()
+    here = trained.nonzero().flatten()[:MOST]
+    if not len(here):
+        return []
+    noted, found = tokens["losses"].double()[here], []
+    penalties, entropy = _penalties(tokens), _entropy(tokens)
+    for form, values in _surrogates(tokens, context):
+        scale = float(values[trained].abs().mean())
+        left = noted - values[here]
+        if float(left.abs().max()) <= 5 * MARGIN * scale + 1e-9:
+            found.append(form)
+            continue
+        for kind, bonus in itertools.product((None, *penalties), (None, *([entropy] if entropy is not None else []))):
+            columns = [each[here] for each in (penalties.get(kind or ""), bonus) if each is not None]
+            fitted = _fitted(torch.stack(columns, 1), left, 5 * MARGIN * scale + 1e-9) if columns else None
+            if fitted is not None:
+                found.append(_with(form, kind, bonus is not None, fitted))
     return found
 
 
-def _surrogates(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name and per-token values, [S], to be minimised."""
+def explained(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[RecordedStep] = ()) -> list[Explained]:
+    """The surrogates and denominators that give the recorded loss of a step; [] if it lacks what they need.
+
+    Coefficients of a penalty and an entropy bonus are those of the context, or fitted to the losses of ``steps``, of
+    which there must be more.
+    """
+    tokens = whole(step.tokens)
+    if step.loss is None or "losses" in tokens or not {"policy_logprobs", "trained"} <= set(tokens):
+        return []
+    found = []
+    for form, values in _surrogates(tokens, context):
+        margin = _margin(tokens, values)
+        found += [
+            Explained(form, way) for way in _divided(step, context, values) if abs(way.loss - step.loss) <= margin
+        ]
+    return found or [*_preferences(step, context)] or [*_with_terms(step, context, steps)]
+
+
+def _preferences(step: RecordedStep, context: Mapping[str, Any]) -> Iterator[Explained]:
+    """Losses of pairs of documents, such as DPO's (arXiv 2305.18290): neighbours, or of two halves, one preferred."""
+    tokens = whole(step.tokens)
+    if not {"documents", "ref_logprobs"} <= set(tokens):
+        return
+    trained = tokens["trained"].bool()
+    far = (tokens["policy_logprobs"].double() - tokens["ref_logprobs"].double())[trained]
+    _, place = torch.unique(tokens["documents"][trained], return_inverse=True)
+    counts = torch.bincount(place)
+    sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, place, far)
+    if len(sums) % 2:
+        return
+    betas = [float(context[name]) for name in ("beta", "dpo_beta", "kl_beta") if _number(context.get(name))]
+    for text, values in (("", sums), (" of means", sums / counts)):
+        halves, neighbours = values.view(2, -1), values.view(-1, 2).T
+        for (pairing, (good, bad)), swapped in itertools.product(
+            (("neighbours", neighbours), ("two halves", halves)), (False, True)
+        ):
+            margin = bad - good if swapped else good - bad
+            for beta in dict.fromkeys([*betas, *BETAS]):
+                for smoothing in (0.0, 0.1):
+                    scaled = beta * margin
+                    losses = -torch.nn.functional.logsigmoid(scaled) * (1 - smoothing)
+                    losses = losses - torch.nn.functional.logsigmoid(-scaled) * smoothing
+                    if abs(float(losses.mean()) - (step.loss or 0.0)) <= MARGIN * float(losses.abs().mean()):
+                        which = ", the second preferred" if swapped else ""
+                        form = Form(f"preferences{text} between {pairing}{which}", clip=f"at beta {beta:g}")
+                        way = Way("", "pairs", float(losses.mean()))
+                        yield Explained(form._replace(penalty=f"smoothed by {smoothing:g}" if smoothing else ""), way)
+
+
+def _with_terms(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[RecordedStep]) -> Iterator[Explained]:
+    """Surrogates with a penalty, an entropy bonus or both."""
+    names = set(whole(step.tokens))
+    others = [other for other in steps if other.number != step.number and other.loss is not None]
+    several = [step, *(other for other in others if names <= set(whole(other.tokens)))][:MOST_STEPS]
+    terms: dict[str, list[dict[str, float]]] = {
+        kind: [_by_way(each, context, _penalties(whole(each.tokens))[kind]) for each in several]
+        for kind in _penalties(whole(step.tokens))
+    }
+    bonus = [_by_way(each, context, _entropy(whole(each.tokens))) for each in several]
+    stated = [next((float(context[name]) for name in of if _number(context.get(name))), None) for of in (_KL, _ENTROPY)]
+    surrogates = [dict(_surrogates(whole(each.tokens), context)) for each in several]
+    for form in surrogates[0]:
+        values = [each[form] for each in surrogates if form in each]
+        if len(values) < len(several):
+            continue
+        divided = [_by_way(each, context, value) for each, value in zip(several, values, strict=True)]
+        margins = [_margin(whole(each.tokens), value) for each, value in zip(several, values, strict=True)]
+        for kind, with_entropy in itertools.product((None, *terms), (False, True)):
+            used = ([terms[kind]] if kind else []) + ([bonus] if with_entropy and bonus[0] else [])
+            given = [known for known, there in zip(stated, (kind, with_entropy), strict=True) if there]
+            if len(used) != len(given) or not used:
+                continue
+            for description in divided[0]:
+                columns = [[at[description] for at in term if description in at] for term in used]
+                left = [
+                    float(each.loss or 0.0) - at[description]
+                    for each, at in zip(several, divided, strict=True)
+                    if description in at
+                ]
+                if any(len(column) < len(several) for column in (*columns, left)):
+                    continue
+                fitted = _coefficients(columns, left, margins, given)
+                if fitted is not None:
+                    way = next(way for way in _divided(step, context, values[0]) if way.description == description)
+                    yield Explained(_with(form, kind, with_entropy, fitted), way)
+
+
+def _coefficients(
+    columns: Sequence[Sequence[float]], left: Sequence[float], margins: Sequence[float], given: Sequence[float | None]
+) -> list[float] | None:
+    """Coefficients that explain what is left of the losses: those stated, or fitted to more steps than there are."""
+    stated = [value for value in given if value is not None]
+    if len(stated) == len(columns):
+        for signs in itertools.product((1.0, -1.0), repeat=len(stated)):
+            signed = [sign * value for sign, value in zip(signs, stated, strict=True)]
+            sums = sum(value * column[0] for value, column in zip(signed, columns, strict=True))
+            if all(signed) and abs(left[0] - sums) <= margins[0]:
+                return signed
+    if len(left) <= len(columns):
+        return None
+    matrix = torch.tensor(columns, dtype=torch.float64).T
+    return _fitted(matrix, torch.tensor(left, dtype=torch.float64), max(margins))
+
+
+def _fitted(columns: Tensor, values: Tensor, margin: float) -> list[float] | None:
+    """Coefficients of the columns, if they give all values within the margin, and people would set them so."""
+    sizes = columns.norm(dim=0)
+    if not bool((sizes > 0).all()):
+        return None
+    scaled = columns / sizes
+    if len(columns[0]) > 1 and abs(float(scaled[:, 0] @ scaled[:, 1])) > 1 - 1e-9:
+        return None
+    solved = torch.linalg.lstsq(scaled, values[:, None]).solution[:, 0] / sizes
+    if float((columns @ solved - values).abs().max()) > margin:
+        return None
+    coefficients = [float(value) for value in solved]
+    if not all(value and abs(float(f"{value:.2g}") / value - 1) <= NICE for value in coefficients):
+        return None
+    return coefficients
+
+
+def _with(form: Form, kind: str | None, bonus: bool, fitted: Sequence[float]) -> Form:
+    texts = [f"{value:.2g}" for value in fitted]
+    penalty = f"plus {texts[0]} times {kind} of the reference" if kind else ""
+    return form._replace(penalty=penalty, entropy=f"minus {texts[-1]} times the entropy" if bonus else "")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _margin(tokens: Mapping[str, Tensor], values: Tensor) -> float:
+    return MARGIN * float(values[tokens["trained"].bool()].abs().mean())
+
+
+def _divided(step: RecordedStep, context: Mapping[str, Any], values: Tensor) -> list[Way]:
+    return ways(replace(step, tokens={**whole(step.tokens), "losses": values}), context)
+
+
+def _by_way(step: RecordedStep, context: Mapping[str, Any], values: Tensor | None) -> dict[str, float]:
+    return {} if values is None else {way.description: way.loss for way in _divided(step, context, values)}
+
+
+def _penalties(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Estimators of the divergence from a reference, http://joschu.net/blog/kl-approx.html, and mistakes of them."""
+    if "ref_logprobs" not in tokens:
+        return {}
+    far = tokens["ref_logprobs"].double() - tokens["policy_logprobs"].double()
+    return {
+        "k3": far.exp() - 1 - far,
+        "k1": -far,
+        "k2": far.square() / 2,
+        "the absolute k1": far.abs(),
+        "k3 the other way round": (-far).exp() - 1 + far,
+        "the square": far.square(),
+    }
+
+
+def _entropy(tokens: Mapping[str, Tensor]) -> Tensor | None:
+    return -tokens["entropy_nats"].double() if "entropy_nats" in tokens else None
+
+
+def _surrogates(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> Iterator[tuple[Form, Tensor]]:
+    """Surrogates and their per-token values, [S], to be minimised; those corrected for the sampler last."""
+    plain = list(_uncorrected(tokens, context))
+    yield from plain
+    if {"old_logprobs", "sampler_logprobs"} <= set(tokens):
+        weights = (tokens["old_logprobs"].double() - tokens["sampler_logprobs"].double()).exp()
+        if bool((weights - 1).abs().max() <= 1e-6):
+            return
+        for most in TRUNCATIONS:
+            text = "weighed by old over sampler" + ("" if most == math.inf else f" up to {most:g}")
+            yield from ((form._replace(correction=text), values * weights.clamp_max(most)) for form, values in plain)
+
+
+def _uncorrected(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> Iterator[tuple[Form, Tensor]]:
     policy = tokens["policy_logprobs"].double()
-    yield "negative log-likelihood", -policy
+    yield Form("negative log-likelihood"), -policy
     if "advantages" not in tokens:
         return
     advantages = tokens["advantages"].double()
-    yield "advantage times log-probability", -advantages * policy
-    if "old_logprobs" not in tokens:
-        return
+    yield Form("advantage times log-probability"), -advantages * policy
     trained = tokens["trained"].bool()
-    log_ratios = torch.where(trained, policy - tokens["old_logprobs"].double(), 0.0)
-    yield "advantage times a ratio of 1", -advantages
-    kinds = {"": log_ratios}
-    if "documents" in tokens:
-        kinds[" of documents"] = _document_means(log_ratios, tokens["documents"], trained)
-    for kind, values in kinds.items():
-        ratios = values.exp()
-        plain = ratios * advantages
-        yield f"ratios{kind} without a clip", -plain
-        for low, high in dict.fromkeys([*_given(context), *BOUNDS]):
-            clipped = ratios.clamp(1 - low, 1 + high) * advantages
-            yield f"ratios{kind} clipped at {low:g} and {high:g}", -torch.minimum(plain, clipped)
-            yield f"ratios{kind} clipped at {low:g} and {high:g}, the larger objective", -torch.maximum(plain, clipped)
+    anchors = [
+        (name, text) for name, text in (("old_logprobs", ""), ("sampler_logprobs", " to the sampler")) if name in tokens
+    ]
+    for number, (anchor, of) in enumerate(anchors):
+        log_ratios = torch.where(trained, policy - tokens[anchor].double(), 0.0)
+        if not number:
+            yield Form("advantage times a ratio of 1"), -advantages
+        kinds = {f"ratios{of}": log_ratios}
+        if "documents" in tokens:
+            kinds[f"ratios of documents{of}"] = _document_means(log_ratios, tokens["documents"], trained)
+        for kind, values in kinds.items():
+            ratios = values.exp()
+            plain = ratios * advantages
+            yield Form(kind, "without a clip"), -plain
+            for low, high in dict.fromkeys([*_given(context), *BOUNDS]):
+                bounded = ratios.clamp(1 - low, 1 + high)
+                clipped, text = bounded * advantages, f"clipped at {low:g} and {high:g}"
+                smaller = torch.minimum(plain, clipped)
+                yield Form(kind, text), -smaller
+                yield Form(kind, f"{text}, the larger objective"), -torch.maximum(plain, clipped)
+                yield Form(kind, f"{text} on both sides"), -clipped
+                yield Form(f"log-probability times {kind}", text), -clipped * policy
+                dual = torch.where(advantages < 0, torch.maximum(smaller, 3 * advantages), smaller)
+                yield Form(kind, f"{text}, and at 3 where advantages are negative"), -dual
 
 
 def _document_means(values: Tensor, documents: Tensor, trained: Tensor) -> Tensor:
@@ -88,5 +317,5 @@ def _given(context: Mapping[str, Any]) -> Iterator[tuple[float, float]]:
             ("clip_high", "clip_ratio_high", "epsilon_high", "eps_clip_high"),
         )
     )
-    if isinstance(low, int | float) and isinstance(high, int | float):
-        yield float(low), float(high)
+    if _number(low) and _number(high):
+        yield float(low), float(high)  # type: ignore[arg-type]

@@ -9,10 +9,15 @@ from collections.abc import Callable
 
 import torch
 
+from workbench.diagnose import given
 from workbench.diagnose.causes import NOT, Family, Judged, likeliest
-from workbench.diagnose.facts import ADVANTAGES, Facts, fit
+from workbench.diagnose.facts import ADVANTAGES, Facts, fit, other_parts
 
 TOKENS = Family("tokens")
+SHIFTED = 0.3
+"""Share of the targets that a shift at the ends of documents does not reach."""
+SEEN = 0.97
+"""Score of what a recorder saw: see `workbench.diagnose.observed_causes`."""
 
 
 # ---- which tokens -------------------------------------------------------------------------------------------
@@ -73,21 +78,50 @@ def _behind_first_documents(facts: Facts) -> Judged:
 
 @TOKENS.cause("tokens attend to other documents of their row", "packing")
 def _attention_across_documents(facts: Facts) -> Judged:
+    return likeliest(_noted_attention_across_documents(facts), given.other_attention(facts, packed=True))
+
+
+def _noted_attention_across_documents(facts: Facts) -> Judged:
     score, why = _behind_first_documents(facts)
     same = facts.step.token_same("positions")
     if not score or same is False:
         return NOT
+    if facts.other_positions:
+        return 0.3 * score, [*why, f"but {facts.other_positions}"]
     return (score, why) if same else (0.49 * score, [*why, "positions were not noted: they may run on instead"])
 
 
 @TOKENS.cause("positions of tokens are others: they run on through a row, or restart elsewhere")
 def _position_ids(facts: Facts) -> Judged:
+    return likeliest(_noted_position_ids(facts), given.other_positions(facts))
+
+
+def _noted_position_ids(facts: Facts) -> Judged:
     same = facts.step.token_same("positions")
+    if facts.other_tokens > SHIFTED:
+        return NOT
+    if facts.other_positions and _behind_first_documents(facts)[0] > 0.5:
+        return 0.96, [facts.other_positions]
     if same is False and facts.forward_same is False:
         off = facts.off_tokens("positions")
         return 0.97, [f"positions of {0 if off is None else int(off.sum())} tokens differ, and their log-probabilities"]
     score, why = _behind_first_documents(facts)
     return (0.48 * score, [*why, "positions were not noted"]) if score and same is None else NOT
+
+
+@TOKENS.cause("tokens attend to padding")
+def _attention_to_padding(facts: Facts) -> Judged:
+    return likeliest(_noted_attention_to_padding(facts), given.other_attention(facts, packed=False))
+
+
+def _noted_attention_to_padding(facts: Facts) -> Judged:
+    """All documents differ that are shorter than the longest of their micro-batch, and no other."""
+    if facts.forward_same is not False or facts.padded_moved < 0.8 or _behind_first_documents(facts)[0] > 0.9:
+        return NOT
+    return 0.9 * facts.padded_moved, [
+        f"log-probabilities of {facts.padded_moved:.0%} of the documents differ that are shorter than the longest of "
+        "their micro-batch, and of no other"
+    ]
 
 
 @TOKENS.cause("tokens read other features than their own")
@@ -108,8 +142,12 @@ def _other_features(facts: Facts) -> Judged:
 
 @TOKENS.cause("other tokens train")
 def _other_mask(facts: Facts) -> Judged:
+    return likeliest(_noted_other_mask(facts), given.other_labels(facts, counted=True))
+
+
+def _noted_other_mask(facts: Facts) -> Judged:
     if facts.mask_same is not False:
-        return NOT
+        return _more_than_noted(facts)
     at_places = max(
         facts.agree(place, "trained") for place in ("shard edges", "document starts", "document beginnings")
     )
@@ -119,9 +157,27 @@ def _other_mask(facts: Facts) -> Judged:
     return 0.85 * (1 - 0.7 * at_places), ["other tokens train" + ("" if off is None else f": {int(off.sum())} differ")]
 
 
+def _more_than_noted(facts: Facts) -> Judged:
+    """The trained tokens that were noted are the same, and their count is not: others train, which have no place."""
+    right, wrong = (step.counts.get("trained_tokens") for step in facts.pair)
+    if facts.mask_same is None or None in (right, wrong) or right == wrong or facts.absent:
+        return NOT
+    return 0.8, [f"{wrong:g} tokens train, not {right:g}, although the same are noted: the others have no place"]
+
+
 @TOKENS.cause("log-probabilities are those of other tokens of the same distributions")
 def _other_targets(facts: Facts) -> Judged:
+    return likeliest(_noted_other_targets(facts), given.other_labels(facts, counted=False))
+
+
+def _noted_other_targets(facts: Facts) -> Judged:
     """The distribution at a token is the same, as its entropy shows, but another token's log-probability is taken."""
+    if facts.targets_shifted:
+        return 0.97, [facts.targets_shifted]
+    if facts.other_tokens > 0 and given.ids_same(facts):
+        return 0.93, [
+            f"targets of {facts.other_tokens:.0%} of the trained tokens differ, and the model is given the same"
+        ]
     change, off, entropies = facts.change(), facts.off_tokens("policy_logprobs"), facts.off_tokens("entropy_nats")
     if (shift := facts.distributions_shifted) is not None:
         return 0.95, [
@@ -146,6 +202,36 @@ def _other_targets(facts: Facts) -> Judged:
         f"log-probabilities of {int(off.sum())} tokens differ, and the entropies "
         "there do not: the distributions are right, and other targets are read"
     ]
+
+
+@TOKENS.cause("the reference's log-probabilities are not those of these tokens")
+def _ref_logprobs(facts: Facts) -> Judged:
+    return _anchor(facts, "ref_logprobs", "the reference's")
+
+
+@TOKENS.cause("the sampler's log-probabilities are not those of these tokens")
+def _sampler_logprobs(facts: Facts) -> Judged:
+    return _anchor(facts, "sampler_logprobs", "the sampler's")
+
+
+def _anchor(facts: Facts, name: str, whose: str) -> Judged:
+    """Log-probabilities of another model that differ although the policy's own do not."""
+    off = facts.off_tokens(name)
+    if facts.forward_same is not True or off is None or not bool(off.any()):
+        return NOT
+    wrong, policy = facts.tokens[1][name].double()[off], facts.tokens[1]["policy_logprobs"].double()[off]
+    same = float(torch.isclose(policy, wrong, atol=1e-6).double().mean())
+    right = facts.tokens[0][name].double()
+    shifts = ((1, "before"), (-1, "after"))
+    shifted = [word for shift, word in shifts if _equal(right.roll(shift)[off], wrong) > 0.6]
+    detail = (
+        " and equal the policy's own" if same > 0.9 else f" and are those of the token {shifted[0]}" if shifted else ""
+    )
+    return 0.93, [f"{whose} log-probabilities of {int(off.sum())} tokens differ{detail}, and the policy's do not"]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.isclose(one, other, atol=1e-5).double().mean()) if len(one) else 0.0
 
 
 @TOKENS.cause("the old policy's log-probabilities are not those of these tokens")
@@ -263,13 +349,23 @@ def _advantages(facts: Facts) -> Judged:
 
 @TOKENS.cause("other data: documents are lost, doubled or taken in another order", uses=("tokens",))
 def _other_data(facts: Facts) -> Judged:
+    return likeliest(_noted_other_data(facts), given.other_ids(facts))
+
+
+def _noted_other_data(facts: Facts) -> Judged:
     """The vocabulary ids of the tokens are others, in more places than a shift or a mask explains."""
+    if repeated := facts.pair[1].observed.get("repeated"):
+        return SEEN, [f"{repeated} tokens of the step were noted twice and more, by their places"]
+    if facts.absent:
+        return (0.5 if "micro-batches" in facts.absent else 0.9), [facts.absent]
     if not all("targets" in tokens for tokens in facts.tokens):
         return (0.9, [facts.other_documents]) if facts.other_documents else NOT
     right, wrong = (tokens["targets"] for tokens in facts.tokens)
     there = [tokens["trained"].bool() if "trained" in tokens else right >= 0 for tokens in facts.tokens]
-    off = float((right != wrong)[there[0] | there[1]].double().mean()) if len(right) else 0.0
-    if off < 0.3:  # a shift at the ends of documents changes fewer
+    off = facts.other_tokens
+    if facts.targets_shifted or given.ids_same(facts):
+        return NOT
+    if off < SHIFTED:  # a shift at the ends of documents changes fewer
         return NOT
     ids, others = (values[mask].sort().values for values, mask in zip((right, wrong), there, strict=True))
     if len(ids) == len(others) and torch.equal(ids, others):
@@ -282,9 +378,9 @@ def _clipping(facts: Facts) -> Judged:
     """The ratios are right, and other tokens are clipped, or at other bounds."""
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
-    if (surrogates := facts.other_surrogate) and all(" clipped at " in name for name in surrogates):
-        kinds = [name.partition(" clipped at ")[0] for name in surrogates]
-        return (0.94, [_by_surrogates(facts)]) if kinds[0] == kinds[1] else NOT
+    if forms := facts.other_surrogate:
+        of_clip = other_parts(*forms) == {"clip"} and all("clipped" in form.clip for form in forms)
+        return (0.94, [_by_surrogates(facts)]) if of_clip else NOT
     if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
         return NOT
     clipped, metrics = facts.off_tokens("clipped"), facts.metrics_off("clip/")
@@ -292,7 +388,10 @@ def _clipping(facts: Facts) -> Judged:
     if (not number and not metrics) or (facts.gradient_same is not False and facts.loss_same is not False):
         return NOT
     reason = f"{number} tokens are clipped otherwise" if number else f"{metrics[0]} differs"
-    if not any(key.startswith("ratio/") and key in facts.pair[1].metrics for key in facts.pair[0].metrics):
+    known = any(key.startswith("ratio/") and key in facts.pair[1].metrics for key in facts.pair[0].metrics)
+    if number and facts.forward_same and facts.old_same and facts.step.token_same("advantages") is not False:
+        return (0.6 if facts.clips_documents else 0.9), [reason, "log-probabilities of both policies do not differ"]
+    if not known:
         return 0.4, [reason]
     return (0.6 if facts.clips_documents else 0.85), [reason, "ratios of tokens do not differ"]
 
@@ -301,11 +400,15 @@ def _clipping(facts: Facts) -> Judged:
 def _ratio(facts: Facts) -> Judged:
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
-    if (surrogates := facts.other_surrogate) and len(
-        {name.startswith("ratios of documents") for name in surrogates}
-    ) == 2:
-        return 0.94, [_by_surrogates(facts)]
+    if forms := facts.other_surrogate:
+        ratios = "ratios" in other_parts(*forms) and all(form.ratios.startswith("ratios") for form in forms)
+        return (0.94, [_by_surrogates(facts)]) if ratios else NOT
     off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
+    other = facts.off_tokens("ratios")
+    if other is not None and bool(other.any()) and facts.old_same is not None and facts.forward_same:
+        return 0.92, [
+            f"ratios of {int(other.sum())} tokens differ, and the log-probabilities that they are computed from do not"
+        ]
     if (
         not off
         and facts.document_values_cut
@@ -325,6 +428,9 @@ def _ratio(facts: Facts) -> Judged:
 @TOKENS.cause("one term of the loss is weighed or computed otherwise", uses=("metrics",))
 def _one_term(facts: Facts) -> Judged:
     """One term of the loss is wrong and others are right, from the same inputs."""
+    if forms := facts.other_surrogate:
+        of_terms = other_parts(*forms) <= {"correction", "penalty", "entropy"} and facts.inputs_same
+        return (0.94, [_by_surrogates(facts)]) if of_terms else NOT
     off, right = facts.terms
     off = [key for key in off if not key.startswith("loss/total")]
     if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
@@ -341,8 +447,10 @@ def _other_loss(facts: Facts) -> Judged:
     if not facts.inputs_same or facts.loss_same is not False or facts.gradient_same is not False:
         return NOT
     if facts.other_surrogate:
-        return 0.92, [_by_surrogates(facts)]
+        return 0.9, [_by_surrogates(facts)]
     terms = facts.metrics_off("loss/")
+    if facts.token_losses_same is False:
+        return 0.75, ["values of the loss differ token by token, from the same inputs"]
     return 0.35, ["the same inputs give another loss" + (f": {', '.join(terms)}" if terms else "")]
 
 

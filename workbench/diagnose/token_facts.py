@@ -125,6 +125,58 @@ class TokenFacts:
         everywhere, there = agreement(off, self.trained), agreement(off, self.places[place])
         return (there - everywhere) / (1 - everywhere) if there > everywhere else 0.0
 
+    @cached_property
+    def rows_moved(self) -> tuple[list[int], list[int]] | None:
+        """Micro-batches in which nearly all trained tokens have other log-probabilities, and those in which none has.
+
+        None if the micro-batches are not known, or some have both.
+        """
+        off = self.off_tokens("policy_logprobs")
+        if off is None or self.trained is None or "rows" not in self.tokens[1] or "rows" not in self.tokens[0]:
+            return None
+        shares = self._shares(off, self.tokens[1]["rows"])
+        moved = [row for row, share in shares.items() if share > 0.9]
+        still = [row for row, share in shares.items() if share == 0]
+        return (moved, still) if moved and still and len(moved) + len(still) == len(shares) else None
+
+    @cached_property
+    def padded_moved(self) -> float:
+        """Agreement of the documents that differ with those that are shorter than the longest of their micro-batch."""
+        off, tokens = self.off_tokens("policy_logprobs"), {**self.tokens[0], **self.tokens[1]}
+        if off is None or self.trained is None or not {"documents", "rows"} <= set(tokens):
+            return 0.0
+        documents, rows = tokens["documents"], tokens["rows"]
+        shares = self._shares(off, documents)
+        lengths = {one: int((documents == one).sum()) for one in shares}
+        of_row = {one: int(rows[documents == one][0]) for one in shares}
+        longest = {row: max(lengths[one] for one in shares if of_row[one] == row) for row in of_row.values()}
+        padded = {one for one in shares if lengths[one] < longest[of_row[one]]}
+        moved = {one for one, share in shares.items() if share > 0.5}
+        if not padded or not moved or len(moved) == len(shares) or moved - padded:
+            return 0.0
+        return len(moved) / len(padded)
+
+    def _shares(self, off: Tensor, labels: Tensor) -> dict[int, float]:
+        """Label -> share of its tokens that train in both and that differ."""
+        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool() & (labels >= 0)
+        return {int(one): float(off[both & (labels == one)].double().mean()) for one in labels[both].unique()}
+
+    @cached_property
+    def absent(self) -> str:
+        """Clause for trained tokens of the trusted record that the suspect has not noted; "" if there are none."""
+        trusted, suspect = (whole(step.tokens) for step in self.pair)
+        if not all({"trained", "documents"} <= set(tokens) for tokens in (trusted, suspect)):
+            return ""
+        end = len(suspect["documents"])
+        gone = trusted["trained"].bool() & (trusted["documents"] >= 0)
+        gone[:end] &= suspect["documents"][: len(gone)] < 0
+        if not bool(gone.any()):
+            return ""
+        rows, text = trusted.get("rows"), f"{int(gone.sum())} of {int(trusted['trained'].sum())} trained tokens"
+        if rows is not None and not bool((trusted["trained"].bool() & torch.isin(rows, rows[gone]) & ~gone).any()):
+            return f"{text} are missing, all of {len(rows[gone].unique())} micro-batches"
+        return f"{text} are missing"
+
     @property
     def lost_pieces(self) -> str:
         """Kind of pieces that the tokens that no longer train fill completely; "" if none, or if new tokens train."""
@@ -258,8 +310,7 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "document beginnings": _first_of(documents, trained),
         "document ends": _first_of(documents.flip(0), trained.flip(0)).flip(0),
     }
-    if "shards" in tokens:
-        shards = tokens["shards"]
+    if (shards := tokens.get("shards", _parts_of_documents(tokens))) is not None:
         changes = torch.zeros_like(trained)
         changes[1:] = (shards[1:] != shards[:-1]) & (documents[1:] == documents[:-1]) & (shards[:-1] >= 0)
         edges = changes.roll(-1)
@@ -269,7 +320,7 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "behind shard edges": _after(changes, documents),
             "returns": _returns(documents, shards),
         }
-        if {"rows", "places"} <= set(tokens):
+        if {"rows", "places", "shards"} <= set(tokens):
             masks["behind half a shard"] = _behind_half(tokens["rows"], tokens["places"], shards)
     if "places" in tokens and "positions" in tokens:  # the first document of a row begins at place 0
         masks["later documents"] = tokens["places"] > tokens["positions"] - 1
@@ -284,6 +335,19 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
     starts = torch.ones_like(trained)
     starts[1:] = documents[1:] != documents[:-1]
     return masks | {"document starts": starts}
+
+
+def _parts_of_documents(tokens: Mapping[str, Tensor]) -> Tensor | None:
+    """[S] number of each token's part of its document, if documents were noted in several micro-batches; else None."""
+    if "rows" not in tokens:
+        return None
+    rows, documents = tokens["rows"], tokens["documents"]
+    parts, split = torch.zeros_like(rows), False
+    for document in documents[documents >= 0].unique():
+        here = documents == document
+        _, parts[here] = torch.unique(rows[here], return_inverse=True)
+        split = split or bool(parts[here].any())
+    return parts if split else None
 
 
 def agreement(where: Tensor, place: Tensor) -> float:

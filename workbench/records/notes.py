@@ -25,31 +25,23 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
-def in_places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Per-token values in the order of their places in the step; a place without a token has documents and rows of -1.
+def in_places(tokens: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Per-token values in the order of their places in the step, and the number of tokens whose place was taken.
 
-    Raises:
-        ShapeError: two tokens with the same place.
+    A place without a token has documents and rows of -1; of several tokens with one place the first is kept.
     """
     source = tokens["source"]
-    known = source >= 0
+    known = (source >= 0).nonzero().flatten()
     length = int(source.max()) + 1 if len(source) else 0
-    times = torch.bincount(source[known], minlength=length)
-    if length and int(times.max()) > 1:
-        place = int(times.argmax())
-        raise ShapeError(
-            "per-token values with source",
-            found=f"{int(times[place])} tokens with place {place}, and {int((times > 1).sum())} such places",
-            rule="each token of the step has a place of its own, over all ranks and micro-batches",
-            fix="number the tokens of the whole step, with -1 for padding; or leave source out, if ranks do train the "
-            "same tokens",
-        )
+    none = len(source)
+    first = torch.full((length,), none).scatter_reduce(0, source[known].long(), known, "amin")
+    places = (first < none).nonzero().flatten()
     ordered = {}
     for name, values in tokens.items():
         if name != "source":
             ordered[name] = values.new_full((length,), -1 if name in ("documents", "rows") else 0)
-            ordered[name][source[known]] = values[known]
-    return ordered
+            ordered[name][places] = values[first[places]]
+    return ordered, len(known) - len(places)
 
 
 def metric_value(name: str, value: Any) -> float:

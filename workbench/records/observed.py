@@ -10,11 +10,17 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
            weights      checksum of this run's initial weights, of the part of the writing rank
            sharded      True if parameters are shards (DTensors)
     step   optimizers   for each, the settings of its groups (learning rate, betas, weight decay, ...)
+           updates      that the optimizers' state has counted
+           repeated     tokens of the step that were noted twice and more, by their places
            weights      checksum before the step's update
            grid         "bfloat16" if every float32 weight is a number of bfloat16; else null
+           inputs       fingerprints of what the model was given, see `workbench.records.inputs`
+           cleared      False if the first backward of the step met a gradient that was there before
+           gradient_grid  "bfloat16" if every float32 gradient is a number of bfloat16; else null
            replicas     "equal", or the first parameters whose copies differ between ranks
            dtypes       of gradients and of the optimizers' state
            dropout      modules that drop something
+           training     whether the model is in training mode
            autocast     dtype of torch's autocast, where the model was called under it
            clip         the norm before clipping and its bound, where torch's function clipped
            scale        of a GradScaler that was given
@@ -73,8 +79,12 @@ def of_step(
     states = [value for each in optimizers for kept in each.state.values() for value in kept.values()]
     seen: dict[str, Any] = {
         "weights": checksum(parameters),
-        "grid": _grid(parameters.values()),
+        "grid": _grid(value for value in parameters.values()),
+        "gradient_grid": _grid(
+            gradient for value in parameters.values() if (gradient := local_gradient(value)) is not None
+        ),
         "dropout": sum(drops(module) for module in model.modules()),
+        "training": model.training,
         "dtypes": {
             "gradients": _dtypes(local_gradient(value) for value in parameters.values()),
             "state": _dtypes(value for value in states if isinstance(value, Tensor) and value.dim()),
@@ -82,7 +92,14 @@ def of_step(
     }
     if optimizers:
         seen["optimizers"] = [[_settings(group) for group in each.param_groups] for each in optimizers]
+        seen["updates"] = max((_updates(each) for each in optimizers), default=0)
     return seen
+
+
+def _updates(optimizer: torch.optim.Optimizer) -> int:
+    """Updates that the state of an optimizer has counted, by its first parameter's; 0 without a count."""
+    counted = next((kept["step"] for kept in optimizer.state.values() if "step" in kept), 0)
+    return int(counted)
 
 
 @torch.no_grad()
@@ -113,9 +130,9 @@ def _sums_of_rows(local: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _grid(parameters: Iterable[nn.Parameter]) -> str | None:
-    """bfloat16, if the lower halves of all float32 weights of matrices are zero; vectors may be ones."""
-    matrices = [local_values(value) for value in parameters if value.dtype == torch.float32 and value.dim() > 1]
+def _grid(tensors: Iterable[Tensor]) -> str | None:
+    """bfloat16, if the lower halves of all float32 numbers of matrices are zero; vectors may be ones."""
+    matrices = [local_values(value) for value in tensors if value.dtype == torch.float32 and value.dim() > 1]
     matrices = [value for value in matrices if value.numel()]
     first = [value.flatten()[:4096] for value in matrices[:1]]  # settles it almost always
     return "bfloat16" if matrices and not _has_lower_halves(first) and not _has_lower_halves(matrices) else None
@@ -177,12 +194,38 @@ def watch_clipping(
         return correct(given, max_norm, *more, **options)
 
     wrapper: Any = clip_grad_norm_
+    return _installed(module, "clip_grad_norm_", wrapper)
+
+
+def watch_losses(seen: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call a function with every number that is back-propagated, after its backward; return a stop function.
+
+    ``torch.autograd.backward`` is wrapped, which ``Tensor.backward`` and so trainers call. A backward from given
+    gradients, as between stages of a pipeline, begins at no loss.
+    """
+    module = torch.autograd
+    correct: Any = module.backward
+
+    @functools.wraps(correct)
+    def backward(tensors: Any, grad_tensors: Any = None, *more: Any, **options: Any) -> Any:
+        result = correct(tensors, grad_tensors, *more, **options)
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if wrapper.watches and grad_tensors is None and len(roots) == 1 and roots[0].numel() == 1:
+            seen(roots[0].detach())
+        return result
+
+    wrapper: Any = backward
+    return _installed(module, "backward", wrapper)
+
+
+def _installed(module: Any, name: str, wrapper: Any) -> Callable[[], None]:
+    """Put a wrapper in place of a function; return the function that stops it."""
     wrapper.watches = True
-    module.clip_grad_norm_ = wrapper
+    setattr(module, name, wrapper)
 
     def stop() -> None:
         wrapper.watches = False
-        while getattr(module.clip_grad_norm_, "watches", True) is False:  # another recorder may lie above this one
-            module.clip_grad_norm_ = cast(Any, module.clip_grad_norm_).__wrapped__
+        while getattr(getattr(module, name), "watches", True) is False:  # another one may lie above this one
+            setattr(module, name, cast(Any, getattr(module, name)).__wrapped__)
 
     return stop

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from workbench.atomic import from_json, to_json
 from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.records import trainer_files as files
+from workbench.records.inputs import Inputs, of_all_ranks, positional_names
 from workbench.records.notes import check_names, in_places, metric_value
-from workbench.records.observed import checksums, of_start, of_step, watch_clipping
+from workbench.records.observed import checksums, of_start, of_step, watch_clipping, watch_losses
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.gradients import (
@@ -99,7 +100,7 @@ class Recorder:
         self.folder, self.number = Path(folder), 0
         self._model, self._parameters, self._keep = model, trained_parameters(model), gradients == "full"
         given = () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self._optimizers = tuple(given)
+        self._optimizers = tuple(map(_inner, given))
         self._scaler, self._scale, self._skipped = scaler, None if scaler is None else scaler.get_scale(), 0
         _refuse_unsupported(model, self._parameters)
         world = world_axis()
@@ -109,8 +110,13 @@ class Recorder:
         self._reset()
         self._begin(dict(context or {}))
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
-        self._hooks.append(model.register_forward_pre_hook(self._see_autocast))
-        self._stop_watching = watch_clipping(self._parameters, self._before_clip) if self._optimizers else None
+        self._hooks.append(model.register_forward_pre_hook(self._see_call, with_kwargs=True))
+        reached = _when_backward_begins(self._parameters, self._see_gradient_before)
+        self._hooks += reached
+        self._tells_reach = bool(reached)
+        self._stop_watching = [watch_losses(self._see_loss)]
+        if self._optimizers:
+            self._stop_watching.append(watch_clipping(self._parameters, self._before_clip))
 
     def note(
         self,
@@ -125,7 +131,8 @@ class Recorder:
         Args:
             loss: as it was back-propagated here (divided by micro-batches where the trainer divides; without the factor
                 of a GradScaler). Those of a step are summed, and reduced over the ranks as the engine reduces
-                gradients: the recorded number is the one whose gradient is recorded.
+                gradients: the recorded number is the one whose gradient is recorded. If none is noted in a step, it is
+                what ``backward`` was called on.
             counts: of this rank's micro-batch: documents (that train), masked_documents, trained_tokens, all_tokens,
                 padded_tokens, ...; summed likewise, over the ranks too.
             metrics: of the step, by key, as the trainer reports them; the last value of the writing rank is recorded.
@@ -182,7 +189,7 @@ class Recorder:
         seen = self._observed()
         by_rank = self._gather_json(
             {
-                "losses": [float(whole_value(value)) for value in self._losses],
+                "losses": [float(whole_value(value)) for value in self._losses] or self._seen(),
                 "counts": [{name: float(count) for name, count in counts.items()} for counts in self._counts],
                 "tokens": {name: _name(pieces[0].dtype) for name, pieces in self._tokens.items()},
             }
@@ -198,6 +205,7 @@ class Recorder:
                 files.write_tensors(self.folder, self.number, "gradients", self._whole)
             if tokens:
                 files.write_tensors(self.folder, self.number, "tokens", tokens)
+            seen |= {"repeated": self._repeated} if self._repeated else {}
             line = {
                 "step": self.number,
                 "loss": self._share * math.fsum(losses) if losses else None,
@@ -215,8 +223,8 @@ class Recorder:
         """Remove the hooks from optimizers and from torch's clipping."""
         for hook in self._hooks:
             hook.remove()
-        if self._stop_watching is not None:
-            self._stop_watching()
+        for stop in self._stop_watching:
+            stop()
 
     def __enter__(self) -> Recorder:
         return self
@@ -252,6 +260,8 @@ class Recorder:
 
     def _reset(self) -> None:
         self._losses: list[Tensor] = []
+        self._seen_losses: list[Tensor] = []
+        self._reached = False
         self._counts: list[dict[str, Any]] = []
         self._metrics: dict[str, Any] = {}
         self._tokens: dict[str, list[Tensor]] = {}
@@ -261,7 +271,8 @@ class Recorder:
         self._buffers_of_zeros = False
         self._clip: dict[str, float] = {}
         self._stepped: set[int] = set()
-        self._autocast = ""
+        self._autocast, self._repeated, self._inputs = "", 0, Inputs(positional_names(self._model))
+        self._cleared: bool | Tensor | None = None
 
     # ---- evidence that needs no note -----------------------------------------------------------------
 
@@ -278,16 +289,35 @@ class Recorder:
             loss = closure()
             if first:
                 first = False
-                if not self._losses and loss is not None:
+                if not self._losses and not self._seen_losses and loss is not None:
                     self.note(loss)
                 self._ends(optimizer)
             return loss
 
         return (arguments[0], recorded), {name: value for name, value in options.items() if name != "closure"}
 
-    def _see_autocast(self, *_: Any) -> None:
+    def _see_call(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self._forget_skipped()
         if torch.is_autocast_enabled(self._device.type):
             self._autocast = _name(torch.get_autocast_dtype(self._device.type))
+        self._inputs.see(arguments, named)
+
+    def _see_loss(self, loss: Tensor) -> None:
+        """Keep a number that was back-propagated into this model: the loss of a micro-batch, if none is noted."""
+        if self._reached or not self._tells_reach:
+            self._seen_losses.append(loss.clone())
+        self._reached = False
+
+    def _seen(self) -> list[float]:
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        return [float(whole_value(value)) / scale for value in self._seen_losses]
+
+    def _see_gradient_before(self, gradient: Tensor | None) -> None:
+        """See the gradient that a parameter has when the first backward of a step reaches it."""
+        self._reached = True
+        if self._cleared is None:
+            self._cleared = True if gradient is None else gradient.detach().any().logical_not()  # read later: no sync
 
     def _ends(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._stepped:  # the others have no step of their own here
@@ -310,7 +340,7 @@ class Recorder:
         """Leave out what was noted for a step that the scaler skipped: it lowered its scale since."""
         if self._scaler is None or self._scale == (scale := self._scaler.get_scale()):
             return
-        if scale < self._scale and (self._losses or self._tokens or any(self._counts)):
+        if scale < self._scale and (self._losses or self._seen_losses or self._tokens or any(self._counts)):
             self._reset()
             self._skipped += 1
         self._scale = scale
@@ -322,6 +352,9 @@ class Recorder:
             by_rank = self._gather_json(checksums(self._parameters))
             off = [name for name, value in by_rank[0].items() if any(rank.get(name) != value for rank in by_rank)]
             seen["replicas"] = off[:8] or "equal"
+        seen["inputs"] = of_all_ranks(self._gather_json(self._inputs.finish()))
+        if self._cleared is not None:
+            seen["cleared"] = bool(self._cleared)
         if self._autocast:
             seen["autocast"] = self._autocast
         if self._clip:
@@ -413,7 +446,10 @@ class Recorder:
                 most = max((int(piece.max()) + 1 for piece in pieces if len(piece)), default=1)
                 pieces = [piece + rank * most for rank, piece in enumerate(pieces)]
             whole["rows" if name == _ROW else name] = torch.cat(pieces)
-        return in_places(whole) if "source" in whole else whole
+        if "source" not in whole:
+            return whole
+        ordered, self._repeated = in_places(whole)
+        return ordered
 
 
 def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -440,6 +476,19 @@ def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]
             rule="a record is of gradients",
             fix="pass the model that is trained",
         )
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps, below a wrapper that decides when (Accelerate's)."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _when_backward_begins(parameters: Mapping[str, nn.Parameter], see: Callable[[Tensor | None], None]) -> list[Any]:
+    """Hooks that pass on a parameter's gradient before a backward adds to it, of the first that is no shard."""
+    first = next((value for value in parameters.values() if not is_shard(value) and value.requires_grad), None)
+    return [] if first is None else [first.register_hook(lambda _: see(first.grad))]
 
 
 def _name(dtype: torch.dtype) -> str:

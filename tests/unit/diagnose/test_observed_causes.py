@@ -69,6 +69,32 @@ def test_the_same_settings_are_equal(tmp_path):
     assert [each.name for each in diagnosis.causes] == ["no_difference"]
 
 
+def test_a_state_that_is_lost_between_steps(tmp_path):
+    def lost(optimizer):
+        optimizer.step()
+        optimizer.state.clear()
+
+    right, wrong = Loop(tmp_path / "right").run(), Loop(tmp_path / "wrong").run(update=lost)
+    diagnosis = wb.diagnose(right, wrong)
+    assert diagnosis.causes[0].name == "optimizer_state", str(diagnosis)
+    assert diagnosis.causes[0].evidence == ("before step 1 its state has counted 0 updates, not 1",)
+
+
+@pytest.mark.parametrize(("bound", "score"), [(0.1, 0.9), (0.1234, 0.45)])
+def test_a_gradient_that_the_loop_clips_itself(bound, score, tmp_path):
+    def clipped(optimizer):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = torch.cat([parameter.grad.flatten() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad.mul_((bound / norm).clamp_max(1.0))
+        optimizer.step()
+
+    sgd = {"kind": torch.optim.SGD, "lr": 1e-4}
+    right, wrong = Loop(tmp_path / "right", **sgd).run(steps=1), Loop(tmp_path / "wrong", **sgd).run(1, clipped)
+    diagnosis = wb.diagnose(right, wrong)
+    assert (diagnosis.causes[0].name == "gradient_clipping") == (score == 0.9), str(diagnosis)
+
+
 def test_an_update_without_effect(tmp_path):
     def lost(optimizer):
         kept = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]

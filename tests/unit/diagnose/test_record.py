@@ -135,3 +135,16 @@ def test_a_fault_of_an_online_run_is_diagnosed(tmp_path):
         results.append(RunDirectory.create(tmp_path, name, spec))
         run_here(results[-1], project_root())
     assert str(diagnose(*results).causes[0].name) == "over_cp"
+
+
+def test_sizes_have_other_names_in_other_trainers(tmp_path):
+    for number, (given, sizes) in enumerate(
+        [
+            ({"world_size": 4, "sp_size": 2}, {"dp": 4, "cp": 2}),
+            ({"gradient_accumulation_steps": 8, "dp": 2, "dp_size": 3}, {"micro_batches": 8, "dp": 2}),
+            ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"tp": 2}),
+        ]
+    ):
+        saved = Record(given, (RecordedStep(0, loss=0.5),), "mine").save(tmp_path / str(number))
+        context = Record.load(saved).context
+        assert {axis: context[axis] for axis in ("dp", "cp", "tp", "micro_batches") if axis in context} == sizes

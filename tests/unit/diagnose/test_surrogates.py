@@ -1,13 +1,14 @@
 """Losses that are recognised from a record's own log-probabilities, each computed here token by token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from workbench.diagnose.diagnosis import diagnose_records
 from workbench.diagnose.record import Record, RecordedStep
-from workbench.diagnose.surrogates import BOUNDS, explained
+from workbench.diagnose.surrogates import BOUNDS, explained, forms_of_tokens
 
 DOCUMENTS = (7, 4, 9, 5, 6, 8)
 ROWS = (0, 0, 1, 1, 2, 2)
@@ -87,7 +88,7 @@ def test_the_surrogate_or_denominator_that_gives_the_loss_is_named(change, piece
 def test_on_policy_all_surrogates_give_the_same_loss_and_none_is_accused():
     tokens = values(on_policy=True)
     loss = mean(tokens, token_losses(tokens))
-    names = {name for name, _ in explained(record(loss, tokens).steps[0], {})}
+    names = {form for form, _ in explained(record(loss, tokens).steps[0], {})}
     assert len(names) > len(BOUNDS)
     diagnosis = diagnose_records(record(loss, tokens), record(loss, tokens, seed=1))
     assert not {"clipping", "ratio", "other_loss"} & {each.name for each in diagnosis.causes}
@@ -97,8 +98,9 @@ def test_ranges_of_the_context_are_tried_and_a_loss_with_other_terms_is_not_expl
     tokens = values()
     step = record(mean(tokens, token_losses(tokens, low=0.15, high=0.4)), tokens).steps[0]
     assert explained(step, {}) == []
-    [(name, way)] = explained(step, {"clip_ratio_low": 0.15, "clip_ratio_high": 0.4})
-    assert name == "ratios clipped at 0.15 and 0.4"
+    [(form, way), *same] = explained(step, {"clip_ratio_low": 0.15, "clip_ratio_high": 0.4})
+    assert str(form) == "ratios clipped at 0.15 and 0.4"
+    assert all("clipped at 0.15 and 0.4, and at 3" in str(other) for other, _ in same)  # no ratio is that large
     assert way.description == "all trained tokens of the step"
     other = record(0.01 + mean(tokens, token_losses(tokens)), tokens).steps[0]
     assert explained(other, {}) == []
@@ -108,7 +110,107 @@ def test_a_loss_in_half_precision_is_explained_by_its_own_values():
     tokens = values()
     tokens["policy_logprobs"] = tokens["policy_logprobs"].bfloat16()
     step = record(mean(tokens, token_losses(tokens)), tokens).steps[0]
-    assert [name for name, _ in explained(step, {"precision": "bf16_mixed"})] == ["ratios clipped at 0.2 and 0.28"]
+    assert str(explained(step, {"precision": "bf16_mixed"})[0].form) == "ratios clipped at 0.2 and 0.28"
+
+
+def with_terms(tokens, kind="k3", coefficient=0.05, entropy=0.01, **change):
+    """Values with a penalty and an entropy bonus, one number at a time."""
+    losses = token_losses(tokens, **change)
+    for at, (policy, ref, nats) in enumerate(
+        zip(
+            *(tokens[name].double().tolist() for name in ("policy_logprobs", "ref_logprobs", "entropy_nats")),
+            strict=True,
+        )
+    ):
+        far = ref - policy
+        penalty = {"k1": -far, "k2": far**2 / 2, "k3": math.exp(far) - 1 - far}[kind]
+        losses[at] += coefficient * penalty - entropy * nats
+    return losses
+
+
+def with_reference(seed):
+    tokens, draw = values(seed=seed), torch.Generator().manual_seed(100 + seed)
+    size = len(tokens["trained"])
+    return tokens | {
+        "ref_logprobs": tokens["policy_logprobs"] + 0.5 * torch.randn(size, generator=draw),
+        "entropy_nats": 2 * torch.rand(size, generator=draw),
+    }
+
+
+TERMS = [
+    ({}, {"kind": "k1"}, "one_term"),
+    ({}, {"coefficient": 0.1}, "one_term"),
+    ({}, {"entropy": -0.01}, "one_term"),
+    ({"entropy": 0.0}, {"entropy": 0.0, "kind": "k2"}, "one_term"),
+    ({}, {"high": 0.2}, "clipping"),
+]
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize(("right", "wrong", "cause"), TERMS)
+def test_terms_are_recognised_token_by_token_or_from_the_losses_of_several_steps(noted, right, wrong, cause):
+    pair = []
+    for seed, change in enumerate((right, wrong)):
+        steps = []
+        for number in range(4):
+            tokens = with_reference(number)
+            losses = with_terms(tokens, **change)
+            more = {"losses": torch.tensor(losses)} if noted else {}
+            [step] = record(mean(tokens, losses), tokens | more, seed=seed).steps
+            steps.append(replace(step, number=number))
+        pair.append(Record({"precision": "float32", "micro_batches": 3}, steps))
+    diagnosis = diagnose_records(*pair)
+    assert diagnosis.causes[0].name == cause, str(diagnosis)
+    assert diagnosis.causes[0].score > 0.9
+
+
+def test_terms_of_one_step_are_recognised_by_the_coefficients_of_the_context_alone():
+    tokens = with_reference(0)
+    step = record(mean(tokens, with_terms(tokens)), tokens).steps[0]
+    assert explained(step, {}) == []
+    [(form, _), *_] = explained(step, {"kl_coef": 0.05, "entropy_coef": 0.01})
+    assert (form.penalty, form.entropy) == ("plus 0.05 times k3 of the reference", "minus 0.01 times the entropy")
+
+
+def test_coefficients_that_nobody_would_set_explain_nothing():
+    tokens = with_reference(0)
+    losses = torch.tensor(with_terms(tokens, coefficient=0.0531))
+    assert forms_of_tokens(record(0.0, tokens | {"losses": losses}).steps[0], {}) == []
+
+
+def test_a_weight_for_the_sampler_is_recognised():
+    tokens = with_reference(0)
+    draw = torch.Generator().manual_seed(5)
+    tokens["sampler_logprobs"] = tokens["old_logprobs"] + 0.8 * torch.randn(len(tokens["trained"]), generator=draw)
+    weights = (tokens["old_logprobs"] - tokens["sampler_logprobs"]).double().exp()
+    names = {}
+    for most in (2.0, math.inf):
+        losses = torch.tensor(token_losses(tokens)) * weights.clamp_max(most)
+        [form, *_] = forms_of_tokens(record(0.0, tokens | {"losses": losses}).steps[0], {})
+        names[most] = form.correction
+    assert names == {2.0: "weighed by old over sampler up to 2", math.inf: "weighed by old over sampler"}
+
+
+@pytest.mark.parametrize(
+    ("planted", "text"),
+    [
+        ({}, "preferences between neighbours at beta 0.1"),
+        ({"beta": 0.3}, "preferences between neighbours at beta 0.3"),
+        ({"swapped": True}, "preferences between neighbours, the second preferred at beta 0.1"),
+    ],
+)
+def test_preferences_between_pairs_of_documents_are_recognised(planted, text):
+    tokens = with_reference(1)
+    del tokens["old_logprobs"], tokens["advantages"]
+    far = [0.0] * len(DOCUMENTS)
+    for at, (policy, ref) in enumerate(zip(tokens["policy_logprobs"], tokens["ref_logprobs"], strict=True)):
+        far[int(tokens["documents"][at])] += float(policy.double() - ref.double()) * bool(tokens["trained"][at])
+    losses = []
+    for good, bad in ((0, 1), (2, 3), (4, 5)):
+        margin = far[good] - far[bad] if not planted.get("swapped") else far[bad] - far[good]
+        losses.append(math.log1p(math.exp(-planted.get("beta", 0.1) * margin)))
+    step = record(sum(losses) / 3, tokens).steps[0]
+    assert [str(form) for form, _ in explained(step, {})] == [text]
 
 
 def test_a_record_with_values_of_the_loss_needs_no_guess():

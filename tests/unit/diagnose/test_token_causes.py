@@ -249,3 +249,110 @@ def test_later_documents_of_a_row_tell_attention_from_positions_where_these_were
     unknown = diagnose_records(packed(), packed(0.3))
     assert [cause.name for cause in unknown.causes[:2]] == ["attention_across_documents", "position_ids"]
     assert unknown.causes[0].score < 0.5, "both are possible, and neither is told"
+
+
+# ---- documents and micro-batches of a foreign record -----------------------------------------------------------
+
+LENGTHS = (3, 6, 5, 6, 4, 6)
+
+
+def padded(moved=(), gone=(), rows=(0, 0, 1, 1, 2, 2), shift=0, counts=None, **changes):
+    """Six documents of several lengths in three micro-batches; some have other log-probabilities, some are missing."""
+    documents = torch.repeat_interleave(torch.arange(6), torch.tensor(LENGTHS))
+    draw = torch.Generator().manual_seed(0)
+    size = len(documents)
+    first = torch.cat([torch.arange(length) == 0 for length in LENGTHS])
+    policy = -torch.rand(size, generator=draw, dtype=torch.float64)
+    noise = 0.2 * torch.randn(size, generator=draw, dtype=torch.float64)
+    kept = {
+        "documents": documents,
+        "rows": torch.tensor(rows)[documents],
+        "trained": ~first,
+        "policy_logprobs": policy + noise * torch.isin(documents, torch.tensor(moved, dtype=torch.long)),
+        "old_logprobs": policy + 0.1,
+        "ref_logprobs": policy - 0.2,
+        "sampler_logprobs": policy + 0.05,
+        "ratios": torch.rand(size, generator=draw, dtype=torch.float64),
+        "clipped": torch.rand(size, generator=draw) < 0.3,
+        "targets": torch.randint(50, (size,), generator=draw).roll(shift),
+    }
+    kept |= {name: function(kept) for name, function in changes.items()}
+    for name in kept if gone else ():
+        blank = -1 if name in ("documents", "rows") else 0
+        kept[name] = torch.where(
+            torch.isin(documents, torch.tensor(gone)), torch.full_like(kept[name], blank), kept[name]
+        )
+    factor = 1.0 + bool(moved or gone or shift or changes or counts)
+    step = RecordedStep(
+        0,
+        loss=0.3 * factor,
+        gradient_norms={"a": factor, "b": 2.0 / factor},
+        counts={"documents": 6.0, "trained_tokens": 24.0} | (counts or {}),
+        tokens=kept,
+    )
+    return Record({"precision": "float32", "micro_batches": 3}, [step])
+
+
+@pytest.mark.parametrize(
+    ("planted", "cause", "reason"),
+    [
+        ({"moved": (0, 2, 4)}, "attention_to_padding", "100% of the documents differ that are shorter"),
+        ({"moved": (2, 3)}, "replicas_apart", "1 micro-batches differ in nearly every token, and those of the other 2"),
+        ({"gone": (2, 3)}, "ranks_lost", "9 of 24 trained tokens are missing, all of 1 micro-batches"),
+        ({"gone": (1, 2)}, "other_data", "9 of 24 trained tokens are missing"),
+        ({"shift": -1, "moved": range(6)}, "other_targets", "targets are those of the token after"),
+        ({"counts": {"trained_tokens": 30.0}}, "other_mask", "30 tokens train, not 24, although the same are noted"),
+        (
+            {"ref_logprobs": lambda kept: kept["policy_logprobs"]},
+            "ref_logprobs",
+            "the reference's log-probabilities of 24 tokens differ and equal the policy's own",
+        ),
+        (
+            {"sampler_logprobs": lambda kept: kept["sampler_logprobs"].roll(1)},
+            "sampler_logprobs",
+            "and are those of the token before",
+        ),
+        ({"ratios": lambda kept: kept["ratios"] + 0.5}, "ratio", "ratios of 24 tokens differ"),
+    ],
+)
+def test_tokens_of_a_foreign_record_name_the_cause(planted, cause, reason):
+    diagnosis = diagnose_records(padded(), padded(**planted))
+    assert diagnosis.causes[0].name == cause, str(diagnosis)
+    assert any(reason in each for each in diagnosis.causes[0].evidence), str(diagnosis)
+    assert diagnosis.causes[0].score >= 0.8
+
+
+def test_some_documents_of_some_micro_batches_are_neither_padding_nor_a_replica():
+    names = [cause.name for cause in diagnose_records(padded(), padded(moved=(1, 2))).causes]
+    assert not {"attention_to_padding", "replicas_apart"} & set(names)
+
+
+def test_parts_of_documents_in_several_micro_batches_are_shards():
+    """Positions that restart in each part move what lies behind the first part of every document."""
+    index = torch.arange(24)
+    parts = {"documents": index // 8, "rows": index // 8 * 2 + (index % 8 > 3), "trained": index % 8 > 0}
+    draw = torch.Generator().manual_seed(0)
+    policy = -torch.rand(24, generator=draw, dtype=torch.float64)
+    moved = policy + 0.3 * (index % 8 > 3) * torch.randn(24, generator=draw, dtype=torch.float64)
+
+    def made(logprobs, loss):
+        step = RecordedStep(
+            0, loss=loss, gradient_norms={"a": loss, "b": 1 / loss}, tokens=parts | {"policy_logprobs": logprobs}
+        )
+        return Record({"precision": "float32", "cp": 2}, [step])
+
+    diagnosis = diagnose_records(made(policy, 0.3), made(moved, 0.4))
+    assert "positions_of_shards" in [cause.name for cause in diagnosis.causes[:2]], str(diagnosis)
+
+
+def test_a_table_of_positions_tells_positions_that_run_on_from_attention():
+    def with_table(record, last):
+        table = torch.zeros(40, 3)
+        table[:last] = 1.0
+        step = replace(record.steps[0], gradients={"wpe.weight": table, "a": torch.ones(3)}, gradient_norms={})
+        return replace(record, steps=(step,))
+
+    right, wrong = with_table(packed(), 4), with_table(packed(0.3), 12)
+    diagnosis = diagnose_records(right, wrong)
+    assert diagnosis.causes[0].name == "position_ids", str(diagnosis)
+    assert "rows of wpe.weight up to 11 have a gradient, not up to 3" in diagnosis.causes[0].evidence[0]

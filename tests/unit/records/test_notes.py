@@ -19,16 +19,19 @@ def test_every_name_of_the_table_is_accepted_and_others_name_the_nearest():
 def test_values_go_to_their_places_and_padding_nowhere():
     source = torch.tensor([3, -1, 0])
     given = {"source": source, "documents": torch.tensor([1, 9, 0]), "trained": torch.tensor([True, True, False])}
-    placed = in_places(given)
+    placed, repeated = in_places(given)
+    assert repeated == 0
     assert placed["documents"].tolist() == [0, -1, -1, 1]
     assert placed["trained"].tolist() == [False, False, False, True]
     assert "source" not in placed
-    assert in_places({"source": source[:0], "trained": given["trained"][:0]})["trained"].tolist() == []
+    assert in_places({"source": source[:0], "trained": given["trained"][:0]})[0]["trained"].tolist() == []
 
 
-def test_two_tokens_with_one_place_are_refused():
-    with pytest.raises(ShapeError, match="2 tokens with place 1, and 1 such places"):
-        in_places({"source": torch.tensor([1, 1, 0]), "trained": torch.ones(3)})
+def test_of_tokens_with_one_place_the_first_is_kept_and_the_others_are_counted():
+    source = torch.tensor([1, 3, 1, -1, 0, 1])
+    placed, repeated = in_places({"source": source, "rows": torch.arange(6), "trained": torch.ones(6)})
+    assert placed["rows"].tolist() == [4, 0, -1, 1]
+    assert repeated == 2
 
 
 def test_a_metric_is_a_number():

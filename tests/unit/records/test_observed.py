@@ -116,6 +116,49 @@ def test_a_checksum_does_not_depend_on_where_the_numbers_lie():
     assert checksum({"w": buffer[1:].view(8, 4)}) == checksum({"w": values})
 
 
+def test_gradients_that_were_there_before_a_step_are_seen(tmp_path):
+    seen = {}
+    for clear in (True, False):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(tmp_path / str(clear), model, optimizer):
+            for _ in range(2):
+                for _ in range(2):  # the second micro-batch meets the gradient of the first: that is none of before
+                    loss_of(model).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False) if clear else None
+        seen[clear] = [step["observed"]["cleared"] for step in files.read_steps(tmp_path / str(clear))]
+    assert seen == {True: [True, True], False: [True, False]}
+
+
+def test_updates_that_the_state_has_counted(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _, steps = trained(tmp_path / "kept", model, optimizer, steps=3)
+    assert [step["updates"] for step in steps] == [0, 1, 2]
+    _, steps = trained(tmp_path / "lost", model, optimizer, steps=2, before_step=optimizer.state.clear)
+    assert [step["updates"] for step in steps] == [0, 0]
+
+
+def test_gradients_on_the_grid_of_bfloat16_and_evaluation_mode_are_seen(tmp_path):
+    model = model_of().eval()
+
+    def rounded():
+        for parameter in model.parameters():
+            parameter.grad.copy_(parameter.grad.bfloat16())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "mine", model, optimizer):
+        for change in (lambda: None, rounded):
+            model.zero_grad()
+            loss_of(model).backward()
+            change()
+            optimizer.step()
+    steps = [step["observed"] for step in files.read_steps(tmp_path / "mine")]
+    assert [step["gradient_grid"] for step in steps] == [None, "bfloat16"]
+    assert [step["training"] for step in steps] == [False, False]
+
+
 # ---- optimizers that do more than step --------------------------------------------------------------------------
 
 

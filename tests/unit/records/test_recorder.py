@@ -161,11 +161,13 @@ class TestAlone:
         assert read["policy_logprobs"].tolist() == [-3.0, -1.0]
         assert read["trained"].tolist() == [True, False]
 
-    def test_two_tokens_with_one_place_are_refused(self, folder):
+    def test_two_tokens_with_one_place_are_counted(self, folder):
         recorder = Recorder(folder, trained())
-        recorder.note(tokens={"trained": torch.tensor([True, True]), "source": torch.tensor([3, 3])})
-        with pytest.raises(ShapeError, match="2 tokens with place 3, and 1 such places"):
-            recorder.step()
+        recorder.note(tokens={"trained": torch.tensor([True, False]), "source": torch.tensor([3, 3])})
+        recorder.step()
+        [step] = files.read_steps(folder)
+        assert step["observed"]["repeated"] == 1
+        assert files.read_tensors(folder, 0, "tokens")["trained"].tolist() == [False, False, False, True]
 
     def test_names_that_diagnose_does_not_read_are_refused(self, folder):
         recorder = Recorder(folder, trained())

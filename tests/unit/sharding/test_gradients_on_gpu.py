@@ -7,7 +7,7 @@ from torch import nn
 from workbench.records.observed import checksum
 from workbench.sharding.gradients import given_norms
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

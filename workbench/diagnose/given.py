@@ -1,0 +1,113 @@
+"""Explanations from what the model was given, as recorders saw it (`workbench.records.inputs`).
+
+They stand behind what follows from per-token values, and explain numbers that differ: other inputs alone may be other
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.diagnose.causes import NOT, Judged
+from workbench.diagnose.facts import Facts
+
+EXPLAINS = 0.93
+"""Score of other inputs of the model where its numbers differ."""
+FEWER = 0.6
+"""Of another number of tokens: lost ones, or other padding."""
+
+
+def _seen(facts: Facts) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    one, other = (step.observed.get("inputs") or {} for step in facts.pair)
+    return one, other
+
+
+def _off(facts: Facts, role: str) -> str:
+    """Clause for an argument that differs in the first step that does; "" if it does not, or is unknown.
+
+    Only arguments of as many numbers are compared. If ids differ, what belongs to them does too.
+    """
+    one, other = _seen(facts)
+    if not any(step.differs for step in facts.evidence.steps) or not (one.get("calls") and other.get("calls")):
+        return ""
+    right, wrong = one.get(role), other.get(role)
+    if right == wrong or (role != "ids" and one.get("ids") != other.get("ids")):
+        return ""
+    if right is None or wrong is None:
+        return "none is given, where the trusted run has some" if wrong is None else "one is given, unlike before"
+    if role == "mask" and right[1] * wrong[0] != wrong[1] * right[0]:  # it may be of all rows at once
+        return f"{wrong[1] / wrong[0]:.0%} of it allow, not {right[1] / right[0]:.0%}"
+    if right[0] != wrong[0]:
+        return ""
+    if right[1] != wrong[1]:
+        return f"{wrong[1]} of {wrong[0]} count, not {right[1]}"
+    return f"{wrong[0]} values are others" if right[3] != wrong[3] else f"the same {wrong[0]} values in another order"
+
+
+def ids_same(facts: Facts) -> bool:
+    """True if the model was given the same vocabulary ids."""
+    one, other = _seen(facts)
+    return "ids" in one and one["ids"] == other.get("ids")
+
+
+def other_ids(facts: Facts) -> Judged:
+    """Score of other vocabulary ids: data of another step, lost or doubled."""
+    _, other = _seen(facts)
+    if text := _off(facts, "ids"):
+        earlier = [step.observed.get("inputs", {}) for step in facts.suspect.steps if step.number < facts.step.number]
+        again = ": those of an earlier step" if any(each.get("ids") == other["ids"] for each in earlier) else ""
+        return EXPLAINS, [f"vocabulary ids that enter the model: {text}{again}"]
+    return (FEWER, [fewer(facts)]) if fewer(facts) else NOT
+
+
+def fewer(facts: Facts) -> str:
+    """Clause for another number of tokens in runs that divide their steps alike; "" if that is not the case."""
+    one, other = _seen(facts)
+    right, wrong = one.get("ids"), other.get("ids")
+    contexts = (facts.evidence.trusted.context, facts.context)
+    alike = all(contexts[0].get(name) == contexts[1].get(name) for name in ("dp", "cp"))
+    if not right or not wrong or not alike or right[0] == wrong[0]:
+        return ""
+    if not any(step.differs for step in facts.evidence.steps):
+        return ""
+    calls = f" in {other['calls']} calls, not {right[0]} in {one['calls']}"
+    return f"{wrong[0]} tokens, with padding, enter the model{calls}"
+
+
+def fewer_calls(facts: Facts) -> bool:
+    """True if the model was called less often, with fewer tokens, in runs that divide their steps alike."""
+    one, other = _seen(facts)
+    return bool(fewer(facts)) and other["calls"] < one["calls"]
+
+
+def other_labels(facts: Facts, *, counted: bool) -> Judged:
+    """Score of other labels: of another number that counts, or of others of the same number."""
+    text = _off(facts, "labels")
+    return (EXPLAINS, [f"labels: {text}"]) if text and (" count, not " in text) == counted else NOT
+
+
+def other_positions(facts: Facts) -> Judged:
+    """Score of other positions."""
+    text = _off(facts, "positions")
+    return (EXPLAINS, [f"positions that the model is given: {text}"]) if text else NOT
+
+
+def other_attention(facts: Facts, *, packed: bool) -> Judged:
+    """Score of another attention mask, in rows that are packed or padded."""
+    text, (_, other) = _off(facts, "mask"), _seen(facts)
+    if not text or not other.get("ids"):
+        return NOT
+    one_row = other["ids"][2] == other["calls"]
+    return (EXPLAINS if one_row == packed else FEWER), [f"attention mask: {text}"]
+
+
+def kept_gradients(facts: Facts) -> Judged:
+    """Score of a first backward that met a gradient of the step before."""
+    others = {step.number: step.observed for step in facts.suspect.steps}
+    for step in facts.evidence.trusted.steps:
+        if step.observed.get("cleared") and others.get(step.number, {}).get("cleared") is False:
+            differs = any(each.differs for each in facts.evidence.steps)
+            text = f"in step {step.number} the first backward met a gradient that was there before"
+            return (0.97 if differs else 0.995), [text]
+    return NOT
