@@ -323,8 +323,9 @@ def test_tokens_of_a_foreign_record_name_the_cause(planted, cause, reason):
 
 
 def test_some_documents_of_some_micro_batches_are_neither_padding_nor_a_replica():
-    names = [cause.name for cause in diagnose_records(padded(), padded(moved=(1, 2))).causes]
-    assert not {"attention_to_padding", "replicas_apart"} & set(names)
+    for moved in ((1, 2), (0, 1, 2, 4)):  # of the last four, document 1 is the longest of its micro-batch
+        names = [cause.name for cause in diagnose_records(padded(), padded(moved=moved)).causes]
+        assert not {"attention_to_padding", "replicas_apart"} & set(names)
 
 
 def test_parts_of_documents_in_several_micro_batches_are_shards():

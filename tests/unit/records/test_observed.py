@@ -159,6 +159,29 @@ def test_gradients_on_the_grid_of_bfloat16_and_evaluation_mode_are_seen(tmp_path
     assert [step["training"] for step in steps] == [False, False]
 
 
+def test_losses_are_seen_where_none_is_noted_and_are_those_of_this_model(tmp_path):
+    model, critic = model_of(), model_of(seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "mine", model, optimizer) as recorder:
+        for noted in (False, True):
+            model.zero_grad()
+            expected = []
+            for part in (0.25, 0.75):
+                loss_of(critic).backward()  # of another model
+                loss = part * loss_of(model)
+                loss.backward()
+                expected.append(loss.item())
+            model(DATA).sum().backward(torch.tensor(0.0))  # from a given gradient: no loss
+            recorder.note(5.0) if noted else None
+            optimizer.step()
+            if not noted:
+                first = sum(expected)
+    losses = [step["loss"] for step in files.read_steps(tmp_path / "mine")]
+    assert losses == [pytest.approx(first), 5.0]
+    loss_of(model).backward()  # after the end nothing is watched
+    assert len(files.read_steps(tmp_path / "mine")) == 2
+
+
 # ---- optimizers that do more than step --------------------------------------------------------------------------
 
 
@@ -266,6 +289,22 @@ def test_what_was_noted_for_a_skipped_step_is_left_out(tmp_path):
     assert step["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert step["counts"] == {"documents": 6.0}
     assert (step["observed"]["skipped"], step["observed"]["scale"]) == (1, 2.0)
+
+
+def test_losses_that_are_seen_are_without_the_scale_and_without_those_of_a_skipped_step(tmp_path):
+    model, scaler = model_of(), Scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "mine", model, optimizer, scaler=scaler):
+        (100 * loss_of(model) * scaler.scale).backward()
+        scaler.scale = 2.0  # skipped: no optimizer.step()
+        model.zero_grad()
+        loss = loss_of(model)
+        (loss * scaler.scale).backward()
+        optimizer.step()
+    [step] = files.read_steps(tmp_path / "mine")
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert step["observed"]["skipped"] == 1
+    assert step["observed"]["cleared"] is True
 
 
 # ---- ranks ------------------------------------------------------------------------------------------------------
