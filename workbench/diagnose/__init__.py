@@ -8,7 +8,8 @@ The modules, in the order in which a diagnosis is built:
     denominators.py     every way to divide a loss, and names for factors
     token_facts.py      predicates on tokens that differ, and the places where they lie
     facts.py            predicates on the loss and the gradient
-    causes.py           possible causes, as data; token_causes.py and gradient_causes.py by where they show
+    surrogates.py       losses that explain a record's own values
+    causes/             possible causes, as data, by where they show
     sight.py            how much of the steps a comparison could have seen
     diagnosis.py        the ranking, and the next experiment
 """

@@ -6,19 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from workbench.diagnose.causes import WHOLE, Cause
+from workbench.diagnose.causes import CAUSES, Cause
 from workbench.diagnose.denominators import AXES
 from workbench.diagnose.evidence import Evidence, compare_records
 from workbench.diagnose.facts import Facts
-from workbench.diagnose.gradient_causes import GRADIENTS
-from workbench.diagnose.observed_causes import OBSERVED
 from workbench.diagnose.record import Record
 from workbench.diagnose.sight import Sight, fewest, not_finite, sight_of, unsampled
-from workbench.diagnose.token_causes import TOKENS
 from workbench.errors import RecordError, SpecError
 from workbench.metrics.evidence import Evidence as Counts
 
-CAUSES: tuple[Cause, ...] = (*OBSERVED, *WHOLE, *TOKENS, *GRADIENTS)
 REPORTED = 0.1
 """A cause with a lower score is not reported."""
 RULED_OUT = 0.05

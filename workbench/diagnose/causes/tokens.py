@@ -1,4 +1,4 @@
-"""Causes that show in tokens, log-probabilities and terms of the loss.
+"""Causes that show in tokens and their log-probabilities.
 
 Letters: S tokens of the source batch.
 """
@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 import torch
 
-from workbench.diagnose import given
-from workbench.diagnose.causes import NOT, Family, Judged, likeliest
-from workbench.diagnose.facts import ADVANTAGES, Facts, fit, other_parts
+from workbench.diagnose.causes import given
+from workbench.diagnose.causes.cause import NOT, Family, Judged, likeliest
+from workbench.diagnose.facts import Facts, fit
 
 TOKENS = Family("tokens")
 SHIFTED = 0.3
 """Share of the targets that a shift at the ends of documents does not reach."""
 SEEN = 0.97
-"""Score of what a recorder saw: see `workbench.diagnose.observed_causes`."""
+"""Score of what a recorder saw: see `workbench.diagnose.causes.observed`."""
 
 
 # ---- which tokens -------------------------------------------------------------------------------------------
@@ -163,6 +163,32 @@ def _more_than_noted(facts: Facts) -> Judged:
     if facts.mask_same is None or None in (right, wrong) or right == wrong or facts.absent:
         return NOT
     return 0.8, [f"{wrong:g} tokens train, not {right:g}, although the same are noted: the others have no place"]
+
+
+@TOKENS.cause("other data: documents are lost, doubled or taken in another order", uses=("tokens",))
+def _other_data(facts: Facts) -> Judged:
+    return likeliest(_noted_other_data(facts), given.other_ids(facts))
+
+
+def _noted_other_data(facts: Facts) -> Judged:
+    """The vocabulary ids of the tokens are others, in more places than a shift or a mask explains."""
+    if repeated := facts.pair[1].observed.get("repeated"):
+        return SEEN, [f"{repeated} tokens of the step were noted twice and more, by their places"]
+    if facts.absent:
+        return (0.5 if "micro-batches" in facts.absent else 0.9), [facts.absent]
+    if not all("targets" in tokens for tokens in facts.tokens):
+        return (0.9, [facts.other_documents]) if facts.other_documents else NOT
+    right, wrong = (tokens["targets"] for tokens in facts.tokens)
+    there = [tokens["trained"].bool() if "trained" in tokens else right >= 0 for tokens in facts.tokens]
+    off = facts.other_tokens
+    if facts.targets_shifted or given.ids_same(facts):
+        return NOT
+    if off < SHIFTED:  # a shift at the ends of documents changes fewer
+        return NOT
+    ids, others = (values[mask].sort().values for values, mask in zip((right, wrong), there, strict=True))
+    if len(ids) == len(others) and torch.equal(ids, others):
+        return 0.95, [f"the ids of {off:.0%} of the trained tokens differ, and all of them are there: another order"]
+    return 0.95, [f"the ids of {off:.0%} of the trained tokens differ, and are not those of the trusted run"]
 
 
 @TOKENS.cause("log-probabilities are those of other tokens of the same distributions")
@@ -330,130 +356,3 @@ def _entropy_alone(facts: Facts) -> Judged:
     if facts.step.token_same("entropy_nats") is not False or facts.forward_same is not True:
         return NOT
     return 0.96, ["log-probabilities agree, and entropies do not"]
-
-
-# ---- terms of the loss --------------------------------------------------------------------------------------
-
-
-@TOKENS.cause("advantages are other ones: grouped, centred or whitened otherwise", uses=("metrics",))
-def _advantages(facts: Facts) -> Judged:
-    off = facts.metrics_off(*ADVANTAGES)
-    tokens = facts.off_tokens("advantages")
-    if tokens is not None and bool(tokens.any()):
-        off = [f"advantages of {int(tokens.sum())} tokens", *off]
-    if not off or facts.forward_same is False or facts.mask_same is False or facts.gradient_same is not False:
-        return NOT
-    rewards = ", and rewards too" if facts.step.token_same("rewards") is False else ""
-    return 0.9, [f"{', '.join(off)} differ, and log-probabilities do not{rewards}"]
-
-
-@TOKENS.cause("other data: documents are lost, doubled or taken in another order", uses=("tokens",))
-def _other_data(facts: Facts) -> Judged:
-    return likeliest(_noted_other_data(facts), given.other_ids(facts))
-
-
-def _noted_other_data(facts: Facts) -> Judged:
-    """The vocabulary ids of the tokens are others, in more places than a shift or a mask explains."""
-    if repeated := facts.pair[1].observed.get("repeated"):
-        return SEEN, [f"{repeated} tokens of the step were noted twice and more, by their places"]
-    if facts.absent:
-        return (0.5 if "micro-batches" in facts.absent else 0.9), [facts.absent]
-    if not all("targets" in tokens for tokens in facts.tokens):
-        return (0.9, [facts.other_documents]) if facts.other_documents else NOT
-    right, wrong = (tokens["targets"] for tokens in facts.tokens)
-    there = [tokens["trained"].bool() if "trained" in tokens else right >= 0 for tokens in facts.tokens]
-    off = facts.other_tokens
-    if facts.targets_shifted or given.ids_same(facts):
-        return NOT
-    if off < SHIFTED:  # a shift at the ends of documents changes fewer
-        return NOT
-    ids, others = (values[mask].sort().values for values, mask in zip((right, wrong), there, strict=True))
-    if len(ids) == len(others) and torch.equal(ids, others):
-        return 0.95, [f"the ids of {off:.0%} of the trained tokens differ, and all of them are there: another order"]
-    return 0.95, [f"the ids of {off:.0%} of the trained tokens differ, and are not those of the trusted run"]
-
-
-@TOKENS.cause("other tokens are clipped, by the same ratios", uses=("metrics", "tokens"))
-def _clipping(facts: Facts) -> Judged:
-    """The ratios are right, and other tokens are clipped, or at other bounds."""
-    if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
-        return NOT
-    if forms := facts.other_surrogate:
-        of_clip = other_parts(*forms) == {"clip"} and all("clipped" in form.clip for form in forms)
-        return (0.94, [_by_surrogates(facts)]) if of_clip else NOT
-    if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
-        return NOT
-    clipped, metrics = facts.off_tokens("clipped"), facts.metrics_off("clip/")
-    number = 0 if clipped is None else int(clipped.sum())
-    if (not number and not metrics) or (facts.gradient_same is not False and facts.loss_same is not False):
-        return NOT
-    reason = f"{number} tokens are clipped otherwise" if number else f"{metrics[0]} differs"
-    known = any(key.startswith("ratio/") and key in facts.pair[1].metrics for key in facts.pair[0].metrics)
-    if number and facts.forward_same and facts.old_same and facts.step.token_same("advantages") is not False:
-        return (0.6 if facts.clips_documents else 0.9), [reason, "log-probabilities of both policies do not differ"]
-    if not known:
-        return 0.4, [reason]
-    return (0.6 if facts.clips_documents else 0.85), [reason, "ratios of tokens do not differ"]
-
-
-@TOKENS.cause("importance ratios are computed otherwise from equal log-probabilities", uses=("metrics",))
-def _ratio(facts: Facts) -> Judged:
-    if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
-        return NOT
-    if forms := facts.other_surrogate:
-        ratios = "ratios" in other_parts(*forms) and all(form.ratios.startswith("ratios") for form in forms)
-        return (0.94, [_by_surrogates(facts)]) if ratios else NOT
-    off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
-    other = facts.off_tokens("ratios")
-    if other is not None and bool(other.any()) and facts.old_same is not None and facts.forward_same:
-        return 0.92, [
-            f"ratios of {int(other.sum())} tokens differ, and the log-probabilities that they are computed from do not"
-        ]
-    if (
-        not off
-        and facts.document_values_cut
-        and facts.loss_moves_less
-        and _one_term(facts)[0] >= 0.8
-        and all(key.startswith("loss/policy") for key in facts.terms[0])
-    ):
-        return 0.85, [
-            "only the policy's term differs, its gradient much and its value little; tokens' values do not "
-            "follow their own ratios, so ratios are those of documents, of which ranks hold parts"
-        ]
-    if not off or facts.gradient_same is not False or facts.metrics_off(*ADVANTAGES):
-        return NOT
-    return 0.75, [f"{', '.join(off[:3])} differ, and the log-probabilities that they are computed from do not"]
-
-
-@TOKENS.cause("one term of the loss is weighed or computed otherwise", uses=("metrics",))
-def _one_term(facts: Facts) -> Judged:
-    """One term of the loss is wrong and others are right, from the same inputs."""
-    if forms := facts.other_surrogate:
-        of_terms = other_parts(*forms) <= {"correction", "penalty", "entropy"} and facts.inputs_same
-        return (0.94, [_by_surrogates(facts)]) if of_terms else NOT
-    off, right = facts.terms
-    off = [key for key in off if not key.startswith("loss/total")]
-    if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
-        return NOT
-    if facts.metrics_off("ratio/", "clip/"):
-        return 0.3, [f"{', '.join(off)} differ, {', '.join(right)} do not"]
-    trusted, suspect = facts.step.metrics[off[0]]
-    times = f", {suspect / trusted:.6g} times" if trusted else ""
-    return 0.8, [f"{', '.join(off)} differ{times}, {', '.join(right)} do not"]
-
-
-@TOKENS.cause("the per-token loss is another one", uses=("loss", "gradient"))
-def _other_loss(facts: Facts) -> Judged:
-    if not facts.inputs_same or facts.loss_same is not False or facts.gradient_same is not False:
-        return NOT
-    if facts.other_surrogate:
-        return 0.9, [_by_surrogates(facts)]
-    terms = facts.metrics_off("loss/")
-    if facts.token_losses_same is False:
-        return 0.75, ["values of the loss differ token by token, from the same inputs"]
-    return 0.35, ["the same inputs give another loss" + (f": {', '.join(terms)}" if terms else "")]
-
-
-def _by_surrogates(facts: Facts) -> str:
-    trusted, suspect = facts.other_surrogate or ("", "")
-    return f"the suspect's loss is that of {suspect}, and the trusted one's that of {trusted}, each from its own tokens"

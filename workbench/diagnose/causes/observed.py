@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workbench.diagnose.causes import NOT, Family, Judged
+from workbench.diagnose.causes.cause import NOT, Family, Judged
 from workbench.diagnose.facts import Facts
 
 OBSERVED = Family("observed")

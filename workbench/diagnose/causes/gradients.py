@@ -3,7 +3,7 @@
 Modules that share their ranks and not their layout, such as an encoder next to a policy, complete their gradients over
 ranks of their own, and gradients cross between them once. A mistake in either leaves the other module, loss and
 log-probabilities right. Features that cross wrongly in the forward pass change the policy's log-probabilities behind
-them (`token_causes.other_features`).
+them (`tokens.other_features`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import itertools
 import math
 from collections.abc import Callable
 
-from workbench.diagnose import given
-from workbench.diagnose.causes import NOT, Family, Judged, another_gradient
+from workbench.diagnose.causes import given
+from workbench.diagnose.causes.cause import NOT, Family, Judged
+from workbench.diagnose.causes.whole import another_gradient
 from workbench.diagnose.denominators import names_of, sizes
 from workbench.diagnose.facts import Facts, common_ratio
 from workbench.diagnose.record import OTHER_NAMES

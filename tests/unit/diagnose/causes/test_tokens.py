@@ -29,25 +29,6 @@ def clipped(*which):
     return tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(which))}
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "name"), [((3, 9), (3,), "clipping"), ((8, 9, 10, 11), (2, 3, 4, 5), "ratio")]
-)
-def test_clipping_by_documents_depends_on_more_than_token_ratios(right, wrong, name):
-    there = {"metrics": METRICS | {"clip/region/fraction": 0.3}, "tokens": clipped(*right)}
-    other = {"metrics": METRICS | {"clip/region/fraction": 0.1}, "tokens": clipped(*wrong)}
-    assert first_of(make_record(**there), make_record(**other, loss=0.3, changes=mixed([""]))) == name
-
-
-def test_one_term_is_blamed_only_if_other_terms_are_correct():
-    right = make_record(metrics={"loss/policy": 0.2, "loss/kl": 1e-3})
-    both = make_record(metrics={"loss/policy": 0.4, "loss/kl": 2e-3}, loss=0.4, changes=mixed([""]))
-    bf16 = {"precision": "bfloat16"}
-    diagnosis = diagnose_records(
-        replace(right, context=right.context | bf16), replace(both, context=both.context | bf16)
-    )
-    assert "one_term" not in [cause.name for cause in diagnosis.causes]
-
-
 def laid(**by_name):
     """A record and its tokens, some of which are given."""
     return make_record(metrics=METRICS, tokens=tokens() | by_name), tokens() | by_name
@@ -180,48 +161,6 @@ def test_a_difference_within_rounding_is_no_temperature():
     unknown = named(make_record(tokens=there), make_record(tokens=other))
     assert "temperature" in known
     assert "temperature" not in unknown
-
-
-def test_clipping_is_detected_by_tokens_or_metrics_if_ratios_agree():
-    def found(right, wrong, own=None):
-        one, other = METRICS | {"clip/region/fraction": right[1]}, METRICS | {"clip/region/fraction": wrong[1]}
-        return diagnose_records(
-            make_record(metrics=one, tokens=right[0]),
-            make_record(metrics=other | (own or {}), tokens=wrong[0], loss=0.3, changes=mixed([""])),
-        )
-
-    of_tokens = found((clipped(3, 9), 0.3), (clipped(3), 0.3))
-    assert of_tokens["clipping"].evidence[0] == "1 tokens are clipped otherwise"
-    of_metrics = found((tokens(), 0.3), (tokens(), 0.1))
-    assert of_metrics["clipping"].evidence[0] == "clip/region/fraction differs"
-    ratios = found((clipped(3, 9), 0.3), (clipped(3), 0.1), {"ratio/policy_old/mean": 1.4})
-    assert "clipping" not in [cause.name for cause in ratios.causes]
-    same = found((clipped(3), 0.3), (clipped(3), 0.3))
-    assert "clipping" not in [cause.name for cause in same.causes]
-
-
-@pytest.mark.parametrize(
-    ("own", "shards", "policy", "name"),
-    [
-        (0.0, [0] * 9 + [1] * 9, 0.2001, "ratio"),
-        (1.0, [0] * 9 + [1] * 9, 0.2001, "one_term"),
-        (0.0, [0] * 6 + [1] * 12, 0.2001, "one_term"),
-        (0.0, [0] * 9 + [1] * 9, 0.4, "one_term"),
-    ],
-)
-def test_document_ratios_over_several_ranks(own, shards, policy, name):
-    log_ratio = 0.1 * torch.randn(18, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    there = tokens()
-    there |= {
-        "old_logprobs": there["policy_logprobs"] - log_ratio,
-        "shards": torch.tensor(shards),
-        "losses": (1.0 + there["documents"]) * torch.exp(own * log_ratio),
-    }
-    right, wrong = (
-        make_record(tokens=there, metrics={"loss/policy": value, "loss/kl": 0.05}, loss=value + 0.05, changes=changes)
-        for value, changes in ((0.2, None), (policy, mixed([""])))
-    )
-    assert first_of(right, wrong) == name
 
 
 def packed(moved=0.0, positions=None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from workbench.diagnose.causes import NOT, Judged
+from workbench.diagnose.causes.cause import NOT, Judged
 from workbench.diagnose.facts import Facts
 
 EXPLAINS = 0.93

@@ -1,0 +1,106 @@
+"""Causes that show in terms of the loss: advantages, clipping, ratios, penalties, and the loss itself."""
+
+from __future__ import annotations
+
+from workbench.diagnose.causes.cause import NOT, Family, Judged
+from workbench.diagnose.facts import ADVANTAGES, Facts, other_parts
+
+TERMS = Family("tokens")
+
+
+@TERMS.cause("advantages are other ones: grouped, centred or whitened otherwise", uses=("metrics",))
+def _advantages(facts: Facts) -> Judged:
+    off = facts.metrics_off(*ADVANTAGES)
+    tokens = facts.off_tokens("advantages")
+    if tokens is not None and bool(tokens.any()):
+        off = [f"advantages of {int(tokens.sum())} tokens", *off]
+    if not off or facts.forward_same is False or facts.mask_same is False or facts.gradient_same is not False:
+        return NOT
+    rewards = ", and rewards too" if facts.step.token_same("rewards") is False else ""
+    return 0.9, [f"{', '.join(off)} differ, and log-probabilities do not{rewards}"]
+
+
+@TERMS.cause("other tokens are clipped, by the same ratios", uses=("metrics", "tokens"))
+def _clipping(facts: Facts) -> Judged:
+    """The ratios are right, and other tokens are clipped, or at other bounds."""
+    if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
+        return NOT
+    if forms := facts.other_surrogate:
+        of_clip = other_parts(*forms) == {"clip"} and all("clipped" in form.clip for form in forms)
+        return (0.94, [_by_surrogates(facts)]) if of_clip else NOT
+    if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
+        return NOT
+    clipped, metrics = facts.off_tokens("clipped"), facts.metrics_off("clip/")
+    number = 0 if clipped is None else int(clipped.sum())
+    if (not number and not metrics) or (facts.gradient_same is not False and facts.loss_same is not False):
+        return NOT
+    reason = f"{number} tokens are clipped otherwise" if number else f"{metrics[0]} differs"
+    known = any(key.startswith("ratio/") and key in facts.pair[1].metrics for key in facts.pair[0].metrics)
+    if number and facts.forward_same and facts.old_same and facts.step.token_same("advantages") is not False:
+        return (0.6 if facts.clips_documents else 0.9), [reason, "log-probabilities of both policies do not differ"]
+    if not known:
+        return 0.4, [reason]
+    return (0.6 if facts.clips_documents else 0.85), [reason, "ratios of tokens do not differ"]
+
+
+@TERMS.cause("importance ratios are computed otherwise from equal log-probabilities", uses=("metrics",))
+def _ratio(facts: Facts) -> Judged:
+    if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
+        return NOT
+    if forms := facts.other_surrogate:
+        ratios = "ratios" in other_parts(*forms) and all(form.ratios.startswith("ratios") for form in forms)
+        return (0.94, [_by_surrogates(facts)]) if ratios else NOT
+    off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
+    other = facts.off_tokens("ratios")
+    if other is not None and bool(other.any()) and facts.old_same is not None and facts.forward_same:
+        return 0.92, [
+            f"ratios of {int(other.sum())} tokens differ, and the log-probabilities that they are computed from do not"
+        ]
+    if (
+        not off
+        and facts.document_values_cut
+        and facts.loss_moves_less
+        and _one_term(facts)[0] >= 0.8
+        and all(key.startswith("loss/policy") for key in facts.terms[0])
+    ):
+        return 0.85, [
+            "only the policy's term differs, its gradient much and its value little; tokens' values do not "
+            "follow their own ratios, so ratios are those of documents, of which ranks hold parts"
+        ]
+    if not off or facts.gradient_same is not False or facts.metrics_off(*ADVANTAGES):
+        return NOT
+    return 0.75, [f"{', '.join(off[:3])} differ, and the log-probabilities that they are computed from do not"]
+
+
+@TERMS.cause("one term of the loss is weighed or computed otherwise", uses=("metrics",))
+def _one_term(facts: Facts) -> Judged:
+    """One term of the loss is wrong and others are right, from the same inputs."""
+    if forms := facts.other_surrogate:
+        of_terms = other_parts(*forms) <= {"correction", "penalty", "entropy"} and facts.inputs_same
+        return (0.94, [_by_surrogates(facts)]) if of_terms else NOT
+    off, right = facts.terms
+    off = [key for key in off if not key.startswith("loss/total")]
+    if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
+        return NOT
+    if facts.metrics_off("ratio/", "clip/"):
+        return 0.3, [f"{', '.join(off)} differ, {', '.join(right)} do not"]
+    trusted, suspect = facts.step.metrics[off[0]]
+    times = f", {suspect / trusted:.6g} times" if trusted else ""
+    return 0.8, [f"{', '.join(off)} differ{times}, {', '.join(right)} do not"]
+
+
+@TERMS.cause("the per-token loss is another one", uses=("loss", "gradient"))
+def _other_loss(facts: Facts) -> Judged:
+    if not facts.inputs_same or facts.loss_same is not False or facts.gradient_same is not False:
+        return NOT
+    if facts.other_surrogate:
+        return 0.9, [_by_surrogates(facts)]
+    terms = facts.metrics_off("loss/")
+    if facts.token_losses_same is False:
+        return 0.75, ["values of the loss differ token by token, from the same inputs"]
+    return 0.35, ["the same inputs give another loss" + (f": {', '.join(terms)}" if terms else "")]
+
+
+def _by_surrogates(facts: Facts) -> str:
+    trusted, suspect = facts.other_surrogate or ("", "")
+    return f"the suspect's loss is that of {suspect}, and the trusted one's that of {trusted}, each from its own tokens"
