@@ -53,40 +53,73 @@ class Way(NamedTuple):
 def ways(step: RecordedStep, context: Mapping[str, Any], *, exact: bool = False) -> list[Way]:
     """The loss of a step under each way of dividing its per-token values; [] if the record does not have them.
 
-    Formula: with s_p, n_p and a_p the sum, the count of trained and of all tokens of piece p of P: sum s / sum n;
-             sum_p (s_p / n_p) and 1 / P of it; sum s over other counts. If exact, where losses are known so precisely
-             that one of many ways does not match by chance: sum_p (s_p / n_p), sum_p (s_p / a_p) and sum_p s_p n_p
-             over 1, P, P with empty pieces, sum n, documents, and each axis.
+    See `Divisions`, for ``exact`` too.
     """
     tokens = whole(step.tokens)
     if not {"losses", "trained"} <= set(tokens):
         return []
-    trained = tokens["trained"].bool()
-    values = tokens["losses"].double()[trained]
-    total, count = float(values.sum()), max(int(trained.sum()), 1)
-    candidates = [Way("", "all trained tokens of the step", total / count), Way("", "nothing", total)]
-    candidates += [Way("", label, total / other) for label, other in _other_counts(step.counts, count).items()]
-    for kind, piece in pieces(tokens, context).items():
-        _, place = torch.unique(piece[trained], return_inverse=True)
-        sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, values)
-        one, counts = PIECES[kind], torch.bincount(place)
-        kinds, everywhere = torch.unique(piece, return_counts=True)
-        whole_counts = everywhere[torch.isin(kinds, piece[trained])]
-        divisors = _divisors(step.counts, context, kind, len(sums), count)
-        by_count = {f"the mean over each {one}'s tokens": float((sums / counts).sum())}
+    divisions = Divisions(step, context, exact=exact)
+    losses = divisions.losses(tokens["losses"].double()[None])[0]
+    return [divisions.way(at, loss) for at, loss in enumerate(losses.tolist())]
+
+
+class Divisions:
+    """Every way of dividing per-token values of a step, which are linear in the values.
+
+    Formula: with s_p, n_p and a_p the sum, the count of trained and of all tokens of piece p of P: sum s / sum n;
+             sum_p (s_p / n_p) and 1 / P of it; sum s over other counts. If exact, where losses are known so precisely
+             that one of many ways does not match by chance: sum_p (s_p / n_p), sum_p (s_p / a_p) and sum_p s_p n_p
+             over 1, P, P with empty pieces, sum n, documents, and each axis.
+
+    Letters: F vectors of values, W ways.
+    """
+
+    def __init__(self, step: RecordedStep, context: Mapping[str, Any], *, exact: bool = False) -> None:
+        tokens = whole(step.tokens)
+        self._trained = tokens["trained"].bool()
+        count = max(int(self._trained.sum()), 1)
+        self._weights = [torch.ones(int(self._trained.sum()), dtype=torch.float64)]
+        self._entries: list[tuple[str, str, int, float]] = [
+            ("", "all trained tokens of the step", 0, float(count)),
+            ("", "nothing", 0, 1.0),
+        ]
+        self._entries += [("", label, 0, other) for label, other in _other_counts(step.counts, count).items()]
+        for kind, piece in pieces(tokens, context).items():
+            self._add(kind, piece, _divisors(step.counts, context, kind, _number(piece[self._trained]), count), exact)
+
+    def _add(self, kind: str, piece: Tensor, divisors: Mapping[str, float], exact: bool) -> None:
+        _, place = torch.unique(piece[self._trained], return_inverse=True)
+        one, counts = PIECES[kind], torch.bincount(place).double()
+        weights = {f"the mean over each {one}'s tokens": 1 / counts}
         if exact:
-            by_count |= {
-                f"each {one}'s sum over all its tokens, prompts too": float((sums / whole_counts).sum()),
-                f"each {one}'s sum times its tokens": float((sums * counts).sum()),
+            kinds, everywhere = torch.unique(piece, return_counts=True)
+            whole_counts = everywhere[torch.isin(kinds, piece[self._trained])].double()
+            weights |= {
+                f"each {one}'s sum over all its tokens, prompts too": 1 / whole_counts,
+                f"each {one}'s sum times its tokens": counts,
             }
         else:
             divisors = {by: divisors[by] for by in ("averaged", "summed")}
-        candidates += [
-            Way(kind, f"{label}, {by}", value / other)
-            for label, value in by_count.items()
-            for by, other in divisors.items()
-        ]
-    return candidates
+        for label, of_piece in weights.items():
+            self._weights.append(of_piece[place])
+            at = len(self._weights) - 1
+            self._entries += [(kind, f"{label}, {by}", at, other) for by, other in divisors.items()]
+
+    @property
+    def descriptions(self) -> list[str]:
+        """The ways, each in a clause."""
+        return [description for _, description, _, _ in self._entries]
+
+    def losses(self, values: Tensor) -> Tensor:
+        """[F, W] losses of values [F, S]."""
+        sums = values.double()[:, self._trained] @ torch.stack(self._weights, 1)
+        at = torch.tensor([place for _, _, place, _ in self._entries])
+        return sums[:, at] / torch.tensor([divisor for _, _, _, divisor in self._entries], dtype=torch.float64)
+
+    def way(self, at: int, loss: float) -> Way:
+        """A way by its number, with its loss."""
+        kind, description, _, _ = self._entries[at]
+        return Way(kind, description, loss)
 
 
 def _divisors(

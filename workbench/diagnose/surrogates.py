@@ -16,13 +16,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from workbench.diagnose.denominators import Way, ways
+from workbench.diagnose.denominators import Divisions, Way
 from workbench.diagnose.record import RecordedStep, whole
 
 MARGIN = 2e-5
@@ -99,13 +98,18 @@ def explained(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[Re
     tokens = whole(step.tokens)
     if step.loss is None or "losses" in tokens or not {"policy_logprobs", "trained"} <= set(tokens):
         return []
-    found = []
-    for form, values in _surrogates(tokens, context):
-        margin = _margin(tokens, values)
-        found += [
-            Explained(form, way) for way in _divided(step, context, values) if abs(way.loss - step.loss) <= margin
-        ]
+    forms, values = _stacked(step, context)
+    divisions = Divisions(step, context)
+    losses, margins = divisions.losses(values), _margins(values, tokens)
+    hits = ((losses - step.loss).abs() <= margins[:, None]).nonzero().tolist()
+    found = [Explained(forms[form], divisions.way(way, float(losses[form, way]))) for form, way in hits]
     return found or [*_preferences(step, context)] or [*_with_terms(step, context, steps)]
+
+
+def _stacked(step: RecordedStep, context: Mapping[str, Any]) -> tuple[list[Form], Tensor]:
+    """Surrogates, and their values, [F, S]."""
+    known = dict(_surrogates(whole(step.tokens), context))
+    return list(known), torch.stack(list(known.values()))
 
 
 def _preferences(step: RecordedStep, context: Mapping[str, Any]) -> Iterator[Explained]:
@@ -140,58 +144,73 @@ def _preferences(step: RecordedStep, context: Mapping[str, Any]) -> Iterator[Exp
 
 
 def _with_terms(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[RecordedStep]) -> Iterator[Explained]:
-    """Surrogates with a penalty, an entropy bonus or both."""
+    """Surrogates with a penalty, an entropy bonus or both: coefficients are stated, or fitted to all losses at once."""
     names = set(whole(step.tokens))
     others = [other for other in steps if other.number != step.number and other.loss is not None]
     several = [step, *(other for other in others if names <= set(whole(other.tokens)))][:MOST_STEPS]
-    terms: dict[str, list[dict[str, float]]] = {
-        kind: [_by_way(each, context, _penalties(whole(each.tokens))[kind]) for each in several]
-        for kind in _penalties(whole(step.tokens))
-    }
-    bonus = [_by_way(each, context, _entropy(whole(each.tokens))) for each in several]
     stated = [next((float(context[name]) for name in of if _number(context.get(name))), None) for of in (_KL, _ENTROPY)]
-    surrogates = [dict(_surrogates(whole(each.tokens), context)) for each in several]
-    for form in surrogates[0]:
-        values = [each[form] for each in surrogates if form in each]
-        if len(values) < len(several):
+    divisions = [Divisions(each, context) for each in several]
+    shared = [text for text in divisions[0].descriptions if all(text in each.descriptions for each in divisions)]
+    places = [[each.descriptions.index(text) for text in shared] for each in divisions]
+    stacks = [_stacked(each, context) for each in several]
+    forms = [form for form in stacks[0][0] if all(form in names for names, _ in stacks)]
+    values = [stack[[names.index(form) for form in forms]] for names, stack in stacks]
+    divided = [each.losses(v)[:, at] for each, v, at in zip(divisions, values, places, strict=True)]
+    left = torch.stack(
+        [float(each.loss or 0.0) - of for each, of in zip(several, divided, strict=True)], -1
+    )  # [F, W, n]
+    margins = torch.stack([_margins(v, whole(each.tokens)) for each, v in zip(several, values, strict=True)], -1)
+
+    def by_way(of_steps: Sequence[Tensor]) -> Tensor:
+        """[W, n] of a term's values in each step."""
+        rows = [each.losses(values[None])[0] for each, values in zip(divisions, of_steps, strict=True)]
+        return torch.stack([row[at] for row, at in zip(rows, places, strict=True)], -1)
+
+    penalties = [_penalties(whole(each.tokens)) for each in several]
+    terms = {kind: by_way([each[kind] for each in penalties]) for kind in penalties[0]}
+    entropies = [-whole(each.tokens)["entropy_nats"].double() for each in several if "entropy_nats" in names]
+    entropy = by_way(entropies) if entropies else None
+    for kind, with_entropy in itertools.product((None, *terms), (False, True)):
+        if (kind is None and not with_entropy) or (with_entropy and entropy is None):
             continue
-        divided = [_by_way(each, context, value) for each, value in zip(several, values, strict=True)]
-        margins = [_margin(whole(each.tokens), value) for each, value in zip(several, values, strict=True)]
-        for kind, with_entropy in itertools.product((None, *terms), (False, True)):
-            used = ([terms[kind]] if kind else []) + ([bonus] if with_entropy and bonus[0] else [])
-            given = [known for known, there in zip(stated, (kind, with_entropy), strict=True) if there]
-            if len(used) != len(given) or not used:
-                continue
-            for description in divided[0]:
-                columns = [[at[description] for at in term if description in at] for term in used]
-                left = [
-                    float(each.loss or 0.0) - at[description]
-                    for each, at in zip(several, divided, strict=True)
-                    if description in at
-                ]
-                if any(len(column) < len(several) for column in (*columns, left)):
-                    continue
-                fitted = _coefficients(columns, left, margins, given)
-                if fitted is not None:
-                    way = next(way for way in _divided(step, context, values[0]) if way.description == description)
-                    yield Explained(_with(form, kind, with_entropy, fitted), way)
+        columns = [each for each in (terms.get(kind or ""), entropy if with_entropy else None) if each is not None]
+        given = [known for known, there in zip(stated, (kind, with_entropy), strict=True) if there]
+        for form, way, fitted in _coefficients(torch.stack(columns, -1), left, margins, given):
+            at = divisions[0].way(places[0][way], float(divided[0][form, way]))
+            yield Explained(_with(forms[form], kind, with_entropy, fitted), at)
 
 
 def _coefficients(
-    columns: Sequence[Sequence[float]], left: Sequence[float], margins: Sequence[float], given: Sequence[float | None]
-) -> list[float] | None:
-    """Coefficients that explain what is left of the losses: those stated, or fitted to more steps than there are."""
-    stated = [value for value in given if value is not None]
-    if len(stated) == len(columns):
-        for signs in itertools.product((1.0, -1.0), repeat=len(stated)):
-            signed = [sign * value for sign, value in zip(signs, stated, strict=True)]
-            sums = sum(value * column[0] for value, column in zip(signed, columns, strict=True))
-            if all(signed) and abs(left[0] - sums) <= margins[0]:
-                return signed
-    if len(left) <= len(columns):
-        return None
-    matrix = torch.tensor(columns, dtype=torch.float64).T
-    return _fitted(matrix, torch.tensor(left, dtype=torch.float64), max(margins))
+    columns: Tensor, left: Tensor, margins: Tensor, given: Sequence[float | None]
+) -> Iterator[tuple[int, int, list[float]]]:
+    """Surrogate, way and coefficients that explain what is left of the losses.
+
+    Coefficients are those stated, in either sign, which one step suffices to check; or fitted to more steps than there
+    are of them.
+
+    Args:
+        columns: [W, n, k] of k terms in n steps.
+        left: [F, W, n] of the losses.
+        margins: [F, n].
+        given: the k coefficients, as far as they are stated.
+    """
+    known = [value for value in given if value]
+    if len(known) == len(given):
+        for signs in itertools.product((1.0, -1.0), repeat=len(known)):
+            signed = [sign * value for sign, value in zip(signs, known, strict=True)]
+            sums = columns[:, 0] @ torch.tensor(signed, dtype=torch.float64)
+            for form, way in ((left[:, :, 0] - sums).abs() <= margins[:, :1]).nonzero().tolist():
+                yield form, way, signed
+    if left.shape[2] <= columns.shape[2]:
+        return
+    sizes = columns.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    scaled = (columns / sizes).expand(len(left), *columns.shape)
+    solved = torch.linalg.lstsq(scaled, left[..., None], driver="gelsd").solution
+    off = (left - (scaled @ solved)[..., 0]).abs()
+    for form, way in (off <= margins[:, None]).all(-1).nonzero().tolist():
+        fitted = _fitted(columns[way], left[form, way], float(margins[form].max()))
+        if fitted is not None:
+            yield form, way, fitted
 
 
 def _fitted(columns: Tensor, values: Tensor, margin: float) -> list[float] | None:
@@ -221,16 +240,9 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _margin(tokens: Mapping[str, Tensor], values: Tensor) -> float:
-    return MARGIN * float(values[tokens["trained"].bool()].abs().mean())
-
-
-def _divided(step: RecordedStep, context: Mapping[str, Any], values: Tensor) -> list[Way]:
-    return ways(replace(step, tokens={**whole(step.tokens), "losses": values}), context)
-
-
-def _by_way(step: RecordedStep, context: Mapping[str, Any], values: Tensor | None) -> dict[str, float]:
-    return {} if values is None else {way.description: way.loss for way in _divided(step, context, values)}
+def _margins(values: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
+    """[F] tolerances of values [F, S]."""
+    return MARGIN * values[:, tokens["trained"].bool()].abs().mean(1)
 
 
 def _penalties(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
