@@ -20,6 +20,7 @@ parameters without a gradient, if others have one, count as 0, and the step's li
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -114,9 +115,11 @@ class Recorder:
         reached = _when_backward_begins(self._parameters, self._see_gradient_before)
         self._hooks += reached
         self._tells_reach = bool(reached)
-        self._stop_watching = [watch_losses(self._see_loss)]
+        self._stop_watching = [watch_losses(_weakly(self._see_loss))]
         if self._optimizers:
-            self._stop_watching.append(watch_clipping(self._parameters, self._before_clip))
+            self._stop_watching.append(watch_clipping(self._parameters, _weakly(self._before_clip)))
+        for stop in self._stop_watching:  # a recorder that nobody closed watches no longer than it lives
+            weakref.finalize(self, stop)
 
     def note(
         self,
@@ -476,6 +479,17 @@ def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]
             rule="a record is of gradients",
             fix="pass the model that is trained",
         )
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a method as long as its object lives, and does not keep it alive."""
+    of_object = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> None:
+        if (alive := of_object()) is not None:
+            alive(*given)
+
+    return call
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

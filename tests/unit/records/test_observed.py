@@ -1,5 +1,8 @@
 """What a recorder sees by itself, in loops whose settings, weights and modes are known."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -261,6 +264,18 @@ def test_a_closed_recorder_sees_no_clipping_even_below_another_one(tmp_path):
     assert set(second._norms) == {"0.weight", "0.bias", "3.weight", "3.bias"}
     second.close()
     assert nn.utils.clip_grad_norm_ is correct, "both are unwrapped"
+
+
+def test_a_recorder_that_nobody_closed_is_not_kept_alive(tmp_path):
+    clip, backward = nn.utils.clip_grad_norm_, torch.autograd.backward
+    model = model_of()
+    recorder = Recorder(tmp_path / "mine", model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alive = weakref.ref(recorder)
+    assert torch.autograd.backward is not backward
+    del recorder, model
+    gc.collect()
+    assert alive() is None
+    assert (nn.utils.clip_grad_norm_, torch.autograd.backward) == (clip, backward)
 
 
 class Scaler:
