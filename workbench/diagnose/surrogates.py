@@ -44,7 +44,7 @@ _ENTROPY = ("entropy_coef", "entropy_coeff", "entropy_coefficient", "ent_coef", 
 
 
 class Form(NamedTuple):
-    """A surrogate in words; parts that a loss does not have are empty."""
+    """The parts of a surrogate, as text; those that a loss does not have are empty."""
 
     ratios: str
     clip: str = ""

@@ -118,7 +118,7 @@ class Recorder:
         self._stop_watching = [watch_losses(_weakly(self._see_loss))]
         if self._optimizers:
             self._stop_watching.append(watch_clipping(self._parameters, _weakly(self._before_clip)))
-        for stop in self._stop_watching:  # a recorder that nobody closed watches no longer than it lives
+        for stop in self._stop_watching:  # one that is not closed watches no longer than it lives
             weakref.finalize(self, stop)
 
     def note(

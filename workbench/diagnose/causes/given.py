@@ -34,8 +34,10 @@ def _off(facts: Facts, role: str) -> str:
     right, wrong = one.get(role), other.get(role)
     if right == wrong or (role != "ids" and one.get("ids") != other.get("ids")):
         return ""
-    if right is None or wrong is None:
-        return "none is given, where the trusted run has some" if wrong is None else "one is given, unlike before"
+    if wrong is None:
+        return "none given, and some in the trusted run"
+    if right is None:
+        return "some given, and none in the trusted run"
     if role == "mask" and right[1] * wrong[0] != wrong[1] * right[0]:  # it may be of all rows at once
         return f"{wrong[1] / wrong[0]:.0%} of it allow, not {right[1] / right[0]:.0%}"
     if right[0] != wrong[0]:
