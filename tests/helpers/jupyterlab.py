@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = (
     "JUPYTER_CONFIG_DIR",
     "JUPYTER_DATA_DIR",
-    "JUPYTER_RUNTIME_DIR",
     "IPYTHONDIR",
     "JUPYTERLAB_SETTINGS_DIR",
     "JUPYTERLAB_WORKSPACES_DIR",
@@ -58,6 +59,8 @@ def jupyterlab(served: Path, private: Path, *, start_s: float = 60.0, **environm
     folders = {name: private / name.lower() for name in _FOLDERS}
     for folder in folders.values():
         folder.mkdir(parents=True)
+    # kernels are reached through files, whose names must be short: a port that was free can be taken before it is bound
+    folders["JUPYTER_RUNTIME_DIR"] = Path(tempfile.mkdtemp(prefix="lab-"))
     for name, settings in _SETTINGS.items():
         path = folders["JUPYTERLAB_SETTINGS_DIR"] / f"@jupyterlab/{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True)
@@ -75,6 +78,7 @@ def jupyterlab(served: Path, private: Path, *, start_s: float = 60.0, **environm
         f"--IdentityProvider.token={TOKEN}",
         f"--ServerApp.root_dir={served}",
         "--ServerApp.disable_check_xsrf=True",
+        "--KernelManager.transport=ipc",
     ]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = os.environ | {name: str(folder) for name, folder in folders.items()} | {"PYTHONPATH": path} | environment
@@ -85,6 +89,7 @@ def jupyterlab(served: Path, private: Path, *, start_s: float = 60.0, **environm
             yield Lab(port)
         finally:
             _stop(server)
+            shutil.rmtree(folders["JUPYTER_RUNTIME_DIR"], ignore_errors=True)
 
 
 def _free_port() -> int:

@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from workbench.report.notebook import private_sockets
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -75,10 +77,9 @@ def test_it_runs_and_leaves_nothing_in_the_tree(path, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
     before = _files()
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
-    )
-    client.execute()
+    with private_sockets() as config:
+        resources = {"metadata": {"path": str(path.parent)}}
+        NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources, config=config).execute()
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
     kinds = {
         kind

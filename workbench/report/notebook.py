@@ -11,6 +11,7 @@ import importlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,16 +46,18 @@ def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
     for number, (kind, source) in enumerate(_cells(comparison, comparison_path.name)):
         new_cell = nbformat.v4.new_markdown_cell if kind == "text" else nbformat.v4.new_code_cell
         notebook.cells.append(new_cell(source, id=f"report-{number:02d}"))
-    client = NotebookClient(
-        notebook,
-        timeout=timeout_s,
-        kernel_name="python3",
-        record_timing=False,
-        resources={"metadata": {"path": str(comparison_path.parent)}},
-    )
     try:
-        # what a kernel writes to standard error is about itself; what a cell writes there is in its outputs
-        client.execute(stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": python_path()})
+        with private_sockets() as config:
+            client = NotebookClient(
+                notebook,
+                timeout=timeout_s,
+                kernel_name="python3",
+                record_timing=False,
+                resources={"metadata": {"path": str(comparison_path.parent)}},
+                config=config,
+            )
+            # what a kernel writes to standard error is about itself; what a cell writes there is in its outputs
+            client.execute(stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": python_path()})
     except CellExecutionError as error:
         raise RecordError(
             f"execute the notebook of {comparison_path.parent.name}",
@@ -64,6 +67,22 @@ def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
         ) from None
     notebook.metadata.pop("language_info", None)
     return write_whole(comparison_path.with_name(NAME), nbformat.writes(notebook).encode())
+
+
+@contextlib.contextmanager
+def private_sockets() -> Iterator[Any]:
+    """Settings of a kernel that is reached through files of a folder that only this user reads, as `traitlets.Config`.
+
+    Jupyter's default are five ports of this machine that were free a moment before the kernel binds them; another
+    process may have taken one by then, and others of the machine may listen. Where the temporary folder's name is too
+    long for the address of a socket (104 bytes, POSIX's ``sun_path`` on macOS), the default stays.
+    """
+    from traitlets.config import Config
+
+    with tempfile.TemporaryDirectory(prefix="kernel-") as folder:
+        short = len(f"{folder}/kernel-ipc-5".encode()) < 104
+        settings = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
+        yield Config({"KernelManager": settings} if short else {})
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -45,6 +47,20 @@ def test_a_cell_that_fails_leaves_no_notebook(tmp_path, monkeypatch):
     with pytest.raises(RecordError, match="ZeroDivisionError"):
         write_notebook(tmp_path / "comparison.json")
     assert not (tmp_path / "report.ipynb").exists()
+
+
+@pytest.mark.parametrize(("folder", "transport"), [("a", "ipc"), ("a" * 120, "tcp")])
+def test_its_kernel_takes_no_port_of_the_machine_where_sockets_can_be_files(folder, transport, tmp_path, monkeypatch):
+    layout_parity().save(tmp_path / "comparison.json")
+    with tempfile.TemporaryDirectory() as short:
+        used = Path(short) / folder
+        used.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(used))
+        code = "import json, ipykernel\nprint(json.loads(ipykernel.get_connection_info())['transport'])"
+        monkeypatch.setattr(module, "_cells", lambda comparison, file: iter([("code", code)]))
+        notebook = nbformat.read(write_notebook(tmp_path / "comparison.json"), as_version=4)
+        assert notebook.cells[0].outputs[0].text.strip() == transport
+        assert list(used.iterdir()) == []
 
 
 def test_without_a_comparison_there_is_none(tmp_path):
