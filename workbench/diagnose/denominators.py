@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,8 @@ NEEDS = {
     "row shards": frozenset({"cp"}),
 }
 """Sizes that must exceed 1 for pieces of a kind to differ from the whole."""
+MOST_DEALS = 40
+"""Ways of dealing micro-batches to ranks: one of more of them would give a loss by chance, at a relative 2e-5."""
 AXES = ("cp", "dp", "tp", "micro_batches", "accumulation")
 
 
@@ -86,6 +88,8 @@ class Divisions:
         self._entries += [("", label, 0, other) for label, other in _other_counts(step.counts, count).items()]
         for kind, piece in pieces(tokens, context).items():
             self._add(kind, piece, _divisors(step.counts, context, kind, _number(piece[self._trained]), count), exact)
+        for piece in deals(tokens, context):
+            self._add("ranks", piece, {"averaged": float(context["dp"])}, exact=False)
 
     def _add(self, kind: str, piece: Tensor, divisors: Mapping[str, float], exact: bool) -> None:
         _, place = torch.unique(piece[self._trained], return_inverse=True)
@@ -99,7 +103,7 @@ class Divisions:
                 f"each {one}'s sum times its tokens": counts,
             }
         else:
-            divisors = {by: divisors[by] for by in ("averaged", "summed")}
+            divisors = {by: divisors[by] for by in ("averaged", "summed") if by in divisors}
         for label, of_piece in weights.items():
             self._weights.append(of_piece[place])
             at = len(self._weights) - 1
@@ -181,6 +185,21 @@ def pieces(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> dict[str
         ):
             distinct[kind] = known[kind]
     return distinct
+
+
+def deals(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> Iterator[Tensor]:
+    """[S] rank of each token, in every way in which one process may deal its micro-batches to the ranks it stands for.
+
+    Such a record numbers the micro-batches of all ranks one after another: each rank has some in a row, or takes turns.
+    """
+    dp, each = int(context.get("dp") or 1), int(context.get("micro_batches") or 1)
+    rows = tokens.get("rows")
+    number = 0 if rows is None or not len(rows) else int(rows.max()) + 1
+    if rows is None or not 1 < dp < number or number > each or math.comb(number - 1, dp - 1) > MOST_DEALS:
+        return
+    for cuts in itertools.combinations(range(1, number), dp - 1):
+        yield torch.bucketize(rows, torch.tensor(cuts), right=True)
+    yield rows % dp
 
 
 def _number(labels: Tensor) -> int:

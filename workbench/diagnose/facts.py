@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from workbench.diagnose.denominators import AXES, Named, Way, names_of, reproduced, sizes, ways
+from workbench.diagnose.denominators import AXES, Named, names_of, sizes
 from workbench.diagnose.evidence import Parameter
-from workbench.diagnose.record import Record, whole
-from workbench.diagnose.surrogates import Explained, Form, explained, forms_of_tokens
-from workbench.diagnose.token_facts import TokenFacts, fit
+from workbench.diagnose.loss_facts import LossFacts
+from workbench.diagnose.record import whole
+from workbench.diagnose.token_facts import fit
 from workbench.metrics.step import parameter_group, parameter_layer
 
 ADVANTAGES = ("advantage/all/mean", "advantage/all/std", "advantage/all/min", "advantage/all/max")
 """Metrics of advantages that depend on nothing else."""
 LEFT_BY_SCALING = 1e-5
 """Residue of a gradient that was multiplied by a power of two, in any precision, from sums in float32."""
-EXACT = 1e-5
-"""A loss known to a better relative precision than this distinguishes one way of dividing from a hundred others."""
 LARGEST_COUNT = 1e5
 """Beyond this, rounding makes any number a ratio of counts."""
 
 
-class Facts(TokenFacts):
+class Facts(LossFacts):
     """The first step that differs, and the contexts of the records."""
 
     @property
@@ -276,14 +273,6 @@ class Facts(TokenFacts):
         return ""
 
     @cached_property
-    def token_losses_same(self) -> bool | None:
-        """True if noted values of the loss agree in every token that trains in both; None if they were not noted."""
-        if (change := self.change("losses")) is None or not len(change[0]):
-            return None
-        bar = (1e-4 if self.step.noise.same_forward else 10 * self.step.noise.logprob_nats) * (1 + change[0].abs())
-        return bool((change[1].abs() <= bar).all())
-
-    @cached_property
     def other_tokens(self) -> float:
         """Share of the trained tokens whose vocabulary ids differ; 0 if they were not noted."""
         if not all("targets" in tokens for tokens in self.tokens):
@@ -320,86 +309,6 @@ class Facts(TokenFacts):
         if factor is None or norm is None or of_loss is None or self.step.cosine is None:
             return False
         return abs(of_loss - 1) < 0.1 * math.sqrt(max(1 - 2 * factor + norm**2, 0.0))
-
-    # ---- other denominators of the loss ------------------------------------------------------------------
-
-    @cached_property
-    def ways(self) -> list[Way]:
-        """Ways of dividing that give the suspect's loss and are not the trusted one's, nearest first."""
-        if self.step.losses is None:
-            return []
-        if any(self.explained):
-            return self._other_ways
-        (a, b), context = self.pair, self.context
-        bar = max(1e-9, self.step.noise.loss / (5 if self.step.noise.same_forward else 20))
-        candidates, usual_ways = (
-            ways(step, known, exact=bar < EXACT) for step, known in ((b, context), (a, self.evidence.trusted.context))
-        )
-        trusted, suspect = self.step.losses
-        if not usual_ways or not candidates:
-            return []
-        values = self.tokens[0]["losses"][self.trained].double()
-        if max(abs(trusted), abs(suspect)) <= self.step.noise.loss * float(values.abs().mean()):
-            return []  # terms that cancel to 0 do so under every denominator
-        scale = 0.1 * float(values.abs().mean())  # a loss may cancel, the rounding of its terms does not
-        usual = {way.description for way in reproduced(usual_ways, trusted, bar * max(abs(trusted), scale))}
-        hits = reproduced(candidates, suspect, bar * max(abs(suspect), scale))
-        nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
-        return [way for way in nearest if way.description not in usual] if usual else []
-
-    @cached_property
-    def explained(self) -> tuple[list[Explained], list[Explained]]:
-        """Surrogates and denominators that give each record's own loss; see `workbench.diagnose.surrogates`."""
-        trusted, suspect = self.pair
-        return (
-            explained(trusted, self.evidence.trusted.context, self.evidence.trusted.steps),
-            explained(suspect, self.context, self.suspect.steps),
-        )
-
-    @property
-    def _explained_alike(self) -> bool:
-        """True if one surrogate and denominator gives both losses."""
-        trusted, suspect = ({(each.form, each.way.description) for each in both} for both in self.explained)
-        return bool(trusted & suspect)
-
-    @property
-    def _other_ways(self) -> list[Way]:
-        """Ways of dividing the trusted surrogate that give the suspect's loss, and not the trusted one."""
-        trusted, suspect = self.explained
-        if self._explained_alike:
-            return []
-        forms = _same_forms(trusted, suspect)
-        return [way for form, way in suspect if form in forms]
-
-    @cached_property
-    def other_surrogate(self) -> tuple[Form, Form] | None:
-        """The surrogates of the two losses, the most alike, if no common one gives both; None if that is not known."""
-        noted = [forms_of_tokens(step, record.context) for step, record in zip(self.pair, self._records, strict=True)]
-        if all(noted):
-            pairs = [] if set(noted[0]) & set(noted[1]) else list(itertools.product(noted[0], noted[1]))
-        else:
-            trusted, suspect = self.explained
-            if self._explained_alike or _same_forms(trusted, suspect):
-                return None
-            pairs = [
-                (one.form, other.form)
-                for one, other in itertools.product(trusted, suspect)
-                if one.way.description == other.way.description
-            ]
-        return min(pairs, key=lambda pair: len(other_parts(*pair)), default=None)
-
-    @property
-    def _records(self) -> tuple[Record, Record]:
-        return self.evidence.trusted, self.suspect
-
-
-def _same_forms(first: Sequence[Explained], second: Sequence[Explained]) -> set[Form]:
-    return {each.form for each in first} & {each.form for each in second}
-
-
-def other_parts(first: Form, second: Form) -> set[str]:
-    """Names of the parts in which two surrogates differ."""
-    return {name for name, one, two in zip(Form._fields, first, second, strict=True) if one != two}
 
 
 def _vectors(*gradients: Mapping[str, Tensor]) -> list[Tensor]:

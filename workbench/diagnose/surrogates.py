@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from workbench.diagnose.denominators import Divisions, Way
 from workbench.diagnose.record import RecordedStep, whole
@@ -28,8 +29,12 @@ MARGIN = 2e-5
 """Of the mean absolute value of a token: sums in float32 of some thousand tokens are right to a part of it."""
 NICE = 1e-3
 """Relative distance of a fitted coefficient from one with two digits, as people set them."""
+NEAR_1 = 1e-3
+"""Ratios that differ from 1 by less tell no kind: log-probabilities in float32 are right to some 1e-5."""
 MOST = 4096
 """Tokens that are compared one by one: more of them tell no more."""
+MOST_PAIRS = 8
+"""Pairs of which any may be swapped: of more, some choice gives nearly any loss."""
 MOST_STEPS = 8
 """Steps whose losses are fitted at once: more of them tell no more."""
 BOUNDS = ((0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3), (0.2, 0.3), (0.2, 0.25), (0.28, 0.28), (3e-4, 4e-4))
@@ -106,6 +111,19 @@ def explained(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[Re
     return found or [*_preferences(step, context)] or [*_with_terms(step, context, steps)]
 
 
+def kinds_of_ratios(step: RecordedStep) -> set[str]:
+    """Kinds of ratio that give the noted ratio of every trained token; empty if none was noted, or all are near 1."""
+    tokens = whole(step.tokens)
+    if not {"ratios", "policy_logprobs", "trained"} <= set(tokens):
+        return set()
+    trained = tokens["trained"].bool() & torch.isfinite(tokens["ratios"])
+    noted = tokens["ratios"].double()[trained]
+    if not len(noted) or float((noted - 1).abs().max()) < NEAR_1:
+        return set()
+    kinds = {kind: values.exp()[trained] for kind, values in _log_ratios(tokens).items()}
+    return {kind for kind, ratios in kinds.items() if torch.allclose(noted, ratios, rtol=NEAR_1 / 10, atol=0.0)}
+
+
 def _stacked(step: RecordedStep, context: Mapping[str, Any]) -> tuple[list[Form], Tensor]:
     """Surrogates, and their values, [F, S]."""
     known = dict(_surrogates(whole(step.tokens), context))
@@ -117,30 +135,47 @@ def _preferences(step: RecordedStep, context: Mapping[str, Any]) -> Iterator[Exp
     tokens = whole(step.tokens)
     if not {"documents", "ref_logprobs"} <= set(tokens):
         return
-    trained = tokens["trained"].bool()
-    far = (tokens["policy_logprobs"].double() - tokens["ref_logprobs"].double())[trained]
-    _, place = torch.unique(tokens["documents"][trained], return_inverse=True)
-    counts = torch.bincount(place)
-    sums = torch.zeros(len(counts), dtype=torch.float64).index_add_(0, place, far)
-    if len(sums) % 2:
-        return
+    trained, policy = tokens["trained"].bool(), tokens["policy_logprobs"].double()
     betas = [float(context[name]) for name in ("beta", "dpo_beta", "kl_beta") if _number(context.get(name))]
-    for text, values in (("", sums), (" of means", sums / counts)):
-        halves, neighbours = values.view(2, -1), values.view(-1, 2).T
-        for (pairing, (good, bad)), swapped in itertools.product(
-            (("neighbours", neighbours), ("two halves", halves)), (False, True)
-        ):
-            margin = bad - good if swapped else good - bad
-            for beta in dict.fromkeys([*betas, *BETAS]):
-                for smoothing in (0.0, 0.1):
-                    scaled = beta * margin
-                    losses = -torch.nn.functional.logsigmoid(scaled) * (1 - smoothing)
-                    losses = losses - torch.nn.functional.logsigmoid(-scaled) * smoothing
-                    if abs(float(losses.mean()) - (step.loss or 0.0)) <= MARGIN * float(losses.abs().mean()):
-                        which = ", the second preferred" if swapped else ""
-                        form = Form(f"preferences{text} between {pairing}{which}", clip=f"at beta {beta:g}")
-                        way = Way("", "pairs", float(losses.mean()))
-                        yield Explained(form._replace(penalty=f"smoothed by {smoothing:g}" if smoothing else ""), way)
+    for of, values in (("", policy - tokens["ref_logprobs"].double()), (" without a reference", policy)):
+        sums, means = (each[trained] for each in _over_documents(values, tokens["documents"], trained))
+        first = _first_places(tokens["documents"][trained])
+        if len(first) % 2:
+            return
+        for text, each in (("", sums[first]), (" of means", means[first])):
+            for pairing, (good, bad) in (("neighbours", each.view(-1, 2).T), ("two halves", each.view(2, -1))):
+                for beta in dict.fromkeys([*betas, *BETAS]):
+                    kind = f"preferences{text} between {pairing}{of}"
+                    yield from _of_pairs(Form(kind, clip=f"at beta {beta:g}"), beta * (good - bad), step.loss or 0.0)
+
+
+def _of_pairs(form: Form, margins: Tensor, loss: float) -> Iterator[Explained]:
+    """Losses of margins, [P] times beta, that give the recorded one; the second may be preferred of all, or of some."""
+    for smoothing in (0.0, 0.1):
+        penalty = f"smoothed by {smoothing:g}" if smoothing else ""
+        losses, others = (
+            -functional.logsigmoid(x) * (1 - smoothing) - functional.logsigmoid(-x) * smoothing
+            for x in (margins, -margins)
+        )
+        near = MARGIN * float(losses.abs().mean())
+        whole_step = ((losses, ""), (others, ", the second preferred"))
+        hits = [(each, which) for each, which in whole_step if abs(float(each.mean()) - loss) <= near]
+        if not hits and 2 < len(losses) <= MOST_PAIRS and not smoothing:
+            choices = torch.tensor(list(itertools.product((0.0, 1.0), repeat=len(losses))), dtype=torch.float64)
+            sums = losses.mean() + choices @ (others - losses) / len(losses)
+            fitting = ((sums - loss).abs() <= near).nonzero().flatten().tolist()
+            if len(fitting) == 1:
+                several = int(choices[fitting[0]].sum())
+                hits = [(losses, f", the second preferred in {several} of {len(losses)}")]
+        for _, which in hits:
+            yield Explained(form._replace(ratios=form.ratios + which, penalty=penalty), Way("", "pairs", loss))
+
+
+def _first_places(labels: Tensor) -> Tensor:
+    """The place of each label's first occurrence, labels in ascending order."""
+    _, place = torch.unique(labels, return_inverse=True)
+    first = torch.full((int(place.max()) + 1,), len(labels)) if len(labels) else torch.zeros(0, dtype=torch.long)
+    return first.scatter_reduce(0, place, torch.arange(len(labels)), "amin") if len(labels) else first
 
 
 def _with_terms(step: RecordedStep, context: Mapping[str, Any], steps: Sequence[RecordedStep]) -> Iterator[Explained]:
@@ -284,39 +319,44 @@ def _uncorrected(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> It
         return
     advantages = tokens["advantages"].double()
     yield Form("advantage times log-probability"), -advantages * policy
-    trained = tokens["trained"].bool()
-    anchors = [
-        (name, text) for name, text in (("old_logprobs", ""), ("sampler_logprobs", " to the sampler")) if name in tokens
-    ]
-    for number, (anchor, of) in enumerate(anchors):
-        log_ratios = torch.where(trained, policy - tokens[anchor].double(), 0.0)
-        if not number:
-            yield Form("advantage times a ratio of 1"), -advantages
-        kinds = {f"ratios{of}": log_ratios}
-        if "documents" in tokens:
-            kinds[f"ratios of documents{of}"] = _document_means(log_ratios, tokens["documents"], trained)
-        for kind, values in kinds.items():
-            ratios = values.exp()
-            plain = ratios * advantages
-            yield Form(kind, "without a clip"), -plain
-            for low, high in dict.fromkeys([*_given(context), *BOUNDS]):
-                bounded = ratios.clamp(1 - low, 1 + high)
-                clipped, text = bounded * advantages, f"clipped at {low:g} and {high:g}"
-                smaller = torch.minimum(plain, clipped)
-                yield Form(kind, text), -smaller
-                yield Form(kind, f"{text}, the larger objective"), -torch.maximum(plain, clipped)
-                yield Form(kind, f"{text} on both sides"), -clipped
-                yield Form(f"log-probability times {kind}", text), -clipped * policy
-                dual = torch.where(advantages < 0, torch.maximum(smaller, 3 * advantages), smaller)
-                yield Form(kind, f"{text}, and at 3 where advantages are negative"), -dual
+    if {"old_logprobs", "sampler_logprobs"} & set(tokens):
+        yield Form("advantage times a ratio of 1"), -advantages
+    for kind, values in _log_ratios(tokens).items():
+        ratios = values.exp()
+        plain = ratios * advantages
+        yield Form(kind, "without a clip"), -plain
+        for low, high in dict.fromkeys([*_given(context), *BOUNDS]):
+            bounded = ratios.clamp(1 - low, 1 + high)
+            clipped, text = bounded * advantages, f"clipped at {low:g} and {high:g}"
+            smaller = torch.minimum(plain, clipped)
+            yield Form(kind, text), -smaller
+            yield Form(kind, f"{text}, the larger objective"), -torch.maximum(plain, clipped)
+            yield Form(kind, f"{text} on both sides"), -clipped
+            yield Form(f"log-probability times {kind}", text), -clipped * policy
+            dual = torch.where(advantages < 0, torch.maximum(smaller, 3 * advantages), smaller)
+            yield Form(kind, f"{text}, and at 3 where advantages are negative"), -dual
 
 
-def _document_means(values: Tensor, documents: Tensor, trained: Tensor) -> Tensor:
-    """Mean over the trained tokens of each token's document."""
+def _log_ratios(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Logarithms of every kind of ratio that the noted log-probabilities give, [S], by kind."""
+    policy, trained = tokens["policy_logprobs"].double(), tokens["trained"].bool()
+    kinds = {}
+    for anchor, of in (("old_logprobs", ""), ("sampler_logprobs", " to the sampler")):
+        if anchor in tokens:
+            log_ratios = torch.where(trained, policy - tokens[anchor].double(), 0.0)
+            kinds[f"ratios{of}"] = log_ratios
+            if "documents" in tokens:
+                sums, means = _over_documents(log_ratios, tokens["documents"], trained)
+                kinds |= {f"ratios of documents{of}": means, f"ratios multiplied over documents{of}": sums}
+    return kinds
+
+
+def _over_documents(values: Tensor, documents: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and mean over the trained tokens of each token's document."""
     _, place = torch.unique(documents, return_inverse=True)
     sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, values * trained)
     counts = torch.zeros_like(sums).index_add_(0, place, trained.double())
-    return (sums / counts.clamp_min(1))[place]
+    return sums[place], (sums / counts.clamp_min(1))[place]
 
 
 def _given(context: Mapping[str, Any]) -> Iterator[tuple[float, float]]:

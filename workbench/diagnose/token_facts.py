@@ -177,6 +177,20 @@ class TokenFacts:
             return f"{text} are missing, all of {len(rows[gone].unique())} micro-batches"
         return f"{text} are missing"
 
+    @cached_property
+    def added(self) -> str:
+        """Clause for documents with trained tokens that only the suspect has noted; "" if there are none."""
+        trusted, suspect = (whole(step.tokens) for step in self.pair)
+        if not all({"trained", "documents"} <= set(tokens) for tokens in (trusted, suspect)):
+            return ""
+        known, others = (tokens["documents"][tokens["trained"].bool()].unique() for tokens in (trusted, suspect))
+        more = others[(others >= 0) & ~torch.isin(others, known)]
+        return (
+            f"{len(more)} documents train that the trusted run has not"
+            if len(more) and len(others) > len(known)
+            else ""
+        )
+
     @property
     def lost_pieces(self) -> str:
         """Kind of pieces that the tokens that no longer train fill completely; "" if none, or if new tokens train."""

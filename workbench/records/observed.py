@@ -11,6 +11,7 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
            sharded      True if parameters are shards (DTensors)
     step   optimizers   for each, the settings of its groups (learning rate, betas, weight decay, ...)
            updates      that the optimizers' state has counted
+           kept         names of the tensors of the optimizers' state, of those that are not all 0 for a first parameter
            repeated     tokens of the step that were noted twice and more, by their places
            weights      checksum before the step's update
            grid         "bfloat16" if every float32 weight is a number of bfloat16; else null
@@ -22,7 +23,9 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
            dropout      modules that drop something
            training     whether the model is in training mode
            autocast     dtype of torch's autocast, where the model was called under it
-           clip         the norm before clipping and its bound, where torch's function clipped
+           clip         the bound of the norm, where torch's function clipped
+           given        norm of the gradient that the optimizers were given, and the smallest and largest factor of a
+                        parameter's norm since it was taken, where gradients were taken earlier
            scale        of a GradScaler that was given
 """
 
@@ -93,6 +96,7 @@ def of_step(
     if optimizers:
         seen["optimizers"] = [[_settings(group) for group in each.param_groups] for each in optimizers]
         seen["updates"] = max((_updates(each) for each in optimizers), default=0)
+        seen["kept"] = sorted({name for each in optimizers for name in _kept(each)})
     return seen
 
 
@@ -100,6 +104,14 @@ def _updates(optimizer: torch.optim.Optimizer) -> int:
     """Updates that the state of an optimizer has counted, by its first parameter's; 0 without a count."""
     counted = next((kept["step"] for kept in optimizer.state.values() if "step" in kept), 0)
     return int(counted)
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the tensors of the state that are not all 0, of the first parameter that has any."""
+    for state in optimizer.state.values():
+        if tensors := {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim()}:
+            return [name for name, value in tensors.items() if bool(local_values(value).any())]
+    return []
 
 
 @torch.no_grad()

@@ -273,6 +273,7 @@ class Recorder:
         self._without = []
         self._buffers_of_zeros = False
         self._clip: dict[str, float] = {}
+        self._given: dict[str, float] = {}
         self._stepped: set[int] = set()
         self._autocast, self._repeated, self._inputs = "", 0, Inputs(positional_names(self._model))
         self._cleared: bool | Tensor | None = None
@@ -326,12 +327,13 @@ class Recorder:
         if id(optimizer) in self._stepped:  # the others have no step of their own here
             self.step()
         self._stepped.add(id(optimizer))
+        ids = {id(value) for group in optimizer.param_groups for value in group["params"]}
+        own = {name: value for name, value in self._parameters.items() if id(value) in ids}
+        self._given |= given_norms({name: value for name, value in own.items() if name in self._norms})
         if len(self._stepped) == len(self._optimizers):
             self.step()
-            return
-        ids = {id(value) for group in optimizer.param_groups for value in group["params"]}
-        if own := {name: v for name, v in self._parameters.items() if id(v) in ids and name not in self._norms}:
-            self._take(own)
+        elif left := {name: value for name, value in own.items() if name not in self._norms}:
+            self._take(left)
 
     def _before_clip(self, max_norm: float, clipped: Mapping[str, nn.Parameter]) -> None:
         """Take the gradients of parameters of this model that torch is about to clip."""
@@ -362,6 +364,9 @@ class Recorder:
             seen["autocast"] = self._autocast
         if self._clip:
             seen["clip"] = dict(self._clip)
+        if times := [norm / self._norms[name] for name, norm in self._given.items() if self._norms.get(name)]:
+            norm = math.sqrt(math.fsum(value**2 for value in self._given.values()))
+            seen["given"] = {"norm": norm, "times": [min(times), max(times)]}
         if self._scaler is not None:
             seen |= {"scale": self._scale, "skipped": self._skipped}
             self._skipped = 0

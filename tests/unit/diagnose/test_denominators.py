@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.hand_records import CONTEXT, COUNTS, make_record, tokens
-from workbench.diagnose.denominators import names_of, reproduced, sizes, ways
+from workbench.diagnose.denominators import deals, names_of, reproduced, sizes, ways
 
 TRAINED = tokens()["trained"]
 
@@ -29,6 +29,19 @@ def test_every_denominator_matches_its_description():
         assert results[kind, "averaged"] == pytest.approx(mean)
         assert results[kind, "summed"] == pytest.approx(total)
     assert {kind for kind, _ in results} == {"", "documents", "shards"}, "one row, and no kind twice"
+
+
+def test_means_over_ranks_are_told_of_one_process_that_stands_for_several():
+    rows = torch.tensor([0] * 6 + [1] * 4 + [2] * 5 + [3] * 3)
+    stands_for_two = {"dp": 2, "micro_batches": 4}
+    step = make_record(tokens=tokens() | {"rows": rows}).steps[0]
+    for ranks in ((rows > 1).long(), (rows > 2).long(), rows % 2):
+        mean, _ = by_hand(ranks[TRAINED])
+        near = reproduced(ways(step, stands_for_two), mean, 1e-9)
+        assert [way.description for way in near] == ["the mean over each data-parallel rank's tokens, averaged"]
+    assert len(list(deals({"rows": rows}, stands_for_two))) == 4
+    assert list(deals({"rows": rows}, {"dp": 2, "micro_batches": 2})) == [], "two ranks of two micro-batches each"
+    assert list(deals({"rows": torch.arange(30)}, {"dp": 4, "micro_batches": 30})) == [], "too many ways"
 
 
 def test_a_loss_is_recognised():

@@ -8,7 +8,7 @@ import torch
 
 from workbench.diagnose.diagnosis import diagnose_records
 from workbench.diagnose.record import Record, RecordedStep
-from workbench.diagnose.surrogates import BOUNDS, explained, forms_of_tokens
+from workbench.diagnose.surrogates import BOUNDS, explained, forms_of_tokens, kinds_of_ratios
 
 DOCUMENTS = (7, 4, 9, 5, 6, 8)
 ROWS = (0, 0, 1, 1, 2, 2)
@@ -38,9 +38,8 @@ def token_losses(tokens, low=0.2, high=0.28, kind="token", choose=max):
             if tokens["documents"][other] == tokens["documents"][at] and tokens["trained"][other]
         ]
         among = [at] if kind == "token" else same
-        ratio = math.exp(
-            sum(float(tokens["policy_logprobs"][i] - tokens["old_logprobs"][i]) for i in among) / len(among)
-        )
+        far = sum(float(tokens["policy_logprobs"][i] - tokens["old_logprobs"][i]) for i in among)
+        ratio = math.exp(far if kind == "sum" else far / len(among))
         advantage = float(tokens["advantages"][at])
         losses.append(choose(-ratio * advantage, -min(max(ratio, 1 - low), 1 + high) * advantage))
     return losses
@@ -73,6 +72,7 @@ def record(loss, tokens, seed=0):
         ({"high": 0.2}, None, "clipping"),
         ({"choose": min}, None, "clipping"),
         ({"kind": "document"}, None, "ratio"),
+        ({"kind": "sum"}, None, "ratio"),
         ({"low": math.inf, "high": math.inf}, None, "other_loss"),
     ],
 )
@@ -197,6 +197,8 @@ def test_a_weight_for_the_sampler_is_recognised():
         ({}, "preferences between neighbours at beta 0.1"),
         ({"beta": 0.3}, "preferences between neighbours at beta 0.3"),
         ({"swapped": True}, "preferences between neighbours, the second preferred at beta 0.1"),
+        ({"some": (4, 5)}, "preferences between neighbours, the second preferred in 1 of 3 at beta 0.1"),
+        ({"no_reference": True}, "preferences between neighbours without a reference at beta 0.1"),
     ],
 )
 def test_preferences_between_pairs_of_documents_are_recognised(planted, text):
@@ -204,13 +206,26 @@ def test_preferences_between_pairs_of_documents_are_recognised(planted, text):
     del tokens["old_logprobs"], tokens["advantages"]
     far = [0.0] * len(DOCUMENTS)
     for at, (policy, ref) in enumerate(zip(tokens["policy_logprobs"], tokens["ref_logprobs"], strict=True)):
+        ref = 0 * ref if planted.get("no_reference") else ref
         far[int(tokens["documents"][at])] += float(policy.double() - ref.double()) * bool(tokens["trained"][at])
     losses = []
     for good, bad in ((0, 1), (2, 3), (4, 5)):
-        margin = far[good] - far[bad] if not planted.get("swapped") else far[bad] - far[good]
+        if planted.get("swapped") or planted.get("some") == (good, bad):
+            good, bad = bad, good
+        margin = far[good] - far[bad]
         losses.append(math.log1p(math.exp(-planted.get("beta", 0.1) * margin)))
     step = record(sum(losses) / 3, tokens).steps[0]
     assert [str(form) for form, _ in explained(step, {})] == [text]
+
+
+@pytest.mark.parametrize("kind", ["token", "document", "sum"])
+def test_the_kind_of_noted_ratios_is_told_where_they_are_not_all_1(kind):
+    names = {"token": "ratios", "document": "ratios of documents", "sum": "ratios multiplied over documents"}
+    tokens = values()
+    noted = torch.tensor([-loss for loss in token_losses(tokens | {"advantages": torch.ones(39)}, 9, 9e9, kind)])
+    assert kinds_of_ratios(record(0.0, tokens | {"ratios": noted}).steps[0]) == {names[kind]}
+    assert kinds_of_ratios(record(0.0, values(on_policy=True) | {"ratios": torch.ones(39)}).steps[0]) == set()
+    assert kinds_of_ratios(record(0.0, tokens | {"ratios": noted * 1.01}).steps[0]) == set()
 
 
 def test_a_record_with_values_of_the_loss_needs_no_guess():

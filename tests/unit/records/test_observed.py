@@ -99,6 +99,44 @@ def test_clipping_by_torch_is_seen_and_gradients_are_those_before(tmp_path):
     assert nn.utils.clip_grad_norm_ is correct, "unwrapped at the end"
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_gradient_that_changes_after_it_was_taken_is_seen_as_the_optimizer_gets_it(taken, tmp_path):
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+
+    def clip():
+        if taken:
+            recorder.take_gradients()
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad.mul_(0.5 if number else 0.25)
+        norms.append(float(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()))
+
+    with Recorder(tmp_path / "mine", model, optimizer) as recorder:
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model).backward()
+            clip()
+            optimizer.step()
+    given = [step["observed"].get("given") for step in files.read_steps(tmp_path / "mine")]
+    expected = [{"norm": pytest.approx(norm, rel=1e-6), "times": pytest.approx([0.25, 0.5])} for norm in norms]
+    assert given == (expected if taken else [None, None])
+
+
+def test_tensors_that_the_optimizers_state_keeps_are_named_unless_they_are_all_zero(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps = iter(range(3))
+
+    def lose():
+        if next(steps) == 2:
+            for kept in optimizer.state.values():
+                kept["momentum_buffer"].zero_()
+
+    _, seen = trained(tmp_path / "mine", model, optimizer, steps=3, before_step=lose)
+    assert [step["kept"] for step in seen] == [[], ["momentum_buffer"], []]
+
+
 def test_one_changed_bit_or_two_swapped_rows_change_the_checksum():
     weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
     before = checksum({"w": weight})

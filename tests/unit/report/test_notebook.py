@@ -49,13 +49,23 @@ def test_a_cell_that_fails_leaves_no_notebook(tmp_path, monkeypatch):
     assert not (tmp_path / "report.ipynb").exists()
 
 
+class TemporaryFolders:
+    """The module `tempfile`, with folders below a given one."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def TemporaryDirectory(self, **options):
+        return tempfile.TemporaryDirectory(dir=self.folder, **options)
+
+
 @pytest.mark.parametrize(("folder", "transport"), [("a", "ipc"), ("a" * 120, "tcp")])
 def test_its_kernel_takes_no_port_of_the_machine_where_sockets_can_be_files(folder, transport, tmp_path, monkeypatch):
     layout_parity().save(tmp_path / "comparison.json")
     with tempfile.TemporaryDirectory() as short:
         used = Path(short) / folder
         used.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(used))
+        monkeypatch.setattr(module, "tempfile", TemporaryFolders(used))
         code = "import json, ipykernel\nprint(json.loads(ipykernel.get_connection_info())['transport'])"
         monkeypatch.setattr(module, "_cells", lambda comparison, file: iter([("code", code)]))
         notebook = nbformat.read(write_notebook(tmp_path / "comparison.json"), as_version=4)

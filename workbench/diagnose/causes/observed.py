@@ -105,6 +105,9 @@ def _optimizer_state(facts: Facts) -> Judged:
             return _since(facts, number - 1), [
                 f"before step {number} its state has counted {other['updates']} updates, not {one['updates']}"
             ]
+        if set(one.get("kept", ())) - set(other.get("kept", one.get("kept", ()))):
+            kept, right = (_listed(seen["kept"]) or "nothing" for seen in (other, one))
+            return _since(facts, number - 1), [f"before step {number} its state keeps {kept}, not {right}"]
     return NOT
 
 
@@ -163,10 +166,13 @@ def _dropout(facts: Facts) -> Judged:
 
 @OBSERVED.cause("gradients are clipped by another rule: another norm, at another time, or in one run only")
 def _gradient_clipping(facts: Facts) -> Judged:
-    """Every gradient is multiplied with one number, the loss is right, and the norm of one run is a usual bound."""
+    """Both recorders saw what clipping did; or the factor is one number, and the norm of one run is a usual bound."""
+    bounds = {float(facts.context.get("max_grad_norm") or 1.0), *USUAL_BOUNDS}
+    for number, one, other in _steps(facts):
+        if "given" in one and "given" in other and (text := _clipped_otherwise(one["given"], other["given"], bounds)):
+            return _since(facts, number), [f"in step {number} {text}"]
     if not facts.scaled or facts.loss_same is not True or facts.factor_names:
         return NOT
-    bounds = {float(facts.context.get("max_grad_norm") or 1.0), *USUAL_BOUNDS}
     norms = [math.sqrt(sum(value**2 for value in step.gradient_norms.values())) for step in facts.pair]
     at = [next((bound for bound in bounds if abs(norm / bound - 1) < 1e-4), None) for norm in norms]
     if (at[0] is None) == (at[1] is None):
@@ -177,6 +183,36 @@ def _gradient_clipping(facts: Facts) -> Judged:
     ]
 
 
+def _clipped_otherwise(right: Mapping[str, Any], wrong: Mapping[str, Any], bounds: set[float]) -> str:
+    """Clause for gradients that were changed by another rule before the update; "" if the rules may be the same.
+
+    A rule that clips to a norm leaves that norm, whatever the gradient was.
+    """
+    times = [right["times"], wrong["times"]]
+    each = [most - least > RULE * most for least, most in times]
+    if each[0] != each[1]:
+        texts = [
+            f"each by a factor of its own, {least:.3g} to {most:.3g}" if own else f"all by {most:.3g}"
+            for own, (least, most) in zip(each, times, strict=True)
+        ]
+        return f"gradients are multiplied before the update, {texts[1]}; in the trusted run {texts[0]}"
+    norms = [right["norm"], wrong["norm"]]
+    bound = [
+        next((bound for bound in bounds if most < 1 - RULE and abs(norm / bound - 1) < RULE), None)
+        for norm, (_, most) in zip(norms, times, strict=True)
+    ]
+    longer = [norm > (other or math.inf) * (1 + RULE) for norm, other in zip(norms, reversed(bound), strict=True)]
+    if any(each) or not any(longer):
+        return ""
+    texts = [
+        f"clipped to {to:g}" if to else f"given with a norm of {norm:.4g}"
+        for to, norm in zip(bound, norms, strict=True)
+    ]
+    return f"the optimizer's gradient is {texts[1]}, in the trusted run {texts[0]}"
+
+
+RULE = 1e-2
+"""Relative distance between factors of one clip: twice the rounding, 2^-8, of a bfloat16 gradient of one element."""
 USUAL_BOUNDS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Largest norms of a gradient that trainers set: verl's, TRL's and Megatron's 1, Lightning's 0.5, ..."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from workbench.diagnose.causes.cause import NOT, Family, Judged
-from workbench.diagnose.facts import ADVANTAGES, Facts, other_parts
+from workbench.diagnose.facts import ADVANTAGES, Facts
+from workbench.diagnose.loss_facts import other_parts
 
 TERMS = Family("tokens")
 
@@ -50,6 +51,8 @@ def _ratio(facts: Facts) -> Judged:
     if forms := facts.other_surrogate:
         ratios = "ratios" in other_parts(*forms) and all(form.ratios.startswith("ratios") for form in forms)
         return (0.94, [_by_surrogates(facts)]) if ratios else NOT
+    if facts.other_ratios:
+        return 0.95, [facts.other_ratios]
     off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
     other = facts.off_tokens("ratios")
     if other is not None and bool(other.any()) and facts.old_same is not None and facts.forward_same:

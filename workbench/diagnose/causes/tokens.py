@@ -160,7 +160,7 @@ def _noted_other_mask(facts: Facts) -> Judged:
 def _more_than_noted(facts: Facts) -> Judged:
     """The trained tokens that were noted are the same, and their count is not: others train, which have no place."""
     right, wrong = (step.counts.get("trained_tokens") for step in facts.pair)
-    if facts.mask_same is None or None in (right, wrong) or right == wrong or facts.absent:
+    if facts.mask_same is None or None in (right, wrong) or right == wrong or facts.absent or facts.added:
         return NOT
     return 0.8, [f"{wrong:g} tokens train, not {right:g}, although the same are noted: the others have no place"]
 
@@ -176,6 +176,8 @@ def _noted_other_data(facts: Facts) -> Judged:
         return SEEN, [f"{repeated} tokens of the step were noted twice and more, by their places"]
     if facts.absent:
         return (0.5 if "micro-batches" in facts.absent else 0.9), [facts.absent]
+    if facts.added:
+        return 0.9, [facts.added]
     if not all("targets" in tokens for tokens in facts.tokens):
         return (0.9, [facts.other_documents]) if facts.other_documents else NOT
     right, wrong = (tokens["targets"] for tokens in facts.tokens)

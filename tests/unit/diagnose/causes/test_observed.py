@@ -95,6 +95,63 @@ def test_a_gradient_that_the_loop_clips_itself(bound, score, tmp_path):
     assert (diagnosis.causes[0].name == "gradient_clipping") == (score == 0.9), str(diagnosis)
 
 
+def own_clip(optimizer, bound, each=False):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole = torch.cat([parameter.grad.flatten() for parameter in parameters]).norm()
+    for parameter in parameters:
+        parameter.grad.mul_((bound / (parameter.grad.norm() if each else whole)).clamp_max(1.0))
+
+
+class OwnClip(Loop):
+    """A loop that clips by its own code, behind gradients that were taken."""
+
+    def run(self, steps=3, rule=lambda optimizer: None):
+        with wb.Recorder(self.folder, self.model, self.optimizer) as recorder:
+            for _ in range(steps):
+                self.optimizer.zero_grad()
+                self.model(DATA).square().mean().backward()
+                recorder.take_gradients()
+                rule(self.optimizer)
+                self.optimizer.step()
+        return self.folder
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda optimizer: own_clip(optimizer, 0.2, each=True), "in the trusted run all by "),
+        (lambda optimizer: own_clip(optimizer, 0.1), "clipped to 0.1, in the trusted run clipped to 0.2"),
+        (lambda optimizer: None, "in the trusted run clipped to 0.2"),
+    ],
+)
+def test_another_rule_of_a_loops_own_clip_is_seen_behind_gradients_that_were_taken(wrong, reason, tmp_path):
+    right = OwnClip(tmp_path / "right").run(rule=lambda optimizer: own_clip(optimizer, 0.2))
+    diagnosis = wb.diagnose(right, OwnClip(tmp_path / "wrong").run(rule=wrong))
+    assert diagnosis.causes[0].name == "gradient_clipping", str(diagnosis)
+    assert reason in diagnosis.causes[0].evidence[0]
+
+
+def test_one_rule_gives_gradients_of_other_lengths_other_factors_and_is_no_cause(tmp_path):
+    rule = {"rule": lambda optimizer: own_clip(optimizer, 0.1)}
+    right = OwnClip(tmp_path / "right").run(**rule)
+    for number, other in enumerate(({"seed": 1}, {"dropout": 0.5})):
+        diagnosis = wb.diagnose(right, OwnClip(tmp_path / f"wrong{number}", **other).run(**rule))
+        assert "gradient_clipping" not in {cause.name for cause in diagnosis.causes}, str(diagnosis)
+
+
+def test_a_momentum_that_is_cleared_between_steps(tmp_path):
+    def lost(optimizer):
+        optimizer.step()
+        for kept in optimizer.state.values():
+            kept["momentum_buffer"].zero_()
+
+    sgd = {"kind": torch.optim.SGD, "momentum": 0.9}
+    right, wrong = Loop(tmp_path / "right", **sgd).run(), Loop(tmp_path / "wrong", **sgd).run(update=lost)
+    diagnosis = wb.diagnose(right, wrong)
+    assert diagnosis.causes[0].name == "optimizer_state", str(diagnosis)
+    assert diagnosis.causes[0].evidence == ("before step 1 its state keeps nothing, not momentum_buffer",)
+
+
 def test_an_update_without_effect(tmp_path):
     def lost(optimizer):
         kept = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]

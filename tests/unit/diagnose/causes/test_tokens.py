@@ -195,7 +195,7 @@ def test_later_documents_of_a_row_tell_attention_from_positions_where_these_were
 LENGTHS = (3, 6, 5, 6, 4, 6)
 
 
-def padded(moved=(), gone=(), rows=(0, 0, 1, 1, 2, 2), shift=0, counts=None, **changes):
+def padded(moved=(), gone=(), rows=(0, 0, 1, 1, 2, 2), shift=0, counts=None, renamed=False, **changes):
     """Six documents of several lengths in three micro-batches; some have other log-probabilities, some are missing."""
     documents = torch.repeat_interleave(torch.arange(6), torch.tensor(LENGTHS))
     draw = torch.Generator().manual_seed(0)
@@ -221,7 +221,10 @@ def padded(moved=(), gone=(), rows=(0, 0, 1, 1, 2, 2), shift=0, counts=None, **c
         kept[name] = torch.where(
             torch.isin(documents, torch.tensor(gone)), torch.full_like(kept[name], blank), kept[name]
         )
-    factor = 1.0 + bool(moved or gone or shift or changes or counts)
+    if renamed:  # the last document is there twice, under two numbers
+        last = {name: values[documents == 5] for name, values in kept.items()} | {"documents": torch.full((6,), 6)}
+        kept = {name: torch.cat((values, last[name])) for name, values in kept.items()}
+    factor = 1.0 + bool(renamed or moved or gone or shift or changes or counts)
     step = RecordedStep(
         0,
         loss=0.3 * factor,
@@ -239,6 +242,7 @@ def padded(moved=(), gone=(), rows=(0, 0, 1, 1, 2, 2), shift=0, counts=None, **c
         ({"moved": (2, 3)}, "replicas_apart", "1 micro-batches differ in nearly every token, and those of the other 2"),
         ({"gone": (2, 3)}, "ranks_lost", "9 of 24 trained tokens are missing, all of 1 micro-batches"),
         ({"gone": (1, 2)}, "other_data", "9 of 24 trained tokens are missing"),
+        ({"renamed": True, "counts": {"trained_tokens": 30.0}}, "other_data", "1 documents train that the trusted"),
         ({"shift": -1, "moved": range(6)}, "other_targets", "targets are those of the token after"),
         ({"counts": {"trained_tokens": 30.0}}, "other_mask", "30 tokens train, not 24, although the same are noted"),
         (
