@@ -143,10 +143,10 @@ def job_folder(run: RunDirectory) -> Path:
 
 
 def agent_output(log_dir: Path) -> str:
-    """Standard error of the agents of the jobs under this folder, after the errors of Slurm's own programs."""
-    slurm = [line for file in sorted(log_dir.glob("slurm-*.out")) for line in _text(file).splitlines()]
+    """Standard error of the agents of the jobs under this folder, and the errors of Slurm's own programs."""
     files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
-    return "\n".join([*filter(_SLURM_ERROR.match, slurm), *map(_text, files)])
+    slurm = [line for file in sorted(log_dir.glob("slurm-*.out")) for line in _text(file).splitlines()]
+    return "\n".join([*map(_text, files), *filter(_SLURM_ERROR.match, slurm)])
 
 
 _SLURM_ERROR = re.compile(r"(srun|slurmstepd\S*): (error|fatal)")  # others are the lines of the script that it runs

@@ -55,7 +55,10 @@ class SlurmJob:
             "" if fields.get(name, "") in _NOTHING else fields[name]
             for name in ("JobState", "Reason", "ExitCode", "RunTime", "TimeLimit", "NodeList")
         )
-        return cls(state.partition(" ")[0].rstrip("+"), reason.replace("_", " "), *rest)
+        state = state.partition(" ")[0].rstrip("+")
+        if state == "FAILED" and fields.get("PreemptTime", "") not in _NOTHING:
+            state, reason = "PREEMPTED", ""  # its processes ended on SIGTERM, in their time of grace
+        return cls(state, reason.replace("_", " "), *rest)
 
     @property
     def ended(self) -> str | None:

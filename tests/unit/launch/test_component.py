@@ -90,8 +90,8 @@ class TestOnACluster:
 
 def test_the_output_of_agents_has_the_errors_of_slurm_and_not_its_script(tmp_path):
     (tmp_path / "slurm-7.out").write_text("+ srun --output=x\nsrun: error: node1: task 0: Exited with exit code 2\n")
-    (tmp_path / "slurm-7-trainer-0.err").write_text("slurmstepd: error: execve(): nothing: No such file\n")
+    (tmp_path / "slurm-7-trainer-0.err").write_text("slurmstepd: error: execve(): nothing: No such file")
     assert agent_output(tmp_path).splitlines() == [
-        "srun: error: node1: task 0: Exited with exit code 2",
         "slurmstepd: error: execve(): nothing: No such file",
+        "srun: error: node1: task 0: Exited with exit code 2",
     ]

@@ -70,6 +70,13 @@ def answers(monkeypatch):
             "NODE_FAIL (NodeDown, node1)",
         ),
         ({"JobState": "PREEMPTED", "Reason": "Preempted"}, "failed", True, "PREEMPTED"),
+        (
+            {"JobState": "FAILED", "Reason": "NonZeroExitCode", "PreemptTime": "2026-11-24T00:09:50"},
+            "failed",
+            True,
+            "PREEMPTED",
+        ),
+        ({"JobState": "FAILED", "ExitCode": "1:0", "PreemptTime": "None"}, "failed", False, "FAILED (exit code 1:0)"),
         ({"JobState": "OUT_OF_MEMORY"}, "failed", True, "OUT_OF_MEMORY"),
         ({"JobState": "A_STATE_OF_TOMORROW"}, None, False, "A_STATE_OF_TOMORROW"),
     ],
