@@ -3,6 +3,7 @@
 # make bench    the performance benchmarks, measured here; records and pages in experiments/
 # make lint     ruff check, ruff format --check and mypy    make types      mypy alone
 # make engines  an environment for each system of engines/ (gigabytes)   make test-engines   tests that run these systems
+# make test-slurm   tests on a real Slurm of two emulated nodes; installs Debian's packages, as root
 # make docs     the manual as a searchable site in docs/_build/html, with executed notebooks (DOCS_NOTEBOOKS=off: without outputs)
 # make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
 #
@@ -19,7 +20,7 @@ ABLATION ?= experiments/layout_parity/ablation.yaml
 
 ENGINES ?= $(basename $(notdir $(wildcard engines/*.txt)))
 
-.PHONY: report test test-all test-engines engines test-matrix lab bench lint types docs clean
+.PHONY: report test test-all test-slurm test-engines engines test-matrix lab bench lint types docs clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -35,7 +36,10 @@ test: .venv/.installed-dev browser
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 test-all: .venv/.installed-dev browser
-	$(BIN)/python -m pytest -m "not engines" $(PYTEST)
+	$(BIN)/python -m pytest -m "not engines and not slurm" $(PYTEST)
+
+test-slurm: .venv/.installed-dev slurm
+	$(BIN)/python -m pytest -m slurm tests/slurm $(PYTEST)
 
 engines: $(ENGINES:%=.engines/%/.installed)
 
@@ -110,3 +114,8 @@ browser:
 	  else \
 	    echo "No Chromium here and no root to install it: the browser test will be skipped."; \
 	  fi; }
+
+.PHONY: slurm
+slurm:
+	@(for program in slurmctld slurmd slurmdbd munged mariadbd; do command -v $$program >/dev/null || exit 1; done) || { \
+	  apt-get update && apt-get install -y --no-install-recommends slurm-wlm slurmdbd munge mariadb-server; }

@@ -122,6 +122,8 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     backend = f", {status.backend}" if status.backend else ""
     handle = f", {status.handle}" if status.backend in CLUSTERS else ""
     yield "where", ranks + backend + handle + (f" ({status.device_note})" if status.device_note else "")
+    if status.scheduler:
+        yield "scheduler", safe(status.scheduler)
     if status.continues:
         yield "continues", status.continues
     if status.last:

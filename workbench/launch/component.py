@@ -4,8 +4,8 @@ torchx's own `dist.ddp` starts `bash -c torchrun` from PATH, which is missing in
 activated. This one starts the running interpreter.
 
 Works around: a runner created on the main thread replaces the signal handlers of a notebook kernel. On Slurm, torchx
-0.7 requests a requeue that would run a half-done run again, gives the task one core on Slurm 22.05 and later, and needs
-accounting; on Kubernetes it invents a new name each time.
+0.7 requests a requeue that would run a half-done run again and gives the task one core on Slurm 22.05 and later; on
+Kubernetes it invents a new name each time.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Cluster:
     """Settings of a job on another machine.
 
     Attributes:
-        python: the interpreter there.
+        python: the interpreter there; "" for this one, by its path, which is also that of a virtual environment.
         memory_mb: host memory for each rank; None takes `MEMORY_MB`, 0 requests none.
         image: the container image; "" without containers.
         mounts: mounts of the container, as torchx's `parse_mounts` reads them.
     """
 
-    python: str = "python"
+    python: str = ""
     memory_mb: int | None = None
     image: str = ""
     mounts: Sequence[str] = ()
@@ -92,9 +92,8 @@ def run_job(
     """Build the job whose ranks execute run directories one after another; see `workbench.launch.jobs.start`.
 
     Without a cluster it is a child of this process and ends with it; a fork server's socket lets its ranks be forks,
-    see `workbench.launch.processes`. On a cluster it outlives this process, the
-    interpreter is the cluster's, and the scheduler assigns GPUs; run directories and project have the same paths there
-    as here, on a shared file system.
+    see `workbench.launch.processes`. On a cluster it outlives this process, and the scheduler assigns GPUs; the
+    interpreter, run directories and project have the same paths there as here, on a shared file system.
     """
     from torchx import specs
 
@@ -107,12 +106,12 @@ def run_job(
         environment = {key: value for key, value in environment.items() if not key.startswith("CUDA_")}
     paths = [path.resolve() for path in run_paths]
     agent = f"-m workbench.launch.agent --standalone --nnodes=1 --nproc-per-node={world_size} --max-restarts=0"
-    target = cluster or Cluster(python=sys.executable)
+    target = cluster or Cluster()
     memory_mb = MEMORY_MB[placement.device] if target.memory_mb is None else target.memory_mb
     role = specs.Role(
         name="trainer",
         image=target.image,
-        entrypoint=target.python,
+        entrypoint=target.python or sys.executable,
         args=[*agent.split(), "-m", worker, *map(str, paths), "--project", str(project.resolve())],
         env=environment,
         num_replicas=1,
@@ -144,9 +143,17 @@ def job_folder(run: RunDirectory) -> Path:
 
 
 def agent_output(log_dir: Path) -> str:
-    """Standard error of the agents of the jobs under this folder."""
+    """Standard error of the agents of the jobs under this folder, and the errors of Slurm's own programs."""
     files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
-    return "\n".join(file.read_text(encoding="utf8", errors="replace") for file in files)
+    slurm = [line for file in sorted(log_dir.glob("slurm-*.out")) for line in _text(file).splitlines()]
+    return "\n".join([*map(_text, files), *filter(_SLURM_ERROR.match, slurm)])
+
+
+_SLURM_ERROR = re.compile(r"(srun|slurmstepd\S*): (error|fatal)")  # others are the lines of the script that it runs
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf8", errors="replace")
 
 
 # ---- requests ------------------------------------------------------------------------------------------
@@ -255,7 +262,7 @@ def _checked(scheduler: str, options: Mapping[str, str]) -> tuple[dict[str, Any]
     if scheduler == LOCAL:
         return settings, None
     return settings, Cluster(
-        python=options.get("python", "python"),
+        python=options.get("python") or ("python" if scheduler == KUBERNETES else ""),
         memory_mb=_value("memory_mb", options["memory_mb"], int) if "memory_mb" in options else None,
         image=options.get("image", ""),
         mounts=options["mounts"].split(",") if options.get("mounts") else (),
@@ -338,7 +345,8 @@ def options_of(scheduler: str) -> dict[str, str]:
     }
     if scheduler != LOCAL:
         meanings |= {
-            "python": "The interpreter on the cluster (python)",
+            "python": "The interpreter on the cluster ("
+            + ("python, of the image)" if scheduler == KUBERNETES else "this one, by its path)"),
             "memory_mb": "Memory of the host for each rank; 0 asks for none",
         }
     if scheduler == KUBERNETES:

@@ -11,6 +11,7 @@ other ranks report only that a connection was lost, often with an earlier time s
     stopped.json      the ranks that the watchdog saw stopped (state T in /proc: SIGSTOP, a debugger)
     last.stack        stack of a rank when it was signalled to stop, or crashed
     the agent's output, if no rank ever began
+    the scheduler's reason, where it ended the job: a time limit, a preemption, a node
 
 all under ``ranks`` in the run directory. In the end every rank has an exit record.
 """
@@ -36,19 +37,26 @@ from workbench.train.watched import last_stack_path
 
 _PASSED = tuple(f"workbench/sharding/{name}.py" for name in ("collectives", "data_parallel", "flight", "wire"))
 _SIGNALS = {each.value: each.name for each in signal.Signals}
+_SCHEDULER_FIXES = {
+    "TIMEOUT": "run the same command again with a longer time limit: --scheduler time=...",
+    "OUT_OF_MEMORY": "request more memory for each rank: --scheduler memory_mb=...",
+}
 _GAVE_UP = re.compile(r"[Ww]atchdog caught collective operation timeout[^\n]{0,200}")  # NCCL's own, which then aborts
 _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
 # Threads that only wait for a parent's end: `die_with` of train/watched.py, whose function older records call `look`.
 _WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in (poll|look)\b')
 
 
-def record_end(run: RunDirectory, job_state: str) -> str:
-    """Record in the run directory of an ended job how it ended, and return the resulting state."""
+def record_end(run: RunDirectory, job_state: str, *, scheduler: str = "") -> str:
+    """Record in the run directory of an ended job how it ended, and return the resulting state.
+
+    `scheduler`: the reason of the cluster's scheduler, if it ended the job; "" otherwise.
+    """
     if job_state == "cancelled":
         return run.set_state("cancelled")
     if job_state == "succeeded" and run.state["state"] == "succeeded":
         return "succeeded"
-    _FailureAnalysis(run, job_state).write_records()
+    _FailureAnalysis(run, job_state, scheduler).write_records()
     return run.set_state("failed")
 
 
@@ -152,8 +160,8 @@ def own_threads(stacks: str) -> str:
 class _FailureAnalysis:
     """The evidence of one job, and the exit records that follow from it."""
 
-    def __init__(self, run: RunDirectory, job_state: str) -> None:
-        self.run, self.job_state = run, job_state
+    def __init__(self, run: RunDirectory, job_state: str, scheduler: str = "") -> None:
+        self.run, self.job_state, self.scheduler = run, job_state, scheduler
         self.output = agent_output(job_folder(run)) or read_text(run.path / "ranks" / "agent.log")
         self.codes = _codes(run, self.output)
         self.oom_kills = _mapping(run.path / OOM).get("oom_kills", 0)
@@ -165,12 +173,34 @@ class _FailureAnalysis:
 
     def write_records(self) -> None:
         """Write an exit record for each rank that has none, the root cause first."""
-        self._record_killed()
-        self._record_early_exit()
-        self._record_hang()
+        if self.scheduler:  # its signals explain how the ranks ended
+            self._record_scheduler()
+        else:
+            self._record_killed()
+            self._record_early_exit()
+            self._record_hang()
         if self.run.failure() is None:
             self._record_agent()
         self._record_stopped()
+
+    def _record_scheduler(self) -> None:
+        """Record that the scheduler ended the job, unless a rank failed by itself before."""
+        failure = self.run.failure()
+        if failure is not None and failure["cause"] != "peer":
+            return
+        state = self.scheduler.partition(" ")[0]
+        self.run.write_exit(
+            None,
+            {},
+            LaunchError(
+                "the scheduler ended the job",
+                found=self.scheduler,
+                rule="a job runs within its limits until its ranks end it",
+                fix=_SCHEDULER_FIXES.get(state, "run the same command again")
+                + ("" if self.run.spec.record.checkpoint_every else "; record.checkpoint_every lets a run resume"),
+            ),
+            cause="out of memory" if state == "OUT_OF_MEMORY" else "scheduler",
+        )
 
     def _record_killed(self) -> None:
         """Record the first rank that was killed before it could write a record."""
@@ -275,7 +305,7 @@ class _FailureAnalysis:
     def _record_agent(self) -> None:
         """Record a job without any exit record of a rank, from the agent's output."""
         began = bool(self.views) or "rank0" in self.run.state
-        last = "\n".join([line for line in self.output.splitlines() if line.strip()][-8:])
+        last = error_lines(self.output)
         if self.job_state == "succeeded":
             message = "every rank ended with exit code 0, and none recorded that the run succeeded"
         elif began:
@@ -304,7 +334,7 @@ class _FailureAnalysis:
         for rank in sorted({*self.codes, *self.views}.difference(self.run.exits(), ended_well)):
             error = LaunchError(
                 f"rank {rank} was stopped",
-                found=f"{first} had failed",
+                found="the scheduler ended the job" if self.scheduler else f"{first} had failed",
                 rule="a job ends when one of its ranks does",
                 fix=f"see {first}",
             )
@@ -344,6 +374,19 @@ def _mapping(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return dict(from_json(path.read_bytes()))
     return {}
+
+
+def error_lines(output: str, count: int = 8) -> str:
+    r"""Return the last lines of a program's output; an exception before its traceback, since a summary has one line.
+
+    Example:
+        >>> error_lines("Traceback (most recent call last):\n  File ...\nImportError: no torch\n").splitlines()[0]
+        'ImportError: no torch'
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    traced = max((number for number, line in enumerate(lines) if line.startswith("Traceback (")), default=len(lines))
+    raised = [line for line in lines[traced + 1 :] if not line.startswith(" ")][:1]
+    return "\n".join([*raised, *(line for line in lines[-count:] if line not in raised)])
 
 
 def last_lines(log: Path, count: int = 5) -> str:

@@ -1,7 +1,8 @@
 """torchx jobs: start one on this machine, on Slurm or on Kubernetes, poll it, cancel it, or only show its request.
 
 Works around torchx: every poll of a finished local job signals its old process group, whose id may be reused by then; a
-job is a zombie until it is polled; a cancelled Slurm job fails.
+job is a zombie until it is polled. Slurm is asked by `workbench.launch.slurm`: torchx 0.7 asks the accounting only,
+which not every cluster has.
 
 On a cluster a job outlives the process that submitted it. Its run directory and the project must be on a file system
 that the cluster's nodes see under the same paths: the ranks write there, and all readers read there.
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import psutil
 
 from workbench.errors import LaunchError
-from workbench.launch import processes
+from workbench.launch import processes, slurm
 from workbench.launch.component import (
     KUBERNETES,
     LOCAL,
@@ -42,8 +43,9 @@ from workbench.records.directory import ENDED, RunDirectory
 POLL_INTERVAL_S = 5.0
 """Interval at which a cluster is asked about a job; in between the last answer is valid."""
 
-UNKNOWN_FOR_S = 600.0
-"""A job that its cluster does not know for this long has failed."""
+UNKNOWN_FOR_S = 20.0
+"""A job has failed if its cluster answers for this long that it knows no such job. Slurm's controller knows a job from
+`sbatch` on and forgets it only after its end."""
 
 _SHARED = "run directory and project must be on a file system that the cluster's nodes see under the same paths"
 
@@ -53,9 +55,13 @@ class Job(Protocol):
 
     Attributes:
         handle: the scheduler's name for the job.
+        reason: the state in the scheduler's words, with why it waits or what ended it; "" without a scheduler.
+        ended_by_scheduler: the scheduler ended it, for a time limit, a preemption or a node.
     """
 
     handle: str
+    reason: str
+    ended_by_scheduler: bool
 
     @property
     def agent(self) -> dict[str, Any] | None:
@@ -167,6 +173,8 @@ def job_of(handle: str) -> Job:
 class LocalJob:
     """A child of this process; its `agent` is None if that has ended already."""
 
+    reason, ended_by_scheduler = "", False
+
     def __init__(self, handle: str) -> None:
         self.handle = handle
         self.agent: dict[str, Any] | None = None
@@ -234,6 +242,7 @@ class ClusterJob:
 
     def __init__(self, handle: str, runs: Sequence[RunDirectory] = ()) -> None:
         self.handle, self.trouble, self.agent = handle, "", None
+        self.reason, self.ended_by_scheduler = "", False
         self._runs = runs
         self._ended: str | None = None
         self._asked_s = self._known_s = time.monotonic()
@@ -257,11 +266,10 @@ class ClusterJob:
         if self.poll() != "running":
             return
         try:
-            try:
+            if self._on_slurm:
+                slurm.cancel(self._job_id)
+            else:
                 runner().cancel(self.handle)
-            except Exception:  # torchx asks for the job's state first, which fails without accounting
-                scheduler, app_id = self.handle.partition("://")[0], self.handle.rpartition("/")[2]
-                runner()._scheduler(scheduler)._cancel_existing(app_id)
         except Exception as error:
             raise LaunchError(
                 f"cancel {self.handle}",
@@ -271,30 +279,46 @@ class ClusterJob:
             ) from error
         self._ended = "cancelled"
 
+    @property
+    def _on_slurm(self) -> bool:
+        return self.handle.partition("://")[0] == SLURM
+
+    @property
+    def _job_id(self) -> str:
+        return self.handle.rpartition("/")[2]
+
     def _ask(self) -> str | None:
         """The end of the job by the cluster's answer; None while it runs, or if its state is unknown."""
         try:
-            with quietly():
-                status = runner().status(self.handle)
+            known, ended = self._ask_slurm() if self._on_slurm else self._ask_torchx()
         except Exception as error:
-            return self._unanswered(error)
+            if getattr(error, "status", None) == 404:  # Kubernetes has no record of a deleted job
+                return self._end_in_run_directories() or "cancelled"
+            self.trouble = message(error)
+            return self._end_in_run_directories()
         self.trouble = ""
-        if status is not None and status.is_terminal():
-            return status.state.name.lower()
-        if status is not None and status.state.name != "UNKNOWN":
+        if known:
             self._known_s = time.monotonic()
-        elif (ended := self._end_in_run_directories()) is not None:
             return ended
-        return "failed" if time.monotonic() - self._known_s > UNKNOWN_FOR_S else None
+        return self._end_in_run_directories() or (
+            "failed" if time.monotonic() - self._known_s > UNKNOWN_FOR_S else None
+        )
 
-    def _unanswered(self, error: Exception) -> str | None:
-        text = message(error)
-        if "slurm state CANCELLED" in text:  # torchx 0.7 does not know the state "CANCELLED by 1000"
-            return "cancelled"
-        if getattr(error, "status", None) == 404:  # Kubernetes has no record of a deleted job
-            return self._end_in_run_directories() or "cancelled"
-        self.trouble = text
-        return self._end_in_run_directories()
+    def _ask_slurm(self) -> tuple[bool, str | None]:
+        """True if Slurm knows the job, and its end; the reason is stored."""
+        job = slurm.ask(self._job_id)
+        if job is None:
+            return False, None
+        self.reason, self.ended_by_scheduler = str(job), job.ended_by_scheduler
+        return True, job.ended
+
+    def _ask_torchx(self) -> tuple[bool, str | None]:
+        """True if the cluster knows the job, and its end."""
+        with quietly():
+            status = runner().status(self.handle)
+        if status is None or status.state.name == "UNKNOWN":
+            return False, None
+        return True, status.state.name.lower() if status.is_terminal() else None
 
     def _end_in_run_directories(self) -> str | None:
         """The end of the job by its runs: the first that did not succeed ended it. None if it may run."""

@@ -87,6 +87,8 @@ class ProcessJob:
         exit_codes: rank -> exit code, or -signal, in the order in which they ended; {} until the last has.
     """
 
+    reason, ended_by_scheduler = "", False
+
     def __init__(self, connection: socket.socket, started: dict[str, Any], received: bytes = b"") -> None:
         self.agent = {key: started["agent"][key] for key in ("pid", "create_time")}
         self.ranks = {int(rank): pid for rank, pid in started["ranks"].items()}

@@ -43,7 +43,7 @@ class Listed:
         ranks: its world size; 0 if unknown.
         device: "cpu", "cuda", or "" if unknown.
         backend: what launched its ranks, "" if unknown.
-        why: cause of the failure, or why it cannot be read, in a line; "" otherwise.
+        why: cause of the failure, why it waits in a cluster's queue or why it cannot be read, in a line; "" otherwise.
 
     Units: ``_ns`` counts nanoseconds since 1970.
     """
@@ -120,6 +120,8 @@ def seconds(state: dict[str, int], status: str) -> float | None:
 
 
 def _why(entry: RunEntry, status: str) -> str:
+    if status == "pending":
+        return str(entry.state.get("scheduler", ""))
     if entry.run is None or status not in ("failed", "lost"):
         return ""
     try:
@@ -172,6 +174,7 @@ class RunStatus:
         ended_ns: end; None before.
         device_note: why this device, "" if it is the requested one.
         handle: the scheduler's name of the job, "" if none.
+        scheduler: the scheduler's description of the job when its launcher last asked, "" if none.
         continues: folder of the run that it continues, and from which step; "" if none.
         compared_with: name of the baseline run; "" if it is this one.
         settings: setting -> its values in the baseline run and in this one, where they differ.
@@ -203,6 +206,7 @@ class RunStatus:
     device_note: str
     backend: str
     handle: str
+    scheduler: str
     continues: str
     compared_with: str
     settings: dict[str, list[Any]]
@@ -256,6 +260,7 @@ def status_of(run: RunDirectory) -> RunStatus:
         device_note=str(state.get("device_note", "")),
         backend=str(state.get("backend", "")),
         handle=str(state.get("handle", "")),
+        scheduler=str(state.get("scheduler", "")),
         continues=f"with {state['continues']}{since}" if "continues" in state else "",
         compared_with=baseline.name if baseline else "",
         settings=differences(baseline.spec, run.spec) if baseline else {},

@@ -239,6 +239,7 @@ class Sweep:
         assert shared.job is not None, "a job in the list was started"
         self._cancel_requested_in(shared)
         state = shared.job.poll()
+        self._note_reason(shared)
         while shared.tasks and shared.tasks[0].run.ranks_done:
             self._end_first(shared, "succeeded")
         if state != "running":
@@ -270,9 +271,21 @@ class Sweep:
         if requested and not shared.tasks:
             shared.job.cancel()
 
+    def _note_reason(self, shared: SharedJob) -> None:
+        """Store the scheduler's own description of a job with its runs when it changes, for all readers of the disk."""
+        assert shared.job is not None, "a job in the list was started"
+        if shared.job.reason == shared.noted_reason:
+            return
+        shared.noted_reason = shared.job.reason
+        for task in shared.tasks:
+            task.run.note(scheduler=shared.job.reason)
+        if shared.tasks and shared.tasks[0].run.state["state"] == "pending":
+            self._report(shared.tasks[0], 0, "pending", shared.job.reason)
+
     def _end_first(self, shared: SharedJob, state: str) -> None:
         task = shared.tasks[0]
-        self._report_end(task, record_end(task.run, state))
+        ended_by = shared.job.reason if shared.job is not None and shared.job.ended_by_scheduler else ""
+        self._report_end(task, record_end(task.run, state, scheduler=ended_by))
         shared.tasks.pop(0)
 
     def _end_job(self, shared: SharedJob, waiting: list[Task]) -> None:

@@ -26,11 +26,11 @@ class RunEvent:
     Attributes:
         number: of the run, from 1, in the order in which runs end; 0 while it runs.
         total: runs in all.
-        state: running or an ended state; "reused" if an earlier run's record is used.
+        state: pending (in a cluster's queue), running or an ended state; "reused" if an earlier run's record is used.
         device_note: the reason for the device, "" if it was requested.
         steps_done: optimizer steps recorded so far, of ``steps``.
         seconds: since it was started.
-        why: one-line summary of its failure; "" if it did not fail.
+        why: one-line summary of its failure, or why it waits; "" otherwise.
         seconds_left: estimate from its last steps; None if it has ended, or too few steps have.
         all_seconds_left: estimate for all runs; None if none has ended, or all have.
     """
@@ -125,6 +125,7 @@ class SharedJob:
         job: the started job; None before.
         lease: devices of this machine; None on a cluster.
         cancelled: it was cancelled because the end of its first run was requested.
+        noted_reason: the scheduler's description that its runs have stored.
     """
 
     tasks: list[Task]
@@ -132,6 +133,7 @@ class SharedJob:
     lease: Lease | None = None
     cancelled: bool = False
     user_recorded: bool = False
+    noted_reason: str = ""
 
     def take_devices(self, gpus: Sequence[str]) -> bool:
         """Lease the devices of the job; False if too few are free, used by this process or another one."""

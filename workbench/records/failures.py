@@ -9,9 +9,9 @@ from typing import Any
 
 from workbench.records.provenance import without_machine_paths
 
-CAUSES = ("exception", "out of memory", "killed", "hang", "early exit", "start", "peer")
+CAUSES = ("exception", "out of memory", "killed", "hang", "early exit", "start", "scheduler", "peer")
 """Causes of a rank's failure; `early exit` is exit code 0 while others waited, `peer` the echo of another rank's end,
-`start` a job that never came up."""
+`start` a job that never came up, `scheduler` one that a cluster ended: a time limit, a preemption, a node."""
 
 RECORDED_LAST = ("hang", "early exit")
 """Causes by which a job's other ranks die first: the record of the rank itself is written after theirs."""
@@ -110,7 +110,7 @@ def failure_summary(failure: Mapping[str, Any]) -> str:
     lines = str(failure.get("message", "")).splitlines()
     parts = [*lines[:1], *(line.strip() for line in lines[1:] if line.startswith("  found: "))][:2]
     rank = "" if failure.get("rank") is None else f"rank {failure['rank']} "
-    named = ("out of memory", "killed", *RECORDED_LAST)
+    named = ("out of memory", "killed", "scheduler", *RECORDED_LAST)
     cause = f" ({failure['cause']})" if failure.get("cause") in named else ""
     return f"{rank}{failure.get('exception', 'failed')}{cause}" + (f": {'; '.join(parts)}" if parts else "")
 

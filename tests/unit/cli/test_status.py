@@ -107,6 +107,14 @@ class TestOneRun:
         assert "  where      2 ranks on cpu, slurm, slurm://x/77\n" in out
         assert "  where      1 rank on cpu, processes\n" in out
 
+    def test_why_it_waits_on_a_cluster(self, parity, capsys):
+        fields = {"backend": "slurm", "handle": "slurm://x/77", "scheduler": "PENDING (Resources)"}
+        make_run(parity, "a", state="pending", fields=fields)
+        main(["status", "a"])
+        assert "  scheduler  PENDING (Resources)\n" in capsys.readouterr().out
+        main(["ls", str(parity)])
+        assert "PENDING (Resources)" in capsys.readouterr().out
+
     def test_reports_the_run_that_it_continues(self, parity, capsys):
         records = [{"step": number} | ({"run/continues": "cp2-0badcafe"} if number == 2 else {}) for number in range(4)]
         make_run(parity, "cp2", fields={"continues": "cp2-0badcafe"}, records=records)

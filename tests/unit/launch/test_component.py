@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.launch.component import Cluster, run_job
+from workbench.launch.component import Cluster, agent_output, run_job
 from workbench.launch.devices import Placement
 from workbench.records.provenance import project_root
 
@@ -72,7 +72,7 @@ class TestOnACluster:
     def test_the_job_outlives_us_and_the_scheduler_gives_gpus(self):
         role = role_of(GPUS, cluster=Cluster())
         assert set(role.env) == {"OMP_NUM_THREADS", "WORKBENCH_DEVICE", "PYTHONPATH"}
-        assert role.entrypoint == "python"
+        assert role.entrypoint == sys.executable
         assert role.resource.gpu == 2
 
     @pytest.mark.parametrize(
@@ -86,3 +86,12 @@ class TestOnACluster:
         role = role_of(cluster=Cluster("/opt/python", image="img:1", mounts=("type=volume", "src=c", "dst=/shared")))
         [mount] = role.mounts
         assert (role.entrypoint, role.image, mount.src, mount.dst_path) == ("/opt/python", "img:1", "c", "/shared")
+
+
+def test_the_output_of_agents_has_the_errors_of_slurm_and_not_its_script(tmp_path):
+    (tmp_path / "slurm-7.out").write_text("+ srun --output=x\nsrun: error: node1: task 0: Exited with exit code 2\n")
+    (tmp_path / "slurm-7-trainer-0.err").write_text("slurmstepd: error: execve(): nothing: No such file")
+    assert agent_output(tmp_path).splitlines() == [
+        "slurmstepd: error: execve(): nothing: No such file",
+        "srun: error: node1: task 0: Exited with exit code 2",
+    ]

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError
-from workbench.launch.failure_analysis import coordinates_of, own_threads, place_of, record_end
+from workbench.launch.failure_analysis import coordinates_of, error_lines, own_threads, place_of, record_end
 from workbench.launch.watchdog import oom_kills
 from workbench.records.directory import RunDirectory
+from workbench.records.failures import failure_summary
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
 from workbench.train.watched import flight_path, last_stack_path
@@ -89,6 +90,46 @@ class TestNothingToSay:
         assert record_end(run, "cancelled") == "cancelled"
         assert run.exits() == {}
         assert record_end(run, "failed") == "cancelled", "an end is final"
+
+
+class TestScheduler:
+    LIMIT = "TIMEOUT (ran 00:01:05, limit 00:01:00)"
+
+    def test_a_time_limit_explains_how_the_ranks_ended(self, run):
+        for rank in range(4):
+            flew(run, rank, "a", stays=rank < 3)
+        codes(run, r1=-15, r0=-15)
+        assert record_end(run, "failed", scheduler=self.LIMIT) == "failed"
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"]) == (None, "scheduler")
+        assert failure_summary(failure) == f"LaunchError (scheduler): the scheduler ended the job; found: {self.LIMIT}"
+        assert "--scheduler time=" in failure["message"]
+        assert "found: the scheduler ended the job" in run.exits()[0]["message"]
+
+    def test_what_a_rank_recorded_before_is_the_cause(self, run):
+        run.write_exit(1, {}, ShapeError("split 7 tokens"))
+        record_end(run, "failed", scheduler="NODE_FAIL (node1)")
+        assert run.failure()["exception"] == "ShapeError"
+
+    def test_memory_is_a_cause_of_its_own(self, run):
+        codes(run, r1=-9)
+        record_end(run, "failed", scheduler="OUT_OF_MEMORY")
+        assert run.failure()["cause"] == "out of memory"
+
+
+class TestOutputOfAgents:
+    TRACED = "warning\nTraceback (most recent call last):\n" + 9 * "  File x\n" + "ImportError: no torch\nsrun: error\n"
+
+    def test_a_job_that_did_not_start_is_summarised_by_its_exception(self, run):
+        agent_said(run, self.TRACED)
+        record_end(run, "failed")
+        assert failure_summary(run.failure()).endswith("; found: ImportError: no torch")
+
+    def test_the_exception_comes_first_and_once(self):
+        lines = error_lines(self.TRACED).splitlines()
+        assert lines[0] == "ImportError: no torch"
+        assert lines.count(lines[0]) == 1
+        assert error_lines("a\n\nb\n") == "a\nb"
 
 
 class TestException:

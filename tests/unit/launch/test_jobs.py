@@ -105,7 +105,7 @@ class TestDryRun:
             "--gpus-per-task=2",
         }
         [step] = [shlex.split(line) for line in script if line.startswith("srun ")]
-        assert step[-len(COMMAND) - 1 :] == ["python", *COMMAND]
+        assert step[-len(COMMAND) - 1 :] == [sys.executable, *COMMAND]  # its environment need not be activated
         assert "--cpus-per-task=2" in step  # Slurm since 22.05 would give the step one core
         [exported] = [word for word in step if word.startswith("--export=")]
         assert exported == (
@@ -319,22 +319,28 @@ SLURM = {  # requests of torchx to Slurm, and responses of Slurm 23; a job is a 
                 os.dup2(os.open(value, os.O_WRONLY | os.O_CREAT, 0o644), 1 if name == "--output" else 2)
         os.execvp(words[0], words)
         """,
+    "scontrol": """
+        import pathlib, sys
+        home, number = pathlib.Path({home!r}), sys.argv[-1]
+        if (home / "silent").exists():
+            sys.exit("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+        if not (home / (number + ".name")).exists() or (home / (number + ".forgotten")).exists():
+            sys.exit("slurm_load_jobs error: Invalid job id specified")
+        code = home / (number + ".code")
+        state = "RUNNING" if not code.exists() else "COMPLETED" if code.read_text().strip() == "0" else "FAILED"
+        state = "CANCELLED" if (home / (number + ".cancelled")).exists() else state
+        said = home / (number + ".said")
+        state, reason = said.read_text().split() if said.exists() else (state, "None")
+        name = (home / (number + ".name")).read_text()
+        print(f"JobId={{number}} JobName={{name}} JobState={{state}} Reason={{reason}} ExitCode=0:0 "
+              "RunTime=00:01:05 TimeLimit=00:01:00 NodeList=node1")
+        """,
     "sacct": """
         import pathlib, sys
         home, number = pathlib.Path({home!r}), sys.argv[sys.argv.index("-j") + 1]
-        if (home / "no_accounting").exists():
+        if not (home / (number + ".accounted")).exists():
             sys.exit("Slurm accounting storage is disabled")
-        print("JobID|JobName|Partition|Account|AllocCPUS|State|ExitCode")
-        if (home / (number + ".name")).exists():
-            code = home / (number + ".code")
-            state = "RUNNING" if not code.exists() else "COMPLETED" if code.read_text().strip() == "0" else "FAILED"
-            state = "CANCELLED by 1000" if (home / (number + ".cancelled")).exists() else state
-            print(f"{{number}}|{{(home / (number + '.name')).read_text()}}|gpu||1|{{state}}|0:0")
-            print(f"{{number}}.batch|batch|||1|{{state}}|0:0")
-        """,
-    "squeue": """
-        import sys
-        sys.exit("slurm_load_jobs error: Invalid job id specified")  # torchx after 0.7 asks it first, and then sacct
+        print("COMPLETED|None|0:0|00:01:05|00:02:00|node1")
         """,
     "scancel": """
         import os, pathlib, signal, sys
@@ -412,7 +418,7 @@ class TestSlurm:
         assert other.poll() == "running"
         other.cancel()
         assert other.poll() == "cancelled"
-        assert wait(job) == "cancelled"  # although Slurm reports "CANCELLED by 1000", which torchx 0.7 does not know
+        assert wait(job) == "cancelled"
         assert [
             process for process in psutil.wait_procs(family, timeout=120)[1] if process.status() != psutil.STATUS_ZOMBIE
         ] == []
@@ -434,13 +440,41 @@ class TestSlurm:
         with pytest.raises(LaunchError, match="no sbatch on this machine"):
             submit(run)
 
-    def test_the_run_directory_has_the_outcome_without_accounting(self, slurm, run):
-        (slurm / "no_accounting").touch()
+    def test_a_job_that_dies_early_has_failed_without_accounting(self, slurm, run):
+        job = submit(run, "no.such.worker")
+        assert wait(job, 60) == "failed"
+        assert job.reason.startswith("FAILED")
+
+    def test_the_reason_of_a_waiting_job_is_stored(self, slurm, run):
         job = submit(run, WAITING)
+        (slurm / "1000.said").write_text("PENDING Resources")
         assert job.poll() == "running"
-        assert "sacct" in job.trouble
+        assert job.reason == "PENDING (Resources)"
+
+    @pytest.mark.parametrize(("state", "by_scheduler"), [("TIMEOUT", True), ("NODE_FAIL", True), ("FAILED", False)])
+    def test_the_scheduler_s_part_in_an_end_is_known(self, slurm, run, state, by_scheduler):
+        job = submit(run, WAITING)
+        (slurm / "1000.said").write_text(f"{state} None")
+        assert wait(job, 5) == "failed"
+        assert job.ended_by_scheduler == by_scheduler
+
+    def test_a_job_that_the_controller_has_forgotten_is_found_in_the_accounting(self, slurm, run):
+        job = submit(run, WAITING)
+        (slurm / "1000.forgotten").touch()
+        (slurm / "1000.accounted").touch()
+        assert wait(job, 5) == "succeeded"
+
+    def test_a_silent_controller_has_not_ended_a_job(self, slurm, run, monkeypatch):
+        monkeypatch.setattr(jobs, "UNKNOWN_FOR_S", 0.0)
+        job = submit(run, WAITING)
+        (slurm / "silent").touch()
+        assert job.poll() == "running"
+        assert "Unable to contact slurm controller" in job.trouble
         run.set_state("succeeded")
-        assert wait(job, 2) == "succeeded"
+        assert wait(job, 5) == "succeeded", "the run directory has the outcome"
+
+    def test_a_cancelled_job_is_cancelled(self, slurm, run):
+        submit(run, WAITING)
         job = jobs.job_of("slurm://torchx/1000")
         job.cancel()
         assert (slurm / "1000.cancelled").exists()

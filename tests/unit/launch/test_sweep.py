@@ -21,11 +21,12 @@ from workbench.specs.run import RunSpec
 class Pretended:
     """A job that runs until its end is set."""
 
-    handle = "pretended"
+    handle, reason, ended_by_scheduler = "pretended", "", False
 
     def __init__(self, run):
         self.run, self.state = run, "running"
-        run.set_state("running")
+        if run.name != "queued":
+            run.set_state("running")
 
     def poll(self):
         return self.state
@@ -156,6 +157,27 @@ class TestOrder:
         for job in scheduler.jobs.values():
             job.end("succeeded")
         sweep.wait(10)
+
+    def test_why_a_job_waits_is_stored_with_its_runs_and_reported(self, tmp_path):
+        events, scheduler = [], Scheduler()
+        sweep = Sweep([task(tmp_path, "queued")], tmp_path, on_event=events.append).in_jobs(scheduler, leased=False)
+        until(lambda: "queued" in scheduler.jobs)
+        job, [run] = scheduler.jobs["queued"], sweep.runs
+        job.reason = "PENDING (Resources)"
+        until(lambda: run.state.get("scheduler") == job.reason)
+        until(lambda: [event.why for event in events if event.state == "pending"] == [job.reason])
+        assert "pending" in str(events[-1])
+        job.end("succeeded")
+        sweep.wait(10)
+
+    def test_the_scheduler_s_reason_is_the_cause_of_an_end(self, tmp_path):
+        scheduler = Scheduler()
+        sweep = Sweep([task(tmp_path, "a")], tmp_path).in_jobs(scheduler, leased=False)
+        until(lambda: "a" in scheduler.jobs)
+        job = scheduler.jobs["a"]
+        job.reason, job.ended_by_scheduler, job.state = "PREEMPTED", True, "failed"
+        assert sweep.wait(10).states() == {"a": "failed"}
+        assert sweep.runs[0].failure()["cause"] == "scheduler"
 
     def test_devices_stay_taken_while_the_agent_lives(self, tmp_path, leases):
         sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
