@@ -71,6 +71,32 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def read_table(path: Path) -> dict[str, list[Any]]:
+    """Return the columns of a parquet table, by name.
+
+    Raises:
+        RecordError: no such file, no parquet table, or one without rows.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with path.open("rb") as file:
+            table = parquet.read_table(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise refuse_names(path, f"{type(error).__name__}: {reason}", "a parquet table") from None
+    if not table.num_rows:
+        raise refuse_names(path, "no row", "a row a document")
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
+def total_of(columns: Sequence[Sequence[Any]]) -> list[float]:
+    """Return the sum of several rewards of each document; one that was not scored (None, NaN) adds nothing."""
+    scored = [[0.0 if value is None or value != value else float(value) for value in column] for column in columns]
+    return [sum(values) for values in zip(*scored, strict=True)]
+
+
 def refuse_names(path: Path, found: str, rule: str) -> RecordError:
     """The error about a file that is no dump of the system."""
     return RecordError(

@@ -153,6 +153,10 @@ class StepDump:
         tokens = {name: value for name, value in {**self.tokens, **changes}.items() if value is not None}
         return replace(self, tokens=tokens)
 
+    def with_note(self, note: str) -> StepDump:
+        """Return the step with a further note."""
+        return replace(self, notes=(*self.notes, note))
+
 
 def broken_rules(dump: StepDump) -> list[str]:
     """Return every broken rule of a step, with names and places."""

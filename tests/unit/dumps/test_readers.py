@@ -1,9 +1,11 @@
 """Labels become numbers, text becomes a step of which only advantages are known, and lines are named in errors."""
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
-from workbench.dumps.readers import numbered, read_json_lines, rectangle, text_only
+from workbench.dumps.readers import numbered, read_json_lines, read_table, rectangle, text_only, total_of
 from workbench.errors import RecordError
 
 
@@ -41,3 +43,16 @@ def test_blank_lines_are_skipped(tmp_path):
     assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
     with pytest.raises(RecordError, match="No such file"):
         read_json_lines(tmp_path / "b.jsonl")
+
+
+def test_rewards_that_were_not_scored_add_nothing():
+    assert total_of([[1.0, None], [float("nan"), 2]]) == [1.0, 2.0]
+
+
+def test_a_table_without_rows_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"a": [1, 2]}), path)
+    assert read_table(path) == {"a": [1, 2]}
+    parquet.write_table(pyarrow.table({"a": pyarrow.array([], pyarrow.int64())}), path)
+    with pytest.raises(RecordError, match="no row"):
+        read_table(path)
