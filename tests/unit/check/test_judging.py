@@ -137,6 +137,8 @@ def test_each_mistake_is_named_first_at_its_stage(name):
     assert first, str(check)
     descriptions = {(cause.kind, cause.description) for cause in first if cause.differs == first[0].differs}
     assert any(own == kind and text in description for own, description in descriptions), str(check)
+    by_a_size = ("factor", "denominator")  # no denominator at all is a factor, too
+    assert kind in by_a_size or not [cause for cause in check.causes if cause.kind == "factor"], str(check)
 
 
 def test_document_and_token_of_a_single_difference():
