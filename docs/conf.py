@@ -74,6 +74,7 @@ guides/two-modules
 guides/prove
 guides/your-trainer
 guides/diagnose
+guides/check-a-step
 guides/other-systems
 guides/log-probabilities
 guides/rollouts
@@ -104,9 +105,11 @@ benchmarks
 ../workbench/compare/README
 ../workbench/prove/README
 ../workbench/diagnose/README
+../workbench/check/README
 ../workbench/train/README
 ../workbench/systems/README
 ../workbench/records/README
+../workbench/dumps/README
 ../workbench/metrics/README
 ../workbench/parallel_loss/README
 ../workbench/reduction/README

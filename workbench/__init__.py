@@ -51,6 +51,7 @@ _PUBLIC = {
     "Record": "workbench.diagnose.record",
     "RecordedStep": "workbench.diagnose.record",
     "diagnose": "workbench.diagnose",
+    "check_step": "workbench.check",
     "bisect": "workbench.compare.bisect",
     "loss_spec": "workbench.systems.translate",
     "explain": "workbench.systems.explanations",

@@ -32,6 +32,7 @@ VERBS = {
         "checks",
         "check that a loss keeps the invariants of parallel training, or find the smallest counterexample",
     ),
+    "check": ("check", "recompute the loss of a trainer's dumped step, and name the first stage that differs"),
     "diagnose": ("checks", "rank the causes why a run differs from a trusted one, and propose the next experiment"),
     "export": ("experiment", "export runs to W&B, trackio, MLflow or TensorBoard"),
     "rollouts": ("rollouts", "import, check or record rollouts"),

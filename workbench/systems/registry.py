@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,6 +21,7 @@ from workbench.specs.mistakes import group_at, mistakes
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workbench.dumps.step import StepDump
     from workbench.reduction.denominators import GivenCounts
     from workbench.systems.case import Case
     from workbench.systems.metrics import Alias, PeerSettings
@@ -96,6 +98,8 @@ class System:
         unsupported_arrays: array -> the reason why its policy loss does not take it, and the fix.
         aliases: its metrics by its own definitions, from the settings that they depend on.
         left_out: metric -> what the system reports there in some case, and what is reported here instead.
+        estimator: the advantage estimator and its settings, from options by the system's names; None: not translated.
+        read_dump: reader of a file that the system writes of a step; None: there is none.
     """
 
     name: str
@@ -117,6 +121,8 @@ class System:
     unsupported_arrays: Mapping[str, str] = field(default_factory=dict)
     aliases: Callable[[PeerSettings], Iterable[Alias]] = lambda _: ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+    estimator: Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]] | None = None
+    read_dump: Callable[[Path], StepDump] | None = None
 
 
 def translate_settings(system: System, settings: Settings) -> Translation:

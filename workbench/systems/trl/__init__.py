@@ -5,11 +5,13 @@ Letters: B rows | N documents | K rewards.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from workbench.errors import SpecError
 from workbench.losses.corrections import on_counted_tokens
 from workbench.rollouts.advantages.groups import combine_components, gdpo_advantages, group_advantages
 from workbench.specs.losses import LossSpec
@@ -18,6 +20,7 @@ from workbench.systems.metrics import PeerSettings, settings_of
 from workbench.systems.registry import CORRECTION, LOGPROBS, System, parse_settings
 from workbench.systems.replays import Replayed, case_metrics, evaluate_correction, policy_loss
 from workbench.systems.trl import metrics as named
+from workbench.systems.trl.dump import read_dump
 from workbench.systems.trl.settings import COUNTED, AdvantageSettings, ISSettings, TRLSettings
 from workbench.systems.trl.translate import CONTRACTS, back, bounded_ratio, counts, translate
 
@@ -84,6 +87,32 @@ def correction_case(case: Case) -> dict[str, Any]:
     return {"is_weights": weights if of_tokens else weights[:, :1], "metrics": case_metrics(replayed)}
 
 
+SCALES: dict[str | bool, Literal["std", "batch_std", "none"]] = {
+    "group": "std",
+    True: "std",
+    "batch": "batch_std",
+    "none": "none",
+    False: "none",
+}
+"""``scale_rewards`` -> the scale of our estimator."""
+
+
+def estimator_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the workbench's estimator and its settings, from options by TRL's names.
+
+    Raises:
+        SpecError: an unknown option, or rewards that are normalised one by one.
+    """
+    settings = parse_settings(AdvantageSettings, options, where="trl")
+    if settings.multi_objective_aggregation == "normalize_then_sum":
+        raise SpecError(
+            "TRL's normalize_then_sum in a step",
+            rule="it normalises each reward, and a step has their sum",
+            fix="leave advantages out: the recorded ones are then taken as they are",
+        )
+    return "grpo", {"scale": SCALES[settings.scale_rewards], "epsilon": settings.eps}
+
+
 def advantage_case(case: Case) -> dict[str, Any]:
     """Replay advantages of rows, from one reward per function; a row that no function scored gets 0."""
     own = {name: value for name, value in case.config.items() if name != "reward_weights"}  # an array, too
@@ -97,9 +126,7 @@ def advantage_case(case: Case) -> dict[str, Any]:
     if settings.multi_objective_aggregation == "normalize_then_sum":
         advantages_N = gdpo_advantages(rewards_NK, groups_N, weights_K, epsilon=settings.eps, unscored="skip")
     else:
-        scales: dict[str | bool, Literal["std", "batch_std", "none"]]
-        scales = {"group": "std", True: "std", "batch": "batch_std", "none": "none", False: "none"}
-        scale = scales[settings.scale_rewards]
+        scale = SCALES[settings.scale_rewards]
         rewards_N, scored_N = combine_components(rewards_NK, weights_K)
         advantages_N = group_advantages(rewards_N, groups_N, scale=scale, epsilon=settings.eps, trained_N=scored_N)
     return {"advantages": advantages_N}
@@ -122,4 +149,6 @@ SYSTEM = System(
     arrays=(*LOGPROBS, "is_weights", "entropies"),
     arrays_of={"is_correction": CORRECTION, "advantage": ("rewards_per_func", "reward_weights", "group_ids")},
     aliases=named.names,
+    estimator=estimator_of,
+    read_dump=read_dump,
 )

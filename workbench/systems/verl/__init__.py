@@ -32,8 +32,9 @@ from workbench.systems.replays import (
     policy_loss,
 )
 from workbench.systems.verl import metrics as named
-from workbench.systems.verl.advantages import advantages
+from workbench.systems.verl.advantages import advantages, estimator_of
 from workbench.systems.verl.correction import EPSILON, TITLE, RolloutCorrection, gates_of, live_weights_of, weights_of
+from workbench.systems.verl.dump import read_dump
 from workbench.systems.verl.settings import (
     BY_DOCUMENT,
     ActorSettings,
@@ -223,4 +224,6 @@ SYSTEM = System(
         "is_correction": BATCH,
     },
     aliases=named.names,
+    estimator=estimator_of,
+    read_dump=read_dump,
 )

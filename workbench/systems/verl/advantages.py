@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -77,6 +78,15 @@ def _estimator(function: str) -> str:
     name = function.split()[0].removeprefix("compute_").removesuffix("_return").removesuffix("_advantage")
     name = name.removesuffix("_outcome")
     return "tir_optimal_token_baseline" if name == "multi_turn_optimal_token_baseline" else name
+
+
+def estimator_of(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the workbench's estimator and its settings, from options by verl's names.
+
+    Raises:
+        SpecError: an unknown option or estimator.
+    """
+    return estimator(parse_settings(AdvantageSettings, options, where=TITLE))
 
 
 def estimator(settings: AdvantageSettings) -> tuple[str, dict[str, Any]]:

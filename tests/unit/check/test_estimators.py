@@ -1,0 +1,36 @@
+"""Wrong estimators, groups and orders of rewards, each as another reading of the step."""
+
+from dataclasses import replace
+
+import torch
+
+from tests.helpers.dumped_step import SETTINGS, dump
+from workbench.check.estimators import advantage_alternatives
+from workbench.check.recompute import Reading, recompute_advantages
+from workbench.specs.losses import LossSpec
+
+NULL = Reading(dump(), LossSpec(**SETTINGS), ("grpo", {"epsilon": 1e-4}))
+
+
+def test_each_has_a_name_of_its_own_and_gives_advantages():
+    alternatives = list(advantage_alternatives(NULL))
+    assert {alternative.kind for alternative in alternatives} == {"estimator", "mask", "group", "order", "factor"}
+    descriptions = [alternative.description for alternative in alternatives]
+    assert len(set(descriptions)) == len(descriptions)
+    right = recompute_advantages(NULL)
+    same = [a.description for a in alternatives if torch.equal(recompute_advantages(a.reading), right)]
+    assert same == [
+        "documents without a trained token count in their group",  # there is none
+        "a group is 4 consecutive documents",  # it is
+    ]
+
+
+def test_ranks_may_be_taken_for_groups():
+    step = dump(layout={"dp": 2, "micro_batches": 2}, documents={"rows": torch.tensor([0, 1, 2, 3] * 2)})
+    descriptions = [a.description for a in advantage_alternatives(replace(NULL, dump=step))]
+    assert "a group is its documents of one micro-batch" in descriptions
+    assert "all documents of one rank are one group" in descriptions
+
+
+def test_without_an_estimator_there_is_nothing_to_try():
+    assert not list(advantage_alternatives(replace(NULL, estimator=None)))

@@ -1,0 +1,45 @@
+"""`workbench check`: text, JSON and exit codes."""
+
+import json
+from pathlib import Path
+
+from workbench.cli import main
+
+DUMPS = Path(__file__).parents[2] / "dumps/verl"
+RIGHT = """
+settings: {loss_agg_mode: token-mean, rollout_correction: {rollout_is: token, rollout_is_threshold: 1.1}}
+advantages: {estimator: grpo}
+"""
+
+
+def run(tmp_path, text, *arguments, dump=DUMPS / "token_mean.pkl"):
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(text)
+    return main(["check", str(dump), "--system", "verl", "--settings", str(settings), *arguments])
+
+
+def test_a_right_step_gives_0(tmp_path, capsys):
+    assert run(tmp_path, RIGHT) == 0
+    assert capsys.readouterr().out.startswith("agrees: ")
+
+
+def test_a_wrong_one_gives_1_and_json(tmp_path, capsys):
+    text = RIGHT.replace("token-mean", "seq-mean-token-mean")
+    assert run(tmp_path, text, "--json") == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["schema"] == "workbench.check/1"
+    assert answer["result"]["first"] == "coefficients"
+    assert answer["result"]["causes"][0]["kind"] == "denominator"
+
+
+def test_mistakes_give_2_without_a_traceback(tmp_path, capsys):
+    assert run(tmp_path, "loss_agg_mode: token-mean") == 2
+    assert "put the options of the loss under settings:" in capsys.readouterr().err
+    damaged = tmp_path / "damaged.pkl"
+    damaged.write_bytes((DUMPS / "token_mean.pkl").read_bytes()[:-900])
+    assert run(tmp_path, RIGHT, dump=damaged) == 2
+    assert run(tmp_path, RIGHT, dump=tmp_path / "nowhere.pkl") == 2
+    assert run(tmp_path, RIGHT.replace("grpo", "gropo")) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.count("do: ") == 3

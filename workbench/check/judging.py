@@ -1,0 +1,313 @@
+"""From a step to a verdict: recompute, compare, try every known mistake on the first stage that differs.
+
+A mistake is a cause if every recorded quantity of that stage comes out under it. It is tried against the null: the
+settings as they are do not give these numbers. Mistakes that would change the loss and leave all that was recorded as
+it is are what the dump cannot decide.
+
+Letters: T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.check.alternatives import Alternative, loss_alternatives
+from workbench.check.estimators import advantage_alternatives
+from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
+from workbench.check.stages import (
+    RELATIVE,
+    ROUNDING,
+    STAGES,
+    Mismatch,
+    compare,
+    recorded_quantities,
+    stage_of,
+    tolerances,
+)
+from workbench.check.verdict import Cause, Stage, StepCheck
+from workbench.diagnose.denominators import names_of, sizes
+from workbench.dumps.step import StepDump
+from workbench.errors import WorkbenchError, listed
+
+MOST_CAUSES = 6
+"""Causes of a stage that are listed; a convention."""
+
+
+@dataclass(frozen=True)
+class _Null:
+    """The settings as they are."""
+
+    recorded: Quantities
+    expected: Quantities
+    bounds: Mapping[str, Tensor | float]
+    differing: Mapping[str, Mismatch | None]
+    missing: Mapping[str, str]
+
+
+def judge(reading: Reading) -> StepCheck:
+    """Check a step against one reading of its settings."""
+    null = _null(reading)
+    stages = tuple(_stage(name, null) for name in STAGES)
+    first = next((stage for stage in stages if stage.status == "differs"), None)
+    compared = [stage for stage in stages if stage.compared]
+    alternatives = list(_tried(reading, null, first))
+    causes: list[Cause] = []
+    for stage in stages:
+        if stage.status == "differs" and not any(stage.name in cause.explains for cause in causes):
+            causes += _causes(reading, null, stage, alternatives)[:MOST_CAUSES]
+    vacuous = not compared or _nothing_to_see(reading.dump, compared)
+    known = {name for name in null.recorded if name in null.expected}
+    unknown = tuple(name[8:] for name in null.recorded if name.startswith("metrics/") and name not in known)
+    return StepCheck(
+        reading.dump.origin,
+        "differs" if first else "vacuous" if vacuous else "agrees",
+        stages,
+        tuple(causes),
+        () if first is None else tuple(_places(reading.dump, null, first)),
+        tuple(_undecided(reading, null, stages, alternatives)),
+        _evidence(reading.dump),
+        unknown,
+    )
+
+
+def _null(reading: Reading) -> _Null:
+    dump = reading.dump
+    recorded = recorded_quantities(dump)
+    expected, moved, missing = dict[str, Tensor | float](), list[dict[str, Tensor | float]](), dict[str, str]()
+    advantages_T = recompute_advantages(reading)
+    if advantages_T is None:
+        missing["advantages"] = _missing_of_advantages(reading)
+    else:
+        expected["advantages"] = advantages_T
+    if can_evaluate(dump):
+        expected |= recompute_loss(reading)
+        shift = ROUNDING[dump.dtype]
+        moved = [recompute_loss(reading, shift=sign * shift) for sign in (1.0, -1.0)]
+    else:
+        missing |= dict.fromkeys(list(STAGES)[1:], _missing_of_loss(dump))
+        expected["counts/tokens"] = float(dump.loss_mask_T.sum())
+        expected["counts/documents"] = float(dump.document_ids_T[dump.loss_mask_T].unique().numel())
+    bounds = tolerances(expected, tuple(moved), dump.dtype)
+    if advantages_T is not None:
+        # A deviation of nearly equal rewards amplifies rounding: float32 of a reward over that deviation.
+        bounds["advantages"] = 10 * RELATIVE[dump.dtype] * (1 + advantages_T.abs())
+    return _Null(recorded, expected, bounds, compare(dump, recorded, expected, bounds), missing)
+
+
+def _missing_of_advantages(reading: Reading) -> str:
+    dump = reading.dump
+    if reading.estimator is None:
+        return "no settings of the estimator (advantages=)"
+    if not {"rewards"} & {*dump.documents} | {"token_rewards"} & {*dump.tokens}:
+        return "no rewards"
+    return "no group_ids"
+
+
+def _missing_of_loss(dump: StepDump) -> str:
+    if dump.advantages_T is None:
+        return "no advantages"
+    return "no policy_logprobs (on_policy=True if the loss was computed on the old policy itself)"
+
+
+def _stage(name: str, null: _Null) -> Stage:
+    own = [quantity for quantity in null.recorded if stage_of(quantity) == name]
+    compared = tuple(quantity for quantity in own if quantity in null.differing)
+    different = tuple(mismatch for quantity in compared if (mismatch := null.differing[quantity]) is not None)
+    if compared:
+        return Stage(name, "differs" if different else "agrees", compared, different)
+    if own or name in null.missing:
+        return Stage(name, "not recomputed", missing=null.missing.get(name, "not part of this loss"))
+    return Stage(name, "not recorded")
+
+
+def _nothing_to_see(dump: StepDump, compared: list[Stage]) -> bool:
+    """True if nothing trains, or every advantage is 0: no wrong loss could have shown."""
+    if not bool(dump.loss_mask_T.any()):
+        return True
+    advantages_T = dump.advantages_T
+    silent = advantages_T is not None and not bool(advantages_T[dump.loss_mask_T].any())
+    return silent and {stage.name for stage in compared} <= {"advantages", "coefficients", "loss", "metrics"}
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A mistake, with what it predicts and the recorded quantities that still differ under it."""
+
+    alternative: Alternative
+    expected: Quantities
+    differing: Mapping[str, Mismatch | None]
+
+
+def _tried(reading: Reading, null: _Null, first: Stage | None) -> Iterable[_Tried]:
+    """Try every mistake. Metrics, which cost most, are computed where they decide."""
+    dump = reading.dump
+    metrics = [name for name in null.differing if name.startswith("metrics/")]
+    if "advantages" in null.expected:
+        for alternative in advantage_alternatives(reading):
+            try:
+                advantages_T = recompute_advantages(alternative.reading)
+            except WorkbenchError:
+                continue
+            if advantages_T is not None:
+                yield _with(alternative, {"advantages": advantages_T}, dump, null)
+    if not can_evaluate(dump):
+        return
+    for alternative in loss_alternatives(reading):
+        try:
+            one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
+            needed = one.differing if first is None else first.compared
+            if metrics and (set(metrics) & {*needed} or not any(map(one.differing.get, needed))):
+                one = _with(alternative, recompute_loss(alternative.reading), dump, null)
+        except (WorkbenchError, ArithmeticError):
+            continue
+        yield one
+
+
+def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: _Null) -> _Tried:
+    recorded = {name: value for name, value in null.recorded.items() if name in null.differing}
+    bounds = tolerances(expected, (), dump.dtype)
+    widened = {
+        name: torch.maximum(torch.as_tensor(bound), torch.as_tensor(null.bounds[name]))
+        for name, bound in bounds.items()
+        if name in null.bounds
+    }
+    return _Tried(alternative, expected, compare(dump, recorded, {**expected}, {**bounds, **widened}))
+
+
+def _causes(reading: Reading, null: _Null, first: Stage, tried: list[_Tried]) -> list[Cause]:
+    """Mistakes that give every recorded quantity of the first stage that differs, the most explained first."""
+    causes = []
+    for one in tried:
+        if any(name not in one.differing or one.differing[name] is not None for name in first.compared):
+            continue
+        by_stage = {
+            stage: [one.differing[name] is None for name in one.differing if stage_of(name) == stage]
+            for stage in STAGES
+        }
+        explains = tuple(stage for stage, agreeing in by_stage.items() if agreeing and all(agreeing))
+        differs = tuple(stage for stage, agreeing in by_stage.items() if agreeing and not all(agreeing))
+        causes.append(Cause(one.alternative.kind, one.alternative.description, explains, differs, first.name))
+    causes += _factor(reading.dump, null, first)
+    causes.sort(key=lambda cause: (len(cause.differs), -len(cause.explains)))
+    return list(dict.fromkeys(causes))
+
+
+def _factor(dump: StepDump, null: _Null, first: Stage) -> list[Cause]:
+    """A common factor of the first quantity that differs, with a name if it is a size of the step."""
+    mismatch = first.mismatches[0]
+    recorded, expected = null.recorded[mismatch.quantity], null.expected[mismatch.quantity]
+    if mismatch.quantity.startswith(("metrics/", "counts/")) or mismatch.quantity == "clipped":
+        return []
+    recorded_T, expected_T = torch.as_tensor(recorded).reshape(-1), torch.as_tensor(expected).reshape(-1)
+    there_T = expected_T.abs() > 1e-3 * expected_T.abs().max()
+    if not bool(there_T.any()):
+        return []
+    factors_T = (recorded_T / expected_T)[there_T]
+    factor, spread = float(factors_T.median()), float((factors_T - factors_T.median()).abs().max())
+    bar = 100 * RELATIVE[dump.dtype]
+    bounds_T = torch.as_tensor(null.bounds[mismatch.quantity]).reshape(-1) * max(1.0, abs(factor))
+    beyond_T = (recorded_T - factor * expected_T).abs() > bounds_T + bar * (factor * expected_T).abs()
+    if spread > bar * abs(factor) or abs(factor - 1) <= bar or bool(beyond_T.any()):
+        return []
+    trained, documents = float(dump.loss_mask_T.sum()), float(dump.document_ids_T[dump.loss_mask_T].unique().numel())
+    counts = {
+        "trained_tokens": trained,
+        "documents": documents,
+        "masked_documents": dump.num_documents - documents,
+        "padded_tokens": float(len(dump.loss_mask_T)),
+        "all_tokens": float(dump.tokens["token_mask"].sum()) if "token_mask" in dump.tokens else 0.0,
+    }
+    named = names_of(abs(factor), sizes({**dump.layout, "temperature": dump.temperature}, counts), bar)
+    text = listed((name.description for name in named), 3, separator=" or ")
+    if not text and len(factors_T) == 1:
+        return []  # one number always has a factor
+    return [
+        Cause(
+            "factor",
+            f"{mismatch.quantity} times {factor:.7g}{f' = {text}' if text else ''}",
+            (first.name,),
+            (),
+            first.name,
+        )
+    ]
+
+
+# ---- places, and what is not decided -------------------------------------------------------------------------------
+
+
+def _places(dump: StepDump, null: _Null, first: Stage) -> Iterable[str]:
+    for mismatch in first.mismatches[:3]:
+        numbers = f"recorded {mismatch.recorded:.9g}, expected {mismatch.expected:.9g}"
+        if mismatch.token is None:
+            yield f"{mismatch.quantity}: {numbers} (tolerance {mismatch.tolerance:.2g})"
+            continue
+        yield f"{mismatch.quantity} at {dump.place(mismatch.token)}: {numbers} (tolerance {mismatch.tolerance:.2g})"
+        value, other = null.recorded[mismatch.quantity], null.expected[mismatch.quantity]
+        differ_T = (torch.as_tensor(value) - torch.as_tensor(other)).abs() > torch.as_tensor(
+            null.bounds[mismatch.quantity]
+        )
+        yield f"{mismatch.tokens} of {mismatch.of} tokens differ{_where(dump, differ_T)}"
+
+
+def _where(dump: StepDump, differ_T: Tensor) -> str:
+    """Name the set of tokens that differ, if it is one that has a name."""
+    mask_T, ids_T = dump.loss_mask_T, dump.document_ids_T
+    differ_T = differ_T & mask_T if bool((differ_T & mask_T).any()) else differ_T
+    documents = ids_T[differ_T].unique().tolist()
+    if not bool((differ_T & mask_T).any()):
+        return ": only tokens that do not train"
+    if len(documents) < dump.num_documents:
+        return f": only of document{'s' * (len(documents) > 1)} {listed(documents, 6)}"
+    places_T = torch.arange(len(ids_T))
+    last_N = torch.full((dump.num_documents,), -1).scatter_reduce(0, ids_T[mask_T], places_T[mask_T], "amax")
+    first_N = torch.full((dump.num_documents,), len(ids_T)).scatter_reduce(0, ids_T[mask_T], places_T[mask_T], "amin")
+    named = {"the last trained token of each document": last_N, "the first trained token of each document": first_N}
+    for text, places_N in named.items():
+        if bool((differ_T == (places_T == places_N[ids_T])).all()):
+            return f": {text}"
+    return ": all that train" if bool((differ_T == mask_T).all()) else ", of all documents"
+
+
+def _undecided(reading: Reading, null: _Null, stages: tuple[Stage, ...], tried: list[_Tried]) -> Iterable[str]:
+    dump = reading.dump
+    silent = [stage.name for stage in stages if stage.status == "not recorded"]
+    if silent:
+        yield f"{', '.join(silent)}: not recorded"
+    for text in dict.fromkeys(stage.missing for stage in stages if stage.missing):
+        yield f"{', '.join(stage.name for stage in stages if stage.missing == text)}: {text}"
+    if dump.tokens.get("old_logprobs") is not None:
+        yield "if log-probabilities are those of the model: they are taken as recorded, with their temperature"
+    agree = not any(stage.status == "differs" for stage in stages)
+    unseen = [one for one in tried if agree and not any(one.differing.values()) and _acts(one, null)]
+    for kind in dict.fromkeys(one.alternative.kind for one in unseen):
+        texts = [one.alternative.description for one in unseen if one.alternative.kind == kind]
+        yield f"{kind}: the same numbers if {listed(dict.fromkeys(texts), 3, separator='; or if ')}"
+    yield from dump.notes
+
+
+def _acts(one: _Tried, null: _Null) -> bool:
+    """True if a mistake changes a quantity that was not recorded, beyond tolerance."""
+    for name, value in one.expected.items():
+        if name in null.recorded or name not in null.expected or name.startswith(("means/", "magnitudes/", "metrics/")):
+            continue
+        distance = (torch.as_tensor(value) - torch.as_tensor(null.expected[name])).abs()
+        if bool((distance > 2 * torch.as_tensor(null.bounds[name])).any()):
+            return True
+    return False
+
+
+def _evidence(dump: StepDump) -> str:
+    trained, documents = int(dump.loss_mask_T.sum()), int(dump.document_ids_T[dump.loss_mask_T].unique().numel())
+    text = f"{trained} trained tokens of {documents} documents, of {dump.num_documents}"
+    advantages_T = dump.advantages_T
+    if advantages_T is not None:
+        acting = int((advantages_T[dump.loss_mask_T] != 0).sum())
+        text += f"; {acting} with an advantage that is not 0"
+    return text

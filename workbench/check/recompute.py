@@ -1,0 +1,298 @@
+"""Everything that a step's dump determines, recomputed in float64 from its inputs and the settings of its loss.
+
+Each quantity is computed from what the step recorded before it: coefficients take the recorded advantages, also where
+those are wrong, so that the first stage that differs is where the mistake is.
+
+Letters: T tokens | N documents.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.dumps.step import StepDump
+from workbench.errors import SpecError
+from workbench.losses.build import build_loss, prepare_inputs, surrogate_ratio
+from workbench.losses.corrections import CORRECTION_WEIGHTS
+from workbench.losses.terms import LossInputs, Term
+from workbench.metrics.policy import policy_metrics
+from workbench.metrics.quantities import DocumentSlots
+from workbench.metrics.values import Value
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.reduction.evaluate import evaluate_loss, loss_inputs
+from workbench.reduction.weights import StepLayout, TokenWeights, step_weights
+from workbench.rollouts.advantages.inputs import AdvantageInputs
+from workbench.rollouts.advantages.registry import estimate_advantages
+from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import LossSpec
+from workbench.systems.metrics import as_named_by, settings_of
+
+Quantities = Mapping[str, Tensor | float]
+"""[T] values of tokens, and numbers under "losses/...", "counts/..." and "metrics/...", by name."""
+
+
+class Whole(dict[str, Any]):
+    """A group of settings that replaces the present one; any other dict changes it key by key."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A step, and one reading of its settings; an alternative is another reading.
+
+    Attributes:
+        dump: the step.
+        spec: its loss.
+        estimator: the advantage estimator and its settings; None: not known.
+        factor: of the whole loss, beyond the spec.
+    """
+
+    dump: StepDump
+    spec: LossSpec
+    estimator: tuple[str, Mapping[str, Any]] | None = None
+    factor: float = 1.0
+
+    def changed(self, **settings: Any) -> Reading:
+        """Return the reading with other settings of its loss, validated; groups are merged key by key."""
+        merged = {
+            name: {**getattr(self.spec, name).model_dump(), **value} if type(value) is dict else value
+            for name, value in settings.items()
+        }
+        return replace(self, spec=LossSpec.model_validate({**self.spec.model_dump(), **merged}))
+
+    def with_tokens(self, **values: Tensor | None) -> Reading:
+        """Return the reading of a step with other values of tokens."""
+        return replace(self, dump=self.dump.with_tokens(**values))
+
+
+def recompute_advantages(reading: Reading) -> Tensor | None:
+    """Return [T] advantages from rewards and groups, 0 where nothing trains; None if rewards or estimator are unknown.
+
+    Raises:
+        SpecError: the estimator lacks an input, or does not know a setting.
+    """
+    dump, groups_N = reading.dump, reading.dump.documents.get("group_ids")
+    if reading.estimator is None or not {"rewards", "group_ids"} & {*dump.documents} | {"token_rewards"} & {
+        *dump.tokens
+    }:
+        return None
+    groups_N = torch.arange(dump.num_documents) if groups_N is None else groups_N
+    more = {"values_T": dump.tokens.get("values"), "old_logprobs_T": dump.tokens.get("old_logprobs")}
+    if "rewards" in dump.documents:
+        rewards_N = dump.documents["rewards"]
+        inputs = AdvantageInputs(dump.document_ids_T, dump.loss_mask_T, rewards_N, groups_N, **more)
+    elif "token_rewards" in dump.tokens:
+        earned_T = dump.tokens["token_rewards"]
+        inputs = AdvantageInputs.of_token_rewards(dump.document_ids_T, dump.loss_mask_T, earned_T, groups_N, **more)
+    else:
+        return None
+    name, settings = reading.estimator
+    advantages_T = estimate_advantages(name, inputs, **settings).advantages_T
+    return torch.where(dump.loss_mask_T, advantages_T, 0.0)
+
+
+def can_evaluate(dump: StepDump) -> bool:
+    """Return True if a step has what its loss is computed from."""
+    return dump.advantages_T is not None and ("policy_logprobs" in dump.tokens or _live_is_old(dump))
+
+
+def _live_is_old(dump: StepDump) -> bool:
+    return dump.on_policy and "old_logprobs" in dump.tokens
+
+
+def recompute_loss(reading: Reading, *, shift: float = 0.0, metrics: bool = True) -> dict[str, Tensor | float]:
+    """Evaluate the loss of a step: weights, ratios, corrections, clip decisions, coefficients, losses, metrics.
+
+    Args:
+        reading: of the step.
+        shift: nats, added to the policy's log-probabilities and subtracted from the sampler's: the effect of rounding.
+        metrics: compute them, too.
+
+    Raises:
+        SpecError: the loss needs values that the step does not have.
+    """
+    dump, spec = reading.dump, reading.spec
+    if not can_evaluate(dump):
+        raise SpecError(
+            f"the loss of {dump.origin}",
+            found="no advantages" if dump.advantages_T is None else "no policy_logprobs",
+            rule="a loss is computed from the policy's log-probabilities and advantages",
+            fix="dump them, or state on_policy if the loss was computed on the old policy itself",
+        )
+    indices = _rows(dump)
+    rows = [_row(reading, index_T, shift) for index_T in indices]
+    weights, totals = step_weights(rows, spec, step_layout=StepLayout(dump.size("dp"), dump.size("cp")))
+    loss, merged = build_loss(spec), _Merged(len(dump.document_ids_T))
+    documents_before = 0
+    for row, index_T, of_row in zip(rows, indices, weights, strict=True):
+        leaf_T = _policy(reading, index_T, shift).requires_grad_()
+        head_output = TokenLogprobs(leaf_T, _at(dump, "entropies", index_T), None)
+        inputs = loss_inputs(row, head_output, totals)
+        evaluated = evaluate_loss(loss, inputs, of_row, row.loss_mask_T)
+        total = evaluated.scalars["total"].value
+        (gradient_T,) = torch.autograd.grad(total, leaf_T, allow_unused=True)
+        gradient_T = torch.zeros_like(leaf_T) if gradient_T is None else gradient_T
+        detached = replace(inputs, policy_logprobs_T=inputs.policy_logprobs_T.detach())
+        merged.add_tokens(index_T, _of_tokens(detached, spec, evaluated.terms, of_row, gradient_T * reading.factor))
+        for name, scalar in evaluated.scalars.items():
+            merged.add_loss(name, float(scalar.value.detach()) * reading.factor)
+        for name, term in evaluated.terms.items():
+            if term.coefficient not in (0, 1):
+                value = float(evaluated.scalars[name].value.detach()) / term.coefficient
+                merged.add_loss(f"{name}_without_coefficient", value * reading.factor)
+            parts_T = term.coefficient * of_row[term.weight].loss_T * torch.where(row.loss_mask_T, term.values_T, 0.0)
+            merged.add_magnitude(name, float(parts_T.detach().abs().sum()))
+        merged.counts["tokens"] += float(row.loss_mask_T.sum())
+        merged.counts["documents"] += float(row.document_ids_T[row.loss_mask_T].unique().numel())
+        if metrics and bool(row.loss_mask_T.any()):
+            number = int(row.document_ids_T.max()) + 1
+            slots = DocumentSlots(documents_before, dump.num_documents)
+            merged.metrics.append(_metrics(dump, spec, detached, evaluated.terms, row, slots))
+            documents_before += number
+    return merged.quantities()
+
+
+def _rows(dump: StepDump) -> list[Tensor]:
+    """Tokens of each micro-batch; [] numbers where it is empty."""
+    rows_N = dump.documents.get("rows")
+    if rows_N is None:
+        return [torch.arange(len(dump.document_ids_T))]
+    rows_T = rows_N[dump.document_ids_T]
+    return [torch.nonzero(rows_T == row).squeeze(1) for row in range(dump.size("dp") * dump.size("micro_batches"))]
+
+
+def _at(dump: StepDump, name: str, index_T: Tensor) -> Tensor | None:
+    """[t] values of a micro-batch, 0 where nothing trains; one padding token if it is empty."""
+    value_T = dump.tokens.get(name)
+    return None if value_T is None else _chosen(torch.where(dump.loss_mask_T, value_T, 0.0), index_T)
+
+
+def _chosen(values_T: Tensor, index_T: Tensor, fill: float = 0) -> Tensor:
+    return values_T[index_T] if len(index_T) else values_T.new_full((1,), fill)
+
+
+def _policy(reading: Reading, index_T: Tensor, shift: float) -> Tensor:
+    name = "policy_logprobs" if "policy_logprobs" in reading.dump.tokens else "old_logprobs"
+    policy_T = _at(reading.dump, name, index_T)
+    assert policy_T is not None, "can_evaluate"
+    return (policy_T + shift).detach()
+
+
+def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
+    dump = reading.dump
+    ids_T = _chosen(dump.document_ids_T, index_T, fill=-1)
+    if len(index_T):
+        ids_T = ids_T.unique(return_inverse=True)[1]
+    mask_T = _chosen(dump.loss_mask_T, index_T)
+    given_T = dump.advantages_T
+    assert given_T is not None, "can_evaluate"
+    advantages_T = torch.where(dump.loss_mask_T, given_T, 0.0)
+    old_T, sampler_T = _at(dump, "old_logprobs", index_T), _at(dump, "sampler_logprobs", index_T)
+    weights_T = _at(dump, "correction_weights", index_T)
+    given = reading.spec.correction.ratio.startswith("given") and weights_T is not None
+    zeros_T = torch.zeros_like(ids_T)
+    of_documents = {name: dump.documents.get(name) for name in ("rewards", "group_ids")}
+    spread = {
+        name: None if value_N is None else _chosen(value_N[dump.document_ids_T], index_T)
+        for name, value_N in of_documents.items()
+    }
+    trained_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
+    lengths_T = trained_N[ids_T.clamp_min(0)].clamp_min(1)
+    return TrainingRow(
+        tokens_T=zeros_T,
+        positions_T=zeros_T,
+        document_ids_T=ids_T,
+        targets_T=zeros_T,
+        loss_mask_T=mask_T,
+        advantages_T=_chosen(advantages_T, index_T),
+        old_logprobs_T=_policy(reading, index_T, 0.0) if old_T is None else old_T,
+        sampler_logprobs_T=None if sampler_T is None else sampler_T - shift,
+        ref_logprobs_T=_at(dump, "ref_logprobs", index_T),
+        source_T=_chosen(torch.arange(len(dump.document_ids_T)), index_T),
+        lengths_T=lengths_T.double(),
+        rewards_T=spread["rewards"],
+        group_ids_T=spread["group_ids"],
+        extensions={CORRECTION_WEIGHTS: weights_T} if given and weights_T is not None else {},
+    )
+
+
+def _of_tokens(
+    inputs: LossInputs,
+    spec: LossSpec,
+    terms: Mapping[str, Term],
+    weights: Mapping[str, TokenWeights],
+    gradient_T: Tensor,
+) -> dict[str, Tensor]:
+    mask_T = inputs.counts_T
+    policy = terms.get("policy")
+    values: dict[str, Tensor | None] = {
+        "loss_weights": weights["policy"].loss_T,
+        "ratios": surrogate_ratio(inputs, spec),
+        "coefficients": gradient_T,
+        "clipped": None if policy is None else policy.clipped_T,
+        "correction_weights": None if policy is None else policy.extras.get("applied_weight"),
+    }
+    return {
+        name: torch.where(mask_T, value_T.detach().double(), 0.0)
+        for name, value_T in values.items()
+        if value_T is not None
+    }
+
+
+def _metrics(
+    dump: StepDump,
+    spec: LossSpec,
+    inputs: LossInputs,
+    terms: Mapping[str, Term],
+    row: TrainingRow,
+    slots: DocumentSlots,
+) -> dict[str, Value]:
+    prepared = prepare_inputs(inputs, spec)
+    if not dump.system:
+        return policy_metrics(prepared, terms, row.loss_mask_T, "full", loss_spec=spec, slots=slots)
+    settings = settings_of(spec, slots)
+    return as_named_by(
+        dump.system, prepared, row.loss_mask_T, terms=terms, loss_spec=spec, slots=slots, settings=settings
+    )
+
+
+class _Merged:
+    """Quantities of the micro-batches, merged to those of the step."""
+
+    def __init__(self, tokens: int) -> None:
+        self._length = tokens
+        self._tokens: dict[str, Tensor] = {}
+        self._losses: dict[str, float] = {}
+        self._magnitudes: dict[str, float] = {}
+        self.counts = {"tokens": 0.0, "documents": 0.0}
+        self.metrics: list[dict[str, Value]] = []
+
+    def add_tokens(self, index_T: Tensor, values: Mapping[str, Tensor]) -> None:
+        for name, value_T in values.items():
+            whole_T = self._tokens.setdefault(name, torch.zeros(self._length, dtype=torch.float64))
+            if len(index_T):
+                whole_T[index_T] = value_T
+
+    def add_loss(self, name: str, value: float) -> None:
+        self._losses[name] = self._losses.get(name, 0.0) + value
+
+    def add_magnitude(self, name: str, value: float) -> None:
+        for key in (name, "total"):
+            self._magnitudes[key] = self._magnitudes.get(key, 0.0) + value
+
+    def quantities(self) -> dict[str, Tensor | float]:
+        of_step: dict[str, Tensor | float] = dict(self._tokens)
+        of_step |= {f"losses/{name}": value for name, value in self._losses.items()}
+        of_step |= {f"magnitudes/{name}": value for name, value in self._magnitudes.items()}
+        of_step |= {f"counts/{name}": value for name, value in self.counts.items()}
+        for name in self.metrics[0] if self.metrics else ():
+            values = [metrics[name] for metrics in self.metrics]
+            of_step[f"metrics/{name}"] = functools.reduce(Value.merge, values).finish()
+            if len(values) > 1:
+                of_step[f"means/{name}"] = sum(value.finish() for value in values) / len(values)
+        return of_step

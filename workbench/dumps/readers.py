@@ -1,0 +1,104 @@
+"""What readers of systems' dumps share: groups as numbers, rectangles, JSON lines, dumps of text.
+
+Letters: B rows | C padded length | N documents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.dumps.step import StepDump, as_value
+from workbench.errors import RecordError
+
+
+def numbered(labels: Sequence[Any]) -> Tensor:
+    """Return [N] numbers of labels, in the order of their first appearance."""
+    known: dict[Any, int] = {}
+    texts = [label if isinstance(label, int | str) else json.dumps(label, default=str) for label in labels]
+    return torch.tensor([known.setdefault(text, len(known)) for text in texts], dtype=torch.int64)
+
+
+def rectangle(tokens: Mapping[str, Tensor], documents: Mapping[str, Tensor], **more: Any) -> StepDump:
+    """Return a step of values [B, C] of any dtype; what is not finite where nothing trains becomes 0."""
+    values = {name: as_value(name, value) for name, value in tokens.items()}
+    of_documents = {name: as_value(name, value) for name, value in documents.items()}
+    return StepDump.from_rectangle(values, of_documents, **more)
+
+
+def text_only(
+    rewards: Sequence[float], group_ids: Tensor, *, advantages: Sequence[float] | None = None, **more: Any
+) -> StepDump:
+    """Return a step of documents whose tokens are not known: each is one token that trains."""
+    number = len(rewards)
+    documents = {"rewards": torch.tensor(rewards, dtype=torch.float64), "group_ids": group_ids}
+    if advantages is not None:
+        documents["advantages"] = torch.tensor(advantages, dtype=torch.float64)
+    note = "the file has text and no tokens: only advantages can be checked, with every document as one token"
+    mask_T = torch.ones(number, dtype=torch.bool)
+    return StepDump(torch.arange(number), {"loss_mask": mask_T}, documents, notes=(note,), **more)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines.
+
+    Raises:
+        RecordError: no such file, no text, or a line that is no object, by its number.
+    """
+    try:
+        lines = path.read_text(encoding="utf8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise refuse_names(path, f"{type(error).__name__}: {reason}", "a text file of JSON lines") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise refuse_names(path, f"line {number}: {error}", "one JSON object a line") from None
+        if not isinstance(record, dict):
+            raise refuse_names(path, f"line {number}: a {type(record).__name__}", "one JSON object a line")
+        records.append(record)
+    if not records:
+        raise refuse_names(path, "no record", "one JSON object a line")
+    return records
+
+
+def read_table(path: Path) -> dict[str, list[Any]]:
+    """Return the columns of a parquet table, by name.
+
+    Raises:
+        RecordError: no such file, no parquet table, or one without rows.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with path.open("rb") as file:
+            table = parquet.read_table(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise refuse_names(path, f"{type(error).__name__}: {reason}", "a parquet table") from None
+    if not table.num_rows:
+        raise refuse_names(path, "no row", "a row a document")
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
+def total_of(columns: Sequence[Sequence[Any]]) -> list[float]:
+    """Return the sum of several rewards of each document; one that was not scored (None, NaN) adds nothing."""
+    scored = [[0.0 if value is None or value != value else float(value) for value in column] for column in columns]
+    return [sum(values) for values in zip(*scored, strict=True)]
+
+
+def refuse_names(path: Path, found: str, rule: str) -> RecordError:
+    """The error about a file that is no dump of the system."""
+    return RecordError(
+        f"read the dump {path}", found=found, rule=rule, fix="check the path, and the writer of the file"
+    )

@@ -1,0 +1,87 @@
+"""Constructors of the containers in which verl and other trainers keep a batch: `TensorDict` and `DataProto`.
+
+They give the restricted reader (`workbench.rollouts.torch_files`) the contents as plain dicts of tensors; the packages
+themselves are not imported. Read from tensordict 0.15.3 and verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workbench.errors import RecordError
+from workbench.rollouts.pickles import Known
+from workbench.rollouts.torch_files import read_restricted
+
+
+class DataProto(NamedTuple):
+    """Contents of a `verl.DataProto`.
+
+    Attributes:
+        batch: tensors by name.
+        non_tensors: numpy arrays by name.
+        meta: other data.
+    """
+
+    batch: dict[str, Tensor]
+    non_tensors: dict[str, Any]
+    meta: dict[str, Any]
+
+
+def _consolidated(metadata: dict[str, Any], storage: Tensor) -> dict[str, Any]:
+    """Tensors of a consolidated TensorDict: slices of one tensor of bytes."""
+    tensors: dict[str, Any] = {}
+    for name, (dtype, shape, start, stop, pad, *_) in metadata["leaves"].items():
+        if name.startswith("<NJT"):
+            raise RecordError(
+                f"read the value {name.partition('>')[2]} of a TensorDict",
+                found="a nested tensor",
+                rule="rectangles of padded values",
+                fix="call to_padded_tensor() before saving",
+            )
+        number = int(np.prod(shape))
+        values = storage[start:stop].clone().view(_dtype(dtype))
+        tensors[name] = (values[:number] if pad else values).reshape(tuple(shape))
+    return tensors
+
+
+def _dtype(name: Any) -> torch.dtype:
+    """Type of a tensor, from its name ("torch.float32" or "float32")."""
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no type of tensors {name!r}")
+    return dtype
+
+
+def _serialized(batch: Any) -> dict[str, Tensor]:
+    """Tensors of `serialize_tensordict`: (batch size, device, name -> (type, shape, bytes))."""
+    _, _, values = batch
+    tensors = {}
+    for name, (dtype, shape, content) in values.items():
+        if dtype == "nested" or isinstance(dtype, tuple) or isinstance(shape, list):
+            raise ValueError(f"{name} is a nested tensor; call to_padded_tensor() before saving")
+        flat = torch.from_numpy(np.ascontiguousarray(content)).view(_dtype(dtype))
+        tensors[name] = flat.reshape(tuple(shape))
+    return tensors
+
+
+def _data_proto(_: tuple[Any, ...], state: Any) -> DataProto:
+    batch, non_tensors, meta = state
+    if isinstance(batch, bytes):
+        batch = read_restricted(batch, known=KNOWN, what="the batch of a DataProto")
+    elif isinstance(batch, tuple):
+        batch = _serialized(batch)
+    return DataProto(dict(batch or {}), dict(non_tensors), dict(meta))
+
+
+KNOWN = Known(
+    calls={"tensordict._reductions._rebuild_tensordict_files_consolidated": _consolidated},
+    states={
+        "tensordict._td.TensorDict": lambda _, state: dict(state["_tensordict"]),
+        "verl.protocol.DataProto": _data_proto,
+    },
+)
+"""`TensorDict` and `verl.DataProto`."""
