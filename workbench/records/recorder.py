@@ -159,7 +159,7 @@ class Recorder:
     def take_gradients(self) -> None:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
 
-        Before ``torch.nn.utils.clip_grad_norm_`` it is called by itself.
+        Before torch's clipping by norm (`observed.CLIPPING`) it is called by itself.
 
         Raises:
             RecordError: no parameter has a gradient on any rank.
