@@ -179,8 +179,8 @@ CLIPPING = (
     (torch.nn.utils, "clip_grads_with_norm_"),
     (torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
 )
-"""Where trainers find torch's clipping: the first is called by accelerate, transformers and Lightning, the second with a
-norm that the trainer computed by torchtitan, the third by verl and by the first. A name that torch lacks is left out."""
+"""Where trainers find torch's clipping: accelerate, transformers and Lightning the first; torchtitan the second, with a
+norm of its own; verl the third, as the first itself does. A name that torch lacks is left out."""
 
 
 def watch_clipping(
