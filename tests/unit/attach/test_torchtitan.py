@@ -19,7 +19,7 @@ class Trainer:
 
     def __init__(self, pp=1, cp=1):
         torch.manual_seed(0)
-        self.model_parts = [nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))]
+        self.model_parts = [nn.ModuleDict({"head": nn.Linear(2, 1), "decoder": nn.Linear(3, 2)})]
         self.optimizers = [torch.optim.SGD(self.model_parts[0].parameters(), lr=0.1)]
         sizes = {"dp_replicate": 1, "dp_shard": 1, "cp": cp, "tp": 1, "pp": pp, "pp_enabled": pp > 1}
         self.parallel_dims = SimpleNamespace(**sizes, get_optional_mesh=lambda name: None)
@@ -27,7 +27,7 @@ class Trainer:
         self.config, self.loss_fn, self.gradient_accumulation_steps = SimpleNamespace(training=training), self, 2
 
     def forward_backward_step(self, *, input_dict, labels, global_valid_tokens):
-        decoder, head = self.model_parts[0]
+        head, decoder = self.model_parts[0].values()
         hidden = decoder(input_dict["input"])
         chunks = [row.detach().requires_grad_() for row in hidden]
         losses = [head(chunk).square().sum() / global_valid_tokens for chunk in chunks]
@@ -35,7 +35,9 @@ class Trainer:
             loss.backward()
         hidden.backward(torch.stack([chunk.grad for chunk in chunks]))
         total = torch.stack(losses).sum().detach()
-        (total + 0 * decoder.weight.sum()).backward()  # as the number that torchtitan back-propagates last
+        (
+            total + 0 * (head.weight.sum() + decoder.weight.sum())
+        ).backward()  # as the number that torchtitan back-propagates last
         return total
 
     def train_step(self):
@@ -49,7 +51,8 @@ class Trainer:
 @pytest.mark.parametrize("cp", [1, 2])
 def test_a_chunked_loss_counts_once_and_the_context_is_that_of_the_trainer(cp, tmp_path):
     trainer = Trainer(cp=cp)
-    loss = 2 * float(trainer.model_parts[0](IDS).detach().square().sum()) / 8
+    head, decoder = trainer.model_parts[0].values()
+    loss = 2 * float(head(decoder(IDS)).detach().square().sum()) / 8
     with record(tmp_path / "mine", trainer, gradients="full", context={"seed": 3}):
         trainer.train_step()
     context, [step] = files.read_context(tmp_path / "mine"), files.read_steps(tmp_path / "mine")
