@@ -37,6 +37,7 @@ ONLY_IN = {
     "triton": {"policy", "reproducible"},
     "transformers": {"policy", "attach"},
     "lightning": {"attach"},
+    "verl": {"attach"},
     "torchx": {"launch"},
     "rich": {"columns"},
     "matplotlib": {"report"},

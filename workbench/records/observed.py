@@ -186,27 +186,50 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kept.items() if isinstance(value, int | float | list | bool | str)}
 
 
+CLIPPING = (
+    (torch.nn.utils, "clip_grad_norm_"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
+    (torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
+)
+"""Where trainers find torch's clipping: accelerate, transformers and Lightning the first; torchtitan the second, with a
+norm of its own; verl the third, as the first itself does. A name that torch lacks is left out."""
+
+
 def watch_clipping(
     parameters: Mapping[str, nn.Parameter], seen: Callable[[float, dict[str, nn.Parameter]], None]
 ) -> Callable[[], None]:
     """Call a function with bound and parameters whenever torch is about to clip some of these; return a stop function.
 
-    ``torch.nn.utils.clip_grad_norm_`` is wrapped, as it is called from there by trainers (accelerate, transformers,
-    Lightning); a loop that imported the function earlier is not seen.
+    The functions of `CLIPPING` are wrapped. One of them may call another, and the function is called for each; a loop
+    that imported the second or the third earlier is not seen.
     """
-    names, module = {id(value): name for name, value in parameters.items()}, torch.nn.utils
-    correct: Any = module.clip_grad_norm_
+    names = {id(value): name for name, value in parameters.items()}
+
+    def see(given: Any, max_norm: float) -> Any:
+        given = [given] if isinstance(given, Tensor) else list(given)
+        if clipped := {names[id(value)]: value for value in given if id(value) in names}:
+            seen(max_norm, clipped)
+        return given
+
+    stops = [_watch_call(module, name, see) for module, name in CLIPPING if hasattr(module, name)]
+
+    def stop() -> None:
+        for each in stops:
+            each()
+
+    return stop
+
+
+def _watch_call(module: Any, name: str, see: Callable[[Any, float], Any]) -> Callable[[], None]:
+    """Call a function with the parameters and the bound of every call of a clipping; return a stop function."""
+    correct: Any = getattr(module, name)
 
     @functools.wraps(correct)
-    def clip_grad_norm_(given: Any, max_norm: float, *more: Any, **options: Any) -> Any:
-        given = [given] if isinstance(given, Tensor) else list(given)
-        clipped = {names[id(value)]: value for value in given if id(value) in names}
-        if wrapper.watches and clipped:
-            seen(max_norm, clipped)
-        return correct(given, max_norm, *more, **options)
+    def clip(given: Any, max_norm: float, *more: Any, **options: Any) -> Any:
+        return correct(see(given, max_norm) if wrapper.watches else given, max_norm, *more, **options)
 
-    wrapper: Any = clip_grad_norm_
-    return _installed(module, "clip_grad_norm_", wrapper)
+    wrapper: Any = clip
+    return _installed(module, name, wrapper)
 
 
 def watch_losses(seen: Callable[[Tensor], None]) -> Callable[[], None]:

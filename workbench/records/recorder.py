@@ -115,6 +115,7 @@ class Recorder:
         reached = _when_backward_begins(self._parameters, self._see_gradient_before)
         self._hooks += reached
         self._tells_reach = bool(reached)
+        self._undo: list[Callable[[], object]] = []
         self._stop_watching = [watch_losses(_weakly(self._see_loss))]
         if self._optimizers:
             self._stop_watching.append(watch_clipping(self._parameters, _weakly(self._before_clip)))
@@ -159,7 +160,7 @@ class Recorder:
     def take_gradients(self) -> None:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
 
-        Before ``torch.nn.utils.clip_grad_norm_`` it is called by itself.
+        Before torch's clipping by norm (`observed.CLIPPING`) it is called by itself.
 
         Raises:
             RecordError: no parameter has a gradient on any rank.
@@ -222,8 +223,14 @@ class Recorder:
         self.number += 1
         self._reset()
 
+    def at_close(self, undo: Callable[[], object]) -> None:
+        """Call a function when the recorder is closed, as an attachment does that leaves a trainer as it was."""
+        self._undo.append(undo)
+
     def close(self) -> None:
         """Remove the hooks from optimizers and from torch's clipping."""
+        while self._undo:
+            self._undo.pop()()
         for hook in self._hooks:
             hook.remove()
         for stop in self._stop_watching:

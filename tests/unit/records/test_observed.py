@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from workbench.records import trainer_files as files
-from workbench.records.observed import checksum, drops
+from workbench.records.observed import CLIPPING, checksum, drops
 from workbench.records.recorder import Recorder
 
 DATA = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -83,20 +83,41 @@ def test_dropout_counts_where_it_drops():
     assert not drops(nn.Dropout(0.0))
 
 
-def test_clipping_by_torch_is_seen_and_gradients_are_those_before(tmp_path):
+def clipped_at_once(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+
+
+def clipped_with_norm(model):
+    """As torchtitan, which adds the norms of pipeline stages up."""
+    norm = nn.utils.get_total_norm([value.grad for value in model.parameters()])
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm=0.001, total_norm=norm)
+
+
+def clipped_as_by_verl(model):
+    from torch.nn.utils.clip_grad import _clip_grads_with_norm_, _get_total_norm
+
+    _clip_grads_with_norm_(
+        list(model.parameters()), 0.001, _get_total_norm([value.grad for value in model.parameters()])
+    )
+
+
+@pytest.mark.parametrize("way", [clipped_at_once, clipped_with_norm, clipped_as_by_verl])
+def test_clipping_by_torch_is_seen_and_gradients_are_those_before(way, tmp_path):
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     correct, norms = nn.utils.clip_grad_norm_, []
 
     def clip():
         norms.append(float(model[0].weight.grad.norm()))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+        way(model)
+        assert float(model[0].weight.grad.norm()) < 0.0011, "clipped as without a recorder"
 
     _, steps = trained(tmp_path / "mine", model, optimizer, before_step=clip)
     assert [step["clip"] for step in steps] == [{"max_norm": 0.001}] * 2
     recorded = [step["gradient_norms"]["0.weight"] for step in files.read_steps(tmp_path / "mine")]
     assert recorded == pytest.approx(norms, rel=1e-6)
     assert nn.utils.clip_grad_norm_ is correct, "unwrapped at the end"
+    assert not [name for module, name in CLIPPING if hasattr(getattr(module, name), "watches")]
 
 
 @pytest.mark.parametrize("taken", [True, False])

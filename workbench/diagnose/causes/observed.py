@@ -40,11 +40,16 @@ def _steps(facts: Facts) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, 
 def _comparable(facts: Facts) -> bool:
     """True if both records see the same parts of the model: rank 0 of as many shards."""
     trusted, suspect = _starts(facts)
-    sizes = [
-        [record.context.get(axis) or 1 for axis in ("tp", "pp", "ep")]
-        for record in (facts.evidence.trusted, facts.suspect)
-    ]
-    return bool(trusted and suspect) and sizes[0] == sizes[1] and trusted.get("sharded") == suspect.get("sharded")
+    as_many = _as_many(facts, "tp", "pp", "ep")
+    return bool(trusted and suspect) and as_many and trusted.get("sharded") == suspect.get("sharded")
+
+
+def _as_many(facts: Facts, *axes: str) -> bool:
+    """True if both runs have as many ranks in each of these axes."""
+    one, other = (
+        [record.context.get(axis) or 1 for axis in axes] for record in (facts.evidence.trusted, facts.suspect)
+    )
+    return one == other
 
 
 @OBSERVED.cause("other parameters: some exist, train, are tied or have an optimizer in one run only")
@@ -72,6 +77,8 @@ def _other_parameters(facts: Facts) -> Judged:
 def _initial_weights(facts: Facts) -> Judged:
     trusted, suspect = _starts(facts)
     if not _comparable(facts) or trusted.get("parameters") != suspect.get("parameters"):
+        return NOT
+    if trusted.get("sharded") and not _as_many(facts, "dp", "cp"):  # FSDP: rank 0 has other parts of the weights
         return NOT
     if None in (trusted.get("weights"), suspect.get("weights")) or trusted["weights"] == suspect["weights"]:
         return NOT

@@ -1,5 +1,7 @@
 """Causes that a recorder saw by itself, in pairs of plain loops with one planted difference each."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -194,3 +196,17 @@ def test_a_saved_record_keeps_what_was_seen(tmp_path):
     again = Record.load(record.save(tmp_path / "again"))
     assert again.steps[1].observed == record.steps[1].observed != {}
     assert again.context["observed"] == record.context["observed"]
+
+
+@pytest.mark.parametrize(("dp", "accused"), [(2, False), (1, True)])
+def test_parts_of_weights_on_another_number_of_ranks_are_not_compared(dp, accused, tmp_path):
+    """A record of FSDP has the checksum of rank 0's part, which is another one where there are more ranks."""
+    folders = [Loop(tmp_path / name).run() for name in ("right", "wrong")]
+    for folder, ranks, checksum in zip(folders, (1, dp), ("a" * 16, "b" * 16), strict=True):
+        path = folder / "record.json"
+        record = json.loads(path.read_text())
+        record["context"]["dp"] = ranks
+        record["context"]["observed"] |= {"sharded": True, "weights": checksum}
+        path.write_text(json.dumps({name: value for name, value in record.items() if name != "crc32"}))
+    causes = [cause.name for cause in wb.diagnose(*folders).causes]
+    assert ("initial_weights" in causes) == accused
