@@ -37,6 +37,8 @@ ONLY_IN = {
     "triton": {"policy", "reproducible"},
     "transformers": {"policy", "attach"},
     "lightning": {"attach"},
+    "deepspeed": {"attach"},
+    "megatron": {"attach"},
     "torchx": {"launch"},
     "rich": {"columns"},
     "matplotlib": {"report"},
