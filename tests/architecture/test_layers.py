@@ -38,6 +38,8 @@ ONLY_IN = {
     "transformers": {"policy", "attach"},
     "lightning": {"attach"},
     "verl": {"attach"},
+    "deepspeed": {"attach"},
+    "megatron": {"attach"},
     "torchx": {"launch"},
     "rich": {"columns"},
     "matplotlib": {"report"},

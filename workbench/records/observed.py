@@ -6,9 +6,9 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
     start  parameters   name -> shape, dtype, "trains"; of the whole model, frozen ones too
            tied         groups of names that are one parameter
            optimizers   classes, in order
-           left_out     trained parameters that no optimizer has
+           left_out     trained parameters that no optimizer has, where optimizers have those of the model
            weights      checksum of this run's initial weights, of the part of the writing rank
-           sharded      True if parameters are shards (DTensors)
+           sharded      True if parameters are shards (DTensors, shards over tp, ZeRO 3)
     step   optimizers   for each, the settings of its groups (learning rate, betas, weight decay, ...)
            updates      that the optimizers' state has counted
            kept         names of the tensors of the optimizers' state, of those that are not all 0 for a first parameter
@@ -40,49 +40,57 @@ import torch
 from torch import Tensor, nn
 
 from workbench.sharding.data_parallel import is_shard
+from workbench.sharding.given_parameters import GivenParameters
 from workbench.sharding.gradients import local_gradient, local_values, plain_names
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_start(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    given: GivenParameters,
 ) -> dict[str, Any]:
     """Evidence before the first step. ``parameters`` are those that train, by name."""
     named = plain_names(dict(model.named_parameters(remove_duplicate=False)))
     groups: dict[int, list[str]] = {}
     for name, value in named.items():
         groups.setdefault(id(value), []).append(name)
+    weights = {name: given.weights(value) for name, value in parameters.items()}
     seen: dict[str, Any] = {
         "parameters": {
             names[0]: {
-                "shape": list(named[names[0]].shape),
+                "shape": list(given.weights(named[names[0]]).shape),
                 "dtype": dtype_name(named[names[0]].dtype),
                 "trains": named[names[0]].requires_grad,
             }
             for names in groups.values()
         },
         "tied": [names for names in groups.values() if len(names) > 1],
-        "weights": checksum(parameters),
-        "sharded": any(is_shard(value) for value in parameters.values()),
+        "weights": checksum(weights),
+        "sharded": any(is_shard(value) for value in weights.values()),
     }
     if optimizers:
+        seen["optimizers"] = [type(each).__name__ for each in optimizers]
+    if optimizers and not given.optimizer_has_copies:
         optimized = {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
-        seen |= {
-            "optimizers": [type(each).__name__ for each in optimizers],
-            "left_out": [name for name, value in parameters.items() if id(value) not in optimized],
-        }
+        seen["left_out"] = [name for name, value in parameters.items() if id(value) not in optimized]
     return seen
 
 
 def of_step(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: Sequence[torch.optim.Optimizer],
+    given: GivenParameters,
 ) -> dict[str, Any]:
     """Evidence of a step whose gradients are complete, before the update."""
+    weights = {name: given.weights(value) for name, value in parameters.items()}
     states = [value for each in optimizers for kept in each.state.values() for value in kept.values()]
     seen: dict[str, Any] = {
-        "weights": checksum(parameters),
-        "grid": _grid(value for value in parameters.values()),
+        "weights": checksum(weights),
+        "grid": _grid(weights.values()),
         "gradient_grid": _grid(
             gradient for value in parameters.values() if (gradient := local_gradient(value)) is not None
         ),
@@ -115,8 +123,8 @@ def _kept(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 @torch.no_grad()
-def checksum(parameters: Mapping[str, nn.Parameter]) -> str:
-    """Sixteen digits that depend on every bit of this rank's parameters and on their places.
+def checksum(parameters: Mapping[str, Any]) -> str:
+    """Sixteen digits that depend on every bit of this rank's parameters, or of its shards, and on their places.
 
     Each row's bits are summed as integers of 64, and the sums weighed by the number of their row: one pass over the
     weights, and the same digits on every device.
@@ -156,8 +164,9 @@ def _has_lower_halves(values: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def checksums(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """The checksum of every parameter that this rank holds whole."""
-    return {name: checksum({name: value}) for name, value in parameters.items() if not is_shard(value)}
+    """The checksum of every parameter that this rank holds whole, or of its shard over tp."""
+    whole = {name: value for name, value in parameters.items() if not is_shard(value) and value.numel()}
+    return {name: checksum({name: value}) for name, value in whole.items()}
 
 
 def drops(module: nn.Module) -> bool:

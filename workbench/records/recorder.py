@@ -8,6 +8,9 @@
     recorder.take_gradients()                       # only where gradients are clipped before the optimizer sees them
     optimizer.step()                                # writes the step
 
+With ``shards=TensorShards(model, {"*.qkv.weight": 0, "*.out.weight": 1}, tp_group)`` a record has whole parameters of
+a model that is sharded over tp (`workbench.sharding.given_parameters`).
+
 By itself it sees settings of optimizers, dtypes, weights, replicas, dropout, clipping (`workbench.records.observed`).
 It only reads: no gradient, weight or random number is changed. The model may be plain, DDP's, Megatron's DDP's
 (its ``main_grad`` is read) or made of DTensors (FSDP2); gradients may come from several micro-batches. Every rank has
@@ -37,14 +40,8 @@ from workbench.records.notes import check_names, in_places, metric_value
 from workbench.records.observed import checksums, of_start, of_step, watch_clipping, watch_losses
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
-from workbench.sharding.gradients import (
-    given_gradient,
-    given_norms,
-    in_buffers,
-    local_gradient,
-    trained_parameters,
-    whole_value,
-)
+from workbench.sharding.given_parameters import GivenParameters
+from workbench.sharding.gradients import in_buffers, local_gradient, trained_parameters, whole_value
 from workbench.sharding.mesh import Axis, GivenGroup, axis_of, world_axis
 
 _ROW = "row of this rank"
@@ -68,6 +65,8 @@ class Recorder:
         engine: reduction of the ranks' gradients, "mean" (the default of DDP and FSDP) or "sum".
         scaler: of fp16 training; with it, a step that it skips is counted in ``skipped`` of the next line, and what was
             noted for it is left out.
+        shards: how parameters are sharded, where they are neither whole on every rank nor DTensors.
+        manual: `step` is called manually, and optimizers are only read, as those that an engine steps.
 
     Raises:
         RecordError: the folder has a record already; on every rank.
@@ -97,8 +96,10 @@ class Recorder:
         ranks: GivenGroup | None = None,
         engine: Literal["mean", "sum"] = "mean",
         scaler: Any = None,
+        shards: GivenParameters | None = None,
+        manual: bool = False,
     ) -> None:
-        self.folder, self.number = Path(folder), 0
+        self.folder, self.number, self._given = Path(folder), 0, shards or GivenParameters()
         self._model, self._parameters, self._keep = model, trained_parameters(model), gradients == "full"
         given = () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = tuple(map(_inner, given))
@@ -110,7 +111,8 @@ class Recorder:
         self._share = 1 / self._ranks.size if engine == "mean" else 1.0
         self._reset()
         self._begin(dict(context or {}))
-        self._hooks = [each.register_step_pre_hook(self._before_step) for each in self._optimizers]
+        stepped = () if manual else self._optimizers
+        self._hooks = [each.register_step_pre_hook(self._before_step) for each in stepped]
         self._hooks.append(model.register_forward_pre_hook(self._see_call, with_kwargs=True))
         reached = _when_backward_begins(self._parameters, self._see_gradient_before)
         self._hooks += reached
@@ -157,27 +159,30 @@ class Recorder:
         if tokens:
             self._note_tokens(tokens)
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, *, max_norm: float | None = None) -> None:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
 
-        Before torch's clipping by norm (`observed.CLIPPING`) it is called by itself.
+        Before torch's clipping by norm (`observed.CLIPPING`) it is called by itself. ``max_norm`` is the bound of
+        another clipping that follows; None: it is not recorded.
 
         Raises:
             RecordError: no parameter has a gradient on any rank.
         """
         self._take(self._parameters)
         self._refuse_no_gradient()
+        if max_norm is not None:
+            self._clip["max_norm"] = float(max_norm)
 
     def _take(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        here = [name for name, parameter in parameters.items() if local_gradient(parameter) is None]
+        here = [name for name, parameter in parameters.items() if not self._given.has_gradient(parameter)]
         by_rank = self._gather_json({"none": here, "buffers": in_buffers(parameters)}, self._job)
         without = [name for name in here if all(name in rank["none"] for rank in by_rank)]
-        norms = given_norms(parameters)
+        norms = self._given.norms(parameters)
         self._buffers_of_zeros |= all(rank["buffers"] for rank in by_rank) and not any(norms.values())
         self._without = [name for name in self._without if name not in parameters] + without
         self._norms |= norms
         for name, parameter in parameters.items() if self._keep else ():
-            gradient = given_gradient(parameter)
+            gradient = self._given.whole_gradient(parameter)
             if self._writes:
                 self._whole[name] = gradient.to("cpu", copy=True)
 
@@ -257,7 +262,7 @@ class Recorder:
         known: dict[str, Any] = {"precision": _name(next(iter(self._parameters.values())).dtype)}
         for optimizer in self._optimizers[:1]:
             known |= {"optimizer": type(optimizer).__name__.lower(), "learning_rate": optimizer.param_groups[0]["lr"]}
-        known["observed"] = of_start(self._model, self._parameters, self._optimizers)
+        known["observed"] = of_start(self._model, self._parameters, self._optimizers, self._given)
         problem: dict[str, str] = {}
         if self._writes:
             try:
@@ -280,7 +285,7 @@ class Recorder:
         self._without = []
         self._buffers_of_zeros = False
         self._clip: dict[str, float] = {}
-        self._given: dict[str, float] = {}
+        self._handed: dict[str, float] = {}
         self._stepped: set[int] = set()
         self._autocast, self._repeated, self._inputs = "", 0, Inputs(positional_names(self._model))
         self._cleared: bool | Tensor | None = None
@@ -336,7 +341,7 @@ class Recorder:
         self._stepped.add(id(optimizer))
         ids = {id(value) for group in optimizer.param_groups for value in group["params"]}
         own = {name: value for name, value in self._parameters.items() if id(value) in ids}
-        self._given |= given_norms({name: value for name, value in own.items() if name in self._norms})
+        self._handed |= self._given.norms({name: value for name, value in own.items() if name in self._norms})
         if len(self._stepped) == len(self._optimizers):
             self.step()
         elif left := {name: value for name, value in own.items() if name not in self._norms}:
@@ -359,7 +364,7 @@ class Recorder:
 
     def _observed(self) -> dict[str, Any]:
         """`observed.of_step`, and equality of replicas, clipping and skipped steps. Collective."""
-        seen = of_step(self._model, self._parameters, self._optimizers)
+        seen = of_step(self._model, self._parameters, self._optimizers, self._given)
         if self._ranks.size > 1:
             by_rank = self._gather_json(checksums(self._parameters))
             off = [name for name, value in by_rank[0].items() if any(rank.get(name) != value for rank in by_rank)]
@@ -371,8 +376,8 @@ class Recorder:
             seen["autocast"] = self._autocast
         if self._clip:
             seen["clip"] = dict(self._clip)
-        if times := [norm / self._norms[name] for name, norm in self._given.items() if self._norms.get(name)]:
-            norm = math.sqrt(math.fsum(value**2 for value in self._given.values()))
+        if times := [norm / self._norms[name] for name, norm in self._handed.items() if self._norms.get(name)]:
+            norm = math.sqrt(math.fsum(value**2 for value in self._handed.values()))
             seen["given"] = {"norm": norm, "times": [min(times), max(times)]}
         if self._scaler is not None:
             seen |= {"scale": self._scale, "skipped": self._skipped}
@@ -392,8 +397,7 @@ class Recorder:
             f"in {shown}",
             rule="a record is of gradients, from parameter.grad or, where that is None, from parameter.main_grad",
             fix="call recorder.take_gradients() after backward and before zero_grad(), with the model that the loss "
-            "goes through; where an engine keeps gradients in buffers of its own (DeepSpeed ZeRO), put them into "
-            "parameter.grad first (deepspeed.utils.safe_get_full_grad)",
+            "goes through; under DeepSpeed use workbench.attach.deepspeed.EngineRecorder",
         )
 
     def _refuse_cleared_buffers(self) -> None:
@@ -514,7 +518,7 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _when_backward_begins(parameters: Mapping[str, nn.Parameter], see: Callable[[Tensor | None], None]) -> list[Any]:
     """Hooks that pass on a parameter's gradient before a backward adds to it, of the first that is no shard."""
     first = next((value for value in parameters.values() if not is_shard(value) and value.requires_grad), None)
-    return [] if first is None else [first.register_hook(lambda _: see(first.grad))]
+    return [] if first is None else [first.register_hook(lambda _: see(local_gradient(first)))]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -75,7 +75,7 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
     Units:  squares are summed in float64; the global norm is the root of the sum of the squared norms.
     """
     names = [name for name, _ in model.named_parameters()]
-    squares = _sums_of_squares([_local(_gradient(value), shards[name]) for name, value in model.named_parameters()])
+    squares = sums_of_squares([_local(_gradient(value), shards[name]) for name, value in model.named_parameters()])
     if mesh["tp"].rank:  # what every tp rank has counts once
         replicated = torch.tensor([shards[name].dim is None for name in names])
         squares = squares.masked_fill(replicated.to(squares.device), 0.0)
@@ -127,7 +127,7 @@ def local_values(value: Any) -> Tensor:
     return (value.to_local() if is_shard(value) else value).detach()
 
 
-def _sums_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+def sums_of_squares(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of squares of each tensor in float64, without a copy of any in float64."""
     if all(gradient.is_cuda for gradient in gradients):  # converts number by number, one launch for many tensors
         norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)
@@ -205,7 +205,7 @@ def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
         buckets[_sharded_over(gradient)][name] = gradient.to_local() if is_shard(gradient) else gradient
     norms: dict[str, float] = {}
     for place, gradients in buckets.items():
-        total = _sums_of_squares(list(gradients.values()))
+        total = sums_of_squares(list(gradients.values()))
         if place is not None:
             mesh, dims = place
             total = total.to(mesh.device_type)

@@ -12,6 +12,8 @@ from tests.helpers.ranks import run_ranks
 from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.records import trainer_files as files
 from workbench.records.recorder import Recorder
+from workbench.sharding.given_parameters import TensorShards
+from workbench.sharding.tensor_parallel import ParameterShard
 
 DATA = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 """Six samples, dealt over ranks and micro-batches."""
@@ -146,6 +148,29 @@ class TestAlone:
         for with_it, without in zip(train(True), train(False), strict=True):
             assert torch.equal(with_it, without)
         assert len(steps_of(folder)) == 3
+
+    def test_an_optimizer_of_an_engine_is_only_read(self, folder):
+        model = trained()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = Recorder(folder, model, optimizer, manual=True)
+        recorder.take_gradients(max_norm=2)
+        recorder.step(1.0)
+        optimizer.step()
+        [step] = steps_of(folder)
+        assert step["observed"]["clip"] == {"max_norm": 2.0}
+        assert step["observed"]["optimizers"][0][0]["lr"] == 0.1
+
+    @pytest.mark.parametrize("cleared", [True, False])
+    def test_buffers_of_megatron_that_were_not_cleared_are_seen(self, cleared, folder):
+        model = with_buffers(model_of())
+        recorder = Recorder(folder, model)
+        for _ in range(2):
+            loss_of(model, DATA).backward()
+            recorder.step(1.0)
+            if cleared:
+                for parameter in model.parameters():
+                    parameter.main_grad.zero_()
+        assert [step["observed"]["cleared"] for step in steps_of(folder)] == [True, cleared]
 
     def test_tokens_are_put_in_source_order(self, folder):
         recorder = Recorder(folder, trained())
@@ -338,6 +363,41 @@ def train_on_ranks(folder):
     loss_of(halves[2 * rank], torch.ones(1, 3 if rank else 4).double()).backward()
     Recorder(folder / "halves", halves).step()
     return sorted(path.name for path in (folder / "ddp").iterdir())
+
+
+def train_on_tp(folder):
+    """Columns of one weight are sharded over two ranks, and the last layer has partial sums of its gradients."""
+    import torch.distributed as dist
+
+    rank, gradient, model = dist.get_rank(), trained()[0].weight.grad, trained()
+    model[0].weight = nn.Parameter(model[0].weight.detach().chunk(2, 1)[rank].clone())
+    model[0].weight.grad = gradient.chunk(2, 1)[rank].clone()
+    for parameter in model[2].parameters():
+        parameter.grad *= 0.25 if rank else 0.75
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    shards = TensorShards(model, {"0.weight": 1, "2.*": ParameterShard(gradient_is_partial=True)}, dist.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = Recorder(folder / "tp", model, optimizer, ranks=alone, shards=shards, gradients="full")
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    recorder.note(1.5, counts={"documents": 6})
+    optimizer.step()
+    recorder.step(1.5)
+    return all(torch.equal(parameter.grad, grad) for parameter, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_a_model_that_is_sharded_over_tp_is_recorded_whole(tmp_path):
+    assert run_ranks(train_on_tp, 2, tmp_path / "ranks", tmp_path) == [True, True], "gradients are only read"
+    model, context = trained(), files.read_context(tmp_path / "tp")
+    shapes = {name: tuple(entry["shape"]) for name, entry in context["observed"]["parameters"].items()}
+    assert shapes == {name: tuple(value.shape) for name, value in model.named_parameters()}
+    assert context["observed"]["sharded"] is True
+    step, later = steps_of(tmp_path / "tp")
+    assert (step["loss"], step["counts"]) == (1.5, {"documents": 6.0}), "neighbours have the same documents"
+    assert step["gradient_norms"] == pytest.approx(norms_of(model), rel=1e-13)
+    assert step["observed"]["weights"] != later["observed"]["weights"]
+    gradients = files.read_tensors(tmp_path / "tp", 0, "gradients")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-13, atol=1e-16)
 
 
 def test_ranks_write_one_record_of_the_whole_step(tmp_path):
