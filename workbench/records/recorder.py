@@ -341,7 +341,8 @@ class Recorder:
         self._stepped.add(id(optimizer))
         ids = {id(value) for group in optimizer.param_groups for value in group["params"]}
         own = {name: value for name, value in self._parameters.items() if id(value) in ids}
-        self._handed |= self._given.norms({name: value for name, value in own.items() if name in self._norms})
+        if taken := {name: value for name, value in own.items() if name in self._norms}:
+            self._handed |= self._given.norms(taken)
         if len(self._stepped) == len(self._optimizers):
             self.step()
         elif left := {name: value for name, value in own.items() if name not in self._norms}:
