@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class LossFacts(TokenFacts):
-    """What the first step that differs, and those after it, show of the losses."""
+    """Surrogates and denominators of the first step that differs, and of those after it."""
 
     @cached_property
     def token_losses_same(self) -> bool | None:

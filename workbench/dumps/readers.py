@@ -1,4 +1,4 @@
-"""What readers of systems' dumps share: groups as numbers, rectangles, JSON lines, dumps of text.
+"""Parts that readers of systems' dumps share: groups as numbers, rectangles, JSON lines, dumps of text.
 
 Letters: B rows | C padded length | N documents.
 """

@@ -200,8 +200,8 @@ CLIPPING = (
     (torch.nn.utils, "clip_grads_with_norm_"),
     (torch.nn.utils.clip_grad, "_clip_grads_with_norm_"),
 )
-"""Where trainers find torch's clipping: accelerate, transformers and Lightning the first; torchtitan the second, with a
-norm of its own; verl the third, as the first itself does. A name that torch lacks is left out."""
+"""Functions by which trainers reach torch's clipping: accelerate, transformers and Lightning the first; torchtitan
+the second, with a norm of its own; verl the third, as the first itself does. A name that torch lacks is left out."""
 
 
 def watch_clipping(
