@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.multiprocessing as mp
 from tests.helpers.stand_in import stand_in
 from workbench.sharding import wire
 
+START_S = 120.0  # for imports and the rendezvous; seconds, but for a CPU that many tests share
+
 
 class RanksError(AssertionError):
     """At least one rank failed or hung; the message has the output of each."""
@@ -28,7 +31,7 @@ class RanksError(AssertionError):
 def _entry(rank: int, world: int, folder: str, function: Any, arguments: tuple[Any, ...], timeout_s: float) -> None:
     folder_path = Path(folder)
     log = (folder_path / f"stack{rank}").open("w")
-    faulthandler.dump_traceback_later(timeout_s * 0.8, file=log, exit=False)
+    faulthandler.dump_traceback_later(timeout_s + START_S, file=log, exit=False)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     try:
@@ -36,6 +39,9 @@ def _entry(rank: int, world: int, folder: str, function: Any, arguments: tuple[A
 
         if world > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        faulthandler.dump_traceback_later(
+            timeout_s, file=log, exit=False
+        )  # the time of a start on a busy CPU is not counted
         result: Any = ("ok", function(*arguments))
         if world > 1:
             dist.barrier()
@@ -65,11 +71,24 @@ def reductions_counted() -> Iterator[list[int]]:
         wire.dist = torch.distributed
 
 
+def _wait_for(processes: list[Any], folder: Path, deadline: float) -> None:
+    """Return when every rank has ended or, where one goes on, has written its whole stack."""
+    before: list[int] = []
+    while time.monotonic() < deadline:
+        connection.wait([process.sentinel for process in processes if process.is_alive()], 0.5)
+        going_on = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        stacks = [folder / f"stack{rank}" for rank in going_on]
+        sizes = [stack.stat().st_size if stack.exists() else 0 for stack in stacks]
+        if (all(sizes) and sizes == before) or not going_on:
+            return
+        before = sizes
+
+
 def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call ``function(*arguments)`` on ``world`` ranks; results in rank order.
 
-    The function and its arguments must be importable and picklable. A rank that does not answer in time is
-    killed, and its stack is part of the error.
+    The function and its arguments must be importable and picklable. A rank whose call does not return in
+    ``timeout_s`` writes its stack, which is part of the error, and is killed.
 
     Raises:
         RanksError: a rank raised or hung.
@@ -83,9 +102,7 @@ def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + timeout_s
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+    _wait_for(processes, folder, time.monotonic() + timeout_s + 2 * START_S)
     hung = [r for r, process in enumerate(processes) if process.is_alive()]
     for process in processes:
         if process.is_alive():
