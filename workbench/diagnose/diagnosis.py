@@ -351,9 +351,9 @@ def _present(need: str, context: Mapping[str, Any], counts: Mapping[str, float] 
     if need == "one rank":
         return any((known.get(axis) or 1) > 1 for axis in AXES)
     if need == "packing":
-        if "documents" not in known or "micro_batches" not in known:
+        if "documents" not in known or not {"micro_batches", "input_rows"} & set(known):
             return None
-        return known["documents"] > known["micro_batches"] * known.get("dp", 1)
+        return known["documents"] > known.get("input_rows", known.get("micro_batches", 1) * known.get("dp", 1))
     if need in ("temperature", "kept_mass"):
         return None if known.get(need) is None else known[need] != 1
     sizes = [known.get(name) for name in need.split(" * ")]

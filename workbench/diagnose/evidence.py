@@ -154,7 +154,8 @@ class Evidence:
     def not_recorded(self, names: Iterable[str]) -> list[str]:
         """Per-token values that one of the two records of the first step that differs does not have."""
         tokens = [whole(step.tokens) for step in self.pair]
-        return [name for name in names if any(name not in each for each in tokens)]
+        unused = _OF_POLICIES if all(map(_is_likelihood, tokens)) else ()
+        return [name for name in names if name not in unused and any(name not in each for each in tokens)]
 
     @property
     def pair(self) -> tuple[RecordedStep, RecordedStep]:
@@ -230,7 +231,8 @@ def _step(
         measured = _gradient(gradients, a, b, norms, noise)
         values |= measured or {}
         silent += ["gradient"] if measured is None else []
-    shared = [key for key in a.metrics if key in b.metrics]
+    partial = () if _same_division(a, b) else (*a.partial_metrics, *b.partial_metrics)
+    shared = [key for key in a.metrics if key in b.metrics and key not in partial]
     off = {
         key: (a.metrics[key], b.metrics[key])
         for key in shared
@@ -252,6 +254,27 @@ def _step(
         not_finite=tuple(broken),
         silent=tuple(silent),
     )
+
+
+def _same_division(a: RecordedStep, b: RecordedStep) -> bool:
+    """True if the same tokens are known to lie in the same micro-batches, so that metrics of parts are of the same."""
+    one, other = (whole(step.tokens) for step in (a, b))
+    return {"rows", "documents"} <= set(one) & set(other) and all(
+        torch.equal(one[name], other[name])
+        for name in ("rows", "documents", "targets")
+        if name in one and name in other
+    )
+
+
+def _is_likelihood(tokens: Mapping[str, Tensor]) -> bool:
+    """True if the noted loss of every trained token is its negative log-likelihood, which has no other input."""
+    if not {"losses", "policy_logprobs", "trained"} <= set(tokens) or not bool(tokens["trained"].any()):
+        return False
+    losses, logprobs = (tokens[name].double()[tokens["trained"].bool()] for name in ("losses", "policy_logprobs"))
+    return torch.allclose(losses, -logprobs, rtol=EXACTLY_SAME / 1000, atol=1e-6)
+
+
+_OF_POLICIES = ("old_logprobs", "advantages")
 
 
 def _own(key: str) -> bool:

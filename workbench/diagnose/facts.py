@@ -31,8 +31,12 @@ class Facts(LossFacts):
 
     @property
     def counts(self) -> Mapping[str, float]:
-        """Counts of the step, from the suspect, or else from the trusted record, which trained the same documents."""
-        return {**self.pair[0].counts, **self.pair[1].counts}
+        """Counts of the step, from the suspect, or else from the trusted record, which trained the same documents.
+
+        With ``input_rows``, the rows of vocabulary ids that the suspect's model was given, where a recorder saw them.
+        """
+        rows = (self.pair[1].observed.get("inputs") or {}).get("ids", (0, 0, 0))[2]
+        return {**self.pair[0].counts, **self.pair[1].counts} | ({"input_rows": rows} if rows else {})
 
     @property
     def loss_same(self) -> bool | None:

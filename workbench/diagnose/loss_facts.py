@@ -50,7 +50,10 @@ class LossFacts(TokenFacts):
         usual = {way.description for way in reproduced(usual_ways, trusted, bar * max(abs(trusted), scale))}
         hits = reproduced(candidates, suspect, bar * max(abs(suspect), scale))
         nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
-        return [way for way in nearest if way.description not in usual] if usual else []
+        if usual or bar >= EXACT:
+            return [way for way in nearest if way.description not in usual] if usual else []
+        # the trusted one divides by a number of its own, as Dr. GRPO does, and so by none of these ways
+        return [way for way in nearest if way.kind]
 
     @cached_property
     def explained(self) -> tuple[list[Explained], list[Explained]]:

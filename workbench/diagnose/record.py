@@ -102,6 +102,7 @@ class RecordedStep:
         evidence: counts of tokens and documents with a gradient, by the keys of `workbench.metrics.evidence`.
         certificate: of the step, if a run has one.
         observed: what a recorder saw by itself, see `workbench.records.observed`.
+        partial_metrics: names of metrics that are of parts of the step, such as its last micro-batch.
     """
 
     number: int
@@ -114,6 +115,7 @@ class RecordedStep:
     evidence: Mapping[str, float] = field(default_factory=dict)
     certificate: Certificate | None = None
     observed: Mapping[str, Any] = field(default_factory=dict)
+    partial_metrics: Sequence[str] = ()
 
 
 def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -221,7 +223,8 @@ class Record:
                 {"step": step.number, "loss": step.loss}
                 | {name: dict(getattr(step, name)) for name in ("metrics", "gradient_norms", "counts")}
                 | ({"evidence": dict(step.evidence)} if step.evidence else {})
-                | ({"observed": dict(step.observed)} if step.observed else {}),
+                | ({"observed": dict(step.observed)} if step.observed else {})
+                | ({"partial_metrics": list(step.partial_metrics)} if step.partial_metrics else {}),
             )
         return folder
 
@@ -268,7 +271,10 @@ def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
     measured: dict[str, Any] = {
         name: step.get(name) or {} for name in ("metrics", "gradient_norms", "counts", "evidence", "observed")
     }
-    return RecordedStep(number, step.get("loss"), **measured, gradients=of_kind("gradients"), tokens=of_kind("tokens"))
+    tensors: dict[str, Any] = {kind: of_kind(kind) for kind in ("gradients", "tokens")}
+    return RecordedStep(
+        number, step.get("loss"), **measured, **tensors, partial_metrics=tuple(step.get("partial_metrics") or ())
+    )
 
 
 # ---- run directories -------------------------------------------------------------------------------------

@@ -121,7 +121,25 @@ def kinds_of_ratios(step: RecordedStep) -> set[str]:
     if not len(noted) or float((noted - 1).abs().max()) < NEAR_1:
         return set()
     kinds = {kind: values.exp()[trained] for kind, values in _log_ratios(tokens).items()}
-    return {kind for kind, ratios in kinds.items() if torch.allclose(noted, ratios, rtol=NEAR_1 / 10, atol=0.0)}
+    known = {kind for kind, ratios in kinds.items() if torch.allclose(noted, ratios, rtol=NEAR_1 / 10, atol=0.0)}
+    return known or _over_other_counts(noted.log(), {kind: ratios.log() for kind, ratios in kinds.items()})
+
+
+def _over_other_counts(noted: Tensor, kinds: Mapping[str, Tensor]) -> set[str]:
+    """Kinds whose sum over each document gives its noted log ratio when divided by a whole number."""
+    found = set()
+    for kind, sums in kinds.items():
+        telling = noted.abs() > NEAR_1
+        counts = sums[telling] / noted[telling]
+        whole_numbers = (counts - counts.round()).abs() <= 0.05
+        if "multiplied" in kind and len(counts) and bool((whole_numbers & (counts > 0.5)).all()):
+            found.add(f"{kind.replace('multiplied', 'summed')} and divided by {_listed_counts(counts)}")
+    return found
+
+
+def _listed_counts(counts: Tensor) -> str:
+    numbers = [str(int(each)) for each in counts.round().unique()]
+    return " or ".join(numbers[:4]) + ("" if len(numbers) <= 4 else f" and {len(numbers) - 4} more")
 
 
 def _stacked(step: RecordedStep, context: Mapping[str, Any]) -> tuple[list[Form], Tensor]:
@@ -304,11 +322,11 @@ def _surrogates(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> Ite
     plain = list(_uncorrected(tokens, context))
     yield from plain
     if {"old_logprobs", "sampler_logprobs"} <= set(tokens):
-        weights = (tokens["old_logprobs"].double() - tokens["sampler_logprobs"].double()).exp()
-        if bool((weights - 1).abs().max() <= 1e-6):
+        far = tokens["old_logprobs"].double() - tokens["sampler_logprobs"].double()
+        if bool(far.abs().max() <= 1e-6):
             return
-        for most in TRUNCATIONS:
-            text = "weighed by old over sampler" + ("" if most == math.inf else f" up to {most:g}")
+        for (kind, of), most in itertools.product((("old over sampler", far), ("sampler over old", -far)), TRUNCATIONS):
+            text, weights = f"weighed by {kind}" + ("" if most == math.inf else f" up to {most:g}"), of.exp()
             yield from ((form._replace(correction=text), values * weights.clamp_max(most)) for form, values in plain)
 
 

@@ -44,6 +44,15 @@ def in_places(tokens: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     return ordered, len(known) - len(places)
 
 
+def of_parts(by_rank: Iterable[Mapping[str, float]], partial: Iterable[Iterable[str]]) -> list[str]:
+    """Names of the metrics that are of parts of a step: with several values on one rank, or another on another."""
+    several = {name for names in partial for name in names}
+    first: dict[str, float] = {}
+    for metrics in by_rank:
+        several |= {name for name, value in metrics.items() if first.setdefault(name, value) != value}
+    return sorted(several)
+
+
 def metric_value(name: str, value: Any) -> float:
     """A metric as a number; RecordError for anything else."""
     try:

@@ -9,6 +9,8 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
            left_out     trained parameters that no optimizer has, where optimizers have those of the model
            weights      checksum of this run's initial weights, of the part of the writing rank
            sharded      True if parameters are shards (DTensors, shards over tp, ZeRO 3)
+           buffers      name -> shape and checksum, such as the frequencies of rotary positions
+           config       numbers, switches and names of the model's ``config``, if it has one
     step   optimizers   for each, the settings of its groups (learning rate, betas, weight decay, ...)
            updates      that the optimizers' state has counted
            kept         names of the tensors of the optimizers' state, of those that are not all 0 for a first parameter
@@ -33,7 +35,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -70,6 +74,12 @@ def of_start(
         "tied": [names for names in groups.values() if len(names) > 1],
         "weights": checksum(weights),
         "sharded": any(is_shard(value) for value in weights.values()),
+        "buffers": {
+            name: [*value.shape, checksum({name: value})]
+            for name, value in model.named_buffers()
+            if not is_shard(value) and value.element_size() in _BITS
+        },
+        "config": config_of(model),
     }
     if optimizers:
         seen["optimizers"] = [type(each).__name__ for each in optimizers]
@@ -170,8 +180,40 @@ def checksums(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
 
 
 def drops(module: nn.Module) -> bool:
-    """True if a module drops some of its input: a dropout in training mode with a probability."""
-    return module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    """True if a module in training mode drops something: a dropout, or one with a rate of its own, as attention has."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return any(isinstance(value, float) and value > 0 and _RATE.search(name) for name, value in vars(module).items())
+
+
+_RATE = re.compile("dropout|drop_prob|drop_rate|pdrop")
+"""Names under which modules keep the rate of a functional dropout: transformers' ``attention_dropout``, ``attn_pdrop``,
+timm's ``drop_prob``."""
+_NO_EFFECT = re.compile(
+    r"^_|dtype|^(use_cache|transformers_version|architectures|return_dict|output_|torchscript|id2label)"
+)
+"""Settings of a transformers config that change no number of a training step, or that say which version wrote it."""
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Settings of a model's ``config`` that are numbers, switches or names, those of parts of it by dotted name."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    config: Any = getattr(model, "config", None)
+    given = config.to_dict() if callable(getattr(config, "to_dict", None)) else getattr(config, "__dict__", config)
+    return dict(_flat(given)) if isinstance(given, Mapping) else {}
+
+
+def _flat(given: Mapping[str, Any], begin: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        if not isinstance(name, str) or _NO_EFFECT.search(name):
+            continue
+        if isinstance(value, Mapping) and len(begin) < 100:
+            yield from _flat(value, f"{begin}{name}.")
+        elif isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+            yield f"{begin}{name}", value
 
 
 def dtype_name(dtype: torch.dtype) -> str:

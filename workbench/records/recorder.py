@@ -36,7 +36,7 @@ from workbench.atomic import from_json, to_json
 from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.records import trainer_files as files
 from workbench.records.inputs import Inputs, of_all_ranks, positional_names
-from workbench.records.notes import check_names, in_places, metric_value
+from workbench.records.notes import check_names, in_places, metric_value, of_parts
 from workbench.records.observed import checksums, of_start, of_step, watch_clipping, watch_losses
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
@@ -142,6 +142,7 @@ class Recorder:
             counts: of this rank's micro-batch: documents (that train), masked_documents, trained_tokens, all_tokens,
                 padded_tokens, ...; summed likewise, over the ranks too.
             metrics: of the step, by key, as the trainer reports them; the last value of the writing rank is recorded.
+                One that calls or ranks note with several values is of parts of the step (``partial_metrics``).
             tokens: per-token values of this rank's micro-batch, all of one shape, by the names of
                 `trainer_files.TOKENS`; each value lies where its target does (policy_logprobs[t] is of token t). With
                 ``source``, each token's place in the step (-1: none), they are put in that order; without it they keep
@@ -155,7 +156,10 @@ class Recorder:
         if loss is not None:
             self._losses.append(torch.as_tensor(loss).detach().clone())  # read at the end of the step: no sync here
         self._counts.append(dict(counts or {}))
-        self._metrics |= {name: metric_value(name, value) for name, value in (metrics or {}).items()}
+        for name, value in ((name, metric_value(name, value)) for name, value in (metrics or {}).items()):
+            if name in self._metrics and self._metrics[name] != value:
+                self._partial.add(name)
+            self._metrics[name] = value
         if tokens:
             self._note_tokens(tokens)
 
@@ -201,6 +205,8 @@ class Recorder:
                 "losses": [float(whole_value(value)) for value in self._losses] or self._seen(),
                 "counts": [{name: float(count) for name, count in counts.items()} for counts in self._counts],
                 "tokens": {name: _name(pieces[0].dtype) for name, pieces in self._tokens.items()},
+                "metrics": self._metrics,
+                "partial": sorted(self._partial),
             }
         )
         tokens = self._gather_tokens(by_rank)
@@ -224,7 +230,9 @@ class Recorder:
                 "micro_batches": noted,
                 "observed": seen,
             }
-            files.append_step(self.folder, line | ({"no_gradient": self._without} if self._without else {}))
+            partial = of_parts([rank["metrics"] for rank in by_rank], [rank["partial"] for rank in by_rank])
+            more = {"no_gradient": self._without, "partial_metrics": partial}
+            files.append_step(self.folder, line | {name: value for name, value in more.items() if value})
         self.number += 1
         self._reset()
 
@@ -279,6 +287,7 @@ class Recorder:
         self._reached = False
         self._counts: list[dict[str, Any]] = []
         self._metrics: dict[str, Any] = {}
+        self._partial: set[str] = set()
         self._tokens: dict[str, list[Tensor]] = {}
         self._norms: dict[str, float] = {}
         self._whole: dict[str, Tensor] = {}

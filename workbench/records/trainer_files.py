@@ -7,7 +7,8 @@
       tensors/step0000.tokens.safetensors     per-token values, [S] each, by name
 
 A line has ``step`` and, as far as they are known, ``loss``, ``metrics``, ``gradient_norms`` (L2, by parameter),
-``no_gradient`` (trained parameters that had none: their norms are 0) and ``counts`` (of the whole step). Their names
+``no_gradient`` (trained parameters that had none: their norms are 0), ``counts`` (of the whole step) and
+``partial_metrics`` (names of metrics that are of parts of it). Their names
 are defined by their reader, `workbench.diagnose.record`. Any part may be missing. Files are written atomically, and
 the line of a step is written last.
 

@@ -100,8 +100,9 @@ def other_attention(facts: Facts, *, packed: bool) -> Judged:
     text, (_, other) = _off(facts, "mask"), _seen(facts)
     if not text or not other.get("ids"):
         return NOT
-    one_row = other["ids"][2] == other["calls"]
-    return (EXPLAINS if one_row == packed else FEWER), [f"attention mask: {text}"]
+    several = max(step.counts.get("documents", 0.0) for step in facts.pair) > other["ids"][2]
+    in_rows = several or other["ids"][2] == other["calls"]
+    return (EXPLAINS if in_rows == packed else FEWER), [f"attention mask: {text}"]
 
 
 def kept_gradients(facts: Facts) -> Judged:

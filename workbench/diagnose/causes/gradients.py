@@ -292,6 +292,8 @@ def _gradients_not_cleared(facts: Facts) -> Judged:
     if (seen := given.kept_gradients(facts))[0]:
         return seen
     excess = facts.excess_of_earlier_step
+    if facts.pair[1].observed.get("cleared"):  # the recorder saw that no gradient was there before
+        return NOT
     if excess is None or excess[1] > max(0.02, 2 * facts.step.noise.gradient):
         return NOT
     return 0.97, [

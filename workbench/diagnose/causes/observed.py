@@ -18,6 +18,8 @@ SEEN = 0.97
 """Score of what both recorders saw: above all inferences but those of numbers that are zero or not finite."""
 DECLARED = 0.995
 """Of settings that differ where no number does, beyond its tolerance: above `no_difference`, for it is one."""
+OF_MODEL = 0.95
+"""Of the model's settings: below weights and parameters that differ, of which a setting is the cause."""
 _HOW = ("fused", "foreach", "capturable", "differentiable")
 """Settings of torch's optimizers that say how, and not what, they compute."""
 TOO_LATE = 0.2
@@ -83,6 +85,23 @@ def _initial_weights(facts: Facts) -> Judged:
     if None in (trusted.get("weights"), suspect.get("weights")) or trusted["weights"] == suspect["weights"]:
         return NOT
     return SEEN, [f"checksum of the initial weights {suspect['weights']}, not {trusted['weights']}"]
+
+
+@OBSERVED.cause("the model's settings or buffers differ: positions, windows, scales, activations")
+def _model_settings(facts: Facts) -> Judged:
+    """Where numbers differ; a setting alone may be one without effect."""
+    trusted, suspect = _starts(facts)
+    if not _comparable(facts) or not any(step.differs for step in facts.evidence.steps):
+        return NOT
+    reasons = []
+    one, other = trusted.get("config", {}), suspect.get("config", {})
+    for name in (name for name in one if name in other and one[name] != other[name]):
+        reasons.append(f"{name} of the model's config is {other[name]!r}, not {one[name]!r}")
+    one, other = trusted.get("buffers", {}), suspect.get("buffers", {})
+    shared = [name for name in one if name in other and one[name][:-1] == other[name][:-1]]
+    if off := [name for name in shared if one[name] != other[name]]:
+        reasons.append(f"buffers have other values: {_listed(off)}")
+    return (OF_MODEL, reasons[:6]) if reasons else NOT
 
 
 @OBSERVED.cause("the optimizer, its settings or the bound of clipping differ")
@@ -178,6 +197,8 @@ def _gradient_clipping(facts: Facts) -> Judged:
     for number, one, other in _steps(facts):
         if "given" in one and "given" in other and (text := _clipped_otherwise(one["given"], other["given"], bounds)):
             return _since(facts, number), [f"in step {number} {text}"]
+    if (judged := _clipped_in_pieces(facts))[0]:
+        return judged
     if not facts.scaled or facts.loss_same is not True or facts.factor_names:
         return NOT
     norms = [math.sqrt(sum(value**2 for value in step.gradient_norms.values())) for step in facts.pair]
@@ -187,6 +208,28 @@ def _gradient_clipping(facts: Facts) -> Judged:
     which = "suspect" if at[0] is None else "trusted run"
     return 0.9, [
         f"the loss is right, and the whole gradient of the {which} is as long as {at[1] or at[0]:g}; {_norms_of(norms)}"
+    ]
+
+
+def _clipped_in_pieces(facts: Facts) -> Judged:
+    """A gradient of another direction that is no longer than the bound of clipping allows its pieces to be together.
+
+    One that each micro-batch was clipped to may be as long as the bound times their number, and is, of a rank that
+    clips what it has added up, as long as the bound.
+    """
+    bound = facts.pair[1].observed.get("clip", {}).get("max_norm") or facts.context.get("max_grad_norm")
+    if not bound or facts.gradient_same is not False or facts.loss_same is not True or facts.forward_same is False:
+        return NOT
+    right, wrong = (math.sqrt(sum(value**2 for value in step.gradient_norms.values())) for step in facts.pair)
+    pieces = max(int(facts.context.get(axis) or 1) for axis in ("micro_batches", "accumulation", "dp"))
+    pieces = max(pieces, int(facts.pair[1].observed.get("inputs", {}).get("calls") or 1))
+    at_bound = abs(wrong / bound - 1) <= RULE
+    if right <= bound * pieces * (1 + RULE) or wrong > bound * pieces * (1 + RULE) or pieces < 2:
+        return NOT
+    how = f"as long as the bound of clipping, {bound:g}" if at_bound else f"within {pieces} times the bound, {bound:g}"
+    return (0.85 if at_bound else 0.6), [
+        f"the loss is right, and the gradient before clipping is {how}, and {right:.4g} in the trusted run: "
+        "pieces of it were clipped one by one"
     ]
 
 

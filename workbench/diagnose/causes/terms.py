@@ -99,6 +99,8 @@ def _other_loss(facts: Facts) -> Judged:
     if facts.other_surrogate:
         return 0.9, [_by_surrogates(facts)]
     terms = facts.metrics_off("loss/")
+    if facts.scaled and facts.step.parallel:
+        return 0.3, ["the same inputs give another loss, and every gradient times one number"]
     if facts.token_losses_same is False:
         return 0.75, ["values of the loss differ token by token, from the same inputs"]
     return 0.35, ["the same inputs give another loss" + (f": {', '.join(terms)}" if terms else "")]
