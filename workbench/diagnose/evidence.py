@@ -342,7 +342,7 @@ def _gradient(
             cosine,
             far,
             one / norm if norm else 0.0,
-            far <= noise.gradient * max(1.0, 3 * typical / scale),  # noise is greater where a gradient is small
+            far <= noise.gradient * max(1.0, 3 * typical / scale) * _of_few(trusted[name].numel()),
         )
     parameters = _stand_out(parameters, noise)
     factor = product / norm**2 if norm else None
@@ -358,6 +358,15 @@ def _gradient(
         "residue": rest,
         "gradient_same": same,
     }
+
+
+def _of_few(elements: int) -> float:
+    """Times that the distance of a gradient of few elements may exceed the usual one.
+
+    A single one, as of a value head's bias, is a sum over all tokens that may cancel; of many some do not. The size 3
+    is that of `typical`: noise is greater, too, where a gradient is small.
+    """
+    return 1 + 3 / max(elements, 1)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -19,6 +19,7 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
            grid         "bfloat16" if every float32 weight is a number of bfloat16; else null
            inputs       fingerprints of what the model was given, see `workbench.records.inputs`
            cleared      False if the first backward of the step met a gradient that was there before
+           met          of the later backwards of the writing rank, how many met a gradient, and their number
            gradient_grid  "bfloat16" if every float32 gradient is a number of bfloat16; else null
            replicas     "equal", or the first parameters whose copies differ between ranks
            dtypes       of gradients and of the optimizers' state

@@ -297,7 +297,7 @@ class Recorder:
         self._handed: dict[str, float] = {}
         self._stepped: set[int] = set()
         self._autocast, self._repeated, self._inputs = "", 0, Inputs(positional_names(self._model))
-        self._cleared: bool | Tensor | None = None
+        self._met: list[bool | Tensor] = []
 
     # ---- evidence that needs no note -----------------------------------------------------------------
 
@@ -339,10 +339,9 @@ class Recorder:
         return [float(whole_value(value)) / scale for value in self._seen_losses]
 
     def _see_gradient_before(self, gradient: Tensor | None) -> None:
-        """See the gradient that a parameter has when the first backward of a step reaches it."""
+        """See the gradient that a parameter has when a backward reaches it."""
         self._reached = True
-        if self._cleared is None:
-            self._cleared = True if gradient is None else gradient.detach().any().logical_not()  # read later: no sync
+        self._met.append(False if gradient is None else gradient.detach().any())  # read later: no sync
 
     def _ends(self, optimizer: torch.optim.Optimizer) -> None:
         if id(optimizer) in self._stepped:  # the others have no step of their own here
@@ -380,8 +379,9 @@ class Recorder:
             off = [name for name, value in by_rank[0].items() if any(rank.get(name) != value for rank in by_rank)]
             seen["replicas"] = off[:8] or "equal"
         seen["inputs"] = of_all_ranks(self._gather_json(self._inputs.finish()))
-        if self._cleared is not None:
-            seen["cleared"] = bool(self._cleared)
+        if self._met:
+            first, *later = map(bool, self._met)
+            seen |= {"cleared": not first, "met": [sum(later), len(later)]}
         if self._autocast:
             seen["autocast"] = self._autocast
         if self._clip:

@@ -217,3 +217,32 @@ def test_weights_after_a_step_that_rounding_made_another_are_not_compared(turned
     comparison = compare_records(two((), 0.0, 1.0), two(turned, 0.01, 5.0))
     assert len(comparison.steps) == compared
     assert (comparison.first.differs == ("metrics",)) == (compared == 2)
+
+
+@pytest.mark.parametrize(("rows", "compared"), [([0] * 9 + [1] * 9, 3), ([0] * 12 + [1] * 6, 2)])
+def test_a_metric_of_parts_is_compared_where_both_runs_divide_their_steps_alike(rows, compared):
+    of_parts = tokens() | {"rows": torch.tensor([0] * 9 + [1] * 9)}
+    right = make_record(tokens=of_parts, partial_metrics=("loss/kl",))
+    metrics = right.steps[0].metrics | {"loss/kl": 0.08}
+    step = compare_records(right, make_record(tokens=of_parts | {"rows": torch.tensor(rows)}, metrics=metrics)).first
+    assert step.compared_metrics == compared
+    assert ("loss/kl" in step.metrics) == (compared == 3)
+
+
+@pytest.mark.parametrize(("elements", "same"), [(1, True), (8, False)])
+def test_the_gradient_of_a_single_element_may_cancel(elements, same):
+    bf16 = {"precision": "bfloat16"}
+    bias = torch.full((elements,), gradients()["lm_head.weight"].norm() / 40**0.5).double()
+    right, wrong = (make_record(bf16, changes={"value.bias": bias * times}, tokens={}) for times in (1.0, 2.0))
+    assert compare_records(right, wrong).first.parameters["value.bias"].same == same
+
+
+def test_a_likelihood_has_no_old_policy_and_no_advantages():
+    def made(**other):
+        tokens_of = {name: values for name, values in tokens().items() if name != "old_logprobs"}
+        return make_record(tokens=tokens_of | {"losses": -tokens()["policy_logprobs"]} | other)
+
+    names = ("policy_logprobs", "old_logprobs", "advantages")
+    assert compare_records(made(), made()).not_recorded(names) == []
+    weighed = made(losses=-1.5 * tokens()["policy_logprobs"])
+    assert compare_records(made(), weighed).not_recorded(names) == ["old_logprobs", "advantages"]

@@ -55,3 +55,15 @@ def test_values_of_the_loss_that_agree_token_by_token():
     assert facts(right, record(0.2, tokens | losses)).token_losses_same
     assert facts(right, wrong).token_losses_same is False
     assert facts(record(0.1, tokens), wrong).token_losses_same is None
+
+
+def test_a_denominator_is_named_although_the_trusted_one_is_a_number_of_its_own():
+    """Dr. GRPO divides by a constant, arXiv 2503.20783."""
+    tokens = values()
+    tokens["losses"] = torch.tensor(token_losses(tokens))
+    of_constant = float(tokens["losses"][tokens["trained"]].double().sum()) / 777.0
+    of_documents = mean(tokens, tokens["losses"].double().tolist(), "documents")
+    result = facts(record(of_constant, tokens), record(of_documents, tokens, 1))
+    assert result.ways[0].kind == "documents"
+    assert not facts(record(of_documents, tokens), record(of_constant, tokens, 1)).ways
+    assert not facts(record(of_constant, tokens), record(1.1 * of_constant, tokens, 1)).ways

@@ -232,3 +232,30 @@ def test_a_record_with_values_of_the_loss_needs_no_guess():
     tokens = values()
     losses = torch.tensor(token_losses(tokens))
     assert explained(record(mean(tokens, losses.tolist()), tokens | {"losses": losses}).steps[0], {}) == []
+
+
+@pytest.mark.parametrize(
+    ("inverted", "text"), [(False, "old over sampler up to 2"), (True, "sampler over old up to 2")]
+)
+def test_a_correction_for_the_sampler_may_be_inverted(inverted, text):
+    tokens = values(on_policy=True)
+    draw = torch.Generator().manual_seed(3)
+    tokens["sampler_logprobs"] = tokens["old_logprobs"] - torch.randn(len(tokens["trained"]), generator=draw)
+    far = tokens["old_logprobs"] - tokens["sampler_logprobs"]
+    weights = [min(math.exp(-float(each) if inverted else float(each)), 2.0) for each in far]
+    losses = [-weight * float(advantage) for weight, advantage in zip(weights, tokens["advantages"], strict=True)]
+    forms = forms_of_tokens(record(0.0, tokens | {"losses": torch.tensor(losses)}).steps[0], {})
+    assert {form.correction for form in forms} == {f"weighed by {text}"}
+
+
+def test_a_sum_of_log_ratios_over_another_count_than_the_documents_tokens():
+    tokens = values()
+    noted, padded = [], 12
+    for at, document in enumerate(tokens["documents"].tolist()):
+        there = (tokens["documents"] == document) & tokens["trained"]
+        far = float((tokens["policy_logprobs"] - tokens["old_logprobs"])[there].sum())
+        noted.append(math.exp(far / padded) if tokens["trained"][at] else 1.0)
+    [kind] = kinds_of_ratios(record(0.0, tokens | {"ratios": torch.tensor(noted)}).steps[0])
+    assert kind == "ratios summed over documents and divided by 12"
+    others = [value + 0.01 * (at % 2) for at, value in enumerate(noted)]
+    assert not kinds_of_ratios(record(0.0, tokens | {"ratios": torch.tensor(others)}).steps[0])

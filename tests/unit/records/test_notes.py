@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workbench.errors import RecordError, ShapeError
-from workbench.records.notes import check_names, in_places, metric_value
+from workbench.records.notes import check_names, in_places, metric_value, of_parts
 from workbench.records.trainer_files import TOKENS
 
 
@@ -38,3 +38,9 @@ def test_a_metric_is_a_number():
     assert metric_value("loss", torch.tensor(0.5)) == 0.5
     with pytest.raises(RecordError, match="a metric is a number"):
         metric_value("stage", "warm")
+
+
+def test_metrics_that_calls_or_ranks_note_with_several_values_are_of_parts():
+    ranks = [{"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 1.0, "b": 2.5}]
+    assert of_parts(ranks, [["c"], []]) == ["b", "c"]
+    assert of_parts(ranks[:1], [[]]) == []

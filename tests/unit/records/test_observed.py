@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from workbench.records import trainer_files as files
-from workbench.records.observed import CLIPPING, checksum, drops
+from workbench.records.observed import CLIPPING, checksum, config_of, drops
 from workbench.records.recorder import Recorder
 
 DATA = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -412,3 +412,18 @@ def _noted(folder):
 def test_micro_batches_are_numbered_rank_by_rank(tmp_path):
     run_ranks(_noted, 2, tmp_path / "ranks", tmp_path / "mine")
     assert files.read_tensors(tmp_path / "mine", 0, "tokens")["rows"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_settings_of_a_config_that_may_change_numbers():
+    class Config:
+        def to_dict(self):
+            rope = {"rope_theta": 5e5, "factors": [1.0, 2.0], 3: 4}
+            return {"hidden": 8, "rope": rope, "use_cache": True, "dtype": "float32", "_name": "x", "bad": float("nan")}
+
+    inner, outer = torch.nn.Linear(2, 2), torch.nn.Module()
+    outer.module = inner
+    assert config_of(outer) == {}
+    inner.config = Config()
+    assert config_of(outer) == {"hidden": 8, "rope.rope_theta": 5e5}
+    inner.config = {"scale": 0.5, "layers": [1, 2]}
+    assert config_of(inner) == {"scale": 0.5}

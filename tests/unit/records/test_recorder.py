@@ -429,3 +429,20 @@ def test_ranks_write_one_record_of_the_whole_step(tmp_path):
             expected = [-1.0, -2.0] if name == "sum" else [-2.0, -1.0, -3.0, -2.0]
             assert tokens["policy_logprobs"].tolist() == expected, name
         optimizer.step()
+
+
+def test_a_metric_of_every_micro_batch_is_recorded_as_one_of_parts(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(tmp_path / "record", model, optimizer) as recorder:
+        for kl in (0.5, 0.25):
+            model(torch.ones(3, 2)).sum().backward()
+            recorder.note(metrics={"loss/kl": kl, "learning_rate": 0.1})
+        optimizer.step()
+        model(torch.ones(3, 2)).sum().backward()
+        recorder.note(metrics={"loss/kl": 0.125})
+        optimizer.step()
+    first, second = steps_of(tmp_path / "record")
+    assert first["metrics"] == {"loss/kl": 0.25, "learning_rate": 0.1}
+    assert first["partial_metrics"] == ["loss/kl"]
+    assert "partial_metrics" not in second

@@ -14,6 +14,8 @@ from workbench.diagnose.facts import Facts
 
 EXPLAINS = 0.93
 """Score of other inputs of the model where its numbers differ."""
+UNNOTICED = 0.995
+"""Of other inputs where no number differs beyond its tolerance: above `no_difference`, for they are one."""
 FEWER = 0.6
 """Of another number of tokens: lost ones, or other padding."""
 
@@ -56,11 +58,28 @@ def ids_same(facts: Facts) -> bool:
 def other_ids(facts: Facts) -> Judged:
     """Score of other vocabulary ids: data of another step, lost or doubled."""
     _, other = _seen(facts)
+    if text := _unnoticed(facts):
+        return UNNOTICED, [text]
     if text := _off(facts, "ids"):
         earlier = [step.observed.get("inputs", {}) for step in facts.suspect.steps if step.number < facts.step.number]
         again = ": those of an earlier step" if any(each.get("ids") == other["ids"] for each in earlier) else ""
         return EXPLAINS, [f"vocabulary ids that enter the model: {text}{again}"]
     return (FEWER, [fewer(facts)]) if fewer(facts) else NOT
+
+
+def _unnoticed(facts: Facts) -> str:
+    """Clause for other vocabulary ids of one number in one number of rows, which no padding explains; "" if none.
+
+    Only where no number differs beyond its tolerance: another step's documents may give as large ones.
+    """
+    if any(step.differs for step in facts.evidence.steps):
+        return ""
+    suspect = {step.number: step.observed for step in facts.suspect.steps}
+    for step in facts.evidence.trusted.steps:
+        one, other = (seen.get("inputs", {}).get("ids") for seen in (step.observed, suspect.get(step.number, {})))
+        if one and other and one[:3] == other[:3] and one[3] != other[3]:
+            return f"vocabulary ids that enter the model in step {step.number}: {other[0]} values are others"
+    return ""
 
 
 def fewer(facts: Facts) -> str:
@@ -103,6 +122,14 @@ def other_attention(facts: Facts, *, packed: bool) -> Judged:
     several = max(step.counts.get("documents", 0.0) for step in facts.pair) > other["ids"][2]
     in_rows = several or other["ids"][2] == other["calls"]
     return (EXPLAINS if in_rows == packed else FEWER), [f"attention mask: {text}"]
+
+
+def met_fewer(facts: Facts) -> str:
+    """Clause for backwards that found nothing to add to, where those of the trusted run did; "" if there are none."""
+    one, other = (step.observed.get("met") for step in facts.pair)
+    if not one or not other or one[1] != other[1] or other[0] >= one[0] or facts.gradient_same is not False:
+        return ""
+    return f"{other[0]} of {other[1]} later backwards met the gradient of those before, not {one[0]}: it was cleared"
 
 
 def kept_gradients(facts: Facts) -> Judged:

@@ -232,6 +232,8 @@ def _ranks_lost(facts: Facts) -> Judged:
     """Only a part of the tokens reaches the gradient: another direction, and shorter."""
     if "micro-batches" in facts.absent:
         return 0.92, [facts.absent]
+    if text := given.met_fewer(facts):
+        return 0.8, [text]  # or each was kept, and added by other means
     if given.fewer_calls(facts) and facts.other_tokens == 0:
         return 0.7, [given.fewer(facts)]
     if facts.lost_pieces:

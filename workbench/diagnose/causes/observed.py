@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from workbench.diagnose.causes import given
 from workbench.diagnose.causes.cause import NOT, Family, Judged
 from workbench.diagnose.facts import Facts
 
@@ -227,7 +228,7 @@ def _clipped_in_pieces(facts: Facts) -> Judged:
     if right <= bound * pieces * (1 + RULE) or wrong > bound * pieces * (1 + RULE) or pieces < 2:
         return NOT
     how = f"as long as the bound of clipping, {bound:g}" if at_bound else f"within {pieces} times the bound, {bound:g}"
-    return (0.85 if at_bound else 0.6), [
+    return (0.85 if at_bound or given.met_fewer(facts) else 0.6), [
         f"the loss is right, and the gradient before clipping is {how}, and {right:.4g} in the trusted run: "
         "pieces of it were clipped one by one"
     ]

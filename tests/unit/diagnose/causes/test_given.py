@@ -1,5 +1,7 @@
 """Causes from what a model was given, in loops of a tiny language model that note nothing but the loss."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,10 +27,12 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def run(folder, *, rows=slice(None), first=0, shift=0, keep=2, allowed=True, clear=True, calls=2, again=False):
+def run(
+    folder, *, first=0, shift=0, keep=2, allowed=True, clear=True, calls=2, again=False, lost=False, precision="float32"
+):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with wb.Recorder(folder, model, optimizer, context={"dp": 1}) as recorder:
+    with wb.Recorder(folder, model, optimizer, context={"dp": 1, "precision": precision}) as recorder:
         for ids in STEPS:
             ids = STEPS[0] if again else ids
             labels = torch.where(torch.arange(LENGTH) >= keep, ids.roll(-1 - shift, 1), -100)
@@ -36,6 +40,8 @@ def run(folder, *, rows=slice(None), first=0, shift=0, keep=2, allowed=True, cle
             for part in list(zip(ids.chunk(2), labels.chunk(2), strict=True))[:calls]:
                 positions = (torch.arange(LENGTH) + first).expand(len(part[0]), LENGTH)
                 loss = model(part[0], positions, mask.expand(len(part[0]), LENGTH, LENGTH), part[1]) / 2
+                if lost:
+                    optimizer.zero_grad()
                 loss.backward()
                 recorder.note(loss)
             optimizer.step()
@@ -54,6 +60,7 @@ def run(folder, *, rows=slice(None), first=0, shift=0, keep=2, allowed=True, cle
         ({"allowed": False}, "attention_to_padding", "attention mask: 100% of it allow, not 56%"),
         ({"calls": 1}, "ranks_lost", "24 tokens, with padding, enter the model in 1 calls, not 48 in 2"),
         ({"clear": False}, "gradients_not_cleared", "in step 1 the first backward met a gradient"),
+        ({"lost": True}, "ranks_lost", "0 of 1 later backwards met the gradient of those before, not 1"),
     ],
 )
 def test_what_the_model_was_given_is_named_first_although_nothing_was_noted(planted, cause, reason, tmp_path):
@@ -68,6 +75,25 @@ def test_other_inputs_alone_are_no_difference(tmp_path):
     assert wb.diagnose(right, wrong).equal
     step = (wrong / "steps.jsonl").read_bytes()
     assert b'"inputs"' in step
+
+
+def test_other_tokens_are_a_difference_although_no_number_differs_beyond_rounding(tmp_path):
+    """In bfloat16 the losses of two batches, and the norms of their gradients, may be alike."""
+    right, wrong = (run(tmp_path / str(again), again=again, precision="float8") for again in (False, True))
+    diagnosis = wb.diagnose(right, wrong)
+    assert diagnosis.causes[0].name == "other_data", str(diagnosis)
+    assert diagnosis.causes[0].evidence == ("vocabulary ids that enter the model in step 1: 48 values are others",)
+    assert diagnosis["no_difference"].score < diagnosis.causes[0].score
+
+
+def test_a_mask_of_rows_that_hold_several_documents_is_attention_across_them(tmp_path):
+    records = [wb.Record.load(run(tmp_path / str(allowed), allowed=allowed)) for allowed in (True, False)]
+    for documents, cause in ((6.0, "attention_to_padding"), (18.0, "attention_across_documents")):
+        packed = [
+            replace(each, steps=[replace(step, counts={"documents": documents}) for step in each.steps])
+            for each in records
+        ]
+        assert wb.diagnose(*packed).causes[0].name == cause
 
 
 def test_fewer_tokens_of_another_layout_are_no_lost_data(tmp_path):

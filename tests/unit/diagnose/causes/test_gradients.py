@@ -203,3 +203,13 @@ def test_tokens_that_differ_behind_features_read_other_ones(moved, score):
     other_S[moved] += 0.1 * torch.tensor([(-1.0) ** at for at in range(len(moved))], dtype=torch.float64)
     results = {cause.name: cause.score for cause in diagnose(record(said_S), record(other_S)).causes}
     assert results.get("other_features") == (None if score is None else pytest.approx(score))
+
+
+def test_a_gradient_that_the_recorder_saw_cleared_was_cleared():
+    def two(kept):
+        later = {name: each + kept * gradients()[name] for name, each in gradients(4).items()}
+        second = make_record(changes=later, observed={"cleared": True}).steps[0]
+        return replace(make_record(), steps=(make_record().steps[0], replace(second, number=1)))
+
+    names = [cause.name for cause in diagnose_records(two(0.0), two(1.0)).causes]
+    assert "gradients_not_cleared" not in names

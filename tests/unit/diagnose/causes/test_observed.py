@@ -12,14 +12,40 @@ from workbench.diagnose.record import Record
 DATA = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
 
 
+class Scaled(nn.Module):
+    """A factor kept in a buffer, and a dropout that is a function, as in the attention of many models."""
+
+    def __init__(self, scale, rate):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([scale]), persistent=False)
+        self.attention_dropout = rate
+
+    def forward(self, hidden):
+        return nn.functional.dropout(self.scale * hidden, self.attention_dropout, self.training)
+
+
 class Loop:
     """A loop that trains for some steps; a subclass or a keyword plants the difference."""
 
     def __init__(
-        self, folder, *, seed=0, dropout=0.0, dtype=torch.float32, frozen=(), clip=None, autocast=False, **adamw
+        self,
+        folder,
+        *,
+        seed=0,
+        dropout=0.0,
+        dtype=torch.float32,
+        frozen=(),
+        clip=None,
+        autocast=False,
+        scale=1.0,
+        config=None,
+        rate=0.0,
+        **adamw,
     ):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+        layers = nn.Linear(6, 8), nn.Dropout(dropout), nn.Tanh(), nn.Linear(8, 1), Scaled(scale, rate)
+        model = nn.Sequential(*layers).to(dtype)
+        model.config = config or {"scale": 1.0, "use_cache": False}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
         self.model, self.clip, self.autocast = model, clip, autocast
@@ -57,6 +83,13 @@ def pair(tmp_path, trusted=None, suspect=None):
         ({"kind": torch.optim.SGD}, "optimizer_settings", "SGD, not AdamW"),
         ({"clip": 1e-3, "kind": torch.optim.AdamW, "eps": 1e-8}, "optimizer_settings", "clipped to 0.001, where"),
         ({"dtype": torch.bfloat16}, "precision_settings", "weights in bfloat16, not float32"),
+        ({"scale": 1.5}, "model_settings", "buffers have other values: 4.scale"),
+        (
+            {"scale": 1.5, "config": {"scale": 1.5, "use_cache": True}},
+            "model_settings",
+            "scale of the model's config is 1.5",
+        ),
+        ({"rate": 0.3}, "dropout", "in step 0 1 modules drop, not 0"),
     ],
 )
 def test_a_difference_that_was_seen_is_named_first(suspect, cause, reason, tmp_path):
@@ -95,6 +128,40 @@ def test_a_gradient_that_the_loop_clips_itself(bound, score, tmp_path):
     right, wrong = Loop(tmp_path / "right", **sgd).run(steps=1), Loop(tmp_path / "wrong", **sgd).run(1, clipped)
     diagnosis = wb.diagnose(right, wrong)
     assert (diagnosis.causes[0].name == "gradient_clipping") == (score == 0.9), str(diagnosis)
+
+
+def test_settings_of_a_model_without_effect_are_no_difference(tmp_path):
+    assert pair(tmp_path, suspect={"config": {"scale": 1.0, "use_cache": True, "name": "other"}}).equal
+
+
+@pytest.mark.parametrize("pieces", ["each", "added"])
+def test_pieces_of_a_gradient_that_were_clipped_one_by_one(pieces, tmp_path):
+    """Each micro-batch, or what was added so far; the loop takes its gradients before the clip of the whole."""
+
+    def clipped_in_pieces(folder, pieces):
+        loop = Loop(folder, seed=1)
+        parameters = list(loop.model.parameters())
+        with wb.Recorder(
+            folder, loop.model, loop.optimizer, context={"micro_batches": 3}, gradients="full"
+        ) as recorder:
+            for part, factor in zip(DATA.chunk(3), (1.0, -4.0, 3.0), strict=True):
+                kept = [parameter.grad for parameter in parameters]
+                if pieces == "each":
+                    loop.optimizer.zero_grad()
+                (factor * loop.model(part).sum()).backward()
+                if pieces:
+                    own_clip(loop.optimizer, 1.0)
+                if pieces == "each" and kept[0] is not None:
+                    for parameter, before in zip(parameters, kept, strict=True):
+                        parameter.grad += before
+            recorder.take_gradients(max_norm=1.0)
+            loop.optimizer.step()
+        return folder
+
+    right, wrong = clipped_in_pieces(tmp_path / "right", ""), clipped_in_pieces(tmp_path / "wrong", pieces)
+    diagnosis = wb.diagnose(right, wrong)
+    assert diagnosis.causes[0].name == "gradient_clipping", str(diagnosis)
+    assert diagnosis.causes[0].score == 0.85
 
 
 def own_clip(optimizer, bound, each=False):

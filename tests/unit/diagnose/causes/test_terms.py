@@ -81,3 +81,11 @@ def test_document_ratios_over_several_ranks(own, shards, policy, name):
         for value, changes in ((0.2, None), (policy, mixed([""])))
     )
     assert first_of(right, wrong) == name
+
+
+def test_another_loss_that_multiplies_every_gradient_is_a_factor():
+    other = tokens() | {"losses": tokens()["losses"] / 60}
+    diagnosis = diagnose_records(make_record(), make_record(tokens=other, loss=0.25 / 60, scale=1 / 60))
+    assert diagnosis.causes[0].name == "unnamed_factor", str(diagnosis)
+    turned = diagnose_records(make_record(), make_record(tokens=other, loss=0.25 / 60, changes=mixed([""])))
+    assert turned.causes[0].name == "other_loss", str(turned)

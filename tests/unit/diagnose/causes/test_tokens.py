@@ -300,3 +300,16 @@ def test_a_table_of_positions_tells_positions_that_run_on_from_attention():
     diagnosis = diagnose_records(right, wrong)
     assert diagnosis.causes[0].name == "position_ids", str(diagnosis)
     assert "rows of wpe.weight up to 11 have a gradient, not up to 3" in diagnosis.causes[0].evidence[0]
+
+
+def test_first_tokens_that_train_are_targets_of_the_document_before():
+    def made(places, loss):
+        trained = values(trained=lambda trained: trained | torch.isin(torch.arange(18), torch.tensor(places)))
+        return make_record(tokens=trained, loss=loss, changes=mixed([""]) if places else None)
+
+    right = made((), 0.25)
+    diagnosis = diagnose_records(right, made((6, 12), 0.4))
+    assert diagnosis.causes[0].name == "targets_at_document_ends"
+    assert diagnosis.causes[0].evidence[0].startswith("2 first tokens of documents train")
+    assert diagnosis.causes[0].score > 0.9
+    assert diagnose_records(right, made((6, 7), 0.4))["targets_at_document_ends"].score < 0.9
