@@ -261,11 +261,9 @@ class Rank:
 
     def mesh(self, layout: LayoutSpec) -> Mesh:
         """The mesh of a layout."""
-        sizes = (layout.dp, layout.cp, layout.tp, layout.ulysses)
+        sizes = tuple(layout.mesh_sizes.values())
         if sizes not in self._meshes:
-            self._meshes[sizes] = make_mesh(
-                dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=self.device
-            )
+            self._meshes[sizes] = make_mesh(**layout.mesh_sizes, device=self.device)
         return self._meshes[sizes]
 
     def policy(self, spec: RunSpec, mesh: Mesh) -> tuple[Policy, torch.optim.Optimizer]:

@@ -149,7 +149,7 @@ def _step(settings: str, fault: str | None = None) -> Found:
         )
 
     with planted([fault] if fault else []):
-        return simulate(rank, dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses)[0]
+        return simulate(rank, **layout.mesh_sizes)[0]
 
 
 def documents(spec: RunSpec) -> RolloutBatch:

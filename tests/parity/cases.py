@@ -18,7 +18,7 @@ from workbench.train import step as flow
 def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     """One step of the flow under a spec; gradients, loss, norms and per-token values, whole, from every rank."""
     layout = RunSpec.model_validate(settings).layout
-    mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses)
+    mesh = make_mesh(**layout.mesh_sizes)
     return step_on(mesh, settings, documents, frozen_clip)
 
 

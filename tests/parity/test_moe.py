@@ -1,7 +1,7 @@
 """A mixture of experts gives the oracle's loss and gradients: one rank, and every axis, with the fused head too.
 
 Which experts a token goes to depends on the token alone, so rows may be dealt and cut as ever; over tp each rank has
-a slice of every expert's features.
+a slice of every expert's features, over ep some of the experts.
 """
 
 import pytest
@@ -21,6 +21,22 @@ LAYOUTS = {
     "cp2": {"cp": 2, "order": "zigzag", "checkpointing": True},
     "tp2": {"tp": 2},
     "tp2_sequence_parallel": {"tp": 2, "sequence_parallel": True, "checkpointing": True},
+}
+SHARED = {
+    "ep2_of_cp2": {"cp": 2, "ep": 2, "order": "zigzag", "checkpointing": True},
+    "ep2_of_dp2_cp2_sharded": {"dp": 2, "cp": 2, "ep": 2, "shard_parameters": True},
+}
+"""Experts on several ranks of dp x cp."""
+MORE = {
+    "ep2_of_dp2": {"dp": 2, "ep": 2},
+    "ep2_of_dp2_sharded": {"dp": 2, "ep": 2, "shard_parameters": True, "checkpointing": True},
+    "ep2_of_dp2_cp2": {"dp": 2, "cp": 2, "ep": 2, "attention": "ring"},
+    "ep4_of_dp4": {"dp": 4, "ep": 4},
+    "ep4_of_dp2_cp2": {"dp": 2, "cp": 2, "ep": 4},
+    "ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
+    "ep2_tp2_sequence_parallel": {"cp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "checkpointing": True},
+    "ep2_tp2_sharded": {"dp": 2, "ep": 2, "tp": 2, "shard_parameters": True},
+    "ep2_of_dp4_cp2": {"dp": 4, "cp": 2, "ep": 2},
 }
 
 
@@ -63,9 +79,23 @@ def test_every_expert_is_trained(truth):
     assert "model.layers.1.mlp.gate_proj.weight" in gradients, "one layer is dense"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS | SHARED)
 def test_layout_gives_the_oracles_gradients(name, truth, tmp_path):
-    cases = [(mixture(LAYOUTS[name]), truth[True][0]), (mixture(LAYOUTS[name], tied=False, **FUSED), truth[False][0])]
-    for rank, (plain, fused) in enumerate(run_ranks(many_steps, 2, tmp_path, cases)):
-        check(plain, truth, True, f"{name}, rank {rank}")
-        check(fused, truth, False, f"{name}, fused, rank {rank}")
+    assert_parity((LAYOUTS | SHARED)[name], truth, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_experts_on_several_ranks_give_the_oracles_gradients(name, truth, tmp_path):
+    assert_parity(MORE[name], truth, tmp_path)
+
+
+def assert_parity(layout, truth, folder):
+    """Loss, gradients and norms of a layout, with a plain and a fused head, are those of the oracle."""
+    ranks = layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1)
+    cases = [(mixture(layout), truth[True][0]), (mixture(layout, tied=False, **FUSED), truth[False][0])]
+    for rank, (plain, fused) in enumerate(run_ranks(many_steps, ranks, folder, cases)):
+        check(plain, truth, True, f"{layout}, rank {rank}")
+        check(fused, truth, False, f"{layout}, fused, rank {rank}")
+        for name, norm in plain["norms"].items():
+            assert norm == pytest.approx(float(truth[True][1][1][name].norm()), rel=1e-9, abs=1e-12), name

@@ -73,8 +73,7 @@ def step(loss, documents, layout=None, **more):
         "loss": loss,
         "layout": layout,
     } | more
-    whole = RunSpec.model_validate(settings).layout
-    sizes = {axis: getattr(whole, axis) for axis in ("dp", "cp", "tp", "ulysses")}
+    sizes = RunSpec.model_validate(settings).layout.mesh_sizes
     return simulate(lambda mesh: step_on(mesh, settings, documents), **sizes)[0]
 
 

@@ -50,6 +50,7 @@ MODULES: Mapping[str, str] = {
     "loss_terms": "I",
     "precision": "J",
     "sharding": "S",
+    "experts": "S",
     "attention": "S",
     "updates": "U",
 }

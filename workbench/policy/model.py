@@ -26,7 +26,7 @@ from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, t
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.sizes import check_whole_vocabulary
-from workbench.policy.tensor_plan import shard_decoder
+from workbench.policy.tensor_plan import shard_decoder, shard_experts
 from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.mesh import Mesh, single_process_mesh
@@ -294,6 +294,7 @@ def load_policy(
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
+    shards = shard_experts(model, mesh, shards)
     model = use_module_dtypes(model, {kind: dtype and DTYPES[dtype] for kind, dtype in dtypes.modules.items()})
     model = use_gemm_formats(model, dtypes.gemms)  # after the check of the shards, which would see its rounding
     if checkpointing:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from workbench.errors import SpecError
 from workbench.policy.precision import cast
 from workbench.sharding.attention import AttentionShard
+from workbench.sharding.expert_parallel import apply_expert_parallel
 from workbench.sharding.mesh import Axis, Mesh
 from workbench.sharding.plan import ShardPlan
 from workbench.sharding.sequence_parallel import Stream
@@ -127,6 +128,30 @@ def shard_decoder(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) ->
         fix="leave sequence_parallel out" if sequence_parallel else "use tp=1 for this model",
     )
     cast(model, dtype)
+    return shards
+
+
+def shard_experts(model: Any, mesh: Mesh, shards: Mapping[str, ParameterShard]) -> dict[str, ParameterShard]:
+    """Shard the experts of a decoder over ep, in place, after `shard_decoder`. Collective over ep and tp.
+
+    Raises:
+        ShardingError: no experts, or a number that ep does not divide.
+        SpecError: a model whose hidden states differ then.
+    """
+    axis = mesh["ep"]
+    if axis.size == 1:
+        return dict(shards)
+    model.to(mesh.device)
+    expected_tD = _probe(model, mesh["tp"])
+    shards = apply_expert_parallel(model, shards, axis)
+    check_sharded(
+        f"expert parallelism of model type {model.config.get_text_config().model_type!r} over ep={axis.size}",
+        "hidden states",
+        expected_tD,
+        lambda: _probe(model, mesh["tp"]),
+        rule="a model with experts on several ranks gives the same hidden states",
+        fix="leave layout.ep out for this model",
+    )
     return shards
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.errors import ShardingError
 from workbench.sharding import flight, wire
-from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.expert_parallel import expert_modules
+from workbench.sharding.mesh import Axis, Mesh, alone_on, device_mesh_of
 from workbench.sharding.tensor_parallel import ParameterShard
 
 NEEDED = (
@@ -82,9 +82,12 @@ def shard_parameters(
             rule="FSDP2 must be able to sum gradients instead of averaging them",
             fix="use torch 2.11 or later, or leave it out",
         )
-    device_mesh = DeviceMesh.from_group(axis.group, mesh.device.type, mesh_dim_names=(axis.name,))
     policy = MixedPrecisionPolicy(casts.compute, casts.reduction) if casts else MixedPrecisionPolicy()
-    for module in (*units, root):
+    experts = expert_modules(root) if any(shard.over_ep for shard in shards.values()) else {}
+    edp = mesh["edp"] if mesh["edp"].group is not None or not experts else alone_on(mesh["edp"])
+    over_edp = [(module, edp) for module in experts.values()]
+    for module, axis in (*over_edp, *((unit, mesh["dp_cp"]) for unit in units), (root, mesh["dp_cp"])):
+        device_mesh = device_mesh_of(axis, mesh.device.type)
         sharded: Any = fully_shard(
             module, mesh=device_mesh, mp_policy=policy
         )  # Any: versions of torch type its methods differently

@@ -39,22 +39,25 @@ def sum_gradients(
     dtype: torch.dtype | None = None,
     in_rank_order: bool = False,
 ) -> None:
-    """Complete every gradient in place: sum over dp x cp, and over tp where the local gradient is partial.
+    """Complete every gradient in place: sum over dp x cp (of experts, over edp), and over tp where it is partial.
 
     A parameter without a gradient on this rank (a row without documents) contributes zeros. Call once per optimizer
     step, after all micro-batches. Gradients are bucketed: one collective for many. ``dtype`` is that of the sum; None:
     that of the gradients. The order of the sum is the backend's, or that of the ranks.
     """
-    whole, partial = [], []
+    whole: list[Tensor] = []
+    experts: list[Tensor] = []
+    partial: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradient = _local(parameter.grad, shards[name])
         if not shards[name].over_dp_cp:
-            whole.append(gradient)
+            (experts if shards[name].over_ep else whole).append(gradient)
         if shards[name].gradient_is_partial:
             partial.append(gradient)
-    for gradients, axis in ((whole, mesh["dp_cp"]), (partial, mesh["tp"])):
+    # An expert's gradient is that of the tokens of all ep ranks already.
+    for gradients, axis in ((whole, mesh["dp_cp"]), (experts, mesh["edp"]), (partial, mesh["tp"])):
         if axis.group is None:
             continue
         summed = [gradient.to(dtype or gradient.dtype) for gradient in gradients]
@@ -70,7 +73,8 @@ def sum_gradients(
 def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
     """L2 norm of every parameter's global gradient, each element counted once.
 
-    One collective over tp, and one over dp x cp if parameters are sharded over it (then all are).
+    One collective over tp, and one over dp x cp if parameters are sharded over it (then all are), or over ep if experts
+    are.
 
     Units:  squares are summed in float64; the global norm is the root of the sum of the squared norms.
     """
@@ -82,6 +86,10 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
     total = all_sum(squares, mesh["tp"])
     if any(shard.over_dp_cp for shard in shards.values()):
         total = all_sum(total, mesh["dp_cp"])
+    elif any(shard.over_ep for shard in shards.values()):
+        if mesh["ep"].rank:  # what every ep rank has counts once
+            total = total.masked_fill(torch.tensor([not shards[name].over_ep for name in names]).to(total.device), 0.0)
+        total = all_sum(total, mesh["ep"])
     return dict(zip(names, total.sqrt().tolist(), strict=True))
 
 
@@ -93,21 +101,24 @@ def scale_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], fact
 
 
 def full_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
-    """Gather every parameter's gradient on every rank. Collective over tp, and dp x cp if parameters are sharded."""
+    """Gather every parameter's gradient on every rank. Collective over the axes that parameters are sharded over."""
     return _full({name: _gradient(parameter) for name, parameter in model.named_parameters()}, shards, mesh)
 
 
 def full_weights(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
-    """Gather every parameter on every rank. Collective over tp, and dp x cp if parameters are sharded."""
+    """Gather every parameter on every rank. Collective over the axes that parameters are sharded over."""
     return _full(dict(model.named_parameters()), shards, mesh)
 
 
 def _full(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather many tensors of parameters in few collectives: of small ones, the launch of each is what takes time."""
     parts = {name: _local(value, shards[name]) for name, value in values.items()}
-    sharded = [name for name in parts if shards[name].over_dp_cp]
-    for name, pieces in zip(sharded, gather_many([parts[name] for name in sharded], mesh["dp_cp"]), strict=True):
-        parts[name] = torch.cat(pieces)
+    over_edp = [name for name in parts if shards[name].over_dp_cp and shards[name].over_ep]
+    over_dp_cp = [name for name in parts if shards[name].over_dp_cp and not shards[name].over_ep]
+    over_ep = [name for name in parts if shards[name].over_ep]
+    for names, axis in ((over_edp, mesh["edp"]), (over_dp_cp, mesh["dp_cp"]), (over_ep, mesh["ep"])):
+        for name, pieces in zip(names, gather_many([parts[name] for name in names], axis), strict=True):
+            parts[name] = torch.cat(pieces)
     whole = whole_over_tp(list(parts.values()), [shards[name] for name in parts], mesh["tp"])
     return dict(zip(parts, whole, strict=True))
 
@@ -146,9 +157,12 @@ def copy_local_part(value: Tensor, whole: Tensor, shard: ParameterShard, mesh: M
     """Copy this rank's shard of a whole tensor, in place: the inverse of `full_tensor`. Not collective."""
     part = local_part(whole, shard, mesh["tp"])
     local = _local(value, shard)
+    if shard.over_ep:
+        part = part.chunk(mesh["ep"].size)[mesh["ep"].rank]
     if shard.over_dp_cp:
-        pieces = part.chunk(mesh["dp_cp"].size)
-        part = pieces[mesh["dp_cp"].rank] if mesh["dp_cp"].rank < len(pieces) else part[:0]
+        axis = mesh["edp" if shard.over_ep else "dp_cp"]
+        pieces = part.chunk(axis.size)
+        part = pieces[axis.rank] if axis.rank < len(pieces) else part[:0]
     local.copy_(part)
 
 

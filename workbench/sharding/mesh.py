@@ -1,8 +1,8 @@
-"""The mesh: named axes dp, cp and tp over the ranks of a job.
+"""The mesh: named axes dp, cp and tp over the ranks of a job, and ep over those of dp x cp.
 
-tp varies fastest, then cp, then dp: ranks that communicate most are neighbours. An axis of size 1 has no process
-group, so a single process needs no rendezvous. `axis_of` and `axes_of` read the groups and device meshes of an external
-trainer.
+tp varies fastest, then cp, then dp: ranks that communicate most are neighbours. ep takes neighbours among dp x cp. An
+axis of size 1 has no process group, so a single process needs no rendezvous. `axis_of` and `axes_of` read the groups
+and device meshes of an external trainer.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from workbench.sharding import flight
 from workbench.sharding.wire import Group
 
 AXES = ("dp", "cp", "tp")
+SPLITS = ("cp_inner", "cp_outer", "ep", "edp")
+"""Axes that are parts of cp, and of dp x cp."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Mesh:
 
     Attributes:
         axes: dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp split in two for hybrid
-            attention: cp_inner, neighbours on cp, varies fastest; cp_outer, ranks with the same cp_inner coordinate.
+            attention: cp_inner, neighbours on cp, varies fastest; cp_outer, ranks with the same cp_inner coordinate;
+            and dp_cp split in two for experts: ep, neighbours, and edp, ranks with the same experts.
         device: of this rank.
     """
 
@@ -77,7 +81,7 @@ class Mesh:
 
 def single_process_mesh(device: torch.device | str = "cpu") -> Mesh:
     """The mesh of one rank."""
-    return Mesh({name: Axis(name) for name in (*AXES, "dp_cp", "cp_inner", "cp_outer")}, torch.device(device))
+    return Mesh({name: Axis(name) for name in (*AXES, "dp_cp", *SPLITS)}, torch.device(device))
 
 
 def make_mesh(
@@ -86,6 +90,7 @@ def make_mesh(
     cp: int = 1,
     tp: int = 1,
     ulysses: int = 1,
+    ep: int = 1,
     device: torch.device | str = "cpu",
     alone: bool = False,
     **refused: int,
@@ -93,16 +98,17 @@ def make_mesh(
     """Create named axes over the ranks of the running job, or over this process alone.
 
     Collective unless ``alone``, which treats this process as the whole job: every rank calls it with the same sizes.
-    Call `join` first if there is more than one rank. ``ulysses`` is the size of cp_inner, neighbours on cp.
+    Call `join` first if there is more than one rank. ``ulysses`` is the size of cp_inner, neighbours on cp; ``ep`` is
+    that of the ranks that share experts, neighbours among those of dp x cp.
 
     Raises:
-        ShardingError: an axis that is not supported (pp, ep), or sizes whose product is not the world size.
+        ShardingError: an axis that is not supported (pp), or sizes whose product is not the world size.
     """
     for name in refused:
         raise ShardingError(
             f"mesh with axis {name!r}",
             rule=f"the axes are {', '.join(AXES)}",
-            fix="pipeline (pp) and expert (ep) parallelism are out of scope; fold their ranks into dp",
+            fix="pipeline parallelism (pp) is out of scope; fold its ranks into dp",
         )
     world = dist.get_world_size() if dist.is_initialized() and not alone else 1
     sizes = {"dp": dp, "cp": cp, "tp": tp}
@@ -115,6 +121,7 @@ def make_mesh(
             fix=f"start {requested} ranks, or choose sizes whose product is {world}",
         )
     check_ulysses(f"mesh with cp={cp} and ulysses={ulysses}", cp, ulysses)
+    check_ep(f"mesh with dp={dp} x cp={cp} and ep={ep}", dp * cp, ep)
     device = torch.device(device)
     if world == 1:
         return single_process_mesh(device)
@@ -132,8 +139,19 @@ def make_mesh(
         else:
             group = _group_among(torch.arange(world).view(dp * cp, tp).T)
             axes["dp_cp"] = _axis("dp_cp", dp * cp, coordinate["dp"] * cp + coordinate["cp"], group)
-        axes |= _inner_and_outer(axes["cp"], dp, tp, ulysses)
+        axes |= _split(axes["cp"], ("cp_inner", "cp_outer"), (dp, tp), ulysses)
+        axes |= _split(axes["dp_cp"], ("ep", "edp"), (1, tp), ep)
     return Mesh(axes, device)
+
+
+def check_ep(requested: str, dp_cp: int, ep: int) -> None:
+    """Raise if the ranks of dp x cp cannot be split into neighbours of this number."""
+    if ep < 1 or dp_cp % ep:
+        raise ShardingError(
+            requested,
+            rule="ep divides dp * cp: experts are shared by ranks that have different tokens",
+            fix="choose a divisor of dp * cp",
+        )
 
 
 def check_ulysses(requested: str, cp: int, ulysses: int) -> None:
@@ -151,15 +169,15 @@ def _axis(name: str, size: int, rank: int, group: dist.ProcessGroup | None) -> A
     return Axis(name, size, rank, group, ranks)
 
 
-def _inner_and_outer(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis]:
-    """cp_inner and cp_outer of this rank, created in the same order on every rank; all of cp reuses its group."""
-    outer = axis.size // inner
-    grid = torch.arange(dp * axis.size * tp).view(dp, outer, inner, tp)
+def _split(axis: Axis, names: tuple[str, str], around: tuple[int, int], inner: int) -> dict[str, Axis]:
+    """Two parts of an axis, neighbours and ranks with the same place among them; one that is all of it has its group.
+
+    Groups are created in the same order on every rank. ``around`` are the numbers of ranks of slower and faster axes.
+    """
+    outer, (slower, faster) = axis.size // inner, around
+    grid = torch.arange(slower * axis.size * faster).view(slower, outer, inner, faster)
     axes = {}
-    for name, size, rank, dim in (
-        ("cp_inner", inner, axis.rank % inner, 2),
-        ("cp_outer", outer, axis.rank // inner, 1),
-    ):
+    for name, size, rank, dim in ((names[0], inner, axis.rank % inner, 2), (names[1], outer, axis.rank // inner, 1)):
         if size == axis.size:
             axes[name] = replace(axis, name=name)
         else:
@@ -310,6 +328,13 @@ def device_mesh_of(axis: Axis, device_type: str) -> DeviceMesh:
             fix="start one process per rank",
         )
     return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))
+
+
+def alone_on(axis: Axis) -> Axis:
+    """Return an axis of one rank with a process group, which torch's own code needs. Collective over the job."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([each]) for each in range(dist.get_world_size())]  # each is created on every rank
+    return replace(axis, group=cast(Group, groups[rank]), ranks=(rank,))
 
 
 def ranks_of(axes: Sequence[Axis]) -> int:

@@ -39,14 +39,16 @@ class ParameterShard:
         dim: tensor dimension that is sharded over tp; None if every rank holds the whole parameter.
         gradient_is_partial: every rank holds the whole parameter but only a part of its gradient (a norm that
             acts on the local heads, or on this rank's tokens): one sum over tp per optimizer step completes it.
-        over_dp_cp: the tp shard is sharded again over dp x cp along the first dimension, by
+        over_dp_cp: the tp shard is sharded again over dp x cp (experts: over edp) along the first dimension, by
             `workbench.sharding.data_parallel`.
+        over_ep: the first dimension is sharded over ep, by `workbench.sharding.expert_parallel`.
         parts: sizes of the sections along ``dim`` that are sharded separately (gate and up in one tensor); () for one.
     """
 
     dim: int | None = None
     gradient_is_partial: bool = False
     over_dp_cp: bool = False
+    over_ep: bool = False
     parts: tuple[int, ...] = ()
 
 

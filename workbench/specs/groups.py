@@ -32,6 +32,8 @@ class LayoutSpec(Group):
     """Context-parallel ranks: they share the tokens of each row."""
     tp: int = Field(1, ge=1)
     """Tensor-parallel ranks: they share heads, feed-forward columns and the vocabulary."""
+    ep: int = Field(1, ge=1)
+    """Ranks that share the experts of a mixture, neighbours among dp x cp, whose number it divides."""
     order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
     """Assignment of a row's tokens to context-parallel ranks; see `workbench.sharding.orders`."""
     block_tokens: int = Field(128, ge=1)
@@ -52,15 +54,30 @@ class LayoutSpec(Group):
     @model_validator(mode="before")
     @classmethod
     def _check_axes(cls, value: Any) -> Any:
-        for axis, meaning in (("pp", "pipeline"), ("ep", "expert")):
-            if isinstance(value, Mapping) and axis in value:
-                raise ValueError(f"{axis} ({meaning} parallelism) is not supported; the axes are dp, cp and tp")
+        if isinstance(value, Mapping) and "pp" in value:
+            raise ValueError(
+                "pp (pipeline parallelism) is not supported; the axes are dp, cp and tp, and ep in dp x cp"
+            )
         return value
+
+    @model_validator(mode="after")
+    def _check_ep(self) -> LayoutSpec:
+        if self.dp * self.cp % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} does not divide dp * cp = {self.dp * self.cp}: experts are shared by ranks that have "
+                "different tokens"
+            )
+        return self
 
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
         return self.dp * self.cp * self.tp
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Sizes of the axes, as arguments of `workbench.sharding.mesh.make_mesh`."""
+        return {axis: getattr(self, axis) for axis in ("dp", "cp", "tp", "ulysses", "ep")}
 
     @model_validator(mode="after")
     def _check_ulysses(self) -> LayoutSpec:
@@ -85,6 +102,7 @@ class LayoutSpec(Group):
             self.attention: self.cp > 1 and self.attention != "gathered",
             f"ulysses={self.ulysses}": self.ulysses > 1,
             self.kernel: self.kernel != "auto",
+            f"ep={self.ep}": self.ep > 1,
             "sp": self.sequence_parallel,
             "fsdp": self.shard_parameters,
             "checkpointing": self.checkpointing,

@@ -128,6 +128,7 @@ ADDED_SETTINGS = (
     "online",
     "kernels",
     "mixed_precision",
+    "layout.ep",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",
@@ -288,6 +289,8 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
         yield f"attention {layout.attention!r} sums in the order of its ranks; take gathered"
     if layout.kernel != "auto":
         yield f"kernel {layout.kernel!r} is not the attention kernel of this mode; leave layout.kernel out"
+    if layout.ep > 1:
+        yield "layout.ep is of a mixture of experts, which this mode does not compute; leave it out"
     if layout.sequence_parallel:
         yield "sequence_parallel sums activations over tp in an order of its own; leave it out"
     if spec.reproducible.weight_chunks % layout.tp:

@@ -67,16 +67,12 @@ def run_here(run: RunDirectory, project: Path) -> None:
 
     try:
         with planted(spec.faults):
-            simulate(rank, **_sizes(spec), device=_device_type(spec), timeout_s=spec.timeout_s)
+            simulate(rank, **spec.layout.mesh_sizes, device=_device_type(spec), timeout_s=spec.timeout_s)
     except BaseException as error:
         if 0 not in run.exits():
             run.write_exit(0, {}, error)
         run.set_state("failed")
         raise
-
-
-def _sizes(spec: RunSpec) -> dict[str, int]:
-    return {axis: getattr(spec.layout, axis) for axis in ("dp", "cp", "tp", "ulysses")}
 
 
 def _device_type(spec: RunSpec) -> str:
@@ -99,7 +95,7 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
             device = torch.device(device_type)
             if join_job:
                 device = join(device_type, timeout_s=spec.timeout_s, name=run.path.name)
-            mesh = make_mesh(**_sizes(spec), device=device, alone=not join_job)
+            mesh = make_mesh(**spec.layout.mesh_sizes, device=device, alone=not join_job)
         coordinates = mesh.coordinates
         with planted(faults):
             _train(run, spec, mesh, project)

@@ -70,7 +70,7 @@ def unequal(spec, settings, prefix=""):
     }
 
 
-NEWER = {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"} | {
+NEWER = {"layout.ep": 1, "kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"} | {
     f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields
 }
 """Settings that the record is older than -> the value which means what the code did then."""

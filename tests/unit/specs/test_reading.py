@@ -19,7 +19,7 @@ class TestRefusals:
         assert "unknown key 'loss.surrogate.clip_hihg' (did you mean 'clip_high'?)" in message
 
     def test_an_unrecognisable_key_lists_the_valid_ones(self):
-        with pytest.raises(SpecError, match="known here: attention, block_tokens, checkpointing, cp, dp, kernel, "):
+        with pytest.raises(SpecError, match="known here: attention, block_tokens, checkpointing, cp, dp, ep, kernel, "):
             parse_spec(RunSpec, {"layout": {"xyzzy": 1}}, where="here")
 
     @pytest.mark.parametrize(
@@ -49,10 +49,14 @@ class TestRefusals:
         with pytest.raises(SpecError, match=text):
             parse_spec(RunSpec, settings, where="here")
 
-    @pytest.mark.parametrize(("axis", "word"), [("pp", "pipeline"), ("ep", "expert")])
-    def test_missing_kinds_of_parallelism_are_refused_by_name(self, axis, word):
-        with pytest.raises(SpecError, match=rf"{axis} \({word} parallelism\) is not supported"):
-            parse_spec(RunSpec, {"layout": {axis: 2}}, where="here")
+    def test_a_missing_kind_of_parallelism_is_refused_by_name(self):
+        with pytest.raises(SpecError, match=r"pp \(pipeline parallelism\) is not supported"):
+            parse_spec(RunSpec, {"layout": {"pp": 2}}, where="here")
+
+    def test_experts_are_shared_by_ranks_of_dp_and_cp(self):
+        with pytest.raises(SpecError, match=r"ep = 2 does not divide dp \* cp = 3"):
+            parse_spec(RunSpec, {"layout": {"dp": 3, "tp": 2, "ep": 2}}, where="here")
+        assert str(parse_spec(RunSpec, {"layout": {"dp": 2, "cp": 2, "ep": 4}}, where="here").layout).endswith("ep=4")
 
     def test_no_such_file(self, tmp_path):
         with pytest.raises(SpecError, match="no such file"):

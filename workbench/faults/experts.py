@@ -1,0 +1,65 @@
+"""Known bugs: experts on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.faults import fault
+from workbench.sharding.gradients import local_values
+from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.tensor_parallel import ParameterShard
+
+Shards = Mapping[str, ParameterShard]
+SHARED = {"layout": {"dp": 2, "ep": 2}, "model": {"source": "tiny-qwen3-moe"}}
+ALONE = {"layout": {"ep": 1}}
+
+
+@fault(
+    seam="sum_gradients",
+    origin="NVIDIA/Megatron-LM#5956, deepspeedai/DeepSpeed#5259",
+    signature="gradients of experts exactly ep times too big, all others and the loss right",
+    shows_in=SHARED,
+    hidden_in=ALONE,
+    changes_metrics=False,
+)
+def expert_gradients_times_ep(sum_gradients: Callable, model: Any, shards: Shards, mesh: Mesh, *more: object) -> None:
+    """Gradients of experts, which are sums over the tokens of all ep ranks already, count once for each of them."""
+    sum_gradients(model, shards, mesh, *more)
+    for name, parameter in model.named_parameters():
+        if shards[name].over_ep:
+            local_values(parameter.grad).mul_(mesh["ep"].size)
+
+
+@fault(
+    seam="workbench.sharding.expert_parallel:mixed",
+    origin="huggingface/transformers#48687",
+    signature="loss right; routers get the gradient of the gates of experts on the token's own rank alone, and what "
+    "flows back through them into the layers below is as incomplete",
+    shows_in=SHARED,
+    hidden_in=ALONE,
+    changes_metrics=False,
+)
+def gates_of_other_ranks_detached(
+    mixed: Callable, mixture: Any, hidden_tD: Tensor, chosen_tk: Tensor, gates_tk: Tensor
+) -> Tensor:
+    """Gates are masked to the experts of a rank, and the gradient of the others' is not summed over ep."""
+    own_tk = chosen_tk // mixture.experts == mixture.axis.rank
+    return mixed(mixture, hidden_tD, chosen_tk, torch.where(own_tk, gates_tk, gates_tk.detach()))
+
+
+@fault(
+    seam="gradient_norms",
+    origin="NVIDIA/Megatron-LM#5916 and #6080",
+    signature="gradients exact; norms of experts, and the global norm by their share, are those of one rank's experts",
+    shows_in=SHARED,
+    hidden_in=ALONE,
+    changes_gradient=False,
+)
+def norm_of_own_experts(gradient_norms: Callable, model: object, shards: Shards, mesh: Mesh) -> dict[str, float]:
+    """The norm of experts is not summed over the ranks that have the others."""
+    axes = {name: mesh[name] for name in ("tp", "dp_cp")}
+    return gradient_norms(model, shards, axes | {"ep": Axis("ep")})
