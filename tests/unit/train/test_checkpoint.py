@@ -93,7 +93,7 @@ AT_RANDOM = {"precision": "bfloat16", "mixed_precision": {"moments": "float32", 
 def test_a_checkpoint_does_not_depend_on_the_layout(source, settings, tmp_path):
     """Written in one, read in another and written again; the vocabulary of 19 is uneven over tp."""
     spec, result = spec_of(model={"source": source}, **settings), {}
-    layouts = LAYOUTS if source == "tiny-qwen3" else {"one": {}, "tp2": {"tp": 2}}
+    layouts = LAYOUTS if source == "tiny-qwen3" else {"one": {}, "tp2": {"tp": 2}, "ep2": {"dp": 2, "ep": 2}}
     for name, sizes in layouts.items():
         run = new_run(tmp_path / name)
 
