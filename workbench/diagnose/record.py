@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.diagnose.metric_names import MetricNames
 from workbench.errors import RecordError, WorkbenchError, check_kind
 from workbench.losses.build import build_loss
 from workbench.metrics.evidence import PREFIX
@@ -190,7 +191,8 @@ class Record:
         context = dict(files.read_context(folder))
         name = str(context.pop("name", folder.name))
         lines = files.read_steps(folder)
-        steps = tuple(_loaded(folder, line) for line in lines)
+        names = MetricNames.of(context)
+        steps = tuple(_loaded(folder, line, names) for line in lines)
         cast = next((step.observed["autocast"] for step in steps if "autocast" in step.observed), None)
         if cast is not None and context.get("precision") == "float32":  # that of the weights
             context["precision"] = {"bfloat16": "bf16_mixed", "float16": "fp16_amp"}.get(cast, cast)
@@ -262,19 +264,18 @@ def _sizes_by_other_names(context: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
+def _loaded(folder: Path, step: Mapping[str, Any], names: MetricNames) -> RecordedStep:
     number = int(step["step"])
 
     def of_kind(kind: files.Kind) -> LazyTensors:
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
     measured: dict[str, Any] = {
-        name: step.get(name) or {} for name in ("metrics", "gradient_norms", "counts", "evidence", "observed")
+        name: step.get(name) or {} for name in ("gradient_norms", "counts", "evidence", "observed")
     }
     tensors: dict[str, Any] = {kind: of_kind(kind) for kind in ("gradients", "tokens")}
-    return RecordedStep(
-        number, step.get("loss"), **measured, **tensors, partial_metrics=tuple(step.get("partial_metrics") or ())
-    )
+    metrics, partial = names.renamed(step.get("metrics") or {}, step.get("partial_metrics") or ())
+    return RecordedStep(number, step.get("loss"), metrics, **measured, **tensors, partial_metrics=partial)
 
 
 # ---- run directories -------------------------------------------------------------------------------------
