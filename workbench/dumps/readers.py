@@ -78,6 +78,23 @@ def _without_none(value: Any) -> Any:
     return math.nan if value is None else value
 
 
+def completion(path: Path, where: str, row: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values of a sequence from its first token with a loss on, which ends its prompt, with a token_mask.
+
+    A sequence without such a token is kept whole.
+
+    Raises:
+        RecordError: values that differ in length.
+    """
+    if len({len(value) for value in row.values()}) > 1:
+        found = ", ".join(f"{len(value)} {name}" for name, value in row.items())
+        raise refuse_names(path, f"{where} with {found}", "one value of each a token")
+    trained = torch.nonzero(row["loss_mask"]).squeeze(1)
+    start = int(trained[0]) if len(trained) else 0
+    own = {name: value[start:] for name, value in row.items()}
+    return {**own, "token_mask": torch.ones_like(own["loss_mask"], dtype=torch.bool)}
+
+
 def groups_of_prompts(prompts: Sequence[Tensor]) -> Tensor:
     """Return [N] numbers of the prompts: documents of the same prompt tokens are one group."""
     return numbered([json.dumps(prompt.tolist()) for prompt in prompts])
