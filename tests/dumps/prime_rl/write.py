@@ -2,7 +2,8 @@
 
     git clone https://github.com/PrimeIntellect-ai/prime-rl; git -C prime-rl checkout 559b4477
     pip install torch==2.13.0 prime-pydantic-config wandb beartype jaxtyping loguru
-    PYTHONPATH=prime-rl/src:prime-rl/packages/prime-rl-configs/src python tests/dumps/prime_rl/write.py tests/dumps/prime_rl
+    export PYTHONPATH=prime-rl/src:prime-rl/packages/prime-rl-configs/src
+    python tests/dumps/prime_rl/write.py tests/dumps/prime_rl
 
 Two ranks of two micro-batches, two or three packed sequences in each, padding at the end, tool tokens without loss. The
 trainer's log-probabilities are shifted to their tokens, as train.py has them when it exports.

@@ -80,7 +80,7 @@ def _check_places(path: Path, records: Sequence[tuple[Path, Mapping[str, Any]]])
     seen: dict[tuple[int, int, int], Path] = {}
     count: dict[Path, int] = {}
     for file, record in records:
-        place = tuple(record.get(name) for name in ("rank", "micro_step", "micro_sequence_idx"))
+        place = (record.get("rank", -1), record.get("micro_step", -1), record.get("micro_sequence_idx", -1))
         numbers = (*place, record.get("export_sequence_idx"), record.get("step"))
         if not all(isinstance(value, int) and value >= 0 for value in numbers):
             raise refuse_names(file, f"rank, micro_step, sequences and step {numbers}", "whole numbers")

@@ -1,4 +1,4 @@
-"""What prime-rl 559b4477 exported agrees with its settings; mistakes are named. Made by tests/dumps/prime_rl/write.py."""
+"""What prime-rl 559b4477 exported agrees; mistakes are named. Made by tests/dumps/prime_rl/write.py."""
 
 import json
 import shutil
