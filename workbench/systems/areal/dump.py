@@ -23,7 +23,7 @@ def read_dump(path: Path) -> StepDump:
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
         raise refuse_names(path, "no *.jsonl", "the folder of a version, with a file a task")
-    rewards, tasks, places = list[float](), list[Any](), set[tuple[int, int]]()
+    rewards, tasks, places = list[float](), list[Any](), dict[tuple[int, int], Path]()
     for file in files:
         for number, record in enumerate(read_json_lines(file)):
             task, sample, reward = (record.get(name) for name in ("task_id", "sample_idx", "reward"))
@@ -32,7 +32,7 @@ def read_dump(path: Path) -> StepDump:
                 raise refuse_names(file, found, "three numbers")
             if (task, sample) in places:
                 raise refuse_names(file, f"sample {sample} of task {task} twice", "each sample once")
-            places.add((task, sample))
+            places[task, sample] = file
             rewards.append(float(reward))
             tasks.append(task)
     counts = {task: tasks.count(task) for task in dict.fromkeys(tasks)}

@@ -1,6 +1,6 @@
 """Reader of what PipelineRL's preprocessor writes to its trainers: streams/training_data/I/P/0.jsonl, packed or padded.
 
-A line is a micro-batch, a partition P a trainer. A stream goes on over all steps: what is read is taken for one step.
+A line is a micro-batch, a partition P a trainer. A stream has the lines of all steps; those read are taken for one.
 Read from ServiceNow/PipelineRL 58d39345.
 
 Letters: n tokens of a line, or of a document.
@@ -27,9 +27,7 @@ NAMES = {
     "ref_logprobs": "ref_logprobs",
 }
 """PipelineRL's name of a value of tokens -> that of `StepDump`."""
-STREAM = (
-    "a stream has no log-probabilities of the live policy, and goes on over steps: its lines are taken for one step"
-)
+STREAM = "no log-probabilities of the live policy; a stream has the lines of all steps: those read are taken for one"
 TURNS = "some prompts have one completion (turns of an agent?): rewards and groups are left out"
 
 
