@@ -1,11 +1,12 @@
-"""Parts that readers of systems' dumps share: groups as numbers, rectangles, JSON lines, dumps of text.
+"""Parts that readers of systems' dumps share: groups as numbers, rectangles, packed documents, JSON lines, text.
 
-Letters: B rows | C padded length | N documents.
+Letters: B rows | C padded length | N documents | n tokens of one document.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,74 @@ def rectangle(tokens: Mapping[str, Tensor], documents: Mapping[str, Tensor], **m
     values = {name: as_value(name, value) for name, value in tokens.items()}
     of_documents = {name: as_value(name, value) for name, value in documents.items()}
     return StepDump.from_rectangle(values, of_documents, **more)
+
+
+def packed(path: Path, rows: Sequence[Mapping[str, Tensor]], documents: Mapping[str, Tensor], **more: Any) -> StepDump:
+    """Return a step of documents of unequal length, from the values [n] of each; all have the same names.
+
+    Raises:
+        RecordError: no document, other names in one, or values of one document that differ in length.
+    """
+    if not rows:
+        raise refuse_names(path, "no document", "at least one")
+    for number, row in enumerate(rows):
+        if other := set(row) ^ set(rows[0]):
+            found = f"{', '.join(sorted(other))} in document 0 or document {number}, but not in both"
+            raise refuse_names(path, found, "every document has the same values")
+        if len({len(value) for value in row.values()}) > 1:
+            found = ", ".join(f"{len(value)} {name}" for name, value in row.items())
+            raise refuse_names(path, f"document {number} with {found}", "one value of each a token")
+    lengths_N = torch.tensor([len(row["loss_mask"]) for row in rows])
+    ids_T = torch.repeat_interleave(torch.arange(len(rows)), lengths_N)
+    tokens = {name: as_value(name, torch.cat([row[name] for row in rows])) for name in rows[0]}
+    of_documents = {name: as_value(name, value) for name, value in documents.items()}
+    return StepDump(ids_T, tokens, of_documents, origin=str(path), **more)
+
+
+def numbers_of(path: Path, where: str, record: Mapping[str, Any], name: str, *, dim: int = 1) -> Tensor:
+    """Return a tensor or list of numbers of a record as a tensor; None in it is NaN.
+
+    Raises:
+        RecordError: no such value, or one that is not numbers in ``dim`` dimensions.
+    """
+    value, rule = record.get(name), f"{name}: numbers in {dim} dimension{'s' * (dim > 1)}"
+    if value is None:
+        raise refuse_names(path, f"{where} with {', '.join(map(str, record)) or 'nothing'}", rule)
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.tensor(_without_none(value))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise refuse_names(path, f"{where}: {name} that is not numbers", rule) from None
+    if tensor.dim() != dim:
+        raise refuse_names(path, f"{where}: {name} of shape {list(tensor.shape)}", rule)
+    return tensor.detach().cpu()
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_none(item) for item in value]
+    return math.nan if value is None else value
+
+
+def completion(path: Path, where: str, row: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values of a sequence from its first token with a loss on, which ends its prompt, with a token_mask.
+
+    A sequence without such a token is kept whole.
+
+    Raises:
+        RecordError: values that differ in length.
+    """
+    if len({len(value) for value in row.values()}) > 1:
+        found = ", ".join(f"{len(value)} {name}" for name, value in row.items())
+        raise refuse_names(path, f"{where} with {found}", "one value of each a token")
+    trained = torch.nonzero(row["loss_mask"]).squeeze(1)
+    start = int(trained[0]) if len(trained) else 0
+    own = {name: value[start:] for name, value in row.items()}
+    return {**own, "token_mask": torch.ones_like(own["loss_mask"], dtype=torch.bool)}
+
+
+def groups_of_prompts(prompts: Sequence[Tensor]) -> Tensor:
+    """Return [N] numbers of the prompts: documents of the same prompt tokens are one group."""
+    return numbered([json.dumps(prompt.tolist()) for prompt in prompts])
 
 
 def text_only(

@@ -36,6 +36,7 @@ SYSTEMS = (
     "prime_rl",
     "openrlhf",
     "slime",
+    "miles",
     "areal",
     "pipelinerl",
     "nous_torchtitan",

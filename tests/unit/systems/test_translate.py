@@ -164,6 +164,7 @@ def test_these_are_not_exact():
         ("liger", "local counts"),
         ("fast_llm", "docs_per_step (#520), labels"),
         ("slime", "per token"),
+        ("miles", "per token"),
         ("pipelinerl", "deepspeed"),
         ("nous_torchtitan", "fsdp"),
     }
@@ -201,7 +202,7 @@ def test_a_contract_is_an_axis_of_an_ablation():
     runs = {run.name: run.spec.loss.compat.scaling for run in ablation.expand()}
     assert len(runs) == 2 * (1 + len(MODES))
     assert runs["house-2-exact"] == ScalingSpec()
-    assert runs["house-2-pipelinerl.16"] == scaling_contract("pipelinerl")
+    assert runs["house-2-pipelinerl.18"] == scaling_contract("pipelinerl")
 
 
 def test_unknown_names_are_refused_with_the_valid_names():

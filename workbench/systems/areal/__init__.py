@@ -15,6 +15,7 @@ from workbench.losses.build import surrogate_ratio
 from workbench.rollouts.advantages.tokens import standardize
 from workbench.specs.losses import LossSpec
 from workbench.systems.areal import metrics as named
+from workbench.systems.areal.dump import read_dump
 from workbench.systems.areal.settings import ArealSettings, CriticSettings, NormalizationSettings
 from workbench.systems.areal.translate import CONTRACTS, back, translate
 from workbench.systems.case import Case
@@ -70,4 +71,5 @@ SYSTEM = System(
     arrays=LOGPROBS,
     arrays_of={"value_loss": VALUES, "normalization": ("values", "mask")},
     aliases=named.names,
+    read_dump=read_dump,
 )

@@ -26,6 +26,7 @@ from workbench.systems import replays
 from workbench.systems.case import Case, logprobs_only
 from workbench.systems.metrics import PeerSettings, settings_of
 from workbench.systems.nemo_rl import metrics as named
+from workbench.systems.nemo_rl.dump import estimator_of, read_dump
 from workbench.systems.nemo_rl.settings import (
     EPSILON,
     IN_REWARD,
@@ -312,4 +313,6 @@ SYSTEM = System(
     },
     aliases=named.names,
     left_out=named.LEFT_OUT,
+    estimator=estimator_of,
+    read_dump=read_dump,
 )

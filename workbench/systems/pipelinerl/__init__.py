@@ -15,6 +15,7 @@ from workbench.rollouts.advantages.groups import group_advantages
 from workbench.systems.case import Case
 from workbench.systems.metrics import PeerSettings, settings_of
 from workbench.systems.pipelinerl import metrics as named
+from workbench.systems.pipelinerl.dump import estimator_of, read_dump
 from workbench.systems.pipelinerl.metrics import clipped_documents, token_weight_numbers
 from workbench.systems.pipelinerl.settings import AdvantageSettings, PipelineRLSettings
 from workbench.systems.pipelinerl.translate import CONTRACTS, back, counts, translate
@@ -106,4 +107,6 @@ SYSTEM = System(
     arrays_of={"advantage": ("rewards", "group_ids")},
     aliases=named.names,
     left_out=named.LEFT_OUT,
+    estimator=estimator_of,
+    read_dump=read_dump,
 )

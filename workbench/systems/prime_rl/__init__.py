@@ -22,6 +22,7 @@ from workbench.reduction.weights import LOSS_WEIGHTS
 from workbench.specs.losses import LossSpec
 from workbench.systems.case import Case, logprobs_only
 from workbench.systems.prime_rl import metrics as named
+from workbench.systems.prime_rl.dump import read_dump
 from workbench.systems.prime_rl.settings import PrimeSettings
 from workbench.systems.prime_rl.translate import CONTRACTS, back, counts, translate
 from workbench.systems.registry import System, Translation
@@ -75,4 +76,5 @@ SYSTEM = System(
     arrays=("rollout_logprobs", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"),
     unsupported_arrays={"old_logprobs": "prime-rl takes its ratio against the sampler; give rollout_logprobs"},
     aliases=named.names,
+    read_dump=read_dump,
 )

@@ -22,6 +22,8 @@ from workbench.systems.metrics import PeerSettings, settings_of
 from workbench.systems.registry import LOGPROBS, System
 from workbench.systems.replays import Replayed, evaluate_case, finish, named_metrics, policy_settings
 from workbench.systems.slime import metrics as named
+from workbench.systems.slime.advantages import estimator_of
+from workbench.systems.slime.dump import read_dump
 from workbench.systems.slime.metrics import opsm_clipfrac
 from workbench.systems.slime.settings import GAESettings, LogprobSettings, SlimeSettings
 from workbench.systems.slime.translate import CONTRACTS, back, micro_batch_sums, translate
@@ -142,4 +144,6 @@ SYSTEM = System(
     },
     aliases=named.names,
     left_out=named.LEFT_OUT,
+    estimator=estimator_of,
+    read_dump=read_dump,
 )
