@@ -171,6 +171,20 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
     """
+    _refuse_reserved(path, record)
+    with path.open("ab") as file:
+        file.write(line_of(record))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def line_of(record: Mapping[str, Any]) -> bytes:
+    """Encode a record as one line with its checksum."""
+    body = to_json(dict(record), indent=None).rstrip(b"\n")
+    return b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
+
+
+def _refuse_reserved(path: Path, record: Mapping[str, Any]) -> None:
     if not record or "crc32" in record:
         raise RecordError(
             f"append to {path.name} of {path.parent.name}",
@@ -178,12 +192,6 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
             rule="at least one key, and none named crc32",
             fix="rename the key",
         )
-    body = to_json(dict(record), indent=None).rstrip(b"\n")
-    line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
-    with path.open("ab") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -49,10 +50,15 @@ class Pace:
 
 
 class StepTail:
-    """Step records of a run as they are written: each call reads only the new ones."""
+    """Step records of a run as they are written: each call reads only the new ones.
+
+    Attributes:
+        count: records read so far. A requeued job takes the steps after the last checkpoint again, in a new file; then
+            it is that of the new file.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
-        self.run, self._offset = run, 0
+        self.run, self._offset, self._file, self.count = run, 0, -1, 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return the records since the last call; an incomplete last line follows once it is complete.
@@ -62,6 +68,8 @@ class StepTail:
         """
         try:
             with (self.run.path / "metrics.jsonl").open("rb") as file:
+                if (number := os.fstat(file.fileno()).st_ino) != self._file:
+                    self._offset, self._file, self.count = 0, number, 0
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
@@ -76,6 +84,7 @@ class StepTail:
                 break  # torn; its writer cuts it off before the next record
             records.append(record)
             self._offset += len(line) + 1
+            self.count += 1
         return records
 
 
