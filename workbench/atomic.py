@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import RecordError
+from workbench.untrusted import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +51,7 @@ def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> b
 
 def from_json(content: bytes | str) -> Any:
     """Decode the output of `to_json`; a ValueError if it is not JSON."""
-    return json.loads(content, object_hook=lambda read: float(read["float"]) if read in _NOT_FINITE else read)
+    return parse_json(content, convert=lambda read: float(read["float"]) if read in _NOT_FINITE else read)
 
 
 def standard(value: Any) -> Any:
@@ -205,12 +206,7 @@ def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RecordError(
-            f"read {path.parent.name}/{path.name}",
-            found=f"{type(error).__name__}: {error.strerror}",
-            rule="a file of lines that can be read",
-            fix=fix,
-        ) from None
+        raise unreadable(path, error, fix=fix) from None
     if not lines[-1]:
         lines.pop()
     records = [checked_line(line) for line in lines]
@@ -227,6 +223,16 @@ def checked_line(line: bytes) -> dict[str, Any] | None:
         return None
     body = "{" + text[match.end() :]
     return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == match[1] else None
+
+
+def unreadable(path: Path, error: OSError, *, fix: str) -> RecordError:
+    """Build the error for a file of lines that the operating system does not read."""
+    return RecordError(
+        f"read {path.parent.name}/{path.name}",
+        found=f"{type(error).__name__}: {error.strerror}",
+        rule="a file of lines that can be read",
+        fix=fix,
+    )
 
 
 def damaged(path: Path, which: str, *, fix: str) -> RecordError:

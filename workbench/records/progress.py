@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workbench.atomic import checked_line, damaged
+from workbench.atomic import checked_line, damaged, unreadable
 from workbench.records.directory import RunDirectory
 from workbench.records.integrity import FIX
 
@@ -74,6 +73,8 @@ class StepTail:
                 content = file.read()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise unreadable(self.run.path / "metrics.jsonl", error, fix=FIX) from None
         records = []
         *whole, rest = content.split(b"\n")
         for index, line in enumerate(whole):
@@ -89,9 +90,18 @@ class StepTail:
 
 
 def steps_recorded(run: RunDirectory) -> int:
-    """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not."""
-    count = 0
-    with contextlib.suppress(FileNotFoundError), (run.path / "metrics.jsonl").open("rb") as file:
-        while block := file.read(1 << 20):
-            count += block.count(b"\n")
+    """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not.
+
+    Raises:
+        RecordError: the file cannot be read, such as a folder of its name.
+    """
+    count, path = 0, run.path / "metrics.jsonl"
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                count += block.count(b"\n")
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise unreadable(path, error, fix=FIX) from None
     return count
