@@ -71,6 +71,7 @@ def test_moments_and_sizes():
         ("\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m"),  # colours of a help text
         ("\r\x1b[K3 steps", "\r\x1b[K3 steps"),  # a line of progress
         ("a\r\x1b[Kb", "a\\r\\x1b[Kb"),
+        ("\x7f\x9b31m\u202e", "\\x7f\\x9b31m\\u202e"),
         ("gr\xf6\xdfer \ud800", "gr\\xf6\\xdfer \\ud800"),  # the stream is ASCII
     ],
 )
