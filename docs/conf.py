@@ -80,6 +80,7 @@ guides/log-probabilities
 guides/rollouts
 guides/reports
 guides/clusters
+guides/security
 guides/for-programs
 SKILL
 ```

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import RecordError
+from workbench.untrusted import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +51,7 @@ def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> b
 
 def from_json(content: bytes | str) -> Any:
     """Decode the output of `to_json`; a ValueError if it is not JSON."""
-    return json.loads(content, object_hook=lambda read: float(read["float"]) if read in _NOT_FINITE else read)
+    return parse_json(content, convert=lambda read: float(read["float"]) if read in _NOT_FINITE else read)
 
 
 def standard(value: Any) -> Any:
@@ -171,6 +172,20 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
     """
+    _refuse_reserved(path, record)
+    with path.open("ab") as file:
+        file.write(line_of(record))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def line_of(record: Mapping[str, Any]) -> bytes:
+    """Encode a record as one line with its checksum."""
+    body = to_json(dict(record), indent=None).rstrip(b"\n")
+    return b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
+
+
+def _refuse_reserved(path: Path, record: Mapping[str, Any]) -> None:
     if not record or "crc32" in record:
         raise RecordError(
             f"append to {path.name} of {path.parent.name}",
@@ -178,12 +193,6 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
             rule="at least one key, and none named crc32",
             fix="rename the key",
         )
-    body = to_json(dict(record), indent=None).rstrip(b"\n")
-    line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
-    with path.open("ab") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
@@ -197,12 +206,7 @@ def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RecordError(
-            f"read {path.parent.name}/{path.name}",
-            found=f"{type(error).__name__}: {error.strerror}",
-            rule="a file of lines that can be read",
-            fix=fix,
-        ) from None
+        raise unreadable(path, error, fix=fix) from None
     if not lines[-1]:
         lines.pop()
     records = [checked_line(line) for line in lines]
@@ -219,6 +223,16 @@ def checked_line(line: bytes) -> dict[str, Any] | None:
         return None
     body = "{" + text[match.end() :]
     return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == match[1] else None
+
+
+def unreadable(path: Path, error: OSError, *, fix: str) -> RecordError:
+    """Build the error for a file of lines that the operating system does not read."""
+    return RecordError(
+        f"read {path.parent.name}/{path.name}",
+        found=f"{type(error).__name__}: {error.strerror}",
+        rule="a file of lines that can be read",
+        fix=fix,
+    )
 
 
 def damaged(path: Path, which: str, *, fix: str) -> RecordError:

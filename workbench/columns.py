@@ -1,8 +1,21 @@
-"""Aligned columns of text, for terminals and for the `repr` of results; rich draws them."""
+"""Text for terminals and for the `repr` of results: aligned columns, drawn by rich, without control sequences."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_OBEYED = re.compile("(?!\x1b\\[[0-9;]*m)[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escaped(text: str) -> str:
+    r"""Escape what a terminal obeys, and half surrogates; line ends, tabs and colours (as of help texts) stay.
+
+    Example:
+        >>> escaped("a\x1b[2Jb"), escaped("a\tb\n"), escaped("\x1b[31mred\x1b[0m") == "\x1b[31mred\x1b[0m"
+        ('a\\x1b[2Jb', 'a\tb\n', True)
+    """
+    return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def columns(

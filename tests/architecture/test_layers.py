@@ -16,6 +16,7 @@ LAYERS = (
     "user_file",
     "columns",
     "shapes",
+    "untrusted",
     "atomic",
     "specs",
     "rollouts",
@@ -53,7 +54,7 @@ ONLY_IN = {
 }
 PURE = {
     "losses": {"errors", "user_file", "shapes", "specs", "rollouts"},
-    "specs": {"errors", "user_file", "shapes", "atomic"},
+    "specs": {"errors", "user_file", "shapes", "untrusted", "atomic"},
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in re.split("[|,]", names)}
 NEIGHBOURS = {

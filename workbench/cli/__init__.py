@@ -12,10 +12,11 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import workbench
-from workbench.cli.terminal import asked_for_json, print_json, safe_lines
+from workbench.cli.terminal import asked_for_json, print_json, safe_lines, safe_output
 from workbench.errors import WorkbenchError, did_you_mean
 
 VERBS = {
@@ -52,7 +53,14 @@ parameter ``arguments`` if it parses them itself."""
 NO_JSON = ("lab", "mcp", "completion")
 """Verbs whose output is another program's, or read by one as it is."""
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what a user can fix; others are bugs
+_FIXES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free disk space"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make the folder writable"),
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit on open files (ulimit -n)"),
+    errno.ENAMETOOLONG: "choose shorter names of folders and configurations",
+}
+"""Errors of the operating system that a user can fix; others are bugs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,16 +70,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 done; 1 a comparison does not agree (different, vacuous, unsound baseline) or a run failed; 2 invalid input;
         130 interrupted (128 + SIGINT, as shells have it).
     """
-    try:
-        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output, such as `head`, closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with safe_output():
+        try:
+            code = _dispatch(given)
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader of our output, such as `head`, closed the pipe
+            _drop_output()
+            return 0
+        except OSError as error:  # of the output itself, such as a full disk
+            text, _, code = _failure(error, (given or [""])[0])
+            _drop_output()
+            print("\n".join(safe_lines(text)), file=sys.stderr)
     return code
 
 
+def _drop_output() -> None:
+    """Send what is still buffered to the null device, or the interpreter would fail on it when it ends."""
+    with Path(os.devnull).open("wb") as null:
+        os.dup2(null.fileno(), sys.stdout.fileno())
+
+
 def _dispatch(arguments: list[str]) -> int:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        print("workbench: the current folder was removed\n  do: cd to a folder that exists", file=sys.stderr)
+        return 2
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if arguments else 2
@@ -137,10 +162,10 @@ def _failure(error: BaseException, verb: str) -> tuple[str, dict[str, Any], int]
         text = "\n".join([f"{type(error).__name__}: {error}", *(f"  {note}" for note in notes)])
         return text, {**kind, **error.parts, "notes": notes}, 2
     if isinstance(error, OSError):
-        if error.errno not in _DISK:
+        if error.errno not in _FIXES:
             raise error
         found = f"{error.strerror}: {error.filename or 'no file is named'}"
-        fix = "free disk space, or make the folder writable, and run it again: what is recorded is kept"
+        fix = f"{_FIXES[error.errno]}, and run it again: what is recorded is kept"
         return f"workbench {verb}: {found}\n  do: {fix}", {**kind, "found": found, "fix": fix}, 2
     return "interrupted", {**kind, "found": "interrupted"}, 130
 

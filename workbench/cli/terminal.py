@@ -7,14 +7,17 @@ hide lines, rename the window, or inject input. So everything that was read is p
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO, cast
 
-from workbench.columns import columns
+from workbench.columns import columns, escaped
 
 
 def safe(text: str) -> str:
@@ -45,14 +48,53 @@ def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = (), *, width: in
     return columns(shown, [heads[index] for index in used] if heads else (), width=width)
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines; characters that this terminal's encoding lacks are escaped."""
-    for line in lines:
+_REDRAWN = "\r\x1b[K"
+"""Beginning of a line of progress, which replaces the one before."""
+
+
+class Writer:
+    """A stream for text that may come from anywhere: escapes what a terminal would obey, and what its encoding lacks.
+
+    Everything that the command line prints goes through it, tables and errors of libraries too.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        """Write the text, escaped; an IOBase would close the stream when it is deleted, so this is none."""
+        head = _REDRAWN if text.startswith(_REDRAWN) else ""
+        rest = escaped(text[len(head) :])
+        self.stream.write(head + rest)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def safe_output() -> Iterator[None]:
+    """Let all output of this process go through `Writer`; closed streams become those of the null device."""
+    for number in range(3):
         try:
-            print(line)
-        except UnicodeEncodeError:
-            encoding = sys.stdout.encoding or "ascii"
-            print(line.encode(encoding, errors="backslashreplace").decode(encoding))
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: no file of a record may become an output
+    before = sys.stdout, sys.stderr
+    out, err = (Path(os.devnull).open("w", encoding="utf8") if each is None else each for each in before)  # noqa: SIM115
+    sys.stdout, sys.stderr = cast(TextIO, Writer(out)), cast(TextIO, Writer(err))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines."""
+    for line in lines:
+        print(line)
 
 
 _asked: ContextVar[list[Any] | None] = ContextVar("asked", default=None)

@@ -11,7 +11,6 @@ Letters: T tokens of a file | N documents of a file | B rows | C padded length.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from workbench.dumps.shards import Shard, join
 from workbench.dumps.step import DOCUMENT_FIELDS, TOKEN_FIELDS, StepDump, as_value
 from workbench.errors import RecordError, check_kind, did_you_mean
 from workbench.specs.mistakes import mistakes
+from workbench.untrusted import parse_json
 
 STEP = "step.json"
 _PLACES = ("document_ids", "positions", "document_numbers")
@@ -102,7 +102,7 @@ def read_step(folder: Path | str) -> StepDump:
 
 def _read_about(path: Path) -> StepFile:
     try:
-        about = StepFile.model_validate(json.loads(path.read_text(encoding="utf8")))
+        about = StepFile.model_validate(parse_json(path.read_text(encoding="utf8")))
     except ValidationError as error:
         raise _broken(path, mistakes(error, StepFile)) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workbench.dumps.step import StepDump, as_value
 from workbench.errors import RecordError
+from workbench.untrusted import parse_json
 
 
 def numbered(labels: Sequence[Any]) -> Tensor:
@@ -129,7 +130,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except (ValueError, RecursionError) as error:
             raise refuse_names(path, f"line {number}: {error}", "one JSON object a line") from None
         if not isinstance(record, dict):

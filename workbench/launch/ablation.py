@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,9 @@ from workbench.records.provenance import project_root
 from workbench.specs.mistakes import WHERE_SETTINGS_ARE, each_mistake
 from workbench.specs.reading import flatten, merge, parse_spec, read_yaml
 from workbench.specs.run import RunSpec
+
+MAX_RUNS = 10_000
+"""Runs of an ablation: a plan of them is checked in a minute, and a report cannot show more."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class AblationSpec(BaseModel):
         if self.reference not in self.configurations:
             raise unknown(where, "reference", self.reference, self.configurations)
         self._check_axes(where)
+        self._check_number(where)
         settings = list(self._settings())
         specs = _parse_all(where, settings)
         names = [name for name, _, _ in settings]
@@ -116,7 +122,7 @@ class AblationSpec(BaseModel):
                 rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
                 fix="rename the configuration; values of axes are part of names too",
             )
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        if twice := sorted(name for name, count in Counter(names).items() if count > 1):
             raise SpecError(
                 f"{where}: two runs of one name",
                 found=", ".join(twice),
@@ -199,6 +205,16 @@ class AblationSpec(BaseModel):
                         rule=f"{axis} is an axis, which gives every configuration its values",
                         fix="move the configuration to `extra`, which is outside the axes",
                     )
+
+    def _check_number(self, where: str) -> None:
+        combinations = math.prod(len(values) for values in self.axes.values())
+        if (number := len(self.configurations) * combinations + len(self.extra)) > MAX_RUNS:
+            raise SpecError(
+                f"{where}: {number:,} runs",
+                found=f"{len(self.configurations):,} configurations, {combinations:,} combinations of the axes' values",
+                rule=f"an ablation has at most {MAX_RUNS:,} runs",
+                fix="take fewer values, or several ablations",
+            )
 
     def _check_truth(self, where: str, planned: Sequence[PlannedRun]) -> None:
         """Refuse runs below float64 without a float64 ground truth."""

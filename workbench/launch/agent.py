@@ -7,6 +7,10 @@ the environment
     WB_HANG_S       seconds that others wait for a rank before it is named
     WB_FORK_SERVER  the socket of the launcher's fork server, which has the libraries loaded; none: the ranks are those
                     of `torch.distributed.run`, and each loads them itself
+    WB_GRACE_S      seconds from SIGTERM in which ranks save a checkpoint (`workbench.train.preemption`)
+
+A job of Slurm that is preempted within a grace time (GraceTime) and ends by itself would not be requeued: the agent
+requests that, once the ranks have saved their checkpoint. A job that Slurm starts again resumes in its run directories.
 
 The ranks get WB_AGENT_PID, and end with the process that started them. The run directories that they execute one after
 another are the arguments of their module up to its first option; each is watched in turn.
@@ -100,10 +104,13 @@ def _run_ranks(arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_ranks
 
+    from workbench.launch import requeue
     from workbench.launch.runs_watcher import RunsWatcher
 
     os.environ["WB_AGENT_PID"] = str(os.getpid())
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(requeue.shutdown_timeout_s()))
     run_dirs = run_dirs_of(arguments)
+    requeue.reopen_runs(run_dirs)
     watcher = RunsWatcher(run_dirs) if run_dirs else None
     exit_codes: dict[int, int] = {}
     try:
@@ -114,6 +121,7 @@ def _run_ranks(arguments: Sequence[str]) -> None:
     finally:
         if watcher is not None:
             watcher.end(exit_codes)
+        requeue.request(run_dirs)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from workbench.rollouts.task import task_file
 from workbench.sharding import divisibility
 from workbench.specs.losses.own import OwnLoss
 from workbench.specs.run import RunSpec
+from workbench.untrusted import parse_json
 from workbench.user_file import check_function, find_file
 
 RANK_BYTES = 400 << 20
@@ -190,6 +190,6 @@ class _Inputs:
     def _documents(self, path: str) -> int | None:
         """Documents of a rollout dataset; None if its manifest is missing or damaged, which has an error of its own."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            manifest = json.loads((self.project / path / resume.MANIFEST).read_text(encoding="utf8"))
+            manifest = parse_json((self.project / path / resume.MANIFEST).read_text(encoding="utf8"))
             return int(manifest["counts"]["documents"])
         return None

@@ -182,8 +182,13 @@ def request_of(
     scheduler: str,
     options: Mapping[str, str],
     fork_server: str = "",
+    *,
+    resumable: bool = False,
 ) -> Request:
-    """The request of torchx with our corrections; nothing is contacted. Its files go to the first run's folder."""
+    """The request of torchx with our corrections; nothing is contacted. Its files go to the first run's folder.
+
+    `resumable`: the runs save checkpoints, so a job that was preempted may be started again.
+    """
     settings, cluster = _checked(scheduler, options)
     run_path, name = run_paths[0].resolve(), job_name(names)
     name = _kubernetes_name(name, run_path) if scheduler == KUBERNETES else name
@@ -229,7 +234,7 @@ def request_of(
             fix="check the options",
         ) from error
     if scheduler == SLURM:
-        _correct_slurm(plan.request, name, run_path)
+        _correct_slurm(plan.request, name, run_path, resumable=resumable)
     if scheduler == KUBERNETES:
         plan.request.resource = _renamed(plan.request.resource, name)
     return Request(scheduler, app, plan)
@@ -301,13 +306,15 @@ def _value(name: str, text: str, kind: Any) -> Any:
         ) from None
 
 
-def _correct_slurm(request: Any, name: str, run_path: Path) -> None:
+def _correct_slurm(request: Any, name: str, run_path: Path, *, resumable: bool) -> None:
     """Correct torchx's script where it would lose a run, cores or output."""
     request.cmd.append(f"--chdir={run_path / 'torchx'}")  # its output, too, belongs to the run
     for replica in request.replicas.values():
-        # a requeued job would run a half-done run directory again: `workbench run` creates a new one
+        # without a checkpoint a requeued job would run a half-done run directory again: `workbench run` creates a new
+        # one; with checkpoints the job resumes (`workbench.launch.requeue`) and adds to its output
         replica.sbatch_opts.pop("requeue", None)
-        replica.sbatch_opts = {"no-requeue": None, "nodes": "1", "ntasks": "1"} | replica.sbatch_opts
+        requeue = {"requeue": None, "open-mode": "append"} if resumable else {"no-requeue": None}
+        replica.sbatch_opts = {**requeue, "nodes": "1", "ntasks": "1"} | replica.sbatch_opts
         replica.sbatch_opts.pop("ntasks-per-node", None)  # --gpus-per-task needs the number of tasks instead
         # since Slurm 22.05 a step does not inherit it, and all ranks would share one core
         replica.srun_opts["cpus-per-task"] = replica.sbatch_opts["cpus-per-task"]

@@ -32,6 +32,7 @@ from workbench.launch.waits import Wait, find_waits, format_ranks
 from workbench.records.directory import RunDirectory
 from workbench.records.failures import EXIT_CODES, OOM, RECORDED_LAST, STOPPED, WAITING
 from workbench.records.provenance import without_machine_paths
+from workbench.records.requeued import STOPPED_AFTER
 from workbench.sharding.flight import FlightView, read_all
 from workbench.train.watched import last_stack_path
 
@@ -213,6 +214,15 @@ class _FailureAnalysis:
         if any(record["cause"] in RECORDED_LAST for record in exits.values()):  # the watchdog stopped all of them
             silent = {rank: code for rank, code in silent.items() if code not in (-signal.SIGTERM, -signal.SIGKILL)}
         if not silent:
+            return
+        if stopped := self.run.state.get(STOPPED_AFTER) if set(silent.values()) == {-signal.SIGTERM} else None:
+            error = LaunchError(
+                f"the run was stopped by SIGTERM after {stopped['step']} steps",
+                found="a checkpoint that it saved then",
+                rule="a run ends by itself after its last step",
+                fix="run the same command again: it resumes from the checkpoint",
+            )
+            self._write(min(silent), error, "killed")
             return
         rank, code = min(silent.items(), key=lambda entry: entry[1] == -signal.SIGTERM)
         gave_up = code == -signal.SIGABRT and _GAVE_UP.search(read_text(self.run.log_path(rank)))

@@ -104,7 +104,10 @@ def start(
     names, paths = [run.name for run in runs], [run.path for run in runs]
     folder = job_folder(runs[0])
     server = processes.address() if scheduler == LOCAL else ""
-    request = request_of(names, paths, world_size, placement, project, worker, scheduler, options or {}, server)
+    resumable = all(run.spec.record.checkpoint_every for run in runs)
+    request = request_of(
+        names, paths, world_size, placement, project, worker, scheduler, options or {}, server, resumable=resumable
+    )
     folder.mkdir(exist_ok=True)
     if scheduler == LOCAL:
         return _start_local(request)
@@ -130,15 +133,18 @@ def describe(
     worker: str = WORKER,
     scheduler: str = LOCAL,
     options: Mapping[str, str] | None = None,
+    resumable: bool = False,
 ) -> str:
     """Return the exact request of `start`: a command, an sbatch script, or YAML. Nothing is created or contacted.
 
-    It takes what `start` takes, but names and paths of runs that need not exist.
+    It takes what `start` takes, but names and paths of runs that need not exist. `resumable`: each saves checkpoints.
 
     Raises:
         LaunchError: as `start`, for what can be checked before.
     """
-    request = request_of(names, run_paths, world_size, placement, project, worker, scheduler, options or {})
+    request = request_of(
+        names, run_paths, world_size, placement, project, worker, scheduler, options or {}, resumable=resumable
+    )
     if scheduler == SLURM:
         command, script = shlex.join(request.plan.request.cmd), request.plan.request.materialize()
         return f"{command} <<'SBATCH'\n{script}SBATCH\n"

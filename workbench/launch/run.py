@@ -167,7 +167,14 @@ def requests(
             names = [plan.name for plan in plans]
             runs_dir = experiment_dir.resolve() / "runs"
             paths = [RunDirectory.next_path(runs_dir, plan.name, plan.spec) for plan in plans]
-            descriptions[", ".join(names)] = jobs.describe(names, paths, kind[0], placements[job[0]], **common)
+            descriptions[", ".join(names)] = jobs.describe(
+                names,
+                paths,
+                kind[0],
+                placements[job[0]],
+                resumable=all(plan.spec.record.checkpoint_every for plan in plans),
+                **common,
+            )
     return descriptions
 
 

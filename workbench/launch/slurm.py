@@ -89,12 +89,33 @@ def ask(job_id: str) -> SlurmJob | None:
     Raises:
         LaunchError: the controller does not answer, so that nothing is known.
     """
+    fields = _fields(job_id)
+    return SlurmJob.of_fields(fields) if fields else _remembered(job_id)
+
+
+def _fields(job_id: str) -> dict[str, str]:
+    """The fields of a job that the controller knows; {} if it does not know the job."""
     done = _run("scontrol", "--oneliner", "show", "job", job_id)
     if done.returncode == 0 and "JobState=" in done.stdout:
-        return SlurmJob.of_fields(dict(re.findall(r"(\w+)=(\S*)", done.stdout.splitlines()[0])))
+        return dict(re.findall(r"(\w+)=(\S*)", done.stdout.splitlines()[0]))
     if "Invalid job id" not in done.stderr:
         raise _error(f"ask Slurm for job {job_id}", done)
-    return _remembered(job_id)
+    return {}
+
+
+def requeue_if_preempted(job_id: str) -> None:
+    """Put a job that is being preempted back in the queue, if it was submitted so; nothing otherwise.
+
+    Slurm requeues a preempted job when its time of grace is over. One that ends within it counts as failed.
+
+    Raises:
+        LaunchError: Slurm did not take the request.
+    """
+    job = _fields(job_id)
+    if job.get("JobState") == "RUNNING" and job.get("Requeue") == "1" and job.get("PreemptTime", "") not in _NOTHING:
+        done = _run("scontrol", "requeue", job_id)
+        if done.returncode:
+            raise _error(f"requeue job {job_id}", done)
 
 
 def cancel(job_id: str) -> None:

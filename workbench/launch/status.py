@@ -93,7 +93,7 @@ def listing(entry: RunEntry) -> Listed:
         steps=0,
         created_ns=entry.created_ns,
         seconds=None,
-        ranks=int(state.get("world_size", 0)),
+        ranks=ranks if isinstance(ranks := state.get("world_size", 0), int) else 0,
         device=str(state.get("device", "")),
         backend=str(state.get("backend", "")),
         why=entry.problem,
@@ -101,15 +101,25 @@ def listing(entry: RunEntry) -> Listed:
     if run is None:
         return unreadable
     status = run.status
+    try:
+        steps_done = steps_recorded(run)
+    except RecordError as error:
+        return replace(unreadable, why=error.parts["found"])
     return replace(
         unreadable,
         state=status,
-        steps_done=steps_recorded(run),
+        steps_done=steps_done,
         steps=run.spec.steps,
         why=_why(entry, status),
         seconds=seconds(state, status),
         ranks=unreadable.ranks or run.spec.layout.world_size,
     )
+
+
+def _steps_recorded(run: RunDirectory) -> int:
+    with contextlib.suppress(RecordError):
+        return steps_recorded(run)
+    return 0
 
 
 def seconds(state: dict[str, int], status: str) -> float | None:
@@ -253,7 +263,7 @@ def status_of(run: RunDirectory) -> RunStatus:
         started_ns=state.get("started_ns"),
         ended_ns=state.get("ended_ns"),
         seconds=seconds(state, status),
-        steps_done=len(steps) if not problem else steps_recorded(run),
+        steps_done=len(steps) if not problem else _steps_recorded(run),
         steps=run.spec.steps,
         world_size=world_size,
         device=str(state.get("device", "")),

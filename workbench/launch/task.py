@@ -94,7 +94,7 @@ class Task:
         with contextlib.suppress(RecordError):
             new = self.tail.new()
             self.pace.add(new)
-            self.steps_done += len(new)
+            self.steps_done = self.tail.count
         return self.steps_done != before
 
     def event(self, number: int, total: int, state: str, why: str, all_seconds_left: float | None = None) -> RunEvent:

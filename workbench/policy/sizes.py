@@ -6,7 +6,6 @@ the model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from workbench.errors import SpecError
 from workbench.policy.decoder import SIZES, TINY
 from workbench.sharding import divisibility
+from workbench.untrusted import parse_json
 
 CONFIG = "config.json"
 TINY_VOCABULARY, TINY_FEATURES = 19, 192  # of `load_decoder` and of the tiny models; a test compares them
@@ -52,7 +52,7 @@ def read_sizes(source: str, project: Path) -> Sizes | None:
     if not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf8"))
+        config = parse_json(path.read_text(encoding="utf8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(
             f"read {path}",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from workbench.atomic import checked_line, damaged
+from workbench.atomic import checked_line, damaged, unreadable
 from workbench.records.directory import RunDirectory
 from workbench.records.integrity import FIX
 
@@ -49,10 +49,15 @@ class Pace:
 
 
 class StepTail:
-    """Step records of a run as they are written: each call reads only the new ones."""
+    """Step records of a run as they are written: each call reads only the new ones.
+
+    Attributes:
+        count: records read so far. A requeued job takes the steps after the last checkpoint again, in a new file; then
+            it is that of the new file.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
-        self.run, self._offset = run, 0
+        self.run, self._offset, self._file, self.count = run, 0, -1, 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return the records since the last call; an incomplete last line follows once it is complete.
@@ -62,10 +67,14 @@ class StepTail:
         """
         try:
             with (self.run.path / "metrics.jsonl").open("rb") as file:
+                if (number := os.fstat(file.fileno()).st_ino) != self._file:
+                    self._offset, self._file, self.count = 0, number, 0
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise unreadable(self.run.path / "metrics.jsonl", error, fix=FIX) from None
         records = []
         *whole, rest = content.split(b"\n")
         for index, line in enumerate(whole):
@@ -76,13 +85,23 @@ class StepTail:
                 break  # torn; its writer cuts it off before the next record
             records.append(record)
             self._offset += len(line) + 1
+            self.count += 1
         return records
 
 
 def steps_recorded(run: RunDirectory) -> int:
-    """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not."""
-    count = 0
-    with contextlib.suppress(FileNotFoundError), (run.path / "metrics.jsonl").open("rb") as file:
-        while block := file.read(1 << 20):
-            count += block.count(b"\n")
+    """Number of steps on disk, counted without parsing: a damaged line counts, a torn last one does not.
+
+    Raises:
+        RecordError: the file cannot be read, such as a folder of its name.
+    """
+    count, path = 0, run.path / "metrics.jsonl"
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                count += block.count(b"\n")
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise unreadable(path, error, fix=FIX) from None
     return count

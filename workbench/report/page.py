@@ -81,7 +81,7 @@ def write_report(comparison: Comparison, path: Path) -> Path:
     figure = Path(path).with_name("verdicts.svg")
     if figure.exists():
         write_whole(figure, style.svg_text(figures.verdicts(comparison), outlines=True).encode())
-    return write_whole(Path(path), page(comparison).encode())
+    return write_whole(Path(path), page(comparison).encode(errors="backslashreplace"))  # half surrogates
 
 
 def page(comparison: Comparison) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import ipywidgets
 
+from workbench.columns import escaped
 from workbench.launch.cancel import cancel_run
 from workbench.records.directory import RunDirectory
 from workbench.report.markup import style_sheet, tag
@@ -98,7 +99,7 @@ class Panel:
         states = Counter(trial.state for trial in self._trials)
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         head = f"{self._subject.what}: {counts}, {duration(self._elapsed_s())}"
-        return "\n".join([head, *(f"  {as_line(trial, names=names)}" for trial in self._trials)])
+        return escaped("\n".join([head, *(f"  {as_line(trial, names=names)}" for trial in self._trials)]))
 
     def as_html(self) -> str:
         """Return the rows as static HTML, where widgets do not work."""

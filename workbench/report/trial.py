@@ -32,6 +32,7 @@ GONE = "gone"
 LINES = 200
 _READ_BYTES = 64 * 1024  # per read; the beginning of what came faster than that is skipped
 _LINE_LETTERS = 2000
+_NO_CURVES: dict[str, Any] = {"loss": (), "gradient_norm": (), "reward": ()}
 _TERMINAL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -108,7 +109,8 @@ class TrialReader:
         status, state = self.run.status, self.run.state
         new = self._new_steps()
         self._pace.add(new)
-        done = self._last.steps_done + len(new)
+        done = self._last.steps_done if self._tail is None else self._tail.count
+        last = self._last if done > len(new) or self._tail is None else replace(self._last, **_NO_CURVES)
         left = self._pace.seconds_left(self.run.spec.steps - done) if status == "running" else None
         place = state.get("device_note")
         return replace(
@@ -117,10 +119,10 @@ class TrialReader:
             state=status,
             ranks=int(state.get("world_size", self._last.ranks)),
             steps_done=done,
-            reward=_longer(self._last.reward, [r for r in new if REWARD in r], REWARD),
+            reward=_longer(last.reward, [r for r in new if REWARD in r], REWARD),
             seconds_left=None if left is None else float(math.ceil(left)),
-            loss=_longer(self._last.loss, new, LOSS),
-            gradient_norm=_longer(self._last.gradient_norm, new, GRADIENT_NORM),
+            loss=_longer(last.loss, new, LOSS),
+            gradient_norm=_longer(last.gradient_norm, new, GRADIENT_NORM),
             seconds=_seconds(status, state),
             note=self._damage or self._note(status, state),
             place=f"on {state.get('device', 'cpu')}: {place}" if place else "",

@@ -93,6 +93,8 @@ def columns_of_padded(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if arrays["advantages"].dim() == 1:
         shapes["advantages"] = "B"
     check_shapes(where, **{f"{name}_{shapes[name]}": value for name, value in arrays.items()})
+    if not len(arrays["completion_ids"]):
+        raise ShapeError(where, found="no rows", rule="at least one document", fix="pass the documents of a step")
     masks = {
         name: _as_mask(f"{where}: {name}", arrays[name])
         for name in ("prompt_mask", "completion_mask", "loss_mask")
@@ -149,7 +151,7 @@ def _places(lengths: list[int]) -> dict[str, Any]:
 def as_tensor(what: str, value: Any) -> Tensor:
     """Convert a tensor, a numpy array or nested lists to a tensor on the CPU; errors begin with ``what``."""
     try:
-        return torch.as_tensor(value).detach().cpu()
+        tensor = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ShapeError(
             what,
@@ -157,6 +159,14 @@ def as_tensor(what: str, value: Any) -> Tensor:
             rule="a rectangle of numbers",
             fix="pad the rows to one length; a mask marks the tokens",
         ) from None
+    if tensor.is_complex():
+        raise ShapeError(what, found=f"dtype {tensor.dtype}", rule="real numbers", fix="pass real numbers")
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch compares none of these
+        signed = tensor.to(torch.int64)
+        if (signed < 0).any():
+            raise ShapeError(what, found="a number of 2^63 or more", rule="numbers of 64 bits", fix="check the numbers")
+        return signed
+    return tensor
 
 
 def _as_ids(what: str, value: Tensor) -> Tensor:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.columns import as_tensor
 from workbench.rollouts.records import NAMES, NO_SIGNAL, read_records, unreadable
+from workbench.untrusted import parse_json
 
 _MASKS = ("prompt_mask", "completion_mask")
 _ARRAYS = {**NAMES, **dict(zip(_MASKS, _MASKS, strict=True))}
@@ -165,11 +165,24 @@ def _rows(table: Any) -> Iterator[tuple[str, Any]]:
         yield f"row {number}", {key: None if key in missing else value for key, value in row.items()}
 
 
+# an array's header may declare any type and size; numpy raises what comes of it
+_DAMAGED_ARRAYS = (
+    OSError,
+    ValueError,
+    EOFError,
+    AttributeError,
+    TypeError,
+    MemoryError,
+    OverflowError,
+    zipfile.BadZipFile,
+)
+
+
 def _read_npz(path: Path, temperature: float, ignore: Sequence[str]) -> RolloutBatch:
     try:
         with np.load(path, allow_pickle=False) as archive:  # pickled objects are never loaded
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except _DAMAGED_ARRAYS as error:
         raise unreadable(str(path), f"{type(error).__name__}: {error}", "a .npz file of plain numeric arrays") from None
     return _from_arrays(str(path), arrays, temperature, ignore)
 
@@ -187,8 +200,8 @@ def _read_jsonl(path: Path, temperature: float, ignore: Sequence[str]) -> Rollou
             continue
         where = f"{path}, line {number}"
         try:
-            records.append((where, json.loads(line)))
-        except json.JSONDecodeError as error:
+            records.append((where, parse_json(line)))
+        except ValueError as error:
             raise RecordError(
                 f"{where}: not JSON",
                 found=str(error),

@@ -16,6 +16,7 @@ from torch import Tensor
 from workbench.atomic import write_whole
 from workbench.errors import RecordError, ShapeError
 from workbench.specs.mistakes import mistakes
+from workbench.untrusted import parse_json
 
 if TYPE_CHECKING:
     from workbench.rollouts.batch import RolloutBatch
@@ -139,7 +140,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(json.loads(path.read_text(encoding="utf8")))
+        return Manifest.model_validate(parse_json(path.read_text(encoding="utf8")))
     except FileNotFoundError:
         raise damaged(path, "no such file" if folder.is_dir() else "no such folder") from None
     except ValidationError as error:

@@ -199,8 +199,10 @@ _job_store: dist.Store | None = None
 _joined: list[str] = []  # names under which this process has joined its job
 
 
-def job_store(*, timeout_s: float) -> dist.Store | None:
+def job_store(*, timeout_s: float, prefix: str = "") -> dist.Store | None:
     """Return the key-value store of the job that this process was started in; None in a job of one rank.
+
+    With a prefix its keys are apart from all others.
 
     Reads MASTER_ADDR and the other variables of torch's launchers, once: a job has one store for all that it executes.
     A get that waits longer than ``timeout_s`` fails.
@@ -211,7 +213,7 @@ def job_store(*, timeout_s: float) -> dist.Store | None:
         _job_store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     if _job_store is not None:
         _job_store.set_timeout(timeout)
-    return _job_store
+    return dist.PrefixStore(prefix, _job_store) if prefix and _job_store is not None else _job_store
 
 
 def join(device_type: str, *, timeout_s: float, name: str = "") -> torch.device:

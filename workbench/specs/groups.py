@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from workbench.specs.losses.base import Settings
 
 
 class Group(Settings):
-    """Settings whose repr shows only what differs from the defaults."""
+    """Finite settings, whose repr shows only what differs from the defaults."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     @property
     def changed(self) -> list[str]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from workbench.errors import SpecError, did_you_mean
 from workbench.specs.losses import inherited_loss
 from workbench.specs.mistakes import WHERE_SETTINGS_ARE, unusable
+from workbench.specs.yaml_reader import parse_yaml
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,8 +61,7 @@ def read_yaml(path: Path) -> Any:
         SpecError: no such file, not YAML, or a duplicate key (in plain YAML the last one silently wins).
     """
     try:
-        with path.open(encoding="utf8") as file:
-            return yaml.load(file, Loader=_UniqueKeyLoader)
+        return parse_yaml(path.read_text(encoding="utf8"), str(path))
     except FileNotFoundError:
         raise SpecError(
             f"read {path}",
@@ -71,7 +71,7 @@ def read_yaml(path: Path) -> Any:
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(
-            f"read {path}", found=str(error), rule="valid YAML", fix="correct the place named above"
+            f"read {path}", found=str(error), rule="valid YAML, every key once", fix="correct the place named above"
         ) from None
 
 
@@ -79,22 +79,3 @@ def _similar_file(path: Path) -> str:
     """Return a question with the nearest YAML file of the same folder; "" if there is none."""
     files = [file.name for file in path.parent.glob("*") if file.suffix in (".yaml", ".yml")]
     return did_you_mean(path.name, files)
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that rejects duplicate keys in a mapping."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen and key != "<<":
-                line = key_node.start_mark.line + 1
-                raise SpecError(
-                    f"read {self.name}",
-                    found=f"{key!r} on line {seen[key]} and again on line {line}",
-                    rule="every key is unique",
-                    fix="rename or remove one of them",
-                )
-            seen[key] = key_node.start_mark.line + 1
-        return super().construct_mapping(node, deep)

@@ -60,7 +60,7 @@ class RunSpec(Group):
     """Optimizer steps."""
     seed: int = 0
     """Seed of torch, and in online runs of prompts and completions."""
-    timeout_s: float = Field(120.0, gt=0)
+    timeout_s: float = Field(120.0, gt=0, le=1e8)
     """A collective that waits longer than this fails. The time includes other work of the other ranks: completions and
     rewards of an online run, a checkpoint."""
     faults: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from workbench.policy.model import DTYPES, Policy, load_policy
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
+from workbench.records.requeued import REQUEUED
 from workbench.sharding.gradients import copy_local_part, full_tensor
 from workbench.sharding.mesh import Mesh
 from workbench.specs.run import RunSpec
@@ -122,7 +123,7 @@ def load_checkpoint(
 def continue_run(
     run: RunDirectory, policy: Policy, optimizer: torch.optim.Optimizer, scale: LossScale | None = None
 ) -> int:
-    """Resume from the newest checkpoint of the earlier run, if this run continues one.
+    """Resume from the newest checkpoint: of this run if its job was requeued, else of the run that it continues.
 
     Returns:
         The step to resume at, 0 for a new run.
@@ -130,6 +131,10 @@ def continue_run(
     Raises:
         RecordError: the earlier run, or its checkpoint, is missing or damaged.
     """
+    if own := run.checkpoints() if run.state.get(REQUEUED) else {}:
+        done, folder = list(own.items())[-1]
+        load_checkpoint(folder, policy, optimizer, scale)
+        return done
     name = run.state.get("continues")
     if name is None:
         return 0
@@ -147,6 +152,11 @@ def continue_run(
             if record["step"] < done:
                 run.append_step(record)
     return done
+
+
+def continued_from(run: RunDirectory) -> str:
+    """Name of the run whose checkpoint this run has resumed from: itself if its job was requeued."""
+    return run.path.name if run.state.get(REQUEUED) and run.checkpoints() else str(run.state["continues"])
 
 
 def trained_policy(run: RunDirectory | Path | str, *, project: Path | None = None) -> Any:

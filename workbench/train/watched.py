@@ -17,7 +17,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
@@ -25,19 +27,24 @@ from workbench.sharding import flight
 AGENT_PID = "WB_AGENT_PID"
 """Environment variable with the pid of the agent, with which ranks exit; 0 or unset: ranks outlive it."""
 
+SignalHandler = Callable[[int, FrameType | None], object] | signal.Handlers
+"""A handler of signals in Python, or the kernel's own."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _open: list[int] = []  # files that signal handlers write to
 
 
-def enable_diagnostics(run: RunDirectory, rank: int) -> None:
+def enable_diagnostics(run: RunDirectory, rank: int, *, on_sigterm: SignalHandler = signal.SIG_DFL) -> None:
     """Start the flight recorder and the stack dumps of this rank in a run, and exit with the agent.
 
-    At the next run of the same process they go on in its directory.
+    At the next run of the same process they go on in its directory. `on_sigterm` handles the signal after the stack is
+    written; by default the rank dies of it.
     """
     before = list(_open)
     stack, last = _empty(stack_path(run, rank)), _empty(last_stack_path(run, rank))
     faulthandler.register(signal.SIGUSR1, file=stack)
-    faulthandler.unregister(signal.SIGTERM)  # chained once, to the handler of the process
+    faulthandler.unregister(signal.SIGTERM)  # chained once, to the handler of this run
+    signal.signal(signal.SIGTERM, on_sigterm)
     faulthandler.register(signal.SIGTERM, file=last, chain=True)
     faulthandler.enable(file=last)
     _open[:] = [stack, last]

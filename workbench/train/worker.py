@@ -13,6 +13,7 @@ import functools
 import gc
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,11 +42,12 @@ from workbench.sharding.mesh import Mesh, job_store, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
-from workbench.train.checkpoint import build_policy, continue_run, save_checkpoint
+from workbench.train.checkpoint import build_policy, continue_run, continued_from, save_checkpoint
 from workbench.train.exact import kernels_of, reproducible_mode
 from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
 from workbench.train.optimizer import LossScale, build_optimizer
 from workbench.train.own import loss_file
+from workbench.train.preemption import Preemption
 from workbench.train.rows import StepData, in_order
 from workbench.train.trace import Tracer, certify, fingerprint_gradients, write_trace
 from workbench.train.watched import enable_diagnostics
@@ -79,7 +81,15 @@ def _device_type(spec: RunSpec) -> str:
     return os.environ.get("WORKBENCH_DEVICE", "cpu" if spec.device == "auto" else spec.device)
 
 
-def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: Mesh | None = None) -> None:
+def _rank(
+    run: RunDirectory,
+    project: Path,
+    *,
+    rank: int,
+    join_job: bool,
+    mesh: Mesh | None = None,
+    preemption: Preemption | None = None,
+) -> None:
     """Execute one rank of a run and write its exit record. If the mesh is given, faults are planted already."""
     coordinates: dict[str, int] = {}
     try:
@@ -98,7 +108,7 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
             mesh = make_mesh(**spec.layout.mesh_sizes, device=device, alone=not join_job)
         coordinates = mesh.coordinates
         with planted(faults):
-            _train(run, spec, mesh, project)
+            _train(run, spec, mesh, project, preemption)
     except BaseException as error:
         if isinstance(error, WorkbenchError) and coordinates:
             error.add_note(f"rank {rank} ({', '.join(f'{a}={c}' for a, c in coordinates.items())})")
@@ -114,7 +124,7 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
         leave()
 
 
-def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
+def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path, preemption: Preemption | None) -> None:
     torch.manual_seed(spec.seed)
     batch = None if spec.online.on else load(project / spec.data.path)
     sampled_at = spec.online.temperature if batch is None else batch.temperature
@@ -132,7 +142,7 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
         if mesh.is_first:
             special = kernels_of(policy) | loss_file(spec.loss, project) | _emulated(policy)
             run.write_json("provenance.json", provenance(project, seed=spec.seed) | special)
-        _take_steps(run, spec, mesh, policy, steps, project)
+        _take_steps(run, spec, mesh, policy, steps, project, preemption)
 
 
 def _emulated(policy: Policy) -> dict[str, list[str]]:
@@ -152,6 +162,7 @@ def _take_steps(
     policy: Policy,
     steps: Callable[[int], Iterator[StepData]],
     project: Path,
+    preemption: Preemption | None,
 ) -> None:
     loss, optimizer = flow.build_loss(spec.loss, project), build_optimizer(policy, spec)
     scale = LossScale.of(spec.dtypes)
@@ -159,6 +170,8 @@ def _take_steps(
     if first == spec.steps:  # interrupted after the last step
         save_checkpoint(run, first, policy, optimizer, scale)
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
+        if preemption is not None:
+            preemption.begin_step(number)
         with StepClock(mesh.device) as clock:
             rows, totals = flow.prepare_rows(data.documents, spec, mesh)
             tracer = Tracer(policy, rows, spec.record.trace_tokens) if spec.record.trace_tokens else None
@@ -190,13 +203,16 @@ def _take_steps(
                 write_trace(run, number, trace)
             if spec.online.on and spec.record.tokens and data.fresh:
                 save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
-            numbers = dict(data.numbers) | ({CONTINUES: run.state["continues"]} if number == first > 0 else {})
+            numbers = dict(data.numbers) | ({CONTINUES: continued_from(run)} if number == first > 0 else {})
             if scale.interval is not None:
                 numbers |= {"precision/loss_scale": policy.loss_scale, "precision/skipped": float(not accepted)}
             _record(run, number, result, norm, clock.step_ms, mesh, certificate, numbers)
-        every = spec.record.checkpoint_every
-        if every and ((number + 1) % every == 0 or number + 1 == spec.steps) and (math.isfinite(norm) or not accepted):
+        every, last = spec.record.checkpoint_every, number + 1 == spec.steps
+        stops = preemption is not None and not last and preemption.stops_after(number)
+        if every and ((number + 1) % every == 0 or last or stops) and (math.isfinite(norm) or not accepted):
             save_checkpoint(run, number + 1, policy, optimizer, scale)
+        if preemption is not None and stops:
+            preemption.leave(number + 1)
 
 
 def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
@@ -331,10 +347,11 @@ def _take_turn(run: RunDirectory, project: Path, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    enable_diagnostics(run, rank)
+    preemption = Preemption(run, rank) if run.spec.record.checkpoint_every else None
+    enable_diagnostics(run, rank, on_sigterm=signal.SIG_DFL if preemption is None else preemption.on_sigterm)
     gc.collect()
     forget_peak(torch.device(_device_type(run.spec)))
-    _rank(run, project, rank=rank, join_job=True)
+    _rank(run, project, rank=rank, join_job=True, preemption=preemption)
 
 
 def _begins(run: RunDirectory, rank: int) -> bool:

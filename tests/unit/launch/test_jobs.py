@@ -46,8 +46,10 @@ WAITING = "tests.helpers.acting_worker"
 NEEDED = {"queue": "default", "image": "registry/workbench:1"}
 
 
-def described(scheduler, placement=GPUS, *, name="cp2_zigzag-float64", run=RUN, **options):
-    return jobs.describe([name], [run], 2, placement, project=PROJECT, scheduler=scheduler, options=options)
+def described(scheduler, placement=GPUS, *, name="cp2_zigzag-float64", run=RUN, resumable=False, **options):
+    return jobs.describe(
+        [name], [run], 2, placement, project=PROJECT, scheduler=scheduler, options=options, resumable=resumable
+    )
 
 
 @pytest.fixture
@@ -112,6 +114,12 @@ class TestDryRun:
             f"--export=ALL,OMP_NUM_THREADS=1,WORKBENCH_DEVICE=cuda,"
             f"PYTHONPATH={project_root()},TORCHX_JOB_ID=slurm://torchx/$SLURM_JOB_ID"
         )
+
+    def test_a_slurm_job_whose_runs_save_checkpoints_may_be_started_again(self):
+        text = described("slurm", resumable=True)
+        assert "--requeue" in text
+        assert "--no-requeue" not in text
+        assert "--open-mode=append" in text  # its output after the restart does not replace that before
 
     def test_a_slurm_job_on_cpu_requests_no_gpu(self):
         text = described("slurm", CPU, memory_mb="500", python="/shared/venv/bin/python")

@@ -127,3 +127,22 @@ def test_a_job_is_cancelled_by_its_number(answers):
     answers["scancel"] = "scancel: error: Kill job error on job id 3: Access/permission denied"
     with pytest.raises(LaunchError, match="permission denied"):
         slurm.cancel("3")
+
+
+PREEMPTED = RUNNING.replace("Restarts=0", "Restarts=0 Requeue=1 PreemptTime=2026-11-24T00:09:50")
+
+
+@pytest.mark.parametrize(
+    ("fields", "requeued"),
+    [
+        (PREEMPTED, True),
+        (PREEMPTED.replace("Requeue=1", "Requeue=0"), False),
+        (PREEMPTED.replace("PreemptTime=2026-11-24T00:09:50", "PreemptTime=None"), False),
+        (PREEMPTED.replace("JobState=RUNNING", "JobState=CANCELLED"), False),
+        (FORGOTTEN, False),
+    ],
+)
+def test_only_a_running_job_that_is_preempted_is_requeued(answers, fields, requeued):
+    answers["scontrol"] = fields
+    slurm.requeue_if_preempted("3")
+    assert answers["run"][1:] == ([("scontrol", "requeue", "3")] if requeued else [])

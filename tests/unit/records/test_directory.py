@@ -19,7 +19,7 @@ from workbench.errors import RecordError, SpecError
 from workbench.records import provenance
 from workbench.records.directory import RunDirectory
 from workbench.records.integrity import check_whole
-from workbench.records.progress import StepTail
+from workbench.records.progress import StepTail, steps_recorded
 from workbench.records.provenance import this_process
 from workbench.specs.run import RunSpec
 
@@ -428,3 +428,30 @@ def test_a_job_that_waits_on_a_cluster_is_not_lost_with_its_launcher(tmp_path):
     assert run.status == "lost"
     run.note(handle="slurm://torchx/7")
     assert run.status == "pending"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.json", {"created_ns": []}, "created_ns is int"),
+        ("state.json", {"launcher": "x"}, "launcher is dict"),
+        ("state.json", {"state": ["running"]}, "a mapping with a name and a state"),
+        ("ranks/rank00000.exit.json", {"message": 3}, "message is str"),
+        ("ranks/rank00000.exit.json", {"rank": []}, "rank is int or null"),
+        ("ranks/rank00000.exit.json", [], "a mapping with rank"),
+    ],
+)
+def test_a_value_of_another_type_than_a_writer_gives_is_damage(run, name, content, message):
+    run.write_exit(0, {}, None)
+    path = run.path / name
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps(before | content if isinstance(content, dict) else content))
+    with pytest.raises(RecordError, match=message):
+        _ = run.state, run.exits()
+
+
+def test_a_folder_in_place_of_the_step_records_is_an_error(run):
+    (run.path / "metrics.jsonl").mkdir()
+    for read in (run.steps, StepTail(run).new, lambda: steps_recorded(run)):
+        with pytest.raises(RecordError, match="IsADirectoryError"):
+            read()

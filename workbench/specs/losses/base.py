@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic._internal._model_construction import ModelMetaclass
 
 from workbench.specs.mistakes import WHERE_SETTINGS_ARE, unusable
@@ -31,10 +33,47 @@ class _Constructed(ModelMetaclass):
             raise unusable(cls.__name__, error, model, fix=f"correct the settings; {WHERE_SETTINGS_ARE}") from None
 
 
+_NUMBERS = (int, float, int | None, float | None)
+_MOST_BYTES, _MOST_BYTES_OF_A_NAME = 4095, 255  # PATH_MAX without its final NUL, NAME_MAX: linux/limits.h
+
+
 class Settings(BaseModel, metaclass=_Constructed):
     """Frozen settings; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
+
+    @model_validator(mode="before")  # of the model: a discriminator field takes no such validator
+    @classmethod
+    def _check_sizes(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping):
+            for name, field in cls.model_fields.items():
+                if problem := _misfit(settings.get(name), field.annotation):
+                    raise ValueError(f"{name} = {str(settings[name])[:40]!r}: {problem}")
+        return settings
+
+
+def _misfit(value: Any, annotation: Any) -> str:
+    """Problem of a value that no setting can have; "" if there is none."""
+    if isinstance(value, bool):
+        return "a number is needed, not a truth value" if annotation in _NUMBERS else ""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "an integer of 64 bits is needed"
+    if isinstance(value, float) and math.isnan(value):
+        return "NaN is no setting"
+    return _unusable_text(value) if isinstance(value, str) else ""
+
+
+def _unusable_text(text: str) -> str:
+    """Problem of a text that no file system takes as a path; every text in settings is a name or a path."""
+    if "\0" in text:
+        return "a NUL character stands in it"
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair stands in it, which is no character"
+    if len(encoded) > _MOST_BYTES or any(len(name) > _MOST_BYTES_OF_A_NAME for name in encoded.split(b"/")):
+        return f"{len(encoded):,} bytes; a path has at most {_MOST_BYTES:,}, a name in it {_MOST_BYTES_OF_A_NAME}"
+    return ""
 
 
 def above(low: float | None, high: float | None) -> bool:

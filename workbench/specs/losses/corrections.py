@@ -142,7 +142,7 @@ class CorrectionSpec(Settings):
     @model_validator(mode="before")
     @classmethod
     def _apply_kind(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping) or value.get("kind", "none") not in CORRECTIONS:
+        if not isinstance(value, Mapping) or value.get("kind", "none") not in list(CORRECTIONS):
             return value  # the error of the field itself lists the kinds
         return {**CORRECTIONS[value.get("kind", "none")], **value}
 

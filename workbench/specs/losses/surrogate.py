@@ -53,8 +53,8 @@ def _check_kind(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     kind = value.get("kind", "ppo")
-    if kind not in SURROGATES:
-        hint = did_you_mean(kind, SURROGATES, otherwise=f"known: {', '.join(SURROGATES)}")
+    if not isinstance(kind, str) or kind not in SURROGATES:
+        hint = did_you_mean(str(kind), SURROGATES, otherwise=f"known: {', '.join(SURROGATES)}")
         raise ValueError(f"no surrogate {kind!r} ({hint})")
     defaults = SURROGATES[kind]().parameters
     given = {"kind": kind}
