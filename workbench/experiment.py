@@ -128,9 +128,9 @@ class Experiment:
         Example:
             >>> pandas.DataFrame(experiment.status())   # doctest: +SKIP
         """
-        from workbench.launch.status import status_of
+        from workbench.launch.status import statuses
 
-        return [status_of(run) for run in self.runs]
+        return statuses(self.runs)
 
     def _newest(self, plan: PlannedRun) -> RunDirectory | None:
         runs = RunDirectory.find(self.folder / "runs", plan.name)

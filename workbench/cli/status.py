@@ -12,7 +12,7 @@ import tyro
 
 from workbench.cli.terminal import answered, print_lines, safe, safe_lines, size, table, when, width
 from workbench.launch.detached import launchers
-from workbench.launch.status import Listed, RunStatus, list_runs, listing, status_of, waits_of
+from workbench.launch.status import Listed, RunStatus, list_runs, listing, status_of, statuses, waits_of
 from workbench.records.directory import CLUSTERS, ENDED, STATES
 from workbench.records.failures import failure_summary
 from workbench.records.lookup import Target, experiment_at, experiments, look_up, shell_name
@@ -57,7 +57,7 @@ def status(
         run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
     """
     target = look_up(run_or_experiment)
-    if answered(lambda: [asdict(status_of(run)) for run in target.opened()]):
+    if answered(lambda: [asdict(status) for status in statuses(target.opened())]):
         return 0
     if target.experiment is not None:
         print_lines(_experiment_lines(target, letters=width()))

@@ -15,7 +15,7 @@ from workbench.cli.checks import bisection_json, diagnosis_json, loss_subject, p
 from workbench.cli.experiment import certified, verdicts_json
 from workbench.cli.status import list_lines
 from workbench.errors import SpecError
-from workbench.launch.status import list_runs, listing, status_of
+from workbench.launch.status import list_runs, listing, statuses
 from workbench.prove.invariants import INVARIANTS
 from workbench.records.lookup import compared_at, look_up
 from workbench.specs.reading import parse_spec
@@ -174,7 +174,7 @@ def status(
         runs = list_runs()
         return Answer({"runs": [asdict(run) for run in runs]}, "\n".join(list_lines(runs)) if runs else "no runs yet")
     found = look_up(target)
-    states = [asdict(status_of(run)) for run in found.opened()]
+    states = [asdict(status) for status in statuses(found.opened())]
     return Answer({"runs": states}, "\n".join(list_lines([listing(entry) for entry in found.runs])))
 
 

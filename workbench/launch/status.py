@@ -6,8 +6,9 @@ Torch is not imported, so that looking is quick.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -235,6 +236,16 @@ def status_of(run: RunDirectory) -> RunStatus:
 
     Unreadable parts of its record are named in `RunStatus.problem`; the rest is there.
     """
+    return statuses([run])[0]
+
+
+def statuses(runs: Iterable[RunDirectory]) -> list[RunStatus]:
+    """Return `status_of` of many runs, for which the runs and the ablation of each experiment are read once."""
+    baselines = functools.cache(_Baselines)
+    return [_status(run, baselines(run.path.parent.parent)) for run in runs]
+
+
+def _status(run: RunDirectory, baselines: _Baselines) -> RunStatus:
     experiment_dir = run.path.parent.parent
     status, state = run.status, run.state  # read before the records, so that no step before an end is missed
     problem, steps = "", []
@@ -248,7 +259,7 @@ def status_of(run: RunDirectory) -> RunStatus:
         failure, exits = run.failure(), run.exits()
     except (WorkbenchError, KeyError) as error:
         failure, exits, problem = None, {}, f"how its ranks ended: {error}"
-    baseline = _baseline(run, experiment_dir)
+    baseline = baselines.of(run)
     world_size = int(state.get("world_size", run.spec.layout.world_size))
     evidence = Evidence.of_steps(steps)
     since = next((f" from step {record['step']}" for record in steps if CONTINUES in record), "")
@@ -285,20 +296,23 @@ def status_of(run: RunDirectory) -> RunStatus:
     )
 
 
-def _baseline(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
-    """Return the run to compare with: the reference that the ablation names, or else the experiment's first."""
-    name: str | None = None
-    for file in (experiment_dir / "ablation.yaml", experiment_dir.with_suffix(".yaml")):
-        if file.is_file():
-            with contextlib.suppress(WorkbenchError):
-                name = {plan.name: plan.reference for plan in load_ablation(file).expand()}.get(run.name)
-    if name == "":
-        return None
-    others = [entry.run for entry in runs_of(experiment_dir, every=True) if entry.run]
-    if name is not None:
-        others = [other for other in others if other.name == name][-1:]
-    first = others[0] if others else None
-    return None if first is None or first.path == run.path else first
+class _Baselines:
+    """The run that each run of an experiment is compared with."""
+
+    def __init__(self, experiment_dir: Path) -> None:
+        self._references: dict[str, str] = {}
+        for file in (experiment_dir / "ablation.yaml", experiment_dir.with_suffix(".yaml")):
+            if file.is_file():
+                with contextlib.suppress(WorkbenchError):
+                    self._references = {plan.name: plan.reference for plan in load_ablation(file).expand()}
+        self._runs = [entry.run for entry in runs_of(experiment_dir, every=True) if entry.run]
+        self._newest = {run.name: run for run in self._runs}
+
+    def of(self, run: RunDirectory) -> RunDirectory | None:
+        """The reference that the ablation names, or else the experiment's first run; None if that is this one."""
+        reference = self._references.get(run.name)
+        first = next(iter(self._runs), None) if reference is None else self._newest.get(reference)
+        return None if first is None or first.path == run.path else first
 
 
 def _ranks(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str, Any]]) -> list[RankStatus]:

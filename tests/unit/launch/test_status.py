@@ -9,7 +9,7 @@ from tests.helpers.waiting_ranks import one_waits
 from workbench.errors import ShapeError
 from workbench.launch import status
 from workbench.launch.status import list_runs, seconds, status_of
-from workbench.records.lookup import look_up
+from workbench.records.lookup import look_up, runs_of
 
 ABLATION = """
 question: Same?
@@ -171,3 +171,13 @@ class TestRanks:
         run = make_run(parity, "cp2", state="cancelled", layout={"cp": 2})
         with one_waits(run):
             assert one("cp2").waiting == []
+
+
+def test_an_experiment_is_read_once_for_the_states_of_all_its_runs(listed, monkeypatch):
+    """Once a run, 1,000 runs took minutes."""
+    runs, read = [entry.run for entry in runs_of(listed / "experiments" / "parity") if entry.run], []
+    monkeypatch.setattr(status, "runs_of", lambda *where, **how: read.append(where) or runs_of(*where, **how))
+    found = status.statuses(runs)
+    assert len(runs) > 1
+    assert len(read) == 1
+    assert found == [status_of(run) for run in runs]
