@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.faults import fault
 from workbench.sharding.gradients import local_values
-from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 
 Shards = Mapping[str, ParameterShard]
@@ -53,13 +53,18 @@ def gates_of_other_ranks_detached(
 
 @fault(
     seam="gradient_norms",
-    origin="NVIDIA/Megatron-LM#5916 and #6080",
-    signature="gradients exact; norms of experts, and the global norm by their share, are those of one rank's experts",
-    shows_in=SHARED,
+    origin="no single report: norms of experts that count another number of ranks, NVIDIA/Megatron-LM#5916 and #6080",
+    signature="gradients exact; norms of experts sqrt(dp * cp / ep) times too big, and the global norm by their share",
+    shows_in={"layout": {"dp": 2, "cp": 2, "ep": 2}, "model": {"source": "tiny-qwen3-moe"}},
     hidden_in=ALONE,
     changes_gradient=False,
 )
-def norm_of_own_experts(gradient_norms: Callable, model: object, shards: Shards, mesh: Mesh) -> dict[str, float]:
-    """The norm of experts is not summed over the ranks that have the others."""
-    axes = {name: mesh[name] for name in ("tp", "dp_cp")}
-    return gradient_norms(model, shards, axes | {"ep": Axis("ep")})
+def norm_counts_experts_of_replicas(
+    gradient_norms: Callable, model: object, shards: Shards, mesh: Mesh
+) -> dict[str, float]:
+    """Squares of experts are summed over all ranks of dp x cp, of which several have the same experts."""
+    copies = mesh["edp"].size
+    return {
+        name: norm * copies**0.5 if shards[name].over_ep else norm
+        for name, norm in gradient_norms(model, shards, mesh).items()
+    }
