@@ -195,9 +195,9 @@ def _inputs(left: StepDump, right: StepDump, matched: Matched) -> Iterator[Compa
                 differ_N = apart_N > (RELATIVE[left.dtype] + RELATIVE[right.dtype]) * pair[1].abs()
                 at = int(torch.where(differ_N, apart_N, -1.0).argmax())
                 place = f"document {matched.pairs[at][0]} | {matched.pairs[at][1]}"
-                more = {"left": float(pair[0][at]), "right": float(pair[1][at]), "place": place}
+                more: dict[str, Any] = {"left": float(pair[0][at]), "right": float(pair[1][at]), "place": place}
                 agrees = not bool(differ_N.any())
-                yield Compared(stage, name, agrees, None, None, **({} if agrees else more))
+                yield Compared(stage, name, agrees, None, None, **(more if not agrees else {}))
 
 
 def _partition(groups_N: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def _results(
         if name.startswith("metrics/") and not (name in left.recorded and name in right.recorded):
             names.remove(name)  # recomputed alone they say no more than the stages before them
     for name in sorted(names, key=lambda name: [*STAGES].index(stage_of(name))):
-        columns: dict[str, bool | None] = {}
+        columns: dict[str, Any] = {}
         worst: dict[str, Any] = {}
         for column, values in {
             "recorded": (left.recorded.get(name), right.recorded.get(name)),
@@ -240,7 +240,8 @@ def _results(
 def _bound(numbers: Numbers, name: str, value: Tensor | float) -> Tensor | float:
     if name in numbers.bounds:
         return numbers.bounds[name]
-    return RELATIVE[numbers.reading.dump.dtype] * abs(value)
+    relative = RELATIVE[numbers.reading.dump.dtype]
+    return relative * value.abs() if isinstance(value, Tensor) else relative * abs(value)
 
 
 def _difference(

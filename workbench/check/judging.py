@@ -10,15 +10,17 @@ Letters: T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from workbench.check.alternatives import Alternative, loss_alternatives
 from workbench.check.estimators import advantage_alternatives
+from workbench.check.memo import Memo
 from workbench.check.numbers import Numbers, recompute_numbers
 from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
+from workbench.check.screen import Screen
 from workbench.check.stages import (
     RELATIVE,
     STAGES,
@@ -38,6 +40,7 @@ MOST_CAUSES = 6
 
 def judge(reading: Reading) -> StepCheck:
     """Check a step against one reading of its settings."""
+    bare, reading = reading, replace(reading, memo=Memo())
     null = recompute_numbers(reading)
     stages = tuple(_stage(name, null) for name in STAGES)
     first = next((stage for stage in stages if stage.status == "differs"), None)
@@ -59,7 +62,7 @@ def judge(reading: Reading) -> StepCheck:
         tuple(_undecided(reading, null, stages, alternatives)),
         _evidence(reading.dump),
         unknown,
-        null,
+        replace(null, reading=bare),
     )
 
 
@@ -88,10 +91,10 @@ def _nothing_to_see(dump: StepDump, compared: list[Stage]) -> bool:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mistake, with what it predicts and the recorded quantities that still differ under it."""
+    """A mistake: the recorded quantities that still differ under it, and if it changes any that was not recorded."""
 
     alternative: Alternative
-    expected: Quantities
+    acts: bool
     differing: Mapping[str, Mismatch | None]
 
 
@@ -109,10 +112,15 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None) -> Iterable[_Tr
                 yield _with(alternative, {"advantages": advantages_T}, dump, null)
     if not can_evaluate(dump):
         return
+    screen = Screen.of(reading, null)
     for alternative in loss_alternatives(reading):
         try:
+            if screen is not None and screen.excludes(alternative.reading):
+                continue
             one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
             needed = one.differing if first is None else first.compared
+            if first is None and not one.acts:
+                continue  # metrics decide nothing: it would change no number that is missing
             if metrics and (set(metrics) & {*needed} or not any(map(one.differing.get, needed))):
                 one = _with(alternative, recompute_loss(alternative.reading), dump, null)
         except (WorkbenchError, ArithmeticError):
@@ -128,7 +136,8 @@ def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: 
         for name, bound in bounds.items()
         if name in null.bounds
     }
-    return _Tried(alternative, expected, compare(dump, recorded, {**expected}, {**bounds, **widened}))
+    differing = compare(dump, recorded, {**expected}, {**bounds, **widened})
+    return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing)
 
 
 def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) -> list[Cause]:
@@ -235,16 +244,16 @@ def _undecided(reading: Reading, null: Numbers, stages: tuple[Stage, ...], tried
     if dump.tokens.get("old_logprobs") is not None:
         yield "if log-probabilities are those of the model: they are taken as recorded, with their temperature"
     agree = not any(stage.status == "differs" for stage in stages)
-    unseen = [one for one in tried if agree and not any(one.differing.values()) and _acts(one, null)]
+    unseen = [one for one in tried if agree and not any(one.differing.values()) and one.acts]
     for kind in dict.fromkeys(one.alternative.kind for one in unseen):
         texts = [one.alternative.description for one in unseen if one.alternative.kind == kind]
         yield f"{kind}: the same numbers if {listed(dict.fromkeys(texts), 3, separator='; or if ')}"
     yield from dump.notes
 
 
-def _acts(one: _Tried, null: Numbers) -> bool:
+def _acts(expected: Quantities, null: Numbers) -> bool:
     """True if a mistake changes a quantity that was not recorded, beyond tolerance."""
-    for name, value in one.expected.items():
+    for name, value in expected.items():
         if name in null.recorded or name not in null.expected or name.startswith(("means/", "magnitudes/", "metrics/")):
             continue
         distance = (torch.as_tensor(value) - torch.as_tensor(null.expected[name])).abs()
