@@ -7,6 +7,10 @@ The modules, in the order in which a check is built:
     alternatives.py     mistakes in the loss, each as another reading of the step
     estimators.py       mistakes in the advantages
     judging.py          causes of the first difference, and what the dump cannot decide
+    numbers.py          the step under its settings as they are: recorded, recomputed, bounds
+    screen.py, memo.py  long steps: mistakes excluded on a sample, shared results
+    matching.py         documents and tokens of two dumps of one batch
+    against.py          comparison of two systems on one batch
     verdict.py          the result
 """
 
@@ -17,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from workbench.check.against import StepsCompared as StepsCompared
+from workbench.check.against import compare_steps
 from workbench.check.judging import judge
 from workbench.check.recompute import Reading
 from workbench.check.verdict import StepCheck as StepCheck
@@ -36,6 +42,7 @@ def check_step(
     settings: Mapping[str, Any] | None = None,
     advantages: Mapping[str, Any] | None = None,
     on_policy: bool | None = None,
+    against: StepCheck | StepDump | Path | str | None = None,
 ) -> StepCheck:
     """Recompute the loss of a trainer's step in float64, and compare every number that the trainer recorded.
 
@@ -50,6 +57,8 @@ def check_step(
         advantages: of the advantage estimator, by the system's names (`{"estimator": "grpo"}` in verl), or for a
             `LossSpec` its name and settings (`{"name": "grpo"}`); None: the dump's own.
         on_policy: the loss was computed on the old policy itself, before any update; None: as the dump says.
+        against: another system's step on the same batch, to be compared by document and token: a dump, checked with
+            its own system and settings, or the result of its own `check_step`.
 
     Raises:
         RecordError: a file that is missing, damaged or no dump.
@@ -70,7 +79,18 @@ def check_step(
         "on_policy": on_policy,
     }
     step = replace(step, **{name: value for name, value in given.items() if value is not None})
-    return judge(Reading(step, _spec(step), _estimator(step)))
+    result = judge(Reading(step, _spec(step), _estimator(step)))
+    if against is None:
+        return result
+    other = against if isinstance(against, StepCheck) else check_step(against)
+    if result.numbers is None or other.numbers is None:
+        raise SpecError(
+            "compare two steps",
+            found="a StepCheck without its numbers",
+            rule="both are results of check_step",
+            fix="check the dump again in this process",
+        )
+    return replace(result, against=compare_steps(result.numbers, other.numbers))
 
 
 def read_dump(dump: StepDump | Path | str, system: str = "") -> StepDump:

@@ -108,11 +108,9 @@ def _shifted(dump: StepDump, value_T: Tensor, by: int) -> Iterator[Tensor]:
     """Values moved by one token in their document: the end wraps around, is 0, or is the neighbour document's."""
     ids_T = dump.document_ids_T
     rolled_T, same_T = value_T.roll(by), ids_T.roll(by) == ids_T
-    around_T = rolled_T.clone()
-    for document in range(dump.num_documents):
-        of_document_T = ids_T == document
-        around_T[of_document_T] = value_T[of_document_T].roll(by)
-    yield around_T
+    widths_N = torch.bincount(ids_T, minlength=dump.num_documents)
+    within_T = (dump.positions_T - by) % widths_N[ids_T]  # documents are whole and in order (`StepDump`)
+    yield value_T[(widths_N.cumsum(0) - widths_N)[ids_T] + within_T]
     yield torch.where(same_T, rolled_T, torch.zeros_like(rolled_T))
     yield rolled_T
 

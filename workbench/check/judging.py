@@ -10,21 +10,22 @@ Letters: T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from workbench.check.alternatives import Alternative, loss_alternatives
 from workbench.check.estimators import advantage_alternatives
+from workbench.check.memo import Memo
+from workbench.check.numbers import Numbers, recompute_numbers
 from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
+from workbench.check.screen import Screen
 from workbench.check.stages import (
     RELATIVE,
-    ROUNDING,
     STAGES,
     Mismatch,
     compare,
-    recorded_quantities,
     stage_of,
     tolerances,
 )
@@ -37,20 +38,10 @@ MOST_CAUSES = 6
 """Causes of a stage that are listed; a convention."""
 
 
-@dataclass(frozen=True)
-class _Null:
-    """The settings as they are."""
-
-    recorded: Quantities
-    expected: Quantities
-    bounds: Mapping[str, Tensor | float]
-    differing: Mapping[str, Mismatch | None]
-    missing: Mapping[str, str]
-
-
 def judge(reading: Reading) -> StepCheck:
     """Check a step against one reading of its settings."""
-    null = _null(reading)
+    bare, reading = reading, replace(reading, memo=Memo())
+    null = recompute_numbers(reading)
     stages = tuple(_stage(name, null) for name in STAGES)
     first = next((stage for stage in stages if stage.status == "differs"), None)
     compared = [stage for stage in stages if stage.compared]
@@ -71,49 +62,11 @@ def judge(reading: Reading) -> StepCheck:
         tuple(_undecided(reading, null, stages, alternatives)),
         _evidence(reading.dump),
         unknown,
+        replace(null, reading=bare),
     )
 
 
-def _null(reading: Reading) -> _Null:
-    dump = reading.dump
-    recorded = recorded_quantities(dump)
-    expected, moved, missing = dict[str, Tensor | float](), list[dict[str, Tensor | float]](), dict[str, str]()
-    advantages_T = recompute_advantages(reading)
-    if advantages_T is None:
-        missing["advantages"] = _missing_of_advantages(reading)
-    else:
-        expected["advantages"] = advantages_T
-    if can_evaluate(dump):
-        expected |= recompute_loss(reading)
-        shift = ROUNDING[dump.dtype]
-        moved = [recompute_loss(reading, shift=sign * shift) for sign in (1.0, -1.0)]
-    else:
-        missing |= dict.fromkeys(list(STAGES)[1:], _missing_of_loss(dump))
-        expected["counts/tokens"] = float(dump.loss_mask_T.sum())
-        expected["counts/documents"] = float(dump.document_ids_T[dump.loss_mask_T].unique().numel())
-    bounds = tolerances(expected, tuple(moved), dump.dtype)
-    if advantages_T is not None:
-        # A deviation of nearly equal rewards amplifies rounding: float32 of a reward over that deviation.
-        bounds["advantages"] = 10 * RELATIVE[dump.dtype] * (1 + advantages_T.abs())
-    return _Null(recorded, expected, bounds, compare(dump, recorded, expected, bounds), missing)
-
-
-def _missing_of_advantages(reading: Reading) -> str:
-    dump = reading.dump
-    if reading.estimator is None:
-        return "no settings of the estimator (advantages=)"
-    if not {"rewards"} & {*dump.documents} | {"token_rewards"} & {*dump.tokens}:
-        return "no rewards"
-    return "no group_ids"
-
-
-def _missing_of_loss(dump: StepDump) -> str:
-    if dump.advantages_T is None:
-        return "no advantages"
-    return "no policy_logprobs (on_policy=True if the loss was computed on the old policy itself)"
-
-
-def _stage(name: str, null: _Null) -> Stage:
+def _stage(name: str, null: Numbers) -> Stage:
     own = [quantity for quantity in null.recorded if stage_of(quantity) == name]
     compared = tuple(quantity for quantity in own if quantity in null.differing)
     different = tuple(mismatch for quantity in compared if (mismatch := null.differing[quantity]) is not None)
@@ -138,14 +91,14 @@ def _nothing_to_see(dump: StepDump, compared: list[Stage]) -> bool:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mistake, with what it predicts and the recorded quantities that still differ under it."""
+    """A mistake: the recorded quantities that still differ under it, and if it changes any that was not recorded."""
 
     alternative: Alternative
-    expected: Quantities
+    acts: bool
     differing: Mapping[str, Mismatch | None]
 
 
-def _tried(reading: Reading, null: _Null, first: Stage | None) -> Iterable[_Tried]:
+def _tried(reading: Reading, null: Numbers, first: Stage | None) -> Iterable[_Tried]:
     """Try every mistake. Metrics, which cost most, are computed where they decide."""
     dump = reading.dump
     metrics = [name for name in null.differing if name.startswith("metrics/")]
@@ -159,10 +112,15 @@ def _tried(reading: Reading, null: _Null, first: Stage | None) -> Iterable[_Trie
                 yield _with(alternative, {"advantages": advantages_T}, dump, null)
     if not can_evaluate(dump):
         return
+    screen = Screen.of(reading, null)
     for alternative in loss_alternatives(reading):
         try:
+            if screen is not None and screen.excludes(alternative.reading):
+                continue
             one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
             needed = one.differing if first is None else first.compared
+            if first is None and not one.acts:
+                continue  # metrics decide nothing: it would change no number that is missing
             if metrics and (set(metrics) & {*needed} or not any(map(one.differing.get, needed))):
                 one = _with(alternative, recompute_loss(alternative.reading), dump, null)
         except (WorkbenchError, ArithmeticError):
@@ -170,7 +128,7 @@ def _tried(reading: Reading, null: _Null, first: Stage | None) -> Iterable[_Trie
         yield one
 
 
-def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: _Null) -> _Tried:
+def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: Numbers) -> _Tried:
     recorded = {name: value for name, value in null.recorded.items() if name in null.differing}
     bounds = tolerances(expected, (), dump.dtype)
     widened = {
@@ -178,10 +136,11 @@ def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: 
         for name, bound in bounds.items()
         if name in null.bounds
     }
-    return _Tried(alternative, expected, compare(dump, recorded, {**expected}, {**bounds, **widened}))
+    differing = compare(dump, recorded, {**expected}, {**bounds, **widened})
+    return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing)
 
 
-def _causes(reading: Reading, null: _Null, first: Stage, tried: list[_Tried]) -> list[Cause]:
+def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) -> list[Cause]:
     """Mistakes that give every recorded quantity of the first stage that differs, the most explained first."""
     causes = []
     for one in tried:
@@ -199,7 +158,7 @@ def _causes(reading: Reading, null: _Null, first: Stage, tried: list[_Tried]) ->
     return list(dict.fromkeys(causes))
 
 
-def _factor(dump: StepDump, null: _Null, first: Stage) -> list[Cause]:
+def _factor(dump: StepDump, null: Numbers, first: Stage) -> list[Cause]:
     """A common factor of the first quantity that differs, with a name if it is a size of the step."""
     mismatch = first.mismatches[0]
     recorded, expected = null.recorded[mismatch.quantity], null.expected[mismatch.quantity]
@@ -242,7 +201,7 @@ def _factor(dump: StepDump, null: _Null, first: Stage) -> list[Cause]:
 # ---- places, and what is not decided -------------------------------------------------------------------------------
 
 
-def _places(dump: StepDump, null: _Null, first: Stage) -> Iterable[str]:
+def _places(dump: StepDump, null: Numbers, first: Stage) -> Iterable[str]:
     for mismatch in first.mismatches[:3]:
         numbers = f"recorded {mismatch.recorded:.9g}, expected {mismatch.expected:.9g}"
         if mismatch.token is None:
@@ -275,7 +234,7 @@ def _where(dump: StepDump, differ_T: Tensor) -> str:
     return ": all that train" if bool((differ_T == mask_T).all()) else ", of all documents"
 
 
-def _undecided(reading: Reading, null: _Null, stages: tuple[Stage, ...], tried: list[_Tried]) -> Iterable[str]:
+def _undecided(reading: Reading, null: Numbers, stages: tuple[Stage, ...], tried: list[_Tried]) -> Iterable[str]:
     dump = reading.dump
     silent = [stage.name for stage in stages if stage.status == "not recorded"]
     if silent:
@@ -285,16 +244,16 @@ def _undecided(reading: Reading, null: _Null, stages: tuple[Stage, ...], tried: 
     if dump.tokens.get("old_logprobs") is not None:
         yield "if log-probabilities are those of the model: they are taken as recorded, with their temperature"
     agree = not any(stage.status == "differs" for stage in stages)
-    unseen = [one for one in tried if agree and not any(one.differing.values()) and _acts(one, null)]
+    unseen = [one for one in tried if agree and not any(one.differing.values()) and one.acts]
     for kind in dict.fromkeys(one.alternative.kind for one in unseen):
         texts = [one.alternative.description for one in unseen if one.alternative.kind == kind]
         yield f"{kind}: the same numbers if {listed(dict.fromkeys(texts), 3, separator='; or if ')}"
     yield from dump.notes
 
 
-def _acts(one: _Tried, null: _Null) -> bool:
+def _acts(expected: Quantities, null: Numbers) -> bool:
     """True if a mistake changes a quantity that was not recorded, beyond tolerance."""
-    for name, value in one.expected.items():
+    for name, value in expected.items():
         if name in null.recorded or name not in null.expected or name.startswith(("means/", "magnitudes/", "metrics/")):
             continue
         distance = (torch.as_tensor(value) - torch.as_tensor(null.expected[name])).abs()

@@ -9,13 +9,14 @@ Letters: T tokens | N documents.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench.check.memo import Memo
 from workbench.dumps.step import StepDump
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss, prepare_inputs, surrogate_ratio
@@ -26,7 +27,7 @@ from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import Value
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.reduction.evaluate import evaluate_loss, loss_inputs
-from workbench.reduction.weights import StepLayout, TokenWeights, step_weights
+from workbench.reduction.weights import StepLayout, StepTotals, TokenWeights, step_weights
 from workbench.rollouts.advantages.inputs import AdvantageInputs
 from workbench.rollouts.advantages.registry import estimate_advantages
 from workbench.rollouts.targets import TrainingRow
@@ -50,12 +51,14 @@ class Reading:
         spec: its loss.
         estimator: the advantage estimator and its settings; None: not known.
         factor: of the whole loss, beyond the spec.
+        memo: results shared with other readings of the step; None: nothing is kept.
     """
 
     dump: StepDump
     spec: LossSpec
     estimator: tuple[str, Mapping[str, Any]] | None = None
     factor: float = 1.0
+    memo: Memo | None = field(default=None, repr=False, compare=False)
 
     def changed(self, **settings: Any) -> Reading:
         """Return the reading with other settings of its loss, validated; groups are merged key by key."""
@@ -105,13 +108,17 @@ def _live_is_old(dump: StepDump) -> bool:
     return dump.on_policy and "old_logprobs" in dump.tokens
 
 
-def recompute_loss(reading: Reading, *, shift: float = 0.0, metrics: bool = True) -> dict[str, Tensor | float]:
+def recompute_loss(
+    reading: Reading, *, shift: float = 0.0, metrics: bool = True, sample_T: Tensor | None = None
+) -> dict[str, Tensor | float]:
     """Evaluate the loss of a step: weights, ratios, corrections, clip decisions, coefficients, losses, metrics.
 
     Args:
         reading: of the step.
         shift: nats, added to the policy's log-probabilities and subtracted from the sampler's: the effect of rounding.
         metrics: compute them, too.
+        sample_T: [T] tokens of whole documents to evaluate, under the weights of the whole step; the values of other
+            tokens are 0, and the numbers are those of the sample. None: all.
 
     Raises:
         SpecError: the loss needs values that the step does not have.
@@ -124,9 +131,17 @@ def recompute_loss(reading: Reading, *, shift: float = 0.0, metrics: bool = True
             rule="a loss is computed from the policy's log-probabilities and advantages",
             fix="dump them, or state on_policy if the loss was computed on the old policy itself",
         )
-    indices = _rows(dump)
+    memo = Memo() if reading.memo is None else reading.memo
+    groups = (dump.document_ids_T, dump.documents.get("rows"))
+    indices = memo.get("rows", groups, None, lambda: _rows(dump))
+    weights, totals = memo.get(*_weights_key(reading, shift), lambda: _weights(reading, indices, shift))
+    if sample_T is not None:
+        kept = memo.get("sample", (*groups, sample_T), None, lambda: [sample_T[index_T] for index_T in indices])
+        pairs = list(zip(indices, kept, strict=True))
+        of_sample = zip(weights, pairs, strict=True)
+        weights = [_sampled(by_name, keep_T) for by_name, (_, keep_T) in of_sample]
+        indices = [index_T[keep_T] for index_T, keep_T in pairs]
     rows = [_row(reading, index_T, shift) for index_T in indices]
-    weights, totals = step_weights(rows, spec, step_layout=StepLayout(dump.size("dp"), dump.size("cp")))
     loss, merged = build_loss(spec), _Merged(len(dump.document_ids_T))
     documents_before = 0
     for row, index_T, of_row in zip(rows, indices, weights, strict=True):
@@ -163,13 +178,46 @@ def _rows(dump: StepDump) -> list[Tensor]:
     if rows_N is None:
         return [torch.arange(len(dump.document_ids_T))]
     rows_T = rows_N[dump.document_ids_T]
-    return [torch.nonzero(rows_T == row).squeeze(1) for row in range(dump.size("dp") * dump.size("micro_batches"))]
+    sizes = torch.bincount(rows_T, minlength=dump.size("dp") * dump.size("micro_batches"))
+    return list(torch.argsort(rows_T, stable=True).split(sizes.tolist()))
+
+
+def _weights(reading: Reading, indices: list[Tensor], shift: float) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
+    rows = [_row(reading, index_T, shift) for index_T in indices]
+    return step_weights(rows, reading.spec, step_layout=StepLayout(reading.dump.size("dp"), reading.dump.size("cp")))
+
+
+def _weights_key(reading: Reading, shift: float) -> tuple[str, tuple[Tensor | None, ...], Hashable]:
+    """What the weights of a step depend on: its mask and documents, and, if a correction acts, all of its values."""
+    dump, spec = reading.dump, reading.spec
+    of_documents = tuple(dump.documents.get(name) for name in ("rewards", "group_ids", "rows"))
+    if not spec.correction.acts:
+        settings = (spec.denominator, spec.denominator_constant, spec.truncated, repr(spec.compat))
+        return "weights", (dump.document_ids_T, dump.loss_mask_T, *of_documents), settings
+    return "corrected weights", (dump.document_ids_T, *of_documents, *dump.tokens.values()), (repr(spec), shift)
+
+
+def _sampled(by_name: Mapping[str, TokenWeights], keep_T: Tensor) -> dict[str, TokenWeights]:
+    return {
+        name: TokenWeights(_chosen(weights.loss_T[: len(keep_T)], keep_T), _chosen(weights.gradient_T, keep_T))
+        for name, weights in by_name.items()
+    }
 
 
 def _at(dump: StepDump, name: str, index_T: Tensor) -> Tensor | None:
     """[t] values of a micro-batch, 0 where nothing trains; one padding token if it is empty."""
     value_T = dump.tokens.get(name)
-    return None if value_T is None else _chosen(torch.where(dump.loss_mask_T, value_T, 0.0), index_T)
+    if value_T is None:
+        return None
+    return torch.where(_chosen(dump.loss_mask_T, index_T), _chosen(value_T, index_T), 0.0)
+
+
+def _spread(value_N: Tensor, document_ids_T: Tensor, index_T: Tensor) -> Tensor:
+    return value_N[document_ids_T[index_T]] if len(index_T) else value_N.new_zeros(1)
+
+
+def _places(index_T: Tensor) -> Tensor:
+    return index_T if len(index_T) else index_T.new_zeros(1)
 
 
 def _chosen(values_T: Tensor, index_T: Tensor, fill: float = 0) -> Tensor:
@@ -191,14 +239,14 @@ def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
     mask_T = _chosen(dump.loss_mask_T, index_T)
     given_T = dump.advantages_T
     assert given_T is not None, "can_evaluate"
-    advantages_T = torch.where(dump.loss_mask_T, given_T, 0.0)
+    advantages_T = torch.where(mask_T, _chosen(given_T, index_T), 0.0)
     old_T, sampler_T = _at(dump, "old_logprobs", index_T), _at(dump, "sampler_logprobs", index_T)
     weights_T = _at(dump, "correction_weights", index_T)
     given = reading.spec.correction.ratio.startswith("given") and weights_T is not None
     zeros_T = torch.zeros_like(ids_T)
     of_documents = {name: dump.documents.get(name) for name in ("rewards", "group_ids")}
     spread = {
-        name: None if value_N is None else _chosen(value_N[dump.document_ids_T], index_T)
+        name: None if value_N is None else _spread(value_N, dump.document_ids_T, index_T)
         for name, value_N in of_documents.items()
     }
     trained_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
@@ -209,11 +257,11 @@ def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
         document_ids_T=ids_T,
         targets_T=zeros_T,
         loss_mask_T=mask_T,
-        advantages_T=_chosen(advantages_T, index_T),
+        advantages_T=advantages_T,
         old_logprobs_T=_policy(reading, index_T, 0.0) if old_T is None else old_T,
         sampler_logprobs_T=None if sampler_T is None else sampler_T - shift,
         ref_logprobs_T=_at(dump, "ref_logprobs", index_T),
-        source_T=_chosen(torch.arange(len(dump.document_ids_T)), index_T),
+        source_T=_places(index_T),
         lengths_T=lengths_T.double(),
         rewards_T=spread["rewards"],
         group_ids_T=spread["group_ids"],

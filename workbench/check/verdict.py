@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from workbench.check.against import StepsCompared
+from workbench.check.numbers import Numbers
 from workbench.check.stages import Mismatch
 from workbench.columns import columns
 from workbench.errors import listed
@@ -65,6 +67,8 @@ class StepCheck:
         undecided: what the dump cannot decide, a sentence each.
         evidence: what was there to compare.
         unknown_metrics: recorded metrics that are not recomputed.
+        numbers: of the step, as tensors; no part of the JSON form.
+        against: comparison with another system's step, if one was requested.
     """
 
     origin: str
@@ -75,11 +79,13 @@ class StepCheck:
     undecided: tuple[str, ...] = ()
     evidence: str = ""
     unknown_metrics: tuple[str, ...] = ()
+    numbers: Numbers | None = field(default=None, repr=False, compare=False)
+    against: StepsCompared | None = field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:
-        """True if everything that was recorded agrees, and there was something to compare."""
-        return self.verdict == "agrees"
+        """True if everything that was recorded agrees, and there was something to compare; also with another step."""
+        return self.verdict == "agrees" and (self.against is None or self.against.ok)
 
     @property
     def first(self) -> Stage | None:
@@ -88,7 +94,10 @@ class StepCheck:
 
     def as_json(self) -> dict[str, Any]:
         """Return the check as JSON data."""
-        return {"first": self.first and self.first.name, **asdict(self)}
+        flat = asdict(replace(self, numbers=None, against=None))
+        del flat["numbers"], flat["against"]
+        more = {} if self.against is None else {"against": self.against.as_json()}
+        return {"first": self.first and self.first.name, **flat, **more}
 
     def __str__(self) -> str:
         rows = [(stage.name, stage.status, _detail(stage)) for stage in self.stages]
@@ -108,6 +117,8 @@ class StepCheck:
             lines += ["", f"recorded, but not recomputed: {listed(self.unknown_metrics, 6)}"]
         if self.undecided:
             lines += ["", "this dump cannot decide:", *(f"  - {sentence}" for sentence in self.undecided)]
+        if self.against is not None:
+            lines += ["", str(self.against)]
         return "\n".join(lines)
 
 

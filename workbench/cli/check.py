@@ -21,6 +21,9 @@ def check(
     system: str | None = None,
     settings: Path | None = None,
     on_policy: bool = False,
+    against: Path | None = None,
+    against_system: str | None = None,
+    against_settings: Path | None = None,
 ) -> int:
     """Recompute the loss of a trainer's step from its dump, and name the first stage that differs, with its cause.
 
@@ -33,11 +36,24 @@ def check(
         settings: YAML with the keys "settings" (of the loss) and "advantages" (of the estimator), by the system's
             names; by default those of the dump.
         on_policy: The loss was computed on the old policy itself, before any update.
+        against: Dump of another system's step on the same batch: the first recorded, and the first recomputed number
+            that differs, and the settings that do it.
+        against_system: The trainer that wrote it; by default as that dump says.
+        against_settings: YAML with its settings; by default those of that dump.
     """
     given = {} if settings is None else _settings(settings)
+    other = {} if against_settings is None else _settings(against_settings)
+    if against is None and (against_system is not None or against_settings is not None):
+        raise SpecError(
+            "check a step",
+            found="--against-system or --against-settings without --against",
+            rule="they are about the other dump",
+            fix="name it: --against OTHER_DUMP",
+        )
     from workbench.check import check_step  # torch; mistakes above are told without it
 
-    result = check_step(dump, system=system, on_policy=on_policy or None, **given)
+    second = None if against is None else check_step(against, system=against_system, **other)
+    result = check_step(dump, system=system, on_policy=on_policy or None, against=second, **given)
     if not answered(result.as_json):
         print_lines(safe_lines(str(result)))
     return 0 if result.ok else 1

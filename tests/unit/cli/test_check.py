@@ -43,3 +43,17 @@ def test_mistakes_give_2_without_a_traceback(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.count("do: ") == 3
+
+
+def test_against_another_dump(tmp_path, capsys):
+    other = tmp_path / "other.yaml"
+    other.write_text(RIGHT.replace("token-mean", "seq-mean-token-mean"))
+    pair = ["--against", str(DUMPS / "token_mean.pkl"), "--against-system", "verl", "--against-settings"]
+    assert run(tmp_path, RIGHT, *pair, str(tmp_path / "settings.yaml")) == 0
+    assert "agree: " in capsys.readouterr().out
+    assert run(tmp_path, RIGHT, *pair, str(other), "--json") == 1
+    answer = json.loads(capsys.readouterr().out)["result"]
+    assert answer["verdict"] == "agrees"
+    assert answer["against"]["settings"][0]["name"] == "denominator"
+    assert run(tmp_path, RIGHT, "--against-system", "verl") == 2
+    assert "name it: --against" in capsys.readouterr().err
