@@ -45,10 +45,13 @@ def judge(reading: Reading) -> StepCheck:
     stages = tuple(_stage(name, null) for name in STAGES)
     first = next((stage for stage in stages if stage.status == "differs"), None)
     compared = [stage for stage in stages if stage.compared]
-    alternatives = list(_tried(reading, null, first))
+    screen = Screen.of(reading, null) if can_evaluate(reading.dump) else None
+    alternatives = list(_tried(reading, null, first, screen))
     causes: list[Cause] = []
     for stage in stages:
         if stage.status == "differs" and not any(stage.name in cause.explains for cause in causes):
+            if screen is not None and stage.name != "advantages" and not screen.decides(stage.name):
+                screen, alternatives = None, list(_tried(reading, null, first, None))
             causes += _causes(reading, null, stage, alternatives)[:MOST_CAUSES]
     vacuous = not compared or _nothing_to_see(reading.dump, compared)
     known = {name for name in null.recorded if name in null.expected}
@@ -98,7 +101,7 @@ class _Tried:
     differing: Mapping[str, Mismatch | None]
 
 
-def _tried(reading: Reading, null: Numbers, first: Stage | None) -> Iterable[_Tried]:
+def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen | None) -> Iterable[_Tried]:
     """Try every mistake. Metrics, which cost most, are computed where they decide."""
     dump = reading.dump
     metrics = [name for name in null.differing if name.startswith("metrics/")]
@@ -112,7 +115,6 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None) -> Iterable[_Tr
                 yield _with(alternative, {"advantages": advantages_T}, dump, null)
     if not can_evaluate(dump):
         return
-    screen = Screen.of(reading, null)
     for alternative in loss_alternatives(reading):
         try:
             if screen is not None and screen.excludes(alternative.reading):

@@ -36,6 +36,10 @@ class Screen:
     sample_T: Tensor
     needed: tuple[tuple[str, ...], ...]
 
+    def decides(self, stage: str) -> bool:
+        """Return True if what is excluded is no cause of a stage; not of one with numbers alone, such as the loss."""
+        return any(stage_of(name) == stage for names in self.needed for name in names)
+
     @classmethod
     def of(cls, reading: Reading, null: Numbers) -> Screen | None:
         """Return the sample of a long step; None if the step is short, or if nothing can be excluded on a sample."""
@@ -45,8 +49,8 @@ class Screen:
         tokens = [name for name in null.differing if isinstance(null.recorded[name], Tensor) and name != "advantages"]
         stages = {stage_of(name) for name, mismatch in null.differing.items() if mismatch is not None} - {"advantages"}
         groups = [[name for name in tokens if stage_of(name) == stage] for stage in STAGES if stage in stages]
-        needed = groups if stages else [tokens]
-        if not all(needed):
+        needed = [names for names in (groups if stages else [tokens]) if names]
+        if not needed:
             return None
         chosen = set(range(0, dump.num_documents, SHARE))
         worst = [mismatch.token for mismatch in null.differing.values() if mismatch and mismatch.token is not None]
