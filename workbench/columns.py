@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-_OBEYED = re.compile("(?!\x1b\\[[0-9;]*m|\r\n|\r\\Z)[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_OBEYED = re.compile("(?!\x1b\\[[0-9;]*m)[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""Escape what a terminal obeys, and half surrogates; line ends (also \r before one), tabs, colours stay.
+    r"""Escape what a terminal obeys, and half surrogates; line ends, tabs and colours (as of help texts) stay.
 
     Example:
         >>> escaped("a\x1b[2Jb"), escaped("a\tb\n"), escaped("\x1b[31mred\x1b[0m") == "\x1b[31mred\x1b[0m"

@@ -178,7 +178,7 @@ def logs(
     if not follow:
         printed = tail_lines(directory, ranks=ranks, lines=lines)
         answered(lambda: [{"rank": number, "line": line} for number, line in printed])
-        print_lines(_shown(number, line, prefix=prefix, escape=escape) for number, line in printed)
+        print_lines((_shown(number, line, prefix=prefix, escape=escape) for number, line in printed), raw=not escape)
         if not printed and not _ranks_with_logs(directory):
             print(f"no rank of {directory.path.name} has started; it is {directory.status}", file=sys.stderr)
         return 0
@@ -186,7 +186,7 @@ def logs(
     try:
         for number, line in follow_lines(directory, ranks=ranks, lines=lines):
             followed.append({"rank": number, "line": line})
-            print_lines([_shown(number, line, prefix=prefix, escape=escape)])
+            print_lines([_shown(number, line, prefix=prefix, escape=escape)], raw=not escape)
             sys.stdout.flush()
     except KeyboardInterrupt:
         stop = f"workbench cancel {safe(shell_name(directory.path))}"

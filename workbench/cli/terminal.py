@@ -91,10 +91,10 @@ def safe_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines."""
+def print_lines(lines: Iterable[str], *, raw: bool = False) -> None:
+    """Print lines; raw ones are not escaped, for readers that are no terminal."""
     for line in lines:
-        print(line)
+        print(line, file=getattr(sys.stdout, "stream", sys.stdout) if raw else sys.stdout)
 
 
 _asked: ContextVar[list[Any] | None] = ContextVar("asked", default=None)

@@ -178,7 +178,7 @@ class _Inputs:
         if (sizes := self._sizes(spec.model.source)) is not None:
             dealt = {"ulysses": layout.cp, "hybrid": layout.ulysses}.get(layout.attention, 1)
             chunks = spec.reproducible.weight_chunks if spec.reproducible.on else 1
-            policy_sizes.check_layout(sizes, tp=layout.tp, dealt=dealt, weight_chunks=chunks)
+            policy_sizes.check_layout(sizes, tp=layout.tp, dealt=dealt, weight_chunks=chunks, ep=layout.ep)
 
     def vocabulary(self, source: str) -> int | None:
         """Rows of the embedding; None if they are unknown before the model is built, or its source is a mistake."""

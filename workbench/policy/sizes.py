@@ -17,7 +17,11 @@ from workbench.sharding import divisibility
 from workbench.untrusted import parse_json
 
 CONFIG = "config.json"
-TINY_VOCABULARY, TINY_FEATURES = 19, 192  # of `load_decoder` and of the tiny models; a test compares them
+TINY_VOCABULARY, TINY_FEATURES, TINY_EXPERTS = (
+    19,
+    192,
+    4,
+)  # of `load_decoder` and of the tiny models; a test compares them
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -31,12 +35,14 @@ class Sizes:
         vocabulary: rows of the embedding.
         features: between the two layers of each feed-forward; None for a mixture of experts, of which only some layers
             may be dense.
+        experts: of a mixture; None where none are stated, which may be named otherwise.
     """
 
     heads: int | None
     key_heads: int | None
     vocabulary: int | None
     features: int | None
+    experts: int | None = None
 
 
 def read_sizes(source: str, project: Path) -> Sizes | None:
@@ -46,8 +52,8 @@ def read_sizes(source: str, project: Path) -> Sizes | None:
         SpecError: config.json is not JSON.
     """
     if source in TINY:
-        features = TINY_FEATURES if source == "tiny-qwen3" else None
-        return Sizes(SIZES["num_attention_heads"], SIZES["num_key_value_heads"], TINY_VOCABULARY, features)
+        features, experts = (TINY_FEATURES, None) if source == "tiny-qwen3" else (None, TINY_EXPERTS)
+        return Sizes(SIZES["num_attention_heads"], SIZES["num_key_value_heads"], TINY_VOCABULARY, features, experts)
     path = project / source / CONFIG
     if not path.is_file():
         return None
@@ -71,16 +77,17 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
         return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None)
 
     heads = size(["num_attention_heads", "n_head"])
-    mixture = size(_EXPERTS) is not None
+    experts = size(_EXPERTS)
     return Sizes(
         heads,
         size(["num_key_value_heads"]) or heads,
         size(["vocab_size"]),
-        None if mixture else size(["intermediate_size", "n_inner"]),
+        None if experts else size(["intermediate_size", "n_inner"]),
+        experts,
     )
 
 
-def check_layout(sizes: Sizes, *, tp: int, dealt: int = 1, weight_chunks: int = 1) -> None:
+def check_layout(sizes: Sizes, *, tp: int, dealt: int = 1, weight_chunks: int = 1, ep: int = 1) -> None:
     """Raise if a layout cannot split a decoder, by the rules that its ranks apply.
 
     Args:
@@ -88,10 +95,13 @@ def check_layout(sizes: Sizes, *, tp: int, dealt: int = 1, weight_chunks: int = 
         tp: tensor-parallel ranks.
         dealt: cp ranks to which attention deals the heads that tp leaves (Ulysses), 1 if none.
         weight_chunks: of the reproducible mode, 1 outside it.
+        ep: ranks that share experts.
 
     Raises:
-        ShardingError, SpecError: heads, features or a vocabulary that do not divide.
+        ShardingError, SpecError: heads, features, a vocabulary or experts that do not divide.
     """
+    if sizes.experts is not None:
+        divisibility.check_experts("the model", sizes.experts, ep)
     heads, keys = sizes.heads, sizes.key_heads
     if heads and keys:
         divisibility.check_heads({"query": heads, "key/value": keys}, tp)

@@ -142,7 +142,8 @@ def shard_experts(model: Any, mesh: Mesh, shards: Mapping[str, ParameterShard]) 
     if axis.size == 1:
         return dict(shards)
     model.to(mesh.device)
-    expected_tD = _probe(model, mesh["tp"])
+    dtype = model.get_input_embeddings().weight.dtype
+    expected_tD = _probe(cast(model, torch.promote_types(dtype, torch.float32)), mesh["tp"])
     shards = apply_expert_parallel(model, shards, axis)
     check_sharded(
         f"expert parallelism of model type {model.config.get_text_config().model_type!r} over ep={axis.size}",
@@ -152,6 +153,7 @@ def shard_experts(model: Any, mesh: Mesh, shards: Mapping[str, ParameterShard]) 
         rule="a model with experts on several ranks gives the same hidden states",
         fix="leave layout.ep out for this model",
     )
+    cast(model, dtype)
     return shards
 
 

@@ -70,6 +70,20 @@ def check_features(what: str, each: int, tp: int) -> None:
         )
 
 
+def check_experts(what: str, experts: int, ep: int) -> None:
+    """Raise if ep does not divide the experts of a mixture, or there are none."""
+    if experts and not experts % ep:
+        return
+    raise ShardingError(
+        f"layout.ep = {ep}",
+        found=f"{experts} experts in {what}" if experts else f"no mixture of experts in {what}",
+        rule="ep divides the experts of a mixture, the first dimension of the parameters of a module with num_experts",
+        fix="choose a divisor of them"
+        if experts
+        else "leave layout.ep out; its ranks are those of dp x cp, so their number does not change",
+    )
+
+
 def check_pieces(what: str, size: int, tp: int) -> int:
     """Return the ceil-sized piece of ``size`` items on a rank; raise if a rank would be empty."""
     piece = -(-size // tp)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from workbench.errors import ShardingError
 from workbench.sharding.collectives import exchange_rows, gather_equal
+from workbench.sharding.divisibility import check_experts
 from workbench.sharding.mesh import Axis
 from workbench.sharding.tensor_parallel import ParameterShard
 
@@ -69,29 +69,17 @@ def apply_expert_parallel(
     """
     if axis.size == 1:
         return dict(shards)
-    mixtures = expert_modules(model)
+    mixtures: dict[str, Any] = dict(expert_modules(model))
     if not mixtures:
-        raise ShardingError(
-            f"layout.ep = {axis.size}",
-            found="no mixture of experts in the model",
-            rule="experts are the first dimension of the parameters of a module that has num_experts",
-            fix="leave layout.ep out; its ranks are those of dp x cp, so their number does not change",
-        )
+        check_experts("the model", 0, axis.size)
     for name, module in mixtures.items():
         shards = dict(shards) | _keep_own(name, module, shards, axis)
     return dict(shards)
 
 
 def _keep_own(name: str, module: Any, shards: Mapping[str, ParameterShard], axis: Axis) -> dict[str, ParameterShard]:
-    experts = module.num_experts
-    if experts % axis.size:
-        raise ShardingError(
-            f"layout.ep = {axis.size}",
-            found=f"{experts} experts in {name}",
-            rule="ep divides the number of experts",
-            fix="choose a divisor of it",
-        )
-    each = experts // axis.size
+    check_experts(name, module.num_experts, axis.size)
+    each = module.num_experts // axis.size
     for parameter, whole in list(module.named_parameters(recurse=False)):
         local = whole.detach().narrow(0, axis.rank * each, each).clone()
         setattr(module, parameter, nn.Parameter(local, requires_grad=whole.requires_grad))

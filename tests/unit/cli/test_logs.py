@@ -128,9 +128,9 @@ class TestVerb:
         assert capsys.readouterr().out == "a\nb\nc\n"
 
     def test_elsewhere_than_on_a_terminal_lines_come_as_they_are(self, run, capsys):
-        run.log_path(0).write_text("\x1b[31mred\x1b[0m\r\n")
+        run.log_path(0).write_text("\x1b[31mred\x1b[0m 10%\r20%\x07\r\n")
         main(["logs", "cp2", "--rank", "0"])
-        assert capsys.readouterr().out == "\x1b[31mred\x1b[0m\r\n"
+        assert capsys.readouterr().out == "\x1b[31mred\x1b[0m 10%\r20%\x07\r\n"
 
     def test_control_sequences_are_escaped_on_a_terminal(self, run, capsys, monkeypatch):
         run.log_path(0).write_text("\x1b[31mred\x1b]0;owned\x07 10%\r20%\r\n")

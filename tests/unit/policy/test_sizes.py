@@ -26,7 +26,7 @@ def test_the_checkpoint_of_the_repository():
         ({"num_attention_heads": 8}, (8, 8, None, None)),
         ({"n_head": 12, "vocab_size": 50257, "n_inner": None}, (12, 12, 50257, None)),
         ({"text_config": {"num_attention_heads": 4, "intermediate_size": 12}}, (4, 4, None, 12)),
-        ({"num_attention_heads": 4, "intermediate_size": 12, "num_experts": 8}, (4, 4, None, None)),
+        ({"num_attention_heads": 4, "intermediate_size": 12, "num_experts": 8}, (4, 4, None, None, 8)),
         ({"num_attention_heads": [4, 8], "vocab_size": True}, (None, None, None, None)),
     ],
 )
@@ -65,6 +65,13 @@ def test_a_damaged_configuration_is_named(tmp_path):
 def test_a_layout_that_does_not_divide_the_model(layout, words):
     with pytest.raises((ShardingError, SpecError), match=words):
         sizes.check_layout(sizes.Sizes(4, 2, 19, 192), **layout)
+
+
+def test_experts_that_ranks_cannot_share():
+    mixture = sizes.Sizes(4, 2, 19, None, 4)
+    sizes.check_layout(mixture, tp=1, ep=2)
+    with pytest.raises(ShardingError, match="4 experts in the model"):
+        sizes.check_layout(mixture, tp=1, ep=3)
 
 
 @pytest.mark.parametrize(("model", "words"), [((6, 6, 19, 193), "193 features"), ((6, 6, 7, 192), "pieces of 2")])

@@ -18,6 +18,8 @@ def test_every_order_has_a_multiple():
         (divisibility.check_heads, ({"query": 4, "key/value": 2}, 4), "2 key/value heads"),
         (divisibility.check_dealt_heads, (4, 2, 3, "cp"), "4 query heads and 2 key/value heads on a rank"),
         (divisibility.check_features, ("mlp", 192, 5), "192 features"),
+        (divisibility.check_experts, ("mlp", 8, 3), "8 experts in mlp"),
+        (divisibility.check_experts, ("mlp", 0, 2), "no mixture of experts"),
         (divisibility.check_pieces, ("vocabulary", 19, 9), "pieces of 3 leave a rank empty"),
         (divisibility.check_weight_chunks, (8, {"query heads": 4}, 19, 1), "4 query heads"),
         (divisibility.check_documents_per_step, (73, 72, "data"), "72 documents in data"),
@@ -35,6 +37,7 @@ def test_what_does_not_divide_is_refused(check, arguments, words):
     [
         (divisibility.check_heads, ({"query": 4, "key/value": 2}, 2)),
         (divisibility.check_features, ("mlp", 192, 4)),
+        (divisibility.check_experts, ("mlp", 8, 4)),
         (divisibility.check_weight_chunks, (2, {"query heads": 4}, 19, 2)),
         (divisibility.check_documents_per_step, (72, 72, "data")),
         (divisibility.check_documents_per_step, (None, 1, "data")),
