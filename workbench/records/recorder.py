@@ -33,18 +33,18 @@ import torch
 from torch import Tensor, nn
 
 from workbench.atomic import from_json, to_json
-from workbench.errors import RecordError, ShapeError, SpecError
+from workbench.errors import RecordError
 from workbench.records import trainer_files as files
 from workbench.records.inputs import Inputs, of_all_ranks, positional_names
-from workbench.records.notes import check_names, in_places, metric_value, of_parts
-from workbench.records.observed import checksums, of_start, of_step, watch_clipping, watch_losses
+from workbench.records.notes import Notes, of_parts
+from workbench.records.observed import checksums, of_start, of_step
+from workbench.records.unsupported import cleared_buffers, no_gradient, refuse_unsupported
+from workbench.records.watching import watch_clipping, watch_losses, weakly, when_backward_begins
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.given_parameters import GivenParameters
-from workbench.sharding.gradients import in_buffers, local_gradient, trained_parameters, whole_value
+from workbench.sharding.gradients import in_buffers, trained_parameters, whole_value
 from workbench.sharding.mesh import Axis, GivenGroup, axis_of, world_axis
-
-_ROW = "row of this rank"
 
 
 class Recorder:
@@ -104,7 +104,7 @@ class Recorder:
         given = () if optimizer is None else (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = tuple(map(_inner, given))
         self._scaler, self._scale, self._skipped = scaler, None if scaler is None else scaler.get_scale(), 0
-        _refuse_unsupported(model, self._parameters)
+        refuse_unsupported(model, self._parameters)
         world = world_axis()
         self._ranks = world if ranks is None else axis_of(ranks, "ranks")
         self._job = world if world.size > 1 else self._ranks
@@ -114,13 +114,13 @@ class Recorder:
         stepped = () if manual else self._optimizers
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in stepped]
         self._hooks.append(model.register_forward_pre_hook(self._see_call, with_kwargs=True))
-        reached = _when_backward_begins(self._parameters, self._see_gradient_before)
+        reached = when_backward_begins(self._parameters, self._see_gradient_before)
         self._hooks += reached
         self._tells_reach = bool(reached)
         self._undo: list[Callable[[], object]] = []
-        self._stop_watching = [watch_losses(_weakly(self._see_loss))]
+        self._stop_watching = [watch_losses(weakly(self._see_loss))]
         if self._optimizers:
-            self._stop_watching.append(watch_clipping(self._parameters, _weakly(self._before_clip)))
+            self._stop_watching.append(watch_clipping(self._parameters, weakly(self._before_clip)))
         for stop in self._stop_watching:  # one that is not closed watches no longer than it lives
             weakref.finalize(self, stop)
 
@@ -153,20 +153,12 @@ class Recorder:
             RecordError: a metric that is no number.
         """
         self._forget_skipped()
-        if loss is not None:
-            self._losses.append(torch.as_tensor(loss).detach().clone())  # read at the end of the step: no sync here
-        self._counts.append(dict(counts or {}))
-        for name, value in ((name, metric_value(name, value)) for name, value in (metrics or {}).items()):
-            if name in self._metrics and self._metrics[name] != value:
-                self._partial.add(name)
-            self._metrics[name] = value
-        if tokens:
-            self._note_tokens(tokens)
+        self._notes.add(loss, counts, metrics, tokens)
 
     def take_gradients(self, *, max_norm: float | None = None) -> None:
         """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
 
-        Before torch's clipping by norm (`observed.CLIPPING`) it is called by itself. ``max_norm`` is the bound of
+        Before torch's clipping by norm (`watching.CLIPPING`) it is called by itself. ``max_norm`` is the bound of
         another clipping that follows; None: it is not recorded.
 
         Raises:
@@ -200,16 +192,9 @@ class Recorder:
         if self._buffers_of_zeros:
             self._refuse_cleared_buffers()
         seen = self._observed()
-        by_rank = self._gather_json(
-            {
-                "losses": [float(whole_value(value)) for value in self._losses] or self._seen(),
-                "counts": [{name: float(count) for name, count in counts.items()} for counts in self._counts],
-                "tokens": {name: _name(pieces[0].dtype) for name, pieces in self._tokens.items()},
-                "metrics": self._metrics,
-                "partial": sorted(self._partial),
-            }
-        )
-        tokens = self._gather_tokens(by_rank)
+        losses = [float(whole_value(value)) for value in self._notes.losses] or self._seen()
+        by_rank = self._gather_json({"losses": losses, **self._notes.as_json()})
+        tokens, repeated = self._notes.gather_tokens(by_rank, self._ranks, self._device)
         if self._writes:
             losses = [value for rank in by_rank for value in rank["losses"]]
             counts: Counter[str] = Counter()
@@ -220,11 +205,11 @@ class Recorder:
                 files.write_tensors(self.folder, self.number, "gradients", self._whole)
             if tokens:
                 files.write_tensors(self.folder, self.number, "tokens", tokens)
-            seen |= {"repeated": self._repeated} if self._repeated else {}
+            seen |= {"repeated": repeated} if repeated else {}
             line = {
                 "step": self.number,
                 "loss": self._share * math.fsum(losses) if losses else None,
-                "metrics": self._metrics,
+                "metrics": self._notes.metrics,
                 "gradient_norms": norms,
                 "counts": dict(counts),
                 "micro_batches": noted,
@@ -282,13 +267,9 @@ class Recorder:
             raise RecordError(**writer_problem)
 
     def _reset(self) -> None:
-        self._losses: list[Tensor] = []
+        self._notes = Notes()
         self._seen_losses: list[Tensor] = []
         self._reached = False
-        self._counts: list[dict[str, Any]] = []
-        self._metrics: dict[str, Any] = {}
-        self._partial: set[str] = set()
-        self._tokens: dict[str, list[Tensor]] = {}
         self._norms: dict[str, float] = {}
         self._whole: dict[str, Tensor] = {}
         self._without = []
@@ -296,7 +277,7 @@ class Recorder:
         self._clip: dict[str, float] = {}
         self._handed: dict[str, float] = {}
         self._stepped: set[int] = set()
-        self._autocast, self._repeated, self._inputs = "", 0, Inputs(positional_names(self._model))
+        self._autocast, self._inputs = "", Inputs(positional_names(self._model))
         self._met: list[bool | Tensor] = []
 
     # ---- evidence that needs no note -----------------------------------------------------------------
@@ -314,7 +295,7 @@ class Recorder:
             loss = closure()
             if first:
                 first = False
-                if not self._losses and not self._seen_losses and loss is not None:
+                if not self._notes.losses and not self._seen_losses and loss is not None:
                     self.note(loss)
                 self._ends(optimizer)
             return loss
@@ -366,7 +347,7 @@ class Recorder:
         """Leave out what was noted for a step that the scaler skipped: it lowered its scale since."""
         if self._scaler is None or self._scale == (scale := self._scaler.get_scale()):
             return
-        if scale < self._scale and (self._losses or self._seen_losses or self._tokens or any(self._counts)):
+        if scale < self._scale and (self._notes or self._seen_losses):
             self._reset()
             self._skipped += 1
         self._scale = scale
@@ -399,16 +380,7 @@ class Recorder:
         if len(self._without) < len(self._parameters):
             return
         self._norms, self._whole, self._without = {}, {}, []
-        names = list(self._parameters)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise RecordError(
-            f"record the gradients of step {self.number}",
-            found=f"no gradient in any of {len(names)} trained parameter(s): grad is None and there is no main_grad "
-            f"in {shown}",
-            rule="a record is of gradients, from parameter.grad or, where that is None, from parameter.main_grad",
-            fix="call recorder.take_gradients() after backward and before zero_grad(), with the model that the loss "
-            "goes through; under DeepSpeed use workbench.attach.deepspeed.EngineRecorder",
-        )
+        raise no_gradient(self.number, list(self._parameters))
 
     def _refuse_cleared_buffers(self) -> None:
         """Refuse gradients of 0 that are all from ``main_grad``, unless the losses are 0, too.
@@ -416,18 +388,10 @@ class Recorder:
         A buffer that was cleared before it was read looks like one to which nothing was added. Only a step in which
         nothing trains has both; its losses are exactly 0.
         """
-        local = [float(whole_value(value)) for value in self._losses]
+        local = [float(whole_value(value)) for value in self._notes.losses]
         losses = [value for values in self._gather_json(local, self._job) for value in values]
         if not losses or any(losses):
-            loss_text = f"losses {', '.join(f'{value:g}' for value in losses[:3])}" if losses else "no loss was noted"
-            raise RecordError(
-                f"record the gradients of step {self.number}",
-                found=f"main_grad is 0 in every element of all {len(self._parameters)} parameters, no "
-                f"parameter has a grad, and {loss_text}",
-                rule="cleared buffers cannot be distinguished from gradients of 0",
-                fix="call recorder.take_gradients() after the last backward (and finalize_model_grads), "
-                "and before zero_grad_buffer() and optimizer.step()",
-            )
+            raise cleared_buffers(self.number, len(self._parameters), losses)
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -442,93 +406,12 @@ class Recorder:
         content = torch.frombuffer(bytearray(to_json(value, indent=None)), dtype=torch.uint8).to(self._device)
         return [from_json(bytes(piece.tolist())) for piece in all_gather(content, axis or self._ranks)]
 
-    def _note_tokens(self, tokens: Mapping[str, Tensor]) -> None:
-        check_names(tokens)
-        shapes = {name: tuple(values.shape) for name, values in tokens.items()}
-        if len(set(shapes.values())) > 1:
-            raise ShapeError(
-                "per-token values of a micro-batch",
-                found=str(shapes),
-                rule="all have one shape",
-                fix="give each token of the micro-batch a value, padding too",
-            )
-        if self._tokens and self._tokens.keys() - {_ROW} != tokens.keys():
-            raise ShapeError(
-                "per-token values of a micro-batch",
-                found=", ".join(sorted(tokens)),
-                rule=f"every micro-batch of a step has the same: {', '.join(sorted(self._tokens.keys() - {_ROW}))}",
-                fix="leave the others out, or give them always",
-            )
-        row = torch.full(next(iter(shapes.values())), len(next(iter(self._tokens.values()), [])))
-        for name, values in (dict(tokens) if "rows" in tokens else {_ROW: row, **tokens}).items():
-            self._tokens.setdefault(name, []).append(values.detach().flatten().clone())
-
-    def _gather_tokens(self, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Per-token values of all ranks, in source order if it is known; a rank without any sends an empty tensor."""
-        dtypes = {name: dtype for rank in by_rank for name, dtype in rank["tokens"].items()}
-        whole = {}
-        for name in sorted(dtypes):
-            none = torch.empty(0, dtype=getattr(torch, dtypes[name]), device=self._device)
-            local = torch.cat([none, *(values.to(none) for values in self._tokens.get(name, []))])
-            pieces = [piece.cpu() for piece in all_gather(local, self._ranks)]
-            if name == _ROW:  # numbered rank by rank
-                most = max((int(piece.max()) + 1 for piece in pieces if len(piece)), default=1)
-                pieces = [piece + rank * most for rank, piece in enumerate(pieces)]
-            whole["rows" if name == _ROW else name] = torch.cat(pieces)
-        if "source" not in whole:
-            return whole
-        ordered, self._repeated = in_places(whole)
-        return ordered
-
-
-def _refuse_unsupported(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise SpecError(
-            "record a model under FullyShardedDataParallel",
-            found="flat shards",
-            rule="a gradient is whole, or a DTensor with its placements",
-            fix="use FSDP2 (torch.distributed.fsdp.fully_shard)",
-        )
-    if any(
-        getattr(getattr(module, "ddp_config", None), "use_distributed_optimizer", False) for module in model.modules()
-    ):
-        raise SpecError(
-            "record a model under Megatron's DDP with use_distributed_optimizer",
-            found="main_grad is reduced in this rank's shard of the buffer alone",
-            rule="a gradient is whole on every rank, or a DTensor with its placements",
-            fix="set use_distributed_optimizer=False while you record",
-        )
-    if not parameters:
-        raise SpecError(
-            "record a model",
-            found="no parameter that takes a gradient",
-            rule="a record is of gradients",
-            fix="pass the model that is trained",
-        )
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls a method as long as its object lives, and does not keep it alive."""
-    of_object = weakref.WeakMethod(method)
-
-    def call(*given: Any) -> None:
-        if (alive := of_object()) is not None:
-            alive(*given)
-
-    return call
-
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that steps, below a wrapper that decides when (Accelerate's)."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
-
-
-def _when_backward_begins(parameters: Mapping[str, nn.Parameter], see: Callable[[Tensor | None], None]) -> list[Any]:
-    """Hooks that pass on a parameter's gradient before a backward adds to it, of the first that is no shard."""
-    first = next((value for value in parameters.values() if not is_shard(value) and value.requires_grad), None)
-    return [] if first is None else [first.register_hook(lambda _: see(local_gradient(first)))]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -50,7 +50,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _HERE = Path(__file__).parent
 _OWN = {str(_HERE / f"{name}.py") for name in ("flight", "collectives", "mesh", "data_parallel")}
 _OWN |= {str(_HERE / "bridge" / f"{name}.py") for name in ("connect", "crossing", "direct", "groups")}
-_OWN.add(str(_HERE.parent / "records" / "observed.py"))  # a recorder wraps torch's backward
+_OWN.add(str(_HERE.parent / "records" / "watching.py"))  # a recorder wraps torch's backward
 
 
 @dataclass(frozen=True)

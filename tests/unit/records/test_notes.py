@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from workbench.errors import RecordError, ShapeError
-from workbench.records.notes import check_names, in_places, metric_value, of_parts
+from workbench.records.notes import Notes, check_names, in_places, metric_value, of_parts
 from workbench.records.trainer_files import TOKENS
+from workbench.sharding.mesh import Axis
 
 
 def test_every_name_of_the_table_is_accepted_and_others_name_the_nearest():
@@ -44,3 +45,23 @@ def test_metrics_that_calls_or_ranks_note_with_several_values_are_of_parts():
     ranks = [{"a": 1.0, "b": 2.0, "c": 3.0}, {"a": 1.0, "b": 2.5}]
     assert of_parts(ranks, [["c"], []]) == ["b", "c"]
     assert of_parts(ranks[:1], [[]]) == []
+
+
+def test_notes_of_a_step_as_a_rank_sends_them():
+    notes = Notes()
+    assert not notes
+    notes.add(torch.tensor(0.5), {"documents": 2}, {"kl": 1.0}, {"trained": torch.tensor([[True, False]])})
+    notes.add(None, None, {"kl": 2.0}, {"trained": torch.tensor([True])})
+    assert notes
+    assert notes.as_json() == {
+        "counts": [{"documents": 2.0}, {}],
+        "tokens": {"row of this rank": "int64", "trained": "bool"},
+        "metrics": {"kl": 2.0},
+        "partial": ["kl"],
+    }
+    tokens, repeated = notes.gather_tokens([notes.as_json()], Axis("dp"), torch.device("cpu"))
+    assert {name: values.tolist() for name, values in tokens.items()} == {
+        "rows": [0, 0, 1],
+        "trained": [True, False, True],
+    }
+    assert repeated == 0

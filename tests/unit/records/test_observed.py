@@ -9,8 +9,9 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from workbench.records import trainer_files as files
-from workbench.records.observed import CLIPPING, checksum, config_of, drops
+from workbench.records.observed import checksum, config_of, drops
 from workbench.records.recorder import Recorder
+from workbench.records.watching import CLIPPING
 
 DATA = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

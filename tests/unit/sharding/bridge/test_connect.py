@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.bridges import cross, grid, truth
 from workbench.errors import LaunchError, ShapeError, ShardingError
-from workbench.records.observed import watch_losses
+from workbench.records.watching import watch_losses
 from workbench.sharding import flight
 from workbench.sharding.bridge import Grid, GridGroups, SequencePartition, connect
 from workbench.sharding.mesh import Axis
