@@ -10,29 +10,22 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from workbench.diagnose.gradient_evidence import Parameter, compare_gradients, typical_norm, whole_norm
 from workbench.diagnose.noise import Noise
 from workbench.diagnose.record import Record, RecordedStep, shared_tokens, trained_in_both, whole
 from workbench.records.certificate import check_certificate
 from workbench.records.integrity import check_gradients
 
-FLOOR = 1e-3
-"""Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
-NOTHING = 1e-12
-MEASURED = 1e-9
-"""Gradients closer than this agree."""
 ARBITRARY = 1.0
 """At this relative tolerance a gradient may be any other."""
 EXACTLY_SAME = 0.1
 """If more tokens than this share are bitwise identical, the tolerance of the others is a hundredth."""
-GAP = 10.0
-"""Ratio of distances by which a group of parameters must exceed all others to stand out."""
 PARTS = ("loss", "gradient", "metrics", "tokens")
 TOKEN_VALUES = (
     *("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"),
@@ -44,25 +37,6 @@ OWN = (
 )
 """First words of the workbench's own metric keys, ``loss/policy/sum``. The keys of other trainers may be of a
 micro-batch, or smoothed: alone they are no difference."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter's gradient in the suspect, compared with the trusted one's.
-
-    Attributes:
-        ratio: of the norms.
-        cosine: None where only norms were recorded.
-        distance: ||g_b - g_a|| / ||g_a|| (or over the floor, if that norm is smaller), or |ratio - 1| from norms.
-        share: of the trusted gradient's whole norm.
-        same: within noise.
-    """
-
-    ratio: float
-    cosine: float | None
-    distance: float
-    share: float
-    same: bool
 
 
 @dataclass(frozen=True)
@@ -180,7 +154,7 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
     pairs = [(step, suspect_steps[step.number]) for step in trusted.steps if step.number in suspect_steps]
     steps, largest = [], 0.0
     for place, (a, b) in enumerate(pairs):
-        norm, largest = _whole_norm(a), max(largest, _whole_norm(a))
+        norm, largest = whole_norm(a), max(largest, whole_norm(a))
         noise = Noise.between(trusted.context, suspect.context, place, same_forward=_same_forward(a, b))
         gradients = _gradients(trusted, a), _gradients(suspect, b)
         steps.append(_step(a, b, noise.as_tokens_cancel(largest / norm if norm else 1.0), gradients))
@@ -216,7 +190,7 @@ def _step(
     broken, silent = [], []
     if a.loss is not None and b.loss is not None:
         summed = _summed_size(a)
-        bar = noise.loss * max(abs(a.loss), _whole_norm(a), summed if noise.same_forward else 0.0)
+        bar = noise.loss * max(abs(a.loss), whole_norm(a), summed if noise.same_forward else 0.0)
         if not summed:  # inputs of the loss besides the log-probabilities may be rounded otherwise: a reference's
             bar = max(bar, noise.unknown_inputs * abs(a.loss))
         values |= {"losses": (a.loss, b.loss), "loss_same": abs(a.loss - b.loss) <= bar}
@@ -228,7 +202,7 @@ def _step(
         name for name in norms if math.isfinite(a.gradient_norms[name]) and not math.isfinite(b.gradient_norms[name])
     ]
     if not broken:
-        measured = _gradient(gradients, a, b, norms, noise)
+        measured = compare_gradients(gradients, a, b, norms, noise)
         values |= measured or {}
         silent += ["gradient"] if measured is None else []
     partial = () if _same_division(a, b) else (*a.partial_metrics, *b.partial_metrics)
@@ -242,7 +216,7 @@ def _step(
         off |= {
             f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name])
             for name in norms
-            if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient
+            if _apart(a.gradient_norms[name], b.gradient_norms[name], typical_norm(a)) > noise.gradient
         }
     foreign = {key: pair for key, pair in off.items() if not _own(key)}
     return StepEvidence(
@@ -297,126 +271,11 @@ def _summed_size(step: RecordedStep) -> float:
     return float(tokens["losses"].double()[tokens["trained"].bool()].abs().mean())
 
 
-def _whole_norm(step: RecordedStep) -> float:
-    return math.sqrt(sum(norm**2 for norm in step.gradient_norms.values()))
-
-
-def _typical(step: RecordedStep) -> float:
-    """The norm of a parameter, if all had the same."""
-    return _whole_norm(step) / math.sqrt(max(len(step.gradient_norms), 1))
-
-
 def _apart(a: float, b: float, floor: float) -> float:
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     far = abs(a - b) / max(abs(a), floor)
     return math.inf if math.isnan(far) else far
-
-
-def _gradient(
-    gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    a: RecordedStep,
-    b: RecordedStep,
-    norms: list[str],
-    noise: Noise,
-) -> dict | None:
-    """Factor, cosine and parameters, from whole gradients if both have them, else from norms; None if all are 0."""
-    trusted, suspect = ({name: values.double().flatten() for name, values in each.items()} for each in gradients)
-    shared = [name for name in trusted if name in suspect and trusted[name].shape == suspect[name].shape]
-    if not shared:
-        return _from_norms(a, b, norms, noise)
-    elements = sum(trusted[name].numel() for name in shared)
-    norm, other = (_norm(each[name] for name in shared) for each in (trusted, suspect))
-    if norm == other == 0:
-        return None
-    product = sum(float(trusted[name] @ suspect[name]) for name in shared)
-    parameters = {}
-    for name in shared:
-        one, two = float(trusted[name].norm()), float(suspect[name].norm())
-        typical = norm * math.sqrt(trusted[name].numel() / elements)
-        scale = max(one, FLOOR * typical, NOTHING)
-        far = float((suspect[name] - trusted[name]).norm()) / scale
-        cosine = float(trusted[name] @ suspect[name]) / (one * two) if one * two else None
-        parameters[name] = Parameter(
-            two / one if one else math.nan,
-            cosine,
-            far,
-            one / norm if norm else 0.0,
-            far <= noise.gradient * max(1.0, 3 * typical / scale) * _of_few(trusted[name].numel()),
-        )
-    parameters = _stand_out(parameters, noise)
-    factor = product / norm**2 if norm else None
-    apart = _norm(suspect[name] - trusted[name] for name in shared)
-    rest = None
-    if factor is not None and other:
-        rest = _norm(suspect[name] - factor * trusted[name] for name in shared) / other
-    same = apart <= noise.gradient * norm and all(parameter.same for parameter in parameters.values())
-    return {
-        "parameters": parameters,
-        "factor": factor,
-        "cosine": product / (norm * other) if norm * other else None,
-        "residue": rest,
-        "gradient_same": same,
-    }
-
-
-def _of_few(elements: int) -> float:
-    """Times that the distance of a gradient of few elements may exceed the usual one.
-
-    A single one, as of a value head's bias, is a sum over all tokens that may cancel; of many some do not. The size 3
-    is that of `typical`: noise is greater, too, where a gradient is small.
-    """
-    return 1 + 3 / max(elements, 1)
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(values.square().sum()) for values in tensors))
-
-
-def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Parameter]:
-    """The parameters, judged relative to each other if a gap separates those that agree from those that do not.
-
-    Parameters that agree far better than the noise model predicts show the actual rounding: one that is ten times
-    farther off than any of those, together with some that are beyond noise, differs too.
-    """
-    ranked = sorted(parameters, key=lambda name: parameters[name].distance)
-    far = [max(parameters[name].distance, MEASURED) for name in ranked]
-    gaps = [(far[at] / far[at - 1], at) for at in range(1, len(ranked)) if far[at - 1] <= noise.gradient]
-    if all(parameter.same for parameter in parameters.values()) or not gaps or max(gaps)[0] < GAP:
-        return parameters
-    above = set(ranked[max(gaps)[1] :])
-    if any(not parameters[name].same for name in ranked if name not in above):
-        return parameters
-    return {name: replace(parameter, same=name not in above) for name, parameter in parameters.items()}
-
-
-def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict | None:
-    norm = math.sqrt(sum(a.gradient_norms[name] ** 2 for name in norms))
-    if not norms:
-        return {}
-    if not norm:
-        return {"factor": None, "gradient_same": False} if any(b.gradient_norms[name] for name in norms) else None
-    typical = norm / math.sqrt(len(norms))
-    parameters = {}
-    for name in norms:
-        one, two = a.gradient_norms[name], b.gradient_norms[name]
-        far = abs(two - one) / max(one, FLOOR * typical)
-        parameters[name] = Parameter(
-            two / one if one else math.nan,
-            None,
-            far,
-            one / norm,
-            far <= noise.gradient * max(1.0, 0.3 * typical / max(one, FLOOR * typical)),
-        )
-    judged = [p.ratio for p in parameters.values() if p.share > FLOOR and not math.isnan(p.ratio)]
-    factor = statistics.median(judged) if judged else None
-    rest = max((abs(ratio / factor - 1) for ratio in judged), default=0.0) if factor else None
-    return {
-        "parameters": parameters,
-        "factor": factor,
-        "residue": rest,
-        "gradient_same": all(parameter.same for parameter in parameters.values()),
-    }
 
 
 def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]:

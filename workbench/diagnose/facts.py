@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.diagnose.denominators import AXES, Named, names_of, sizes
-from workbench.diagnose.evidence import Parameter
+from workbench.diagnose.gradient_evidence import Parameter
 from workbench.diagnose.loss_facts import LossFacts
 from workbench.diagnose.record import whole
 from workbench.diagnose.token_facts import fit

@@ -1,72 +1,41 @@
-"""Places of tokens: edges of shards, ends of documents, later documents of a row."""
+"""Facts about single tokens of two records."""
 
-import pytest
 import torch
 
-from tests.helpers.hand_records import tokens
-from workbench.diagnose.token_facts import agreement, places
+from tests.helpers.hand_records import make_record, put, tokens, values
+from workbench.diagnose.evidence import compare_records
+from workbench.diagnose.token_facts import TokenFacts, fit
 
 
-def numbers(where):
-    return where.nonzero().flatten().tolist()
+def facts(**suspect):
+    return TokenFacts(compare_records(make_record(), make_record(**suspect)))
 
 
-def test_each_place():
-    results = {name: numbers(where) for name, where in places(tokens()).items()}
-    assert results["document beginnings"] == [2, 8, 14]
-    assert results["document ends"] == [5, 11, 16]
-    assert results["document starts"] == [0, 6, 12]
-    assert results["shard edges"] == [10]  # 11 is predicted on the second rank
-    assert results["behind shard edges"] == [11]
-    assert results["later documents"] == [8, 9, 10, 11, 14, 15, 16]
+def test_tokens_that_differ_as_a_share_of_those_that_train():
+    moved = facts(tokens=values(policy_logprobs=put([2, 3, 8], -9.0)))
+    assert moved.off_tokens("policy_logprobs").nonzero().flatten().tolist() == [2, 3, 8]
+    assert moved.share_off("policy_logprobs") == 3 / int(tokens()["trained"].sum())
+    assert moved.forward_same is False
+    assert moved.old_same is True
+    assert moved.off_tokens("ratios") is None
 
 
-def test_a_rank_returns_to_a_document_after_another_has_gone_on():
-    there_and_back = tokens() | {"shards": torch.tensor([0, 0, 1, 1, 0, 0] * 3)}
-    assert numbers(places(there_and_back)["returns"]) == [4, 5, 10, 11, 16]
-    assert numbers(places(tokens())["returns"]) == []
+def test_documents_that_only_one_record_has():
+    gone = facts(tokens=values(documents=put(slice(12, 18), -1)))
+    assert gone.absent == "3 of 11 trained tokens are missing"
+    assert gone.added == ""
+    assert facts().absent == ""
 
 
-@pytest.mark.parametrize(
-    ("first", "expected"), [(11, [8, 9, 10, 11, 14, 15, 16]), (5, [3, 4, 5, 8, 9, 10, 11, 14, 15, 16]), (18, [])]
-)
-def test_halves_of_the_first_rank(first, expected):
-    cut = tokens() | {"shards": (torch.arange(18) >= first).long()}
-    assert numbers(places(cut)["behind half a shard"]) == expected
+def test_a_lost_rank_is_told_from_lost_documents():
+    there = tokens()["shards"] == 0
+    lost = facts(tokens=values(trained=lambda trained: trained & there))
+    assert lost.lost_pieces == "context-parallel ranks"
+    assert facts(tokens=values(trained=put([2], False))).lost_pieces == ""
 
 
-def test_a_rank_with_two_chunks_is_split_in_its_first():
-    zigzag = tokens() | {"shards": torch.tensor([0] * 5 + [1] * 9 + [0] * 4)}
-    assert numbers(places(zigzag)["behind half a shard"]) == [3, 4, 5, 8, 9, 10, 11, 14, 15, 16]
-
-
-def test_unrecorded_places_are_left_out():
-    laid = {name: values for name, values in tokens().items() if name not in ("shards", "places")}
-    of_documents = {"document beginnings", "document ends", "document starts"}
-    assert set(places(laid)) == of_documents | {"later documents"}
-    del laid["rows"]
-    assert set(places(laid)) == of_documents
-    assert places({"trained": laid["trained"]}) == {}
-
-
-def test_tokens_after_a_feature_end_with_its_document():
-    trained = torch.tensor([0, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
-    laid = {
-        "trained": trained,
-        "documents": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-        "features": torch.tensor([-1, 4, 5, -1, 7, -1, -1, -1]),
-    }
-    assert numbers(places(laid)["behind features"]) == [2, 3, 6, 7]
-
-
-@pytest.mark.parametrize(
-    ("where", "place", "expected"),
-    [
-        ([1, 1, 0, 0], [1, 1, 0, 0], 1.0),
-        ([1, 0, 0, 0], [0, 1, 1, 1], 0.0),
-        ([1, 0, 0, 0], [1, 1, 0, 0], 1.25 * 0.5 / 0.75),
-        ([1, 1, 0, 0], [1, 0, 0, 0], 1.25 * 0.5 / 1.125),
-    ],
-)
-def test_agreement_counts_precision_more(where, place, expected):
-    assert agreement(torch.tensor(where).bool(), torch.tensor(place).bool()) == pytest.approx(expected)
+def test_a_slope_through_the_origin():
+    x = torch.tensor([1.0, 2.0, 3.0])
+    slope, left = fit(x, 2 * x)
+    assert (slope, left) == (2.0, 0.0)
+    assert fit(torch.zeros(3), x) == (0.0, 1.0)
