@@ -4,11 +4,14 @@ The modules, in the order in which a diagnosis is built:
 
     record.py           the record of a run, ours or another trainer's
     noise.py            how far two correct records may differ
-    evidence.py         differences, step by step
+    metric_names.py     keys of a foreign trainer's metrics, and ours
+    evidence.py         differences, step by step; those of gradients in gradient_evidence.py
     denominators.py     every way to divide a loss, and names for factors
-    token_facts.py      predicates on tokens that differ, and the places where they lie
-    facts.py            predicates on the loss and the gradient
     surrogates.py       losses that explain a record's own values
+    places.py           places where a mistake of shifting, packing or splitting shows
+    token_facts.py      predicates on tokens that differ
+    loss_facts.py       predicates on the losses that each record explains
+    facts.py            predicates on the loss and the gradient
     causes/             possible causes, as data, by where they show
     sight.py            how much of the steps a comparison could have seen
     diagnosis.py        the ranking, and the next experiment

@@ -30,7 +30,7 @@ from workbench.errors import LaunchError
 from workbench.launch.component import agent_output, job_folder
 from workbench.launch.waits import Wait, find_waits, format_ranks
 from workbench.records.directory import RunDirectory
-from workbench.records.failures import EXIT_CODES, OOM, RECORDED_LAST, STOPPED, WAITING
+from workbench.records.failures import EXIT_CODES, OOM, RECORDED_LAST, STOPPED, WAITING, error_lines
 from workbench.records.provenance import without_machine_paths
 from workbench.records.requeued import STOPPED_AFTER
 from workbench.sharding.flight import FlightView, read_all
@@ -384,19 +384,6 @@ def _mapping(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return dict(from_json(path.read_bytes()))
     return {}
-
-
-def error_lines(output: str, count: int = 8) -> str:
-    r"""Return the last lines of a program's output; an exception before its traceback, since a summary has one line.
-
-    Example:
-        >>> error_lines("Traceback (most recent call last):\n  File ...\nImportError: no torch\n").splitlines()[0]
-        'ImportError: no torch'
-    """
-    lines = [line for line in output.splitlines() if line.strip()]
-    traced = max((number for number, line in enumerate(lines) if line.startswith("Traceback (")), default=len(lines))
-    raised = [line for line in lines[traced + 1 :] if not line.startswith(" ")][:1]
-    return "\n".join([*raised, *(line for line in lines[-count:] if line not in raised)])
 
 
 def last_lines(log: Path, count: int = 5) -> str:

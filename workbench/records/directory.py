@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from workbench import atomic
 from workbench.atomic import append_line, drop_torn_tail, locked, read_json, read_lines, to_json, write_whole
 from workbench.errors import RecordError, check_kind
+from workbench.records.damage import EXIT_TYPES, STATE_TYPES, check_types, unfit
 from workbench.records.failures import exit_record, root_cause
 from workbench.records.integrity import FIX, refuse_incomplete
 from workbench.records.provenance import is_process_alive, this_process
@@ -146,8 +147,8 @@ class RunDirectory:
         path = self.path / "state.json"
         state = _read_json(path, what="a run directory")
         if not (isinstance(state, dict) and state.get("state") in list(STATES) and isinstance(state.get("name"), str)):
-            raise _unfit(path, state, f"a mapping with a name and a state, one of {', '.join(STATES)}")
-        _check_types(path, state, _STATE_TYPES)
+            raise unfit(path, state, f"a mapping with a name and a state, one of {', '.join(STATES)}")
+        check_types(path, state, STATE_TYPES)
         return state
 
     @property
@@ -331,9 +332,9 @@ class RunDirectory:
         files = sorted((self.path / "ranks").glob("*.exit.json"))
         records = [_read_json(file, what="the folder of a run's ranks") for file in files]
         for file, record in zip(files, records, strict=True):
-            if not isinstance(record, dict) or not record.keys() >= _EXIT_TYPES.keys():
-                raise _unfit(file, record, f"a mapping with {', '.join(_EXIT_TYPES)}")
-            _check_types(file, record, _EXIT_TYPES)
+            if not isinstance(record, dict) or not record.keys() >= EXIT_TYPES.keys():
+                raise unfit(file, record, f"a mapping with {', '.join(EXIT_TYPES)}")
+            check_types(file, record, EXIT_TYPES)
         return {record["rank"]: record for record in records}
 
     @property
@@ -356,38 +357,6 @@ class RunDirectory:
     def __repr__(self) -> str:
         """Name, state and progress in a line."""
         return f"RunDirectory({self.path.name}: {self.status}, {len(self.steps())}/{self.spec.steps} steps)"
-
-
-_STATE_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("created_ns", "started_ns", "ended_ns", "world_size"), (int,)),
-    **dict.fromkeys(("rank0", "agent", "launcher", "inputs"), (dict,)),
-    **dict.fromkeys(("backend", "handle", "job_of", "scheduler", "device", "continues"), (str,)),
-    "device_note": (str,),
-}
-_EXIT_TYPES: dict[str, tuple[type, ...]] = {
-    "rank": (int, type(None)),
-    "coordinates": (dict,),
-    "time_ns": (int,),
-    "ok": (bool,),
-    "cause": (str, type(None)),
-    "exception": (str, type(None)),
-    "message": (str,),
-    "traceback": (str,),
-    "waited_in": (str,),
-}
-
-
-def _check_types(path: Path, content: dict[str, Any], types: Mapping[str, tuple[type, ...]]) -> None:
-    """Raise an error for a key of a damaged file whose value is of another type than a writer gives it."""
-    for key in types.keys() & content.keys():
-        if type(content[key]) not in types[key]:
-            names = " or ".join(kind.__name__.replace("NoneType", "null") for kind in types[key])
-            raise _unfit(path, {key: content[key]}, f"{key} is {names}")
-
-
-def _unfit(path: Path, content: Any, rule: str) -> RecordError:
-    fix = "it was damaged after it was written; run the configuration again"
-    return RecordError(f"read {path}", found=f"{content!r:.80}", rule=rule, fix=fix)
 
 
 # ---- files ---------------------------------------------------------------------------------------------

@@ -136,3 +136,16 @@ def is_connection_error(error: BaseException) -> bool:
 def _is_one_of(error: BaseException, exceptions: Collection[str], messages: Collection[str]) -> bool:
     kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error).lower()
     return bool(kinds.intersection(exceptions)) or any(message in text for message in messages)
+
+
+def error_lines(output: str, count: int = 8) -> str:
+    r"""Return the last lines of a program's output; an exception before its traceback, since a summary has one line.
+
+    Example:
+        >>> error_lines("Traceback (most recent call last):\n  File ...\nImportError: no torch\n").splitlines()[0]
+        'ImportError: no torch'
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    traced = max((number for number, line in enumerate(lines) if line.startswith("Traceback (")), default=len(lines))
+    raised = [line for line in lines[traced + 1 :] if not line.startswith(" ")][:1]
+    return "\n".join([*raised, *(line for line in lines[-count:] if line not in raised)])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError
-from workbench.launch.failure_analysis import coordinates_of, error_lines, own_threads, place_of, record_end
+from workbench.launch.failure_analysis import coordinates_of, own_threads, place_of, record_end
 from workbench.launch.watchdog import oom_kills
 from workbench.records.directory import RunDirectory
-from workbench.records.failures import failure_summary
+from workbench.records.failures import error_lines, failure_summary
 from workbench.sharding import flight
 from workbench.specs.run import RunSpec
 from workbench.train.watched import flight_path, last_stack_path

@@ -1,0 +1,41 @@
+"""Files of a run directory whose content is not what its writer writes: a value of another type is damage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import RecordError
+
+STATE_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("created_ns", "started_ns", "ended_ns", "world_size"), (int,)),
+    **dict.fromkeys(("rank0", "agent", "launcher", "inputs"), (dict,)),
+    **dict.fromkeys(("backend", "handle", "job_of", "scheduler", "device", "continues"), (str,)),
+    "device_note": (str,),
+}
+EXIT_TYPES: dict[str, tuple[type, ...]] = {
+    "rank": (int, type(None)),
+    "coordinates": (dict,),
+    "time_ns": (int,),
+    "ok": (bool,),
+    "cause": (str, type(None)),
+    "exception": (str, type(None)),
+    "message": (str,),
+    "traceback": (str,),
+    "waited_in": (str,),
+}
+
+
+def check_types(path: Path, content: dict[str, Any], types: Mapping[str, tuple[type, ...]]) -> None:
+    """Raise an error for a key of a damaged file whose value is of another type than a writer gives it."""
+    for key in types.keys() & content.keys():
+        if type(content[key]) not in types[key]:
+            names = " or ".join(kind.__name__.replace("NoneType", "null") for kind in types[key])
+            raise unfit(path, {key: content[key]}, f"{key} is {names}")
+
+
+def unfit(path: Path, content: Any, rule: str) -> RecordError:
+    """Error of a file whose content is not what its writer writes."""
+    fix = "it was damaged after it was written; run the configuration again"
+    return RecordError(f"read {path}", found=f"{content!r:.80}", rule=rule, fix=fix)
