@@ -177,7 +177,7 @@ class Experiment:
         self._comparison = None
         if detached or (detached is None and self._takes_long(where)):
             launching = {"where": where, "fresh": fresh, "force": force, "options": options, "per_job": per_job}
-            self._detach({**launching, "track": track}, report, said=detached is None)
+            self._detach({**launching, "track": track}, report, announce=detached is None)
             return self
         if report:
             raise SpecError(
@@ -207,7 +207,7 @@ class Experiment:
             return False
         return detaching.expected_seconds(self.planned, self.folder / "runs", self.project) > detaching.LONG_S
 
-    def _detach(self, launching: Mapping[str, Any], report: bool, *, said: bool) -> None:
+    def _detach(self, launching: Mapping[str, Any], report: bool, *, announce: bool) -> None:
         """Have another process launch, and forget what was launched here: all that follows is read from disk."""
         if launching["where"] == "here":
             raise SpecError(
@@ -216,11 +216,11 @@ class Experiment:
                 rule="a detached launcher is another process",
                 fix="where='processes', or detached=False",
             )
-        asked = {"only": self._only, "changes": self._changes, "project": str(self.project)}
-        request = {"ablation": str(self.path), **asked, "launching": dict(launching), "report": report}
+        chosen = {"only": self._only, "changes": self._changes, "project": str(self.project)}
+        request = {"ablation": str(self.path), **chosen, "launching": dict(launching), "report": report}
         launcher = detaching.start(request, self.folder / "runs")
         self.sweep = None
-        if said:
+        if announce:
             sys.stderr.write(
                 f"{self.name}: process {launcher.pid} continues these runs without this one (detached=False: they end "
                 f"with it); workbench attach {self.name}, workbench cancel {self.name}\n"

@@ -188,7 +188,7 @@ def _weights(reading: Reading, indices: list[Tensor], shift: float) -> tuple[lis
 
 
 def _weights_key(reading: Reading, shift: float) -> tuple[str, tuple[Tensor | None, ...], Hashable]:
-    """What the weights of a step depend on: its mask and documents, and, if a correction acts, all of its values."""
+    """Values that the weights of a step depend on: mask, documents, and all of its values if a correction acts."""
     dump, spec = reading.dump, reading.spec
     of_documents = tuple(dump.documents.get(name) for name in ("rewards", "group_ids", "rows"))
     if not spec.correction.acts:

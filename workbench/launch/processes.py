@@ -53,7 +53,7 @@ PRELOAD = (
     "torch.distributed.tensor",  # of sharded parameters
     "torch._dynamo",  # the first step of an optimizer imports it
 )
-"""What the server loads. Measured on two cores: 6 s once, where every rank took 5 to 7 s each time."""
+"""Modules that the server loads. Measured on two cores: 6 s once, where every rank took 5 to 7 s each time."""
 
 READ_ON_IMPORT = (
     "HF_",

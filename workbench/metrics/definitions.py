@@ -177,7 +177,7 @@ STATISTICS: Mapping[str, tuple[str, Reducer]] = {
     "squared_sum": ("sum of squares of", SquaredSum()),
     "effective_samples": ("effective sample size of", EffectiveSampleSize()),
 }
-"""Last part of a key -> its words, and its reducer for numbers near 1."""
+"""Last part of a key -> its description, and its reducer for numbers near 1."""
 
 
 def document_ratio(reduce: str, above: PolicyName = "policy", below: PolicyName = "old") -> DocumentMetric:
@@ -288,9 +288,9 @@ def _document_mean(key: str, meaning: str, unit: str, column: Column) -> Metric:
 
 def _statistics(name: str, label: str, column: Column, levels: Mapping[str, Level]) -> Iterable[Metric]:
     for reduce, level in levels.items():
-        words, reducer = STATISTICS[reduce]
+        description, reducer = STATISTICS[reduce]
         unit = "tokens" if reduce == "effective_samples" else "1"
-        yield Metric(f"{name}/{reduce}", f"{words} {label}", unit, column, reducer, level=level)
+        yield Metric(f"{name}/{reduce}", f"{description} {label}", unit, column, reducer, level=level)
 
 
 def _counts() -> Iterable[AnyMetric]:

@@ -25,7 +25,7 @@ ROLES = {
     "positions": ("position_ids", "positions", "pos", "input_pos"),
     "mask": ("attention_mask", "attn_mask", "mask", "allowed", "attention_bias"),
 }
-"""What an argument is -> its names; without one the first of integers is ids, the next positions, Booleans a mask."""
+"""Role of an argument -> its names; without one the first of integers is ids, the next positions, Booleans a mask."""
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, odd: Knuth's multiplicative hashing, as signed
 Fingerprint = tuple[int, int, int, int, int]
 """Numbers, numbers that count, rows, sum over values, sum over rows."""

@@ -244,13 +244,13 @@ def _launched_folders(runs_dir: Path) -> set[str]:
 
 def _at(place: Path, every: bool) -> Target | None:
     """The run or experiment at a path; None if there is neither."""
-    asked, place = place, _folder(place)
+    given, place = place, _folder(place)
     if (place / "config.json").is_file() and (place / "state.json").is_file():
         return Target((_entry(place.resolve()),))
     if place.name == "runs" and any(place.glob("*/config.json")):
         place = place.parent
-    files = [file for file in (asked, place / "ablation.yaml", place.parent / f"{place.name}.yaml") if file.is_file()]
-    if not asked.is_file() and not (place.is_dir() and (files or (place / "runs").is_dir())):
+    files = [file for file in (given, place / "ablation.yaml", place.parent / f"{place.name}.yaml") if file.is_file()]
+    if not given.is_file() and not (place.is_dir() and (files or (place / "runs").is_dir())):
         return None
     place = place.resolve()
     runs = runs_of(place, every=every)

@@ -19,7 +19,7 @@ _ROW = "row of this rank"
 
 
 class Notes:
-    """What one rank has noted of a step."""
+    """Notes of one rank on a step."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []

@@ -182,9 +182,9 @@ class Recorder:
             if self._writes:
                 self._whole[name] = gradient.to("cpu", copy=True)
 
-    def step(self, loss: Tensor | float | None = None, **told: Any) -> None:
+    def step(self, loss: Tensor | float | None = None, **values: Any) -> None:
         """Write the step, with what `note` takes. Collective; called by the hook of an optimizer that was given."""
-        self.note(loss, **told)
+        self.note(loss, **values)
         if missing := {name: value for name, value in self._parameters.items() if name not in self._norms}:
             self._take(missing)
         self._refuse_no_gradient()

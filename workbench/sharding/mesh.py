@@ -144,6 +144,14 @@ def make_mesh(
     return Mesh(axes, device)
 
 
+def undivided(axes: Mapping[str, Axis]) -> dict[str, Axis]:
+    """The parts of cp and of dp x cp (`SPLITS`) where neither is divided: an inner one of one rank, an outer of all."""
+    return {
+        name: Axis(name) if outer is None else replace(axes[outer], name=name)
+        for name, outer in (("cp_inner", None), ("cp_outer", "cp"), ("ep", None), ("edp", "dp_cp"))
+    }
+
+
 def check_ep(requested: str, dp_cp: int, ep: int) -> None:
     """Raise if the ranks of dp x cp cannot be split into neighbours of this number."""
     if ep < 1 or dp_cp % ep:

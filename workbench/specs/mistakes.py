@@ -27,7 +27,7 @@ ELSEWHERE = {
     "grad_clip": ("optimizer.max_grad_norm",),
     "num_generations": ("online.answers",),
 }
-"""What TRL's GRPOConfig, verl's actor config and slime's arguments call a setting -> its name here."""
+"""Name of a setting in TRL's GRPOConfig, verl's actor config or slime's arguments -> its name here."""
 
 WHERE_SETTINGS_ARE = "`workbench describe` explains every setting"
 

@@ -84,7 +84,7 @@ class Explanation:
     differences: tuple[Difference, ...]
     """Setting by setting, those that act first."""
     notes: tuple[tuple[str, ...], tuple[str, ...]]
-    """What each system does implicitly."""
+    """Implicit behaviour of each system."""
     counterexample: Counterexample | None
     """A batch that tells them apart."""
 

@@ -64,7 +64,7 @@ class Translation:
 
     spec: LossSpec
     notes: tuple[str, ...] = ()
-    """What the system does implicitly."""
+    """Implicit behaviour of the system."""
     given: tuple[str, ...] = ()
     """Options that are counts of the batch, not settings."""
 

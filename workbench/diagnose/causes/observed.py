@@ -90,7 +90,7 @@ def _initial_weights(facts: Facts) -> Judged:
 
 @OBSERVED.cause("the model's settings or buffers differ: positions, windows, scales, activations")
 def _model_settings(facts: Facts) -> Judged:
-    """Where numbers differ; a setting alone may be one without effect."""
+    """Settings and buffers count only where numbers differ: one alone may have no effect."""
     trusted, suspect = _starts(facts)
     if not _comparable(facts) or not any(step.differs for step in facts.evidence.steps):
         return NOT

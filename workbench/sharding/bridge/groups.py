@@ -14,7 +14,7 @@ import torch
 from workbench.errors import ShardingError
 from workbench.sharding import flight, wire
 from workbench.sharding.bridge.grid import Grid, Lines
-from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.mesh import Axis, Mesh, undivided
 
 
 class GridGroups:
@@ -108,8 +108,7 @@ class GridGroups:
         """
         axes = {name: self.ensure(name, grid.lines(*name.split("_"))) for name in ("tp", "cp", "dp", "dp_cp")}
         grid.coordinates(self.rank)
-        axes |= {"cp_inner": Axis("cp_inner"), "cp_outer": replace(axes["cp"], name="cp_outer")}
-        return Mesh(axes, torch.device(device))
+        return Mesh(axes | undivided(axes), torch.device(device))
 
     def destroy(self) -> None:
         """Destroy all groups; idempotent."""
