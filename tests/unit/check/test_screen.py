@@ -78,3 +78,15 @@ def test_a_short_step_and_one_without_values_of_tokens_have_none(short):
     assert Screen.of(bare, recompute_numbers(bare)) is None
     few = Reading(long_step(documents=12), SPEC)
     assert Screen.of(few, recompute_numbers(few)) is None
+
+
+def test_a_stage_with_numbers_alone_is_tried_on_the_whole_step(monkeypatch):
+    """No mistake explains the coefficients, so the sample excludes all, and one of them explains the loss."""
+    step = long_step()
+    step = step.with_tokens(coefficients=step.tokens["coefficients"] * torch.linspace(1.1, 1.9, len(step.loss_mask_T)))
+    step = replace(step, losses={"total": 2 * step.losses["total"]})
+    whole = wb.check_step(step).as_json()
+    monkeypatch.setattr(module, "LONG", 100)
+    monkeypatch.setattr(module, "SHARE", 8)
+    assert wb.check_step(step).as_json() == whole
+    assert {cause["stage"] for cause in whole["causes"]} == {"loss"}
