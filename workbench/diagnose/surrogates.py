@@ -31,6 +31,9 @@ NICE = 1e-3
 """Relative distance of a fitted coefficient from one with two digits, as people set them."""
 NEAR_1 = 1e-3
 """Ratios that differ from 1 by less tell no kind: log-probabilities in float32 are right to some 1e-5."""
+WHOLE = 0.05
+"""Distance from a whole number of a count that follows from ratios: they leave 1 by `NEAR_1` at least and are right to
+some 1e-7, so that a count of 100 tokens is right to 0.01."""
 MOST = 4096
 """Tokens that are compared one by one: more of them tell no more."""
 MOST_PAIRS = 8
@@ -131,8 +134,8 @@ def _over_other_counts(noted: Tensor, kinds: Mapping[str, Tensor]) -> set[str]:
     for kind, sums in kinds.items():
         telling = noted.abs() > NEAR_1
         counts = sums[telling] / noted[telling]
-        whole_numbers = (counts - counts.round()).abs() <= 0.05
-        if "multiplied" in kind and len(counts) and bool((whole_numbers & (counts > 0.5)).all()):
+        whole_numbers = ((counts - counts.round()).abs() <= WHOLE) & (counts.round() >= 1)
+        if "multiplied" in kind and len(counts) and bool(whole_numbers.all()):
             found.add(f"{kind.replace('multiplied', 'summed')} and divided by {_listed_counts(counts)}")
     return found
 

@@ -192,7 +192,8 @@ _RATE = re.compile("dropout|drop_prob|drop_rate|pdrop")
 """Names under which modules keep the rate of a functional dropout: transformers' ``attention_dropout``, ``attn_pdrop``,
 timm's ``drop_prob``."""
 _NO_EFFECT = re.compile(
-    r"^_|dtype|^(use_cache|transformers_version|architectures|return_dict|output_|torchscript|id2label)"
+    r"^_|dtype|token_id|^(use_cache|transformers_version|architectures|return_dict|output_|torchscript|id2label|"
+    r"label2id|initializer_|name_or_path|pretraining_tp|problem_type)"
 )
 """Settings of a transformers config that change no number of a training step, or that say which version wrote it."""
 

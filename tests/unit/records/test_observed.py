@@ -419,7 +419,8 @@ def test_settings_of_a_config_that_may_change_numbers():
     class Config:
         def to_dict(self):
             rope = {"rope_theta": 5e5, "factors": [1.0, 2.0], 3: 4}
-            return {"hidden": 8, "rope": rope, "use_cache": True, "dtype": "float32", "_name": "x", "bad": float("nan")}
+            no_effect = {"use_cache": True, "dtype": "float32", "_name": "x", "pad_token_id": 0, "label2id": {"a": 0}}
+            return {"hidden": 8, "rope": rope, "bad": float("nan")} | no_effect
 
     inner, outer = torch.nn.Linear(2, 2), torch.nn.Module()
     outer.module = inner

@@ -86,6 +86,18 @@ def test_other_tokens_are_a_difference_although_no_number_differs_beyond_roundin
     assert diagnosis["no_difference"].score < diagnosis.causes[0].score
 
 
+def test_other_ids_of_padding_are_no_difference(tmp_path):
+    """They leave the loss where it was, but for rounding."""
+    right = wb.Record.load(run(tmp_path / "right", precision="float8"))
+
+    def padded(step):
+        numbers, counted, rows, values, ordered = step.observed["inputs"]["ids"]
+        inputs = step.observed["inputs"] | {"ids": [numbers, counted, rows, values[::-1], ordered]}
+        return replace(step, observed=step.observed | {"inputs": inputs}, loss=step.loss * 1.01)
+
+    assert wb.diagnose(right, replace(right, steps=[padded(step) for step in right.steps])).equal
+
+
 def test_a_mask_of_rows_that_hold_several_documents_is_attention_across_them(tmp_path):
     records = [wb.Record.load(run(tmp_path / str(allowed), allowed=allowed)) for allowed in (True, False)]
     for documents, cause in ((6.0, "attention_to_padding"), (18.0, "attention_across_documents")):
