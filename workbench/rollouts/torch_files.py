@@ -96,25 +96,29 @@ def _read_legacy(stream: BytesIO, known: Known, what: str) -> Any:
     """
     for _ in range(2):
         read_pickle(stream, known, what=what)
-    start, kinds = stream.tell(), dict[str, torch.dtype]()
+    start, blank = stream.tell(), dict[str, _Storage]()
 
     def first(name: Any) -> _Storage:
-        kinds[name[2]] = _dtype_of(name[1])
-        size = int(name[4]) * kinds[name[2]].itemsize
+        kind = _dtype_of(name[1])
+        size = int(name[4]) * kind.itemsize
         if not 0 <= size <= len(stream.getbuffer()):
             raise ValueError(f"a storage of {size} bytes in a file of {len(stream.getbuffer())}")
-        return _Storage(kinds[name[2]], bytes(size))
+        return blank.setdefault(name[2], _Storage(kind, bytes(size)))
 
     read_pickle(stream, known, what=what, persistent=first)
     keys = read_pickle(stream, known, what=what)
-    if not isinstance(keys, list) or {*map(str, keys)} != {*map(str, kinds)}:
+    if not isinstance(keys, list) or {*map(str, keys)} != {*map(str, blank)}:
         raise damaged(what, "the object names other storages than the list of them")
-    contents = {}
+    filled = {}
     for key in keys:
-        count = int.from_bytes(stream.read(8), "little")
-        contents[key] = stream.read(count * kinds[key].itemsize)
+        kind, size = blank[key].dtype, len(blank[key].content)
+        stored = int.from_bytes(stream.read(8), "little") * kind.itemsize
+        content = stream.read(size)
+        if stored != size or len(content) != size:
+            raise damaged(what, f"{len(content)} bytes of a storage that has {stored}, of {size} in the object")
+        filled[key] = _Storage(kind, content)
     stream.seek(start)
-    return read_pickle(stream, known, what=what, persistent=lambda name: _Storage(kinds[name[2]], contents[name[2]]))
+    return read_pickle(stream, known, what=what, persistent=lambda name: filled[name[2]])
 
 
 def _dtype_of(kind: Any) -> torch.dtype:

@@ -134,6 +134,18 @@ def test_damage_is_an_error_in_four_parts_and_nothing_else(kind):
     assert refused >= tried / 2  # every cut
 
 
+def test_a_storage_of_another_length_than_in_the_object_is_damage():
+    """Each of the eight bytes of its count, the one that overflows a size among them, and a last byte that lacks."""
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file, _use_new_zipfile_serialization=False)
+    whole = file.getvalue()
+    count = len(whole) - 2 * 4 - 8
+    assert int.from_bytes(whole[count : count + 8], "little") == 2
+    for content in [whole[:-1]] + [whole[:at] + b"\x2a" + whole[at + 1 :] for at in range(count, count + 8)]:
+        with pytest.raises(RecordError, match="bytes of a storage"):
+            read_restricted(content)
+
+
 def test_no_file_and_no_path():
     with pytest.raises(RecordError, match="No such file"):
         read_restricted("nowhere.pt")
