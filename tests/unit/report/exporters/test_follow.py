@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 
 import pytest
@@ -35,10 +37,8 @@ def wandb_steps(folder):
 
 
 def trackio_steps(folder):
-    import sqlite3
-
     [file] = [path for path in folder.glob("*.db") if "workbench" in path.name]
-    with sqlite3.connect(file) as database:
+    with contextlib.closing(sqlite3.connect(file)) as database:  # its own context manager does not close it
         return [step for (step,) in database.execute("select step from metrics order by step")]
 
 
@@ -54,7 +54,7 @@ def until(condition):
         try:
             if condition():
                 return
-        except (ValueError, OSError):  # its files are not there yet
+        except (ValueError, OSError, sqlite3.OperationalError):  # its files are not there yet, or not their tables
             pass
         assert time.monotonic() < end, "not in time"
         time.sleep(0.1)
