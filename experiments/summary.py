@@ -130,39 +130,42 @@ def head() -> str:
 def step() -> str:
     """Time, memory and parity of one rank's step under every choice of kernels."""
     record = _record("step/step.json")
-    work, entries = record["plan"]["workloads"]["step"], record["choices"]
-    slow = entries["one_rank"]["step_ms"]
+    work, entries, peers = record["plan"]["workloads"]["step"], record["choices"], record["peers"]
+    slow, fastest = entries["one_rank"]["step_ms"], min(peers, key=lambda name: peers[name]["step_ms"])
     rows = [
         [
             "torch, flash" if name == "one_rank" else name,
             f"{entry['step_ms']:.0f}",
             f"{entry['step_ms'] / slow:.2f}",
             f"{entry['peak_gib']:.1f}",
+            f"{100 * record['model_tflop'] / entry['step_ms'] * 1e3 / PEAK_TFLOPS:.0f} %",
             *(f"{sum(entry['by_class_ms'].get(kind, 0) for kind in kinds):.0f}" for kinds in STEP_CLASSES.values()),
-            f"{entry['parity']['distance_in_one_ranks']:.2f}",
+            f"{entry['gaps']['total_ms']:.0f}",
+            f"{entry['parity']['distance_in_one_ranks']:.2f}" if "parity" in entry else "-",
         ]
-        for name, entry in entries.items()
+        for name, entry in (entries | peers).items()
     ]
-    missed = [
-        f"{name} {entries[name]['step_ms'] / slow:.2f} (bar {bar})"
-        for name, bar in STEP_BARS.items()
-        if entries[name]["step_ms"] / slow > bar
-    ]
+    bars = [(name, entries[name]["step_ms"] / slow, bar) for name, bar in STEP_BARS.items()]
+    ours = min(entries, key=lambda name: entries[name]["step_ms"])
+    bars.append((f"{ours} against {fastest}", entries[ours]["step_ms"] / peers[fastest]["step_ms"], PEER_BAR))
     return _section(
         "A training step by its kernels",
         f"One {record['device']}, {_versions(record)}, {record['plan']['model']}, {work['rows']} packed rows of "
         f"{work['row_tokens'] // 1024}k tokens, documents of {work['document_tokens'][0]} to "
         f"{work['document_tokens'][1]} tokens, {work['precision']}; medians. Kernels of norms, rotary embeddings and "
-        "MLPs (`kernels`), and of attention (`layout.kernel`). *Distance* is that of the whole gradient from a "
-        f"{work['truth']['precision']} truth, in that of the first row. Milliseconds of GPU time by class are those "
-        "of one profiled step.",
+        "MLPs (`kernels`: *mixed* is `{norm: compiled, rope: liger, mlp: liger}`), and of attention "
+        "(`layout.kernel`). Below them what a user would run instead: a model of transformers in a plain loop with the "
+        "same weights, rows and optimizer, and Liger's fused cross-entropy instead of a policy loss. *MFU*: operations "
+        f"of the model without recomputation, of {PEAK_TFLOPS} TFLOP/s. *Distance* is that of the whole gradient from "
+        f"a {work['truth']['precision']} truth, in that of the first row. Milliseconds of GPU time by class, and "
+        "between kernels (*idle*), are those of one profiled step.",
         _table(
-            ["kernels", "ms", "of the first", "GiB", *STEP_CLASSES, "distance"],
+            ["kernels", "ms", "of the first", "GiB", "MFU", *STEP_CLASSES, "idle", "distance"],
             rows,
-            right=range(1, 5 + len(STEP_CLASSES)),
+            right=range(1, 7 + len(STEP_CLASSES)),
         ),
-        f"Bars of the time: {', '.join(f'{name} {bar}' for name, bar in STEP_BARS.items())}. "
-        + (f"Missed: {'; '.join(missed)}." if missed else "All hold."),
+        "Shares, and their bars: " + "; ".join(f"{name} {share:.2f} ({bar:.2f})" for name, share, bar in bars) + ". "
+        f"Missed: {', '.join(name for name, share, bar in bars if share > bar) or 'none'}.",
         _source("step/step.json", None, "python -m experiments.step.measure"),
     )
 
@@ -173,8 +176,12 @@ STEP_CLASSES = {
     "other": ("element-wise", "copy", "compiled or Triton", "optimizer"),
 }
 """Column -> classes of kernels."""
-STEP_BARS = {"liger, flash": 0.62, "liger, cudnn": 0.52, "liger, fa4": 0.52}
+STEP_BARS = {"mixed, flash": 0.62, "mixed, cudnn": 0.52, "mixed, fa4": 0.52}
 """Choice of kernels -> largest share of the first row's time."""
+PEER_BAR = 1.05
+"""Largest share of the fastest peer's time."""
+PEAK_TFLOPS = 989
+"""Dense bfloat16, NVIDIA H200 SXM; source: its data sheet."""
 
 
 def precision() -> str:
