@@ -222,7 +222,8 @@ def split_row(
         row.map(shard),
         {name: pair.map(shard) for name, pair in weights.items()},
         attention,
-        DocumentSums.of_row(row, plan.positions(axis.rank), axis=axis, complete=sum_sum),
+        # On the device: a fused pass selects from them for every chunk, and would wait for the device each time.
+        DocumentSums.of_row(row, plan.positions(axis.rank).to(mesh.device), axis=axis, complete=sum_sum),
         documents,
     )
 
