@@ -52,6 +52,7 @@ PROCESSES = {
     "sharded": [
         ({"pp": 2, "dp": 2, "shard_parameters": True}, FOUR),
         (GPIPE | {"cp": 2, "order": "zigzag", "shard_parameters": True}, FILLED | FUSED),
+        (GPIPE | {"dp": 2, "shard_parameters": True}, FOUR | UNTIED),
         (TWICE | {"dp": 2, "shard_parameters": True, "checkpointing": True}, FOUR | UNTIED),
     ],
 }

@@ -67,6 +67,14 @@ def test_a_layout_that_does_not_divide_the_model(layout, words):
         sizes.check_layout(sizes.Sizes(4, 2, 19, 192), **layout)
 
 
+def test_more_pipeline_stages_than_layers():
+    """The last stage may have the head alone."""
+    model = sizes.Sizes(4, 2, 19, 192, layers=3)
+    sizes.check_layout(model, tp=1, pp=2, stages_per_rank=2)
+    with pytest.raises(ShardingError, match="pp=3 x stages_per_rank=2 = 6 stages"):
+        sizes.check_layout(model, tp=1, pp=3, stages_per_rank=2)
+
+
 def test_experts_that_ranks_cannot_share():
     mixture = sizes.Sizes(4, 2, 19, None, 4)
     sizes.check_layout(mixture, tp=1, ep=2)

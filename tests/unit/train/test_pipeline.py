@@ -115,6 +115,7 @@ def run_of(folder, layout, **more):
 
 LAYOUTS = {
     "pp2": {"pp": 2},
+    "gpipe": {"pp": 2, "pipeline_schedule": "gpipe"},
     "interleaved": {"pp": 2, "pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2},
     "pp3_dp2_cp2": {"pp": 3, "dp": 2, "cp": 2, "order": "zigzag"},
 }
