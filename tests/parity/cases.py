@@ -41,6 +41,8 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         checkpointing=layout.checkpointing,
         sequence_parallel=layout.sequence_parallel,
         fused_loss=spec.policy.fused_loss,
+        pipeline_schedule=layout.pipeline_schedule,
+        stages_per_rank=layout.stages_per_rank,
     )
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():

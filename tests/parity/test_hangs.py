@@ -15,6 +15,7 @@ from tests.helpers.stand_in import stand_in
 from workbench.faults import masks, planted
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
+from workbench.launch.waits import find_waits
 from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
 from workbench.sharding.mesh import Axis, single_process_mesh
@@ -55,6 +56,56 @@ def test_the_rank_that_skipped_a_collective_is_named(where, tmp_path):
     assert failure["also_failed"] == [0]
     assert failure["also"][0].startswith("all_sum_ over dp_cp [#")
     assert [record["step"] for record in run.steps()] == [0]
+
+
+STAGES = {"layout": {"pp": 2}, "data": {"documents_per_step": 4, "micro_batches": 3}}
+STUCK = """
+import time
+
+import torch
+
+
+def loss(inputs):
+    stuck = CALLS.append(1) or len(CALLS) > 4
+    time.sleep(1000 if stuck else 0)
+    return torch.exp(inputs.policy_logprobs_T - inputs.old_logprobs_T) * -inputs.advantages_T
+
+
+CALLS = []
+"""
+
+
+def test_a_stage_that_hangs_is_named_with_the_transfer_that_the_other_waits_for(tmp_path):
+    """The loss of the second step's second micro-batch never ends; only the last stage evaluates it."""
+    file = tmp_path / "stuck.py"
+    file.write_text(STUCK)
+    base = SMALL | STAGES | {"loss": {"name": f"{file}:loss"}, "timeout_s": 5.0}
+    ablation = AblationSpec(reference="hang", base=base, configurations={"hang": {}})
+    [run] = launch(ablation, tmp_path / "runs", where="processes", project=PROJECT).wait(timeout_s=120)
+    assert run.status == "failed"
+    failure = run.failure()
+    assert failure["coordinates"]["pp"] == 1, failure["message"]
+    assert failure["message"].startswith("rank 1 has not come to stage 1 > 0, micro-batch "), failure["message"]
+    assert "train/pipeline.py:" in failure["message"]
+
+
+def test_stages_record_each_transfer_under_one_number_on_both_ranks(tmp_path):
+    ablation = AblationSpec(reference="pp", base=SMALL | STAGES, configurations={"pp": {}})
+    [run] = launch(ablation, tmp_path, where="processes", project=PROJECT).wait(timeout_s=120)
+    assert run.status == "succeeded"
+    views = flight.read_all(run.path / "ranks")
+    assert find_waits(views, range(2), ended=()) == []
+    transfers = [
+        [(entry.group, entry.seq, entry.name, entry.shape) for entry in view.entries if entry.sender is not None]
+        for view in views.values()
+    ]
+    assert sorted(transfers[0]) == sorted(transfers[1])
+    names = {name for _, _, name, _ in transfers[0]}
+    assert names == {
+        *(f"stage {way}, micro-batch {number}" for way in ("0 > 1", "1 > 0") for number in range(3)),
+        "stage, shared weight 0",
+    }
+    assert len(transfers[0]) == 3 * (2 * 3 + 2), "three steps of three micro-batches, and the tied head"
 
 
 def test_a_run_of_one_rank_here_keeps_no_record_of_collectives(tmp_path):

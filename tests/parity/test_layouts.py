@@ -11,6 +11,7 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from tests.parity.cases import many_steps, one_step
 from tests.parity.test_oracle import LOSS, documents_near, oracle
+from workbench.specs.groups import LayoutSpec
 
 LAYOUTS = {
     "cp2_contiguous": {"cp": 2, "order": "contiguous"},
@@ -21,6 +22,8 @@ LAYOUTS = {
     "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"},
     "cp2_tp2": {"cp": 2, "tp": 2, "order": "zigzag"},
     "dp2_tp2": {"dp": 2, "tp": 2},
+    "pp2": {"pp": 2},
+    "pp2_dp2": {"pp": 2, "dp": 2, "pipeline_schedule": "gpipe"},
 }
 
 
@@ -53,7 +56,7 @@ def truth():
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_gives_the_oracles_gradients(name, truth, tmp_path):
     layout = LAYOUTS[name]
-    world = layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1)
+    world = LayoutSpec(**layout).world_size
     cases = [(settings(layout, **more), documents) for documents, more, _ in truth.values()]
     per_rank = run_ranks(many_steps, world, tmp_path, cases)
     for number, (case, (_, _, (expected_loss, expected, logprobs))) in enumerate(truth.items()):
@@ -82,10 +85,11 @@ def test_trained_tokens_are_the_same_set_in_every_layout(truth, tmp_path):
     assert torch.equal(kept["targets"][whole], tokens[whole])
 
 
-def test_metrics_are_those_of_one_rank(truth, tmp_path):
+@pytest.mark.parametrize("name", ["dp2_cp2", "pp2_dp2"])
+def test_metrics_are_those_of_one_rank(name, truth, tmp_path):
     documents, _, _ = truth["token"]
     expected = one_step(settings({}), documents)["metrics"]
-    answers = run_ranks(many_steps, 4, tmp_path, [(settings(LAYOUTS["dp2_cp2"], data={"micro_batches": 2}), documents)])
+    answers = run_ranks(many_steps, 4, tmp_path, [(settings(LAYOUTS[name], data={"micro_batches": 2}), documents)])
     assert expected["tokens/trained/sum"] == sum(sum(d["loss_mask"]) for d in documents)
     for rank, answer in enumerate(answers):
         assert answer[0]["metrics"] == pytest.approx(expected, rel=1e-10), f"rank {rank}"

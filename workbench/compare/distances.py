@@ -168,6 +168,7 @@ def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[flo
         return factor, ""
     dp, cp, tp = spec.layout.dp, spec.layout.cp, spec.layout.tp
     sizes = {"cp": cp, "dp": dp, "tp": tp, "micro_batches": spec.data.micro_batches, "dp * cp": dp * cp}
+    sizes |= {"pp": spec.layout.pp}
     return factor, meaning(factor, sizes)
 
 

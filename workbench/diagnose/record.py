@@ -349,7 +349,7 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
         "optimizer": spec.optimizer.name,
         "denominator": spec.loss.denominator,
         "precision": spec.precision,
-        **({"ep": layout.ep} if layout.ep > 1 else {}),
+        **{name: size for name in ("ep", "pp") if (size := getattr(layout, name)) > 1},
         **{f"{CHANGES}{name}": getattr(spec.mixed_precision, name) for name in spec.mixed_precision.changed},
     }
     return {name: value for name, value in context.items() if value is not None}

@@ -142,7 +142,7 @@ def check_ranks(ranks: int, where: str, gpus: int) -> None:
         raise LaunchError(
             f"a layout of {ranks} ranks",
             found=f"at most {limit} ranks {'in a job' if where in CLUSTERS else 'on this machine'}",
-            rule=f"dp * cp * tp processes; {reason}",
+            rule=f"pp * dp * cp * tp processes; {reason}",
             fix="use a smaller layout" + ("" if where in CLUSTERS else ", or a cluster (where='slurm')"),
         )
 
@@ -178,7 +178,15 @@ class _Inputs:
         if (sizes := self._sizes(spec.model.source)) is not None:
             dealt = {"ulysses": layout.cp, "hybrid": layout.ulysses}.get(layout.attention, 1)
             chunks = spec.reproducible.weight_chunks if spec.reproducible.on else 1
-            policy_sizes.check_layout(sizes, tp=layout.tp, dealt=dealt, weight_chunks=chunks, ep=layout.ep)
+            policy_sizes.check_layout(
+                sizes,
+                tp=layout.tp,
+                dealt=dealt,
+                weight_chunks=chunks,
+                ep=layout.ep,
+                pp=layout.pp,
+                stages_per_rank=layout.stages_per_rank,
+            )
 
     def vocabulary(self, source: str) -> int | None:
         """Rows of the embedding; None if they are unknown before the model is built, or its source is a mistake."""

@@ -123,9 +123,15 @@ def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool
 
 
 def coordinates_of(run: RunDirectory, rank: int) -> dict[str, int]:
-    """Coordinates of a rank on the mesh: tp varies fastest, then cp, then dp."""
+    """Coordinates of a rank on the mesh: tp varies fastest, then cp, then dp, then pp, if there are several stages."""
     layout = run.spec.layout
-    return {"dp": rank // (layout.tp * layout.cp), "cp": rank // layout.tp % layout.cp, "tp": rank % layout.tp}
+    of_stage = layout.world_size // layout.pp
+    place = {
+        "dp": rank % of_stage // (layout.tp * layout.cp),
+        "cp": rank // layout.tp % layout.cp,
+        "tp": rank % layout.tp,
+    }
+    return {"pp": rank // of_stage} | place if layout.pp > 1 else place
 
 
 def place_of(stack: str) -> str:

@@ -139,7 +139,9 @@ def _missing(group: _Group) -> Iterator[tuple[int, int, Entry]]:
         for behind, less in group.last.items():
             if far is not None and less is not None and far > less:
                 entries = group.entries[ahead]
-                yield ahead, behind, entries.get(less + 1) or entries[min(entries)]
+                entry = entries.get(less + 1) or entries[min(entries)]
+                if entry.sender != ahead:  # a send between pipeline stages does not wait for its receiver
+                    yield ahead, behind, entry
 
 
 def _skipped(group: _Group, views: Mapping[int, FlightView]) -> Wait | None:

@@ -26,6 +26,7 @@ from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, t
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.sizes import check_whole_vocabulary
+from workbench.policy.stages import Stages, split_stages
 from workbench.policy.tensor_plan import shard_decoder, shard_experts
 from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard
@@ -72,7 +73,8 @@ class Policy:
         exact: computes instead if every layout must give the same bits.
         dtypes: of weights, computation, and gradients.
         loss_scale: factor of the loss before backward; gradients are divided by it once they are complete.
-        shapes: of every parameter, whole.
+        shapes: of every parameter, whole; with pipeline stages, those of all stages.
+        stages: the pipeline stages, and which of them this rank has; None: the rank has the whole decoder.
     """
 
     model: Any
@@ -89,6 +91,7 @@ class Policy:
     dtypes: Dtypes = PRESETS["float32"]
     loss_scale: float = 1.0
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    stages: Stages | None = None
     _computes: bool = field(default=False, init=False)
 
     @property
@@ -138,6 +141,38 @@ class Policy:
         self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, embeddings_TD: Tensor | None = None
     ) -> Tensor:
         """`hidden_states` of the current modules, with the attention that the shard names."""
+        if self.stages is not None:
+            raise ShardingError(
+                "hidden states of a policy in pipeline stages",
+                found=f"stages {', '.join(map(str, self.stages.own))} of {self.stages.last + 1}",
+                rule="micro-batches pass through the stages of all ranks, by a schedule (`workbench.train.pipeline`)",
+                fix="use pp=1, or train.step.run_step",
+            )
+        inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
+        return self._forward(inputs, positions_T, shard).last_hidden_state[0]
+
+    def stage_output(
+        self, stage: int, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, input_TD: Tensor | None
+    ) -> Tensor:
+        """Output of one of this rank's pipeline stages; of the last one, the hidden states.
+
+        ``input_TD`` is the output of the stage before; None: the stage is the first, and reads the tokens.
+
+        Shapes: tokens_T and positions_T [t], input_TD and output as `stage_input`; of the last stage [t, D].
+        """
+        inputs = {"input_ids": tokens_T[None]} if input_TD is None else {"inputs_embeds": input_TD[None]}
+        return self._forward(inputs, positions_T, shard, stage)[0]
+
+    def stage_input(self, tokens_T: Tensor) -> Tensor:
+        """Empty tensor of the shape and dtype that pass from stage to stage, and back as gradients.
+
+        Shapes: [t] -> [t, D]; with sequence parallelism [t / tp, D].
+        """
+        assert self.stages is not None, "of a policy in stages"
+        dtype, tokens = DTYPES[self.dtypes.compute], len(tokens_T) // self.stages.sharing
+        return torch.empty(tokens, self.stages.width, dtype=dtype, device=self.mesh.device)
+
+    def _forward(self, inputs: dict[str, Tensor], positions_T: Tensor, shard: AttentionShard, *stage: int) -> Any:
         if self._needs_copies and not self._computes:
             raise SpecError(
                 f"hidden states of a policy with weights in {self.dtypes.weights}",
@@ -145,10 +180,8 @@ class Policy:
                 rule="forward and backward run on copies of the weights, cast once for all micro-batches",
                 fix="with policy.in_compute_dtype(): ..., around forward and backward",
             )
-        forward = self.model.base_model if self.trunk is None else self.trunk
-        inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
-        out = forward(**inputs, position_ids=positions_T[None], use_cache=False, shard=shard)
-        return out.last_hidden_state[0]
+        forward: Any = self.trunk or (self.model.base_model if self.stages is None else self.stages.forward)
+        return forward(*stage, **inputs, position_ids=positions_T[None], use_cache=False, shard=shard)
 
     def reshard(self) -> None:
         """Reshard the weights that `hidden_states` without a backward left gathered."""
@@ -248,6 +281,8 @@ def load_policy(
     checkpointing: bool = False,
     fused_loss: bool = False,
     kernels: Mapping[str, str] | None = None,
+    pipeline_schedule: str = "1f1b",
+    stages_per_rank: int = 1,
 ) -> Policy:
     """Load a decoder, register the workbench's attention, and shard it for this rank.
 
@@ -270,10 +305,12 @@ def load_policy(
         checkpointing: save no activations inside a decoder layer; recompute them in backward.
         fused_loss: loss and gradient are computed in one pass over the head, which needs chunks.
         kernels: of norms, rotary embeddings and MLPs, see `workbench.policy.kernels.use_kernels`.
+        pipeline_schedule: order of the micro-batches in pipeline stages; see `workbench.sharding.pipeline`.
+        stages_per_rank: pipeline stages of each rank of the axis pp.
 
     Raises:
         SpecError: no such checkpoint, an unknown implementation, or one that does not support this layout.
-        ShardingError: heads or features that tp does not divide.
+        ShardingError: heads or features that tp does not divide, more pipeline stages than layers.
     """
     mesh = mesh or single_process_mesh()
     dtypes = PRESETS[precision] if isinstance(precision, str) else precision
@@ -297,13 +334,23 @@ def load_policy(
     shards = shard_experts(model, mesh, shards)
     model = use_module_dtypes(model, {kind: dtype and DTYPES[dtype] for kind, dtype in dtypes.modules.items()})
     model = use_gemm_formats(model, dtypes.gemms)  # after the check of the shards, which would see its rounding
+    stages, shards = split_stages(
+        model,
+        mesh,
+        shards,
+        schedule_name=pipeline_schedule,
+        stages_per_rank=stages_per_rank,
+        sequence_parallel=sequence_parallel,
+    )
     if checkpointing:
         _checkpoint_layers(model)
     trunk = None
     if shard_parameters:
-        trunk = _Trunk(model)
+        trunk = _Trunk(model, stages)
         casts = data_parallel.Casts(compute, DTYPES[dtypes.reduction]) if not dtypes.single else None
-        shards = data_parallel.shard_parameters(trunk, decoder_layers(model), shards, mesh, casts)
+        shards = data_parallel.shard_parameters(
+            trunk, decoder_layers(model), shards, mesh, casts, keep_gathered=stages is not None
+        )
     else:
         model = model.to(mesh.device)
     return Policy(
@@ -320,6 +367,7 @@ def load_policy(
         dtypes=dtypes,
         loss_scale=dtypes.loss_scale or 1.0,
         shapes=shapes,
+        stages=stages,
     )
 
 
@@ -353,14 +401,14 @@ def _checkpoint_layers(model: Any) -> None:
 
 
 class _Trunk(nn.Module):
-    """A model whose forward ends at the hidden states; its head stays a submodule."""
+    """A model, or one of its stages, whose forward ends at the hidden states; its head stays a submodule."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, stages: Stages | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.stages = model, stages
 
-    def forward(self, **inputs: Any) -> Any:
-        return self.model.base_model(**inputs)
+    def forward(self, *stage: int, **inputs: Any) -> Any:
+        return self.model.base_model(**inputs) if self.stages is None else self.stages.forward(*stage, **inputs)
 
 
 def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fused_loss: bool = False) -> str:

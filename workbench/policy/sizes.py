@@ -43,6 +43,7 @@ class Sizes:
     vocabulary: int | None
     features: int | None
     experts: int | None = None
+    layers: int | None = None
 
 
 def read_sizes(source: str, project: Path) -> Sizes | None:
@@ -53,7 +54,8 @@ def read_sizes(source: str, project: Path) -> Sizes | None:
     """
     if source in TINY:
         features, experts = (TINY_FEATURES, None) if source == "tiny-qwen3" else (None, TINY_EXPERTS)
-        return Sizes(SIZES["num_attention_heads"], SIZES["num_key_value_heads"], TINY_VOCABULARY, features, experts)
+        heads, keys, layers = (SIZES[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers"))
+        return Sizes(heads, keys, TINY_VOCABULARY, features, experts, layers)
     path = project / source / CONFIG
     if not path.is_file():
         return None
@@ -84,10 +86,20 @@ def sizes_of(config: Mapping[str, Any]) -> Sizes:
         size(["vocab_size"]),
         None if experts else size(["intermediate_size", "n_inner"]),
         experts,
+        size(["num_hidden_layers", "n_layer"]),
     )
 
 
-def check_layout(sizes: Sizes, *, tp: int, dealt: int = 1, weight_chunks: int = 1, ep: int = 1) -> None:
+def check_layout(
+    sizes: Sizes,
+    *,
+    tp: int,
+    dealt: int = 1,
+    weight_chunks: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    stages_per_rank: int = 1,
+) -> None:
     """Raise if a layout cannot split a decoder, by the rules that its ranks apply.
 
     Args:
@@ -96,10 +108,14 @@ def check_layout(sizes: Sizes, *, tp: int, dealt: int = 1, weight_chunks: int = 
         dealt: cp ranks to which attention deals the heads that tp leaves (Ulysses), 1 if none.
         weight_chunks: of the reproducible mode, 1 outside it.
         ep: ranks that share experts.
+        pp: pipeline ranks.
+        stages_per_rank: pipeline stages of each.
 
     Raises:
-        ShardingError, SpecError: heads, features, a vocabulary or experts that do not divide.
+        ShardingError, SpecError: heads, features, a vocabulary or experts that do not divide; too few layers.
     """
+    if sizes.layers is not None and pp > 1:
+        divisibility.check_stages(sizes.layers, pp, stages_per_rank)
     if sizes.experts is not None:
         divisibility.check_experts("the model", sizes.experts, ep)
     heads, keys = sizes.heads, sizes.key_heads

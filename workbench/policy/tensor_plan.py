@@ -103,7 +103,7 @@ def shard_decoder(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) ->
     plan |= {name: "positions" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     plan |= {_name_of(model, embedding): "embedding_rowwise", _name_of(model, head): "vocabulary_head"}
     dtype = embedding.weight.dtype
-    expected_tD = _probe(cast(model, torch.promote_types(dtype, torch.float32)), axis)
+    expected_tD = probe_hidden_states(cast(model, torch.promote_types(dtype, torch.float32)), axis)
     shards = apply_tensor_parallel(model, plan, axis, sequence_parallel=sequence_parallel)
     if tied:
         head.weight = embedding.weight
@@ -123,7 +123,7 @@ def shard_decoder(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) ->
         + (" with sequence_parallel" if sequence_parallel else ""),
         "hidden states",
         expected_tD,
-        lambda: _probe(model, axis),
+        lambda: probe_hidden_states(model, axis),
         rule="sharded and unsharded model give the same hidden states",
         fix="leave sequence_parallel out" if sequence_parallel else "use tp=1 for this model",
     )
@@ -143,13 +143,13 @@ def shard_experts(model: Any, mesh: Mesh, shards: Mapping[str, ParameterShard]) 
         return dict(shards)
     model.to(mesh.device)
     dtype = model.get_input_embeddings().weight.dtype
-    expected_tD = _probe(cast(model, torch.promote_types(dtype, torch.float32)), mesh["tp"])
+    expected_tD = probe_hidden_states(cast(model, torch.promote_types(dtype, torch.float32)), mesh["tp"])
     shards = apply_expert_parallel(model, shards, axis)
     check_sharded(
         f"expert parallelism of model type {model.config.get_text_config().model_type!r} over ep={axis.size}",
         "hidden states",
         expected_tD,
-        lambda: _probe(model, mesh["tp"]),
+        lambda: probe_hidden_states(model, mesh["tp"]),
         rule="a model with experts on several ranks gives the same hidden states",
         fix="leave layout.ep out for this model",
     )
@@ -170,15 +170,19 @@ def _divide_sizes(model: nn.Module, plan: Mapping[str, str], axis: Axis) -> None
 
 
 @torch.no_grad()
-def _probe(model: Any, axis: Axis) -> Tensor:
-    """[t, D] last hidden states of a short row, whose length tp divides."""
+def probe_hidden_states(model: Any, axis: Axis, forward: Callable[..., Tensor] | None = None) -> Tensor:
+    """[t, D] last hidden states of a short row, whose length tp divides; by another forward than the model's, if given.
+
+    Collective over tp.
+    """
     count = math.lcm(8, axis.size)
     tokens_T, places_T = torch.arange(count).flip(0) % model.config.get_text_config().vocab_size, torch.arange(count)
     plan = ShardPlan.make("contiguous", num_tokens=count, cp=1)
     shard = AttentionShard.make(plan, torch.zeros_like(places_T), Axis("cp"), kernel="plain")
     tokens_1T, places_1T = (row_T[None].to(next(model.parameters()).device) for row_T in (tokens_T, places_T))
-    out = model.base_model(input_ids=tokens_1T, position_ids=places_1T, use_cache=False, shard=shard)
-    return out.last_hidden_state[0].cpu()
+    inputs = {"input_ids": tokens_1T, "position_ids": places_1T, "use_cache": False, "shard": shard}
+    hidden_1tD = model.base_model(**inputs).last_hidden_state if forward is None else forward(**inputs)
+    return hidden_1tD[0].cpu()
 
 
 def check_sharded(

@@ -48,8 +48,13 @@ def shard_parameters(
     shards: Mapping[str, ParameterShard],
     mesh: Mesh,
     casts: Casts | None = None,
+    *,
+    keep_gathered: bool = False,
 ) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, in place; a no-op if that is one rank.
+
+    With ``keep_gathered``, parameters stay whole from their first forward to `reshard_parameters`, as forward passes of
+    several micro-batches before the first backward need it (a head reads its weight outside of the root's forward).
 
     Call ``root`` for the forward. Parameters in no unit (embedding, last norm, output head) are gathered when it starts
     and stay whole until the following backward is over, so a head that is read but not called works, and tied weights
@@ -83,22 +88,26 @@ def shard_parameters(
             fix="use torch 2.11 or later, or leave it out",
         )
     policy = MixedPrecisionPolicy(casts.compute, casts.reduction) if casts else MixedPrecisionPolicy()
-    experts = expert_modules(root) if any(shard.over_ep for shard in shards.values()) else {}
-    edp = mesh["edp"] if mesh["edp"].group is not None or not experts else alone_on(mesh["edp"])
+    several = mesh["ep"].size > 1  # also where a pipeline stage has no experts: `alone_on` is collective over the job
+    experts = expert_modules(root) if several else {}
+    edp = mesh["edp"] if mesh["edp"].group is not None or not several else alone_on(mesh["edp"])
     over_edp = [(module, edp) for module in experts.values()]
     for module, axis in (*over_edp, *((unit, mesh["dp_cp"]) for unit in units), (root, mesh["dp_cp"])):
         device_mesh = device_mesh_of(axis, mesh.device.type)
         sharded: Any = fully_shard(
-            module, mesh=device_mesh, mp_policy=policy
+            module, mesh=device_mesh, mp_policy=policy, reshard_after_forward=False if keep_gathered else None
         )  # Any: versions of torch type its methods differently
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        if keep_gathered:
+            sharded.set_reshard_after_backward(False, recurse=False)
         sharded.set_custom_all_gather(_Collective(axis, "gather_parameters", wire.all_gather_into))
         sharded.set_custom_reduce_scatter(_Collective(axis, "scatter_gradients", wire.reduce_scatter_into))
     if hasattr(sharded, "set_reduce_scatter_unused_params"):  # root, the last module
         sharded.set_reduce_scatter_unused_params(True)
     # Weights left gathered by a forward without a backward would be stale after an optimizer step on the shards.
-    root.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
+    if not keep_gathered:
+        root.register_forward_pre_hook(lambda module, _: module.reshard(), prepend=True)
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 
@@ -107,9 +116,10 @@ def reshard_parameters(root: nn.Module) -> None:
 
     Gathered parameters are not the ones that an optimizer holds: zeroing their gradients does not zero the shards'.
     """
-    reshard = getattr(root, "reshard", None)
-    if reshard is not None:
-        reshard()
+    for module in root.modules():
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
 
 
 def is_shard(value: Any) -> bool:

@@ -84,6 +84,22 @@ def check_experts(what: str, experts: int, ep: int) -> None:
     )
 
 
+def check_stages(layers: int, pp: int, stages_per_rank: int) -> None:
+    """Raise if a decoder has too few layers for its pipeline stages; the last one may have the norm and the head alone.
+
+    Stages: pp * stages_per_rank.
+    """
+    stages = pp * stages_per_rank
+    if stages > layers + 1:
+        each = f" x stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
+        raise ShardingError(
+            f"pipeline of pp={pp}{each} = {stages} stages",
+            found=f"{layers} layers",
+            rule="every stage but the last has a layer",
+            fix=f"use at most {layers + 1} stages",
+        )
+
+
 def check_pieces(what: str, size: int, tp: int) -> int:
     """Return the ceil-sized piece of ``size`` items on a rank; raise if a rank would be empty."""
     piece = -(-size // tp)

@@ -40,6 +40,9 @@ from workbench.errors import RecordError
 CAPACITY = 1024
 """Number of collectives kept per rank: at least one step of a real model, some 500; one step predicts the next."""
 
+TRANSFER = "stage"
+"""Beginning of the names of transfers between two ranks, in entries whose ``ranks`` are sender and receiver."""
+
 _MAGIC = int.from_bytes(b"WBFLIGT1", sys.byteorder)
 _HEADER, _SLOT = 128, 256
 _TEXT_AT = 56
@@ -48,7 +51,7 @@ _CHECKED = struct.Struct("@4Q")
 _RANK, _PID, _COUNT, _BEAT, _ENDED = 1, 2, 3, 4, 5
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _HERE = Path(__file__).parent
-_OWN = {str(_HERE / f"{name}.py") for name in ("flight", "collectives", "mesh", "data_parallel")}
+_OWN = {str(_HERE / f"{name}.py") for name in ("flight", "collectives", "mesh", "data_parallel", "pipeline")}
 _OWN |= {str(_HERE / "bridge" / f"{name}.py") for name in ("connect", "crossing", "direct", "groups")}
 _OWN.add(str(_HERE.parent / "records" / "watching.py"))  # a recorder wraps torch's backward
 
@@ -85,6 +88,11 @@ class Entry:
     def signature(self) -> tuple[str, str, str]:
         """Name, shape and dtype: all ranks of the group must agree on them."""
         return self.name, self.shape, self.dtype
+
+    @property
+    def sender(self) -> int | None:
+        """The rank that sends in a transfer between two ranks, and does not wait in it; None in a collective."""
+        return self.ranks[0] if self.name.startswith(TRANSFER) and self.ranks else None
 
     def __str__(self) -> str:
         return _message(self.name, self.axis, self.seq, self.caller)

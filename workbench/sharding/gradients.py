@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from workbench.sharding.collectives import all_sum, all_sum_, gather_many
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import Mesh, axis_of
+from workbench.sharding.pipeline import share_json, share_tensors, sum_of_ends
 from workbench.sharding.tensor_parallel import ParameterShard, local_part, whole_over_tp
 
 
@@ -41,6 +42,8 @@ def sum_gradients(
 ) -> None:
     """Complete every gradient in place: sum over dp x cp (of experts, over edp), and over tp where it is partial.
 
+    The gradient of a parameter that both ends of a pipeline have is the sum of theirs.
+
     A parameter without a gradient on this rank (a row without documents) contributes zeros. Call once per optimizer
     step, after all micro-batches. Gradients are bucketed: one collective for many. ``dtype`` is that of the sum; None:
     that of the gradients. The order of the sum is the backend's, or that of the ranks.
@@ -48,6 +51,7 @@ def sum_gradients(
     whole: list[Tensor] = []
     experts: list[Tensor] = []
     partial: list[Tensor] = []
+    of_ends: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -56,6 +60,8 @@ def sum_gradients(
             (experts if shards[name].over_ep else whole).append(gradient)
         if shards[name].gradient_is_partial:
             partial.append(gradient)
+        if shards[name].on_both_ends:
+            of_ends.append(gradient)
     # An expert's gradient is that of the tokens of all ep ranks already.
     for gradients, axis in ((whole, mesh["dp_cp"]), (experts, mesh["edp"]), (partial, mesh["tp"])):
         if axis.group is None:
@@ -68,10 +74,14 @@ def sum_gradients(
         for gradient, total in zip(gradients, summed, strict=True):
             if total is not gradient:
                 gradient.copy_(total)
+    summed = [gradient.to(dtype or gradient.dtype) for gradient in of_ends]
+    sum_of_ends(summed, mesh["pp"])
+    for gradient, total in zip(of_ends, summed, strict=True):
+        gradient.copy_(total)
 
 
 def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
-    """L2 norm of every parameter's global gradient, each element counted once.
+    """L2 norm of every parameter's global gradient, each element counted once; of all pipeline stages.
 
     One collective over tp, and one over dp x cp if parameters are sharded over it (then all are), or over ep if experts
     are.
@@ -90,7 +100,10 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
         if mesh["ep"].rank:  # what every ep rank has counts once
             total = total.masked_fill(torch.tensor([not shards[name].over_ep for name in names]).to(total.device), 0.0)
         total = all_sum(total, mesh["ep"])
-    return dict(zip(names, total.sqrt().tolist(), strict=True))
+    norms: dict[str, float] = {}
+    for of_rank in share_json(dict(zip(names, total.sqrt().tolist(), strict=True)), mesh):
+        norms |= of_rank  # both ends have the same sum of a shared parameter
+    return norms
 
 
 @torch.no_grad()
@@ -102,12 +115,13 @@ def scale_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], fact
 
 def full_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter's gradient on every rank. Collective over the axes that parameters are sharded over."""
-    return _full({name: _gradient(parameter) for name, parameter in model.named_parameters()}, shards, mesh)
+    local = {name: _gradient(parameter) for name, parameter in model.named_parameters()}
+    return share_tensors(_full(local, shards, mesh), mesh)
 
 
 def full_weights(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Gather every parameter on every rank. Collective over the axes that parameters are sharded over."""
-    return _full(dict(model.named_parameters()), shards, mesh)
+    return share_tensors(_full(dict(model.named_parameters()), shards, mesh), mesh)
 
 
 def _full(values: Mapping[str, Tensor], shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:

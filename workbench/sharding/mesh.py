@@ -1,8 +1,8 @@
-"""The mesh: named axes dp, cp and tp over the ranks of a job, and ep over those of dp x cp.
+"""The mesh: named axes pp, dp, cp and tp over the ranks of a job, and ep over those of dp x cp.
 
-tp varies fastest, then cp, then dp: ranks that communicate most are neighbours. ep takes neighbours among dp x cp. An
-axis of size 1 has no process group, so a single process needs no rendezvous. `axis_of` and `axes_of` read the groups
-and device meshes of an external trainer.
+tp varies fastest, then cp, then dp, then pp: ranks that communicate most are neighbours. ep takes neighbours among
+dp x cp. An axis of size 1 has no process group, so a single process needs no rendezvous. `axis_of` and `axes_of` read
+the groups and device meshes of an external trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workbench.errors import ShardingError
 from workbench.sharding import flight
 from workbench.sharding.wire import Group
 
-AXES = ("dp", "cp", "tp")
+AXES = ("pp", "dp", "cp", "tp")
 SPLITS = ("cp_inner", "cp_outer", "ep", "edp")
 """Axes that are parts of cp, and of dp x cp."""
 
@@ -51,7 +51,7 @@ class Mesh:
     """The axes of a job and this rank's coordinates.
 
     Attributes:
-        axes: dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp split in two for hybrid
+        axes: pp, dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp split in two for hybrid
             attention: cp_inner, neighbours on cp, varies fastest; cp_outer, ranks with the same cp_inner coordinate;
             and dp_cp split in two for experts: ep, neighbours, and edp, ranks with the same experts.
         device: of this rank.
@@ -65,13 +65,13 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's coordinates, axis -> coordinate."""
-        return {name: self.axes[name].rank for name in AXES}
+        """This rank's coordinates, axis -> coordinate; pp only where there are several stages."""
+        return {name: self.axes[name].rank for name in AXES if name != "pp" or self.axes[name].size > 1}
 
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
-        return self["dp"].size * self["cp"].size * self["tp"].size
+        return ranks_of([self[name] for name in AXES])
 
     @property
     def is_first(self) -> bool:
@@ -91,33 +91,28 @@ def make_mesh(
     tp: int = 1,
     ulysses: int = 1,
     ep: int = 1,
+    pp: int = 1,
     device: torch.device | str = "cpu",
     alone: bool = False,
-    **refused: int,
 ) -> Mesh:
     """Create named axes over the ranks of the running job, or over this process alone.
 
     Collective unless ``alone``, which treats this process as the whole job: every rank calls it with the same sizes.
-    Call `join` first if there is more than one rank. ``ulysses`` is the size of cp_inner, neighbours on cp; ``ep`` is
-    that of the ranks that share experts, neighbours among those of dp x cp.
+    Call `join` first if there is more than one rank. ``pp`` is the number of pipeline ranks, ``ulysses`` the size of
+    cp_inner, neighbours on cp; ``ep`` is that of the ranks that share experts, neighbours among those of dp x cp.
 
     Raises:
-        ShardingError: an axis that is not supported (pp), or sizes whose product is not the world size.
+        ShardingError: sizes whose product is not the world size.
     """
-    for name in refused:
-        raise ShardingError(
-            f"mesh with axis {name!r}",
-            rule=f"the axes are {', '.join(AXES)}",
-            fix="pipeline parallelism (pp) is out of scope; fold its ranks into dp",
-        )
     world = dist.get_world_size() if dist.is_initialized() and not alone else 1
-    sizes = {"dp": dp, "cp": cp, "tp": tp}
-    requested = dp * cp * tp
+    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    requested = pp * dp * cp * tp
     if requested != world:
+        stages = f"pp={pp} x " if pp > 1 else ""
         raise ShardingError(
-            f"mesh dp={dp} x cp={cp} x tp={tp} = {requested} ranks",
+            f"mesh {stages}dp={dp} x cp={cp} x tp={tp} = {requested} ranks",
             found=f"a job of {world} rank(s)",
-            rule="dp * cp * tp is the number of ranks",
+            rule="pp * dp * cp * tp is the number of ranks",
             fix=f"start {requested} ranks, or choose sizes whose product is {world}",
         )
     check_ulysses(f"mesh with cp={cp} and ulysses={ulysses}", cp, ulysses)
@@ -126,7 +121,7 @@ def make_mesh(
     if world == 1:
         return single_process_mesh(device)
     with flight.entering("make_mesh", "world", range(world), "world", tuple(sizes.values())):
-        device_mesh = init_device_mesh(device.type, (dp, cp, tp), mesh_dim_names=AXES)
+        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=AXES)
         coordinates = device_mesh.get_coordinate()
         assert coordinates is not None, "the mesh has every rank of the job"
         coordinate = dict(zip(AXES, coordinates, strict=True))
@@ -137,18 +132,21 @@ def make_mesh(
         if dp == 1 or cp == 1:
             axes["dp_cp"] = replace(axes["cp" if dp == 1 else "dp"], name="dp_cp")
         else:
-            group = _group_among(torch.arange(world).view(dp * cp, tp).T)
+            group = _group_among(torch.arange(world).view(pp, dp * cp, tp).mT)
             axes["dp_cp"] = _axis("dp_cp", dp * cp, coordinate["dp"] * cp + coordinate["cp"], group)
-        axes |= _split(axes["cp"], ("cp_inner", "cp_outer"), (dp, tp), ulysses)
-        axes |= _split(axes["dp_cp"], ("ep", "edp"), (1, tp), ep)
+        axes |= _split(axes["cp"], ("cp_inner", "cp_outer"), (pp * dp, tp), ulysses)
+        axes |= _split(axes["dp_cp"], ("ep", "edp"), (pp, tp), ep)
     return Mesh(axes, device)
 
 
 def undivided(axes: Mapping[str, Axis]) -> dict[str, Axis]:
-    """The parts of cp and of dp x cp (`SPLITS`) where neither is divided: an inner one of one rank, an outer of all."""
+    """The parts of cp and of dp x cp (`SPLITS`) where neither is divided, and a pipeline of one stage.
+
+    The inner part has one rank, the outer all.
+    """
     return {
         name: Axis(name) if outer is None else replace(axes[outer], name=name)
-        for name, outer in (("cp_inner", None), ("cp_outer", "cp"), ("ep", None), ("edp", "dp_cp"))
+        for name, outer in (("pp", None), ("cp_inner", None), ("cp_outer", "cp"), ("ep", None), ("edp", "dp_cp"))
     }
 
 

@@ -54,6 +54,7 @@ def simulate(
     tp: int = 1,
     ulysses: int = 1,
     ep: int = 1,
+    pp: int = 1,
     device: torch.device | str = "cpu",
     timeout_s: float = 60.0,
 ) -> list[Result]:
@@ -64,7 +65,7 @@ def simulate(
     simulation; its thread cannot be stopped, and continues until it enters one.
 
     Returns:
-        Return values in rank order: tp varies fastest, then cp, then dp.
+        Return values in rank order: tp varies fastest, then cp, then dp, then pp.
 
     Raises:
         ShardingError: a size below 1, ulysses does not divide cp, or ep not dp * cp; called on a simulated rank.
@@ -76,7 +77,7 @@ def simulate(
         >>> simulate(lambda mesh: float(all_sum(torch.tensor(float(mesh["cp"].rank)), mesh["cp"])), dp=2, cp=3)
         [3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     """
-    sizes = {"dp": dp, "cp": cp, "tp": tp}
+    sizes = ({"pp": pp} if pp != 1 else {}) | {"dp": dp, "cp": cp, "tp": tp}
     layout = " x ".join(f"{name}={size}" for name, size in sizes.items())
     if min(sizes.values()) < 1:
         raise ShardingError(f"simulate {layout}", rule="every size is at least 1", fix="leave out axes of one rank")
@@ -302,14 +303,15 @@ class _World:
         """Each axis holds the ranks with the same coordinates on all other axes; dp x cp is split in two ways."""
 
         def outside(rank: _Rank, names: set[str]) -> dict[str, int]:
-            dp, cp, tp = rank.coordinates.values()
-            split = {"dp": dp, "cp_inner": cp % self.ulysses, "cp_outer": cp // self.ulysses, "tp": tp}
+            dp, cp, tp = (rank.coordinates[name] for name in ("dp", "cp", "tp"))
+            stage = {"pp": rank.coordinates.get("pp", 0)}
+            split = stage | {"dp": dp, "cp_inner": cp % self.ulysses, "cp_outer": cp // self.ulysses, "tp": tp}
             if names & {"ep", "edp"}:
                 place = dp * self.sizes["cp"] + cp
-                split = {"ep": place % self.ep, "edp": place // self.ep, "tp": tp}
+                split = stage | {"ep": place % self.ep, "edp": place // self.ep, "tp": tp}
             return {name: at for name, at in split.items() if name not in names}
 
-        cp, single = {"cp_inner", "cp_outer"}, ("dp", "tp", "cp_inner", "cp_outer")
+        cp, single = {"cp_inner", "cp_outer"}, ("pp", "dp", "tp", "cp_inner", "cp_outer")
         axes = {}
         several = {"cp": cp, "dp_cp": cp | {"dp"}}
         for name, names in ({name: {name} for name in (*single, "ep", "edp")} | several).items():
@@ -344,7 +346,7 @@ def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[
     return modes
 
 
-_OWN = {str(Path(__file__).with_name(name)) for name in ("simulated.py", "wire.py", "collectives.py")}
+_OWN = {str(Path(__file__).with_name(name)) for name in ("simulated.py", "wire.py", "collectives.py", "pipeline.py")}
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 
 

@@ -42,6 +42,8 @@ class ParameterShard:
         over_dp_cp: the tp shard is sharded again over dp x cp (experts: over edp) along the first dimension, by
             `workbench.sharding.data_parallel`.
         over_ep: the first dimension is sharded over ep, by `workbench.sharding.expert_parallel`.
+        on_both_ends: the first and the last pipeline rank have it (an embedding that is also the head); its gradient is
+            the sum of theirs.
         parts: sizes of the sections along ``dim`` that are sharded separately (gate and up in one tensor); () for one.
     """
 
@@ -49,6 +51,7 @@ class ParameterShard:
     gradient_is_partial: bool = False
     over_dp_cp: bool = False
     over_ep: bool = False
+    on_both_ends: bool = False
     parts: tuple[int, ...] = ()
 
 

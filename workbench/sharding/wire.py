@@ -19,7 +19,7 @@ from torch import Tensor
 
 @runtime_checkable
 class SimulatedGroup(Protocol):
-    """A group of ranks simulated in one process; that of all ranks also has ``among(name, ranks)``, for subgroups."""
+    """A group of ranks simulated in one process; `simulate`'s also have ``among(name, ranks)``, for subgroups."""
 
     rank: int
 
@@ -147,3 +147,42 @@ def start_rotation(tensor: Tensor, group: Group, rank: int, size: int) -> Callab
         return received
 
     return wait
+
+
+def start_send(tensor: Tensor, group: Group, pair: tuple[int, int]) -> Callable[[], None]:
+    """Send a tensor to the second rank of a pair of the group; see `pipeline.start_send`.
+
+    Simulated ranks meet: both come to their transfers in one order.
+    """
+    if not isinstance(group, dist.ProcessGroup):
+        _pair(group, pair).exchange(tensor.clone())
+        return lambda: None
+    work = dist.isend(tensor, dist.get_global_rank(group, pair[1]), group=group)
+
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+        tensor.detach()  # alive until it has left
+
+    return wait
+
+
+def start_receive(like: Tensor, group: Group, pair: tuple[int, int]) -> Callable[[], Tensor]:
+    """Receive a tensor from the first rank of a pair of the group; see `pipeline.start_receive`."""
+    if not isinstance(group, dist.ProcessGroup):
+        sent = _pair(group, pair).exchange(like)[0].clone()
+        return lambda: sent
+    work = dist.irecv(like, dist.get_global_rank(group, pair[0]), group=group)
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return like
+
+    return wait
+
+
+def _pair(group: SimulatedGroup, pair: tuple[int, int]) -> SimulatedGroup:
+    """The group of two simulated ranks, the sender first."""
+    whole = cast(Any, group)
+    return cast(SimulatedGroup, whole.among(whole.axis, [whole.ranks[place] for place in pair]))

@@ -25,6 +25,12 @@ class Group(Settings):
         return ((name, value) for name, value in super().__repr_args__() if name in shown)
 
 
+SPLIT_BACKWARD = frozenset(
+    {"zero_bubble", "interleaved_zero_bubble", "zbv", "zbv_zero_bubble", "dualpipe", "dualpipev"}
+)
+"""Names of pipeline schedules that are refused by name."""
+
+
 class LayoutSpec(Group):
     """The parallel layout: the number of ranks and the split of the work."""
 
@@ -36,6 +42,13 @@ class LayoutSpec(Group):
     """Tensor-parallel ranks: they share heads, feed-forward columns and the vocabulary."""
     ep: int = Field(1, ge=1)
     """Ranks that share the experts of a mixture, neighbours among dp x cp, whose number it divides."""
+    pp: int = Field(1, ge=1)
+    """Pipeline-parallel ranks: each has some layers, its stages, through which the micro-batches of a step pass."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """Order of micro-batches in the stages: all forward first (gpipe), or one forward, one backward; interleaved_1f1b
+    has several stages per rank. Micro-batches are rows: data.micro_batches, or data.micro_batch_tokens."""
+    stages_per_rank: int = Field(1, ge=1)
+    """For interleaved_1f1b: stages of each pipeline rank; stage s is on rank s % pp."""
     order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
     """Assignment of a row's tokens to context-parallel ranks; see `workbench.sharding.orders`."""
     block_tokens: int = Field(128, ge=1)
@@ -56,11 +69,28 @@ class LayoutSpec(Group):
     @model_validator(mode="before")
     @classmethod
     def _check_axes(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and "pp" in value:
+        if isinstance(value, Mapping) and str(value.get("pipeline_schedule")).lower() in SPLIT_BACKWARD:
             raise ValueError(
-                "pp (pipeline parallelism) is not supported; the axes are dp, cp and tp, and ep in dp x cp"
+                f"pipeline_schedule {value['pipeline_schedule']!r} is not supported: it splits the gradients of inputs "
+                "and of weights into two passes, which is not proven to give the same gradients here; take "
+                "interleaved_1f1b, 1f1b or gpipe"
             )
         return value
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> LayoutSpec:
+        interleaved = self.pp > 1 and self.pipeline_schedule == "interleaved_1f1b"
+        if self.stages_per_rank > 1 and not interleaved:
+            raise ValueError(
+                f"stages_per_rank = {self.stages_per_rank} with pp = {self.pp} and pipeline_schedule "
+                f"{self.pipeline_schedule!r}; several stages per rank are those of interleaved_1f1b, over pp > 1 ranks"
+            )
+        if interleaved and self.stages_per_rank == 1:
+            raise ValueError(
+                "pipeline_schedule 'interleaved_1f1b' with stages_per_rank = 1 is 1f1b; give stages_per_rank, or take "
+                "1f1b"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_ep(self) -> LayoutSpec:
@@ -74,12 +104,12 @@ class LayoutSpec(Group):
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
-        return self.dp * self.cp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """Sizes of the axes, as arguments of `workbench.sharding.mesh.make_mesh`."""
-        return {axis: getattr(self, axis) for axis in ("dp", "cp", "tp", "ulysses", "ep")}
+        return {axis: getattr(self, axis) for axis in ("dp", "cp", "tp", "ulysses", "ep", "pp")}
 
     @model_validator(mode="after")
     def _check_ulysses(self) -> LayoutSpec:
@@ -97,7 +127,7 @@ class LayoutSpec(Group):
         return self
 
     def __str__(self) -> str:
-        parts = [f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1]
+        parts = [f"{axis}={getattr(self, axis)}" for axis in ("pp", "dp", "cp", "tp") if getattr(self, axis) > 1]
         labels = {
             self.order: self.cp > 1,
             f"blocks={self.block_tokens}": self.cp > 1 and self.order == "balanced" and self.block_tokens != 128,
@@ -105,6 +135,8 @@ class LayoutSpec(Group):
             f"ulysses={self.ulysses}": self.ulysses > 1,
             self.kernel: self.kernel != "auto",
             f"ep={self.ep}": self.ep > 1,
+            self.pipeline_schedule: self.pp > 1 and self.pipeline_schedule != "1f1b",
+            f"stages={self.stages_per_rank}": self.stages_per_rank > 1,
             "sp": self.sequence_parallel,
             "fsdp": self.shard_parameters,
             "checkpointing": self.checkpointing,

@@ -129,6 +129,9 @@ ADDED_SETTINGS = (
     "kernels",
     "mixed_precision",
     "layout.ep",
+    "layout.pp",
+    "layout.pipeline_schedule",
+    "layout.stages_per_rank",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",
@@ -168,6 +171,8 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
+    if spec.layout.pp > 1:
+        yield from _not_in_stages(spec)
     dtypes, half = spec.dtypes, ("bfloat16", "float16")
     for problem in precision_conflicts(dtypes, spec.mixed_precision.changed):
         yield f"precision {spec.precision}: {problem}"
@@ -207,6 +212,25 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
         )
     if spec.reproducible.on and (problems := list(_inexact(spec))):
         yield f"reproducible: {'; '.join(problems)}"
+
+
+def _not_in_stages(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that pipeline stages do not support, each with its fix."""
+    if spec.online.on:
+        yield (
+            "layout.pp with online.task: the sampler and old log-probabilities need the whole policy on each rank; "
+            "take pp: 1, or rollouts from data.path"
+        )
+    if spec.reproducible.on:
+        yield (
+            "layout.pp with the reproducible mode, which sums the gradients of all layers on each rank; take pp: 1, or "
+            "the ordinary mode"
+        )
+    if spec.record.trace_tokens:
+        yield (
+            "layout.pp with record.trace_tokens: a trace has every module's values, and a stage only its own; leave "
+            "one of them out"
+        )
 
 
 _NOT_SAMPLED = {

@@ -26,6 +26,7 @@ from workbench.records.provenance import project_root
 from workbench.records.requeued import REQUEUED
 from workbench.sharding.gradients import copy_local_part, full_tensor
 from workbench.sharding.mesh import Mesh
+from workbench.sharding.pipeline import share_tensors
 from workbench.specs.run import RunSpec
 from workbench.train.optimizer import LossScale, dense_state
 
@@ -61,6 +62,8 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         sequence_parallel=layout.sequence_parallel,
         fused_loss=head.fused_loss,
         kernels=dict(spec.kernels),
+        pipeline_schedule=layout.pipeline_schedule,
+        stages_per_rank=layout.stages_per_rank,
     )
 
 
@@ -71,14 +74,19 @@ def save_checkpoint(
 
     Tensors are gathered one at a time and leave the device at once, on the first rank for its host's memory.
     """
-    mesh, weights, state = policy.mesh, {}, {}
-    for name, parameter in policy.model.named_parameters():
-        shard = policy.shards[name]
-        weights[name] = _on_first(full_tensor(parameter, shard, mesh), mesh)
-        for key, stored in optimizer.state.get(parameter, {}).items():
-            value = dense_state(stored, parameter)
-            sharded = value.shape == parameter.shape  # if not, a count, the same on every rank
-            state[f"{name}/{key}"] = _on_first(full_tensor(value, shard, mesh) if sharded else value, mesh)
+    mesh, weights, state = policy.mesh, dict[str, Tensor](), dict[str, Tensor]()
+    parameters = dict(policy.model.named_parameters())
+    for name in policy.shapes or parameters:
+        local: dict[str, Tensor] = {}
+        if (parameter := parameters.get(name)) is not None:  # else it is of another pipeline stage
+            shard = policy.shards[name]
+            local[name] = full_tensor(parameter, shard, mesh)
+            for key, stored in optimizer.state.get(parameter, {}).items():
+                value = dense_state(stored, parameter)
+                sharded = value.shape == parameter.shape  # if not, a count, the same on every rank
+                local[f"{name}/{key}"] = full_tensor(value, shard, mesh) if sharded else value
+        for key, whole in share_tensors(local, mesh).items():
+            (weights if key == name else state)[key] = _on_first(whole, mesh)
     if scale is not None and scale.interval is not None:
         state[SCALE] = torch.tensor([scale.value, scale.good_steps], dtype=torch.float64)
     if not mesh.is_first:
@@ -105,7 +113,7 @@ def load_checkpoint(
     """
     weights, state = (_read(folder / name) for name in (WEIGHTS, OPTIMIZER))
     parameters = dict(policy.model.named_parameters())
-    if unlike := sorted(parameters.keys() ^ weights.keys()):
+    if unlike := sorted((policy.shapes or parameters).keys() ^ weights.keys()):
         raise RecordError(
             f"continue from {folder.name}",
             found=f"only one of model and checkpoint has {unlike[0]}",

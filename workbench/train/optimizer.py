@@ -32,7 +32,8 @@ def build_optimizer(policy: Policy, spec: RunSpec) -> torch.optim.Optimizer:
     own = dtypes.moments != dtypes.weights or dtypes.stochastic_rounding
     kind: Any = torch.optim.SGD if settings.name == "sgd" else torch.optim.AdamW
     if own and settings.name == "adamw":
-        noise = functools.partial(_noise, policy, spec.seed) if dtypes.stochastic_rounding else None
+        names = [name for name, _ in policy.model.named_parameters()]
+        noise = functools.partial(_noise, policy, spec.seed, names) if dtypes.stochastic_rounding else None
         moments = eight_bit_moments() if dtypes.moments == "8bit" else DTYPES[dtypes.moments]
         kind = functools.partial(AdamW, moments=moments, noise=noise)
     return kind(policy.model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
@@ -154,9 +155,9 @@ def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
     return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)
 
 
-def _noise(policy: Policy, seed: int, parameter: Any, number: int, step: int) -> Tensor:
+def _noise(policy: Policy, seed: int, names: list[str], parameter: Any, number: int, step: int) -> Tensor:
     """Return this rank's part of the noise of a whole weight: on one kind of device the same in every layout."""
-    name = list(policy.shapes)[number]
+    name = names[number]  # of this pipeline stage's parameters
     digest = hashlib.sha256(f"{seed} {step} {name}".encode()).digest()
     device = local_values(parameter).device
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -29,6 +29,7 @@ from workbench.sharding.divisibility import check_row_multiple
 from workbench.sharding.divisibility import multiples as multiples
 from workbench.sharding.mesh import Axis, Mesh
 from workbench.sharding.orders import document_lengths
+from workbench.sharding.pipeline import share_tensors
 from workbench.sharding.plan import ShardPlan
 from workbench.specs.groups import LayoutSpec
 from workbench.specs.run import RunSpec
@@ -107,6 +108,11 @@ class LocalRow:
     def hidden_states(self, policy: Policy) -> Tensor:
         """[t, D] hidden states of this rank's tokens."""
         return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention)
+
+    def stage_output(self, policy: Policy, stage: int, input_TD: Tensor | None) -> Tensor:
+        """[t, D] output of one of this rank's pipeline stages, on the output of the stage before (None: the first)."""
+        row = self.row
+        return policy.stage_output(stage, row.tokens_T, row.positions_T, self.attention, input_TD)
 
     def token_logprobs(
         self, policy: Policy, hidden_TD: Tensor, outputs: Sequence[str], active_T: Tensor | None = None
@@ -257,7 +263,12 @@ def recorded_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], r
 
 
 def in_source_order(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_source: int) -> dict[str, Tensor]:
-    """Gather per-token values of all dp x cp ranks, each at the position of its target in the source batch."""
+    """Gather per-token values of all dp x cp ranks, each at the position of its target in the source batch.
+
+    Of a pipeline those of the last stage, on all stages; other stages pass none.
+    """
+    if not per_token:
+        return share_tensors({}, mesh)
     local = {name: torch.cat([tokens[name] for tokens in per_token]).to(mesh.device) for name in per_token[0]}
     pieces = gather_many(list(local.values()), mesh["dp_cp"])
     gathered = {name: torch.cat(of_ranks) for name, of_ranks in zip(local, pieces, strict=True)}
@@ -267,5 +278,5 @@ def in_source_order(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_s
     for name, values_T in gathered.items():
         values_S = values_T.new_zeros(num_source)
         values_S[source[is_token]] = values_T[is_token]
-        ordered[name] = values_S.cpu()
-    return ordered
+        ordered[name] = values_S
+    return {name: values_S.cpu() for name, values_S in share_tensors(ordered, mesh).items()}

@@ -17,7 +17,8 @@ Letters: T packed tokens | t tokens of this rank | S tokens of the source batch 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,10 +43,12 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
+from workbench.sharding.pipeline import share_json, share_tensors
 from workbench.specs.run import LossSpec, RunSpec
 from workbench.train import exact
 from workbench.train.fused import fused_head, fused_row_loss
 from workbench.train.own import evaluate_trainer_loss, step_totals
+from workbench.train.pipeline import run_stages
 from workbench.train.rows import (
     LocalRow,
     WholeRow,
@@ -200,22 +203,33 @@ def run_step(
     step_loss = StepLoss(loss, totals, loss_spec, frozen_clip_S, mesh, len(rows), loss_dtype)
     parts, metrics, per_token, fallbacks = [], [], [], []
 
-    policy.reshard()
-    policy.model.zero_grad(set_to_none=True)
-    with policy.in_compute_dtype():
-        for local in rows:
-            step_loss.gradient_tokens = None
-            hidden_TD = local.hidden_states(policy)
-            local, (inputs, terms, scalars), fallback = strategy.row_loss(policy, hidden_TD, local, step_loss)
-            (totals.scale * policy.loss_scale * scalars["total"].value).backward()
+    def row_loss(local: LocalRow, hidden_TD: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Evaluate the loss of a row; return it, and a function that measures the row after its backward."""
+        step_loss.gradient_tokens = None
+        local, (inputs, terms, scalars), fallback = strategy.row_loss(policy, hidden_TD, local, step_loss)
+        reached = step_loss.gradient_tokens
+
+        def measure() -> None:
             parts.append(scalars)
             measured = inputs if loss_spec is None else prepare_inputs(inputs, loss_spec)
             metrics.append(
                 policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
-                | count_evidence(inputs, terms, local.row, local.documents, step_loss.gradient_tokens)
+                | count_evidence(inputs, terms, local.row, local.documents, reached)
             )
             per_token.append(recorded_values(loss, inputs, terms, local.row) if num_source else {})
             fallbacks.append(fallback)
+
+        return totals.scale * policy.loss_scale * scalars["total"].value, measure
+
+    policy.reshard()
+    policy.model.zero_grad(set_to_none=True)
+    with policy.in_compute_dtype():
+        if policy.stages is not None:
+            run_stages(policy, rows, row_loss)
+        for local in rows if policy.stages is None else ():
+            scaled, measure = row_loss(local, local.hidden_states(policy))
+            scaled.backward()
+            measure()
     norms, whole_loss, numbers = strategy.reduce(policy, rows, parts, metrics)
     numbers, evidence = split_evidence(numbers)
     return StepResult(
@@ -225,7 +239,7 @@ def run_step(
         gradients=full_gradients(policy.model, policy.shards, mesh) if keep_gradients else {},
         tokens=in_source_order(per_token, mesh, num_source) if num_source else {},
         totals=totals,
-        fallbacks=tuple(dict.fromkeys(filter(None, fallbacks))),
+        fallbacks=tuple(dict.fromkeys(filter(None, itertools.chain(*share_json(fallbacks, mesh))))),
         evidence=evidence,
     )
 
@@ -250,8 +264,18 @@ def sum_over_ranks(
     if policy.loss_scale != 1.0:
         scale_gradients(policy.model, policy.shards, 1 / policy.loss_scale)
     norms = gradient_norms(policy.model, policy.shards, mesh)
+    if not parts:  # of a pipeline, the last stage alone evaluates the loss
+        return norms, *_of_last_stage({}, {}, mesh)
     loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh) for name in parts[0]}
-    return norms, loss, finish_metrics(metrics, mesh["dp_cp"])
+    return norms, *_of_last_stage(loss, finish_metrics(metrics, mesh["dp_cp"]), mesh)
+
+
+def _of_last_stage(
+    loss: Mapping[str, Scalar], numbers: Mapping[str, float], mesh: Mesh
+) -> tuple[dict[str, Scalar], dict[str, float]]:
+    """Loss and metrics of the last pipeline stage, on every rank; unchanged without stages. Collective over pp."""
+    shared = share_tensors({name: scalar.value for name, scalar in loss.items()}, mesh)
+    return {name: Scalar(value, frozenset()) for name, value in shared.items()}, share_json(dict(numbers), mesh)[-1]
 
 
 PLAIN = StepStrategy(

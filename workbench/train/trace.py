@@ -29,6 +29,7 @@ from workbench.reproducible.fingerprints import fingerprint, fingerprints, row_f
 from workbench.rollouts.batch import PADDING
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
+from workbench.sharding.pipeline import share_json
 from workbench.sharding.tensor_parallel import ParameterShard
 from workbench.train.rows import LocalRow
 
@@ -331,7 +332,13 @@ def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate
     labels = {"logprobs": label(logprobs_S.dtype, fingerprint(logprobs_S))}
     for name, scalar in result.loss.items():
         labels[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
-    for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
-        labels |= {f"{kind}/{name}": label(parameters[name].dtype, marks.fingerprints[name]) for name in order}
-    unlike = [f"gradient/{name}" for name in gradients.differing_replicas]
-    return Certificate(labels, (*unlike, *(f"weight/{name}" for name in weights.differing_replicas)))
+    of_stage, unlike, merged = dict[str, str](), list[str](), dict[str, str]()
+    for kind, marks in (("gradient", gradients), ("weight", weights)):
+        of_stage |= {f"{kind}/{name}": label(parameters[name].dtype, marks.fingerprints[name]) for name in parameters}
+        unlike += [f"{kind}/{name}" for name in marks.differing_replicas]
+    for there, unlike_there in share_json([of_stage, unlike], policy.mesh):  # two stages may share a parameter
+        unlike += [*unlike_there, *(name for name, text in there.items() if merged.setdefault(name, text) != text)]
+    names = list(parameters if policy.mesh["pp"].size == 1 else policy.shapes)
+    labels |= {name: merged[name] for name in (f"gradient/{each}" for each in reversed(names))}
+    labels |= {name: merged[name] for name in (f"weight/{each}" for each in names)}
+    return Certificate(labels, tuple(dict.fromkeys(unlike)))

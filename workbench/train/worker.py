@@ -65,7 +65,8 @@ def run_here(run: RunDirectory, project: Path) -> None:
         return
 
     def rank(mesh: Mesh) -> None:
-        _rank(run, project, rank=mesh["dp_cp"].rank * layout.tp + mesh["tp"].rank, join_job=False, mesh=mesh)
+        number = (mesh["pp"].rank * mesh["dp_cp"].size + mesh["dp_cp"].rank) * layout.tp + mesh["tp"].rank
+        _rank(run, project, rank=number, join_job=False, mesh=mesh)
 
     try:
         with planted(spec.faults):

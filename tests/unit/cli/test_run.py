@@ -154,7 +154,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("flags", "found"),
         [
-            (["--layout.pp", "2"], "no such flag; did you mean 'layout.tp'?"),
+            (["--layout.tpp", "2"], "no such flag; did you mean --layout.tp or --layout.pp?"),
             (["--lr=1e-4"], "did you mean --optimizer.learning-rate?"),
             (["--detach"], "did you mean 'detached'?"),
             (["--loss.surrogate.beta", "2"], "this loss is ppo; loss.surrogate.beta is a setting of dro, dpo"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 
@@ -523,6 +524,12 @@ def test_a_rank_has_a_place_on_the_mesh(tmp_path):
     run = RunDirectory.create(tmp_path, "x", RunSpec(layout={"dp": 2, "cp": 3, "tp": 2}))
     places = [tuple(coordinates_of(run, rank).values()) for rank in range(12)]
     assert places == [(dp, cp, tp) for dp in range(2) for cp in range(3) for tp in range(2)]
+    staged = RunDirectory.create(tmp_path, "staged", RunSpec(layout={"pp": 2, "dp": 2, "cp": 3, "tp": 2}))
+    places = [coordinates_of(staged, rank) for rank in range(24)]
+    assert [tuple(place) for place in places] == [("pp", "dp", "cp", "tp")] * 24
+    assert [tuple(place.values()) for place in places] == list(
+        itertools.product(range(2), range(2), range(3), range(2))
+    )
 
 
 def test_a_stack_names_its_location():

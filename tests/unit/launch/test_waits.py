@@ -194,6 +194,39 @@ class TestRing:
         assert (wait.kind, wait.certain) == ("behind", False)
 
 
+def test_a_sender_between_stages_waits_for_nobody_and_its_receiver_does():
+    """Sends run ahead of their receiver; a receiver that is ahead of the sender waits."""
+    send = ["stage 0 > 1, micro-batch 0", "stage 0 > 1, micro-batch 1"]
+    forward = [stage_entry(0, name, 1 + at, (0, 1), 5) for at, name in enumerate(send)]
+    assert found(view(0, forward), view(1, forward[:1])) == []
+    [wait] = found(view(0, forward[:1]), view(1, [*forward[:1], stage_entry(1, send[1], 2, (0, 1), 5, left=None)]))
+    assert (wait.rank, wait.waiting, wait.kind) == (0, (1,), "behind")
+    assert "has not come to stage 0 > 1, micro-batch 1 over pp" in wait.message(SECOND)
+
+
+def test_stages_that_each_have_sent_are_in_no_deadlock():
+    """Each is ahead of the other in its own direction, and inside a collective of its own stage."""
+    forward, back = (
+        stage_entry(0, "stage 0 > 1, micro-batch 1", 1, (0, 1), 5),
+        stage_entry(1, "stage 1 > 0, micro-batch 0", 1, (1, 0), 6),
+    )
+    inside = [
+        Entry(2, 1, 10 + rank, "all_sum", "cp", (rank, 2 + rank), "2", "float32", "a.py:1", SECOND, None)
+        for rank in (0, 1)
+    ]
+    waits = found(view(0, [forward, inside[0]]), view(1, [back, inside[1]]), view(2, []), view(3, []))
+    assert {wait.rank for wait in waits} == {2, 3}
+    assert not any(wait.certain for wait in waits)
+
+
+def stage_entry(rank, name, seq, ranks, group, left=SECOND):
+    return Entry(seq, seq, group, name, "pp", ranks, "4x64", "float32", "train/pipeline.py:1", SECOND // 2, left)
+
+
+def view(rank, entries):
+    return FlightView(rank, 100 + rank, len(entries), 0, False, tuple(entries))
+
+
 def test_certain_ones_come_first():
     four = (0, 1, 2, 3)
     waits = found(

@@ -17,7 +17,7 @@ def test_sizes_of_tiny_models_are_those_of_the_built_ones(source):
 
 
 def test_the_checkpoint_of_the_repository():
-    assert sizes.read_sizes("data/arithmetic/policy", project_root()) == sizes.Sizes(4, 2, 19, 192)
+    assert sizes.read_sizes("data/arithmetic/policy", project_root()) == sizes.Sizes(4, 2, 19, 192, layers=3)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,14 @@ def test_a_damaged_configuration_is_named(tmp_path):
 def test_a_layout_that_does_not_divide_the_model(layout, words):
     with pytest.raises((ShardingError, SpecError), match=words):
         sizes.check_layout(sizes.Sizes(4, 2, 19, 192), **layout)
+
+
+def test_more_pipeline_stages_than_layers():
+    """The last stage may have the head alone."""
+    model = sizes.Sizes(4, 2, 19, 192, layers=3)
+    sizes.check_layout(model, tp=1, pp=2, stages_per_rank=2)
+    with pytest.raises(ShardingError, match="pp=3 x stages_per_rank=2 = 6 stages"):
+        sizes.check_layout(model, tp=1, pp=3, stages_per_rank=2)
 
 
 def test_experts_that_ranks_cannot_share():

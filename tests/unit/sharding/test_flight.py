@@ -212,7 +212,7 @@ def test_every_collective_is_recorded_with_its_backward_and_its_caller(tmp_path)
     first, second = run_ranks(record_everything, 2, tmp_path / "ranks", str(tmp_path))
     assert first == second
     assert [entry[:4] for entry in first] == [
-        ("make_mesh", "world", 1, "1x2x1"),
+        ("make_mesh", "world", 1, "1x1x2x1"),
         ("sum_identity", "cp", 1, "4"),
         ("sum_sum", "cp", 2, "4"),
         ("backward of sum_sum", "cp", 3, "4"),

@@ -20,13 +20,13 @@ def test_a_mesh_larger_than_the_job_is_refused():
     assert str(caught.value) == (
         "mesh dp=2 x cp=2 x tp=1 = 4 ranks\n"
         "  found: a job of 1 rank(s)\n"
-        "  rule: dp * cp * tp is the number of ranks\n"
+        "  rule: pp * dp * cp * tp is the number of ranks\n"
         "  do: start 4 ranks, or choose sizes whose product is 1"
     )
 
 
-def test_other_axes_are_refused_by_name():
-    with pytest.raises(ShardingError, match="axis 'pp'"):
+def test_a_mesh_of_more_pipeline_ranks_than_the_job_is_refused():
+    with pytest.raises(ShardingError, match=r"mesh pp=2 x dp=1 x cp=1 x tp=1 = 2 ranks"):
         make_mesh(pp=2)
 
 
@@ -44,6 +44,49 @@ def places():
     sums = {name: float(all_sum(one, mesh[name])) for name in ("dp", "cp", "tp", "dp_cp")}
     cubes = make_mesh(dp=2, cp=2, tp=1)
     return mesh.coordinates, sums, float(all_sum(one, cubes["dp_cp"])), cubes["dp_cp"].rank
+
+
+def places_in_stages():
+    import torch
+    import torch.distributed as dist
+
+    mesh = make_mesh(pp=2, dp=2, cp=1, tp=2)
+    one = torch.tensor([float(2 ** dist.get_rank())])
+    split = make_mesh(pp=2, dp=1, cp=4, ulysses=2, ep=2)
+    names = ("pp", "dp", "tp", "dp_cp"), ("cp_inner", "cp_outer", "ep", "edp", "dp_cp")
+    sums = [
+        {name: float(all_sum(one, each[name])) for name in of} for each, of in zip((mesh, split), names, strict=True)
+    ]
+    return mesh.coordinates, mesh.world_size, mesh.is_first, *sums
+
+
+def test_axes_of_a_pipeline_join_the_right_ranks(tmp_path):
+    """Rank r contributes 2 ** r; the stage is slowest."""
+    answers = run_ranks(places_in_stages, 8, tmp_path)
+
+    def total(ranks):
+        return float(sum(2**rank for rank in ranks))
+
+    for rank, (coordinates, size, first, sums, split) in enumerate(answers):
+        stage, within = divmod(rank, 4)
+        assert (coordinates, size, first) == ({"pp": stage, "dp": within // 2, "cp": 0, "tp": within % 2}, 8, rank == 0)
+        base = 4 * stage
+        data = total(base + within % 2 + 2 * each for each in range(2))
+        assert sums == {
+            "pp": total([within, within + 4]),
+            "dp": data,
+            "tp": total(base + within // 2 * 2 + each for each in range(2)),
+            "dp_cp": data,
+        }
+        neighbours = total(base + within // 2 * 2 + each for each in range(2))
+        apart = total(base + within % 2 + 2 * each for each in range(2))
+        assert split == {
+            "cp_inner": neighbours,
+            "cp_outer": apart,
+            "ep": neighbours,
+            "edp": apart,
+            "dp_cp": total(range(base, base + 4)),
+        }
 
 
 def test_axes_join_the_right_ranks(tmp_path):

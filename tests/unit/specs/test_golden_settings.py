@@ -70,9 +70,11 @@ def unequal(spec, settings, prefix=""):
     }
 
 
-NEWER = {"layout.ep": 1, "kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"} | {
-    f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields
-}
+NEWER = (
+    {"layout.ep": 1, "layout.pp": 1, "layout.pipeline_schedule": "1f1b", "layout.stages_per_rank": 1}
+    | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
+    | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
+)
 """Settings that the record is older than -> the value which means what the code did then."""
 LOSS = GOLDEN["loss defaults"]
 RUN = GOLDEN["run defaults"] | NEWER | {f"loss.{key}": value for key, value in LOSS.items()}

@@ -49,9 +49,35 @@ class TestRefusals:
         with pytest.raises(SpecError, match=text):
             parse_spec(RunSpec, settings, where="here")
 
-    def test_a_missing_kind_of_parallelism_is_refused_by_name(self):
-        with pytest.raises(SpecError, match=r"pp \(pipeline parallelism\) is not supported"):
-            parse_spec(RunSpec, {"layout": {"pp": 2}}, where="here")
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"layout": {"pp": 2, "pipeline_schedule": "zero_bubble"}}, "'zero_bubble' is not supported: it splits"),
+            ({"layout": {"pp": 2, "stages_per_rank": 2}}, "are those of interleaved_1f1b"),
+            ({"layout": {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}}, "with pp = 1"),
+            ({"layout": {"pp": 2, "pipeline_schedule": "interleaved_1f1b"}}, "with stages_per_rank = 1 is 1f1b"),
+            ({"layout": {"pp": 2}, "record": {"trace_tokens": 8}}, r"layout\.pp with record\.trace_tokens"),
+            ({"layout": {"pp": 2}, "reproducible": {"block_tokens": 8}}, r"layout\.pp with the reproducible mode"),
+            (
+                {
+                    "layout": {"pp": 2},
+                    "online": {"task": "arithmetic"},
+                    "data": {"advantages": {"name": "grpo"}},
+                },
+                r"layout\.pp with online\.task",
+            ),
+        ],
+        ids=lambda value: "" if isinstance(value, str) else None,
+    )
+    def test_pipelines_that_are_not_supported_are_refused_by_name(self, settings, text):
+        with pytest.raises(SpecError, match=text):
+            parse_spec(RunSpec, settings, where="here")
+
+    def test_pipeline_ranks_are_counted_and_shown(self):
+        settings = {"dp": 2, "pp": 2, "pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}
+        layout = parse_spec(RunSpec, {"layout": settings}, where="here").layout
+        assert (layout.world_size, layout.mesh_sizes["pp"]) == (4, 2)
+        assert str(layout) == "pp=2 dp=2 interleaved_1f1b stages=2"
 
     def test_experts_are_shared_by_ranks_of_dp_and_cp(self):
         with pytest.raises(SpecError, match=r"ep = 2 does not divide dp \* cp = 3"):

@@ -462,7 +462,14 @@ def test_every_setting_is_handed_on(monkeypatch):
                 "keep_bytes": 99,
                 "fused_loss": True,
             },
-            "layout": {"shard_parameters": True, "checkpointing": True, "sequence_parallel": True},
+            "layout": {
+                "shard_parameters": True,
+                "checkpointing": True,
+                "sequence_parallel": True,
+                "pp": 2,
+                "pipeline_schedule": "interleaved_1f1b",
+                "stages_per_rank": 2,
+            },
             "kernels": {"norm": "compiled"},
         }
     )
@@ -482,6 +489,8 @@ def test_every_setting_is_handed_on(monkeypatch):
         "sequence_parallel": True,
         "fused_loss": True,
         "kernels": {"norm": "compiled", "rope": "torch", "mlp": "torch"},
+        "pipeline_schedule": "interleaved_1f1b",
+        "stages_per_rank": 2,
     }
     handed_on = set(load_policy.__kwdefaults__) - set(asked)
     assert not handed_on, "load_policy has learnt something that no spec can ask for"
