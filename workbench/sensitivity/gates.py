@@ -20,17 +20,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest difference that a gate accepts: ``absolute + relative * |trusted|``.
+    """The largest difference that a gate accepts: ``absolute + relative * |trusted|``; both 0 demand equality.
 
     Attributes:
-        relative: share of the trusted value; of tensors, of the quantity that `of` names.
+        relative: share of a value; of tensors, of the quantity that `of` names.
         absolute: in the unit of the value.
         of: for tensors, what is bounded: the "largest" or the "mean" absolute difference of an element, or the "norm".
+        relative_to: of numbers, the value that `relative` is a share of: the "trusted" one, the "other" one, or the
+            "larger" of both.
+        joined: how both parts join: their "sum" (numpy, torch) or their "maximum" (`math.isclose`).
     """
 
     relative: float = 0.0
     absolute: float = 0.0
     of: Literal["largest", "mean", "norm"] = "largest"
+    relative_to: Literal["trusted", "other", "larger"] = "trusted"
+    joined: Literal["sum", "maximum"] = "sum"
 
     def __post_init__(self) -> None:
         for name in ("relative", "absolute"):
@@ -45,13 +50,19 @@ class Tolerance:
 
     def accepts_number(self, change: Change) -> bool:
         """True if a number is within the tolerance; False if it is not finite."""
-        return change.absolute <= self.absolute + self.relative * abs(change.clean)
+        trusted, other = abs(change.clean), abs(change.faulty)
+        size = {"trusted": trusted, "other": other, "larger": max(trusted, other)}[self.relative_to]
+        return math.isfinite(change.absolute) and change.absolute <= self._allowed(size)
 
     def accepts_tensor(self, apart: Apart) -> bool:
         """True if a tensor is within the tolerance."""
         distance = {"largest": apart.largest, "mean": apart.mean, "norm": apart.norm}[self.of]
         size = apart.clean_norm if self.of == "norm" else apart.largest_clean
-        return distance <= self.absolute + self.relative * size
+        return distance <= self._allowed(size)
+
+    def _allowed(self, size: float) -> float:
+        parts = (self.absolute, self.relative * size)
+        return max(parts) if self.joined == "maximum" else sum(parts)
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Gate:
 
     Attributes:
         name: for tables.
-        loss: of the total loss of each step.
+        loss: of the total loss of each step; ``first_loss`` that of the first one, if it has another.
         gradient_norm: of the reported global norm of each step.
         logprobs: of log-probabilities of trained tokens, nats, in each step.
         weights_after: of all weights after the last step.
@@ -79,6 +90,7 @@ class Gate:
     name: str = "gate"
     steps: int | None = None
     source: str = ""
+    first_loss: Tolerance | None = None
 
     def __post_init__(self) -> None:
         for name, absolute in (("loss", False), ("gradient_norm", False), ("logprobs", True), ("weights_after", True)):
@@ -104,9 +116,11 @@ class Gate:
         """True if a run with these distances passes; False for a run that failed."""
         if distances is None:
             return False
-        numbers = ((self.loss, distances.loss), (self.gradient_norm, distances.gradient_norm))
-        for tolerance, changes in numbers:
-            if isinstance(tolerance, Tolerance) and not all(map(tolerance.accepts_number, changes[: self.steps])):
+        first, rest = (distances.loss[:1], distances.loss[1:]) if self.first_loss else ((), distances.loss)
+        rest = rest[: self.steps if self.steps is None else self.steps - len(first)]
+        norms = distances.gradient_norm[: self.steps]
+        for tolerance, changes in ((self.first_loss, first), (self.loss, rest), (self.gradient_norm, norms)):
+            if isinstance(tolerance, Tolerance) and not all(map(tolerance.accepts_number, changes)):
                 return False
         steps = distances.logprobs[: self.steps]
         if isinstance(self.logprobs, Tolerance) and not all(map(self.logprobs.accepts_tensor, steps)):

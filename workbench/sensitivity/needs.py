@@ -147,6 +147,7 @@ CLIPPED_BELOW = Need(
     "other old log-probabilities",
     True,
 )
+OWN_CLIP = Need("clip decisions are those of another run", lambda f: f.spec.frozen_clip is None)
 MOVED = Need(
     "the ratio is 1 in every step", lambda f: f.observed.old_distance > SAME, "other old log-probabilities", True
 )
@@ -363,7 +364,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "logits_in_bfloat16": (CHUNKED,),
     "loss_divided_by_sequence_ranks": (CP,),
     "loss_mask_one_late": ALWAYS,
-    "lower_clip_at_epsilon": (CLIPPED_BELOW,),
+    "lower_clip_at_epsilon": (CLIPPED_BELOW, OWN_CLIP),
     "luspo_over_tokens": (_kind("luspo"), NO_TOKEN_MEAN),
     "masked_rows_in_baseline": (GROUPED, UNTRAINED_IN_GROUP),
     "masters_in_bfloat16": (WIDE_WEIGHTS, STEPS_2),

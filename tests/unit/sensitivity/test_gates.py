@@ -35,6 +35,18 @@ def distances(loss=(1.0, 1.0), norm=(2.0, 2.0), logprobs=SAME, weights=SAME, lat
         (Gate(weights_after=1e-3), {"weights": None}, False),
         (Gate(loss=0.005), {"later": (1.0, 2.0)}, False),
         (Gate(loss=0.005, steps=1), {"later": (1.0, 2.0)}, True),
+        (Gate(loss=0.5, first_loss=Tolerance(relative=0.1)), {"loss": (1.0, 1.2)}, False),
+        (Gate(loss=0.5, first_loss=Tolerance(relative=0.1)), {"later": (1.0, 1.2)}, True),
+        (Gate(loss=0.1, first_loss=Tolerance(relative=0.5)), {"later": (1.0, 1.2)}, False),
+        (Gate(loss=0.1, first_loss=Tolerance(relative=0.5), steps=1), {"later": (1.0, 1.2)}, True),
+        (Gate(loss=Tolerance()), {"loss": (1.0, 1.0)}, True),
+        (Gate(loss=Tolerance()), {"loss": (1.0, 1.0 + 1e-15)}, False),
+        (Gate(gradient_norm=Tolerance(0.1, 0.2)), {"norm": (1.0, 1.25)}, True),
+        (Gate(gradient_norm=Tolerance(0.1, 0.2, joined="maximum")), {"norm": (1.0, 1.25)}, False),
+        (Gate(gradient_norm=Tolerance(0.1)), {"norm": (1.0, 1.105)}, False),
+        (Gate(gradient_norm=Tolerance(0.1, relative_to="larger")), {"norm": (1.0, 1.105)}, True),
+        (Gate(gradient_norm=Tolerance(0.1, relative_to="other")), {"norm": (1.0, 0.905)}, False),
+        (Gate(gradient_norm=Tolerance(0.1, relative_to="other")), {"norm": (1.0, math.inf)}, False),
     ],
 )
 def test_a_gate_accepts_what_is_within_its_tolerances(gate, numbers, accepted):
