@@ -74,6 +74,7 @@ guides/two-modules
 guides/prove
 guides/your-trainer
 guides/diagnose
+guides/what-a-check-can-see
 guides/check-a-step
 guides/other-systems
 guides/log-probabilities

@@ -14,6 +14,7 @@ from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
 from experiments.precision import page as precision_page
 from experiments.ratio_at_step_zero import page as ratio_at_step_zero
+from experiments.sensitivity import page as sensitivity_page
 from workbench.atomic import from_json, write_whole
 from workbench.compare.comparison import Comparison
 from workbench.report.numbers import significant
@@ -74,6 +75,7 @@ def page() -> str:
         fused(),
         first_ratio(),
         diagnosis(),
+        sensitivity(),
         first_minutes(),
         launch_overhead(),
         metrics_cost(),
@@ -556,6 +558,21 @@ def diagnosis() -> str:
             "python experiments/diagnosis/score.py",
             "diagnosis/unseen.json",
         ),
+    )
+
+
+def sensitivity() -> str:
+    """Kill rates of the comparison and of other projects' gates on the same planted faults."""
+    record = _record("sensitivity/sensitivity.json")
+    rows = [[row[0], *row[3:]] for row in sensitivity_page.gate_rows(record)]
+    return _section(
+        "What a comparison sees",
+        sensitivity_page.answer(record),
+        f"The measurement in float64 took {record['float64']['seconds']:.0f} s. Each gate is applied to the same "
+        "faulty runs, against the run of the same configuration without the fault; its tolerances are those of the "
+        "file and commit that the page names.",
+        _table(("check", *sensitivity_page.HEADS[3:]), rows, right=range(1, 5)),
+        _source("sensitivity/sensitivity.json", "sensitivity/report.html", "python -m workbench bench sensitivity"),
     )
 
 

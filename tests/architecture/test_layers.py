@@ -27,7 +27,7 @@ LAYERS = (
     "records|dumps",
     "faults|attach",
     "train|systems",
-    "launch|compare,prove,diagnose,check,attribution",
+    "launch|compare,prove,diagnose,check,attribution,sensitivity",
     "report",
     "experiment",
     "cli",

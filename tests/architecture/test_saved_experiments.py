@@ -39,6 +39,7 @@ MEASURED = [
         "benchmarks",
         "fused_ab",
         "ratio_at_step_zero",
+        "sensitivity",
     )
 ]
 ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] + [

@@ -12,9 +12,10 @@ import yaml
 from tests.helpers.hand_made import make_run
 from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison, Configuration
-from workbench.errors import LaunchError, RecordError
-from workbench.experiment import Experiment, rebuild_report
+from workbench.errors import LaunchError, RecordError, SpecError
+from workbench.experiment import Experiment, rebuild_report, sensitivity
 from workbench.launch.ablation import load_ablation
+from workbench.sensitivity.gates import Gate
 from workbench.specs.run import RunSpec
 
 module = importlib.import_module("workbench.experiment")
@@ -322,3 +323,15 @@ def test_two_runs_from_a_question_to_a_verdict(tmp_path, monkeypatch):
     again = Experiment(tmp_path / "two")
     assert [run.path for run in again.runs] == [run.path for run in experiment.runs]
     assert again.compare()["cp2"].verdict == "equal"
+
+
+def test_sensitivity_measures_chosen_runs_and_gates():
+    ablation = {"base": {"precision": "float64", "data": {"documents_per_step": 4}}, "reference": "one"}
+    ablation["configurations"] = {"one": {}, "cp2": {"layout": {"cp": 2}}}
+    gate = Gate(loss=0.01, name="loss alone")
+    score = sensitivity(ablation, configurations=["cp2"], faults=["missing_cp_factor"], gate=gate, remedies=False)
+    assert (score.score, list(score.configurations)) == (1.0, ["cp2"])
+    (gate_score,) = score.gates
+    assert (gate_score.name, gate_score.killed, gate_score.survivors) == ("loss alone", 0, ("missing_cp_factor",))
+    with pytest.raises(SpecError, match="cp3"):
+        sensitivity(ablation, configurations=["cp3"])

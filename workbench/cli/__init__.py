@@ -33,6 +33,7 @@ VERBS = {
         "checks",
         "check that a loss keeps the invariants of parallel training, or find the smallest counterexample",
     ),
+    "sensitivity": ("sensitivity", "plant known bugs in an ablation, and tell which its comparison rejects"),
     "check": ("check", "recompute the loss of a trainer's dumped step, and name the first stage that differs"),
     "diagnose": ("checks", "rank the causes why a run differs from a trusted one, and propose the next experiment"),
     "export": ("experiment", "export runs to W&B, trackio, MLflow or TensorBoard"),

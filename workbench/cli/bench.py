@@ -50,6 +50,10 @@ BENCHMARKS = {
         "encoder_bridge.measure",
         "whether two modules in two layouts train as one process does, and which check catches which bug",
     ),
+    "sensitivity": (
+        "sensitivity.measure",
+        "which known bugs a comparison of layouts rejects, next to the gates of other projects",
+    ),
     "metrics_cost": (
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",

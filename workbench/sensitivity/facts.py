@@ -1,0 +1,280 @@
+"""Facts of a dataset, of settings, and of a clean run, from which hidden faults are predicted.
+
+All of them are known before any fault is planted: counts of the documents of each step, of their rows and shards, and
+what the loss of the clean run has met (clipped tokens, distance from the reference policy).
+
+Letters: T packed tokens | N documents | S tokens of the source batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, pairwise
+
+import torch
+from torch import Tensor
+
+from workbench.records.directory import RunDirectory
+from workbench.reduction.weights import compute_advantages
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.targets import TrainingRow, shift_targets
+from workbench.sharding.divisibility import multiples
+from workbench.specs.run import RunSpec
+from workbench.train.rows import in_order, pack_step, plan_row
+
+SAME = 1e-9
+"""Numbers closer than this are the same for a prediction: a thousand times the bar of float64 parity, 1e-12, and a
+thousandth of what a float32 file keeps."""
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """Facts of one packed row of a step.
+
+    Attributes:
+        documents: in the row; ``trained_documents`` of them have a trained token.
+        tokens: trained ones.
+        shard_tokens: trained ones on each cp rank.
+        split_documents: trained documents of which several cp ranks have tokens.
+        torn_documents: trained documents of which a cp rank has pieces that are not adjacent.
+    """
+
+    documents: int
+    trained_documents: int
+    tokens: int
+    shard_tokens: tuple[int, ...]
+    split_documents: int
+    torn_documents: int
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Facts of the documents of one optimizer step.
+
+    Attributes:
+        rows: all packed rows, of all ranks.
+        lengths: trained tokens of each document.
+        holes: documents with an untrained token between trained ones.
+        open_ends: trained documents whose last token does not train.
+        trained_ends: trained documents whose last token trains, and that were not truncated.
+        prompt_tokens: trained tokens of each prompt; () without group ids.
+        prompt_documents: trained documents of each prompt.
+        groups_in_place: True if documents in their order, dealt to prompts in equal shares, are the groups.
+        untrained_with_others: documents without trained tokens whose prompt has others.
+        varied_advantages: True if trained tokens have different advantages.
+        any_advantage: True if one of them is not zero.
+        padded_documents: documents whose length the layout pads.
+        in_order: True if rows have the documents in the order of the batch.
+        split_groups: prompts whose documents are in several rows.
+        rollouts_of_several: rollouts of several documents.
+        has_sampler: True if the sampler's log-probabilities are known; ``has_reference`` likewise.
+        least_weight: of old / sampler over trained tokens, and ``largest_weight``; both 1 without a sampler.
+    """
+
+    rows: tuple[RowFacts, ...]
+    lengths: tuple[int, ...]
+    holes: int
+    open_ends: int
+    trained_ends: int
+    prompt_tokens: tuple[int, ...]
+    prompt_documents: tuple[int, ...]
+    groups_in_place: bool
+    untrained_with_others: int
+    varied_advantages: bool
+    any_advantage: bool
+    padded_documents: int
+    in_order: bool
+    split_groups: int
+    rollouts_of_several: int
+    has_sampler: bool
+    has_reference: bool
+    least_weight: float
+    largest_weight: float
+
+    @property
+    def untrained(self) -> int:
+        """Documents without a trained token."""
+        return sum(length == 0 for length in self.lengths)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the loss of a clean run has met, over all its steps.
+
+    Attributes:
+        clipped: trained tokens whose gradient the clip removed; ``clipped_below`` of them at the lower bound.
+        old_distance: largest |log(policy / old policy)| of a trained token, nats.
+        largest_norm: largest global gradient norm.
+        finite: False if a loss or a gradient norm was not finite.
+    """
+
+    clipped: int
+    clipped_below: int
+    old_distance: float
+    largest_norm: float
+    finite: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of one configuration.
+
+    Attributes:
+        spec: its settings.
+        steps: of the documents of each step; equal steps once.
+        observed: of its clean run.
+        vocabulary: number of tokens.
+        key_heads: key-value heads of the decoder, and ``experts`` of each of its layers; 0 without a mixture.
+        temperature: at which the policy's log-probabilities are computed.
+    """
+
+    spec: RunSpec
+    steps: tuple[StepFacts, ...]
+    observed: Observed
+    vocabulary: int
+    key_heads: int
+    experts: int
+    temperature: float
+
+    def any_step(self, holds: Callable[[StepFacts], bool]) -> bool:
+        """True if a step has a property."""
+        return any(holds(step) for step in self.steps)
+
+    def any_row(self, holds: Callable[[RowFacts], bool]) -> bool:
+        """True if a row of a step has a property."""
+        return any(holds(row) for step in self.steps for row in step.rows)
+
+
+def step_facts(batch: RolloutBatch, spec: RunSpec) -> tuple[StepFacts, ...]:
+    """Return the facts of the documents of every step of a run, each once."""
+    documents = islice(in_order(batch, spec.data.documents_per_step), spec.steps)
+    return tuple(dict.fromkeys(_of_step(step, spec) for step in _distinct(documents)))
+
+
+def _distinct(steps: islice[RolloutBatch]) -> list[RolloutBatch]:
+    """Steps that are not the previous one again."""
+    taken: list[RolloutBatch] = []
+    for step in steps:
+        if not taken or step is not taken[-1]:
+            taken.append(step)
+    return taken
+
+
+def _of_step(batch: RolloutBatch, spec: RunSpec) -> StepFacts:
+    batch = compute_advantages(batch, spec)
+    packed = pack_step(batch, spec)
+    numbers = range(batch.num_documents)
+    masks = [batch.loss_mask_T[batch.document_ids_T == number] for number in numbers]
+    lengths = [int(mask.sum()) for mask in masks]
+    cut = batch.extensions.get("truncated")
+    truncated = [False] * len(masks) if cut is None else _by_document(batch, cut.values)
+    groups = [] if batch.group_ids_N is None else batch.group_ids_N.tolist()
+    rollouts = batch.extensions.get("rollout_ids")
+    advantages = batch.advantages_T[batch.loss_mask_T].double()
+    weights = [1.0]
+    if batch.sampler_logprobs_T is not None and len(advantages):
+        log_weight_T = batch.old_logprobs_T.double() - batch.sampler_logprobs_T.double()
+        weights = log_weight_T[batch.loss_mask_T].exp().tolist()
+    order = [_documents_of(batch, row) for row in packed]
+    flat = [number for row in order for number in row]
+    unit = multiples(spec.layout).document
+    return StepFacts(
+        rows=tuple(_of_row(shift_targets(row), row, spec) for row in packed),
+        lengths=tuple(lengths),
+        holes=sum(_has_hole(mask) for mask in masks),
+        open_ends=sum(bool(mask.any()) and not bool(mask[-1]) for mask in masks),
+        trained_ends=sum(bool(mask[-1]) and not cut for mask, cut in zip(masks, truncated, strict=True)),
+        prompt_tokens=tuple(_sums(groups, lengths)),
+        prompt_documents=tuple(_sums(groups, [int(length > 0) for length in lengths])),
+        groups_in_place=_in_place(groups),
+        untrained_with_others=sum(
+            length == 0 and any(lengths[other] for other in numbers if groups[other] == groups[number])
+            for number, length in enumerate(lengths)
+            if groups
+        ),
+        varied_advantages=bool(len(advantages)) and float(advantages.max() - advantages.min()) > SAME,
+        any_advantage=bool((advantages.abs() > SAME).any()),
+        padded_documents=sum(int(length) % unit != 0 for length in batch.lengths_N.tolist()),
+        in_order=flat == sorted(flat),
+        split_groups=sum(
+            len({at for at, row in enumerate(order) for n in row if groups[n] == g}) > 1 for g in {*groups}
+        ),
+        rollouts_of_several=0 if rollouts is None else len(rollouts.values) - len(rollouts.values.unique()),
+        has_sampler=batch.sampler_logprobs_T is not None,
+        has_reference=batch.ref_logprobs_T is not None,
+        least_weight=min(weights),
+        largest_weight=max(weights),
+    )
+
+
+def _by_document(batch: RolloutBatch, values: Tensor) -> list[bool]:
+    """A flag of each document, from a field of tokens or of documents."""
+    if len(values) == batch.num_documents:
+        return [bool(value) for value in values]
+    return [bool(values[batch.document_ids_T == number].any()) for number in range(batch.num_documents)]
+
+
+def _documents_of(batch: RolloutBatch, row: RolloutBatch) -> list[int]:
+    """Numbers, in the batch, of the documents of a packed row."""
+    document_S = torch.full((int(batch.source_T.max()) + 1,), -1)
+    document_S[batch.source_T] = batch.document_ids_T
+    firsts = [row.source_T[row.document_ids_T == number][0] for number in range(row.num_documents)]
+    return [int(document_S[first]) for first in firsts]
+
+
+def _of_row(targets: TrainingRow, row: RolloutBatch, spec: RunSpec) -> RowFacts:
+    owner_T = torch.zeros(len(targets.loss_mask_T), dtype=torch.long)
+    plan, cp = plan_row(row.document_ids_T, spec.layout), spec.layout.cp
+    for rank in range(cp):
+        owner_T[plan.positions(rank)] = rank
+    trained = [
+        int(number) for number in range(row.num_documents) if bool(row.loss_mask_T[row.document_ids_T == number].any())
+    ]
+    ranks = [owner_T[row.document_ids_T == number].unique() for number in trained]
+    tokens = tuple(int((targets.loss_mask_T & (owner_T == rank)).sum()) for rank in range(cp))
+    torn = sum(_is_torn(owner_T[row.document_ids_T == number].tolist()) for number in trained)
+    split = sum(len(of_one) > 1 for of_one in ranks)
+    return RowFacts(row.num_documents, len(trained), sum(tokens), tokens, split, torn)
+
+
+def _is_torn(owners: Sequence[int]) -> bool:
+    """True if a rank owns tokens of a document on both sides of another rank's."""
+    pieces = [rank for rank, _ in groupby(owners)]
+    return len(pieces) > len({*pieces})
+
+
+def _has_hole(mask: Tensor) -> bool:
+    trained = torch.nonzero(mask).squeeze(1).tolist()
+    return any(after != before + 1 for before, after in pairwise(trained))
+
+
+def _sums(labels: Sequence[int], values: Sequence[int]) -> list[int]:
+    return [sum(v for each, v in zip(labels, values, strict=True) if each == label) for label in sorted({*labels})]
+
+
+def _in_place(groups: Sequence[int]) -> bool:
+    """True if every group has as many documents, next to each other."""
+    if not groups:
+        return True
+    size = max(len(groups) // len({*groups}), 1)
+    positions = [at // size for at in range(len(groups))]
+    return len({*zip(groups, positions, strict=True)}) == len({*groups}) == len({*positions})
+
+
+def observed(run: RunDirectory) -> Observed:
+    """Return what the loss of a finished clean run has met."""
+    clipped = below = 0
+    distance, norms, finite = 0.0, [0.0], True
+    for number, record in enumerate(run.steps()):
+        tokens = run.read_tensors(f"step{number:04d}.tokens")
+        trained, out = tokens["trained"], tokens["clipped"] & tokens["trained"]
+        log_ratio = tokens["policy_logprobs"].double() - tokens["old_logprobs"].double()
+        clipped, below = clipped + int(out.sum()), below + int((out & (log_ratio < 0)).sum())
+        if bool(trained.any()):
+            distance = max(distance, float(log_ratio[trained].abs().max()))
+        values = [record.get(key) for key in ("loss/total/sum", "gradient/norm/global")]
+        finite &= all(isinstance(value, float | int) and math.isfinite(value) for value in values)
+        norms.append(float(record["gradient/norm/global"] or 0.0))
+    return Observed(clipped, below, distance, max(norms), finite)
