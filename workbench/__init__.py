@@ -54,6 +54,8 @@ _PUBLIC = {
     "check_step": "workbench.check",
     "bisect": "workbench.compare.bisect",
     "sensitivity": "workbench.experiment",
+    "assert_sensitive": "workbench.experiment",
+    "assert_agrees": "workbench.diagnose",
     "Gate": "workbench.sensitivity.gates",
     "Tolerance": "workbench.sensitivity.gates",
     "loss_spec": "workbench.systems.translate",

@@ -146,4 +146,15 @@ class RecordError(WorkbenchError, RuntimeError):
 
 
 class VerdictError(WorkbenchError, AssertionError):
-    """Two configurations that had to agree do not."""
+    """Two configurations that had to agree do not.
+
+    Attributes:
+        judged: the proof, diagnosis or score that failed, of which a page can be drawn; None after pickling.
+    """
+
+    judged: Any = None
+
+    def about(self, judged: Any) -> VerdictError:
+        """Attach what was judged, and return the error."""
+        self.judged = judged
+        return self

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.columns import columns
-from workbench.errors import RecordError, SpecError
+from workbench.errors import RecordError, SpecError, VerdictError
 from workbench.launch import detached as detaching
 from workbench.launch.ablation import PlannedRun, load_ablation, select
 from workbench.launch.ablation_input import file_of, named_folder, with_changes
@@ -451,6 +451,31 @@ def sensitivity(
         command=command,
     )
     return record.with_gates(*(gate if isinstance(gate, Sequence) else (gate,)))
+
+
+def assert_sensitive(ablation: Path | str | Mapping[str, Any], *, at_least: float, **settings: Any) -> Sensitivity:
+    """Fail unless the comparison of an ablation rejects at least this share of the known bugs; see `sensitivity`.
+
+    Args:
+        ablation: as of `Experiment`.
+        at_least: share of the admissible faults, from 0 to 1.
+        settings: of `sensitivity`; the changes that kill survivors are not searched unless ``remedies=True``.
+
+    Raises:
+        VerdictError: an AssertionError with the survivors and the facts that they lack; also if no fault is admissible.
+        SpecError: a share outside 0 to 1, and as `sensitivity`.
+    """
+    if not 0 <= at_least <= 1:
+        raise SpecError(f"at_least = {at_least!r}", rule="a share of faults, from 0 to 1", fix="0.6 is 60 %")
+    score = sensitivity(ablation, **({"remedies": False} | settings))
+    if not score.score >= at_least:  # NaN without an admissible fault
+        raise VerdictError(
+            f"the comparison of {score.ablation} rejects {at_least:.0%} of the admissible faults",
+            found=str(score),
+            rule=f"at least {at_least:g}",
+            fix="change data or settings so that a survivor has the facts that it lacks; remedies=True tries changes",
+        ).about(score)
+    return score
 
 
 def _import_ahead() -> None:

@@ -60,7 +60,8 @@ def tracked(folder):
 
 
 def test_experiments_stay_small():
-    assert sum(path.stat().st_size for path in tracked(EXPERIMENTS)) < 20 * 2**20
+    """Records, pages and notebooks of all experiments, in a clone that should take seconds."""
+    assert sum(path.stat().st_size for path in tracked(EXPERIMENTS)) < 24 * 2**20
 
 
 @pytest.mark.parametrize("folder", SAVED, ids=lambda folder: folder.name)

@@ -17,7 +17,8 @@ RunSpec LossSpec RolloutBatch load_rollouts project_root
 build_loss LossInputs token_logprobs fused_loss token_credit
 align_loss simulate reproducibly
 prove assert_proved planted_faults
-Recorder Record RecordedStep diagnose check_step bisect sensitivity Gate Tolerance
+Recorder Record RecordedStep diagnose check_step bisect
+sensitivity assert_sensitive assert_agrees Gate Tolerance
 loss_spec explain replay
 WorkbenchError
 """

@@ -24,12 +24,15 @@ from pathlib import Path
 from workbench.diagnose.diagnosis import Diagnosis as Diagnosis
 from workbench.diagnose.diagnosis import Runner, diagnose_records, experimented
 from workbench.diagnose.record import Record as Record
+from workbench.errors import VerdictError
 from workbench.records.directory import RunDirectory
+
+Source = Record | RunDirectory | Path | str
 
 
 def diagnose(
-    trusted: Record | RunDirectory | Path | str,
-    suspect: Record | RunDirectory | Path | str,
+    trusted: Source,
+    suspect: Source,
     *,
     run: Runner | None = None,
     experiments: int = 3,
@@ -58,3 +61,30 @@ def diagnose(
     """
     diagnosis = diagnose_records(Record.of(trusted), Record.of(suspect))
     return diagnosis if run is None else experimented(diagnosis, run, at_most=experiments)
+
+
+def assert_agrees(record: Source, baseline: Source) -> Diagnosis:
+    """Fail unless two records agree within rounding, and could have differed; see `diagnose`.
+
+    Returns:
+        The diagnosis, whose `Diagnosis.warnings` say what was seen little of.
+
+    Raises:
+        VerdictError: an AssertionError with the ranked causes; also for records in which nothing could differ.
+        RecordError: a folder that holds no record, or two that have nothing in common.
+
+    Example:
+        >>> from workbench.diagnose.record import RecordedStep
+        >>> one = Record({}, [RecordedStep(0, loss=0.5, gradient_norms={"a": 1.0, "b": 2.0})])
+        >>> assert_agrees(one, one).verdict
+        'equal'
+    """
+    diagnosis = diagnose(baseline, record)
+    if not diagnosis.equal:
+        raise VerdictError(
+            f"{diagnosis.suspect or 'a record'} agrees with {diagnosis.trusted or 'its baseline'}",
+            found=str(diagnosis),
+            rule="loss, gradients and metrics that both have are equal within rounding, and something was compared",
+            fix="begin with the first cause; `next` is the experiment that separates it from the others",
+        ).about(diagnosis)
+    return diagnosis

@@ -96,7 +96,7 @@ def assert_proved(loss: Any, **settings: Any) -> Proof:
             found=str(proof),
             rule="loss, gradient and metrics are those of one unsplit process",
             fix="begin with the first broken invariant: its counterexample is the smallest that was found",
-        )
+        ).about(proof)
     return proof
 
 

@@ -79,6 +79,11 @@ def in_wheel(wheel, folder, *words):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
+def test_a_wheel_has_the_pytest_plugin(wheel):
+    [points] = wheel.glob("workbench-*.dist-info/entry_points.txt")
+    assert "[pytest11]\nworkbench = workbench.pytest_plugin" in points.read_text()
+
+
 def test_a_wheel_runs_an_ablation_outside_of_any_checkout(wheel, tmp_path):
     assert "notebooks DIR" in in_wheel(wheel, tmp_path, "lab").stderr
     made = in_wheel(wheel, tmp_path, "notebooks", "project")

@@ -9,6 +9,7 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
 from workbench.specs.run import RunSpec
+from workbench.train import rows as train_rows
 from workbench.train import step as flow
 from workbench.train.rows import row_numbers
 
@@ -151,3 +152,16 @@ def test_rows_are_counted_by_their_first_target():
         for row in (batch.select([5, 6]), batch.select([0, 8]), batch.select([]).pad_to(8), batch.select([3]))
     ]
     assert row_numbers(rows) == [2, 0, 3, 1]
+
+
+def test_all_that_a_chunk_of_the_head_takes_from_a_row_lies_on_its_device(monkeypatch):
+    """A tensor on the host would make every chunk of a fused head wait for a copy; the device here has no memory."""
+    monkeypatch.setattr(train_rows.AttentionShard, "make", lambda *whole, **settings: None)  # it reads values
+    axes = {"dp": Axis("dp"), "cp": Axis("cp", 2, 1), "tp": Axis("tp"), "dp_cp": Axis("dp_cp", 2, 1)}
+    mesh = Mesh(axes, torch.device("meta"))
+    spec = RunSpec(layout={"cp": 2, "order": "zigzag", "kernel": "plain"})
+    (local,), _ = flow.prepare_rows(RolloutBatch.from_documents(nasty_documents(4)), spec, mesh)
+    values = [vars(local.row), vars(local.sums), *(vars(pair) for pair in local.weights.values())]
+    devices = {name: value.device.type for each in values for name, value in each.items() if torch.is_tensor(value)}
+    assert "positions_t" in devices
+    assert {*devices.values()} == {"meta"}, devices
