@@ -454,11 +454,11 @@ def sensitivity(
 
 
 def assert_sensitive(ablation: Path | str | Mapping[str, Any], *, at_least: float, **settings: Any) -> Sensitivity:
-    """Fail unless the comparison of an ablation rejects at least this share of the known bugs; see `sensitivity`.
+    """Fail unless the comparison of an ablation rejects this share of known bugs of gradients; see `sensitivity`.
 
     Args:
         ablation: as of `Experiment`.
-        at_least: share of the admissible faults, from 0 to 1.
+        at_least: share of the admissible faults that make a gradient wrong, from 0 to 1; as ``--least``.
         settings: of `sensitivity`; the changes that kill survivors are not searched unless ``remedies=True``.
 
     Raises:
@@ -468,9 +468,10 @@ def assert_sensitive(ablation: Path | str | Mapping[str, Any], *, at_least: floa
     if not 0 <= at_least <= 1:
         raise SpecError(f"at_least = {at_least!r}", rule="a share of faults, from 0 to 1", fix="0.6 is 60 %")
     score = sensitivity(ablation, **({"remedies": False} | settings))
-    if not score.score >= at_least:  # NaN without an admissible fault
+    killed, admissible = score.of_gradients
+    if not admissible or killed / admissible < at_least:
         raise VerdictError(
-            f"the comparison of {score.ablation} rejects {at_least:.0%} of the admissible faults",
+            f"the comparison of {score.ablation} rejects {at_least:.0%} of the faults that make a gradient wrong",
             found=str(score),
             rule=f"at least {at_least:g}",
             fix="change data or settings so that a survivor has the facts that it lacks; remedies=True tries changes",

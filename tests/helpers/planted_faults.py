@@ -168,7 +168,7 @@ def _documents(temperature: float, pairs: bool) -> RolloutBatch:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
-    if layout.tp > 1 or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
+    if max(layout.tp, layout.pp) > 1 or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
         return load_policy(
             spec.model.source,
             mesh=mesh,

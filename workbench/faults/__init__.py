@@ -51,6 +51,7 @@ MODULES: Mapping[str, str] = {
     "precision": "J",
     "sharding": "S",
     "experts": "S",
+    "pipeline": "S",
     "attention": "S",
     "updates": "U",
 }

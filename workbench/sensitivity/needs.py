@@ -42,6 +42,7 @@ CP = Need("one cp rank", lambda f: f.spec.layout.cp > 1, "two cp ranks")
 TP = Need("one tp rank", lambda f: f.spec.layout.tp > 1, "two tp ranks")
 DP = Need("one dp rank", lambda f: f.spec.layout.dp > 1, "two dp ranks")
 EP = Need("experts on one rank, or none", lambda f: f.spec.layout.ep > 1)
+PP = Need("one pipeline stage", lambda f: f.spec.layout.pp > 1)
 RANKS = Need("one rank of dp x cp", lambda f: f.spec.layout.dp * f.spec.layout.cp > 1, "two dp ranks")
 SEVERAL_RANKS = Need("one rank", lambda f: f.spec.layout.world_size > 1, "two dp ranks")
 MICRO_BATCHES = Need(
@@ -386,6 +387,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "padded_vocabulary_counted": (PADDED_VOCABULARY,),
     "padded_width_in_denominator": (CONSTANT,),
     "per_sample_count_floor": (TOKEN_MEAN, UNTRAINED),
+    "pipeline_gradients_averaged": (PP, MICRO_BATCHES),
     "positions_from_shard": (CP, SPLIT_DOCUMENT),
     "prompt_in_document_advantage": (READS_DOCUMENTS, DOCUMENT_ADVANTAGE),
     "prompt_mean_for_token_mean": (TOKEN_MEAN, UNEQUAL_PROMPTS),
@@ -412,12 +414,14 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "sequence_sums_at_wrong_offsets": (CP, READS_DOCUMENTS, NOT_CONTIGUOUS),
     "sequence_weight_sums_logs": (DOCUMENT_MEAN_CORRECTION,),
     "shift_after_shard": (CP, SPLIT_DOCUMENT),
+    "stages_prepared_per_micro_batch": (PP, MICRO_BATCHES),
     "stale_keys_in_ring_backward": (CP, SPLIT_DOCUMENT),
     "tail_positions_follow_head": (CP, NOT_CONTIGUOUS, TORN_DOCUMENT),
     "targets_shifted_twice": ALWAYS,
     "temperature_divides_logprobs": (OTHER_TEMPERATURE,),
     "temperature_missing_in_policy": (OTHER_TEMPERATURE,),
     "tokens_counted_over_dp_only": (CP, TOKEN_MEAN),
+    "tied_weight_of_each_end": (PP,),
     "tool_mask_ignored": (HOLES,),
     "unpadded_borders_on_padded_row": (PADDED_DOCUMENTS,),
     "whitening_per_rank": (DP, WHITENED),

@@ -102,7 +102,8 @@ def gradient_norms(model: nn.Module, shards: Mapping[str, ParameterShard], mesh:
         total = all_sum(total, mesh["ep"])
     norms: dict[str, float] = {}
     for of_rank in share_json(dict(zip(names, total.sqrt().tolist(), strict=True)), mesh):
-        norms |= of_rank  # both ends have the same sum of a shared parameter
+        for name, norm in of_rank.items():
+            norms.setdefault(name, norm)  # of a parameter that both ends have, that of the first, as `full_gradients`
     return norms
 
 
