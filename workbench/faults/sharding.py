@@ -74,7 +74,7 @@ def gradients_summed_over_dp_only(
     sum_gradients: Callable, model: object, shards: object, mesh: Mesh, *more: object
 ) -> None:
     """The group over which gradients are reduced contains the data-parallel ranks and not the context-parallel ones."""
-    sum_gradients(model, shards, {"dp_cp": mesh["dp"], "edp": mesh["edp"], "tp": mesh["tp"]}, *more)
+    sum_gradients(model, shards, replace(mesh, axes={**mesh.axes, "dp_cp": mesh["dp"]}), *more)
 
 
 @fault(
