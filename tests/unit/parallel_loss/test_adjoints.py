@@ -159,8 +159,8 @@ def test_averaging_engines_get_the_sum(tmp_path):
         )
 
 
-def test_the_factor_is_of_dp_and_cp_and_never_of_tp():
-    axes = {name: Axis(name, size) for name, size in zip(AXES, (2, 3, 4), strict=True)}
+def test_the_factor_is_of_dp_and_cp_and_never_of_tp_or_pp():
+    axes = {name: Axis(name, {"dp": 2, "cp": 3}.get(name, 5)) for name in AXES}
     mesh = Mesh(axes | {"dp_cp": Axis("dp_cp", 6)}, torch.device("cpu"))
     assert engine_factor(mesh, "mean") == 6
     assert engine_factor(mesh, "sum") == 1
