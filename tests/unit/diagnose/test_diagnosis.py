@@ -8,10 +8,10 @@ import torch
 
 from tests.helpers.hand_records import COUNTS, make_record, norms_alone, tokens
 from tests.helpers.vacuous_rollouts import CASES, ran
-from workbench.diagnose import diagnose
+from workbench.diagnose import assert_agrees, diagnose
 from workbench.diagnose.diagnosis import diagnose_records
 from workbench.diagnose.record import Record, RecordedStep
-from workbench.errors import RecordError, SpecError
+from workbench.errors import RecordError, SpecError, VerdictError
 
 TWINS = {"dp": 3, "micro_batches": 3}
 """Sizes that one factor cannot tell apart."""
@@ -273,3 +273,23 @@ def test_norms_in_bfloat16_name_no_factor_with_confidence():
     assert diagnosis["times_dp"].score == 0.45
     assert "norms in this precision tell no factor from another gradient" in diagnosis["times_dp"].evidence[-1]
     assert "cannot be told from these records" in diagnosis.headline
+
+
+class TestAssertAgrees:
+    def test_rounding_agrees_and_a_factor_does_not(self):
+        right, same = make_record({"cp": 2}), make_record({"cp": 2})
+        assert assert_agrees(same, right).equal
+        with pytest.raises(VerdictError, match=r"(?s)agrees with.*over_cp"):
+            assert_agrees(make_record({"cp": 2}, scale=0.5), right)
+
+    def test_the_baseline_is_the_one_that_is_taken_for_right(self):
+        """A baseline that is not finite proves nothing of the record."""
+        right = make_record({})
+        broken = Record({}, [replace(step, loss=math.nan) for step in right.steps])
+        with pytest.raises(VerdictError, match="unsound"):
+            assert_agrees(right, broken)
+
+    def test_records_in_which_nothing_could_differ_do_not_agree(self):
+        dead = Record({}, [RecordedStep(0, loss=0.0, gradient_norms={"a": 0.0, "b": 0.0})])
+        with pytest.raises(VerdictError, match="vacuous"):
+            assert_agrees(dead, dead)
