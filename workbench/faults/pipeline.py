@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from workbench.faults import fault
 from workbench.policy.model import Policy
 from workbench.sharding.gradients import local_values
-from workbench.train.rows import LocalRow
+
+if TYPE_CHECKING:
+    from workbench.train.rows import LocalRow
 
 STAGES = {"layout": {"pp": 2}, "data": {"micro_batches": 2}}
 ONE_ROW = {"data": {"micro_batches": 1}}
