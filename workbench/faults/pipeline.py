@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from workbench.faults import fault
 from workbench.policy.model import Policy
 from workbench.sharding.gradients import local_values
-
-if TYPE_CHECKING:
-    from workbench.train.rows import LocalRow
 
 STAGES = {"layout": {"pp": 2}, "data": {"micro_batches": 2}}
 ONE_ROW = {"data": {"micro_batches": 1}}
@@ -27,7 +24,7 @@ ONE_ROW = {"data": {"micro_batches": 1}}
     hidden_in=ONE_ROW,
     changes_metrics=False,
 )
-def pipeline_gradients_averaged(run_stages: Callable, policy: Policy, rows: Sequence[LocalRow], *more: Any) -> None:
+def pipeline_gradients_averaged(run_stages: Callable, policy: Policy, rows: Sequence[Any], *more: Any) -> None:
     """Every stage divides its gradients by the number of micro-batches, though the loss has the counts of the step."""
     run_stages(policy, rows, *more)
     for parameter in policy.model.parameters():
@@ -58,11 +55,11 @@ def tied_weight_of_each_end(sum_of_ends: Callable, values: Sequence[Tensor], axi
     changes_metrics=False,
 )
 def stages_prepared_per_micro_batch(
-    run_stages: Callable, policy: Policy, rows: Sequence[LocalRow], row_loss: Callable
+    run_stages: Callable, policy: Policy, rows: Sequence[Any], row_loss: Callable
 ) -> None:
     """What a stage has accumulated is lost when it is prepared for the next micro-batch."""
 
-    def of_last_row(local: LocalRow, hidden_TD: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def of_last_row(local: Any, hidden_TD: Tensor) -> tuple[Tensor, Callable[[], None]]:
         loss, measure = row_loss(local, hidden_TD)
         return loss * float(local is rows[-1]), measure
 
