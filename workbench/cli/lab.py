@@ -23,6 +23,7 @@ _PROJECT = (
     "data/**/*",
     "experiments/*/ablation.yaml",
     "experiments/head/head.json",
+    "experiments/sensitivity/sensitivity.json",
 )
 """Files that make a project of a folder."""
 
