@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def step() -> str:
     ]
     bars = [(name, entries[name]["step_ms"] / slow, bar) for name, bar in STEP_BARS.items()]
     ours = min(entries, key=lambda name: entries[name]["step_ms"])
+    chosen = record["provenance"]["argv"][2:]  # choices and peers by name; none: all
     bars.append((f"{ours} against {fastest}", entries[ours]["step_ms"] / peers[fastest]["step_ms"], PEER_BAR))
     return _section(
         "A training step by its kernels",
@@ -168,7 +170,7 @@ def step() -> str:
         ),
         "Shares, and their bars: " + "; ".join(f"{name} {share:.2f} ({bar:.2f})" for name, share, bar in bars) + ". "
         f"Missed: {', '.join(name for name, share, bar in bars if share > bar) or 'none'}.",
-        _source("step/step.json", None, "python -m experiments.step.measure"),
+        _source("step/step.json", None, shlex.join(["python", "-m", "experiments.step.measure", "step.json", *chosen])),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which known bugs the comparison of `layout_parity` rejects, and which the gates of other projects would reject.
+"""Known bugs that the comparison of `layout_parity` rejects, and those that gates of other projects would reject.
 
 ``workbench bench sensitivity`` plants every admissible fault in a float64 and in a float32 run of the ablation, with
 the changes that kill the survivors and a generated dataset, and writes ``sensitivity.json`` and ``report.html``.

@@ -2,7 +2,7 @@
 
 ``python -m experiments.step.measure [RECORD.json] [NAME ...] [MODEL]`` on a machine with one GPU. One optimizer step of
 the same packed documents with each choice: loss and every gradient are compared with a float32 truth, the step is
-timed, and one is profiled: GPU time by class of kernel, and when the GPU is idle. Then the steps of
+timed, and one is profiled: GPU time by class of kernel, and idle time between kernels. Then the steps of
 `experiments.step.peers` are timed in the same process. A choice that cannot run is left out with its error.
 
 Units: milliseconds; GiB at the peak of the timed steps.
@@ -143,7 +143,7 @@ def profiled(step: Callable[[], float], device: torch.device) -> dict[str, Any]:
 
 
 def gaps(kernels: Sequence[tuple[float, float, str]], most: int = 12) -> dict[str, Any]:
-    """When a GPU computes nothing between two kernels: milliseconds, and the pairs of kernels with most of them.
+    """Milliseconds between two kernels, in which a GPU computes nothing, and the pairs of kernels with most of them.
 
     Args:
         kernels: start and end in microseconds, and name; in any order.

@@ -1,4 +1,4 @@
-"""What a user would run instead: a model of Hugging Face with fast kernels, in a plain loop.
+"""Steps of what a user would run instead: a model of Hugging Face with fast kernels, in a plain loop.
 
 The same weights, packed rows, precision and optimizer as `experiments.step.measure`, with the cheapest loss that such
 a model has: Liger's fused linear cross-entropy of the same trained tokens. It has no ratio, no clipping, no weights of

@@ -57,7 +57,7 @@ def tied_weight_of_each_end(sum_of_ends: Callable, values: Sequence[Tensor], axi
 def stages_prepared_per_micro_batch(
     run_stages: Callable, policy: Policy, rows: Sequence[Any], row_loss: Callable
 ) -> None:
-    """What a stage has accumulated is lost when it is prepared for the next micro-batch."""
+    """A stage loses its accumulated gradient when it is prepared for the next micro-batch."""
 
     def of_last_row(local: Any, hidden_TD: Tensor) -> tuple[Tensor, Callable[[], None]]:
         loss, measure = row_loss(local, hidden_TD)

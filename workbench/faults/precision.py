@@ -192,8 +192,8 @@ def rotary_tables_in_bfloat16(
 @fault(
     seam="sum_gradients",
     origin="no single report: the reduction of MixedPrecisionPolicy(param_dtype=torch.bfloat16) without reduce_dtype",
-    signature="loss, metrics and log-probabilities right; every gradient off by about 1e-3 of itself, with one rank "
-    "too: its own gradient is rounded on the way",
+    signature="loss, metrics and log-probabilities right; every gradient off by about 1e-3 of itself; nothing "
+    "with one rank, which sums nothing",
     shows_in={"layout": {"dp": 2}},
     changes_metrics=False,
 )

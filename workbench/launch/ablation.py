@@ -83,7 +83,7 @@ class AblationSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     question: str = ""
-    """What the ablation answers, in a sentence: the report's title."""
+    """The question that the ablation answers, in a sentence: the report's title."""
     base: dict[str, Any] = Field(default_factory=dict)
     """Settings of every run."""
     axes: dict[str, list[Any] | dict[Any, dict[str, Any]]] = Field(default_factory=dict)

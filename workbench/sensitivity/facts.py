@@ -101,7 +101,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Observed:
-    """What the loss of a clean run has met, over all its steps.
+    """Facts of the loss of a clean run, over all its steps.
 
     Attributes:
         clipped: trained tokens whose gradient the clip removed; ``clipped_below`` of them at the lower bound.

@@ -1,4 +1,4 @@
-"""What a recorder refuses."""
+"""A recorder refuses what it cannot see."""
 
 import pytest
 from torch import nn
