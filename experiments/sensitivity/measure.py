@@ -13,7 +13,8 @@ from typing import Any
 
 from experiments.sensitivity.gates import GATES
 from experiments.sensitivity.page import write_sensitivity_report
-from workbench.experiment import Experiment, sensitivity
+from workbench.experiment import Experiment
+from workbench.mutation_score import sensitivity
 from workbench.records.provenance import project_root, provenance
 from workbench.sensitivity.gates import Gate, Tolerance
 from workbench.sensitivity.record import Sensitivity

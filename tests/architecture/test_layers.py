@@ -30,6 +30,7 @@ LAYERS = (
     "launch|compare,prove,diagnose,check,attribution,sensitivity",
     "report",
     "experiment",
+    "mutation_score",
     "cli|pytest_plugin",
 )
 """From the bottom up. Layers that "|" separates do not import each other; those that "," separates may."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -13,10 +12,9 @@ import yaml
 from tests.helpers.hand_made import make_run
 from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison, Configuration
-from workbench.errors import LaunchError, RecordError, SpecError, VerdictError
-from workbench.experiment import Experiment, assert_sensitive, rebuild_report, sensitivity
+from workbench.errors import LaunchError, RecordError
+from workbench.experiment import Experiment, rebuild_report
 from workbench.launch.ablation import load_ablation
-from workbench.sensitivity.gates import Gate
 from workbench.specs.run import RunSpec
 
 module = importlib.import_module("workbench.experiment")
@@ -324,32 +322,3 @@ def test_two_runs_from_a_question_to_a_verdict(tmp_path, monkeypatch):
     again = Experiment(tmp_path / "two")
     assert [run.path for run in again.runs] == [run.path for run in experiment.runs]
     assert again.compare()["cp2"].verdict == "equal"
-
-
-def test_sensitivity_measures_chosen_runs_and_gates():
-    ablation = {"base": {"precision": "float64", "data": {"documents_per_step": 4}}, "reference": "one"}
-    ablation["configurations"] = {"one": {}, "cp2": {"layout": {"cp": 2}}}
-    gate = Gate(loss=0.01, name="loss alone")
-    score = sensitivity(ablation, configurations=["cp2"], faults=["missing_cp_factor"], gate=gate, remedies=False)
-    assert (score.score, list(score.configurations)) == (1.0, ["cp2"])
-    (gate_score,) = score.gates
-    assert (gate_score.name, gate_score.killed, gate_score.survivors) == ("loss alone", 0, ("missing_cp_factor",))
-    with pytest.raises(SpecError, match="cp3"):
-        sensitivity(ablation, configurations=["cp3"])
-
-
-def test_a_share_of_known_bugs_is_required(monkeypatch):
-    """One of two faults survives a dataset without holes in masks; without any admissible fault nothing was shown."""
-    ablation = {"base": {"precision": "float64", "data": {"documents_per_step": 4}}, "reference": "one"}
-    ablation["configurations"] = {"one": {}, "cp2": {"layout": {"cp": 2}}}
-    chosen = {"configurations": ["cp2"], "faults": ["missing_cp_factor", "tool_mask_ignored"]}
-    score = assert_sensitive(ablation, at_least=0.5, **chosen)
-    assert score.score == 0.5
-    with pytest.raises(VerdictError, match=r"(?s)tool_mask_ignored.*at least 0\.6") as raised:
-        assert_sensitive(ablation, at_least=0.6, **chosen)
-    assert raised.value.judged.killed == 1
-    with pytest.raises(SpecError, match="from 0 to 1"):
-        assert_sensitive(ablation, at_least=60)
-    monkeypatch.setattr("workbench.experiment.sensitivity", lambda *_, **settings: replace(score, results=()))
-    with pytest.raises(VerdictError):
-        assert_sensitive(ablation, at_least=0.0)

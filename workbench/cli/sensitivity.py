@@ -42,7 +42,7 @@ def sensitivity(
             rule="a score is a share, between 0 and 1",
             fix="give a share, such as 0.5",
         )
-    from workbench.experiment import sensitivity  # torch; mistakes above are told without it
+    from workbench.mutation_score import sensitivity  # torch; mistakes above are told without it
 
     record = sensitivity(
         ablation,

@@ -16,4 +16,4 @@ from workbench.sensitivity.gates import Gate, GateScore, Tolerance
 from workbench.sensitivity.record import FaultResult, Remedy, Sensitivity
 
 __all__ = ["FaultResult", "Gate", "GateScore", "Remedy", "Sensitivity", "Tolerance"]
-"""The function that measures is `workbench.sensitivity`, that is `workbench.experiment.sensitivity`."""
+"""The function that measures is `workbench.sensitivity`, that is `workbench.mutation_score.sensitivity`."""
