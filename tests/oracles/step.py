@@ -42,23 +42,49 @@ class ExactRotary(nn.Module):
 
 
 class ExactMixture(nn.Module):
-    """A mixture of experts, one token and one expert at a time: the largest k of a softmax, made to sum to 1."""
+    """A mixture of experts, one token and one expert at a time.
+
+    Scores are a softmax, or sigmoids whose largest k are taken after a bias is added. The scores of the chosen experts
+    weigh their outputs, made to sum to 1 unless the router does not; experts that every token has are added.
+
+    Attributes:
+        given: experts of the next tokens, in place of those with the largest scores (also where None); [] for none.
+        seen: logits, scores and experts of each token so far.
+    """
 
     def __init__(self, block):
         super().__init__()
-        self.gate, self.experts = block.gate, block.experts
+        for name, child in block.named_children():
+            self.add_module(name, child)
+        self.given, self.seen = [], []
 
     def forward(self, x):
-        up_of, down_of, rows = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind(), []
-        for token in x[0]:
-            probabilities = torch.softmax(self.gate.weight @ token, dim=0)
-            chosen = sorted(range(len(probabilities)), key=lambda e: -probabilities[e].item())[: self.gate.top_k]
-            result = 0.0
-            for expert in chosen:
-                gate, up = (up_of[expert] @ token).tensor_split(2)
-                result = result + probabilities[expert] * (down_of[expert] @ (gate / (1 + torch.exp(-gate)) * up))
-            rows.append(result / sum(probabilities[expert] for expert in chosen))
-        return torch.stack(rows).unsqueeze(0)
+        up_of, down_of = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind()
+        return torch.stack([self.one_token(token, up_of, down_of) for token in x[0]]).unsqueeze(0)
+
+    def one_token(self, token, up_of, down_of):
+        logits = self.gate.weight @ token
+        bias = getattr(self.gate, "e_score_correction_bias", None)
+        scores = torch.softmax(logits, dim=0) if bias is None else 1 / (1 + torch.exp(-logits))
+        ranked = scores.detach() if bias is None else scores.detach() + bias
+        own = sorted(range(len(scores)), key=lambda e: -ranked[e].item())[: self.gate.top_k]
+        chosen = (self.given.pop(0) if self.given else None) or own
+        self.seen.append((logits, scores, chosen))
+        result = 0.0
+        for expert in chosen:
+            gate, up = (up_of[expert] @ token).tensor_split(2)
+            result = result + scores[expert] * (down_of[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+        if getattr(self.gate, "norm_topk_prob", True):
+            result = result / sum(scores[expert] for expert in chosen)
+        result = result * getattr(self.gate, "routed_scaling_factor", 1.0)
+        shared = getattr(self, "shared_experts", getattr(self, "shared_expert", None))
+        if shared is not None:
+            gate, up = shared.gate_proj.weight @ token, shared.up_proj.weight @ token
+            added = shared.down_proj.weight @ (gate / (1 + torch.exp(-gate)) * up)
+            if hasattr(self, "shared_expert_gate"):
+                added = added / (1 + torch.exp(-(self.shared_expert_gate.weight @ token)))
+            result = result + added
+        return result
 
 
 def exact_eager(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):

@@ -23,6 +23,7 @@ from workbench.specs.groups import (
     PolicySpec,
     RecordSpec,
     ReproducibleSpec,
+    RoutingSpec,
 )
 from workbench.specs.losses import LossSpec
 from workbench.specs.losses.own import OwnLoss
@@ -46,6 +47,7 @@ class RunSpec(Group):
     kernels: KernelSpec = KernelSpec()
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
+    routing: RoutingSpec = RoutingSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
@@ -128,6 +130,7 @@ ADDED_SETTINGS = (
     "online",
     "kernels",
     "mixed_precision",
+    "routing",
     "layout.ep",
     "layout.pp",
     "layout.pipeline_schedule",
@@ -173,6 +176,16 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:
         yield from _not_in_stages(spec)
+    if spec.routing.on and spec.online.on:
+        yield (
+            f"routing.{spec.routing.changed[0]} with online.task: the sampler notes no routes, and has neither biases "
+            "nor replayed routes; take rollouts from data.path"
+        )
+    if spec.routing.on and spec.reproducible.on:
+        yield (
+            f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
+            "leave one of them out"
+        )
     dtypes, half = spec.dtypes, ("bfloat16", "float16")
     for problem in precision_conflicts(dtypes, spec.mixed_precision.changed):
         yield f"precision {spec.precision}: {problem}"
