@@ -48,7 +48,7 @@ def mixture_step(model, documents, *, clip_low, clip_high, kl_coefficient, balan
     losses, loads = {"policy": policy}, []
     for layer in layers:
         seen = [token for token, counts in zip(layer.seen, counted, strict=True) if counts]
-        experts = len(layer.gate.weight)
+        experts = layer.experts.num_experts
         load = [sum(expert in chosen for _, _, chosen in seen) for expert in range(experts)]
         loads.append(load)
         term = 0.0

@@ -28,7 +28,7 @@ _UNCAST = ("inv_freq", "e_score_correction_bias")
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
-    """Cast a model to a dtype in place, as loading a checkpoint does; rotary frequencies and routing biases keep theirs.
+    """Cast a model to a dtype in place, as loading a checkpoint does; rotary frequencies, routing biases keep theirs.
 
     A frequency in bfloat16 is off by up to 0.2 percent, which at position 1000 is up to a radian.
     """
@@ -63,7 +63,7 @@ def lift_to_float64(model: Any) -> Any:
             exact = None if "Gemma" in kind else _exact_norm
             rule = "norms that multiply by their weight"
         elif hasattr(module, "inv_freq"):
-            exact = _exact_rotary
+            exact = _exact_rotary_of_halves if kind == "GptOssRotaryEmbedding" else _exact_rotary
         elif "Norm" in kind and not isinstance(module, nn.LayerNorm):
             rule = "RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known"
             fix = "use precision: float32, or add this norm to policy/precision.py"
@@ -119,6 +119,11 @@ _EXACT_ROUTERS: dict[str, Callable[..., Any]] = {
     "GptOssTopKRouter": _exact_chosen_router,
 }
 """Kind of router -> its forward in the dtype of its input."""
+
+
+def _exact_rotary_of_halves(module: Any, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].double() * module.inv_freq
+    return angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
 
 
 def _exact_rotary(module: Any, hidden: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

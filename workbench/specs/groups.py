@@ -317,9 +317,10 @@ class RoutingSpec(Group):
     bias_step: float = Field(0.0, ge=0)
     """Balancing without a loss: after each step, the bias of each expert's choice rises by this where it had fewer
     routes than the mean, and falls where it had more. For models whose routers have such a bias."""
-    replay: Literal["none", "recorded"] = "none"
+    replay: Literal["none", "recorded", "old"] = "none"
     """recorded: the experts of each token are those of the rollout dataset's extension `routes`, as its sampler or an
-    earlier policy chose them; gates keep their gradients."""
+    earlier policy chose them. old: in online runs, those of the pass that computes old log-probabilities. Gates keep
+    their gradients."""
     record: bool = False
     """Write the routes of each step, as a file `stepNNNN.routes`, in the order of the rollout dataset."""
 
@@ -327,6 +328,11 @@ class RoutingSpec(Group):
     def on(self) -> bool:
         """True if routes are noted or replayed."""
         return bool(self.changed)
+
+    @property
+    def replays(self) -> bool:
+        """True if routes are data of the batch."""
+        return self.replay != "none"
 
     @model_validator(mode="before")
     @classmethod

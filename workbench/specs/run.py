@@ -176,11 +176,7 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:
         yield from _not_in_stages(spec)
-    if spec.routing.on and spec.online.on:
-        yield (
-            f"routing.{spec.routing.changed[0]} with online.task: the sampler notes no routes, and has neither biases "
-            "nor replayed routes; take rollouts from data.path"
-        )
+    yield from _routes_not_known(spec)
     if spec.routing.on and spec.reproducible.on:
         yield (
             f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
@@ -243,6 +239,26 @@ def _not_in_stages(spec: RunSpec) -> Iterator[str]:
         yield (
             "layout.pp with record.trace_tokens: a trace has every module's values, and a stage only its own; leave "
             "one of them out"
+        )
+
+
+def _routes_not_known(spec: RunSpec) -> Iterator[str]:
+    """Yield settings of routers that need routes or biases which the run does not have, each with its fix."""
+    routing, online = spec.routing, spec.online
+    if routing.bias_step and online.on:
+        yield (
+            "routing.bias_step with online.task: the sampler has the biases of the source, and would choose other "
+            "experts than the trainer; balance with routing.balance"
+        )
+    if routing.replay == "recorded" and online.on:
+        yield (
+            "routing.replay 'recorded' with online.task: the sampler notes no routes; take replay: old, those of the "
+            "trainer's pass before the first update"
+        )
+    if routing.replay == "old" and not (online.on and online.old_logprobs == "trainer"):
+        yield (
+            "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "
+            "trainer, or replay: recorded with the routes of a rollout dataset"
         )
 
 

@@ -26,7 +26,7 @@ from workbench.errors import ShapeError, SpecError
 from workbench.policy.model import Policy
 from workbench.policy.routers import NO_ROUTE, Routers, Routes
 from workbench.reduction.weights import StepTotals
-from workbench.rollouts.batch import PADDING, RolloutBatch
+from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
 from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.sharding.collectives import all_gather, all_sum, gather_many
 from workbench.sharding.mesh import Mesh
@@ -39,6 +39,8 @@ ROUTES = "routes"
 token of a document, which a sampler does not feed back, if it has none."""
 INPUT_SOURCE = "input_source"
 """Extension of a row: [T] index of each input token in the source batch."""
+NOTED = RoutingSpec(record=True)
+"""Settings of a pass whose routes are recorded alone."""
 BALANCE, Z = "router_balance", "router_z"
 """Names of the losses in the loss of a step."""
 
@@ -54,7 +56,7 @@ def check_routes(batch: RolloutBatch) -> None:
     extension = batch.extensions.get(ROUTES)
     if extension is None:
         raise SpecError(
-            "routing.replay = 'recorded'",
+            "replayed routes",
             found=f"a batch without the extension {ROUTES}",
             rule="experts of each token in each mixture, [tokens, mixtures, experts of a token], at the input token",
             fix="record the routes of the sampler, or of an earlier run with routing.record",
@@ -92,6 +94,13 @@ def _refuse(found: str, rule: str, fix: str) -> None:
     raise ShapeError(f"the extension {ROUTES} of a rollout batch", found=found, rule=rule, fix=fix)
 
 
+def with_routes(batch: RolloutBatch, routes_SLk: Tensor) -> RolloutBatch:
+    """Return a batch with the routes of its tokens, for a replay."""
+    meaning = "experts of the token in each mixture"
+    routes = Extension(routes_SLk, "token", "expert", meaning, pad=NO_ROUTE, at="input")
+    return replace(batch, extensions={**batch.extensions, ROUTES: routes})
+
+
 def with_input_source(packed: RolloutBatch) -> TrainingRow:
     """Return the training row of a packed row (`shift_targets`), with the number of each input in the source batch."""
     row = shift_targets(packed)
@@ -101,13 +110,13 @@ def with_input_source(packed: RolloutBatch) -> TrainingRow:
 def counted_tokens(row: TrainingRow, spec: RoutingSpec) -> Tensor:
     """[T] bool, tokens of documents that have a route."""
     counted_T = row.document_ids_T != PADDING
-    return counted_T & (row.extensions[ROUTES][:, 0, 0] != NO_ROUTE) if spec.replay == "recorded" else counted_T
+    return counted_T & (row.extensions[ROUTES][:, 0, 0] != NO_ROUTE) if spec.replays else counted_T
 
 
 def routing_totals(rows: Sequence[TrainingRow], spec: RoutingSpec) -> dict[str, int]:
     """Numbers of the whole step, from all of its rows: tokens that count, and the largest expert of their routes."""
     totals = {"tokens": sum(int(counted_tokens(row, spec).sum()) for row in rows)}
-    if spec.replay == "recorded":
+    if spec.replays:
         totals["largest_expert"] = max(int(row.extensions[ROUTES].max()) for row in rows)
         totals["mixtures"], totals["chosen"] = rows[0].extensions[ROUTES].shape[1:]
     return totals
@@ -143,7 +152,7 @@ class StepRoutes:
         )
         given, spec = self.totals.routing, self.spec
         known = (len(routers.names), routers.chosen)
-        if spec.replay == "recorded" and (
+        if spec.replays and (
             (given["mixtures"], given["chosen"]) != known or given["largest_expert"] >= routers.experts
         ):
             _refuse(
@@ -180,7 +189,7 @@ class StepRoutes:
         """Routes of a pass of a row."""
         row = self.rows[number].row
         counted_T = counted_tokens(row, self.spec)
-        if self.spec.replay == "none":
+        if not self.spec.replays:
             return Routes(counted_T)
         return Routes(counted_T, torch.where(counted_T[:, None, None], row.extensions[ROUTES], NO_ROUTE))
 
@@ -192,7 +201,7 @@ class StepRoutes:
         if not self.spec.balance:
             return
         counts_LE, passes = torch.zeros_like(self.counts_LE), list[Routes]()
-        if self.spec.replay == "recorded":
+        if self.spec.replays:
             for number in range(len(self.rows)):
                 routes = self.begin(number)
                 assert routes.given_tLk is not None, "replayed"
@@ -278,7 +287,7 @@ class StepRoutes:
         """Metrics of the routers. Collective; the same on every rank."""
         mean_L = loads_LE.mean(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
         numbers = {"router/load/max": float((loads_LE.amax(dim=1) / mean_L).max())}
-        if self.spec.replay == "recorded":
+        if self.spec.replays:
             differing = float(self._complete(self.counts_LE.new_tensor(float(self.differing))))
             numbers["router/disagreement/share"] = differing * self.routers.chosen / max(float(loads_LE.sum()), 1.0)
         return numbers

@@ -158,7 +158,7 @@ def prepare_rows(
     strategy, layout = choose_strategy(reproducible=spec.reproducible.on), spec.layout
     dtype = DTYPES["float64" if spec.dtypes.compute == "float64" else "float32"]
     batch = compute_advantages(batch, spec)
-    if spec.routing.replay == "recorded":
+    if spec.routing.replays:
         check_routes(batch)
     packed = [
         (with_input_source(row) if spec.routing.on else shift_targets(row)).to(torch.device("cpu"), dtype)
@@ -347,12 +347,13 @@ def row_logprobs(
     num_source: int,
     loss_spec: LossSpec | None = None,
     fused: bool = False,
+    noting: StepRoutes | None = None,
 ) -> Tensor:
     """Log-probabilities of the trained tokens of a step, bitwise equal to `run_step` on the same rows; 0 elsewhere.
 
     Hidden states, head implementation, temperatures and chunks are the same, so an unchanged policy has ratios of
     exactly 1. Collective; the same on every rank. Arguments: see `run_step`; the chunks of a fused head depend on the
-    sums that the loss takes.
+    sums that the loss takes. ``noting`` notes the routes of the pass.
 
     Shapes:   [S], in the order of the source batch.
     Units:    nats, at the temperature of each token, or of the policy.
@@ -360,8 +361,11 @@ def row_logprobs(
     """
     strategy, per_token = choose_strategy(reproducible=policy.exact is not None, fused=fused), []
     with policy.in_compute_dtype():
-        for local in rows:
-            hidden_TD = local.hidden_states(policy)
+        for number, local in enumerate(rows):
+            routes = None if noting is None else noting.begin(number)
+            hidden_TD = local.hidden_states(policy, routes)
+            if noting is not None and routes is not None:
+                noting.finish(number, routes)
             local, head_output = strategy.head(policy, hidden_TD, local, StepLoss(loss, totals, loss_spec))
             logprobs_T = torch.where(local.row.loss_mask_T, head_output.logprobs_T, 0.0)
             per_token.append({"source": local.row.source_T, "logprobs": logprobs_T})

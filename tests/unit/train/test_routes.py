@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.helpers.mixtures import save_tiny_glm4_moe
+from tests.helpers.online_runs import done
 from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.policy.model import load_policy
 from workbench.records.directory import RunDirectory
@@ -62,8 +63,11 @@ def step_with(batch, **settings):
 
 
 def test_whole_routes_and_those_without_last_tokens_are_accepted():
-    check_routes(batch_of(routes()))
-    check_routes(batch_of(routes(_3=-1, _6=-1, _7=-1)))
+    for values, tokens in ((routes(), 8), (routes(_3=-1, _6=-1, _7=-1), 5)):
+        spec = RunSpec.model_validate(SPEC)
+        check_routes(batch_of(values))
+        _, totals = flow.prepare_rows(batch_of(values), spec, single_process_mesh())
+        assert totals.routing == {"tokens": tokens, "largest_expert": 3, "mixtures": 2, "chosen": 2}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +145,22 @@ def test_recorded_routes_replay_to_the_same_bits(tmp_path):
     assert two["router/disagreement/share"] == 0.0
     assert two["gradient/norm/global"] == pytest.approx(one["gradient/norm/global"], rel=1e-5)
     assert one["router/load/max"] == two["router/load/max"] >= 1
+
+
+def test_online_runs_replay_the_routes_of_the_old_pass(tmp_path):
+    """At the first update nothing has moved; at the second, routers would choose otherwise."""
+    settings = {"steps": 2, "online": {"updates": 2}, "data": {"documents_per_step": 6}, "layout": {"cp": 2}}
+    run = done(tmp_path, model={"source": "tiny-qwen3-moe"}, routing={"replay": "old", "record": True}, **settings)
+    first, second = run.steps()
+    assert first["router/disagreement/share"] == 0
+    assert first["ratio/policy_old/std"] == 0
+    assert second["router/disagreement/share"] > 0
+    replayed = load(run.path / "rollouts" / "step0000").extensions[ROUTES].values
+    for step in (0, 1):
+        taken = run.read_tensors(f"step000{step}.routes")[ROUTES]
+        of_step = (taken >= 0).flatten(1).all(dim=1)
+        assert of_step.any()
+        assert torch.equal(taken[of_step], replayed[of_step])
 
 
 def test_biases_of_routers_move_after_a_step_and_are_in_checkpoints(tmp_path):
