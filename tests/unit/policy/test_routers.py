@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
@@ -7,8 +9,13 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwe
 
 from workbench.errors import SpecError
 from workbench.policy.decoder import tiny_qwen3, tiny_qwen3_moe
+from workbench.policy.model import load_policy
 from workbench.policy.precision import _EXACT_ROUTERS
 from workbench.policy.routers import NO_ROUTE, Routes, install_routers, replayed_gates
+from workbench.sharding.attention import AttentionShard
+from workbench.sharding.mesh import Axis
+from workbench.sharding.plan import ShardPlan
+from workbench.specs.precision import PRESETS
 
 SIZES = {"hidden_size": 12, "num_experts_per_tok": 3}
 ROUTERS = {
@@ -92,6 +99,29 @@ def test_replayed_routes_of_one_pass_do_not_reach_the_next():
     assert not torch.allclose(changed[0, 1], stock[0, 1])
     assert torch.equal(replayed.noted[0].taken_tk, other[:, 0])
     assert torch.equal(replayed.noted[0].own_tk, given[:, 0])
+
+
+def test_experts_are_grouped_gemms_except_in_float64():
+    tokens, places = torch.arange(9), torch.arange(9)
+    shard = AttentionShard.make(ShardPlan.make("contiguous", num_tokens=9, cp=1), torch.zeros(9).long(), Axis("cp"))
+    policy, exact = (load_policy("tiny-qwen3-moe", precision=precision) for precision in ("float32", "float64"))
+    names = [one.model.config._experts_implementation for one in (policy, exact)]
+    assert names == ["grouped_mm", "eager"]
+    with torch.no_grad():
+        grouped = policy.hidden_states(tokens, places, shard)
+        policy.model.set_experts_implementation("eager")
+        torch.testing.assert_close(grouped, policy.hidden_states(tokens, places, shard), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_a_router_of_higher_precision_are_noted_in_it():
+    dtypes = replace(PRESETS["bfloat16"], router="float32")
+    tokens, counted = torch.arange(9), torch.ones(9, dtype=torch.bool)
+    shard = AttentionShard.make(ShardPlan.make("contiguous", num_tokens=9, cp=1), torch.zeros(9).long(), Axis("cp"))
+    for precision, expected in (("bfloat16", torch.bfloat16), (dtypes, torch.float32)):
+        policy, routes = load_policy("tiny-qwen3-moe", precision=precision, routing=True), Routes(counted)
+        with torch.no_grad(), policy.in_compute_dtype():
+            assert policy.hidden_states(tokens, tokens, shard, routes=routes).dtype == torch.bfloat16
+        assert {noted.logits_tE.dtype for noted in routes.noted.values()} == {expected}
 
 
 def test_a_model_without_routers_and_unknown_routers_are_refused():
