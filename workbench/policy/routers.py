@@ -33,7 +33,10 @@ BIAS = "e_score_correction_bias"
 
 
 class Noted(NamedTuple):
-    """One router in one pass: logits [t, E], experts taken and of its own choice [t, k], tokens that count [t]."""
+    """One router in one pass: logits [t, E], experts taken and of its own choice [t, k], tokens that count [t].
+
+    Of a pass without a gradient, the logits are [0, E].
+    """
 
     logits_tE: Tensor
     taken_tk: Tensor
@@ -166,7 +169,8 @@ class _Router:
             taken_tk = torch.where(given_tk == NO_ROUTE, own_tk, given_tk)
             gates_tk = replayed_gates(self.module, logits_tE, taken_tk).to(gates_tk.dtype)
         counted_t = self.routers._own(routes.counted_t)
-        routes.noted.setdefault(self.number, Noted(logits_tE, taken_tk, own_tk, counted_t))
+        kept_tE = logits_tE if torch.is_grad_enabled() else logits_tE[:0]  # only losses read them
+        routes.noted.setdefault(self.number, Noted(kept_tE, taken_tk, own_tk, counted_t))
         return logits_tE, gates_tk, taken_tk
 
 

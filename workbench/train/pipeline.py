@@ -40,11 +40,8 @@ def run_stages_forward(policy: Policy, rows: Sequence[LocalRow], begin: Callable
     for action in stages.actions(len(rows)):
         kind, place = action.kind, (action.stage, action.micro_batch)
         if kind == "forward":
-            local, (stage, number) = rows[place[1]], place
-            input_TD = (
-                None if stage == 0 else arriving.pop(place)() if place in arriving else outputs[stage - 1, number]
-            )
-            outputs[place] = local.stage_output(policy, stage, input_TD, begin(number))
+            input_TD = None if place[0] == 0 else arriving.pop(place)()
+            outputs[place] = rows[place[1]].stage_output(policy, place[0], input_TD, begin(place[1]))
         elif kind == "send activation":
             sent.append(start_send(outputs[place], action, axis))
         elif kind == "receive activation":

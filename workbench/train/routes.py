@@ -141,7 +141,7 @@ class StepRoutes:
     totals: StepTotals
     share_LE: Tensor | None = None
     counts_LE: Tensor = field(init=False)
-    differing: int = 0
+    differing: Tensor = field(init=False)
     values: dict[str, Tensor] = field(default_factory=dict)
     taken: dict[int, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -150,6 +150,7 @@ class StepRoutes:
         self.counts_LE = torch.zeros(
             len(routers.names), routers.experts, dtype=torch.float64, device=self.policy.mesh.device
         )
+        self.differing = self.counts_LE.new_zeros(())
         given, spec = self.totals.routing, self.spec
         known = (len(routers.names), routers.chosen)
         if spec.replays and (
@@ -232,17 +233,17 @@ class StepRoutes:
         routers, spec, tokens = self.routers, self.spec, max(self.totals.routing["tokens"], 1)
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for mixture, (logits_tE, taken_tk, own_tk, counted_t) in routes.noted.items():
-            logits_cE = logits_tE[counted_t]
             if self.share_LE is not None:
-                sums_E = routers.probabilities(mixture, logits_cE).sum(dim=0)
+                sums_E = routers.probabilities(mixture, logits_tE[counted_t]).sum(dim=0)
                 share_E = self.share_LE[mixture].to(sums_E.dtype)
                 parts[BALANCE].append(spec.balance * routers.experts / tokens * (share_E * sums_E).sum())
             if spec.z:
-                parts[Z].append(spec.z / tokens * torch.logsumexp(_wide(logits_cE), dim=-1).square().sum())
+                parts[Z].append(spec.z / tokens * torch.logsumexp(_wide(logits_tE[counted_t]), dim=-1).square().sum())
             with torch.no_grad():
                 self.counts_LE[mixture] += _count(taken_tk[counted_t], routers.experts)
-                differ_t = (taken_tk.sort(dim=1).values != own_tk.sort(dim=1).values).any(dim=1)
-                self.differing += int((differ_t & counted_t).sum())
+                if spec.replays:
+                    differ_t = (taken_tk.sort(dim=1).values != own_tk.sort(dim=1).values).any(dim=1)
+                    self.differing += (differ_t & counted_t).sum()
                 if spec.record:
                     self.taken[number][mixture] = taken_tk
         if not parts:
@@ -288,7 +289,7 @@ class StepRoutes:
         mean_L = loads_LE.mean(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
         numbers = {"router/load/max": float((loads_LE.amax(dim=1) / mean_L).max())}
         if self.spec.replays:
-            differing = float(self._complete(self.counts_LE.new_tensor(float(self.differing))))
+            differing = float(self._complete(self.differing))
             numbers["router/disagreement/share"] = differing * self.routers.chosen / max(float(loads_LE.sum()), 1.0)
         return numbers
 
