@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class LocalRow:
 
     def hidden_states(self, policy: Policy, routes: Routes | None = None) -> Tensor:
         """[t, D] hidden states of this rank's tokens, with the routes of this pass."""
-        more = {} if routes is None else {"routes": routes}
+        more: dict[str, Any] = {} if routes is None else {"routes": routes}
         return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention, **more)
 
     def stage_output(self, policy: Policy, stage: int, input_TD: Tensor | None, routes: Routes | None = None) -> Tensor:
