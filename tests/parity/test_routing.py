@@ -30,7 +30,10 @@ FUSED = {"policy": {"logprobs": "chunked", "chunk_tokens": 16, "fused_loss": Tru
 SIMULATED = {
     "one_rank": ONE,
     "dp2_micro_batches": ({"dp": 2}, {"data": {"micro_batches": 3}}),
-    "cp2_zigzag_checkpointing": ({"cp": 2, "order": "zigzag", "checkpointing": True}, {}),
+    "cp2_zigzag_checkpointing_padding": (
+        {"cp": 2, "order": "zigzag", "checkpointing": True},
+        {"data": {"multiple_of": 28}},
+    ),
     "tp2_sequence_parallel": ({"tp": 2, "sequence_parallel": True, "checkpointing": True}, FUSED),
     "pp2_ep2_of_dp2": ({"pp": 2, "dp": 2, "ep": 2, "checkpointing": True}, {"data": {"micro_batches": 2}}),
 }
