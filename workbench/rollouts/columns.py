@@ -270,12 +270,13 @@ def broken_shapes(batch: RolloutBatch) -> list[str]:
         kind = known[name].metadata["dtype"]
         if not (value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)):
             broken.append(f"{name} has dtype {value.dtype}, not {kind}")
+    wide = {f"extension {name}" for name, e in batch.extensions.items() if e.level == "token" and e.at == "input"}
     for level in ("token", "document"):
         if not broken:  # documents can be counted only in token fields that fit
             expected = batch.tokens_T.numel() if level == "token" else batch.num_documents
             broken += [
                 f"{name} has shape {tuple(value.shape)}, not [{expected}]"
                 for name, (at, value) in (own | extensions).items()
-                if at == level and value.shape != (expected,)
+                if at == level and (value.shape[:1] if name in wide else value.shape) != (expected,)
             ]
     return broken
