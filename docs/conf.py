@@ -136,6 +136,7 @@ benchmarks
 ../notebooks/06_two_layouts_one_model
 ../notebooks/07_a_small_rl_run
 ../notebooks/08_what_precision_costs
+../notebooks/09_five_dimensions
 ../notebooks/12_what_a_check_can_see
 ```
 

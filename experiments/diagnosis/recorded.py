@@ -44,8 +44,16 @@ SMALL = {
 """Base settings, into which those of a fault are merged."""
 COPRIME = {"layout": {"dp": 3, "cp": 2}, "data": {"micro_batches": 5}}
 """Coprime sizes: no two products of different sizes are equal."""
-OTHER_SIZES = {"denominator_of_another_batch": {"layout": {"dp": 1, "cp": 3}}}
-"""For faults with a number of their own that equals one of those: two steps per generation look like two ranks."""
+_STAGES, _EXPERTS = {"layout": {"dp": 1, "cp": 1}}, {"layout": {"dp": 2, "cp": 1}}
+OTHER_SIZES = {
+    "denominator_of_another_batch": {"layout": {"dp": 1, "cp": 3}},
+    "expert_gradients_doubled_per_micro_batch": _EXPERTS,
+    "pipeline_gradients_averaged_per_call": _STAGES,
+    "pipeline_loss_divided_after_backward": _STAGES,
+    "stage_layers_numbered_locally": _STAGES,
+}
+"""For faults with a number of their own that equals one of those (two steps per generation look like two ranks), for
+experts that one rank alone has, and for pipeline stages, which multiply the ranks."""
 PRECISIONS = ("float64", "float32", "bfloat16")
 
 LOSSES = (

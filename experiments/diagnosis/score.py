@@ -1,6 +1,7 @@
 """Score diagnose on every fault, where faults hide, and on right pairs: `python experiments/diagnosis/score.py`.
 
-Writes results.json and report.md. Runs of the same code are not repeated. The diagnoses of faults when they were
+With names of faults, these alone are scored, and the other rows of results.json are kept. Writes results.json and
+report.md. Runs of the same code are not repeated. The diagnoses of faults when they were
 unseen are in unseen.json and unseen.md, which are never rewritten.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -109,9 +112,9 @@ def agree(one: Record, other: Record) -> bool:
     return not any(step.differs for step in compare_records(one, other).steps)
 
 
-def score_hidden() -> list[dict[str, Any]]:
+def score_hidden(chosen: Collection[str]) -> list[dict[str, Any]]:
     """Score every fault with settings that hide it, at every precision; unaffected runs must be called equal."""
-    rows, hiding = [], [name for name in names() if load_fault(name).hidden_in is not None]
+    rows, hiding = [], [name for name in chosen if load_fault(name).hidden_in is not None]
     cases = [(name, precision, hidden(name, precision)) for name in hiding for precision in PRECISIONS]
     make([(settings, fault) for name, _, settings in cases for fault in (None, name)])
     for name, precision, settings in cases:
@@ -163,15 +166,30 @@ def rank(causes: list[list[Any]], right: list[str]) -> int | None:
     return next((index for index, (name, _) in enumerate(causes, 1) if name in right), None)
 
 
+def scored(chosen: Collection[str], expected: dict[str, list[str]]) -> dict[str, Any]:
+    """Score some faults; rows of the others, and right pairs, are those of the record, unless all are chosen."""
+    new = {
+        "shown": score_shown({name: expected[name] for name in chosen}),
+        "hidden": score_hidden(chosen),
+    }
+    if set(chosen) == set(expected):
+        return new | {"pairs": score_pairs()}
+    kept = json.loads((HERE / "results.json").read_text())
+    merged = {
+        kind: sorted(
+            [row for row in kept[kind] if row["fault"] in set(expected) - set(chosen)] + rows,
+            key=lambda row: (row["fault"], PRECISIONS.index(row["precision"])),
+        )
+        for kind, rows in new.items()
+    }
+    return merged | {"pairs": kept["pairs"]}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the decoder is tiny
     expected = read_expected()
-    results = {
-        "expected_sha256": hashlib.sha256((HERE / "expected.yaml").read_bytes()).hexdigest(),
-        "shown": score_shown(expected),
-        "hidden": score_hidden(),
-        "pairs": score_pairs(),
-    }
+    results = {"expected_sha256": hashlib.sha256((HERE / "expected.yaml").read_bytes()).hexdigest()}
+    results |= scored(sys.argv[1:] or names(), expected)
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "report.md").write_text(page(results, json.loads((HERE / "unseen.json").read_text())))
     print("report: experiments/diagnosis/report.md")

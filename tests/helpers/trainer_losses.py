@@ -245,6 +245,14 @@ def summed_over_tp(batch, outputs, totals):
     return sum_sum(clipped(batch, outputs).sum() / totals.tokens, totals.mesh["tp"])
 
 
+def averaged_over_stages_too(batch, outputs, totals):
+    return clipped(batch, outputs).sum() / totals.tokens / totals.mesh["pp"].size
+
+
+def experts_ranks_counted_again(batch, outputs, totals):
+    return clipped(batch, outputs).sum() / totals.tokens * totals.mesh["ep"].size
+
+
 # -- bugs: tokens of other ranks ---------------------------------------------------------------------------------
 
 
@@ -410,6 +418,22 @@ MISTAKES = {
     ),
     "dp left out": Mistake(
         dp_left_out, "mean", "dp_split", also="empty_ranks", factor="1 / dp", origin="verl-project/verl#3741, #5366"
+    ),
+    "averaged over stages": Mistake(
+        averaged_over_stages_too,
+        "sum",
+        "pipeline",
+        also="",
+        factor="1 / pp",
+        origin="no report: data-parallel ranks counted as all ranks over tp and cp, without pp",
+    ),
+    "ranks of experts counted again": Mistake(
+        experts_ranks_counted_again,
+        "sum",
+        "expert_degree",
+        also="",
+        factor="ep",
+        origin="no report: ep taken for an axis of its own, whose ranks are those of dp x cp",
     ),
     "divided by accumulation": Mistake(
         divided_by_accumulation,

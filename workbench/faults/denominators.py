@@ -63,7 +63,7 @@ STEPS_PER_GENERATION = 2
 
 @fault(
     seam="split_row",
-    origin="NVIDIA-NeMo/RL#266, NVIDIA/Megatron-LM#7513, torchtitan context-parallel GRPO",
+    origin="NVIDIA-NeMo/RL#266, NVIDIA/Megatron-LM#7452, finding 9 (#7513), torchtitan context-parallel GRPO",
     signature="gradient about dp * cp times too big under a sum, and tilted towards ranks with few trained tokens; no "
     "tilt with equal masks",
     shows_in={"layout": {"dp": 2, "cp": 2, "order": "zigzag"}},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.faults import fault
+from workbench.policy.model import Policy
 from workbench.sharding.gradients import local_values
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
@@ -68,3 +69,22 @@ def norm_counts_experts_of_replicas(
         name: norm * copies**0.5 if shards[name].over_ep else norm
         for name, norm in gradient_norms(model, shards, mesh).items()
     }
+
+
+@fault(
+    seam="workbench.policy.model:Policy.hidden_states",
+    origin="NVIDIA/Megatron-LM#6660 (a buffer that is its own reduction, where ep is all of dp)",
+    signature="experts that one rank alone has: micro-batch k of K counts 2^(K-1-k) times, so that they grow with the "
+    "number of micro-batches; all other gradients and the loss right",
+    shows_in=SHARED | {"data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/faults/test_pipeline_and_experts.py::test_experts_without_replicas_double_with_every_micro_batch",
+    changes_metrics=False,
+)
+def expert_gradients_doubled_per_micro_batch(hidden_states: Callable, policy: Policy, *args: object) -> object:
+    """The sum over one rank is the buffer of accumulated gradients itself, which is added to itself."""
+    if policy.mesh["edp"].size == 1:
+        for name, parameter in policy.model.named_parameters():
+            if policy.shards[name].over_ep and parameter.grad is not None:
+                local_values(parameter.grad).mul_(2)
+    return hidden_states(policy, *args)

@@ -110,7 +110,8 @@ def norm_counts_replicas(gradient_norms: Callable, model: object, shards: Shards
 
 @fault(
     seam="sum_gradients",
-    origin="no single report: transformers has a special style for these weights, replicated_with_grad_allreduce",
+    origin="NVIDIA/Megatron-LM#7452, finding 11 (the norm of a linear attention); transformers has a special style for "
+    "these weights, replicated_with_grad_allreduce",
     signature="only norm weights wrong: q_norm and k_norm (all norms under sequence parallelism) have their rank's "
     "part, different on every tp rank, so that copies drift apart; loss and everything else right",
     needs="tp",

@@ -24,7 +24,7 @@ from workbench.prove.documents import Document, to_batch
 from workbench.prove.subject import Subject
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.groups import DataSpec, LayoutSpec, PolicySpec
+from workbench.specs.groups import DataSpec, LayoutSpec, ModelSpec, PolicySpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.step import StepResult
@@ -42,6 +42,8 @@ class Arrangement:
         documents: of the whole step.
         rows: numbers of the documents of each row, in their order there: the micro-batches of the first dp rank, then
             those of the second, ...
+        pp, schedule, stages_per_rank: stages of the layers, which the micro-batches pass in the order of a schedule.
+        mixture: True for a decoder with experts; ep ranks share them.
         order: token order, which deals a row's tokens to cp ranks.
         attention: exchange of keys and values between cp ranks.
         sequence_parallel: True if tp ranks shard tokens between tensor-parallel layers.
@@ -55,6 +57,11 @@ class Arrangement:
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    ep: int = 1
+    mixture: bool = False
     order: str = "contiguous"
     attention: str = "gathered"
     sequence_parallel: bool = False
@@ -70,8 +77,9 @@ class Arrangement:
     @property
     def layout(self) -> LayoutSpec:
         """Layout of the ranks."""
-        names = ("dp", "cp", "tp", "order", "attention", "sequence_parallel")
-        return LayoutSpec.model_validate({name: getattr(self, name) for name in names} | {"block_tokens": BLOCK_TOKENS})
+        names = ("dp", "cp", "tp", "pp", "ep", "stages_per_rank", "order", "attention", "sequence_parallel")
+        more = {"block_tokens": BLOCK_TOKENS, "pipeline_schedule": self.schedule}
+        return LayoutSpec.model_validate({name: getattr(self, name) for name in names} | more)
 
     @property
     def tokens(self) -> int:
@@ -87,6 +95,7 @@ class Arrangement:
             head = {"logprobs": "chunked", "fused_loss": self.fused, "chunk_tokens": self.chunk_tokens}
         return RunSpec(
             loss=base.loss,
+            model=ModelSpec(source="tiny-qwen3-moe" if self.mixture else "tiny-qwen3"),
             layout=self.layout,
             policy=PolicySpec(temperature=base.policy.temperature, **head),
             precision="float64",
@@ -98,7 +107,8 @@ class Arrangement:
 
     def __str__(self) -> str:
         """Short description."""
-        parts = [str(self.layout), *([f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else [])]
+        parts = [str(self.layout), *(["a mixture of experts"] if self.mixture else [])]
+        parts += [*([f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else [])]
         if len(self.rows) > 1 or self.rows[0] != tuple(range(len(self.documents))):
             parts.append("documents " + " | ".join(" ".join(map(str, row)) or "none" for row in self.rows))
         if self.multiple_of is not None and self.tokens > sum(len(d.tokens) for d in self.documents):
@@ -152,7 +162,7 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
 
     try:
         with planted(spec.faults):
-            result = simulate(rank, dp=arrangement.dp, cp=arrangement.cp, tp=arrangement.tp, timeout_s=TIMEOUT_S)[0]
+            result = simulate(rank, **arrangement.layout.mesh_sizes, timeout_s=TIMEOUT_S)[0]
     except Exception as error:
         return Outcome(idle=any(idle), error=error)
     terms = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items() if name != "total"}
@@ -173,18 +183,26 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     """The decoder as sharded on one rank of a mesh. Ranks of one mesh have separate copies of the weights."""
     settings = spec.policy
     head: dict[str, Any] = {"temperature": settings.temperature or 1.0, "chunk_tokens": settings.chunk_tokens}
-    if mesh["tp"].size > 1:
+    source, layout = spec.model.source, spec.layout
+    if max(layout.tp, layout.pp, layout.ep) > 1:
         head["implementation"] = "auto" if settings.logprobs == "reference" else settings.logprobs
-        sequence_parallel = spec.layout.sequence_parallel
-        return load_policy("tiny-qwen3", mesh=mesh, precision="float64", sequence_parallel=sequence_parallel, **head)
-    whole = _copy(mesh["dp_cp"].rank)
+        return load_policy(
+            source,
+            mesh=mesh,
+            precision="float64",
+            sequence_parallel=layout.sequence_parallel,
+            pipeline_schedule=layout.pipeline_schedule,
+            stages_per_rank=layout.stages_per_rank,
+            **head,
+        )
+    whole = _copy(mesh["dp_cp"].rank, source)
     implementation = whole.implementation if settings.logprobs == "auto" else settings.logprobs
     return replace(whole, mesh=mesh, implementation=implementation, **head)
 
 
 @functools.cache
-def _copy(number: int) -> Policy:
-    return load_policy("tiny-qwen3", precision="float64")
+def _copy(number: int, source: str = "tiny-qwen3") -> Policy:
+    return load_policy(source, precision="float64")
 
 
 GRADIENT_BAR = 1e-10
@@ -292,7 +310,9 @@ def _in_brackets(factor: float | None, sizes: Mapping[str, float]) -> str:
 
 def _sizes(plain: Arrangement, changed: Arrangement) -> dict[str, float]:
     """Sizes that a factor may equal, simplest first: ratios of changed to plain."""
-    axes = {name: getattr(changed, name) / getattr(plain, name) for name in ("cp", "dp", "tp", "micro_batches")}
+    axes = {
+        name: getattr(changed, name) / getattr(plain, name) for name in ("cp", "dp", "tp", "pp", "ep", "micro_batches")
+    }
     grown = [name for name, size in axes.items() if size != 1]
     pairs = {f"{a} * {b}": axes[a] * axes[b] for at, a in enumerate(grown) for b in grown[at:]}
     shares = {

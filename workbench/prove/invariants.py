@@ -24,6 +24,7 @@ from workbench.sharding.orders import ORDERS
 ORDER_NAMES = tuple(ORDERS)
 """Token orders; contiguous, the plain one, is first."""
 ATTENTION = ("gathered", "ring", "ulysses")
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
 HEADS = 4
 """Query heads of the model of all proofs, which ulysses deals to cp ranks."""
 PERMUTATIONS = 8
@@ -198,6 +199,31 @@ def _cp_order(case: Case) -> Pair | None:
 def _tp(case: Case) -> Pair | None:
     plain = one_row(case.documents, multiple_of=case["tp"])
     return plain, replace(plain, tp=case["tp"], sequence_parallel=bool(case["sequence_parallel"]))
+
+
+@_invariant(
+    "the micro-batches of a rank may pass through pipeline stages, in any schedule",
+    micro_batches=(1, 2, 3),
+    schedule=range(len(SCHEDULES)),
+)
+def _pipeline(case: Case) -> Pair | None:
+    rows, schedule = dealt(case, case["micro_batches"]), SCHEDULES[case["schedule"]]
+    if rows is None:
+        return None
+    plain = Arrangement(case.documents, rows)
+    return plain, replace(plain, pp=2, schedule=schedule, stages_per_rank=2 if schedule == SCHEDULES[-1] else 1)
+
+
+@_invariant("ranks with different tokens may share the experts of a mixture", ep=(2,), cp=(0, 1))
+def _expert_degree(case: Case) -> Pair | None:
+    if case["cp"]:
+        plain = replace(straddling(case, case["ep"], case["ep"]), cp=case["ep"], mixture=True)
+        return plain, replace(plain, ep=case["ep"])
+    rows = dealt(case, case["ep"])
+    if rows is None:
+        return None
+    plain = Arrangement(case.documents, rows, dp=case["ep"], mixture=True)
+    return plain, replace(plain, ep=case["ep"])
 
 
 @_invariant("the head may take the tokens of a row a few at a time", chunk_tokens=(1, 2, 3, 7, 16), fused=(0, 1))

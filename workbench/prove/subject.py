@@ -14,9 +14,11 @@ Letters: T tokens of a micro-batch on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
+
+from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.terms import Loss
@@ -25,12 +27,14 @@ from workbench.policy.model import Policy
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepTotals
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
+from workbench.sharding.pipeline import share_tensors
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.own import MicrobatchLoss as MicrobatchLoss
 from workbench.train.own import Outputs as Outputs
 from workbench.train.own import Totals as Totals
 from workbench.train.own import checked_number
+from workbench.train.pipeline import run_stages
 from workbench.train.step import LocalRow, StepResult
 
 
@@ -140,22 +144,30 @@ class TrainerSubject:
         known = Totals(totals.tokens, totals.documents, rows[0].documents.number, len(rows), dp, cp, tp, mesh)
         divisor = mesh["dp_cp"].size if self.engine == "mean" else 1
         policy.model.zero_grad(set_to_none=True)
-        parts = []
-        for local in rows:
+        parts: list[Scalar] = []
+
+        def row_loss(local: LocalRow, hidden_TD: Tensor) -> tuple[Tensor, Callable[[], None]]:
             row = local.row
-            hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
             head = policy.token_logprobs(
                 hidden_TD, row.targets_T, row.extensions.get("temperature_T"), outputs=("entropy",)
             )
             assert head.entropy_T is not None, "it was requested"
             with InFloat64():
                 loss = checked_number(self.microbatch_loss(row, Outputs(head.logprobs_T, head.entropy_T), known), mesh)
-            loss.backward()
             parts.append(Scalar(loss.detach() / divisor, frozenset({"dp_cp"})))
+            return loss, lambda: None
+
+        if policy.stages is not None:
+            run_stages(policy, rows, row_loss)
+        else:
+            for local in rows:
+                row_loss(local, local.hidden_states(policy))[0].backward()
         sum_gradients(policy.model, policy.shards, mesh)
         scale_gradients(policy.model, policy.shards, 1 / divisor)
+        whole = sum(parts[1:], start=parts[0]).complete(mesh).value if parts else None
+        last = share_tensors({} if whole is None else {"total": whole}, mesh)  # of a pipeline, the last stage has it
         return StepResult(
-            loss={"total": sum(parts[1:], start=parts[0]).complete(mesh)},
+            loss={"total": Scalar(last["total"], frozenset())},
             metrics={},
             norms=gradient_norms(policy.model, policy.shards, mesh),
             gradients=full_gradients(policy.model, policy.shards, mesh),

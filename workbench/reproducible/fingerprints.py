@@ -1,7 +1,7 @@
 """Bitwise fingerprints of tensors, which may be sharded.
 
 The fingerprint of a tensor is a sum modulo 2^64 of one number per element, mixed from its bits and its index in the
-unsharded tensor. A sum has no order, so a tensor sharded over tp, or over dp x cp, has the same fingerprint as the
+unsharded tensor. A sum has no order, so a tensor sharded over tp, ep or dp x cp has the same fingerprint as the
 unsharded one; ranks exchange one integer per tensor. Mixing is one to one at every index: if exactly one element
 differs, by however little, the fingerprint differs for certain. If several differ, it does with probability 1 - 2^-64.
 Zeros of different sign differ, as do NaNs with different bits.
@@ -80,7 +80,12 @@ def fingerprints(
     Collective. Returns also the names of tensors whose replicas differ between ranks; both are the same on every rank.
     """
     names, by_name = list(values), [shards[name] for name in values]
+    # Which tensors an axis reduces, and which of them have a piece of their own on each of its ranks.
+    reduced = {"tp": [True] * len(names), "dp_cp": [not one.over_ep for one in by_name]}
     is_sharded = {"tp": [one.dim is not None for one in by_name], "dp_cp": [one.over_dp_cp for one in by_name]}
+    if any(experts := [one.over_ep for one in by_name]):
+        reduced |= {"edp": experts, "ep": experts}
+        is_sharded |= {"edp": is_sharded["dp_cp"], "ep": experts}
     sizes = [
         values[name].shape[shards[name].dim or 0] if sharded else 0
         for name, sharded in zip(names, is_sharded["tp"], strict=True)
@@ -91,12 +96,13 @@ def fingerprints(
     )
     equal_P = torch.ones_like(sums_P, dtype=torch.bool)
     for axis, sharded in is_sharded.items():
-        if mesh[axis].group is None:
+        if not any(reduced[axis]) or mesh[axis].group is None:
             continue
+        reduced_P = torch.tensor(reduced[axis], device=sums_P.device)
         sharded_P = torch.tensor(sharded, device=sums_P.device)
         largest_P, smallest_P = all_max(torch.stack([sums_P, ~sums_P]), mesh[axis])  # ~ reverses the order
-        equal_P &= sharded_P | (largest_P == ~smallest_P)
-        sums_P = torch.where(sharded_P, all_sum(sums_P, mesh[axis]), largest_P)
+        equal_P &= ~reduced_P | sharded_P | (largest_P == ~smallest_P)
+        sums_P = torch.where(reduced_P, torch.where(sharded_P, all_sum(sums_P, mesh[axis]), largest_P), sums_P)
     unequal_P = (~equal_P).long()
     for axis in ("dp_cp", "tp"):
         unequal_P = all_max(unequal_P, mesh[axis])
@@ -112,8 +118,12 @@ def _of_piece(value: Any, shard: ParameterShard, longest: int, mesh: Mesh) -> Te
     if shard.dim is not None:
         sizes[shard.dim] = sum(shard.parts) or longest * mesh["tp"].size
         places[shard.dim] = _dealt(places[shard.dim], shard.parts, longest, mesh)
+    if shard.over_ep:
+        sizes[0] *= mesh["ep"].size
+        places[0] = places[0] + mesh["ep"].rank * value.shape[0]
     if shard.over_dp_cp:
-        first = mesh["dp_cp"].rank * -(-value.shape[0] // mesh["dp_cp"].size)
+        over = mesh["edp" if shard.over_ep else "dp_cp"]
+        first = over.rank * -(-value.shape[0] // over.size)
         places[0] = places[0][first : first + local.shape[0]]
     return _of_places(local, places, sizes)
 

@@ -42,6 +42,10 @@ CP = Need("one cp rank", lambda f: f.spec.layout.cp > 1, "two cp ranks")
 TP = Need("one tp rank", lambda f: f.spec.layout.tp > 1, "two tp ranks")
 DP = Need("one dp rank", lambda f: f.spec.layout.dp > 1, "two dp ranks")
 EP = Need("experts on one rank, or none", lambda f: f.spec.layout.ep > 1)
+NO_REPLICAS_OF_EXPERTS = Need(
+    "several ranks with the same experts",
+    lambda f: f.spec.layout.ep == f.spec.layout.dp * f.spec.layout.cp,
+)
 PP = Need("one pipeline stage", lambda f: f.spec.layout.pp > 1)
 RANKS = Need("one rank of dp x cp", lambda f: f.spec.layout.dp * f.spec.layout.cp > 1, "two dp ranks")
 SEVERAL_RANKS = Need("one rank", lambda f: f.spec.layout.world_size > 1, "two dp ranks")
@@ -331,6 +335,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "empty_micro_batch_divides_by_zero": (EMPTY_SHARD,),
     "end_token_masked": (TRAINED_END,),
     "entropy_without_gradient": ALWAYS,
+    "expert_gradients_doubled_per_micro_batch": (EP, NO_REPLICAS_OF_EXPERTS, MICRO_BATCHES),
     "expert_gradients_times_ep": (EP,),
     "first_cotangent_for_all": (COTANGENTS,),
     "first_micro_batch_synchronised": (RANKS, MICRO_BATCHES),
@@ -388,6 +393,8 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "padded_width_in_denominator": (CONSTANT,),
     "per_sample_count_floor": (TOKEN_MEAN, UNTRAINED),
     "pipeline_gradients_averaged": (PP, MICRO_BATCHES),
+    "pipeline_gradients_averaged_per_call": (PP, MICRO_BATCHES),
+    "pipeline_loss_divided_after_backward": (PP,),
     "positions_from_shard": (CP, SPLIT_DOCUMENT),
     "prompt_in_document_advantage": (READS_DOCUMENTS, DOCUMENT_ADVANTAGE),
     "prompt_mean_for_token_mean": (TOKEN_MEAN, UNEQUAL_PROMPTS),
@@ -414,6 +421,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "sequence_sums_at_wrong_offsets": (CP, READS_DOCUMENTS, NOT_CONTIGUOUS),
     "sequence_weight_sums_logs": (DOCUMENT_MEAN_CORRECTION,),
     "shift_after_shard": (CP, SPLIT_DOCUMENT),
+    "stage_layers_numbered_locally": (PP,),
     "stages_prepared_per_micro_batch": (PP, MICRO_BATCHES),
     "stale_keys_in_ring_backward": (CP, SPLIT_DOCUMENT),
     "tail_positions_follow_head": (CP, NOT_CONTIGUOUS, TORN_DOCUMENT),

@@ -10,6 +10,7 @@ from tests.oracles.step import exact, grpo_step
 from workbench.errors import ShapeError, SpecError
 from workbench.losses.build import build_loss
 from workbench.policy.decoder import tiny_qwen3
+from workbench.prove import prove
 from workbench.prove.arrangement import (
     GRADIENT_BAR,
     LOSS_BAR,
@@ -221,3 +222,9 @@ def test_nan_and_errors_are_differences():
 def test_a_signature_stays_constant_while_shrinking():
     assert held(changed(1.0, (1.5, 0.0), (0.0, 2.0))).signature == ("gradient", False, "1 / cp")
     assert held(changed(2.0, (3.0, 1.0))).signature == ("gradient", True, "")
+
+
+def test_a_bug_of_experts_is_refuted_by_the_invariant_of_their_axis():
+    spec = RunSpec(loss={"name": "grpo"}, faults=["expert_gradients_times_ep"])
+    proof = prove(spec, invariants=["pipeline", "expert_degree"], rounds=1)
+    assert proof.broken == ("expert_degree",), proof

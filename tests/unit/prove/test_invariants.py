@@ -6,7 +6,17 @@ import pytest
 
 from workbench.prove.arrangement import one_rank_policy, one_row
 from workbench.prove.documents import Document, draw_documents
-from workbench.prove.invariants import DECLARED, INVARIANTS, Case, Invariant, dealt, shrink, smaller_cases, straddled
+from workbench.prove.invariants import (
+    DECLARED,
+    INVARIANTS,
+    SCHEDULES,
+    Case,
+    Invariant,
+    dealt,
+    shrink,
+    smaller_cases,
+    straddled,
+)
 from workbench.sharding.orders import ORDERS
 from workbench.specs.losses import LossSpec
 
@@ -18,6 +28,8 @@ MAY_CHANGE = {
     "cp_degree": {"cp", "attention"},
     "cp_order": {"order"},
     "tp": {"tp", "sequence_parallel"},
+    "pipeline": {"pp", "schedule", "stages_per_rank"},
+    "expert_degree": {"ep"},
     "head_chunking": {"chunk_tokens", "fused"},
     "padding": {"multiple_of"},
     "masked_rows": {"documents", "rows"},
@@ -82,6 +94,12 @@ def test_every_order_and_three_ways_of_attention_are_tried(documents):
         "ring",
         "ulysses",
     }
+
+
+def test_every_schedule_and_several_micro_batches_are_tried(documents):
+    tried = {(changed.schedule, changed.micro_batches) for _, changed in pairs(INVARIANTS["pipeline"], documents)}
+    assert tried == {(schedule, count) for schedule in SCHEDULES for count in (1, 2, 3)}
+    assert {(plain.dp, plain.cp) for plain, _ in pairs(INVARIANTS["expert_degree"], documents)} == {(2, 1), (1, 2)}
 
 
 def test_orders_of_micro_batches_and_rows_differ_in_order_only(documents):

@@ -11,6 +11,7 @@ SAMPLE = (
     "replicated and sliced",
     "one token at least",
     "no backward",
+    "averaged over stages",
 )
 PLAIN_LAWS = [name for name in INVARIANTS if name != "together"]
 

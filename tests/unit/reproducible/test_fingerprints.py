@@ -145,6 +145,35 @@ class TestOverRanks:
         for text in simulate(rank, **sizes):
             assert text == (whole, ())
 
+    @pytest.mark.parametrize("dealt", [False, True])
+    @pytest.mark.parametrize("sizes", [{"dp": 4, "ep": 2}, {"dp": 2, "cp": 2, "ep": 4}, {"dp": 2, "ep": 2, "tp": 2}])
+    def test_nor_do_experts_on_several_ranks(self, sizes, dealt):
+        whole = {"experts": drawn(4, 6, 8), "router": drawn(4, 6)}
+        shards = {
+            "experts": ParameterShard(2, over_dp_cp=dealt, over_ep=True),
+            "router": ParameterShard(over_dp_cp=dealt),
+        }
+
+        def rank(mesh):
+            experts = whole["experts"].chunk(mesh["ep"].size)[mesh["ep"].rank].chunk(mesh["tp"].size, 2)
+            local = {"experts": experts[mesh["tp"].rank], "router": whole["router"]}
+            for name, axis in (("experts", mesh["edp"]), ("router", mesh["dp_cp"])) if dealt else ():
+                each = -(-len(local[name]) // axis.size)
+                local[name] = Dealt(local[name].shape, local[name][axis.rank * each : (axis.rank + 1) * each])
+            return fingerprints(local, shards, mesh)
+
+        expected = {name: fingerprint(values) for name, values in whole.items()}
+        for output in simulate(rank, **sizes):
+            assert output == (expected, ())
+
+    def test_experts_that_differ_between_their_ranks_are_named(self):
+        def rank(mesh):
+            local = drawn(4, 6).chunk(2)[mesh["ep"].rank].clone()
+            local[1, 2] += float(mesh["dp"].rank == 3)
+            return fingerprints({"experts": local}, {"experts": ParameterShard(over_ep=True)}, mesh)
+
+        assert {unlike for _, unlike in simulate(rank, dp=4, ep=2)} == {("experts",)}
+
     def test_one_rank_needs_no_group(self):
         assert fingerprints(WHOLE, SHARDS, single_process_mesh())[0]["row"] == fingerprint(WHOLE["row"])
 
