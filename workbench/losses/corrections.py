@@ -392,9 +392,7 @@ def _total_variation(inputs: LossInputs) -> Tensor:
 
 def _probabilities(inputs: LossInputs, floor: float) -> tuple[Tensor, Tensor]:
     """[T] probabilities of old and sampler, at least ``floor`` from 0 and from 1."""
-    old_T, sampler_T = (
-        inputs.logprobs(policy).double().exp().clamp(floor, 1 - floor) for policy in ("old", "sampler")
-    )
+    old_T, sampler_T = (inputs.logprobs(policy).double().exp().clamp(floor, 1 - floor) for policy in ("old", "sampler"))
     return old_T, sampler_T
 
 

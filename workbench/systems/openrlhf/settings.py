@@ -45,7 +45,7 @@ class PolicySettings(AggregateSettings):
     """Unit of the correction for the sampler: each token, or a row by its mean; off: none. gspo: a ratio against the
     sampler, for either."""
     is_correction_mode: Literal["mask", "clip"] = "mask"
-    """Units outside the bounds: drop them, the others keep the weight old / sampler of each token; or clip the weight."""
+    """Units outside the bounds: drop them, others keep the weight old / sampler of each token; or clip the weight."""
     is_correction_gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
     """Statistic that is bounded: the weight itself (of a row: the geometric mean), the divergence from the sampler
     between this token and any other one, or the distance of its two probabilities."""
