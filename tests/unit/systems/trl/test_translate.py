@@ -11,7 +11,6 @@ from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
 from workbench.systems.replays import replay
 from workbench.systems.translate import loss_spec, settings_for, translation
-from workbench.systems.trl.settings import TRLSettings
 
 KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
 PLAIN = {
@@ -293,7 +292,3 @@ def test_options_of_the_whole_config_without_effect_are_listed():
 def test_options_that_change_the_loss_elsewhere_are_noted(settings, note):
     assert any(note in text for text in translation("trl", settings).notes)
     assert not any(note in text for text in translation("trl", {"router_aux_loss_coef": 0.0}).notes)
-
-
-def test_nothing_that_decides_the_loss_is_set_aside():
-    assert not set(TRLSettings.without_effect) & set(TRLSettings.model_fields)
