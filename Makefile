@@ -2,6 +2,7 @@
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
 # make bench    the performance benchmarks, measured here; records and pages in experiments/
 # make lint     ruff check, ruff format --check and mypy    make types      mypy alone
+# make drift    the newest releases of other systems against our replays; installs them, writes experiments/drift/drift.json
 # make engines  an environment for each system of engines/ (gigabytes)   make test-engines   tests that run these systems
 # make test-slurm   tests on a real Slurm of two emulated nodes; installs Debian's packages, as root
 # make docs     the manual as a searchable site in docs/_build/html, with executed notebooks (DOCS_NOTEBOOKS=off: without outputs)
@@ -20,7 +21,7 @@ ABLATION ?= experiments/layout_parity/ablation.yaml
 
 ENGINES ?= $(basename $(notdir $(wildcard engines/*.txt)))
 
-.PHONY: report test test-all test-slurm test-engines engines test-matrix lab bench lint types docs clean
+.PHONY: report test test-all test-slurm test-engines engines test-matrix drift lab bench lint types docs clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -45,6 +46,10 @@ engines: $(ENGINES:%=.engines/%/.installed)
 
 test-engines: .venv/.installed-dev engines
 	$(BIN)/python -m pytest -m engines tests/engines $(PYTEST)
+
+drift: .venv/.installed .engines/drift/.installed
+	$(BIN)/python -m experiments.drift.measure
+	$(BIN)/python -m experiments.summary
 
 test-matrix: .venv/.installed-dev browser
 	tests/matrix.sh $(ONLY)
