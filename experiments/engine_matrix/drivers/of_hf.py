@@ -3,6 +3,7 @@
 Weights are read before `train` and after it; losses and norms are those that the trainer logs.
 """
 
+import contextlib
 import gc
 import tempfile
 
@@ -166,8 +167,8 @@ def grpo(case, model, folder):
         "epsilon": 100.0,
         "log_completions": False,
     }
-    if OPTIONS.get("loss_type") == "luspo":
-        more["importance_sampling_level"] = "sequence"
+    if "entropy" in OPTIONS:
+        more["entropy_coef"] = float(OPTIONS["entropy"])
     if case.padding:
         more["pad_to_multiple_of"] = 32
     prompts = [text(case.documents[at].prompt) for at in range(0, len(case.documents), 2)]
@@ -205,7 +206,7 @@ BUILD = {"trainer": hf, "sft": sft, "dpo": dpo, "grpo": grpo}
 
 
 def accelerate_loop(case, model):
-    """The loop of Accelerate's guide to accumulation with variable sizes, or that of its first example."""
+    """The loop of Accelerate's guide to accumulation with batches of several sizes."""
     import accelerate
 
     from workbench.engines.driver import plain_norm
@@ -223,16 +224,11 @@ def accelerate_loop(case, model):
         parts = case.micro_batches(step, accelerator.process_index)
         for number, texts in enumerate(parts):
             batch = padded(texts, padding=case.padding)
-            manager = accelerator.no_sync(net) if number + 1 < len(parts) else accelerator.accumulate(net)
-            accelerator.sync_gradients = number + 1 == len(parts)
-            with manager:
-                if OPTIONS.get("loss") == "mean":
-                    loss = net(**batch).loss
-                else:
-                    labels = batch["labels"][:, 1:].flatten()
-                    logits = net(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-                    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-                    loss = total * accelerator.gradient_accumulation_steps * accelerator.num_processes / tokens
+            with accelerator.no_sync(net) if number + 1 < len(parts) else contextlib.nullcontext():
+                labels = batch["labels"][:, 1:].flatten()
+                logits = net(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+                total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+                loss = total * accelerator.gradient_accumulation_steps * accelerator.num_processes / tokens
                 accelerator.backward(loss)
         size = accelerator.clip_grad_norm_(net.parameters(), case.clip if case.clip is not None else 1e9)
         norms.append(float(size) if size is not None else plain_norm(net.parameters()))

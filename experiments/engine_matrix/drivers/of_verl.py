@@ -142,6 +142,7 @@ def worker_of(case, path):
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
             use_torch_compile=False,
+            use_dynamic_bsz=False,
             mixed_precision=exact,
             micro_batch_size_per_gpu=case.each,
         ),
