@@ -189,7 +189,8 @@ def read_step(folder: Path, number: int) -> EngineStep:
     for name, value in tensors.items():
         when, _, parameter = name.partition("/")
         weights[when][parameter] = value
-    return EngineStep(**weights, **{**content, "losses": tuple(content["losses"]), "norms": tuple(content["norms"])})
+    losses, norms = tuple(content.pop("losses")), tuple(content.pop("norms"))
+    return EngineStep(weights["before"], weights["after"], losses, norms, **content)
 
 
 def check_step(step: EngineStep, what: str) -> None:

@@ -53,7 +53,9 @@ class Script:
     def _start(self, cases: Sequence[EngineCase], ranks: int) -> list[EngineStep]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-        environment = os.environ | {"PYTHONPATH": str(self.path), "OMP_NUM_THREADS": "1"} | offline | self.environment
+        environment = (
+            os.environ | {"PYTHONPATH": str(self.path), "OMP_NUM_THREADS": "1"} | offline | dict(self.environment)
+        )
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             write_cases(folder, cases)
