@@ -4,6 +4,7 @@
 # make lint     ruff check, ruff format --check and mypy    make types      mypy alone
 # make drift    the newest releases of other systems against our replays; installs them, writes experiments/drift/drift.json
 # make engines  an environment for each system of engines/ (gigabytes)   make test-engines   tests that run these systems
+# make engine-matrix  invariants of these systems and of torch, measured; record and page in experiments/engine_matrix
 # make test-slurm   tests on a real Slurm of two emulated nodes; installs Debian's packages, as root
 # make docs     the manual as a searchable site in docs/_build/html, with executed notebooks (DOCS_NOTEBOOKS=off: without outputs)
 # make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
@@ -21,7 +22,7 @@ ABLATION ?= experiments/layout_parity/ablation.yaml
 
 ENGINES ?= $(basename $(notdir $(wildcard engines/*.txt)))
 
-.PHONY: report test test-all test-slurm test-engines engines test-matrix drift lab bench lint types docs clean
+.PHONY: report test test-all test-slurm test-engines engines engine-matrix test-matrix drift lab bench lint types docs clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -50,6 +51,9 @@ test-engines: .venv/.installed-dev engines
 drift: .venv/.installed .engines/drift/.installed
 	$(BIN)/python -m experiments.drift.measure
 	$(BIN)/python -m experiments.summary
+
+engine-matrix: .venv/.installed-dev engines
+	$(BIN)/python -m experiments.engine_matrix.measure
 
 test-matrix: .venv/.installed-dev browser
 	tests/matrix.sh $(ONLY)

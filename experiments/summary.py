@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.diagnosis.page import first, scored
+from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
 from experiments.precision import page as precision_page
@@ -78,6 +79,7 @@ def page() -> str:
         diagnosis(),
         sensitivity(),
         drift(),
+        engine_matrix(),
         first_minutes(),
         launch_overhead(),
         metrics_cost(),
@@ -608,6 +610,17 @@ def drift() -> str:
         ),
         *([f"Not counted, as they are known to differ: {'; '.join(known)}."] if known else []),
         _source("drift/drift.json", None, "make drift"),
+    )
+
+
+def engine_matrix() -> str:
+    """Verdicts of invariants for engines of other projects and of torch."""
+    record = _record("engine_matrix/matrix.json")
+    return _section(
+        "Engines under proof",
+        engine_page.answer(record),
+        _table(engine_page.HEADS, engine_page.rows(record)),
+        _source("engine_matrix/matrix.json", "engine_matrix/report.html", "make engine-matrix"),
     )
 
 
