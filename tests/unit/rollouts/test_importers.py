@@ -199,6 +199,12 @@ def test_a_line_that_is_no_object_is_refused(tmp_path):
         load_rollouts(write_jsonl(tmp_path / "a.jsonl", [[1, 2]]))
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + ".npz", "x\0.jsonl", "\ud800.parquet"])
+def test_a_text_that_can_be_no_path_is_refused(name):
+    with pytest.raises(RecordError, match="rule: a path of a file or folder"):
+        load_rollouts(name)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz"])
 def test_missing_and_damaged_files_are_refused_by_name(tmp_path, suffix):
     with pytest.raises(RecordError, match=f"from {tmp_path / 'none'}{suffix}\n  found: FileNotFoundError"):
