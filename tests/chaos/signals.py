@@ -42,7 +42,7 @@ def _stopped(folder: Path, ranks: int, guilty: int, before: str, draw: random.Ra
         dog = Watchdog(run, {rank: process.pid for rank, process in enumerate(each)}, hang_s=0.5, poll_s=0.1).start()
         codes = {rank: process.wait(timeout=_LONG_S) for rank, process in enumerate(each)}
         dog.stop()
-        run.write_json(f"ranks/{EXIT_CODES}", {str(rank): code for rank, code in codes.items()})
+        run.write_json(EXIT_CODES, {str(rank): code for rank, code in codes.items()})
         assert record_end(run, "failed") == "failed"
         failure = run.failure()
     assert failure is not None and (failure["rank"], failure["cause"]) == (guilty, "hang"), failure
@@ -57,7 +57,7 @@ def _ended_early(folder: Path, ranks: int, guilty: int, before: str, draw: rando
         dog = Watchdog(run, {rank: process.pid for rank, process in enumerate(each)}, poll_s=0.1).start()
         codes = {rank: process.wait(timeout=_LONG_S) for rank, process in enumerate(each)}
         dog.stop()
-        run.write_json(f"ranks/{EXIT_CODES}", {str(rank): code for rank, code in codes.items()})
+        run.write_json(EXIT_CODES, {str(rank): code for rank, code in codes.items()})
         assert record_end(run, "failed") == "failed"
         failure = run.failure()
     assert failure is not None and failure["rank"] == guilty, failure

@@ -144,7 +144,7 @@ def job_folder(run: RunDirectory) -> Path:
 
 def agent_output(log_dir: Path) -> str:
     """Standard error of the agents of the jobs under this folder, and the errors of Slurm's own programs."""
-    files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
+    files = sorted([*log_dir.glob("*/*/trainer/*/stderr.log"), *log_dir.glob("slurm-*.err")])
     slurm = [line for file in sorted(log_dir.glob("slurm-*.out")) for line in _text(file).splitlines()]
     return "\n".join([*map(_text, files), *filter(_SLURM_ERROR.match, slurm)])
 

@@ -16,11 +16,11 @@ CAUSES = ("exception", "out of memory", "killed", "hang", "early exit", "start",
 RECORDED_LAST = ("hang", "early exit")
 """Causes by which a job's other ranks die first: the record of the rank itself is written after theirs."""
 
-EXIT_CODES = "exit_codes.json"
-"""File under a run's ``ranks``: {rank: exit code, or -signal}, in the order in which they ended."""
+EXIT_CODES = "ranks/exit_codes.json"
+"""{rank: exit code, or -signal}, in the order in which they ended, in the run directory."""
 
 OOM = "ranks/oom.json"
-"""Processes that the machine killed for memory while the job ran, in the run directory."""
+"""Like the next ones a file of each agent (`workbench.records.agents`): processes that the machine killed for memory while the job ran, in the run directory."""
 
 WAITING = "ranks/waiting.json"
 """Ranks that others wait for, in the run directory; see `workbench.launch.watchdog`."""
