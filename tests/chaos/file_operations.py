@@ -133,7 +133,7 @@ def child(root: Path, seed: int, operations: Operations, limit: tuple[int, int] 
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             if limit is not None:
                 kind, left = limit
-                used = len(os.listdir("/proc/self/fd")) if kind == resource.RLIMIT_NOFILE else 0
+                used = len(list(Path("/proc/self/fd").iterdir())) if kind == resource.RLIMIT_NOFILE else 0
                 resource.setrlimit(kind, (used + left, resource.getrlimit(kind)[1]))
             with operations.counted():
                 write_a_run(root, seed, tell)
@@ -193,7 +193,7 @@ def operations_of_a_run(folder: Path, seed: int) -> int:
     root = _fresh(folder)
     status, told = child(root, seed, Operations(0, _kill))
     check(root, told, killed=False)
-    assert status == 0 and told[-1][0] == "operations", told[-1:]
+    assert (status, told[-1][0]) == (0, "operations"), told[-1:]
     return int(told[-1][1])
 
 

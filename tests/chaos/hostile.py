@@ -57,7 +57,21 @@ ROLLOUT = {
 }
 
 _TEXT = st.text(max_size=30) | st.sampled_from(
-    ["", "a" * 300, "../../x", "\x1b[31mred\x1b[0m", "\ud800", "größer", "nan", "1e400", "0x10", "~", "1_000", "-", "a\nb"]
+    [
+        "",
+        "a" * 300,
+        "../../x",
+        "\x1b[31mred\x1b[0m",
+        "\ud800",
+        "größer",
+        "nan",
+        "1e400",
+        "0x10",
+        "~",
+        "1_000",
+        "-",
+        "a\nb",
+    ]
 )
 _NUMBERS = st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**400, -(10**30)]) | st.integers()
 SCALARS = st.none() | st.booleans() | _NUMBERS | st.floats() | _TEXT
@@ -168,12 +182,7 @@ def check_spec(folder: Path, content: bytes) -> str:
     """Read an ablation and expand it; what came of it."""
     path = folder / "ablation.yaml"
     path.write_bytes(content)
-    try:
-        load_ablation(path).expand()
-    except WorkbenchError as error:
-        assert str(error).strip(), "an error without a message"
-        return "refused"
-    return "accepted"
+    return _result(lambda: load_ablation(path).expand())
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------
@@ -251,12 +260,13 @@ def datasets(folder: Path) -> dict[str, tuple[st.SearchStrategy[Any], Callable[[
 
 
 def _result(read: Callable[[], Any]) -> str:
+    message = "accepted"
     try:
         read()
     except WorkbenchError as error:
-        assert str(error).strip(), "an error without a message"
-        return "refused"
-    return "accepted"
+        message = str(error)
+    assert message.strip(), "an error without a message"
+    return "accepted" if message == "accepted" else "refused"
 
 
 # ---- records ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Ranks that are stopped, or that end too early, and clocks that jump: the watchdog and the record name what happened.
 
-The ranks are processes without torch (`tests.helpers.pretended_ranks`); the watchdog and the analysis are the real ones.
+The ranks are processes without torch (`tests.helpers.pretended_ranks`), the watchdog and the analysis the real ones.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _stopped(folder: Path, ranks: int, guilty: int, before: str, draw: random.Ra
         run.write_json(EXIT_CODES, {str(rank): code for rank, code in codes.items()})
         assert record_end(run, "failed") == "failed"
         failure = run.failure()
-    assert failure is not None and (failure["rank"], failure["cause"]) == (guilty, "hang"), failure
+    assert failure is not None
+    assert (failure["rank"], failure["cause"]) == (guilty, "hang"), failure
     assert "state T" in failure["message"], failure["message"]
 
 
@@ -60,7 +61,8 @@ def _ended_early(folder: Path, ranks: int, guilty: int, before: str, draw: rando
         run.write_json(EXIT_CODES, {str(rank): code for rank, code in codes.items()})
         assert record_end(run, "failed") == "failed"
         failure = run.failure()
-    assert failure is not None and failure["rank"] == guilty, failure
+    assert failure is not None
+    assert failure["rank"] == guilty, failure
     assert "left with exit code 0" in failure["message"], failure["message"]
 
 

@@ -329,7 +329,7 @@ class _FailureAnalysis:
             message = "the agent that starts the ranks failed before any rank recorded why"
         places = "; ".join(f"rank {rank} was in {view.inside}" for rank, view in self.views.items() if view.inside)
         # the agent's output, which depends on the backend
-        logs = {"processes": "ranks/agent.log", "slurm": "torchx/slurm-*.err"}
+        logs = {"processes": "ranks/agent.log", **dict.fromkeys(("slurm", "sbatch"), "torchx/slurm-*.err")}
         log = logs.get(str(self.run.state.get("backend")), "torchx/*/*/trainer/0/stderr.log")
         error = LaunchError(
             message,

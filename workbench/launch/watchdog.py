@@ -10,9 +10,9 @@ A look costs a read of 128 bytes a rank; only when a rank has been still for a s
                  `workbench.launch.failure_analysis` names the rank that is named there. NCCL takes a minute more for
                  that (measured: 72 s after a time-out of 8 s), so a wait that exceeds it by ten seconds is ended here.
 
-Each node of a job has an agent, which watches the ranks of that node and reads the records of all. The verdict is that of
-the agent whose rank is waited for: it has the stack, and can end the rank. The others end their own ranks when they read
-the exit record; if that agent is gone, the agent of the first rank that waits writes it.
+Each node of a job has an agent, which watches the ranks of that node and reads the records of all. The verdict is that
+of the agent whose rank is waited for: it has the stack, and can end the rank. The others end their own ranks when they
+read the exit record; if that agent is gone, the agent of the first rank that waits writes it.
 
 waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "message", "collective", "waiting", "since_ns", "at",
 "stack"}], "was": [...]}; ``waiting`` is an empty list once no rank is waited for, and ``was`` its last content.

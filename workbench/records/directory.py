@@ -36,7 +36,7 @@ STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
 ENDED = ("succeeded", "failed", "cancelled", "lost")
 """The states that a run does not leave, see `RunDirectory.set_state`."""
 
-CLUSTERS = ("slurm", "kubernetes")
+CLUSTERS = ("slurm", "sbatch", "kubernetes")
 """Backends whose jobs outlive the process that submitted them."""
 
 _CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))

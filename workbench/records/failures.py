@@ -20,7 +20,10 @@ EXIT_CODES = "ranks/exit_codes.json"
 """{rank: exit code, or -signal}, in the order in which they ended, in the run directory."""
 
 OOM = "ranks/oom.json"
-"""Like the next ones a file of each agent (`workbench.records.agents`): processes that the machine killed for memory while the job ran, in the run directory."""
+"""Processes that the machine killed for memory while the job ran, in the run directory.
+
+This file, the one before and the two that follow are written by each agent (`workbench.records.agents`).
+"""
 
 WAITING = "ranks/waiting.json"
 """Ranks that others wait for, in the run directory; see `workbench.launch.watchdog`."""
