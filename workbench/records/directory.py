@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ ENDED = ("succeeded", "failed", "cancelled", "lost")
 
 CLUSTERS = ("slurm", "sbatch", "kubernetes")
 """Backends whose jobs outlive the process that submitted them."""
+
+_TENSORS_FIX = "run again, with record settings that keep these tensors"
 
 _CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
 
@@ -273,8 +275,18 @@ class RunDirectory:
         return atomic.read_tensors(
             path,
             requested=f"read {self.path.name}/tensors/{path.name}",
-            fix="run again, with record settings that keep these tensors",
+            fix=_TENSORS_FIX,
         )
+
+    def stored_tensors(self, name: str, order: Iterable[str] = ()) -> Mapping[str, Tensor]:
+        """Open tensors/<name>.safetensors; each tensor is read when it is asked for, in an order of names if given.
+
+        Raises:
+            RecordError: as `read_tensors`.
+        """
+        path = self._tensor_path(name)
+        requested = f"read {self.path.name}/tensors/{path.name}"
+        return atomic.StoredTensors(path, requested=requested, fix=_TENSORS_FIX, order=order)
 
     def has_tensors(self, name: str) -> bool:
         """True if tensors/<name>.safetensors exists."""
