@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -154,6 +155,23 @@ class TestDryRun:
             "volumes"
         ]
         assert task["template"]["spec"]["restartPolicy"] == "Never"
+
+    def test_kubernetes_takes_the_pods_of_every_node(self):
+        """By the published schemas of Kubernetes; the Volcano job around the pods has none there."""
+        validator = pytest.importorskip("kubernetes_validate")
+        options = NEEDED | {"mounts": "type=volume,src=claim,dst=/shared"}
+        job = yaml.safe_load(described("kubernetes", replace(GPUS, nodes=2), **options))
+        tasks = job["spec"]["tasks"]
+        assert [task["replicas"] for task in tasks] == [1, 1]
+        for node, task in enumerate(tasks):
+            pod = {"apiVersion": "v1", "kind": "Pod", **task["template"]}
+            validator.validate(pod, validator.latest_version(), strict=True)
+            [container] = task["template"]["spec"]["containers"]
+            environment = {variable["name"]: variable["value"] for variable in container["env"]}
+            assert environment["WB_NODE"] == str(node)
+            assert environment["WB_HEAD_IN"] == ("VC_TRAINER_0_HOSTS" if node else "TORCHX_RANK0_HOST")
+            assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+            assert "--nnodes=2" in container["command"]
 
     @pytest.mark.parametrize("scheduler", schedulers.SCHEDULERS)
     def test_the_same_request_has_the_same_result(self, scheduler):
