@@ -22,7 +22,7 @@ from workbench.atomic import append_line, drop_torn_tail, locked, read_json, rea
 from workbench.errors import RecordError, check_kind
 from workbench.records.damage import EXIT_TYPES, STATE_TYPES, check_types, unfit
 from workbench.records.failures import exit_record, root_cause
-from workbench.records.integrity import FIX, refuse_incomplete
+from workbench.records.integrity import FIX, refuse_incomplete, refuse_other_types
 from workbench.records.provenance import is_process_alive, this_process
 from workbench.specs.reading import parse_spec
 from workbench.specs.run import RunSpec
@@ -251,10 +251,13 @@ class RunDirectory:
         """
         path = self.path / "metrics.jsonl"
         if partial or self.state["state"] != "succeeded":
-            return read_lines(path, fix=FIX)
+            records = read_lines(path, fix=FIX)
+            refuse_other_types(path, records)
+            return records
         fingerprint = _fingerprint(path)
         if self._steps_read is None or self._steps_read[0] != fingerprint:
             records = read_lines(path, fix=FIX)
+            refuse_other_types(path, records)
             refuse_incomplete(path, records, self.spec.steps)
             self._steps_read = fingerprint, records
         return [dict(record) for record in self._steps_read[1]]

@@ -207,6 +207,12 @@ def test_an_integer_that_no_float_holds_is_refused(key):
         load_rollouts([record | {"group_ids": 0, key: huge}])
 
 
+def test_a_huge_negative_id_is_named_as_it_is():
+    padded = {"prompt_ids": [[5]], "prompt_mask": [[1]], "completion_ids": [[-3.5e38]], "completion_mask": [[1]]}
+    with pytest.raises(ShapeError, match="found: -inf; 1 negative ids"):
+        load_rollouts(padded | {"old_logprobs": [[-1.0]], "advantages": [0.5]})
+
+
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + ".npz", "x\0.jsonl", "\ud800.parquet"])
 def test_a_text_that_can_be_no_path_is_refused(name):
     with pytest.raises(RecordError, match="rule: a path of a file or folder"):
