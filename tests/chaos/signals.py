@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.helpers.pretended_ranks import pretended_ranks
+from tests.helpers.stand_in import stand_in
 from workbench.launch import watchdog as watching
 from workbench.launch.failure_analysis import record_end
 from workbench.launch.watchdog import Watchdog
@@ -70,14 +71,14 @@ def _clock(folder: Path, ranks: int, guilty: int, before: str, draw: random.Rand
     """A slow rank is left alone, whatever the clock of the machine does meanwhile."""
     jump_ns = draw.choice([-1, 1]) * draw.choice([60, 3600, 86400 * 400]) * 10**9
     plans = _plans(ranks, guilty, f"{before} (b", f"{before} |go b")
-    began, time_ns = time.monotonic(), time.time_ns
+    began = time.monotonic()
     with pretended_ranks(folder, *plans) as (run, each):
         after_s = draw.uniform(0.0, 1.0)
 
         def jumping() -> int:
-            return time_ns() + (jump_ns if time.monotonic() - began > after_s else 0)
+            return time.time_ns() + (jump_ns if time.monotonic() - began > after_s else 0)
 
-        with mock.patch.object(time, "time_ns", jumping):
+        with mock.patch.object(watching, "time", stand_in(time, time_ns=jumping)):
             dog = Watchdog(run, {rank: process.pid for rank, process in enumerate(each)}, poll_s=0.1).start()
             time.sleep(after_s + 3.0)
             dog.stop()

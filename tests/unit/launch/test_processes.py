@@ -357,12 +357,3 @@ def test_a_running_job_is_remembered(start):
     gc.collect()
     told(run, "waiting0")
     assert process_alive(**agent)
-
-
-def test_a_server_that_is_gone_is_an_error_of_the_launch(tmp_path, monkeypatch):
-    """Killed between its start and its answer: the runs fail, and the launcher goes on."""
-    monkeypatch.setattr(processes, "warm_up", lambda: None)
-    monkeypatch.setattr(processes, "address", lambda: str(tmp_path / "forks"))
-    run = RunDirectory.create(tmp_path, "a", RunSpec())
-    with pytest.raises(LaunchError, match="no fork server at"):
-        processes.start([run], 1, Placement("cpu"), project=tmp_path)

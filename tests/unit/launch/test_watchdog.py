@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.helpers.pretended_ranks import pretended_ranks
+from tests.helpers.stand_in import stand_in
 from workbench.launch import watchdog as watching
 from workbench.launch.failure_analysis import record_end
 from workbench.launch.watchdog import Watchdog
@@ -337,8 +338,8 @@ def test_each_agent_has_files_of_its_own(tmp_path):
 @pytest.mark.parametrize("jump_s", [-3600, 3600])
 def test_a_clock_that_jumps_ends_nothing(tmp_path, monkeypatch, jump_s):
     with pretended_ranks(tmp_path, "a (b", "a |300") as (run, ranks):
-        now_ns = time.time_ns
-        monkeypatch.setattr(time, "time_ns", lambda: now_ns() + jump_s * 10**9)
+        jumped = stand_in(time, time_ns=lambda: time.time_ns() + jump_s * 10**9)
+        monkeypatch.setattr(watching, "time", jumped)
         dog = Watchdog(run, pids_of(ranks), hang_s=60.0)
         for _ in range(4):
             assert dog.look() is False
