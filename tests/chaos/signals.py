@@ -8,8 +8,12 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
+from typing import Any
+
+import pytest
 
 from tests.helpers.pretended_ranks import pretended_ranks
 from tests.helpers.stand_in import stand_in
@@ -21,6 +25,14 @@ from workbench.records.failures import EXIT_CODES
 KINDS = ("stopped", "ended early", "clock")
 
 _LONG_S = 60.0
+
+
+@contextmanager
+def _changed(name: str, value: Any) -> Iterator[None]:
+    """The watchdog with another constant or module meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watching, name, value)
+        yield
 
 
 def tell(folder: Path, kind: str, draw: random.Random) -> None:
@@ -38,7 +50,7 @@ def _plans(ranks: int, guilty: int, others: str, own: str) -> list[str]:
 def _stopped(folder: Path, ranks: int, guilty: int, before: str, draw: random.Random) -> None:
     """A rank that gets SIGSTOP is named as stopped, not as killed."""
     plans = _plans(ranks, guilty, f"{before} (b", f"{before} |300")
-    with mock.patch.object(watching, "_BACKEND_S", 0.2), pretended_ranks(folder, *plans, timeout_s=0.5) as (run, each):
+    with _changed("_BACKEND_S", 0.2), pretended_ranks(folder, *plans, timeout_s=0.5) as (run, each):
         each[guilty].send_signal(signal.SIGSTOP)
         dog = Watchdog(run, {rank: process.pid for rank, process in enumerate(each)}, hang_s=0.5, poll_s=0.1).start()
         codes = {rank: process.wait(timeout=_LONG_S) for rank, process in enumerate(each)}
@@ -54,7 +66,7 @@ def _stopped(folder: Path, ranks: int, guilty: int, before: str, draw: random.Ra
 def _ended_early(folder: Path, ranks: int, guilty: int, before: str, draw: random.Random) -> None:
     """A rank that ends with exit code 0 while others wait is named as such."""
     plans = _plans(ranks, guilty, f"{before} (b", f"{before} {draw.choice(['end', 'gone'])}")
-    with mock.patch.object(watching, "_GONE_S", 0.2), pretended_ranks(folder, *plans) as (run, each):
+    with _changed("_GONE_S", 0.2), pretended_ranks(folder, *plans) as (run, each):
         each[guilty].wait(timeout=_LONG_S)
         dog = Watchdog(run, {rank: process.pid for rank, process in enumerate(each)}, poll_s=0.1).start()
         codes = {rank: process.wait(timeout=_LONG_S) for rank, process in enumerate(each)}
@@ -78,7 +90,7 @@ def _clock(folder: Path, ranks: int, guilty: int, before: str, draw: random.Rand
         def jumping() -> int:
             return time.time_ns() + (jump_ns if time.monotonic() - began > after_s else 0)
 
-        with mock.patch.object(watching, "time", stand_in(time, time_ns=jumping)):
+        with _changed("time", stand_in(time, time_ns=jumping)):
             dog = Watchdog(run, {rank: process.pid for rank, process in enumerate(each)}, poll_s=0.1).start()
             time.sleep(after_s + 3.0)
             dog.stop()
