@@ -79,7 +79,7 @@ def _refuse_negative(where: str, name: str, ids: Tensor, mask_name: str, mask: T
         row, at = (int(i) for i in torch.nonzero(bad)[0])
         raise ShapeError(
             f"{where}: {name}, row {row}, token {at}",
-            found=f"{int(ids[row, at])}; {int(bad.sum())} negative ids in all where {mask_name} is 1",
+            found=f"{ids[row, at].item()}; {int(bad.sum())} negative ids in all where {mask_name} is 1",
             rule="a token id is at least 0; -100 marks labels that a loss ignores, not tokens",
             fix=f"pass the ids that the policy sampled, and set {mask_name} to 0 on padding",
         )

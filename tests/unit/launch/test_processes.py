@@ -190,7 +190,7 @@ class TestEnds:
         job, run = start(act, ranks=ranks)
         assert wait(job) == state
         assert job.exit_codes == codes
-        written = json.loads((run.path / "ranks" / EXIT_CODES).read_text())
+        written = json.loads((run.path / EXIT_CODES).read_text())
         assert {int(rank): code for rank, code in written.items()} == codes
 
     @pytest.mark.parametrize(("act", "code"), [("raise_1", 1), ("kill_1", -signal.SIGKILL)])
@@ -201,7 +201,7 @@ class TestEnds:
         assert time.monotonic() - begin < 6.0
         assert next(iter(job.exit_codes.items())) == (1, code)
         assert job.exit_codes == {1: code, 0: -signal.SIGTERM, 2: -signal.SIGTERM}
-        assert list(json.loads((run.path / "ranks" / EXIT_CODES).read_text())) == [str(rank) for rank in job.exit_codes]
+        assert list(json.loads((run.path / EXIT_CODES).read_text())) == [str(rank) for rank in job.exit_codes]
 
     def test_an_exception_is_in_the_log(self, start):
         job, run = start("raise_1", ranks=2)
