@@ -99,8 +99,9 @@ def start(
     server = processes.address() if scheduler == LOCAL and placement.nodes == 1 else ""
     resumable = all(run.spec.record.checkpoint_every for run in runs)
     if scheduler == SBATCH:
-        common = {"project": project, "worker": worker, "options": options, "resumable": resumable}
-        text = sbatch.script(names, paths, world_size, placement, **common)
+        text = sbatch.script(
+            names, paths, world_size, placement, project=project, worker=worker, options=options, resumable=resumable
+        )
         folder.mkdir(exist_ok=True)
         return ClusterJob(sbatch.submit(text), runs)
     request = request_of(
@@ -141,8 +142,16 @@ def describe(
         LaunchError: as `start`, for what can be checked before.
     """
     if scheduler == SBATCH:
-        common = {"project": project, "worker": worker, "options": options, "resumable": resumable}
-        text = sbatch.script(names, run_paths, world_size, placement, **common)
+        text = sbatch.script(
+            names,
+            run_paths,
+            world_size,
+            placement,
+            project=project,
+            worker=worker,
+            options=options,
+            resumable=resumable,
+        )
         return f"sbatch --parsable <<'SBATCH'\n{text}SBATCH\n"
     request = request_of(
         names, run_paths, world_size, placement, project, worker, scheduler, options or {}, resumable=resumable

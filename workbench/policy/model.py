@@ -354,11 +354,11 @@ def load_policy(
         check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
     else:
         model = cast(model, DTYPES[dtypes.weights])
-    model = use_kernels(model, kernels or {})
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
     shards = shard_experts(model, mesh, shards)
+    model = use_kernels(model, kernels or {})  # after the check of the shards on the host, where Triton does not run
     # Inside of other dtypes for routers, whose logits are noted before they are cast back.
     share = (mesh["tp"].rank, mesh["tp"].size) if sequence_parallel else (0, 1)
     routers = install_routers(model, share=share) if routing else None

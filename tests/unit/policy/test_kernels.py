@@ -1,6 +1,7 @@
 """Compiled and liger kernels of a decoder's trunk, against the decoder as it is."""
 
 import sys
+import threading
 import types
 
 import pytest
@@ -11,6 +12,10 @@ from workbench.faults import planted
 from workbench.policy import kernels
 from workbench.policy.decoder import load_decoder
 from workbench.policy.kernels import gated, rms_norm, rotate, use_kernels
+from workbench.policy.model import load_policy
+from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.mesh import single_process_mesh
+from workbench.sharding.simulated import simulate
 
 FORMULAS = {"norm": rms_norm, "rope": rotate, "mlp": gated}
 
@@ -108,6 +113,30 @@ def test_the_functions_of_liger_are_called(monkeypatch):
     monkeypatch.setattr(kernels, "_liger", lambda: stand_in)
     results(use_kernels(load_decoder("tiny-qwen3"), dict.fromkeys(("norm", "rope", "mlp"), "liger")))
     assert set(calls) == {(0.0, "llama", False), "rope", "mlp"}
+
+
+def test_shards_over_tp_are_checked_without_kernels(monkeypatch):
+    """The check is on the host, whose tensors Triton refuses."""
+    this_rank, loaded = threading.local(), []
+
+    def apply(*inputs):
+        loaded.append(this_rank.loaded)
+        return gated(*inputs)
+
+    operators = types.SimpleNamespace(LigerSiLUMulFunction=types.SimpleNamespace(apply=apply))
+    monkeypatch.setattr(kernels, "_liger", lambda: operators)
+
+    def hidden(mesh):
+        this_rank.loaded = False
+        policy = load_policy("tiny-qwen3", mesh=mesh, kernels={"mlp": "liger"})
+        this_rank.loaded = True
+        shard = AttentionShard(torch.arange(4)[None, None], documents_T=torch.zeros(4, dtype=torch.int64))
+        return policy.hidden_states(torch.arange(4), torch.arange(4), shard).detach()
+
+    alone = hidden(single_process_mesh())
+    for over_tp in simulate(hidden, tp=2):
+        torch.testing.assert_close(over_tp, alone)
+    assert set(loaded) == {True}
 
 
 def test_a_fault_can_be_planted_at_a_rotation_that_takes_kernels(eager):
