@@ -3,7 +3,9 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
 from workbench.atomic import write_tensors
+from workbench.engines import driver
 from workbench.engines.case import EngineCase, EngineStep, read_step, write_cases
 from workbench.engines.driver import Refused, load_weights, options, plain_norm, serve, snapshot
 from workbench.engines.proof import DOCUMENTS
@@ -18,7 +20,7 @@ def test_a_driver_answers_every_case(tmp_path, monkeypatch, capsys):
             raise ValueError("no clip")
         return EngineStep({"a": torch.ones(1)}, {"a": torch.zeros(1)})
 
-    monkeypatch.setattr(sys, "argv", ["driver.py", str(tmp_path), "kind=sft"])
+    monkeypatch.setattr(driver, "sys", stand_in(sys, argv=["driver.py", str(tmp_path), "kind=sft"]))
     write_cases(tmp_path, [EngineCase(DOCUMENTS), EngineCase(DOCUMENTS, packed=True), EngineCase(DOCUMENTS, clip=1.0)])
     serve(run)
     steps = [read_step(tmp_path, number) for number in range(3)]
