@@ -57,7 +57,7 @@ class _Options:
     per_job: int | None = None
     """Runs of one world size that share a job, one after another; by default chosen here."""
     nodes: int = 1
-    """Machines for each job, with equally many ranks on each."""
+    """Machines of a job, with equally many ranks."""
     notebook: bool = True
     """Execute the report as a notebook too, next to the page."""
     track: TrackerName | None = None

@@ -1,11 +1,13 @@
 """Compiled and liger kernels of a decoder's trunk, against the decoder as it is."""
 
+import itertools
 import sys
 import threading
 import types
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from workbench.errors import SpecError
 from workbench.faults import planted
@@ -113,6 +115,19 @@ def test_the_functions_of_liger_are_called(monkeypatch):
     monkeypatch.setattr(kernels, "_liger", lambda: stand_in)
     results(use_kernels(load_decoder("tiny-qwen3"), dict.fromkeys(("norm", "rope", "mlp"), "liger")))
     assert set(calls) == {(0.0, "llama", False), "rope", "mlp"}
+
+
+def test_every_shape_and_dtype_is_compiled():
+    """torch compiles eight graphs of a function, and runs it uncompiled from then on."""
+    kernels._compiled("norm")
+    graphs = CompileCounter()
+    norm = torch.compile(rms_norm, backend=graphs)
+    cases = list(itertools.product((2, 3, 4), (torch.float32, torch.float64), (False, True)))
+    for dims, dtype, gradient in cases:
+        x = torch.randn(*(2,) * dims, dtype=dtype, requires_grad=gradient)
+        with torch.set_grad_enabled(gradient):
+            norm(x, torch.ones(2, dtype=dtype), 1e-6)
+    assert graphs.frame_count == len(cases) == 12
 
 
 def test_shards_over_tp_are_checked_without_kernels(monkeypatch):
