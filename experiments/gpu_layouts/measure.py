@@ -98,6 +98,8 @@ class Plan(_Model):
     old_policy: OldPolicy
     workloads: dict[str, Workload]
     layouts: dict[str, LayoutSpec]
+    kernels: dict[str, str] = {}
+    """Kernels of norms, rotary embeddings and MLPs, of every layout."""
 
     def entries(self, ranks: int) -> list[str]:
         """Workload and layout of every measurement on ``ranks`` ranks, those of one policy next to each other."""
@@ -114,20 +116,25 @@ class Plan(_Model):
 
 
 def measure(
-    *, pairs: int = SAMPLES, minutes: float = MINUTES, report_progress: Callable[[str], None] = lambda line: None
+    *,
+    pairs: int = SAMPLES,
+    minutes: float = MINUTES,
+    plan_file: str = "",
+    report_progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure every layout that this machine has GPUs for and return a record.
 
     Args:
         pairs: timed steps of each layout, after two that are not timed.
         minutes: no further layout is started after this time.
+        plan_file: of this folder; empty: `layouts.yaml`, without a GPU `dry_run.yaml`.
         report_progress: called with progress messages.
 
     Raises:
         LaunchError: the layout of one rank failed, which is the baseline of the others.
     """
     gpus = torch.cuda.device_count()
-    source = Path(__file__).parent / ("layouts.yaml" if gpus else "dry_run.yaml")
+    source = Path(__file__).parent / (plan_file or ("layouts.yaml" if gpus else "dry_run.yaml"))
     plan = parse_spec(Plan, read_yaml(source), where=source.name)
     start, deadline = time.time(), time.time() + 60 * minutes
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # gigabytes of weights, read by every rank
@@ -278,6 +285,8 @@ class Rank:
             layout.sequence_parallel,
             layout.shard_parameters,
             layout.checkpointing,
+            layout.pp,
+            layout.pipeline_schedule,
         )
         if self._policy is None or self._policy[0] != key:
             self._policy = None
@@ -293,6 +302,9 @@ class Rank:
                 shard_parameters=layout.shard_parameters,
                 checkpointing=layout.checkpointing,
                 sequence_parallel=layout.sequence_parallel,
+                kernels=self.plan.kernels,
+                pipeline_schedule=layout.pipeline_schedule,
+                stages_per_rank=layout.stages_per_rank,
             )
             self._policy = key, policy, build_optimizer(policy, spec)
         return self._policy[1:]
@@ -422,7 +434,9 @@ class Rank:
     def most(self, value: float, mesh: Mesh) -> float:
         """The largest value of all ranks."""
         most = torch.tensor(value, dtype=torch.float64, device=self.device)
-        return float(all_max(all_max(most, mesh["dp_cp"]), mesh["tp"]))
+        for axis in ("dp_cp", "tp", "pp"):
+            most = all_max(most, mesh[axis])
+        return float(most)
 
     def _parity(self, name: str, result: flow.StepResult, batch: RolloutBatch) -> dict[str, Any]:
         distances, norms = {}, {}

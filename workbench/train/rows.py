@@ -270,8 +270,12 @@ def in_source_order(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_s
 
     Of a pipeline those of the last stage, on all stages; other stages pass none.
     """
-    if not per_token:
-        return share_tensors({}, mesh)
+    ordered = _ordered(per_token, mesh, num_source) if per_token else {}
+    return {name: values_S.cpu() for name, values_S in share_tensors(ordered, mesh).items()}
+
+
+def _ordered(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_source: int) -> dict[str, Tensor]:
+    """`in_source_order` of the ranks that have values, on the device."""
     local = {name: torch.cat([tokens[name] for tokens in per_token]).to(mesh.device) for name in per_token[0]}
     pieces = gather_many(list(local.values()), mesh["dp_cp"])
     gathered = {name: torch.cat(of_ranks) for name, of_ranks in zip(local, pieces, strict=True)}
@@ -282,4 +286,4 @@ def in_source_order(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_s
         values_S = values_T.new_zeros(num_source)
         values_S[source[is_token]] = values_T[is_token]
         ordered[name] = values_S
-    return {name: values_S.cpu() for name, values_S in share_tensors(ordered, mesh).items()}
+    return ordered
