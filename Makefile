@@ -2,8 +2,11 @@
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
 # make bench    the performance benchmarks, measured here; records and pages in experiments/
 # make lint     ruff check, ruff format --check and mypy    make types      mypy alone
+# make drift    the newest releases of other systems against our replays; installs them, writes experiments/drift/drift.json
 # make engines  an environment for each system of engines/ (gigabytes)   make test-engines   tests that run these systems
+# make engine-matrix  invariants of these systems and of torch, measured; record and page in experiments/engine_matrix
 # make test-slurm   tests on a real Slurm of two emulated nodes; installs Debian's packages, as root
+# make chaos    a campaign of kills, full disks and malformed files (SEED=1 MINUTES=30); its record is in experiments/chaos
 # make docs     the manual as a searchable site in docs/_build/html, with executed notebooks (DOCS_NOTEBOOKS=off: without outputs)
 # make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
 #
@@ -18,9 +21,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 WORKERS ?= 2
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
+SEED ?= 1
+MINUTES ?= 30
+
 ENGINES ?= $(basename $(notdir $(wildcard engines/*.txt)))
 
-.PHONY: report test test-all test-slurm test-engines engines test-matrix lab bench lint types docs clean
+.PHONY: report chaos test test-all test-slurm test-engines engines engine-matrix test-matrix drift lab bench lint types docs clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -41,10 +47,20 @@ test-all: .venv/.installed-dev browser
 test-slurm: .venv/.installed-dev slurm
 	$(BIN)/python -m pytest -m slurm tests/slurm $(PYTEST)
 
+chaos: .venv/.installed-dev
+	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY))
+
 engines: $(ENGINES:%=.engines/%/.installed)
 
 test-engines: .venv/.installed-dev engines
 	$(BIN)/python -m pytest -m engines tests/engines $(PYTEST)
+
+drift: .venv/.installed .engines/drift/.installed
+	$(BIN)/python -m experiments.drift.measure
+	$(BIN)/python -m experiments.summary
+
+engine-matrix: .venv/.installed-dev engines
+	$(BIN)/python -m experiments.engine_matrix.measure
 
 test-matrix: .venv/.installed-dev browser
 	tests/matrix.sh $(ONLY)

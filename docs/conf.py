@@ -68,6 +68,7 @@ guides/your-run
 guides/ablations
 guides/your-loss
 guides/layouts
+guides/mixtures
 guides/reproducible-runs
 guides/online-rl
 guides/two-modules

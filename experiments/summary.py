@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.diagnosis.page import first, scored
+from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
 from experiments.fused_ab import page as fused_ab
 from experiments.precision import page as precision_page
@@ -77,6 +78,8 @@ def page() -> str:
         first_ratio(),
         diagnosis(),
         sensitivity(),
+        drift(),
+        engine_matrix(),
         first_minutes(),
         launch_overhead(),
         metrics_cost(),
@@ -577,6 +580,49 @@ def sensitivity() -> str:
         "file and commit that the page names.",
         _table(("check", *sensitivity_page.HEADS[3:]), rows, right=range(1, 5)),
         _source("sensitivity/sensitivity.json", "sensitivity/report.html", "python -m workbench bench sensitivity"),
+    )
+
+
+def drift() -> str:
+    """Installed releases of other systems against their adapters."""
+    record = _record("drift/drift.json")
+    rows = [
+        [
+            name,
+            row["release"],
+            f"{row['agree']} of {row['cases'] - row['known']}",
+            f"{row['distance']:.0e}",
+            f"{row['own_precision']:.0e}",
+            row["nan_losses"],
+        ]
+        for name, row in record["systems"].items()
+    ]
+    known = [
+        f"{name}: {row['known']}, {row['known_reason']}" for name, row in record["systems"].items() if row["known"]
+    ]
+    return _section(
+        "Drift of other systems",
+        f"The newest releases, installed, and {record['cases']} drawn calls of the policy losses of each: options, "
+        "masks, near and far policies, micro-batches without a token; replayed from the adapter's translation.",
+        f"*Agree*: loss, gradient and metrics within {record['bar']:g}, NaN for NaN, of the release with its float32 "
+        "constants and casts lifted to float64; *distance*: the largest relative one of these. *Own precision*: the "
+        "largest relative distance of the release as it is from itself lifted, on float64 inputs.",
+        _table(
+            ("system", "release", "agree", "distance", "own precision", "losses that are NaN"), rows, right=range(2, 6)
+        ),
+        *([f"Not counted, as they are known to differ: {'; '.join(known)}."] if known else []),
+        _source("drift/drift.json", None, "make drift"),
+    )
+
+
+def engine_matrix() -> str:
+    """Verdicts of invariants for engines of other projects and of torch."""
+    record = _record("engine_matrix/matrix.json")
+    return _section(
+        "Engines under proof",
+        engine_page.answer(record),
+        _table(engine_page.HEADS, engine_page.rows(record)),
+        _source("engine_matrix/matrix.json", "engine_matrix/report.html", "make engine-matrix"),
     )
 
 

@@ -46,6 +46,8 @@ _PUBLIC = {
     "reproducibly": "workbench.reproducible",
     "prove": "workbench.prove",
     "assert_proved": "workbench.prove",
+    "prove_engine": "workbench.engines.proof",
+    "assert_engine_proved": "workbench.engines.proof",
     "planted_faults": "workbench.faults",
     "Recorder": "workbench.records.recorder",
     "Record": "workbench.diagnose.record",

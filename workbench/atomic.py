@@ -16,9 +16,9 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from workbench.errors import RecordError
 from workbench.untrusted import parse_json
@@ -109,6 +109,40 @@ def read_tensors(path: Path, *, requested: str, fix: str) -> dict[str, Tensor]:
 
     with _damaged_tensors(requested, fix):
         return load_file(path)
+
+
+class StoredTensors(Mapping[str, "Tensor"]):
+    """The tensors of a safetensors file, each read when it is asked for, and forgotten.
+
+    Args:
+        path: of the file.
+        requested: what is read, for errors.
+        fix: what a user can do, for errors.
+        order: names in the order in which they are given; () for that of the file.
+
+    Raises:
+        RecordError: missing or damaged, with this request and fix; also when a tensor is read.
+    """
+
+    def __init__(self, path: Path, *, requested: str, fix: str, order: Iterable[str] = ()) -> None:
+        self._path, self._requested, self._fix = path, requested, fix
+        names = dict.fromkeys(tensor_names(path, requested=requested, fix=fix))
+        self._names = {name: None for name in order if name in names} | names
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        if name not in self._names:
+            raise KeyError(name)
+        # opened for each: a file that stays open keeps the pages of all tensors that were read
+        with _damaged_tensors(self._requested, self._fix), safe_open(self._path, framework="pt") as file:
+            return cast("Tensor", file.get_tensor(name)).clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def tensor_names(path: Path, *, requested: str, fix: str) -> list[str]:

@@ -146,6 +146,7 @@ class Experiment:
         force: bool = False,
         options: Mapping[str, str] | None = None,
         per_job: int | None = None,
+        nodes: int = 1,
         track: TrackerName | None = None,
         detached: bool | None = None,
         report: bool = False,
@@ -158,11 +159,12 @@ class Experiment:
 
         Args:
             where: what launches the ranks: "torchx", "processes", "here" (in this process; returns when the last run
-                has ended), "slurm" or "kubernetes"; see `workbench.launch.run.Where`.
+                has ended), "slurm", "sbatch" or "kubernetes"; see `workbench.launch.run.Where`.
             fresh: run everything again.
             force: run changed configurations again, instead of raising an error.
             options: options of the cluster's scheduler.
             per_job: runs of one world size that share a job, one after another; None: the launcher chooses.
+            nodes: machines for each job, with equally many ranks on each.
             track: tracker that gets these runs while they continue; see `workbench.report.exporters.follow`.
             detached: launch from a process of its own, so that the runs continue after the end of this one: a kernel
                 restart, a closed terminal. `panel`, `wait`, `cancel` and `compare` work as ever, from any process.
@@ -177,7 +179,7 @@ class Experiment:
         self._comparison = None
         if detached or (detached is None and self._takes_long(where)):
             launching = {"where": where, "fresh": fresh, "force": force, "options": options, "per_job": per_job}
-            self._detach({**launching, "track": track}, report, announce=detached is None)
+            self._detach({**launching, "nodes": nodes, "track": track}, report, announce=detached is None)
             return self
         if report:
             raise SpecError(
@@ -197,6 +199,7 @@ class Experiment:
             trial=self._trial,
             options=options,
             per_job=per_job,
+            nodes=nodes,
             before=self.tracking,
             on_event=on_event,
         )
@@ -227,14 +230,20 @@ class Experiment:
             )
 
     def requests(
-        self, where: Where, *, options: Mapping[str, str] | None = None, per_job: int | None = None
+        self,
+        where: Where,
+        *,
+        options: Mapping[str, str] | None = None,
+        per_job: int | None = None,
+        nodes: int = 1,
     ) -> dict[str, str]:
         """Return the exact scheduler request of every job, by the names of its runs. Nothing is written or contacted.
 
         Raises:
             LaunchError: a run cannot be placed, or an option that the scheduler does not know.
         """
-        return requests(self.planned, self.folder, where=where, project=self.project, options=options, per_job=per_job)
+        chosen: dict[str, Any] = {"options": options, "per_job": per_job, "nodes": nodes}
+        return requests(self.planned, self.folder, where=where, project=self.project, **chosen)
 
     def wait(self) -> dict[str, str]:
         """Wait until every run has ended, and return the `states`. An interrupt (Ctrl-C) leaves the runs running."""

@@ -27,7 +27,7 @@ LAYERS = (
     "records|dumps",
     "faults|attach",
     "train|systems",
-    "launch|compare,prove,diagnose,check,attribution,sensitivity",
+    "launch|compare,prove,diagnose,check,attribution,sensitivity,engines",
     "report",
     "experiment",
     "mutation_score",

@@ -40,6 +40,7 @@ MEASURED = [
         "fused_ab",
         "ratio_at_step_zero",
         "sensitivity",
+        "engine_matrix",
     )
 ]
 ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] + [

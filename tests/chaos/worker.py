@@ -14,9 +14,9 @@ import random
 import sys
 import time
 import zlib
-from pathlib import Path
 
 from workbench.atomic import to_json
+from workbench.launch.agent import run_dirs_of
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import is_process_alive
 from workbench.sharding import flight
@@ -26,11 +26,17 @@ STEP_S = 0.04
 
 
 def main() -> None:
-    run, rank = RunDirectory.open(Path(sys.argv[1])), int(os.environ["RANK"])
+    agent = os.getppid()
+    for path in run_dirs_of(["-m", "", *sys.argv[1:]]):
+        execute(RunDirectory.open(path), int(os.environ["RANK"]), agent)
+
+
+def execute(run: RunDirectory, rank: int, agent: int) -> None:
+    """Record the steps of one run; a job may share its ranks between several."""
     enable_diagnostics(run, rank)
     if rank == 0:
         run.set_state("running")
-    agent, started_by = os.getppid(), run.state["launcher"]
+    started_by = run.state["launcher"]
     lengths = random.Random(run.spec.seed)
     for step in range(run.spec.steps):
         if rank == 0:

@@ -8,10 +8,11 @@ def sees(at, key, documents, window):
     return key <= at and documents[at] == documents[key] and (window is None or at - key < window)
 
 
-def attention(query, key, value, documents, *, scale, window=None):
+def attention(query, key, value, documents, *, scale, window=None, sinks=None):
     """Output [Hq, T, d] of queries [Hq, T, d] over keys and values [Hk, T, d]; autograd does the gradient.
 
     ``documents`` has for each place the number of its document; padding that stands apart has numbers of its own.
+    ``sinks`` [Hq] are one more score of each query of a head, without a value.
     """
     share = query.shape[0] // key.shape[0]
     heads = []
@@ -20,8 +21,11 @@ def attention(query, key, value, documents, *, scale, window=None):
         rows = []
         for at in range(query.shape[1]):
             seen = [other for other in range(len(documents)) if sees(at, other, documents, window)]
-            weights = torch.softmax(scale * (k[seen] @ query[head, at]), 0)
-            rows.append(weights @ v[seen])
+            scores = scale * (k[seen] @ query[head, at])
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1]])
+            weights = torch.softmax(scores, 0)
+            rows.append(weights[: len(seen)] @ v[seen])
         heads.append(torch.stack(rows))
     return torch.stack(heads)
 

@@ -149,10 +149,11 @@ def statistic(document, t, gate, level, log_clamp):
             "inverse_k3": math.exp(-mu) - 1 + mu,
         }[gate]
 
-    if gate == "binary_kl":
-        own = [binary_kl(document["old"][s], document["sampler"][s]) for s in trained(document)]
+    if gate in ("binary_kl", "sampler_binary_kl", "total_variation"):
+        of_probabilities = {"binary_kl": binary_kl, "sampler_binary_kl": sampler_binary_kl}.get(gate, total_variation)
+        own = [of_probabilities(document["old"][s], document["sampler"][s]) for s in trained(document)]
         return {
-            "token": lambda _: binary_kl(document["old"][t], document["sampler"][t]),
+            "token": lambda _: of_probabilities(document["old"][t], document["sampler"][t]),
             "document_max": max,
             "document_min": min,
             "document_sum": sum,
@@ -178,6 +179,17 @@ def binary_kl(old, sampler):
         return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
     return max(divergence(p, q), divergence(q, p))
+
+
+def sampler_binary_kl(old, sampler):
+    """The divergence from the sampler to the old policy; probabilities stay 1e-6 from 0 and 1."""
+    q, p = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (old, sampler))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def total_variation(old, sampler):
+    q, p = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (old, sampler))
+    return abs(p - q)
 
 
 def mean_weight(found, *, over_documents, epsilon):

@@ -27,42 +27,85 @@ class ExactNorm(nn.Module):
 
 
 class ExactRotary(nn.Module):
-    """Rotary angles of default type, in float64, from the published formula."""
+    """Rotary angles of default type, in float64, from the published formula; once for both halves of a head, or not."""
 
-    def __init__(self, head_dim, theta):
+    def __init__(self, head_dim, theta, twice=True):
         super().__init__()
+        self.twice = twice
         # Models hold the inverse frequencies in float32; the ground truth of such a model uses those numbers.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
         self.inverse = (1.0 / (theta**exponents)).double()
 
     def forward(self, x, position_ids):
         angle = position_ids.double().unsqueeze(-1) * self.inverse
-        angle = torch.cat((angle, angle), -1)
+        angle = torch.cat((angle, angle), -1) if self.twice else angle
         return torch.cos(angle), torch.sin(angle)
 
 
 class ExactMixture(nn.Module):
-    """A mixture of experts, one token and one expert at a time: the largest k of a softmax, made to sum to 1."""
+    """A mixture of experts, one token and one expert at a time.
+
+    Scores are a softmax, or sigmoids whose largest k are taken after a bias is added. The scores of the chosen experts
+    weigh their outputs, made to sum to 1 unless the router does not; experts that every token has are added.
+
+    Attributes:
+        given: experts of the next tokens, in place of those with the largest scores (also where None); [] for none.
+        seen: logits, scores and experts of each token so far.
+    """
 
     def __init__(self, block):
         super().__init__()
-        self.gate, self.experts = block.gate, block.experts
+        for name, child in block.named_children():
+            self.add_module(name, child)
+        self.given, self.seen = [], []
 
     def forward(self, x):
-        up_of, down_of, rows = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind(), []
-        for token in x[0]:
-            probabilities = torch.softmax(self.gate.weight @ token, dim=0)
-            chosen = sorted(range(len(probabilities)), key=lambda e: -probabilities[e].item())[: self.gate.top_k]
-            result = 0.0
-            for expert in chosen:
-                gate, up = (up_of[expert] @ token).tensor_split(2)
-                result = result + probabilities[expert] * (down_of[expert] @ (gate / (1 + torch.exp(-gate)) * up))
-            rows.append(result / sum(probabilities[expert] for expert in chosen))
-        return torch.stack(rows).unsqueeze(0)
+        up_of, down_of = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind()
+        mixed = torch.stack([self.one_token(token, up_of, down_of) for token in x[0]]).unsqueeze(0)
+        return (mixed, None) if hasattr(self, "router") else mixed
+
+    def expert(self, number, token, up, down):
+        """One expert's output for a token; those of gpt-oss have biases, bounds, and gate and up in turn."""
+        if not hasattr(self.experts, "gate_up_proj_bias"):
+            gate, up = (up @ token).tensor_split(2)
+            return down @ (gate / (1 + torch.exp(-gate)) * up)
+        both = token @ up + self.experts.gate_up_proj_bias[number]
+        gate = torch.clamp(both[0::2], max=self.experts.limit)
+        up = torch.clamp(both[1::2], min=-self.experts.limit, max=self.experts.limit)
+        return (up + 1) * gate / (1 + torch.exp(-self.experts.alpha * gate)) @ down + self.experts.down_proj_bias[
+            number
+        ]
+
+    def one_token(self, token, up_of, down_of):
+        router = self.gate if hasattr(self, "gate") else self.router
+        logits = router.weight @ token + getattr(router, "bias", 0.0)
+        bias = getattr(router, "e_score_correction_bias", None)
+        scores = torch.softmax(logits, dim=0) if bias is None else 1 / (1 + torch.exp(-logits))
+        ranked = scores.detach() if bias is None else scores.detach() + bias
+        own = sorted(range(len(scores)), key=lambda e: -ranked[e].item())[: router.top_k]
+        chosen = (self.given.pop(0) if self.given else None) or own
+        self.seen.append((logits, scores, chosen))
+        result = 0.0
+        for expert in chosen:
+            result = result + scores[expert] * self.expert(expert, token, up_of[expert], down_of[expert])
+        if getattr(router, "norm_topk_prob", True):
+            result = result / sum(scores[expert] for expert in chosen)
+        result = result * getattr(router, "routed_scaling_factor", 1.0)
+        shared = getattr(self, "shared_experts", getattr(self, "shared_expert", None))
+        if shared is not None:
+            gate, up = shared.gate_proj.weight @ token, shared.up_proj.weight @ token
+            added = shared.down_proj.weight @ (gate / (1 + torch.exp(-gate)) * up)
+            if hasattr(self, "shared_expert_gate"):
+                added = added / (1 + torch.exp(-(self.shared_expert_gate.weight @ token)))
+            result = result + added
+        return result
 
 
-def exact_eager(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
-    """Causal attention of one document, written out. The stock eager one takes its softmax in float32."""
+def exact_eager(module, query, key, value, attention_mask, scaling=None, sliding_window=None, s_aux=None, **_):
+    """Causal attention of one document, written out. The stock eager one takes its softmax in float32.
+
+    A sink is one more score of each query of a head, without a value.
+    """
     share = query.shape[1] // key.shape[1]
     outputs = []
     for head in range(query.shape[1]):
@@ -70,7 +113,8 @@ def exact_eager(module, query, key, value, attention_mask, scaling=None, sliding
         scores = q @ k.T * scaling
         for t in range(len(scores)):
             seen = slice(max(0, t + 1 - (sliding_window or t + 1)), t + 1)
-            outputs.append(torch.softmax(scores[t, seen], dim=0) @ v[seen])
+            row = scores[t, seen] if s_aux is None else torch.cat([scores[t, seen], s_aux[head : head + 1]])
+            outputs.append(torch.softmax(row, dim=0)[: seen.stop - seen.start] @ v[seen])
     length = query.shape[2]
     return torch.stack(outputs).view(query.shape[1], length, -1).transpose(0, 1).unsqueeze(0), None
 
@@ -84,7 +128,8 @@ def exact(model):
             if hasattr(child, "variance_epsilon"):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
             elif hasattr(child, "inv_freq"):
-                setattr(parent, name, ExactRotary(config.head_dim, config.rope_parameters["rope_theta"]))
+                twice = "GptOss" not in type(child).__name__
+                setattr(parent, name, ExactRotary(config.head_dim, config.rope_parameters["rope_theta"], twice))
             elif hasattr(child, "experts"):
                 setattr(parent, name, ExactMixture(child))
     AttentionInterface.register("oracle_eager", exact_eager)

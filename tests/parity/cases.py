@@ -43,6 +43,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         fused_loss=spec.policy.fused_loss,
         pipeline_schedule=layout.pipeline_schedule,
         stages_per_rank=layout.stages_per_rank,
+        routing=spec.routing.on,
     )
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
@@ -58,6 +59,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
             level=spec.record.metrics,
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
+            routing=spec.routing,
         )
     return {
         "loss": float(result.loss["total"]),
@@ -66,18 +68,25 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         "tokens": dict(result.tokens),
         "metrics": dict(result.metrics),
         "fallbacks": result.fallbacks,
+        "losses": {name: float(value) for name, value in result.loss.items()},
+        "loads": result.loads,
+        "routes": result.routes,
         "trained_here": sum(int(local.row.loss_mask_T.sum()) for local in rows),
     }
 
 
 def as_batch(documents: list[dict]) -> RolloutBatch:
     """The batch of documents that may name the rollout that each is a sample of."""
-    plain = [{key: value for key, value in document.items() if key != "rollout_id"} for document in documents]
+    extra = ("rollout_id", "routes")
+    plain = [{key: value for key, value in document.items() if key not in extra} for document in documents]
     batch = RolloutBatch.from_documents(plain)
+    if "routes" in documents[0]:
+        routes = torch.cat([torch.tensor(document["routes"]) for document in documents])
+        batch = replace(batch, extensions={"routes": Extension(routes, "token", "expert", "Its experts.", at="input")})
     if "rollout_id" not in documents[0]:
         return batch
     ids = Extension(torch.tensor([d["rollout_id"] for d in documents]), "document", "rollout index", "Whose sample.")
-    return replace(batch, extensions={"rollout_ids": ids})
+    return replace(batch, extensions={**batch.extensions, "rollout_ids": ids})
 
 
 def many_steps(cases: list[tuple[dict, list[dict]]]) -> list[dict]:

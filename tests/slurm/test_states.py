@@ -23,6 +23,7 @@ RIGHT_WITHIN_S = 30.0
 """Time from an end in Slurm to its state and cause in the run directory."""
 
 FAKE, ACTING = "tests.helpers.fake_worker", "tests.helpers.acting_worker"
+WATCHED = "tests.helpers.watched_worker"
 START_S = 120.0  # until an agent and its ranks run, on a busy machine
 
 
@@ -31,16 +32,17 @@ def begin(tmp_path):
     """Launch runs of a worker by name; what is left at the end is cancelled."""
     sweeps = []
 
-    def begin(*names, worker=ACTING, steps=2, faults=("wait",), ranks=1, per_job=1, **options):
+    def begin(*names, worker=ACTING, steps=2, faults=("wait",), ranks=1, per_job=1, where="slurm", nodes=1, **options):
         spec = RunSpec(steps=steps, device="cpu", faults=faults, layout={"cp": ranks})
         planned = [PlannedRun(name, spec.merged({"seed": seed}), "", "", name) for seed, name in enumerate(names)]
         sweeps.append(
             launch(
                 planned,
                 tmp_path / "exp",
-                where="slurm",
+                where=where,
                 worker=worker,
                 per_job=per_job,
+                nodes=nodes,
                 options={"memory_mb": "50", **options},
             )
         )
@@ -170,6 +172,59 @@ class TestNodes:
             assert f"NODE_FAIL (NodeDown, {node})" in failure["message"]
         finally:
             slurm.continue_node(node)
+
+
+class TestSeveralNodes:
+    """An agent on each node, started by srun; the names of both emulated nodes are this machine's."""
+
+    @pytest.mark.parametrize("where", ["slurm", "sbatch"])
+    def test_two_nodes_share_the_ranks_of_a_run(self, slurm, begin, where):
+        sweep = begin("wide", worker=FAKE, faults=(), ranks=2, nodes=2, where=where)
+        [run] = sweep
+        assert ended(slurm, sweep) is None
+        assert run.state["nodes"] == 2
+        assert run.ranks_done
+        job = slurm.job(handle(run))
+        assert (job["NumNodes"], job["NumTasks"], job["NodeList"]) == ("2", "2", "node[1-2]")
+
+    def test_a_rank_of_another_node_that_raises(self, slurm, begin):
+        sweep = begin("bad", worker=FAKE, ranks=2, faults=("raise_on_1",), nodes=2)
+        failure = ended(slurm, sweep)
+        assert (failure["rank"], failure["cause"], failure["exception"]) == (1, "exception", "ValueError")
+
+    def test_a_rank_of_another_node_that_hangs_is_named_with_its_stack(self, slurm, begin):
+        sweep = begin("stuck", worker=WATCHED, ranks=2, steps=4, faults=("skip",), nodes=2)
+        failure = ended(slurm, sweep)
+        assert (failure["rank"], failure["cause"]) == (1, "hang")
+        assert " in train\n" in failure["stack"]
+
+
+class TestPlainScripts:
+    """`--where sbatch`: the same ends without torchx."""
+
+    def test_a_run_that_fails_and_one_that_succeeds(self, any_slurm, begin):
+        sweep = begin("bad", worker=FAKE, ranks=2, faults=("raise_on_1",), where="sbatch")
+        failure = ended(any_slurm, sweep)
+        assert (failure["rank"], failure["cause"], failure["exception"]) == (1, "exception", "ValueError")
+        assert ended(any_slurm, begin("good", worker=FAKE, faults=(), where="sbatch")) is None
+
+    def test_a_wrong_interpreter(self, slurm, begin):
+        failure = ended(slurm, begin("lost", python="/no/such/python", where="sbatch"))
+        assert failure["cause"] == "start"
+        assert "No such file or directory" in failure["message"].splitlines()[1]
+
+    def test_a_time_limit(self, slurm, begin):
+        failure = ended(slurm, begin("long", time="1", where="sbatch"), within_s=240)
+        assert (failure["cause"], "TIMEOUT" in failure["message"]) == ("scheduler", True)
+
+    def test_cancel(self, slurm, begin):
+        sweep = begin("a", where="sbatch")
+        [run] = sweep
+        ranks_wait(run)
+        sweep.cancel()
+        sweep.wait(RIGHT_WITHIN_S)
+        assert sweep.states() == {"a": "cancelled"}
+        until(lambda: slurm.job(handle(run))["JobState"] == "CANCELLED", RIGHT_WITHIN_S)
 
 
 def test_thirty_configurations(slurm, begin, tmp_path):

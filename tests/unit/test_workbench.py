@@ -16,7 +16,7 @@ Experiment Comparison figures show
 RunSpec LossSpec RolloutBatch load_rollouts project_root
 build_loss LossInputs token_logprobs fused_loss token_credit
 align_loss simulate reproducibly
-prove assert_proved planted_faults
+prove assert_proved prove_engine assert_engine_proved planted_faults
 Recorder Record RecordedStep diagnose check_step bisect
 sensitivity assert_sensitive assert_agrees Gate Tolerance
 loss_spec explain replay
@@ -49,16 +49,34 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = workbench.lunch
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["losses.terms.Term", "sharding.bridge.traffic.Traffic", "systems.translate.contract_table", "rollouts.task"],
-)
-def test_every_module_is_an_attribute_of_its_package(path):
-    """In a fresh interpreter, where nothing else has imported it; also of a package that something has imported."""
-    for first in ("", f"import workbench.{path.split('.')[0]}.{path.split('.')[1]}; "):
-        code = f"{first}import workbench as wb; wb.{path}; wb.sharding.orders"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project_root())
-        assert (done.returncode, done.stderr) == (0, "")
+IN_FORKS = """
+import os, sys
+import torch, torch.distributed, transformers  # once for all; the workbench is new to every child
+assert not [name for name in sys.modules if name.startswith("workbench")]
+for code in sys.argv[1:]:
+    if not (child := os.fork()):
+        exec(code)
+        sys.stderr.flush()
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(f"failed: {code}")
+"""
+
+
+def test_every_module_is_an_attribute_of_its_package():
+    """In an interpreter where nothing else has imported it; also of a package that something has imported."""
+    codes = [
+        f"{first}import workbench as wb; wb.{path}; wb.sharding.orders"
+        for path in (
+            "losses.terms.Term",
+            "sharding.bridge.traffic.Traffic",
+            "systems.translate.contract_table",
+            "rollouts.task",
+        )
+        for first in ("", f"import workbench.{path.split('.')[0]}.{path.split('.')[1]}; ")
+    ]
+    done = subprocess.run([sys.executable, "-c", IN_FORKS, *codes], capture_output=True, text=True, cwd=project_root())
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", ["prove", "diagnose"])

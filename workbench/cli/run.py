@@ -56,6 +56,8 @@ class _Options:
     """Print the exact request of every job, and do nothing."""
     per_job: int | None = None
     """Runs of one world size that share a job, one after another; by default chosen here."""
+    nodes: int = 1
+    """Machines of a job, with equally many ranks."""
     notebook: bool = True
     """Execute the report as a notebook too, next to the page."""
     track: TrackerName | None = None
@@ -95,6 +97,7 @@ def run(arguments: Sequence[str]) -> int:
         "where": options.where,
         "options": _options(options.scheduler),
         "per_job": options.per_job,
+        "nodes": options.nodes,
     }
     if options.dry_run:
         requests = experiment.requests(**launching)

@@ -52,33 +52,6 @@ def measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[
     return budgets
 
 
-def _differences(
-    step: int, run: Gradients, reference: Gradients, truth: Gradients, budgets: Mapping[str, tuple[float, str]]
-) -> list[ParameterDifference]:
-    """Compare the gradients of one step, flat and in float64, parameter by parameter."""
-    rows = []
-    for name, baseline in reference.items():
-        own = run[name]
-        norm, reference_norm = float(own.norm()), float(baseline.norm())
-        distance, (budget, judged_by) = distance_of(own, truth[name]), budgets[name]
-        rows.append(
-            ParameterDifference(
-                step=step,
-                parameter=name,
-                norm=norm,
-                reference_norm=reference_norm,
-                norm_ratio=ratio(norm, reference_norm),
-                relative_l2=share(float((own - baseline).norm()), reference_norm),
-                cosine=ratio(float(own @ baseline), norm * reference_norm),
-                distance=distance,
-                budget=budget,
-                judged_by=judged_by,
-                within=distance <= budget,
-            )
-        )
-    return rows
-
-
 def step_differences(
     run: RunReader,
     reference: RunReader,
@@ -95,16 +68,27 @@ def step_differences(
 
     In float64 every parameter has its own tolerance, and the whole is judged by the parameter that is nearest to its
     tolerance (or furthest over it). Below float64 the whole, all parameters as one vector, has a measured budget.
+
+    One parameter of each gradient is in memory at a time, in float64.
     """
-    flat = [{name: g[name].double().flatten() for name in baseline} for g in (gradients, baseline, true)]
-    rows = _differences(step, flat[0], flat[1], flat[2], budgets)
-    own, base, exactly = (torch.cat(list(flat.pop(0).values())) for _ in range(3))  # pop: one copy at a time
+    rows, bitwise, products, between, base_errors = [], True, [], [], []
+    for name in baseline:
+        given = gradients[name], baseline[name]
+        bitwise = bitwise and torch.equal(*given)
+        own, base = (values.double().flatten() for values in given)
+        exactly = base if true is baseline else true[name].double().flatten()
+        row = _difference(step, name, own, base, exactly, budgets[name])
+        rows.append(row)
+        products.append(float(own @ base))
+        between.append(float((own - base).norm()))
+        base_errors.append(0.0 if exactly is base else distance_of(base, exactly))
+    norm, base_norm = math.hypot(*(row.norm for row in rows)), math.hypot(*(row.reference_norm for row in rows))
     if exact:
         worst = max(rows, key=lambda row: math.inf if math.isnan(row.distance) else share(row.distance, row.budget))
         distance, budget = worst.distance, worst.budget
         within = all(row.within for row in rows)
     else:
-        distance, budget = distance_of(own, exactly), WHOLE_FACTOR * distance_of(base, exactly)
+        distance, budget = math.hypot(*(row.distance for row in rows)), WHOLE_FACTOR * math.hypot(*base_errors)
         within = distance <= budget and all(row.within for row in rows)
     loss, base_loss = run.loss(step), reference.loss(step)
     return rows, {
@@ -112,13 +96,33 @@ def step_differences(
         "distance": distance,
         "budget": budget,
         "within": within,
-        "relative_l2": share(float((own - base).norm()), float(base.norm())),
-        "norm_ratio": ratio(float(own.norm()), float(base.norm())),
-        "cosine": ratio(float(own @ base), float(own.norm() * base.norm())),
-        "bitwise_equal": all(torch.equal(gradients[name], baseline[name]) for name in baseline),
+        "relative_l2": share(math.hypot(*between), base_norm),
+        "norm_ratio": ratio(norm, base_norm),
+        "cosine": ratio(sum(products), norm * base_norm),
+        "bitwise_equal": bitwise,
         "flipped_clips": flipped_clips(run, truth, step),
         "relative_loss": abs(loss - base_loss) / (abs(base_loss) or 1.0),
     }
+
+
+def _difference(
+    step: int, name: str, own: Tensor, baseline: Tensor, true: Tensor, budget: tuple[float, str]
+) -> ParameterDifference:
+    """Compare the flat gradient of one parameter, in float64."""
+    norm, reference_norm, distance = float(own.norm()), float(baseline.norm()), distance_of(own, true)
+    return ParameterDifference(
+        step=step,
+        parameter=name,
+        norm=norm,
+        reference_norm=reference_norm,
+        norm_ratio=ratio(norm, reference_norm),
+        relative_l2=share(float((own - baseline).norm()), reference_norm),
+        cosine=ratio(float(own @ baseline), norm * reference_norm),
+        distance=distance,
+        budget=budget[0],
+        judged_by=budget[1],
+        within=distance <= budget[0],
+    )
 
 
 def distance_of(a: Tensor, b: Tensor) -> float:

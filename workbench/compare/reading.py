@@ -7,7 +7,7 @@ both are verdicts of their own, *vacuous* and *unsound baseline*: README.md has 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +33,10 @@ KEPT_BYTES = 2**28
 
 
 class RunReader:
-    """One finished run and what it recorded, for one comparison: files of `KEPT_BYTES` are read and checked once."""
+    """One finished run and what it recorded, for one comparison: files of `KEPT_BYTES` are read and checked once.
+
+    The tensors of a larger file are read one at a time, whenever one is used.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.name, self.spec = run, run.name, run.spec
@@ -102,10 +105,19 @@ class RunReader:
                 rule="verdicts need every element of every gradient",
                 fix="set record: {gradients: full}",
             )
-        return self._keep(f"gradients {step}", lambda: self._checked_gradients(step))
+        file = self.run.path / "tensors" / f"step{step:04d}.gradients.safetensors"
+        if file.exists() and file.stat().st_size > KEPT_BYTES:
+            return self.once(("gradients", step), lambda: self._checked_gradients(step, self.run.stored_tensors))
+        return self._keep(f"gradients {step}", lambda: self._checked_gradients(step, self._whole))
 
-    def _checked_gradients(self, step: int) -> Gradients:
-        tensors, norms = self.run.read_tensors(f"step{step:04d}.gradients"), self.steps[step].get("gradient_norms")
+    def _whole(self, name: str, order: Iterable[str] = ()) -> Gradients:
+        tensors = self.run.read_tensors(name)
+        return {key: tensors[key] for key in order if key in tensors} | tensors
+
+    def _checked_gradients(self, step: int, read: Callable[[str, Iterable[str]], Gradients]) -> Gradients:
+        norms = self.steps[step].get("gradient_norms")
+        # in the order of the model; files are in alphabetical order
+        tensors = read(f"step{step:04d}.gradients", norms or ())
         if norms is None:
             return tensors
         where = f"{self.run.path.name}/tensors/step{step:04d}.gradients.safetensors"
@@ -119,7 +131,7 @@ class RunReader:
         check_gradients(tensors, norms, where=where)
         if (certificate := read_certificate(self.run, step)) is not None:
             check_certificate(tensors, certificate, where=where)
-        return {name: tensors[name] for name in norms}  # in the order of the model; files are in alphabetical order
+        return tensors
 
     def tokens(self, step: int) -> Gradients | None:
         """Per-token values of a step in source order; None if they were not recorded."""

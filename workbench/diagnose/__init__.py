@@ -11,6 +11,7 @@ The modules, in the order in which a diagnosis is built:
     places.py           places where a mistake of shifting, packing or splitting shows
     token_facts.py      predicates on tokens that differ
     loss_facts.py       predicates on the losses that each record explains
+    output_facts.py     what models gave and what flowed back, as recorders saw it
     facts.py            predicates on the loss and the gradient
     causes/             possible causes, as data, by where they show
     sight.py            how much of the steps a comparison could have seen

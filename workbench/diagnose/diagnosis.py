@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workbench.diagnose.causes import CAUSES, Cause
+from workbench.diagnose.causes.cause import Judged
+from workbench.diagnose.causes.flowed import flowed, spoken_against
 from workbench.diagnose.denominators import AXES
 from workbench.diagnose.evidence import Evidence, compare_records
 from workbench.diagnose.facts import Facts
@@ -19,6 +21,8 @@ REPORTED = 0.1
 """A cause with a lower score is not reported."""
 RULED_OUT = 0.05
 """Multiplier of a score if an experiment speaks against the cause, or if a precondition is missing."""
+AGAINST = 0.5
+"""Multiplier of a score of a cause that would show in weights of predictions, and does not."""
 NEAR = 0.5
 """A suspect scores at least this fraction of the first."""
 
@@ -247,7 +251,9 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     if (unsound := _unsound(evidence)) is not None:
         return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight, notes=notes)
     facts = Facts(evidence)
-    ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
+    found, against = flowed(facts), spoken_against(facts)
+    causes = [_with(found.get(cause.name), _suspicion(cause, facts, against), facts) for cause in CAUSES]
+    ranked = _ranked(causes)
     if ranked[0].name == "no_difference" and sight.nothing:
         reasons = ("nothing was there to differ, so agreement proves nothing",)
         ranked = (Suspicion("nothing_compared", f"{VACUOUS}: {sight.nothing}", ranked[0].score, reasons),)
@@ -319,8 +325,17 @@ def _touched(experiment: Experiment, cause: Suspicion) -> bool:
     return any(set(need.split(" * ")) & _removed(experiment) for need in cause.needs)
 
 
-def _suspicion(cause: Cause, facts: Facts) -> Suspicion:
+def _with(found: Judged | None, judged: Suspicion, facts: Facts) -> Suspicion:
+    """A suspicion, raised by what flowed through the models; what was noted of tokens is not overruled."""
+    if found is None or found[0] <= judged.score:
+        return judged
+    score = found[0] * (RULED_OUT if any(_present(need, facts.context) is False for need in judged.needs) else 1.0)
+    return judged if score <= judged.score else replace(judged, score=score, evidence=tuple(found[1]))
+
+
+def _suspicion(cause: Cause, facts: Facts, against: Collection[str] = ()) -> Suspicion:
     score, reasons = cause.judge(facts)
+    score *= AGAINST if cause.name in against else 1.0
     if score and any(_present(need, facts.context, facts.counts) is False for need in cause.needs):
         score *= RULED_OUT
     if score and (untold := _untold(cause, facts, score)):

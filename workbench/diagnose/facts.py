@@ -14,6 +14,7 @@ from torch import Tensor
 from workbench.diagnose.denominators import AXES, Named, names_of, sizes
 from workbench.diagnose.gradient_evidence import Parameter
 from workbench.diagnose.loss_facts import LossFacts
+from workbench.diagnose.output_facts import OF_NOISE, OutputFacts
 from workbench.diagnose.record import whole
 from workbench.diagnose.token_facts import fit
 from workbench.metrics.step import parameter_group, parameter_layer
@@ -37,6 +38,18 @@ class Facts(LossFacts):
         """
         rows = (self.pair[1].observed.get("inputs") or {}).get("ids", (0, 0, 0))[2]
         return {**self.pair[0].counts, **self.pair[1].counts} | ({"input_rows": rows} if rows else {})
+
+    @cached_property
+    def outputs(self) -> OutputFacts | None:
+        """What the models gave in the step, and what flowed back into them; None if not both recorders saw it."""
+        noise = self.step.noise
+        return OutputFacts.of(self.pair, noise.gradient, noise.logprob_nats / OF_NOISE)
+
+    @property
+    def forward_same(self) -> bool | None:
+        """True if log-probabilities agree: those noted, or else the logits that a recorder saw."""
+        known = super().forward_same
+        return known if known is not None or self.outputs is None else self.outputs.forward_same
 
     @property
     def loss_same(self) -> bool | None:

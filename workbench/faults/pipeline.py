@@ -121,7 +121,7 @@ def tied_weight_of_each_end(sum_of_ends: Callable, values: Sequence[Tensor], axi
     changes_metrics=False,
 )
 def stages_prepared_per_micro_batch(
-    run_stages: Callable, policy: Policy, rows: Sequence[Any], row_loss: Callable
+    run_stages: Callable, policy: Policy, rows: Sequence[Any], row_loss: Callable, *routing: Any
 ) -> None:
     """A stage loses its accumulated gradient when it is prepared for the next micro-batch."""
 
@@ -129,4 +129,4 @@ def stages_prepared_per_micro_batch(
         loss, measure = row_loss(local, hidden_TD)
         return loss * float(local is rows[-1]), measure
 
-    run_stages(policy, rows, of_last_row)
+    run_stages(policy, rows, of_last_row, *routing)

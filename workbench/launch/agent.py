@@ -12,6 +12,8 @@ the environment
 A job of Slurm that is preempted within a grace time (GraceTime) and ends by itself would not be requeued: the agent
 requests that, once the ranks have saved their checkpoint. A job that Slurm starts again resumes in its run directories.
 
+A job of several nodes has an agent on each; how they meet is in `workbench.launch.nodes`.
+
 The ranks get WB_AGENT_PID, and end with the process that started them. The run directories that they execute one after
 another are the arguments of their module up to its first option; each is watched in turn.
 """
@@ -104,17 +106,19 @@ def _run_ranks(arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_ranks
 
-    from workbench.launch import requeue
+    from workbench.launch import nodes, requeue
     from workbench.launch.runs_watcher import RunsWatcher
 
-    os.environ["WB_AGENT_PID"] = str(os.getpid())
+    os.environ |= {"WB_AGENT_PID": str(os.getpid()), **nodes.own_gpus(arguments)}
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(requeue.shutdown_timeout_s()))
     run_dirs = run_dirs_of(arguments)
-    requeue.reopen_runs(run_dirs)
-    watcher = RunsWatcher(run_dirs) if run_dirs else None
+    meeting = nodes.meeting(arguments, run_dirs)
+    requeue.reopen_runs(run_dirs)  # before the agents meet, so before any rank begins
+    node, count = nodes.this_node(), nodes.nodes_of(arguments)
+    watcher = RunsWatcher(run_dirs, node=node, nodes=count) if run_dirs else None
     exit_codes: dict[int, int] = {}
     try:
-        run_ranks(arguments)
+        run_ranks([*meeting, *arguments])
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         raise

@@ -3,35 +3,29 @@
 torchx's own `dist.ddp` starts `bash -c torchrun` from PATH, which is missing in a kernel whose environment was not
 activated. This one starts the running interpreter.
 
-Works around: a runner created on the main thread replaces the signal handlers of a notebook kernel. On Slurm, torchx
-0.7 requests a requeue that would run a half-done run again and gives the task one core on Slurm 22.05 and later; on
-Kubernetes it invents a new name each time.
+Works around: on Slurm, torchx 0.7 requests a requeue that would run a half-done run again and gives the task one core
+on Slurm 22.05 and later; on Kubernetes it invents a new name each time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.errors import LaunchError
 from workbench.launch.devices import Placement
+from workbench.launch.nodes import HEAD_IN, NODE
+from workbench.launch.options import KUBERNETES, LOCAL, SLURM, Cluster, checked, message, quietly, runner
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import python_path
 
 if TYPE_CHECKING:
-    from torchx.runner import Runner
     from torchx.specs import AppDef, AppDryRunInfo
 
 WORKER = "workbench.train.worker"
@@ -40,42 +34,7 @@ WORKER = "workbench.train.worker"
 MEMORY_MB = {"cpu": 4096, "cuda": 16384}
 """Host memory requested from a cluster for each rank, by default."""
 
-LOCAL, SLURM, KUBERNETES = "local_cwd", "slurm", "kubernetes"
-
-SCHEDULERS = (LOCAL, SLURM, KUBERNETES)
-"""torchx's names of the supported schedulers."""
-
-_RESERVED = (
-    "log_dir",
-    "job_dir",
-    "prepend_cwd",
-    "auto_set_cuda_visible_devices",
-    "validate_spec",
-    "workspace_type",
-    "image_repo",
-    "quiet",
-)
-"""Settings of torchx that users may not set: logs go to the run directory, GPUs are assigned here, and no image is
-built."""
-
 SESSION = "TORCHX_INTERNAL_SESSION_ID"  # torchx after 0.7 gives each submitting process another number
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Settings of a job on another machine.
-
-    Attributes:
-        python: the interpreter there; "" for this one, by its path, which is also that of a virtual environment.
-        memory_mb: host memory for each rank; None takes `MEMORY_MB`, 0 requests none.
-        image: the container image; "" without containers.
-        mounts: mounts of the container, as torchx's `parse_mounts` reads them.
-    """
-
-    python: str = ""
-    memory_mb: int | None = None
-    image: str = ""
-    mounts: Sequence[str] = ()
 
 
 def run_job(
@@ -97,31 +56,40 @@ def run_job(
     """
     from torchx import specs
 
-    environment = environment_of(placement)
+    environment, target = environment_of(placement), cluster or Cluster()
     if cluster is None:
         environment["WB_PARENT_PID"] = str(os.getpid())
         if fork_server:
             environment["WB_FORK_SERVER"] = fork_server
     else:
         environment = {key: value for key, value in environment.items() if not key.startswith("CUDA_")}
-    paths = [path.resolve() for path in run_paths]
-    agent = f"-m workbench.launch.agent --standalone --nnodes=1 --nproc-per-node={world_size} --max-restarts=0"
-    target = cluster or Cluster()
+    nodes, ranks = placement.nodes, world_size // placement.nodes  # ranks of a node
+    replicas = 1 if target.tasks else nodes
+    if replicas > 1:
+        environment |= {NODE: specs.macros.replica_id, HEAD_IN: specs.macros.rank0_env}
     memory_mb = MEMORY_MB[placement.device] if target.memory_mb is None else target.memory_mb
     role = specs.Role(
         name="trainer",
         image=target.image,
         entrypoint=target.python or sys.executable,
-        args=[*agent.split(), "-m", worker, *map(str, paths), "--project", str(project.resolve())],
+        args=agent_arguments(world_size, nodes, run_paths, project, worker),
         env=environment,
-        num_replicas=1,
+        num_replicas=replicas,
         mounts=specs.parse_mounts(list(target.mounts)) if target.mounts else [],
         # on this machine `slots` assigns GPUs: torchx would start at device 0 for every job
-        resource=specs.Resource(
-            cpu=world_size, memMB=memory_mb * world_size, gpu=len(placement.gpus) if cluster else 0
-        ),
+        resource=specs.Resource(cpu=ranks, memMB=memory_mb * ranks, gpu=len(placement.gpus) // nodes if cluster else 0),
     )
     return specs.AppDef(name=name, roles=[role])
+
+
+def agent_arguments(
+    world_size: int, nodes: int, run_paths: Sequence[Path], project: Path, worker: str = WORKER
+) -> list[str]:
+    """Arguments of the interpreter for the agent of each node, which executes run directories one after another."""
+    ranks = f"--nproc-per-node={world_size // nodes} --max-restarts=0"
+    agent = f"-m workbench.launch.agent {'--standalone ' if nodes == 1 else ''}--nnodes={nodes} {ranks}"
+    paths = [str(path.resolve()) for path in run_paths]
+    return [*agent.split(), "-m", worker, *paths, "--project", str(project.resolve())]
 
 
 def environment_of(placement: Placement) -> dict[str, str]:
@@ -144,7 +112,7 @@ def job_folder(run: RunDirectory) -> Path:
 
 def agent_output(log_dir: Path) -> str:
     """Standard error of the agents of the jobs under this folder, and the errors of Slurm's own programs."""
-    files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
+    files = sorted([*log_dir.glob("*/*/trainer/*/stderr.log"), *log_dir.glob("slurm-*.err")])
     slurm = [line for file in sorted(log_dir.glob("slurm-*.out")) for line in _text(file).splitlines()]
     return "\n".join([*map(_text, files), *filter(_SLURM_ERROR.match, slurm)])
 
@@ -189,7 +157,7 @@ def request_of(
 
     `resumable`: the runs save checkpoints, so a job that was preempted may be started again.
     """
-    settings, cluster = _checked(scheduler, options)
+    settings, cluster = checked(scheduler, options)
     run_path, name = run_paths[0].resolve(), job_name(names)
     name = _kubernetes_name(name, run_path) if scheduler == KUBERNETES else name
     try:
@@ -234,79 +202,13 @@ def request_of(
             fix="check the options",
         ) from error
     if scheduler == SLURM:
-        _correct_slurm(plan.request, name, run_path, resumable=resumable)
+        _correct_slurm(plan.request, name, run_path, placement.nodes, resumable=resumable)
     if scheduler == KUBERNETES:
         plan.request.resource = _renamed(plan.request.resource, name)
     return Request(scheduler, app, plan)
 
 
-def _checked(scheduler: str, options: Mapping[str, str]) -> tuple[dict[str, Any], Cluster | None]:
-    """Split the options of a scheduler into torchx's settings and ours."""
-    torchx_options, known = _torchx_options(scheduler), options_of(scheduler)
-    if unknown := sorted(set(options) - set(known)):
-        raise LaunchError(
-            f"options of {scheduler}: {', '.join(unknown)}",
-            found="not options of this scheduler",
-            rule=f"it takes {', '.join(sorted(known)) or 'none'}",
-            fix="correct the name; Slurm reads options that torchx does not pass on from SBATCH_... variables"
-            if scheduler == SLURM
-            else "correct the name, or leave it out",
-        )
-    needed = [name for name, option in torchx_options.items() if option.is_required]
-    needed += ["image"] if scheduler == KUBERNETES else []
-    if missing := [name for name in needed if not options.get(name)]:
-        raise LaunchError(
-            f"a {scheduler} job without {' and '.join(missing)}",
-            found=", ".join(f"{key}={value}" for key, value in options.items()) or "no options",
-            rule="; ".join(f"{name}: {known[name]}" for name in missing),
-            fix=f"give --scheduler {' '.join(f'{name}=...' for name in missing)}, in Python options=...",
-        )
-    settings = {
-        name: _value(name, options[name], option.opt_type) for name, option in torchx_options.items() if name in options
-    }
-    if scheduler == LOCAL:
-        return settings, None
-    return settings, Cluster(
-        python=options.get("python") or ("python" if scheduler == KUBERNETES else ""),
-        memory_mb=_value("memory_mb", options["memory_mb"], int) if "memory_mb" in options else None,
-        image=options.get("image", ""),
-        mounts=options["mounts"].split(",") if options.get("mounts") else (),
-    )
-
-
-def _torchx_options(scheduler: str) -> dict[str, Any]:
-    if scheduler not in SCHEDULERS:
-        raise LaunchError(
-            f"a job for scheduler {scheduler!r}",
-            found=repr(scheduler),
-            rule=f"one of {', '.join(SCHEDULERS)}",
-            fix="choose one of them",
-        )
-    if scheduler == KUBERNETES and importlib.util.find_spec("kubernetes") is None:
-        raise LaunchError(
-            "a job for Kubernetes",
-            found="the package kubernetes is not installed",
-            rule="torchx talks to Kubernetes through it",
-            fix="pip install kubernetes",
-        )
-    return {name: option for name, option in runner().scheduler_run_opts(scheduler) if name not in _RESERVED}
-
-
-def _value(name: str, text: str, kind: Any) -> Any:
-    try:
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
-        return kind(text) if kind in (int, float) else text
-    except (KeyError, ValueError):
-        raise LaunchError(
-            f"option {name} = {text!r}",
-            found=repr(text),
-            fix="correct the value",
-            rule="true or false" if kind is bool else "a number",
-        ) from None
-
-
-def _correct_slurm(request: Any, name: str, run_path: Path, *, resumable: bool) -> None:
+def _correct_slurm(request: Any, name: str, run_path: Path, nodes: int, *, resumable: bool) -> None:
     """Correct torchx's script where it would lose a run, cores or output."""
     request.cmd.append(f"--chdir={run_path / 'torchx'}")  # its output, too, belongs to the run
     for replica in request.replicas.values():
@@ -314,7 +216,7 @@ def _correct_slurm(request: Any, name: str, run_path: Path, *, resumable: bool) 
         # one; with checkpoints the job resumes (`workbench.launch.requeue`) and adds to its output
         replica.sbatch_opts.pop("requeue", None)
         requeue = {"requeue": None, "open-mode": "append"} if resumable else {"no-requeue": None}
-        replica.sbatch_opts = {**requeue, "nodes": "1", "ntasks": "1"} | replica.sbatch_opts
+        replica.sbatch_opts = {**requeue, "nodes": str(nodes), "ntasks": str(nodes)} | replica.sbatch_opts
         replica.sbatch_opts.pop("ntasks-per-node", None)  # --gpus-per-task needs the number of tasks instead
         # since Slurm 22.05 a step does not inherit it, and all ranks would share one core
         replica.srun_opts["cpus-per-task"] = replica.sbatch_opts["cpus-per-task"]
@@ -338,58 +240,3 @@ def _renamed(resource: Any, name: str) -> dict[str, Any]:
         for container in task["template"]["spec"]["containers"]:
             container["env"] = [variable for variable in container["env"] if variable["name"] != SESSION]
     return renamed
-
-
-def options_of(scheduler: str) -> dict[str, str]:
-    """Options of a scheduler, torchx's own (of the installed version) and ours: name -> meaning, marked if needed.
-
-    Raises:
-        LaunchError: no such scheduler.
-    """
-    meanings = {
-        name: " ".join(option.help.split()) + (" (needed)" if option.is_required else "")
-        for name, option in _torchx_options(scheduler).items()
-    }
-    if scheduler != LOCAL:
-        meanings |= {
-            "python": "The interpreter on the cluster ("
-            + ("python, of the image)" if scheduler == KUBERNETES else "this one, by its path)"),
-            "memory_mb": "Memory of the host for each rank; 0 asks for none",
-        }
-    if scheduler == KUBERNETES:
-        meanings |= {
-            "image": "The container image, with the workbench's requirements in it (needed)",
-            "mounts": "type=volume,src=<claim>,dst=<folder>: where the pod sees run directory and project",
-        }
-    return meanings
-
-
-@contextlib.contextmanager
-def quietly() -> Any:
-    """Suppress the warnings of torchx, which users cannot fix."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@functools.cache
-def runner() -> Runner:
-    """The runner of this process, created in a thread that ends at once, so that no signal handler is replaced."""
-
-    def create() -> Runner:
-        from torchx.runner import get_runner
-
-        created = get_runner()
-        created.scheduler_run_opts(LOCAL)  # creates the scheduler, which installs the handlers
-        slurm = created._scheduler(SLURM)
-        if hasattr(slurm, "_partition_memmb"):  # runs sinfo to leave --mem out; memory_mb=0 does so instead
-            slurm._partition_memmb = lambda partition: None
-        return created
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(create).result()
-
-
-def message(error: Exception) -> str:
-    """One-line message of an error of torchx."""
-    return f"{type(error).__name__}: {error}"

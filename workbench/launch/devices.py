@@ -52,11 +52,13 @@ class Placement:
         device: "cpu" or "cuda".
         note: the reason, "" if it is the requested device.
         gpus: ids for CUDA_VISIBLE_DEVICES, one a rank; empty on CPU.
+        nodes: machines that the ranks are spread over, equally many on each.
     """
 
     device: str
     note: str = ""
     gpus: tuple[str, ...] = ()
+    nodes: int = 1
 
 
 def visible_gpus() -> list[str]:

@@ -18,17 +18,16 @@ all under ``ranks`` in the run directory. In the end every rank has an exit reco
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.atomic import from_json
 from workbench.errors import LaunchError
 from workbench.launch.component import agent_output, job_folder
 from workbench.launch.waits import Wait, find_waits, format_ranks
+from workbench.records.agents import read_of_agents
 from workbench.records.directory import RunDirectory
 from workbench.records.failures import EXIT_CODES, OOM, RECORDED_LAST, STOPPED, WAITING, error_lines
 from workbench.records.provenance import without_machine_paths
@@ -171,9 +170,9 @@ class _FailureAnalysis:
         self.run, self.job_state, self.scheduler = run, job_state, scheduler
         self.output = agent_output(job_folder(run)) or read_text(run.path / "ranks" / "agent.log")
         self.codes = _codes(run, self.output)
-        self.oom_kills = _mapping(run.path / OOM).get("oom_kills", 0)
+        self.oom_kills = sum(content.get("oom_kills", 0) for content in read_of_agents(run.path, OOM))
         self.views = read_all(run.path / "ranks")
-        self.stopped = {int(rank) for rank in _mapping(run.path / STOPPED)}
+        self.stopped = {int(rank) for content in read_of_agents(run.path, STOPPED) for rank in content}
         ended = {rank for rank, view in self.views.items() if view.ended}
         self.left = self._left_by_themselves(ended)
         self.waits = find_waits(self.views, range(run.spec.layout.world_size), ended | self.left)
@@ -330,7 +329,7 @@ class _FailureAnalysis:
             message = "the agent that starts the ranks failed before any rank recorded why"
         places = "; ".join(f"rank {rank} was in {view.inside}" for rank, view in self.views.items() if view.inside)
         # the agent's output, which depends on the backend
-        logs = {"processes": "ranks/agent.log", "slurm": "torchx/slurm-*.err"}
+        logs = {"processes": "ranks/agent.log", **dict.fromkeys(("slurm", "sbatch"), "torchx/slurm-*.err")}
         log = logs.get(str(self.run.state.get("backend")), "torchx/*/*/trainer/0/stderr.log")
         error = LaunchError(
             message,
@@ -369,9 +368,10 @@ class _FailureAnalysis:
         return stack or without_machine_paths(own_threads(read_text(last_stack_path(self.run, rank))))
 
     def _last_waits(self) -> Sequence[Mapping[str, Any]]:
-        """The last waits that the watchdog saw."""
-        content = _mapping(self.run.path / WAITING)
-        return content.get("waiting") or content.get("was") or []
+        """The last waits that the watchdogs saw, those with a stack first: the agent of the rank's node has it."""
+        contents = read_of_agents(self.run.path, WAITING)
+        waits = [wait for each in contents for wait in each.get("waiting") or each.get("was") or []]
+        return sorted(waits, key=lambda wait: not wait["stack"])
 
 
 def _codes(run: RunDirectory, output: str) -> dict[int, int]:
@@ -379,17 +379,10 @@ def _codes(run: RunDirectory, output: str) -> dict[int, int]:
 
     Without the record of them: those in the summary of torch.distributed.run, its root cause first.
     """
-    if content := _mapping(run.path / "ranks" / EXIT_CODES):
-        return {int(rank): code for rank, code in content.items()}
+    if contents := read_of_agents(run.path, EXIT_CODES):
+        return {int(rank): code for content in contents for rank, code in content.items()}
     codes = re.findall(r"rank\s+: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s+: (-?\d+)", output)
     return {int(rank): int(code) for rank, code in codes[-1:] + codes[:-1]}
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    """Content of a JSON file with a mapping; {} if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(from_json(path.read_bytes()))
-    return {}
 
 
 def last_lines(log: Path, count: int = 5) -> str:

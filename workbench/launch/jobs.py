@@ -1,4 +1,6 @@
-"""torchx jobs: start one on this machine, on Slurm or on Kubernetes, poll it, cancel it, or only show its request.
+"""Jobs: start one on this machine, on Slurm or on Kubernetes, poll it, cancel it, or only show its request.
+
+torchx makes the requests, but for those of the scheduler ``sbatch``, a plain script (`workbench.launch.sbatch`).
 
 Works around torchx: every poll of a finished local job signals its old process group, whose id may be reused by then; a
 job is a zombie until it is polled. Slurm is asked by `workbench.launch.slurm`: torchx 0.7 asks the accounting only,
@@ -23,21 +25,11 @@ from typing import Any, Protocol
 import psutil
 
 from workbench.errors import LaunchError
-from workbench.launch import processes, slurm
-from workbench.launch.component import (
-    KUBERNETES,
-    LOCAL,
-    SESSION,
-    SLURM,
-    WORKER,
-    Request,
-    job_folder,
-    message,
-    quietly,
-    request_of,
-    runner,
-)
+from workbench.launch import processes, sbatch, slurm
+from workbench.launch.component import SESSION, WORKER, Request, job_folder, request_of
 from workbench.launch.devices import Placement
+from workbench.launch.nodes import HEAD, HEAD_IN, NODE
+from workbench.launch.options import KUBERNETES, LOCAL, SBATCH, SLURM, message, quietly, runner
 from workbench.records.directory import ENDED, RunDirectory
 
 POLL_INTERVAL_S = 5.0
@@ -91,20 +83,27 @@ def start(
 
     Args:
         runs: the run directories. torchx's own files go to the ``torchx`` folder of the first.
-        world_size: ranks, all on one node.
-        placement: device of the ranks; on a cluster only the number of its GPUs counts.
+        world_size: ranks.
+        placement: device and nodes of the ranks; on a cluster only the number of its GPUs counts.
         project: folder that paths in the spec are relative to.
         worker: module that every rank runs.
-        scheduler: one of `workbench.launch.component.SCHEDULERS`.
-        options: of the scheduler, see `workbench.launch.component.options_of`.
+        scheduler: one of `workbench.launch.options.SCHEDULERS`, or sbatch.
+        options: of the scheduler, see `workbench.launch.options.options_of`.
 
     Raises:
         LaunchError: an unknown or missing option, or the job was not accepted.
     """
     names, paths = [run.name for run in runs], [run.path for run in runs]
     folder = job_folder(runs[0])
-    server = processes.address() if scheduler == LOCAL else ""
+    # forked ranks have one agent
+    server = processes.address() if scheduler == LOCAL and placement.nodes == 1 else ""
     resumable = all(run.spec.record.checkpoint_every for run in runs)
+    if scheduler == SBATCH:
+        text = sbatch.script(
+            names, paths, world_size, placement, project=project, worker=worker, options=options, resumable=resumable
+        )
+        folder.mkdir(exist_ok=True)
+        return ClusterJob(sbatch.submit(text), runs)
     request = request_of(
         names, paths, world_size, placement, project, worker, scheduler, options or {}, server, resumable=resumable
     )
@@ -142,6 +141,18 @@ def describe(
     Raises:
         LaunchError: as `start`, for what can be checked before.
     """
+    if scheduler == SBATCH:
+        text = sbatch.script(
+            names,
+            run_paths,
+            world_size,
+            placement,
+            project=project,
+            worker=worker,
+            options=options,
+            resumable=resumable,
+        )
+        return f"sbatch --parsable <<'SBATCH'\n{text}SBATCH\n"
     request = request_of(
         names, run_paths, world_size, placement, project, worker, scheduler, options or {}, resumable=resumable
     )
@@ -151,8 +162,18 @@ def describe(
     if scheduler == KUBERNETES:
         return str(request.plan.request).rstrip() + "\n"
     [role] = request.app.roles
+    if placement.nodes > 1:
+        return "\n".join(_shown(role, node) for node in range(placement.nodes))
+    return _shown(role)
+
+
+def _shown(role: Any, node: int | None = None) -> str:
+    """The command of an agent on this machine; of one of several with the variables that torchx fills in."""
     hidden = ("TORCHX_JOB_ID", "PATH", SESSION)  # set by torchx
     environment = {**{key: value for key, value in role.env.items() if key not in hidden}, "WB_PARENT_PID": "$$"}
+    if node is not None:
+        environment |= {NODE: str(node), HEAD: "localhost"}
+        environment.pop(HEAD_IN)
     variables = [f"{key}={value if value == '$$' else shlex.quote(value)}" for key, value in environment.items()]
     return " \\\n  ".join(["env", *variables, shlex.join([role.entrypoint, *role.args])]) + "\n"
 
@@ -185,7 +206,7 @@ class LocalJob:
         self.handle = handle
         self.agent: dict[str, Any] | None = None
         with contextlib.suppress(Exception):
-            [[replica]] = runner()._scheduler(LOCAL)._apps[handle.rsplit("/", 1)[-1]].role_replicas.values()
+            [[replica, *_]] = runner()._scheduler(LOCAL)._apps[handle.rsplit("/", 1)[-1]].role_replicas.values()
             self.agent = {"pid": replica.proc.pid, "create_time": psutil.Process(replica.proc.pid).create_time()}
         self._ended: str | None = None
 

@@ -155,7 +155,15 @@ def start(
     environment = {**os.environ, **environment_of(placement)}
     environment.pop("WB_PARENT_PID", None)  # of a torchx job that this process may be in
     warm_up()
-    return request(address(), [run.path for run in runs], world_size, environment, project, worker)
+    try:
+        return request(address(), [run.path for run in runs], world_size, environment, project, worker)
+    except ConnectionError as error:
+        raise LaunchError(
+            f"start {' and '.join(run.name for run in runs)} in ready processes",
+            found=str(error),
+            rule="the fork server lives until it has answered",
+            fix="run the same command again: another server is started",
+        ) from error
 
 
 def request(

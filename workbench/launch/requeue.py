@@ -14,6 +14,7 @@ from pathlib import Path
 
 from workbench.errors import WorkbenchError
 from workbench.launch import slurm
+from workbench.launch.nodes import this_node
 from workbench.records.directory import RunDirectory
 from workbench.records.requeued import STOPPED_AFTER, reopen
 from workbench.train.preemption import GRACE, GRACE_S
@@ -28,7 +29,7 @@ def shutdown_timeout_s() -> int:
 
 def reopen_runs(run_dirs: Sequence[Path]) -> None:
     """Reopen the runs of a job that Slurm has started again; only the first node's agent does."""
-    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) and _is_first_node():
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) and this_node() == 0:
         for path in run_dirs:
             reopen(RunDirectory.open(path))
 
@@ -36,7 +37,7 @@ def reopen_runs(run_dirs: Sequence[Path]) -> None:
 def request(run_dirs: Sequence[Path]) -> None:
     """Put this job back in Slurm's queue if it was preempted and a run has stopped with a checkpoint for it."""
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    if not job_id or not _is_first_node():
+    if not job_id or this_node():
         return
     try:
         stopped = [run for run in map(RunDirectory.open, run_dirs) if STOPPED_AFTER in run.state]
@@ -44,7 +45,3 @@ def request(run_dirs: Sequence[Path]) -> None:
             slurm.requeue_if_preempted(job_id)
     except WorkbenchError as error:  # the run then ends as preempted, and can be resumed
         sys.stderr.write(f"not requeued: {error}\n")
-
-
-def _is_first_node() -> bool:
-    return os.environ.get("SLURM_NODEID", "0") == "0"

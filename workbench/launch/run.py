@@ -20,16 +20,18 @@ from workbench.errors import LaunchError, SpecError, did_you_mean
 from workbench.launch import jobs, processes, resume
 from workbench.launch.ablation import AblationSpec, PlannedRun
 from workbench.launch.checks import check_runs
-from workbench.launch.component import LOCAL, WORKER
+from workbench.launch.component import WORKER
 from workbench.launch.devices import Placement, cores, place, visible_gpus
+from workbench.launch.nodes import spread
+from workbench.launch.options import LOCAL
 from workbench.launch.sweep import Starter, Sweep
 from workbench.launch.task import RunEvent, Task, share
 from workbench.records.directory import CLUSTERS, RunDirectory
 from workbench.records.provenance import project_root, this_process
 
-Where = Literal["torchx", "processes", "here", "slurm", "kubernetes"]
+Where = Literal["torchx", "processes", "here", "slurm", "sbatch", "kubernetes"]
 """torchx: a job of its own for every run. processes: ranks from a server that has torch loaded already. here: one rank
-in this process, for a debugger. slurm, kubernetes: torchx jobs on a cluster."""
+in this process, for a debugger. slurm, kubernetes: torchx jobs on a cluster. sbatch: a job of Slurm without torchx."""
 
 
 def launch(
@@ -44,6 +46,7 @@ def launch(
     trial: bool = False,
     options: Mapping[str, str] | None = None,
     per_job: int | None = None,
+    nodes: int = 1,
     worker: str = WORKER,
     before: Callable[[Sequence[RunDirectory]], object] | None = None,
 ) -> Sweep:
@@ -66,6 +69,8 @@ def launch(
         per_job: runs of one world size that a torchx job executes one after another in the same ranks, which import
             their libraries once. Each run has a directory, a failure and a log of its own, and the bits of a job of its
             own; if one fails, the remaining ones get another job. None: see `workbench.launch.task.share`.
+        nodes: machines for each job, with equally many ranks on each; a run of fewer ranks takes one for each. On this
+            machine (``torchx``) they are agents of their own that meet as those of a cluster do, for trying it out.
         worker: module that the ranks run.
         before: called with the directories of the runs that start now, before the first does.
 
@@ -80,7 +85,7 @@ def launch(
     runs_dir = experiment_dir / "runs"
     gpus = visible_gpus() if where not in CLUSTERS and any(run.spec.device != "cpu" for run in planned) else []
     check_runs(planned, project, where=where, gpus=gpus)
-    placements = [_place(run, where, gpus) for run in planned]
+    placements = [_place(run, where, gpus, nodes) for run in planned]
     if where == "here":
         _refuse_sharded_parameters(planned)
     inputs = resume.identify([run.spec for run in planned], project)
@@ -136,6 +141,7 @@ def requests(
     project: Path | None = None,
     options: Mapping[str, str] | None = None,
     per_job: int | None = None,
+    nodes: int = 1,
     worker: str = WORKER,
 ) -> dict[str, str]:
     """Return the exact scheduler request of each job, by the names of its runs. Nothing is created or contacted.
@@ -152,10 +158,10 @@ def requests(
         raise LaunchError(
             f"show the request of a run that goes to {where!r}",
             found="no scheduler is asked",
-            rule="torchx, slurm and kubernetes take requests",
+            rule="torchx, slurm, sbatch and kubernetes take requests",
             fix="choose one of them with --where",
         )
-    placements = [_place(plan, where, gpus) for plan in planned]
+    placements = [_place(plan, where, gpus, nodes) for plan in planned]
     kinds = [(plan.world_size, placement.device) for plan, placement in zip(planned, placements, strict=True)]
     slots = {} if where in CLUSTERS else {"cpu": len(cores()), "cuda": len(gpus)}
     sizes = share([(kind, plan.spec.steps) for kind, plan in zip(kinds, planned, strict=True)], slots, per_job)
@@ -178,13 +184,21 @@ def requests(
     return descriptions
 
 
-def _place(plan: PlannedRun, where: Where, gpus: Sequence[str]) -> Placement:
+def _place(plan: PlannedRun, where: Where, gpus: Sequence[str], nodes: int) -> Placement:
     """Placement of a run. A cluster cannot be inspected: there each rank gets a GPU, unless the spec says cpu."""
+    taken = spread(plan.name, plan.world_size, nodes)
+    if taken > 1 and where in ("processes", "here"):
+        raise LaunchError(
+            f"run {plan.name} on {nodes} nodes with where={where!r}",
+            found="ranks of one process",
+            rule="each node has an agent of its own",
+            fix="choose torchx, slurm, sbatch or kubernetes",
+        )
     if where not in CLUSTERS:
-        return place(plan.name, plan.spec, gpus)
+        return replace(place(plan.name, plan.spec, gpus), nodes=taken)
     if plan.spec.device == "cpu":
-        return Placement("cpu")
-    return Placement("cuda", gpus=tuple(str(rank) for rank in range(plan.world_size)))
+        return Placement("cpu", nodes=taken)
+    return Placement("cuda", gpus=tuple(str(rank) for rank in range(plan.world_size)), nodes=taken)
 
 
 def _prepare(
@@ -221,6 +235,7 @@ def _prepare(
         device_note=note,
         world_size=plan.world_size,
         fresh=fresh,
+        **({"nodes": placement.nodes} if placement.nodes > 1 else {}),
         **identity,
     )
     return Task(plan, run, placement)

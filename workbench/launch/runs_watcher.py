@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 _POLL_S = 0.1
 
@@ -23,10 +20,14 @@ class RunsWatcher:
     Args:
         run_dirs: in the order in which the ranks execute them.
         pids: rank -> pid; None: children of this process that have started to record are ranks.
+        node: number of this agent's node.
+        nodes: of the job, with an agent each.
     """
 
-    def __init__(self, run_dirs: Sequence[Path], pids: Mapping[int, int] | None = None) -> None:
-        self.run_dirs, self._pids = run_dirs, pids
+    def __init__(
+        self, run_dirs: Sequence[Path], pids: Mapping[int, int] | None = None, *, node: int = 0, nodes: int = 1
+    ) -> None:
+        self.run_dirs, self._pids, self._node, self._nodes = run_dirs, pids, node, nodes
         self._watchdog: Any = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="overseer", daemon=True)
@@ -40,9 +41,11 @@ class RunsWatcher:
         self._stop.set()
         self._thread.join()
         if self._watchdog is not None and exit_codes:
+            from workbench.records.agents import of_agent
             from workbench.records.failures import EXIT_CODES
 
-            self._watchdog.run.write_json(f"ranks/{EXIT_CODES}", {str(r): c for r, c in exit_codes.items()})
+            codes = {str(rank): code for rank, code in exit_codes.items()}
+            self._watchdog.run.write_json(of_agent(EXIT_CODES, self._node), codes)
 
     def _watch(self) -> None:
         from workbench.launch.watchdog import Watchdog
@@ -50,10 +53,12 @@ class RunsWatcher:
         from workbench.records.provenance import this_process
 
         runs = [RunDirectory.open(path) for path in self.run_dirs]
+        if self._node == 0:
+            for run in runs:
+                run.note(agent=this_process())
         for run in runs:
-            run.note(agent=this_process())
-        for run in runs:
-            self._watchdog = Watchdog(run, self._pids or functools.partial(own_ranks, run)).start()
+            pids = self._pids or functools.partial(own_ranks, run)
+            self._watchdog = Watchdog(run, pids, node=self._node, nodes=self._nodes).start()
             while not (self._stop.wait(_POLL_S) or over(run)):
                 pass
             self._watchdog.stop()
@@ -70,17 +75,14 @@ def over(run: Any) -> bool:
 
 
 def own_ranks(run: Any) -> dict[int, int]:
-    """Rank -> pid of the ranks that have started to record: children of this process, and ended ones."""
+    """Rank -> pid of the ranks that have started to record and that this process started; also of ended ones."""
     from workbench.errors import RecordError
-    from workbench.sharding.flight import read_beat
+    from workbench.sharding.flight import is_child, read_beat
     from workbench.train.watched import flight_path
 
     pids = {}
     for rank in range(run.spec.layout.world_size):
         with contextlib.suppress(RecordError):
-            pid, _ = read_beat(flight_path(run, rank))
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if psutil.Process(pid).ppid() != os.getpid():
-                    continue
-            pids[rank] = pid
+            if is_child(flight_path(run, rank)):
+                pids[rank], _ = read_beat(flight_path(run, rank))
     return pids

@@ -14,13 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from workbench.atomic import from_json
 from workbench.errors import RecordError, WorkbenchError
 from workbench.launch.ablation import differences, load_ablation
 from workbench.launch.waits import find_waits
 from workbench.metrics.evidence import Evidence
+from workbench.records.agents import read_of_agents
 from workbench.records.directory import ENDED, RunDirectory
-from workbench.records.failures import failure_summary
+from workbench.records.failures import WAITING, failure_summary
 from workbench.records.lookup import RunEntry, experiment_at, experiments, runs_of
 from workbench.records.progress import CONTINUES, Pace, steps_recorded
 from workbench.sharding import flight
@@ -356,8 +356,11 @@ def waits_of(run: RunDirectory, exits: Mapping[int | None, Any] | None = None) -
 
 
 def _stacks(run: RunDirectory) -> dict[int, str]:
-    try:
-        waiting = from_json((run.path / "ranks" / "waiting.json").read_bytes())["waiting"]
-        return {int(each["rank"]): str(each.get("stack", "")) for each in waiting}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+    """Stacks of the ranks that others wait for, as the agents of their nodes saw them."""
+    stacks: dict[int, str] = {}
+    for content in read_of_agents(run.path, WAITING):
+        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+            for each in content["waiting"]:
+                if stack := str(each.get("stack", "")):
+                    stacks[int(each["rank"])] = stack
+    return stacks

@@ -21,7 +21,7 @@ Letters: T packed tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +42,8 @@ LOG_WEIGHT_BOUNDS = (math.log(1e-8), 20.0)
 """Bounds of the log of a weight that enters a sequence weight; those of huggingface/trl."""
 BINARY_FLOOR = 1e-8
 """binary_kl: smallest distance of a probability from 0 and from 1."""
+SAMPLER_FLOOR = 1e-6
+"""sampler_binary_kl, total_variation: the same, of OpenRLHF."""
 
 
 @dataclass(frozen=True)
@@ -341,8 +343,8 @@ def _through_gate(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
 
 
 def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
-    if gate.statistic == "binary_kl":
-        values_T = _binary_kl(inputs)
+    if gate.statistic in _OF_PROBABILITIES:
+        values_T = _OF_PROBABILITIES[gate.statistic](inputs)
     else:
         values_T = {
             "ratio": mu_T,
@@ -372,11 +374,34 @@ def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
 
 def _binary_kl(inputs: LossInputs) -> Tensor:
     """[T] float64 KL of (this token, any other) between old and sampler; the greater of both directions."""
-    old_T, sampler_T = (
-        inputs.logprobs(policy).double().exp().clamp(BINARY_FLOOR, 1 - BINARY_FLOOR) for policy in ("old", "sampler")
-    )
+    old_T, sampler_T = _probabilities(inputs, BINARY_FLOOR)
+    return torch.maximum(_divergence(old_T, sampler_T), _divergence(sampler_T, old_T))
 
-    def divergence(p_T: Tensor, q_T: Tensor) -> Tensor:
-        return p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
 
-    return torch.maximum(divergence(old_T, sampler_T), divergence(sampler_T, old_T))
+def _sampler_binary_kl(inputs: LossInputs) -> Tensor:
+    """[T] float64 KL of (this token, any other) from the sampler to the old policy."""
+    old_T, sampler_T = _probabilities(inputs, SAMPLER_FLOOR)
+    return _divergence(sampler_T, old_T)
+
+
+def _total_variation(inputs: LossInputs) -> Tensor:
+    """[T] float64 distance of the token's probabilities."""
+    old_T, sampler_T = _probabilities(inputs, SAMPLER_FLOOR)
+    return (sampler_T - old_T).abs()
+
+
+def _probabilities(inputs: LossInputs, floor: float) -> tuple[Tensor, Tensor]:
+    """[T] probabilities of old and sampler, at least ``floor`` from 0 and from 1."""
+    old_T, sampler_T = (inputs.logprobs(policy).double().exp().clamp(floor, 1 - floor) for policy in ("old", "sampler"))
+    return old_T, sampler_T
+
+
+def _divergence(p_T: Tensor, q_T: Tensor) -> Tensor:
+    return p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
+
+
+_OF_PROBABILITIES: Mapping[str, Callable[[LossInputs], Tensor]] = {
+    "binary_kl": _binary_kl,
+    "sampler_binary_kl": _sampler_binary_kl,
+    "total_variation": _total_variation,
+}

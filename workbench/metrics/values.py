@@ -128,14 +128,15 @@ class Count(Reducer):
 class Mean(Reducer):
     """A mean, as weighted total and weight. Identity: 0 of 0, whose mean is NaN.
 
-    An epsilon is added to the weight, as some systems do; the mean of no tokens is then 0.
+    An epsilon is added to the weight, or it is at least a number, as in some systems; the mean of no tokens is then 0.
     """
 
     epsilon: float = 0.0
+    least: float = 0.0
     powers = ((1, 0.0), COUNT)
 
     def _number(self, total: float, weight: float) -> float:
-        weight += self.epsilon
+        weight = max(weight + self.epsilon, self.least)
         return total / weight if weight else NOTHING
 
 

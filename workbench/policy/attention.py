@@ -26,12 +26,22 @@ SHARDED = "workbench_sharded"
 TORCH = "workbench_torch"
 
 
+_PREDICTION_LAYERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Names, in configurations of `transformers`, of the number of layers for multi-token prediction. It loads a model
+without them, so their weights would be lost."""
+
+
 def refuse_unknown(model: Any) -> None:
     """Reject features that are known to be unsupported; `with_our_attention` measures the rest."""
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
     refused = [f"attn_logit_softcapping = {cap}"] if cap else []
     known = ("full_attention", "sliding_attention")
+    refused += [
+        f"{name} = {layers}, layers that predict several tokens and are not part of the model's forward"
+        for name in _PREDICTION_LAYERS
+        if (layers := getattr(config, name, None))
+    ]
     refused += [f"layers of type {kind!r}" for kind in getattr(config, "layer_types", None) or () if kind not in known]
     # These derive their frequencies from the longest position, which differs by rank and by packing.
     refused += [
@@ -43,8 +53,10 @@ def refuse_unknown(model: Any) -> None:
         raise SpecError(
             f"policy of model type {config.model_type!r}",
             found=", ".join(dict.fromkeys(refused)),
-            rule="causal attention, full or with a sliding window; rotary angles from a token's own position",
-            fix="use a model without these",
+            rule="causal attention, full or with a sliding window; rotary angles from a token's own position; one "
+            "prediction of each token",
+            fix="use a model without these; to train without layers for multi-token prediction, set their number in "
+            "config.json to 0",
         )
 
 

@@ -27,6 +27,9 @@ from workbench.errors import SpecError
 
 KERNELS = ("torch", "compiled", "liger")
 PARTS = ("norm", "rope", "mlp")
+GRAPHS = 64
+"""Graphs of a formula that torch may compile: one for each number of dimensions, dtype, gradient or none, and kind of
+sizes. torch's own limit is 8; beyond it a formula runs uncompiled, at twice the time and memory, with one warning."""
 
 
 def use_kernels(model: Any, kernels: Mapping[str, str]) -> Any:
@@ -117,6 +120,8 @@ def _implementation(part: str, kernel: str) -> Callable[..., Any]:
 def _compiled(part: str) -> Callable[..., Any]:
     """Compiled once per process: all layers and models share it."""
     formulas: Mapping[str, Callable[..., Any]] = {"norm": rms_norm, "rope": rotate, "mlp": gated}
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
     return torch.compile(formulas[part])
 
 

@@ -25,6 +25,7 @@ from workbench.policy.kernels import use_kernels
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.routers import Routers, Routes, install_routers
 from workbench.policy.sizes import check_whole_vocabulary
 from workbench.policy.stages import Stages, split_stages
 from workbench.policy.tensor_plan import shard_decoder, shard_experts
@@ -75,6 +76,7 @@ class Policy:
         loss_scale: factor of the loss before backward; gradients are divided by it once they are complete.
         shapes: of every parameter, whole; with pipeline stages, those of all stages.
         stages: the pipeline stages, and which of them this rank has; None: the rank has the whole decoder.
+        routers: of a mixture of experts whose routes are noted or replayed; None: they are not.
     """
 
     model: Any
@@ -92,6 +94,7 @@ class Policy:
     loss_scale: float = 1.0
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     stages: Stages | None = None
+    routers: Routers | None = None
     _computes: bool = field(default=False, init=False)
 
     @property
@@ -116,18 +119,25 @@ class Policy:
                 self._computes = False
 
     def hidden_states(
-        self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, *, embeddings_TD: Tensor | None = None
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        shard: AttentionShard,
+        *,
+        embeddings_TD: Tensor | None = None,
+        routes: Routes | None = None,
     ) -> Tensor:
         """Last hidden states of this rank's tokens, whose positions are those in their documents.
 
         ``embeddings_TD`` is the input of the first layer, if not the tokens' own embeddings; see `embeddings`.
+        ``routes`` are replayed and noted by the routers of a policy that has them.
 
         Shapes:   tokens_T and positions_T [t] -> [t, D].
         Layout:   cp: sharded(T); tp: replicated.
         Raises:   SpecError: embeddings in reproducible mode.
         """
         if self.exact is None:
-            return self.module_hidden_states(tokens_T, positions_T, shard, embeddings_TD)
+            return self.module_hidden_states(tokens_T, positions_T, shard, embeddings_TD, routes)
         if embeddings_TD is not None:
             raise SpecError(
                 "embeddings in the reproducible mode",
@@ -138,7 +148,12 @@ class Policy:
         return self.exact.hidden_states(tokens_T, positions_T, shard)
 
     def module_hidden_states(
-        self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, embeddings_TD: Tensor | None = None
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        shard: AttentionShard,
+        embeddings_TD: Tensor | None = None,
+        routes: Routes | None = None,
     ) -> Tensor:
         """`hidden_states` of the current modules, with the attention that the shard names."""
         if self.stages is not None:
@@ -149,10 +164,16 @@ class Policy:
                 fix="use pp=1, or train.step.run_step",
             )
         inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
-        return self._forward(inputs, positions_T, shard).last_hidden_state[0]
+        return self._forward(inputs, positions_T, shard, routes).last_hidden_state[0]
 
     def stage_output(
-        self, stage: int, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, input_TD: Tensor | None
+        self,
+        stage: int,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        shard: AttentionShard,
+        input_TD: Tensor | None,
+        routes: Routes | None = None,
     ) -> Tensor:
         """Output of one of this rank's pipeline stages; of the last one, the hidden states.
 
@@ -161,7 +182,7 @@ class Policy:
         Shapes: tokens_T and positions_T [t], input_TD and output as `stage_input`; of the last stage [t, D].
         """
         inputs = {"input_ids": tokens_T[None]} if input_TD is None else {"inputs_embeds": input_TD[None]}
-        return self._forward(inputs, positions_T, shard, stage)[0]
+        return self._forward(inputs, positions_T, shard, routes, stage)[0]
 
     def stage_input(self, tokens_T: Tensor) -> Tensor:
         """Empty tensor of the shape and dtype that pass from stage to stage, and back as gradients.
@@ -172,7 +193,9 @@ class Policy:
         dtype, tokens = DTYPES[self.dtypes.compute], len(tokens_T) // self.stages.sharing
         return torch.empty(tokens, self.stages.width, dtype=dtype, device=self.mesh.device)
 
-    def _forward(self, inputs: dict[str, Tensor], positions_T: Tensor, shard: AttentionShard, *stage: int) -> Any:
+    def _forward(
+        self, inputs: dict[str, Any], positions_T: Tensor, shard: AttentionShard, routes: Routes | None, *stage: int
+    ) -> Any:
         if self._needs_copies and not self._computes:
             raise SpecError(
                 f"hidden states of a policy with weights in {self.dtypes.weights}",
@@ -180,6 +203,8 @@ class Policy:
                 rule="forward and backward run on copies of the weights, cast once for all micro-batches",
                 fix="with policy.in_compute_dtype(): ..., around forward and backward",
             )
+        if routes is not None:
+            inputs = inputs | {"routes": routes}
         forward: Any = self.trunk or (self.model.base_model if self.stages is None else self.stages.forward)
         return forward(*stage, **inputs, position_ids=positions_T[None], use_cache=False, shard=shard)
 
@@ -283,6 +308,7 @@ def load_policy(
     kernels: Mapping[str, str] | None = None,
     pipeline_schedule: str = "1f1b",
     stages_per_rank: int = 1,
+    routing: bool = False,
 ) -> Policy:
     """Load a decoder, register the workbench's attention, and shard it for this rank.
 
@@ -307,6 +333,7 @@ def load_policy(
         kernels: of norms, rotary embeddings and MLPs, see `workbench.policy.kernels.use_kernels`.
         pipeline_schedule: order of the micro-batches in pipeline stages; see `workbench.sharding.pipeline`.
         stages_per_rank: pipeline stages of each rank of the axis pp.
+        routing: prepare the routers of a mixture of experts to note and to replay routes; see `policy.routers`.
 
     Raises:
         SpecError: no such checkpoint, an unknown implementation, or one that does not support this layout.
@@ -327,11 +354,14 @@ def load_policy(
         check_logits(model, probe_logits(model, "float64"), expected, what="float64 run")
     else:
         model = cast(model, DTYPES[dtypes.weights])
-    model = use_kernels(model, kernels or {})
     config = model.config.get_text_config()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     shards = shard_decoder(model, mesh, sequence_parallel=sequence_parallel)
     shards = shard_experts(model, mesh, shards)
+    model = use_kernels(model, kernels or {})  # after the check of the shards on the host, where Triton does not run
+    # Inside of other dtypes for routers, whose logits are noted before they are cast back.
+    share = (mesh["tp"].rank, mesh["tp"].size) if sequence_parallel else (0, 1)
+    routers = install_routers(model, share=share) if routing else None
     model = use_module_dtypes(model, {kind: dtype and DTYPES[dtype] for kind, dtype in dtypes.modules.items()})
     model = use_gemm_formats(model, dtypes.gemms)  # after the check of the shards, which would see its rounding
     stages, shards = split_stages(
@@ -368,6 +398,7 @@ def load_policy(
         loss_scale=dtypes.loss_scale or 1.0,
         shapes=shapes,
         stages=stages,
+        routers=routers,
     )
 
 

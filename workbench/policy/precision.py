@@ -20,20 +20,26 @@ from workbench.errors import SpecError
 ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
 """Of `transformers`: softmax over all experts, top k, renormalized to sum to 1 unless `norm_topk_prob` is off."""
 
+SIGMOID_ROUTERS = ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter")
+"""Of `transformers`: sigmoids, of which a bias moves the choice alone; top k within the best groups of experts."""
+
+_UNCAST = ("inv_freq", "e_score_correction_bias")
+"""Ends of the names of buffers that keep their dtype: small steps of a bias would be lost in bfloat16."""
+
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
-    """Cast a model to a dtype in place, as loading a checkpoint does: rotary frequencies keep their dtype.
+    """Cast a model to a dtype in place, as loading a checkpoint does; rotary frequencies, routing biases keep theirs.
 
     A frequency in bfloat16 is off by up to 0.2 percent, which at position 1000 is up to a radian.
     """
-    frequencies = [
+    uncast = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name.endswith("inv_freq")
+        if name.endswith(_UNCAST)
     ]
     model.to(dtype)
-    for module, name, buffer in frequencies:
+    for module, name, buffer in uncast:
         setattr(module, name, buffer)
     return model
 
@@ -57,13 +63,13 @@ def lift_to_float64(model: Any) -> Any:
             exact = None if "Gemma" in kind else _exact_norm
             rule = "norms that multiply by their weight"
         elif hasattr(module, "inv_freq"):
-            exact = _exact_rotary
+            exact = _exact_rotary_of_halves if kind == "GptOssRotaryEmbedding" else _exact_rotary
         elif "Norm" in kind and not isinstance(module, nn.LayerNorm):
             rule = "RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known"
             fix = "use precision: float32, or add this norm to policy/precision.py"
         elif "Router" in kind:
-            exact = _exact_router if kind in ROUTERS else None
-            rule = f"routers that take the top k of a softmax are known: {', '.join(ROUTERS)}"
+            exact = _EXACT_ROUTERS.get(kind)
+            rule = f"known routers: {', '.join(_EXACT_ROUTERS)}"
             fix = "use precision: float32, or add this router to policy/precision.py"
         else:
             continue
@@ -84,6 +90,40 @@ def _exact_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if getattr(module, "norm_topk_prob", True):
         weights_tk = weights_tk / weights_tk.sum(dim=-1, keepdim=True)
     return logits_tE, weights_tk, experts_tk
+
+
+def _exact_sigmoid_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits_tE = hidden.reshape(-1, hidden.shape[-1]) @ module.weight.T
+    scores_tE = logits_tE.sigmoid()
+    choice_tge = (scores_tE + module.e_score_correction_bias).unflatten(1, (module.num_group, -1))
+    groups_tg = choice_tge.topk(2, dim=-1).values.sum(dim=-1)
+    best_tg = torch.zeros_like(groups_tg, dtype=torch.bool)
+    best_tg.scatter_(1, groups_tg.topk(module.topk_group, dim=-1).indices, True)
+    choice_tE = choice_tge.masked_fill(~best_tg[..., None], -torch.inf).flatten(1)
+    experts_tk = choice_tE.topk(module.top_k, dim=-1).indices
+    gates_tk = scores_tE.gather(1, experts_tk)
+    if module.norm_topk_prob:
+        gates_tk = gates_tk / (gates_tk.sum(dim=-1, keepdim=True) + 1e-20)
+    return logits_tE, gates_tk * module.routed_scaling_factor, experts_tk
+
+
+def _exact_chosen_router(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits_tE = hidden.reshape(-1, hidden.shape[-1]) @ module.weight.T + module.bias
+    largest_tk, experts_tk = logits_tE.topk(module.top_k, dim=-1)
+    return logits_tE, torch.softmax(largest_tk, dim=-1), experts_tk
+
+
+_EXACT_ROUTERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(ROUTERS, _exact_router),
+    **dict.fromkeys(SIGMOID_ROUTERS, _exact_sigmoid_router),
+    "GptOssTopKRouter": _exact_chosen_router,
+}
+"""Kind of router -> its forward in the dtype of its input."""
+
+
+def _exact_rotary_of_halves(module: Any, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].double() * module.inv_freq
+    return angles.cos() * module.attention_scaling, angles.sin() * module.attention_scaling
 
 
 def _exact_rotary(module: Any, hidden: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,7 @@ def shard_decoder(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) ->
     plan, tied = tensor_plan(model), head.weight is embedding.weight
     plan |= {name: "positions" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     plan |= {_name_of(model, embedding): "embedding_rowwise", _name_of(model, head): "vocabulary_head"}
+    plan |= {name: "rowwise" for name, _ in model.named_parameters() if name.endswith(".sinks")}  # one for each head
     dtype = embedding.weight.dtype
     expected_tD = probe_hidden_states(cast(model, torch.promote_types(dtype, torch.float32)), axis)
     shards = apply_tensor_parallel(model, plan, axis, sequence_parallel=sequence_parallel)

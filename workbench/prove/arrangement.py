@@ -162,7 +162,8 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
 
     try:
         with planted(spec.faults):
-            result = simulate(rank, **arrangement.layout.mesh_sizes, timeout_s=TIMEOUT_S)[0]
+            sizes: dict[str, Any] = arrangement.layout.mesh_sizes
+            result = simulate(rank, **sizes, timeout_s=TIMEOUT_S)[0]
     except Exception as error:
         return Outcome(idle=any(idle), error=error)
     terms = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items() if name != "total"}

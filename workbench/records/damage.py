@@ -9,7 +9,7 @@ from typing import Any
 from workbench.errors import RecordError
 
 STATE_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("created_ns", "started_ns", "ended_ns", "world_size"), (int,)),
+    **dict.fromkeys(("created_ns", "started_ns", "ended_ns", "world_size", "nodes"), (int,)),
     **dict.fromkeys(("rank0", "agent", "launcher", "inputs"), (dict,)),
     **dict.fromkeys(("backend", "handle", "job_of", "scheduler", "device", "continues"), (str,)),
     "device_note": (str,),

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from workbench.atomic import append_line, drop_torn_tail, locked, read_json, rea
 from workbench.errors import RecordError, check_kind
 from workbench.records.damage import EXIT_TYPES, STATE_TYPES, check_types, unfit
 from workbench.records.failures import exit_record, root_cause
-from workbench.records.integrity import FIX, refuse_incomplete
+from workbench.records.integrity import FIX, refuse_incomplete, refuse_other_types
 from workbench.records.provenance import is_process_alive, this_process
 from workbench.specs.reading import parse_spec
 from workbench.specs.run import RunSpec
@@ -36,8 +36,10 @@ STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
 ENDED = ("succeeded", "failed", "cancelled", "lost")
 """The states that a run does not leave, see `RunDirectory.set_state`."""
 
-CLUSTERS = ("slurm", "kubernetes")
+CLUSTERS = ("slurm", "sbatch", "kubernetes")
 """Backends whose jobs outlive the process that submitted them."""
+
+_TENSORS_FIX = "run again, with record settings that keep these tensors"
 
 _CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
 
@@ -249,10 +251,13 @@ class RunDirectory:
         """
         path = self.path / "metrics.jsonl"
         if partial or self.state["state"] != "succeeded":
-            return read_lines(path, fix=FIX)
+            records = read_lines(path, fix=FIX)
+            refuse_other_types(path, records)
+            return records
         fingerprint = _fingerprint(path)
         if self._steps_read is None or self._steps_read[0] != fingerprint:
             records = read_lines(path, fix=FIX)
+            refuse_other_types(path, records)
             refuse_incomplete(path, records, self.spec.steps)
             self._steps_read = fingerprint, records
         return [dict(record) for record in self._steps_read[1]]
@@ -273,8 +278,18 @@ class RunDirectory:
         return atomic.read_tensors(
             path,
             requested=f"read {self.path.name}/tensors/{path.name}",
-            fix="run again, with record settings that keep these tensors",
+            fix=_TENSORS_FIX,
         )
+
+    def stored_tensors(self, name: str, order: Iterable[str] = ()) -> Mapping[str, Tensor]:
+        """Open tensors/<name>.safetensors; each tensor is read when it is asked for, in an order of names if given.
+
+        Raises:
+            RecordError: as `read_tensors`.
+        """
+        path = self._tensor_path(name)
+        requested = f"read {self.path.name}/tensors/{path.name}"
+        return atomic.StoredTensors(path, requested=requested, fix=_TENSORS_FIX, order=order)
 
     def has_tensors(self, name: str) -> bool:
         """True if tensors/<name>.safetensors exists."""

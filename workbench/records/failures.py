@@ -16,11 +16,14 @@ CAUSES = ("exception", "out of memory", "killed", "hang", "early exit", "start",
 RECORDED_LAST = ("hang", "early exit")
 """Causes by which a job's other ranks die first: the record of the rank itself is written after theirs."""
 
-EXIT_CODES = "exit_codes.json"
-"""File under a run's ``ranks``: {rank: exit code, or -signal}, in the order in which they ended."""
+EXIT_CODES = "ranks/exit_codes.json"
+"""{rank: exit code, or -signal}, in the order in which they ended, in the run directory."""
 
 OOM = "ranks/oom.json"
-"""Processes that the machine killed for memory while the job ran, in the run directory."""
+"""Processes that the machine killed for memory while the job ran, in the run directory.
+
+This file, the one before and the two that follow are written by each agent (`workbench.records.agents`).
+"""
 
 WAITING = "ranks/waiting.json"
 """Ranks that others wait for, in the run directory; see `workbench.launch.watchdog`."""

@@ -32,19 +32,22 @@ Fingerprint = tuple[int, int, int, int, int]
 
 
 class Inputs:
-    """Arguments of a model's calls since the last step."""
+    """Arguments of a model's calls since the last step; ``positions`` are those of the last call."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.calls, self._names = 0, names
         self._seen: dict[str, list[tuple[int, int, Tensor]]] = {}
+        self.positions: Tensor | None = None
 
     def see(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Add a call; without a gradient it is none of training."""
         if not torch.is_grad_enabled():
             return
         self.calls += 1
+        self.positions = None
         positional = itertools.zip_longest(self._names[: len(arguments)], arguments)
         for role, value in _by_role([*positional, *named.items()]):
+            self.positions = value if role == "positions" else self.positions
             rows = value.reshape(-1, value.shape[-1]) if value.dim() > 1 else value.reshape(1, -1)
             self._seen.setdefault(role, []).append((value.numel(), len(rows), _sums(rows)))
 
@@ -104,12 +107,12 @@ def _sums(rows: Tensor) -> Tensor:
     """Numbers that count, the sum of their mixed values, and that of mixed rows."""
     values = rows.long()
     counted = (rows if rows.dtype == torch.bool else values >= 0).sum()
-    mixed = _mixed(values)
-    weights = _mixed(torch.arange(1, values.shape[1] + 1, device=values.device)) | 1
-    return torch.stack([counted, mixed.sum(), _mixed((mixed * weights).sum(1)).sum()])
+    each = mixed(values)
+    weights = mixed(torch.arange(1, values.shape[1] + 1, device=values.device)) | 1
+    return torch.stack([counted, each.sum(), mixed((each * weights).sum(1)).sum()])
 
 
-def _mixed(values: Tensor) -> Tensor:
+def mixed(values: Tensor) -> Tensor:
     """Integers whose bits depend on all bits of the given ones: two rounds of multiplying and shifting."""
     for _ in range(2):
         values = (values + 1) * _ODD

@@ -28,6 +28,7 @@ FIX = "run the configuration again; the run's other files are not affected"
 """Fix of a damaged file of a run."""
 
 STEP_KEYS = ("loss/total/sum", "gradient/norm/global")
+NUMBERS = (*STEP_KEYS, "time/step_ms", "memory/peak_bytes")
 """Numbers that every step record of a run has, or none."""
 
 NORM_ULPS = 4
@@ -71,6 +72,24 @@ def refuse_incomplete(path: Path, records: Sequence[Mapping[str, Any]], expected
             rule=f"a run that succeeded has {expected} step record(s), one of each step, with the same numbers",
             fix=FIX,
         )
+
+
+def refuse_other_types(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for a number of `NUMBERS` that is none, in a line whose checksum is right.
+
+    Raises:
+        RecordError: with file, line and key.
+    """
+    for line, record in enumerate(records, start=1):
+        for key in NUMBERS:
+            value = record.get(key, 0.0)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise RecordError(
+                    f"read {path.parent.name}/{path.name}",
+                    found=f"line {line}: {key} is {value!r}"[:200],
+                    rule="a number",
+                    fix=FIX,
+                )
 
 
 def check_whole(run: RunDirectory) -> None:

@@ -27,8 +27,10 @@ the line of each step. Nothing is guessed: a key that is missing was not seen.
            training     whether the model is in training mode
            autocast     dtype of torch's autocast, where the model was called under it
            clip         the bound of the norm, where torch's function clipped
+           clipped_after  backwards of the step before the first clipping
            given        norm of the gradient that the optimizers were given, and the smallest and largest factor of a
                         parameter's norm since it was taken, where gradients were taken earlier
+           outputs      what the model gave and what flowed back into it, see `workbench.records.outputs`
            scale        of a GradScaler that was given
 """
 

@@ -38,6 +38,8 @@ from workbench.records import trainer_files as files
 from workbench.records.inputs import Inputs, of_all_ranks, positional_names
 from workbench.records.notes import Notes, of_parts
 from workbench.records.observed import checksums, of_start, of_step
+from workbench.records.outputs import Outputs
+from workbench.records.outputs import of_all_ranks as outputs_of_all_ranks
 from workbench.records.unsupported import cleared_buffers, no_gradient, refuse_unsupported
 from workbench.records.watching import watch_clipping, watch_losses, weakly, when_backward_begins
 from workbench.sharding.collectives import all_gather
@@ -114,6 +116,7 @@ class Recorder:
         stepped = () if manual else self._optimizers
         self._hooks = [each.register_step_pre_hook(self._before_step) for each in stepped]
         self._hooks.append(model.register_forward_pre_hook(self._see_call, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(self._see_output))
         reached = when_backward_begins(self._parameters, self._see_gradient_before)
         self._hooks += reached
         self._tells_reach = bool(reached)
@@ -167,7 +170,7 @@ class Recorder:
         self._take(self._parameters)
         self._refuse_no_gradient()
         if max_norm is not None:
-            self._clip["max_norm"] = float(max_norm)
+            self._clips(max_norm)
 
     def _take(self, parameters: Mapping[str, nn.Parameter]) -> None:
         here = [name for name, parameter in parameters.items() if not self._given.has_gradient(parameter)]
@@ -275,9 +278,11 @@ class Recorder:
         self._without = []
         self._buffers_of_zeros = False
         self._clip: dict[str, float] = {}
+        self._clipped_after: int | None = None
         self._handed: dict[str, float] = {}
         self._stepped: set[int] = set()
         self._autocast, self._inputs = "", Inputs(positional_names(self._model))
+        self._outputs = Outputs()
         self._met: list[bool | Tensor] = []
 
     # ---- evidence that needs no note -----------------------------------------------------------------
@@ -309,6 +314,10 @@ class Recorder:
             self._autocast = _name(torch.get_autocast_dtype(self._device.type))
         self._inputs.see(arguments, named)
 
+    def _see_output(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._outputs.see(output, self._inputs.positions)
+
     def _see_loss(self, loss: Tensor) -> None:
         """Keep a number that was back-propagated into this model: the loss of a micro-batch, if none is noted."""
         if self._reached or not self._tells_reach:
@@ -337,9 +346,13 @@ class Recorder:
         elif left := {name: value for name, value in own.items() if name not in self._norms}:
             self._take(left)
 
+    def _clips(self, max_norm: float) -> None:
+        self._clip["max_norm"] = float(max_norm)
+        self._clipped_after = len(self._met) if self._clipped_after is None else self._clipped_after
+
     def _before_clip(self, max_norm: float, clipped: Mapping[str, nn.Parameter]) -> None:
         """Take the gradients of parameters of this model that torch is about to clip."""
-        self._clip["max_norm"] = float(max_norm)
+        self._clips(max_norm)
         if left := {name: value for name, value in clipped.items() if name not in self._norms}:
             self._take(left)
 
@@ -360,13 +373,15 @@ class Recorder:
             off = [name for name, value in by_rank[0].items() if any(rank.get(name) != value for rank in by_rank)]
             seen["replicas"] = off[:8] or "equal"
         seen["inputs"] = of_all_ranks(self._gather_json(self._inputs.finish()))
+        if outputs := outputs_of_all_ranks(self._gather_json(self._outputs.finish())):
+            seen["outputs"] = outputs
         if self._met:
             first, *later = map(bool, self._met)
             seen |= {"cleared": not first, "met": [sum(later), len(later)]}
         if self._autocast:
             seen["autocast"] = self._autocast
         if self._clip:
-            seen["clip"] = dict(self._clip)
+            seen |= {"clip": dict(self._clip), "clipped_after": self._clipped_after}
         if times := [norm / self._norms[name] for name, norm in self._handed.items() if self._norms.get(name)]:
             norm = math.sqrt(math.fsum(value**2 for value in self._handed.values()))
             seen["given"] = {"norm": norm, "times": [min(times), max(times)]}

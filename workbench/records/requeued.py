@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from workbench.atomic import line_of, locked, read_lines, to_json, write_whole
+from workbench.records.agents import files_of_agents
 from workbench.records.directory import RunDirectory
 from workbench.records.failures import EXIT_CODES, OOM, STOPPED, WAITING
 from workbench.records.integrity import FIX
@@ -32,8 +33,9 @@ def reopen(run: RunDirectory) -> bool:
         ended_by_job = state["state"] == "failed" and failure is not None and failure["cause"] in REOPENED
         if state["state"] != "running" and not ended_by_job:
             return state["state"] == "pending"
-        ends = [*(run.path / "ranks").glob("*.exit.json"), run.path / "ranks" / EXIT_CODES]
-        for path in (*ends, *(run.path / name for name in (OOM, STOPPED, WAITING))):
+        ranks = run.path / "ranks"
+        ends = [path for name in (EXIT_CODES, OOM, STOPPED, WAITING) for path in files_of_agents(run.path, name)]
+        for path in (*ranks.glob("*.exit.json"), *ranks.glob("*.flight"), *ends):
             path.unlink(missing_ok=True)
         _keep_steps(run, state)
         for key in ("ended_ns", "rank0", "agent", STOPPED_AFTER):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,11 @@ def watch_clipping(
     """
     names = {id(value): name for name, value in parameters.items()}
 
-    def see(given: Any, max_norm: float) -> Any:
-        given = [given] if isinstance(given, Tensor) else list(given)
+    def see(given: list[Any], max_norm: float) -> None:
         if clipped := {names[id(value)]: value for value in given if id(value) in names}:
             seen(max_norm, clipped)
-        return given
 
-    stops = [_watch_call(module, name, see) for module, name in CLIPPING if hasattr(module, name)]
+    stops = [_watched(module, name, see, _clipping) for module, name in CLIPPING if hasattr(module, name)]
 
     def stop() -> None:
         for each in stops:
@@ -47,16 +46,16 @@ def watch_clipping(
     return stop
 
 
-def _watch_call(module: Any, name: str, see: Callable[[Any, float], Any]) -> Callable[[], None]:
-    """Call a function with the parameters and the bound of every call of a clipping; return a stop function."""
-    correct: Any = getattr(module, name)
+def _clipping(correct: Any, watchers: list[_Watcher]) -> Any:
+    """A clipping that shows parameters and bound of every call first."""
 
-    @functools.wraps(correct)
     def clip(given: Any, max_norm: float, *more: Any, **options: Any) -> Any:
-        return correct(see(given, max_norm) if wrapper.watches else given, max_norm, *more, **options)
+        given = [given] if isinstance(given, Tensor) else list(given)
+        for watcher in tuple(watchers):
+            watcher.see(given, max_norm)
+        return correct(given, max_norm, *more, **options)
 
-    wrapper: Any = clip
-    return _installed(module, name, wrapper)
+    return clip
 
 
 def watch_losses(seen: Callable[[Tensor], None]) -> Callable[[], None]:
@@ -65,30 +64,52 @@ def watch_losses(seen: Callable[[Tensor], None]) -> Callable[[], None]:
     ``torch.autograd.backward`` is wrapped, which ``Tensor.backward`` and so trainers call. A backward from given
     gradients, as between stages of a pipeline, begins at no loss.
     """
-    module = torch.autograd
-    correct: Any = module.backward
+    return _watched(torch.autograd, "backward", seen, _backward)
 
-    @functools.wraps(correct)
+
+def _backward(correct: Any, watchers: list[_Watcher]) -> Any:
     def backward(tensors: Any, grad_tensors: Any = None, *more: Any, **options: Any) -> Any:
         result = correct(tensors, grad_tensors, *more, **options)
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if wrapper.watches and grad_tensors is None and len(roots) == 1 and roots[0].numel() == 1:
-            seen(roots[0].detach())
+        if grad_tensors is None and len(roots) == 1 and roots[0].numel() == 1:
+            for watcher in tuple(watchers):
+                watcher.see(roots[0].detach())
         return result
 
-    wrapper: Any = backward
-    return _installed(module, "backward", wrapper)
+    return backward
 
 
-def _installed(module: Any, name: str, wrapper: Any) -> Callable[[], None]:
-    """Put a wrapper in place of a function; return the function that stops it."""
-    wrapper.watches = True
-    setattr(module, name, wrapper)
+@dataclass(eq=False)
+class _Watcher:
+    """One that sees calls of a function, and is removed by identity."""
+
+    see: Callable[..., None]
+
+
+def _watched(
+    module: Any, name: str, see: Callable[..., None], wrap: Callable[[Any, list[_Watcher]], Any]
+) -> Callable[[], None]:
+    """Let a function be seen; return the function that stops it.
+
+    One wrapper serves all who watch, so that a process with hundreds of recorders nests no calls; with the last one the
+    function is put back, unless another's wrapper lies above.
+    """
+    current = getattr(module, name)
+    watchers: list[_Watcher] | None = getattr(current, "watchers", None)  # functools.wraps copies it to those above
+    if watchers is None:
+        watchers = []
+        wrapper: Any = functools.wraps(current)(wrap(current, watchers))
+        wrapper.watchers, wrapper.itself = watchers, weakref.ref(wrapper)
+        setattr(module, name, wrapper)
+    watcher = _Watcher(see)
+    watchers.append(watcher)
 
     def stop() -> None:
-        wrapper.watches = False
-        while getattr(getattr(module, name), "watches", True) is False:  # another one may lie above this one
-            setattr(module, name, cast(Any, getattr(module, name)).__wrapped__)
+        if watcher in watchers:
+            watchers.remove(watcher)
+        top: Any = getattr(module, name)
+        if not watchers and getattr(top, "watchers", None) is watchers and top.itself() is top:
+            setattr(module, name, top.__wrapped__)
 
     return stop
 

@@ -61,12 +61,14 @@ class StepTotals:
             `workbench.losses.corrections.step_statistics`.
         scale: power of two, in the reproducible mode: factor of the loss before backward, and divisor of its gradients
             after it.
+        routing: of a step with routing settings, numbers of its routes; see `workbench.train.routes`.
     """
 
     tokens: int
     documents: int
     statistics: Mapping[str, float] = field(default_factory=dict)
     scale: float = 1.0
+    routing: Mapping[str, int] = field(default_factory=dict)
 
 
 def step_weights(

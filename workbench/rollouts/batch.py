@@ -32,7 +32,7 @@ class Extension:
     Its name, the key in the batch's extensions, differs from the batch's own fields.
 
     Attributes:
-        values: [T] for a token field, [N] for a document field.
+        values: [T] for a token field, [N] for a document field; [T, ...] for a token field at the input.
         level: "token" or "document".
         unit: of the value.
         meaning: one sentence.
@@ -332,7 +332,7 @@ class RolloutBatch:
         )
         index = torch.nonzero(padding_positions < 0).squeeze(1)
         changed = {
-            name: value.new_full((len(padding_positions),), pads[name]).index_copy(0, index, value)
+            name: value.new_full((len(padding_positions), *value.shape[1:]), pads[name]).index_copy(0, index, value)
             for name, value in self.token_fields().items()
         }
         changed["positions_T"] = torch.where(padding_positions < 0, changed["positions_T"], padding_positions)

@@ -79,7 +79,7 @@ def _refuse_negative(where: str, name: str, ids: Tensor, mask_name: str, mask: T
         row, at = (int(i) for i in torch.nonzero(bad)[0])
         raise ShapeError(
             f"{where}: {name}, row {row}, token {at}",
-            found=f"{int(ids[row, at])}; {int(bad.sum())} negative ids in all where {mask_name} is 1",
+            found=f"{ids[row, at].item()}; {int(bad.sum())} negative ids in all where {mask_name} is 1",
             rule="a token id is at least 0; -100 marks labels that a loss ignores, not tokens",
             fix=f"pass the ids that the policy sampled, and set {mask_name} to 0 on padding",
         )
@@ -270,12 +270,13 @@ def broken_shapes(batch: RolloutBatch) -> list[str]:
         kind = known[name].metadata["dtype"]
         if not (value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)):
             broken.append(f"{name} has dtype {value.dtype}, not {kind}")
+    wide = {f"extension {name}" for name, e in batch.extensions.items() if e.level == "token" and e.at == "input"}
     for level in ("token", "document"):
         if not broken:  # documents can be counted only in token fields that fit
             expected = batch.tokens_T.numel() if level == "token" else batch.num_documents
             broken += [
                 f"{name} has shape {tuple(value.shape)}, not [{expected}]"
                 for name, (at, value) in (own | extensions).items()
-                if at == level and value.shape != (expected,)
+                if at == level and (value.shape[:1] if name in wide else value.shape) != (expected,)
             ]
     return broken

@@ -78,6 +78,7 @@ def load_rollouts(source: Any, *, temperature: float | None = None, ignore: Sequ
     sampled_at = 1.0 if temperature is None else temperature
     if isinstance(source, str | Path):
         path = Path(source)
+        _refuse_no_path(path)
         if path.suffix in _READERS and not path.is_dir():
             return _READERS[path.suffix](path, sampled_at, ignore)
         if path.is_file():
@@ -106,6 +107,17 @@ def load_rollouts(source: Any, *, temperature: float | None = None, ignore: Sequ
     )
     records = ((f"record {number}", record) for number, record in enumerate(source))
     return read_records("records", records, temperature=sampled_at, ignore=ignore)
+
+
+def _refuse_no_path(path: Path) -> None:
+    """Raise for a text that no file can have as its name; one that is only missing has a better error later."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        found = f"{type(error).__name__}: {getattr(error, 'strerror', '') or error}"
+        raise unreadable(f"{str(path)[:60]!r}", found, "a path of a file or folder") from None
 
 
 def _from_arrays(where: str, arrays: Mapping[str, Any], temperature: float, ignore: Sequence[str]) -> RolloutBatch:

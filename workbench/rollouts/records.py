@@ -6,6 +6,7 @@ value that is not finite on a trained token is an error, with the record and the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -165,9 +166,11 @@ def _whole_numbers(where: str, key: str, value: Any) -> list[int]:
 
 
 def _number(where: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise broken(where, key, repr(value), "a finite number")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        with contextlib.suppress(OverflowError):  # an integer that no float holds
+            if math.isfinite(number := float(value)):
+                return number
+    raise broken(where, key, repr(value)[:80], "a finite number")
 
 
 def _per_token(where: str, key: str, values: Any, mask: list[int]) -> list[float]:

@@ -230,6 +230,7 @@ AUXILIARY = Need(
     "an auxiliary loss",
 )
 LIKELIHOOD = Need("no likelihood term", lambda f: f.spec.loss.positive_nll_coefficient != 0, "loss vapo")
+ENTROPY = Need("no entropy bonus", lambda f: f.spec.loss.entropy_coefficient != 0)
 KL = Need("no KL penalty", lambda f: f.spec.loss.kl.coefficient != 0, "a KL penalty")
 SCORE = Need("a penalty without its score", lambda f: f.spec.loss.kl.gradient == "score", "a penalty with its score")
 CLAMPED_KL = Need("no clamp of the penalty", lambda f: f.spec.loss.kl.input_clamp is not None, "a clamped penalty")
@@ -334,6 +335,8 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "documents_from_shard_positions": (CP, NOT_CONTIGUOUS, SPLIT_DOCUMENT),
     "empty_micro_batch_divides_by_zero": (EMPTY_SHARD,),
     "end_token_masked": (TRAINED_END,),
+    "entropy_in_bfloat16": (ENTROPY,),
+    "entropy_of_vocabulary_shard": (TP, ENTROPY),
     "entropy_without_gradient": ALWAYS,
     "expert_gradients_doubled_per_micro_batch": (EP, NO_REPLICAS_OF_EXPERTS, MICRO_BATCHES),
     "expert_gradients_times_ep": (EP,),

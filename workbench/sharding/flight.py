@@ -9,7 +9,8 @@ entered another one. With NCCL, "left" only means that the collective was enqueu
 
 File, 8-byte words in native byte order:
 
-    header, 128 bytes   magic, rank, pid, entries begun, time of the last sign of life, 1 if the rank ended well
+    header, 128 bytes   magic, rank, pid, entries begun, time of the last sign of life, 1 if the rank ended well,
+                        pid of the process that started it, and a number made of the machine's name
     slot, 256 bytes     number, number in its group, group, entered, left (0: not yet), check, length of the text,
                         and the text: name, axis, ranks, shape, dtype, caller
 
@@ -48,7 +49,7 @@ _HEADER, _SLOT = 128, 256
 _TEXT_AT = 56
 _WORDS = struct.Struct("@7Q")
 _CHECKED = struct.Struct("@4Q")
-_RANK, _PID, _COUNT, _BEAT, _ENDED = 1, 2, 3, 4, 5
+_RANK, _PID, _COUNT, _BEAT, _ENDED, _PARENT, _HOST = 1, 2, 3, 4, 5, 6, 7
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _HERE = Path(__file__).parent
 _OWN = {str(_HERE / f"{name}.py") for name in ("flight", "collectives", "mesh", "data_parallel", "pipeline")}
@@ -205,6 +206,29 @@ def read_beat(path: Path) -> tuple[int, int]:
     return header[_PID], header[_BEAT]
 
 
+def is_child(path: Path) -> bool:
+    """True if this process started the rank that wrote the file, whether or not the rank is alive.
+
+    Raises:
+        RecordError: no such file, or not a flight record.
+    """
+    header = struct.unpack_from("@8Q", _content(path, _HEADER))
+    return (header[_PARENT], header[_HOST]) == (os.getpid(), _host())
+
+
+def flush(path: Path) -> None:
+    """Write a rank's file out to its file system, from another process of the rank's machine.
+
+    A network file system shows other machines only what was flushed. Nothing if there is no such file.
+    """
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _host() -> int:
+    return zlib.crc32(os.uname().nodename.encode())
+
+
 def read_all(folder: Path) -> Mapping[int, FlightView]:
     """Read the files of all ranks in a folder, by rank; unreadable files are skipped."""
     views = {}
@@ -227,6 +251,7 @@ class _Flight:
             self._map = mmap.mmap(file.fileno(), 0)
         self._words = memoryview(self._map).cast("Q")
         self._words[_RANK], self._words[_PID], self._words[_BEAT] = rank, os.getpid(), time.time_ns()
+        self._words[_PARENT], self._words[_HOST] = os.getppid(), _host()
         self._words[0] = _MAGIC
         temporary.replace(path)
         self._numbers = itertools.count(1)

@@ -302,6 +302,51 @@ class OnlineSpec(Group):
         return self
 
 
+class RoutingSpec(Group):
+    """Routers of a mixture of experts: losses and biases that balance them, and routes that are replayed.
+
+    Counts and means are those of all tokens of documents of the step, in every layout. Losses of routers are added to
+    the loss, once for each mixture of the model.
+    """
+
+    balance: float = Field(0.0, ge=0)
+    """Coefficient of the load-balancing loss: experts times the sum over experts of the share of routes and the mean
+    probability, 1 where both are even. Without replayed routes, a forward pass without a gradient counts them first."""
+    z: float = Field(0.0, ge=0)
+    """Coefficient of the router z-loss: the mean square of the log-normaliser of a router's logits."""
+    bias_step: float = Field(0.0, ge=0)
+    """Balancing without a loss: after each step, the bias of each expert's choice rises by this where it had fewer
+    routes than the mean, and falls where it had more. For models whose routers have such a bias."""
+    replay: Literal["none", "recorded", "old"] = "none"
+    """recorded: the experts of each token are those of the rollout dataset's extension `routes`, as its sampler or an
+    earlier policy chose them. old: in online runs, those of the pass that computes old log-probabilities. Gates keep
+    their gradients."""
+    record: bool = False
+    """Write the routes of each step, as a file `stepNNNN.routes`, in the order of the rollout dataset."""
+
+    @property
+    def on(self) -> bool:
+        """True if routes are noted or replayed."""
+        return bool(self.changed)
+
+    @property
+    def replays(self) -> bool:
+        """True if routes are data of the batch."""
+        return self.replay != "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_capacity(cls, value: Any) -> Any:
+        limits = [name for name in value if "capacity" in str(name)] if isinstance(value, Mapping) else []
+        if limits:
+            raise ValueError(
+                f"{limits[0]} is not supported: with a capacity, the tokens that an expert drops depend on which come "
+                "before them on its rank or in its micro-batch, so the loss depends on the layout; leave it out, "
+                "no token is dropped"
+            )
+        return value
+
+
 class OptimizerSpec(Group):
     """The optimizer and gradient clipping."""
 

@@ -23,6 +23,7 @@ from workbench.specs.groups import (
     PolicySpec,
     RecordSpec,
     ReproducibleSpec,
+    RoutingSpec,
 )
 from workbench.specs.losses import LossSpec
 from workbench.specs.losses.own import OwnLoss
@@ -46,6 +47,7 @@ class RunSpec(Group):
     kernels: KernelSpec = KernelSpec()
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
+    routing: RoutingSpec = RoutingSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
@@ -128,6 +130,7 @@ ADDED_SETTINGS = (
     "online",
     "kernels",
     "mixed_precision",
+    "routing",
     "layout.ep",
     "layout.pp",
     "layout.pipeline_schedule",
@@ -173,6 +176,12 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:
         yield from _not_in_stages(spec)
+    yield from _routes_not_known(spec)
+    if spec.routing.on and spec.reproducible.on:
+        yield (
+            f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
+            "leave one of them out"
+        )
     dtypes, half = spec.dtypes, ("bfloat16", "float16")
     for problem in precision_conflicts(dtypes, spec.mixed_precision.changed):
         yield f"precision {spec.precision}: {problem}"
@@ -230,6 +239,26 @@ def _not_in_stages(spec: RunSpec) -> Iterator[str]:
         yield (
             "layout.pp with record.trace_tokens: a trace has every module's values, and a stage only its own; leave "
             "one of them out"
+        )
+
+
+def _routes_not_known(spec: RunSpec) -> Iterator[str]:
+    """Yield settings of routers that need routes or biases which the run does not have, each with its fix."""
+    routing, online = spec.routing, spec.online
+    if routing.bias_step and online.on:
+        yield (
+            "routing.bias_step with online.task: the sampler has the biases of the source, and would choose other "
+            "experts than the trainer; balance with routing.balance"
+        )
+    if routing.replay == "recorded" and online.on:
+        yield (
+            "routing.replay 'recorded' with online.task: the sampler notes no routes; take replay: old, those of the "
+            "trainer's pass before the first update"
+        )
+    if routing.replay == "old" and not (online.on and online.old_logprobs == "trainer"):
+        yield (
+            "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "
+            "trainer, or replay: recorded with the routes of a rollout dataset"
         )
 
 

@@ -239,10 +239,15 @@ def reduced(make: Callable[..., Tensor], reduce: str, of: float | None, tokens_N
 
 
 def token_mean(
-    make: Callable[..., Tensor], tokens_N: Tensor, *sums_N: Tensor, epsilon: float = 1e-8, of: float | None = None
+    make: Callable[..., Tensor],
+    tokens_N: Tensor,
+    *sums_N: Tensor,
+    epsilon: float = 1e-8,
+    of: float | None = None,
+    least: float = 0.0,
 ) -> float:
-    """Return the mean over tokens, or over ``of`` tokens, of a function of their document."""
-    weight = (float(tokens_N.sum()) if of is None else of) + epsilon
+    """Return the mean over tokens, at least ``least`` or over ``of`` tokens, of a function of their document."""
+    weight = max((float(tokens_N.sum()) if of is None else of) + epsilon, least)
     return float((tokens_N * make(tokens_N, *sums_N)).sum()) / weight if weight else math.nan
 
 

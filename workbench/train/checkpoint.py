@@ -1,7 +1,8 @@
 """The policy of a run, and checkpoints: weights and optimizer state as full tensors, from which any layout can resume.
 
     checkpoints/step0020/weights.safetensors      every parameter after 20 steps, in the dtype that is updated
-    checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``, and the loss scale
+    checkpoints/step0020/optimizer.safetensors    the optimizer's state, ``parameter/key``, the loss scale, and the
+                                                  biases of routers
 
 Folders are written atomically, by a rename; only the newest is kept. A run that is resumed from is not changed.
 """
@@ -64,6 +65,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         kernels=dict(spec.kernels),
         pipeline_schedule=layout.pipeline_schedule,
         stages_per_rank=layout.stages_per_rank,
+        routing=spec.routing.on,
     )
 
 
@@ -87,6 +89,7 @@ def save_checkpoint(
                 local[f"{name}/{key}"] = full_tensor(value, shard, mesh) if sharded else value
         for key, whole in share_tensors(local, mesh).items():
             (weights if key == name else state)[key] = _on_first(whole, mesh)
+    state |= share_tensors(_biases(policy), mesh)
     if scale is not None and scale.interval is not None:
         state[SCALE] = torch.tensor([scale.value, scale.good_steps], dtype=torch.float64)
     if not mesh.is_first:
@@ -124,8 +127,25 @@ def load_checkpoint(
         copy_local_part(parameter, weights[name], policy.shards[name], policy.mesh)
         entries = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
         optimizer.state[parameter] |= {key: _shard(value, parameter, policy, name) for key, value in entries.items()}
+    for name, bias_E in _biases(policy).items():
+        if name not in state:
+            raise RecordError(
+                f"continue from {folder.name}",
+                found=f"no {name}",
+                rule="routers resume with the biases of their checkpoint",
+                fix=FRESH,
+            )
+        bias_E.copy_(state[name])
     if scale is not None and SCALE in state:
         scale.value, scale.good_steps = float(state[SCALE][0]), int(state[SCALE][1])
+
+
+def _biases(policy: Policy) -> dict[str, Tensor]:
+    """Biases of the routers of this rank's stages, which are no parameters, by the names of their buffers."""
+    routers = policy.routers
+    if routers is None or not routers.have_bias:
+        return {}
+    return {routers.buffer(number): bias_E for number, bias_E in routers.biases(policy.model).items()}
 
 
 def continue_run(

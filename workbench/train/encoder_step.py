@@ -27,6 +27,7 @@ from workbench.errors import ShardingError, SpecError
 from workbench.losses.terms import Loss
 from workbench.policy.encoder import Encoder
 from workbench.policy.model import Policy
+from workbench.policy.routers import Routes
 from workbench.reduction.weights import StepTotals
 from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
 from workbench.sharding.bridge import Bridge, Crossing
@@ -78,8 +79,8 @@ class ImageRow(LocalRow):
     is_image_t: Tensor
     deliver: Deliver | None
 
-    def hidden_states(self, policy: Policy) -> Tensor:
-        """[t, D] hidden states of this rank's tokens, images included."""
+    def hidden_states(self, policy: Policy, routes: Routes | None = None) -> Tensor:
+        """[t, D] hidden states of this rank's tokens, images included, with the routes of this pass."""
         row = self.row
         embeddings_tD = policy.embeddings(row.tokens_T)
         if self.deliver is not None:
@@ -89,7 +90,9 @@ class ImageRow(LocalRow):
                 else embeddings_tD.new_zeros(0, self.encoder.places_Rs.shape[1], embeddings_tD.shape[1])
             )
             embeddings_tD = torch.where(self.is_image_t[:, None], self.deliver(features), embeddings_tD)
-        return policy.hidden_states(row.tokens_T, row.positions_T, self.attention, embeddings_TD=embeddings_tD)
+        return policy.hidden_states(
+            row.tokens_T, row.positions_T, self.attention, embeddings_TD=embeddings_tD, routes=routes
+        )
 
 
 def prepare_image_rows(

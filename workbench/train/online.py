@@ -31,11 +31,12 @@ from workbench.rollouts.task import Task, named_task
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh
-from workbench.specs.groups import AdvantageSpec
+from workbench.specs.groups import AdvantageSpec, RoutingSpec
 from workbench.specs.losses import LossSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy
+from workbench.train.routes import NOTED, StepRoutes, with_routes
 from workbench.train.rows import StepData, in_order, multiples
 
 MIXED_PROMPTS = "reward/mixed_prompts/fraction"
@@ -306,7 +307,9 @@ class Online:
         if self.spec.loss.needs_pairs:
             batch = without_ties(batch)
         if self.spec.online.old_logprobs == "trainer":
-            batch = replace(batch, old_logprobs_T=self._logprobs(self.policy, batch))
+            logprobs_S, routes_SLk = old_pass(self.policy, batch, self.spec, self.mesh, project=self.project)
+            batch = replace(batch, old_logprobs_T=logprobs_S)
+            batch = batch if routes_SLk is None else with_routes(batch, routes_SLk)
         if self.reference is not None:
             batch = replace(batch, ref_logprobs_T=self._logprobs(self.reference, batch))
         # Once, of all that was sampled: baselines must not see a mini-batch (DECISIONS.md, row 103).
@@ -344,19 +347,44 @@ def document_logprobs(
 
     Shapes: [S], in the order of the batch. Units: nats, at the temperature of each token, or of the policy.
     """
+    return old_pass(policy, batch, spec, mesh, project=project)[0]
+
+
+def old_pass(
+    policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: Mesh, *, project: Path | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`document_logprobs`, and the routes of the same pass if the run replays them (`routing.replay: old`).
+
+    Shapes: [S] and [S, mixtures, experts of a token], in the order of the batch.
+    """
+    routing = spec.routing
+    spec = spec.model_copy(update={"routing": NOTED if routing.replay == "old" else RoutingSpec()})
     spec, loss, per_step = with_advantages(spec), flow.build_loss(spec.loss, project), spec.data.documents_per_step
     steps = 1 if per_step is None else -(-batch.num_documents // per_step)
     logprobs_S: Tensor | None = None
+    routes_SLk: Tensor | None = None
     missing_S = batch.loss_mask_T.clone()
     for documents in itertools.islice(in_order(batch.as_source(), per_step), steps):
         rows, totals = flow.prepare_rows(documents, spec, mesh)
+        noting = StepRoutes(policy, rows, spec.routing, totals) if spec.routing.on else None
         of_step_S = flow.row_logprobs(
-            policy, loss, rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss, fused=spec.policy.fused_loss
+            policy,
+            loss,
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            loss_spec=spec.loss,
+            fused=spec.policy.fused_loss,
+            noting=noting,
         )
+        if noting is not None:
+            of_step_SLk = noting.in_source_order(batch.num_tokens)
+            assert of_step_SLk is not None, "recorded"
+            routes_SLk = of_step_SLk if routes_SLk is None else torch.where(routes_SLk < 0, of_step_SLk, routes_SLk)
         logprobs_S = torch.where(missing_S, of_step_S, 0.0 if logprobs_S is None else logprobs_S)
         missing_S[documents.source_T] = False
     assert logprobs_S is not None, "a batch has documents, so there is a step"
-    return logprobs_S
+    return logprobs_S, routes_SLk
 
 
 def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.metrics.quantities import DocumentSlots
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import Policy
+from workbench.policy.routers import Routes
 from workbench.reduction.weights import TokenWeights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import deal, fill, pack
@@ -105,14 +107,15 @@ class LocalRow:
     documents: DocumentSlots
     whole: WholeRow | None = None
 
-    def hidden_states(self, policy: Policy) -> Tensor:
-        """[t, D] hidden states of this rank's tokens."""
-        return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention)
+    def hidden_states(self, policy: Policy, routes: Routes | None = None) -> Tensor:
+        """[t, D] hidden states of this rank's tokens, with the routes of this pass."""
+        more: dict[str, Any] = {} if routes is None else {"routes": routes}
+        return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention, **more)
 
-    def stage_output(self, policy: Policy, stage: int, input_TD: Tensor | None) -> Tensor:
+    def stage_output(self, policy: Policy, stage: int, input_TD: Tensor | None, routes: Routes | None = None) -> Tensor:
         """[t, D] output of one of this rank's pipeline stages, on the output of the stage before (None: the first)."""
         row = self.row
-        return policy.stage_output(stage, row.tokens_T, row.positions_T, self.attention, input_TD)
+        return policy.stage_output(stage, row.tokens_T, row.positions_T, self.attention, input_TD, routes)
 
     def token_logprobs(
         self, policy: Policy, hidden_TD: Tensor, outputs: Sequence[str], active_T: Tensor | None = None

@@ -36,6 +36,7 @@ from workbench.metrics.step import gradient_group_norms
 from workbench.metrics.values import Value, finish_metrics
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import DTYPES, Policy
+from workbench.policy.routers import Routes
 from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepLayout, StepTotals, compute_advantages, step_weights
@@ -44,11 +45,13 @@ from workbench.rollouts.targets import shift_targets
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import share_json, share_tensors
+from workbench.specs.groups import RoutingSpec
 from workbench.specs.run import LossSpec, RunSpec
 from workbench.train import exact
 from workbench.train.fused import fused_head, fused_row_loss
 from workbench.train.own import evaluate_trainer_loss, step_totals
-from workbench.train.pipeline import run_stages
+from workbench.train.pipeline import run_stages, run_stages_forward
+from workbench.train.routes import StepRoutes, check_routes, routing_totals, with_input_source
 from workbench.train.rows import (
     LocalRow,
     WholeRow,
@@ -79,6 +82,8 @@ class StepResult:
         range: in the reproducible mode: fractional bits of the gradient sums, the fewest of them that the largest
             partial gradient of any parameter uses, the power of two by which the loss was multiplied, retries.
         evidence: counts of trained tokens and documents to which the loss sends a gradient.
+        loads: [mixtures, experts] routes of the step by expert, with routing settings.
+        routes: [S, mixtures, experts of a token] that were taken, if they are recorded.
     """
 
     loss: Mapping[str, Scalar]
@@ -90,6 +95,8 @@ class StepResult:
     fallbacks: tuple[str, ...] = ()
     range: Mapping[str, float] = field(default_factory=dict)
     evidence: Mapping[str, float] = field(default_factory=dict)
+    loads: Tensor | None = None
+    routes: Tensor | None = None
 
 
 @dataclass
@@ -151,13 +158,20 @@ def prepare_rows(
     strategy, layout = choose_strategy(reproducible=spec.reproducible.on), spec.layout
     dtype = DTYPES["float64" if spec.dtypes.compute == "float64" else "float32"]
     batch = compute_advantages(batch, spec)
-    packed = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec, document_rows)]
+    if spec.routing.replays:
+        check_routes(batch)
+    packed = [
+        (with_input_source(row) if spec.routing.on else shift_targets(row)).to(torch.device("cpu"), dtype)
+        for row in pack_step(batch, spec, document_rows)
+    ]
     whole = strategy.weighed(packed)
     if spec.loss.needs_pairs:
         for row in whole:  # raises here, on every rank: an error on one rank alone would hang the others
             pair_signs(row.document_ids_T, row.group_ids_T, row.rewards_T, row.loss_mask_T)
     # On all rows, before the split: no denominator is local (DECISIONS.md, row 2).
     weights, totals = step_weights(whole, spec.loss, step_layout=StepLayout(layout.dp, layout.cp))
+    if spec.routing.on:
+        totals = replace(totals, routing=routing_totals(whole, spec.routing))
     documents, numbers, per_rank, rows = number_documents(whole), row_numbers(whole), len(whole) // layout.dp, []
     for at in range(mesh["dp"].rank * per_rank, (mesh["dp"].rank + 1) * per_rank):
         row, plan = packed[at].to(mesh.device, dtype), plan_row(packed[at].document_ids_T, layout)
@@ -182,6 +196,7 @@ def run_step(
     level: Level = "basic",
     loss_spec: LossSpec | None = None,
     fused: bool = False,
+    routing: RoutingSpec | None = None,
 ) -> StepResult:
     """Compute loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
 
@@ -197,11 +212,13 @@ def run_step(
         loss_spec: the settings of the loss, for metrics of its bounds; None: these metrics are left out.
         fused: compute loss and gradient in one pass over the head, with a policy that was loaded for it; see
             `workbench.train.fused`.
+        routing: the settings of the routers of a mixture of experts, with a policy that was loaded for them.
     """
     mesh, strategy = policy.mesh, choose_strategy(reproducible=policy.exact is not None, fused=fused)
     loss_dtype = policy.dtypes.loss and DTYPES[policy.dtypes.loss]
     step_loss = StepLoss(loss, totals, loss_spec, frozen_clip_S, mesh, len(rows), loss_dtype)
     parts, metrics, per_token, fallbacks = [], [], [], []
+    routers = StepRoutes(policy, rows, routing, totals) if routing is not None and routing.on else None
 
     def row_loss(local: LocalRow, hidden_TD: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Evaluate the loss of a row; return it, and a function that measures the row after its backward."""
@@ -224,14 +241,21 @@ def run_step(
     policy.reshard()
     policy.model.zero_grad(set_to_none=True)
     with policy.in_compute_dtype():
+        if routers is not None:
+            routers.count(functools.partial(_pass_forward, policy, rows))
         if policy.stages is not None:
-            run_stages(policy, rows, row_loss)
-        for local in rows if policy.stages is None else ():
-            scaled, measure = row_loss(local, local.hidden_states(policy))
-            scaled.backward()
+            run_stages(policy, rows, row_loss, routers)
+        for number, local in enumerate(rows if policy.stages is None else ()):
+            routes = None if routers is None else routers.begin(number)
+            scaled, measure = row_loss(local, local.hidden_states(policy, routes))
+            of_routers = [] if routers is None or routes is None else routers.finish(number, routes)
+            torch.autograd.backward([scaled, *of_routers])
             measure()
     norms, whole_loss, numbers = strategy.reduce(policy, rows, parts, metrics)
     numbers, evidence = split_evidence(numbers)
+    loads_LE = None if routers is None else routers.loads()
+    if routers is not None and loads_LE is not None:
+        whole_loss, numbers = with_router_losses(whole_loss, routers), numbers | routers.metrics(loads_LE)
     return StepResult(
         loss=whole_loss,
         metrics=numbers | gradient_group_norms(norms, level),
@@ -241,7 +265,26 @@ def run_step(
         totals=totals,
         fallbacks=tuple(dict.fromkeys(filter(None, itertools.chain(*share_json(fallbacks, mesh))))),
         evidence=evidence,
+        loads=loads_LE,
+        routes=None if routers is None else routers.in_source_order(num_source),
     )
+
+
+def _pass_forward(policy: Policy, rows: Sequence[LocalRow], begin: Callable[[int], Routes]) -> None:
+    """Pass all rows through the policy, without gradients, to count the routes of the step."""
+    if policy.stages is not None:
+        run_stages_forward(policy, rows, begin)
+    else:
+        for number, local in enumerate(rows):
+            local.hidden_states(policy, begin(number))
+    policy.reshard()
+
+
+def with_router_losses(loss: Mapping[str, Scalar], routers: StepRoutes) -> dict[str, Scalar]:
+    """Add the losses of routers to the loss of a step, term by term and in total. Collective."""
+    added = {name: Scalar(value, frozenset()) for name, value in routers.losses().items()}
+    total = sum((scalar.value for scalar in added.values()), start=loss["total"].value)
+    return {**loss, **added, "total": Scalar(total, frozenset())}
 
 
 def plain_head(policy: Policy, hidden_TD: Tensor, local: LocalRow, loss: StepLoss) -> tuple[LocalRow, TokenLogprobs]:
@@ -304,12 +347,13 @@ def row_logprobs(
     num_source: int,
     loss_spec: LossSpec | None = None,
     fused: bool = False,
+    noting: StepRoutes | None = None,
 ) -> Tensor:
     """Log-probabilities of the trained tokens of a step, bitwise equal to `run_step` on the same rows; 0 elsewhere.
 
     Hidden states, head implementation, temperatures and chunks are the same, so an unchanged policy has ratios of
     exactly 1. Collective; the same on every rank. Arguments: see `run_step`; the chunks of a fused head depend on the
-    sums that the loss takes.
+    sums that the loss takes. ``noting`` notes the routes of the pass.
 
     Shapes:   [S], in the order of the source batch.
     Units:    nats, at the temperature of each token, or of the policy.
@@ -317,8 +361,11 @@ def row_logprobs(
     """
     strategy, per_token = choose_strategy(reproducible=policy.exact is not None, fused=fused), []
     with policy.in_compute_dtype():
-        for local in rows:
-            hidden_TD = local.hidden_states(policy)
+        for number, local in enumerate(rows):
+            routes = None if noting is None else noting.begin(number)
+            hidden_TD = local.hidden_states(policy, routes)
+            if noting is not None and routes is not None:
+                noting.finish(number, routes)
             local, head_output = strategy.head(policy, hidden_TD, local, StepLoss(loss, totals, loss_spec))
             logprobs_T = torch.where(local.row.loss_mask_T, head_output.logprobs_T, 0.0)
             per_token.append({"source": local.row.source_T, "logprobs": logprobs_T})

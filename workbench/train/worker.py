@@ -48,6 +48,7 @@ from workbench.train.online import MIXED_PROMPTS, Online, with_advantages
 from workbench.train.optimizer import LossScale, build_optimizer
 from workbench.train.own import loss_file
 from workbench.train.preemption import Preemption
+from workbench.train.routes import ROUTES, balance_biases
 from workbench.train.rows import StepData, in_order
 from workbench.train.trace import Tracer, certify, fingerprint_gradients, write_trace
 from workbench.train.watched import enable_diagnostics
@@ -176,7 +177,7 @@ def _take_steps(
         with StepClock(mesh.device) as clock:
             rows, totals = flow.prepare_rows(data.documents, spec, mesh)
             tracer = Tracer(policy, rows, spec.record.trace_tokens) if spec.record.trace_tokens else None
-            tokens = spec.record.tokens or spec.certified or tracer is not None
+            tokens = spec.record.tokens or spec.certified or tracer is not None or spec.routing.record
             policy.loss_scale = scale.value
             with tracer or contextlib.nullcontext():
                 result = flow.run_step(
@@ -190,11 +191,14 @@ def _take_steps(
                     level=spec.record.metrics,
                     loss_spec=spec.loss,
                     fused=spec.policy.fused_loss,
+                    routing=spec.routing,
                 )
             marks = fingerprint_gradients(policy) if spec.certified else None
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             if accepted := scale.accepts(norm):
                 optimizer.step()
+                if result.loads is not None and spec.routing.bias_step:
+                    balance_biases(policy, result.loads, spec.routing.bias_step)
             certificate = None if marks is None else certify(policy, result, marks)
         for reason in result.fallbacks:
             sys.stdout.write(f"step {number}: fused_loss: {reason}\n")
@@ -284,6 +288,8 @@ def _record(
         run.write_tensors(_name(number, ".gradients"), result.gradients)
     if run.spec.record.tokens:
         run.write_tensors(_name(number, ".tokens"), result.tokens)
+    if result.routes is not None:
+        run.write_tensors(_name(number, ".routes"), {ROUTES: result.routes})
     if certificate is not None:
         write_certificate(run, number, certificate)
         record["certificate"] = certificate.hash

@@ -1,4 +1,4 @@
-"""OpenRLHF's losses, row by row in float64 (OpenRLHF/OpenRLHF 3c3be623). Imports nothing of the workbench."""
+"""OpenRLHF's losses, row by row in float64 (OpenRLHF/OpenRLHF 0.11.2). Imports nothing of the workbench."""
 
 import math
 
@@ -25,9 +25,10 @@ def policy_loss(c, arrays):
     """Return loss, gradient and metrics; c has every option."""
     x = arrays["logprobs"].clone().requires_grad_()
     o, s, a, m = (arrays[name] for name in ("old_logprobs", "rollout_logprobs", "advantages", "mask"))
-    gspo, corrected = c["policy_loss_type"] == "gspo", c["enable_vllm_is_correction"]
-    kind, bounds = c["vllm_is_correction_type"], (1 - c["clip_eps_low"], 1 + c["clip_eps_high"])
-    low, high = c["vllm_is_truncated_threshold"] or (None, None)
+    gspo, level = c["policy_loss_type"] == "gspo", c["is_correction_level"]
+    corrected, bounds = level != "off", (1 - c["clip_eps_low"], 1 + c["clip_eps_high"])
+    low, high = c["is_correction_threshold"]
+    filtered, kept_rows = 0, 0
     share = shares(c, m, by_token=c["token_level_loss"] and not gspo)
     loss, clipped, drift, gap, count = 0.0 * x.sum(), 0, 0.0, 0.0, 0
     for i in range(len(x)):
@@ -36,7 +37,11 @@ def policy_loss(c, arrays):
             continue
         anchor = s if gspo and corrected else o
         mean = torch.exp(sum(x[i, t] - anchor[i, t] for t in own) / len(own))
-        geometric = math.exp(sum(float(o[i, t] - s[i, t]) for t in own) / len(own))
+        of_tokens = {t: gated(c["is_correction_gating"], float(o[i, t]), float(s[i, t])) for t in own}
+        of_row = sum(of_tokens.values()) / len(own)
+        if c["is_correction_gating"] == "ratio":
+            of_row = math.exp(sum(math.log(value) for value in of_tokens.values()) / len(own))
+        kept_rows += int(low <= of_row <= high)
         for t in own:
             ratio = mean if gspo else torch.exp(torch.clamp(x[i, t] - o[i, t], -20, 20))
             plain, bounded = ratio * a[i, t], torch.clamp(ratio, *bounds) * a[i, t]
@@ -46,12 +51,12 @@ def policy_loss(c, arrays):
             weight = 1.0
             if corrected and not gspo:
                 weight = math.exp(o[i, t] - s[i, t])
-                if kind == "tis":
+                inside = low <= (of_row if level == "seq" else of_tokens[t]) <= high
+                filtered += int(not inside)
+                if c["is_correction_mode"] == "clip":
                     weight = min(max(weight, low), high)
-                elif kind == "icepop":
-                    weight = weight if low <= weight <= high else 0.0
-                else:
-                    weight = weight if low <= geometric <= high else 0.0
+                elif not inside:
+                    weight = 0.0
             loss = loss - share[i] * weight * gain
             clipped += int(bounded < plain)
             drift += float(o[i, t] - x[i, t].item())
@@ -61,7 +66,18 @@ def policy_loss(c, arrays):
     metrics = {"clip_ratio": clipped / count, "ppo_kl": drift / count}
     if corrected and not gspo:
         metrics["vllm_kl"] = gap / count
+        metrics["is_filter_ratio"] = 1 - kept_rows / len(x) if level == "seq" else filtered / count
     return {"loss": loss.detach(), "grad_logprobs": x.grad, "metrics": metrics}
+
+
+def gated(kind, old, sampler):
+    """The statistic of a token that is_correction_threshold bounds."""
+    if kind == "ratio":
+        return math.exp(old - sampler)
+    p, q = (min(max(math.exp(value), 1e-6), 1 - 1e-6) for value in (sampler, old))
+    if kind == "tv":
+        return abs(p - q)
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def value_loss(c, arrays):

@@ -155,7 +155,7 @@ def _gspo(c, info, x, o, a, mask, given):
         "actor/pg_clipfrac_lower": 0.0,
         "actor/ppo_kl": mean([o[at] - x[at] for at in tokens(mask)]),
     }
-    return _summed(result, weights("seq-mean-token-mean", mask, info), given, mask.shape, metrics)
+    return _summed(result, weights(c.get("loss_agg_mode", "token-mean"), mask, info), given, mask.shape, metrics)
 
 
 def _geo_mean(c, info, x, o, a, mask, given):

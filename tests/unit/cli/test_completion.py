@@ -87,7 +87,7 @@ def test_other_shells_that_are_here_accept_their_scripts(script):
 def test_every_verb_has_its_options():
     by_verb = options()
     assert by_verb.keys() == VERBS.keys()
-    assert by_verb["run"]["--where"] == ("torchx", "processes", "here", "slurm", "kubernetes")
+    assert by_verb["run"]["--where"] == ("torchx", "processes", "here", "slurm", "sbatch", "kubernetes")
     assert "--loss.surrogate.clip-high" in by_verb["run"]
     assert "--json" not in by_verb["lab"]
     assert {"--gpus", "--steps"} <= by_verb["verify"].keys()

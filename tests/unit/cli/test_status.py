@@ -329,3 +329,19 @@ def test_lines_are_folded_to_the_terminal_and_whole_elsewhere():
     assert max(map(len, lines)) <= 80
     assert sum(line.count("because") for line in lines) == 40
     assert max(map(len, list_lines([run]))) > 300
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("time/step_ms", None), ("loss/total/sum", []), ("gradient/norm/global", "1")]
+)
+@pytest.mark.parametrize("state", ["failed", "succeeded"])
+def test_a_step_record_whose_number_is_none_is_named(parity, capsys, key, value, state):
+    """Its checksum is right: another program has written it."""
+    records = [step_record(number) for number in range(4)]
+    records[2][key] = value
+    make_run(parity, "cp2", records=records, state=state)
+    assert main(["status", "cp2"]) in (0, 2)
+    captured = capsys.readouterr()
+    text = " ".join((captured.out + captured.err).split())
+    assert f"line 3: {key} is {value!r}" in text
+    assert "Traceback" not in text

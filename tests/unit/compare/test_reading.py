@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,13 +125,39 @@ def test_a_baseline_is_read_once_for_all_that_are_compared_with_it(tmp_path, mon
 
 
 def test_a_reader_keeps_few_tensors_and_reads_the_others_again(tmp_path, monkeypatch):
-    reader = RunReader(record(tmp_path, "run", [of(), of()]))
+    run = record(tmp_path, "run", [of(), of()])
+    reader = RunReader(run)
     assert reader.gradients(0) is reader.gradients(0)
-    monkeypatch.setattr(reading, "KEPT_BYTES", 1)
+    size = (run.path / "tensors/step0000.gradients.safetensors").stat().st_size
+    monkeypatch.setattr(reading, "KEPT_BYTES", size)
     first = reader.gradients(0)
     assert reader.gradients(1) is reader.gradients(1)
     assert reader.gradients(0) is not first
     assert torch.equal(reader.gradients(0)["w"], first["w"])
+
+
+def test_of_large_files_one_tensor_a_run_is_in_memory(tmp_path, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    whole = {f"w{i}": torch.randn(40 + i, generator=draw, dtype=torch.float64) for i in (2, 0, 1, 3, 4, 5)}
+    near = {name: value + 1e-7 * torch.randn(value.shape, generator=draw) for name, value in whole.items()}
+    far = {name: value + 3e-7 * torch.randn(value.shape, generator=draw) for name, value in whole.items()}
+    usual = against(tmp_path / "usual", [whole], [near], [far])
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most, read = [], atomic.StoredTensors.__getitem__
+
+    def noted(self, name):
+        tensor = read(self, name)
+        alive.add(tensor)
+        most.append(len(alive))
+        return tensor
+
+    monkeypatch.setattr(atomic.StoredTensors, "__getitem__", noted)
+    monkeypatch.setattr(reading, "KEPT_BYTES", 1)
+    streamed = against(tmp_path / "streamed", [whole], [near], [far])
+    assert [vars(a) for a in streamed.configurations] == [vars(a) for a in usual.configurations]
+    assert [row.parameter for row in streamed["run"].parameters] == [*whole], "in the order of the model"
+    assert len(most) > 6 * 3
+    assert max(most) <= 5, "of six parameters, each of three runs has at most one and the next"
 
 
 def test_an_unrecorded_gradient_names_the_setting(tmp_path):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from workbench.launch.component import Cluster, agent_output, run_job
+from workbench.launch.component import agent_output, run_job
 from workbench.launch.devices import Placement
+from workbench.launch.options import Cluster
 from workbench.records.provenance import project_root
 
 CPU = Placement("cpu")

@@ -15,9 +15,13 @@ import psutil
 import pytest
 
 from tests.helpers.interruptible import INTERRUPTIBLE
-from workbench.launch import forkserver
+from workbench.errors import LaunchError
+from workbench.launch import forkserver, processes
+from workbench.launch.devices import Placement
 from workbench.launch.processes import PRELOAD, _short_folder
+from workbench.records.directory import RunDirectory
 from workbench.records.provenance import process_alive
+from workbench.specs.run import RunSpec
 
 PROGRAM = Path(forkserver.__file__)
 
@@ -167,3 +171,12 @@ def test_neither_the_server_nor_its_preloads_import_the_workbench():
     ]
     assert imported
     assert not [name for name in [*imported, *PRELOAD] if name.startswith("workbench")]
+
+
+def test_a_server_that_is_gone_is_an_error_of_the_launch(tmp_path, monkeypatch):
+    """Killed between its start and its answer: the runs fail, and the launcher goes on."""
+    monkeypatch.setattr(processes, "warm_up", lambda: None)
+    monkeypatch.setattr(processes, "address", lambda: str(tmp_path / "forks"))
+    run = RunDirectory.create(tmp_path, "a", RunSpec())
+    with pytest.raises(LaunchError, match="no fork server at"):
+        processes.start([run], 1, Placement("cpu"), project=tmp_path)

@@ -10,6 +10,7 @@ import signal
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from tests.helpers.programs import write_program
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import component, jobs
+from workbench.launch import options as schedulers
 from workbench.launch.devices import Placement
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import process_alive, project_root
@@ -154,7 +156,24 @@ class TestDryRun:
         ]
         assert task["template"]["spec"]["restartPolicy"] == "Never"
 
-    @pytest.mark.parametrize("scheduler", component.SCHEDULERS)
+    def test_kubernetes_takes_the_pods_of_every_node(self):
+        """By the published schemas of Kubernetes; the Volcano job around the pods has none there."""
+        validator = pytest.importorskip("kubernetes_validate")
+        options = NEEDED | {"mounts": "type=volume,src=claim,dst=/shared"}
+        job = yaml.safe_load(described("kubernetes", replace(GPUS, nodes=2), **options))
+        tasks = job["spec"]["tasks"]
+        assert [task["replicas"] for task in tasks] == [1, 1]
+        for node, task in enumerate(tasks):
+            pod = {"apiVersion": "v1", "kind": "Pod", **task["template"]}
+            validator.validate(pod, validator.latest_version(), strict=True)
+            [container] = task["template"]["spec"]["containers"]
+            environment = {variable["name"]: variable["value"] for variable in container["env"]}
+            assert environment["WB_NODE"] == str(node)
+            assert environment["WB_HEAD_IN"] == ("VC_TRAINER_0_HOSTS" if node else "TORCHX_RANK0_HOST")
+            assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+            assert "--nnodes=2" in container["command"]
+
+    @pytest.mark.parametrize("scheduler", schedulers.SCHEDULERS)
     def test_the_same_request_has_the_same_result(self, scheduler):
         options = NEEDED if scheduler == "kubernetes" else {}
         first = described(scheduler, **options)
@@ -173,7 +192,7 @@ class TestDryRun:
             assert label[-1].isalnum()
 
     def test_nothing_is_made(self, tmp_path):
-        for scheduler in component.SCHEDULERS:
+        for scheduler in schedulers.SCHEDULERS:
             described(scheduler, run=tmp_path / "runs" / "x", **(NEEDED if scheduler == "kubernetes" else {}))
         assert list(tmp_path.iterdir()) == []
 
@@ -198,12 +217,12 @@ class TestOptions:
         assert said in str(caught.value)
 
     def test_every_option_has_a_help_text(self):
-        assert component.options_of("local_cwd") == {}
-        slurm = component.options_of("slurm")
+        assert schedulers.options_of("local_cwd") == {}
+        slurm = schedulers.options_of("slurm")
         assert {"partition", "time", "comment", "constraint", "mail-user", "mail-type", "python", "memory_mb"} <= set(
             slurm
         )
-        kubernetes = component.options_of("kubernetes")
+        kubernetes = schedulers.options_of("kubernetes")
         assert {name for name, meaning in kubernetes.items() if meaning.endswith("(needed)")} == {"queue", "image"}
         assert all({**slurm, **kubernetes}.values())
 
@@ -214,7 +233,7 @@ class TestOptions:
 
     def test_a_missing_kubernetes_package_is_reported(self, monkeypatch):
         without = stand_in(importlib.util, find_spec=lambda name: None)
-        monkeypatch.setattr(component, "importlib", stand_in(importlib, util=without))
+        monkeypatch.setattr(schedulers, "importlib", stand_in(importlib, util=without))
         with pytest.raises(LaunchError, match="pip install kubernetes"):
             described("kubernetes", **NEEDED)
 
@@ -236,7 +255,7 @@ def request(*command):
 
 def local(tmp_path, *command):
     app = request(*command)
-    plan = component.runner().dryrun(app, "local_cwd", cfg={"log_dir": str(tmp_path)})
+    plan = schedulers.runner().dryrun(app, "local_cwd", cfg={"log_dir": str(tmp_path)})
     return jobs._start_local(component.Request("local_cwd", app, plan))
 
 
@@ -251,7 +270,7 @@ def wait(job, timeout_s=120.0):
 class TestLocalJob:
     def test_signal_handlers_stay_as_they_were(self, tmp_path):
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-        component.runner.cache_clear()
+        schedulers.runner.cache_clear()
         local(tmp_path, "true").cancel()
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
@@ -266,7 +285,7 @@ class TestLocalJob:
         with audited(lambda event, arguments: signalled.append(arguments) if event in ("os.kill", "os.killpg") else 0):
             assert job.poll() == "succeeded"
             job.cancel()
-            component.runner().close()  # a scheduler does this when it is deleted
+            schedulers.runner().close()  # a scheduler does this when it is deleted
         assert signalled == []
 
     def test_cancel_stops_the_process_that_it_names(self, tmp_path):

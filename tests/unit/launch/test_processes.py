@@ -24,11 +24,16 @@ from workbench.specs.run import RunSpec
 CPU = Placement("cpu")
 ACTING = "tests.helpers.acting_worker"
 GONE_S = 60.0
+PRELOAD = processes.PRELOAD
+FEW = ("numpy", "torch", "torch.distributed")
+"""What ranks of these tests need. Many tests start a server: one with all libraries takes three times as long."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_server_is_left():
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "PRELOAD", FEW)
+        yield
     server = processes.server_process()
     processes.shut_down()
     assert server is not None
@@ -134,7 +139,9 @@ class TestARank:
         assert wait(second) == "succeeded"
         assert first.poll() == "running"
 
-    def test_has_torch_and_transformers_before_it_begins(self, start):
+    def test_has_torch_and_transformers_before_it_begins(self, start, monkeypatch):
+        processes.shut_down()
+        monkeypatch.setattr(processes, "PRELOAD", PRELOAD)
         job, run = start(ranks=1)
         assert wait(job) == "succeeded"
         assert {"torch", "transformers", "safetensors", "pydantic", "numpy"} <= set(told(run, "seen0")["loaded"])
@@ -183,7 +190,7 @@ class TestEnds:
         job, run = start(act, ranks=ranks)
         assert wait(job) == state
         assert job.exit_codes == codes
-        written = json.loads((run.path / "ranks" / EXIT_CODES).read_text())
+        written = json.loads((run.path / EXIT_CODES).read_text())
         assert {int(rank): code for rank, code in written.items()} == codes
 
     @pytest.mark.parametrize(("act", "code"), [("raise_1", 1), ("kill_1", -signal.SIGKILL)])
@@ -194,7 +201,7 @@ class TestEnds:
         assert time.monotonic() - begin < 6.0
         assert next(iter(job.exit_codes.items())) == (1, code)
         assert job.exit_codes == {1: code, 0: -signal.SIGTERM, 2: -signal.SIGTERM}
-        assert list(json.loads((run.path / "ranks" / EXIT_CODES).read_text())) == [str(rank) for rank in job.exit_codes]
+        assert list(json.loads((run.path / EXIT_CODES).read_text())) == [str(rank) for rank in job.exit_codes]
 
     def test_an_exception_is_in_the_log(self, start):
         job, run = start("raise_1", ranks=2)
@@ -282,6 +289,7 @@ sys.path.insert(0, {root!r})
 from workbench.launch import processes
 from workbench.launch.devices import Placement
 from workbench.records.directory import RunDirectory
+processes.PRELOAD = {preload!r}
 run = RunDirectory.open(Path(sys.argv[1]))
 job = processes.start([run], 2, Placement("cpu"), project=run.path, worker={worker!r})
 print(processes.server_process()["pid"], job.agent["pid"], *job.ranks.values(), flush=True)
@@ -297,7 +305,9 @@ time.sleep({stay_s})
         run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(layout={"cp": 2}, faults=[act]))
         script = tmp_path / "launcher.py"
         script.write_text(
-            self.LAUNCHER.format(root=str(project_root()), worker=ACTING, stay_s=1 if how == "at its end" else 300)
+            self.LAUNCHER.format(
+                root=str(project_root()), worker=ACTING, preload=FEW, stay_s=1 if how == "at its end" else 300
+            )
         )
         prefix = UNINTERRUPTIBLE if how.endswith("background") else INTERRUPTIBLE
         with subprocess.Popen(

@@ -382,6 +382,6 @@ class TestRequests:
 
     @pytest.mark.parametrize("function", [requests, launch], ids=["requests", "launch"])
     def test_an_unknown_place_is_refused_with_the_known_ones(self, tmp_path, function):
-        with pytest.raises(SpecError, match=r"one of torchx, processes, here, slurm, kubernetes"):
+        with pytest.raises(SpecError, match=r"one of torchx, processes, here, slurm, sbatch, kubernetes"):
             function(TestHere.ABLATION.expand(), tmp_path, where="local")
         assert not (tmp_path / "runs").exists()

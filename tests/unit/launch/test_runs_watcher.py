@@ -54,8 +54,8 @@ def test_exit_codes_belong_to_the_run_that_was_watched_last(tmp_path):
         assert time.monotonic() < until
         time.sleep(0.01)
     watcher.end({1: -9, 0: 1})
-    assert not (first.path / "ranks" / EXIT_CODES).exists()
-    assert json.loads((second.path / "ranks" / EXIT_CODES).read_text()) == {"1": -9, "0": 1}
+    assert not (first.path / EXIT_CODES).exists()
+    assert json.loads((second.path / EXIT_CODES).read_text()) == {"1": -9, "0": 1}
     for run in (first, second):
         assert process_alive(**{key: run.state["agent"][key] for key in ("pid", "create_time")})
         assert run.state["agent"]["pid"] == this_process()["pid"]

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.helpers.pretended_ranks import pretended_ranks
+from tests.helpers.stand_in import stand_in
 from workbench.launch import watchdog as watching
 from workbench.launch.failure_analysis import record_end
 from workbench.launch.watchdog import Watchdog
@@ -273,3 +274,75 @@ def test_only_processes_that_were_named_are_touched(tmp_path):
         dog.stop()
         assert psutil.Process(ranks[2].pid).is_running()
         assert ranks[2].poll() is None
+
+
+# ---- several nodes, and clocks -----------------------------------------------------------------------------
+
+
+def dogs_of(run, ranks, **settings):
+    """A watchdog for each rank, as if each were on a node of its own."""
+    return [
+        Watchdog(run, {rank: process.pid}, poll_s=0.1, node=rank, nodes=len(ranks), **settings)
+        for rank, process in enumerate(ranks)
+    ]
+
+
+def test_the_agent_of_the_ranks_node_ends_it_and_the_others_end_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "_ECHO_S", 0.2)
+    monkeypatch.setattr(watching, "_GRACE_S", 0.5)
+    with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a (c") as (run, ranks):
+        first, second = (dog.start() for dog in dogs_of(run, ranks))
+        codes = [process.wait(timeout=120) for process in ranks]
+        wait_until(lambda: 1 in run.exits())
+        for dog in (first, second):
+            dog.stop()
+    assert codes == [-signal.SIGTERM, -signal.SIGKILL]
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"]) == (1, "hang")
+    assert " in stay\n" in failure["stack"]
+
+
+def test_the_agent_of_another_node_gives_no_verdict_while_that_of_the_rank_may(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "_SURE_S", 0.2)
+    with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a (c") as (run, ranks):
+        first, _ = dogs_of(run, ranks)
+        for _ in range(4):
+            assert first.look() is False
+            time.sleep(0.6)
+        assert run.exits() == {}
+        assert [process.poll() for process in ranks] == [None, None]
+
+
+def test_a_rank_whose_node_is_gone_is_named_by_the_agent_of_the_first_that_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "_BACKEND_S", 0.2)
+    monkeypatch.setattr(watching, "_OTHER_AGENT_S", 0.2)
+    with pretended_ranks(tmp_path, "a (b", "a |300", "a (b", timeout_s=1.0) as (run, ranks):
+        first, _, last = dogs_of(run, ranks)
+        wait_until(lambda: last.look() or first.look())
+        assert ranks[0].wait(timeout=60) == -signal.SIGTERM
+        assert ranks[1].poll() is None, "it is on a machine that this agent cannot reach"
+        assert ranks[2].poll() is None
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"], failure["stack"]) == (1, "hang", "")
+
+
+def test_each_agent_has_files_of_its_own(tmp_path):
+    with pretended_ranks(tmp_path, "a (b", "a |300") as (run, ranks):
+        for dog in dogs_of(run, ranks, hang_s=0.1):
+            wait_until(lambda dog=dog: dog.look() or dog._named)
+        first, second = (json.loads((run.path / f"ranks/{n}.json").read_text()) for n in ("waiting", "waiting.node1"))
+    assert first["waiting"][0]["stack"] == "", "the rank is on the other node"
+    assert " in main\n" in second["waiting"][0]["stack"]
+
+
+@pytest.mark.parametrize("jump_s", [-3600, 3600])
+def test_a_clock_that_jumps_ends_nothing(tmp_path, monkeypatch, jump_s):
+    with pretended_ranks(tmp_path, "a (b", "a |300") as (run, ranks):
+        jumped = stand_in(time, time_ns=lambda: time.time_ns() + jump_s * 10**9)
+        monkeypatch.setattr(watching, "time", jumped)
+        dog = Watchdog(run, pids_of(ranks), hang_s=60.0)
+        for _ in range(4):
+            assert dog.look() is False
+            time.sleep(0.6)
+        assert waiting(run) is None
+        assert [process.poll() for process in ranks] == [None, None]

@@ -84,6 +84,8 @@ SPECS = (
             ("k3", None, 0.7),
             ("inverse_k3", 0.002, 0.7),
             ("binary_kl", 1e-4, 0.3),
+            ("sampler_binary_kl", 1e-4, 0.3),
+            ("total_variation", 0.01, 0.2),
         )
     }
     | {

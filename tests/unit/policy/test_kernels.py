@@ -1,16 +1,23 @@
 """Compiled and liger kernels of a decoder's trunk, against the decoder as it is."""
 
+import itertools
 import sys
+import threading
 import types
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from workbench.errors import SpecError
 from workbench.faults import planted
 from workbench.policy import kernels
 from workbench.policy.decoder import load_decoder
 from workbench.policy.kernels import gated, rms_norm, rotate, use_kernels
+from workbench.policy.model import load_policy
+from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.mesh import single_process_mesh
+from workbench.sharding.simulated import simulate
 
 FORMULAS = {"norm": rms_norm, "rope": rotate, "mlp": gated}
 
@@ -108,6 +115,43 @@ def test_the_functions_of_liger_are_called(monkeypatch):
     monkeypatch.setattr(kernels, "_liger", lambda: stand_in)
     results(use_kernels(load_decoder("tiny-qwen3"), dict.fromkeys(("norm", "rope", "mlp"), "liger")))
     assert set(calls) == {(0.0, "llama", False), "rope", "mlp"}
+
+
+def test_every_shape_and_dtype_is_compiled():
+    """torch compiles eight graphs of a function, and runs it uncompiled from then on."""
+    kernels._compiled("norm")
+    graphs = CompileCounter()
+    norm = torch.compile(rms_norm, backend=graphs)
+    cases = list(itertools.product((2, 3, 4), (torch.float32, torch.float64), (False, True)))
+    for dims, dtype, gradient in cases:
+        x = torch.randn(*(2,) * dims, dtype=dtype, requires_grad=gradient)
+        with torch.set_grad_enabled(gradient):
+            norm(x, torch.ones(2, dtype=dtype), 1e-6)
+    assert graphs.frame_count == len(cases) == 12
+
+
+def test_shards_over_tp_are_checked_without_kernels(monkeypatch):
+    """The check is on the host, whose tensors Triton refuses."""
+    this_rank, loaded = threading.local(), []
+
+    def apply(*inputs):
+        loaded.append(this_rank.loaded)
+        return gated(*inputs)
+
+    operators = types.SimpleNamespace(LigerSiLUMulFunction=types.SimpleNamespace(apply=apply))
+    monkeypatch.setattr(kernels, "_liger", lambda: operators)
+
+    def hidden(mesh):
+        this_rank.loaded = False
+        policy = load_policy("tiny-qwen3", mesh=mesh, kernels={"mlp": "liger"})
+        this_rank.loaded = True
+        shard = AttentionShard(torch.arange(4)[None, None], documents_T=torch.zeros(4, dtype=torch.int64))
+        return policy.hidden_states(torch.arange(4), torch.arange(4), shard).detach()
+
+    alone = hidden(single_process_mesh())
+    for over_tp in simulate(hidden, tp=2):
+        torch.testing.assert_close(over_tp, alone)
+    assert set(loaded) == {True}
 
 
 def test_a_fault_can_be_planted_at_a_rotation_that_takes_kernels(eager):

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from workbench.errors import ShardingError, SpecError
 from workbench.policy import attention, model
@@ -220,6 +221,28 @@ def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path):
     stock = tiny_qwen3(19)
     stock.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
     with pytest.raises(SpecError, match="layers of type 'chunked_attention'"):
+        attention.refuse_unknown(stock)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "found"),
+    [
+        ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"]}, "layers of type 'linear_attention'"),
+        ("Mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 1}, "layers of type 'linear_attention'"),
+        (
+            "Glm4Moe",
+            {"first_k_dense_replace": 2, "num_mtp_layers": 2},
+            "num_mtp_layers = 2, layers that predict several",
+        ),
+    ],
+)
+def test_linear_attention_and_multi_token_prediction_are_refused_by_name(kind, settings, found):
+    sizes = {"vocab_size": 19, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "num_experts": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None} if kind != "Mamba2" else {}
+    config = getattr(transformers, f"{kind}Config")(**sizes | {"pad_token_id": None} | settings)
+    with torch.device("meta"):
+        stock = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises(SpecError, match=found):
         attention.refuse_unknown(stock)
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.mixtures import save_tiny_glm4_moe
 from workbench.errors import SpecError
-from workbench.policy.decoder import tiny_qwen3, tiny_qwen3_moe
+from workbench.policy.decoder import load_decoder, tiny_qwen3, tiny_qwen3_moe
 from workbench.policy.precision import cast, lift_to_float64
 
 
@@ -61,6 +62,13 @@ def test_rotary_frequencies_match_a_checkpoint_loaded_in_bfloat16(tmp_path):
     for ours, theirs in zip(model.model.rotary_emb(*asked), stock.model.rotary_emb(*asked), strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(cast(model, torch.float32).model.rotary_emb.inv_freq, tiny_qwen3(19).model.rotary_emb.inv_freq)
+
+
+def test_biases_of_routers_keep_their_dtype_in_bfloat16(tmp_path):
+    """Balancing moves them by about 1e-3, which is lost next to 1 in bfloat16."""
+    model = cast(load_decoder(save_tiny_glm4_moe(tmp_path)), torch.bfloat16)
+    assert {b.dtype for name, b in model.named_buffers() if name.endswith("correction_bias")} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 class OddNorm(nn.Module):

@@ -57,7 +57,7 @@ def test_records_of_the_earlier_end_go(run):
     checkpoint(run, 5)
     run.note(**{STOPPED_AFTER: {"step": 5, "time_ns": 1}})
     run.write_exit(0, {}, ConnectionError("Connection closed by peer"))
-    run.write_json(f"ranks/{EXIT_CODES}", {"0": 1})
+    run.write_json(EXIT_CODES, {"0": 1})
     run.write_json(WAITING, {"waiting": []})
     run.set_state("failed")
     assert run.failure()["cause"] == "peer"
@@ -68,7 +68,7 @@ def test_records_of_the_earlier_end_go(run):
     assert state["handle"] == "slurm://torchx/1"
     assert (run.exits(), steps(run)) == ({}, [0, 1, 2, 3, 4])
     assert not (run.path / WAITING).exists()
-    assert not (run.path / "ranks" / EXIT_CODES).exists()
+    assert not (run.path / EXIT_CODES).exists()
     assert reopen(run)
     assert len(run.state[REQUEUED]) == 2
 

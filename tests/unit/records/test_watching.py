@@ -64,3 +64,14 @@ def test_a_gradient_that_is_there_is_passed_on_before_a_backward_adds_to_it():
         hook.remove()
     backward(model)
     assert len(seen) == 2
+
+
+def test_hundreds_of_watchers_nest_no_calls_and_the_function_comes_back():
+    before, seen = torch.autograd.backward, []
+    stops = [watch_losses(lambda loss: seen.append(float(loss))) for _ in range(1200)]  # beyond the recursion limit
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(seen) == 1200
+    for stop in stops:
+        stop()
+    assert torch.autograd.backward is before

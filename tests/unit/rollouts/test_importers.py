@@ -199,6 +199,26 @@ def test_a_line_that_is_no_object_is_refused(tmp_path):
         load_rollouts(write_jsonl(tmp_path / "a.jsonl", [[1, 2]]))
 
 
+@pytest.mark.parametrize("key", ["advantages", "rewards", "old_logprobs"])
+def test_an_integer_that_no_float_holds_is_refused(key):
+    record = {"prompt_ids": [5], "completion_ids": [7], "old_logprobs": [-1], "advantages": 1.0, "rewards": 1.0}
+    huge = [-(10**400)] if key == "old_logprobs" else 10**400
+    with pytest.raises(RecordError, match="rule: a finite number"):
+        load_rollouts([record | {"group_ids": 0, key: huge}])
+
+
+def test_a_huge_negative_id_is_named_as_it_is():
+    padded = {"prompt_ids": [[5]], "prompt_mask": [[1]], "completion_ids": [[-3.5e38]], "completion_mask": [[1]]}
+    with pytest.raises(ShapeError, match="found: -inf; 1 negative ids"):
+        load_rollouts(padded | {"old_logprobs": [[-1.0]], "advantages": [0.5]})
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 300 + ".npz", "x\0.jsonl", "\ud800.parquet"])
+def test_a_text_that_can_be_no_path_is_refused(name):
+    with pytest.raises(RecordError, match="rule: a path of a file or folder"):
+        load_rollouts(name)
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".npz"])
 def test_missing_and_damaged_files_are_refused_by_name(tmp_path, suffix):
     with pytest.raises(RecordError, match=f"from {tmp_path / 'none'}{suffix}\n  found: FileNotFoundError"):

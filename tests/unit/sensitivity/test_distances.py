@@ -35,7 +35,7 @@ def test_loss_norm_logprobs_and_weights_are_compared(tmp_path):
 
 def test_what_is_not_finite_is_infinitely_far(tmp_path):
     clean = finished(tmp_path, "clean", 1.0, 2.0, [-1.0], [True], [3.0, 4.0])
-    faulty = finished(tmp_path, "faulty", None, math.nan, [math.nan], [True], None)
+    faulty = finished(tmp_path, "faulty", math.inf, math.nan, [math.nan], [True], None)
     apart = measure_distances(faulty, clean)
     assert apart.loss[0].absolute == apart.gradient_norm[0].absolute == apart.logprobs[0].largest == math.inf
     assert apart.weights is None

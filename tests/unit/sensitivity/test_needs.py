@@ -77,3 +77,10 @@ def test_an_unlisted_fault_is_hidden_in_the_settings_that_it_declares(monkeypatc
     (need,) = needs_of(fault)
     assert need.holds(facts(merge(BASE, {"layout": {"cp": 2}})))
     assert not need.holds(facts(BASE))
+
+
+@pytest.mark.parametrize("name", ["entropy_in_bfloat16", "entropy_of_vocabulary_shard"])
+def test_a_wrong_entropy_shows_where_the_loss_has_a_bonus(name):
+    with_bonus = merge(shown(name), {"loss": {"entropy_coefficient": 0.1}})
+    assert missing_needs(load_fault(name), facts(with_bonus)) == ()
+    assert needs.ENTROPY in missing_needs(load_fault(name), facts(shown(name)))

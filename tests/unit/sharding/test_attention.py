@@ -46,7 +46,7 @@ def test_an_unavailable_kernel_is_refused_on_request():
         sharded_attention(None, x, x, x, None, shard=shard)
 
 
-@pytest.mark.parametrize("more", [{"dropout": 0.1}, {"softcap": 50.0}, {"s_aux": torch.ones(1)}])
+@pytest.mark.parametrize("more", [{"dropout": 0.1}, {"softcap": 50.0}])
 def test_unsupported_options_are_refused_by_name(more):
     x = torch.zeros(1, 1, T, 2)
     shard = AttentionShard.make(plan("contiguous", 1), IDS, Axis("cp"))

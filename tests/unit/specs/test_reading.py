@@ -73,6 +73,35 @@ class TestRefusals:
         with pytest.raises(SpecError, match=text):
             parse_spec(RunSpec, settings, where="here")
 
+    @pytest.mark.parametrize(
+        ("settings", "text"),
+        [
+            ({"routing": {"capacity_factor": 1.25}}, "capacity_factor is not supported: with a capacity"),
+            ({"routing": {"z": 0.1}, "reproducible": {"block_tokens": 8}}, r"routing\.z with the reproducible mode"),
+            (
+                {
+                    "routing": {"bias_step": 0.1},
+                    "online": {"task": "arithmetic"},
+                    "data": {"advantages": {"name": "grpo"}},
+                },
+                r"routing\.bias_step with online\.task",
+            ),
+            (
+                {
+                    "routing": {"replay": "recorded"},
+                    "online": {"task": "arithmetic"},
+                    "data": {"advantages": {"name": "grpo"}},
+                },
+                r"routing\.replay 'recorded' with online\.task: the sampler notes no routes",
+            ),
+            ({"routing": {"replay": "old"}}, r"routing\.replay 'old' without a pass"),
+        ],
+        ids=lambda value: "" if isinstance(value, str) else None,
+    )
+    def test_routing_that_is_not_supported_is_refused_by_name(self, settings, text):
+        with pytest.raises(SpecError, match=text):
+            parse_spec(RunSpec, settings, where="here")
+
     def test_pipeline_ranks_are_counted_and_shown(self):
         settings = {"dp": 2, "pp": 2, "pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}
         layout = parse_spec(RunSpec, {"layout": settings}, where="here").layout

@@ -471,6 +471,7 @@ def test_every_setting_is_handed_on(monkeypatch):
                 "stages_per_rank": 2,
             },
             "kernels": {"norm": "compiled"},
+            "routing": {"z": 0.1},
         }
     )
     mesh, project = single_process_mesh(), Path("somewhere")
@@ -491,6 +492,7 @@ def test_every_setting_is_handed_on(monkeypatch):
         "kernels": {"norm": "compiled", "rope": "torch", "mlp": "torch"},
         "pipeline_schedule": "interleaved_1f1b",
         "stages_per_rank": 2,
+        "routing": True,
     }
     handed_on = set(load_policy.__kwdefaults__) - set(asked)
     assert not handed_on, "load_policy has learnt something that no spec can ask for"

@@ -196,6 +196,8 @@ def _gradient_clipping(facts: Facts) -> Judged:
     """Both recorders saw what clipping did; or the factor is one number, and the norm of one run is a usual bound."""
     bounds = {float(facts.context.get("max_grad_norm") or 1.0), *USUAL_BOUNDS}
     for number, one, other in _steps(facts):
+        if text := _clipped_at_another_time(one, other):
+            return _since(facts, number - 1), [f"in step {number} {text}"]
         if "given" in one and "given" in other and (text := _clipped_otherwise(one["given"], other["given"], bounds)):
             return _since(facts, number), [f"in step {number} {text}"]
     if (judged := _clipped_in_pieces(facts))[0]:
@@ -210,6 +212,19 @@ def _gradient_clipping(facts: Facts) -> Judged:
     return 0.9, [
         f"the loss is right, and the whole gradient of the {which} is as long as {at[1] or at[0]:g}; {_norms_of(norms)}"
     ]
+
+
+def _clipped_at_another_time(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Clause for a clipping after some backwards of a step that all went before it in the trusted run; "" if not so.
+
+    Both have as many backwards, so that they divide the step alike.
+    """
+    after = [seen.get("clipped_after") for seen in (one, other)]
+    backwards = [1 + seen["met"][1] if "met" in seen else None for seen in (one, other)]
+    right, wrong = after
+    if right is None or wrong is None or not backwards[0] == backwards[1] == right or wrong >= right:
+        return ""
+    return f"gradients are clipped after {wrong} of {right} backwards, and in the trusted run after all"
 
 
 def _clipped_in_pieces(facts: Facts) -> Judged:

@@ -18,40 +18,58 @@ from torch.autograd import Function
 from workbench.sharding import flight
 from workbench.sharding.attention.kernels import choose
 from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.attention.sinks import kept, through_sinks
 from workbench.sharding.collectives import gather_equal, scatter_sum
 from workbench.sharding.mesh import Axis
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: AttentionShard,
+    window: int | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """This rank's queries against the keys and values of all ranks of the outer axis.
 
-    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
+    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], sinks [Hq] -> [1, Hq, t, d].
     Backward: keys and values are gathered again; their gradients are reduce-scattered in float32 or better. One
               collective forward, two backward.
     Source:   all-gather form of context parallelism, Llama 3 report, arXiv 2407.21783, section 3.3.2.
     """
-    return _Gathered.apply(query, key, value, shard, window, scale)
+    return _Gathered.apply(query, key, value, shard, window, scale, sinks_H)
 
 
 class _Gathered(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shard: AttentionShard,
+        window: int | None,
+        scale: float,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         ctx.caller, ctx.shard, ctx.scale = flight.caller(), shard, scale
         ctx.block = block = shard.block(window=window)
         all_keys, all_values = _all_keys_values(key, value, shard.outer, ctx.caller)
         ctx.kernel = choose(shard.kernel, query, all_keys, block)
         out, lse = ctx.kernel.forward(query, all_keys, all_values, block, scale)
+        out = out if sinks_H is None else out * kept(lse, sinks_H)
         out, lse = out.to(query.dtype), lse.to(torch.promote_types(query.dtype, torch.float32))
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, sinks_H)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks_H = ctx.saved_tensors
+        d_sinks_H = None
+        if sinks_H is not None:
+            d_out, d_sinks_H = through_sinks(d_out, out, lse, sinks_H)
         axis: Axis = ctx.shard.outer
         all_keys, all_values = _all_keys_values(key, value, axis, ctx.caller)
         d_query, d_key, d_value = ctx.kernel.backward(
@@ -60,7 +78,7 @@ class _Gathered(Function):
         if axis.group is not None:
             both = pack_key_value(d_key, d_value, torch.promote_types(key.dtype, torch.float32))
             d_key, d_value = unpack_key_value(scatter_sum(both.unflatten(0, (axis.size, -1)), axis, caller=ctx.caller))
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, d_sinks_H
 
 
 def _all_keys_values(key: Tensor, value: Tensor, axis: Axis, caller: str | None) -> tuple[Tensor, Tensor]:

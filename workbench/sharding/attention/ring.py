@@ -20,20 +20,27 @@ from workbench.sharding import flight
 from workbench.sharding.attention.gathered import pack_key_value, unpack_key_value
 from workbench.sharding.attention.kernels import choose
 from workbench.sharding.attention.shard import AttentionShard, Block
+from workbench.sharding.attention.sinks import kept, through_sinks
 from workbench.sharding.collectives import start_rotation
 from workbench.sharding.mesh import Axis
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: AttentionShard,
+    window: int | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """This rank's queries against the keys and values of all ranks of the outer axis, one rank's at a time.
 
-    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
+    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], sinks [Hq] -> [1, Hq, t, d].
     Backward: keys and values rotate again, R - 1 hops; their gradients behind them, R hops, in float32 or better.
     Source:   Ring Attention, arXiv 2310.01889; the merge, arXiv 2307.08691.
     """
-    return _Ring.apply(query, key, value, shard, window, scale)
+    return _Ring.apply(query, key, value, shard, window, scale, sinks_H)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +58,14 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shard: AttentionShard,
+        window: int | None,
+        scale: float,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         ctx.caller, ctx.shard, ctx.window, ctx.scale = flight.caller(), shard, window, scale
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -63,13 +77,17 @@ class _Ring(Function):
             block_out, block_lse = kernel.forward(query, block_key, block_value, block, scale)
             block_out, block_lse = block_out.to(wide), block_lse.double()  # rounded once, at the end
             out, lse = merge(out, lse, block_out, block_lse) if step else (block_out, block_lse)
+        out = out if sinks_H is None else out * kept(lse, sinks_H)
         out, lse = out.to(query.dtype), lse.to(wide)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, sinks_H)
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, sinks_H = ctx.saved_tensors
+        d_sinks_H = None
+        if sinks_H is not None:
+            d_out, d_sinks_H = through_sinks(d_out, out, lse, sinks_H)
         axis: Axis = ctx.shard.outer
         wide = torch.promote_types(query.dtype, torch.float32)
         delta = (d_out.to(wide) * out).sum(-1)
@@ -91,7 +109,7 @@ class _Ring(Function):
             arrive = start_rotation(d_kv, axis, caller=ctx.caller) if axis.group is not None else lambda own=d_kv: own
         assert arrive is not None, "a rotation has at least one step"
         d_key, d_value = unpack_key_value(arrive())
-        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, d_sinks_H
 
 
 def _rotation(

@@ -24,27 +24,35 @@ from workbench.sharding.mesh import Axis
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: AttentionShard,
+    window: int | None,
+    scale: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Exchange tokens for heads over the inner axis; attend, for this rank's heads, over the outer axis.
 
     The outer axis has one rank (ulysses), or is a ring (hybrid).
 
-    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
+    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d], sinks [Hq] -> [1, Hq, t, d].
     Backward: the exchange is its own adjoint: two collectives forward, two backward; between them that of the ring.
+              Of the sinks a rank has the gradient of its heads from the tokens of all inner ranks.
     Raises:   ShardingError: heads that cannot be dealt to the inner ranks.
     Source:   DeepSpeed-Ulysses, arXiv 2309.14509; hybrid: USP, arXiv 2405.07719; LoongTrain's 2D attention, arXiv
               2406.18485.
     """
     outer = ring if shard.algorithm == "hybrid" else gathered
     if shard.inner.size == 1:
-        return outer.attend(query, key, value, shard, window, scale)
+        return outer.attend(query, key, value, shard, window, scale, sinks_H)
     copies = check_heads(query.shape[1], key.shape[1], shard.inner)
     if copies > 1:
         key, value = repeat_heads(key, copies), repeat_heads(value, copies)
     # [1, Hq, t, d], [1, Hk, t, d] twice -> [1, Hq / R, s, d], [1, max(Hk / R, 1), s, d] twice, in one collective
     query, key, value = _Trade.apply(shard, query, key, value)
-    return _TradeBack.apply(shard, outer.attend(query, key, value, shard, window, scale))
+    own_H = None if sinks_H is None else sinks_H.chunk(shard.inner.size)[shard.inner.rank]
+    return _TradeBack.apply(shard, outer.attend(query, key, value, shard, window, scale, own_H))
 
 
 def repeat_heads(heads: Tensor, copies: int) -> Tensor:

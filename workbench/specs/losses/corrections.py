@@ -45,7 +45,7 @@ CORRECTIONS: dict[CorrectionKind, dict[str, Any]] = {
 }
 """Kind of correction -> its settings, from the sources in `workbench.losses.corrections`; settings next to it win."""
 
-GateStatistic = Literal["ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl"]
+GateStatistic = Literal["ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl", "sampler_binary_kl", "total_variation"]
 GateLevel = Literal["token", "document_mean", "document_sum", "document_max", "document_min"]
 
 
@@ -102,7 +102,8 @@ class CorrectionSpec(Settings):
     gate: Literal["none", GateStatistic] = "none"
     """The statistic of old against sampler by which tokens are rejected; none: no gate. ratio: old / sampler; k1: its
     negative log; k2: half the squared log; k3: ratio - 1 - log ratio; inverse_k3: that of sampler / old; binary_kl:
-    KL divergence between "this token" and "another token", the greater of both directions."""
+    KL divergence between "this token" and "another token", the greater of both directions; sampler_binary_kl: that from
+    the sampler to the old policy; total_variation: distance of the token's two probabilities."""
     gate_level: GateLevel = "token"
     """The reduction of the statistic; of a ratio in logs. Documents are kept or rejected as a whole."""
     gate_low: float | None = None
@@ -183,7 +184,7 @@ class CorrectionSpec(Settings):
             (
                 self.gate == "none" and (gates or self.gate_level != "token" or self.gate_action != "reject"),
                 "gate_level, gate_low, gate_high and gate_action are about a gate; name its statistic (ratio, k1, k2, "
-                "k3, binary_kl)",
+                "k3, binary_kl, total_variation)",
             ),
             (
                 self.gate_action == "truncate" and not (bounds and self.outside == "truncate"),

@@ -60,7 +60,7 @@ def normalization(case: Case) -> dict[str, Any]:
 SYSTEM = System(
     name="areal",
     title="AReaL",
-    version="cbff54d6",
+    version="1.0.4, and cbff54d6 after it",
     settings=ArealSettings,
     translate=translate,
     back=back,

@@ -17,7 +17,7 @@ class RejectionSettings(Settings):
     action: Literal["mask", "clamp"] = "mask"
     """Reject, or bound the weight."""
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = "ratio"
-    """Statistic. kl_k1 is log(proximal / behave); kl_k3 is k3 of behave / proximal."""
+    """Statistic; binary_kl is not in 1.0.4. kl_k1 is log(proximal / behave); kl_k3 is k3 of behave / proximal."""
     agg: Literal["sum", "mean", "max"] = "mean"
     """Aggregate over a sequence; for the ratio, of its log."""
     upper: float = 5.0
@@ -58,7 +58,7 @@ class ArealSettings(Settings):
     sapo_tau_neg: float = Field(1.05, gt=0, validation_alias=AliasChoices("sapo_tau_neg", "tau_neg"))
     """Its steepness elsewhere."""
     use_cispo_loss: bool = False
-    """A truncated weight in place of the clip."""
+    """A truncated weight in place of the clip; not in 1.0.4."""
     m2_threshold: float | None = Field(None, ge=0)
     """Second-moment filter; None: none."""
 

@@ -24,8 +24,12 @@ GATES = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "inverse_k3", 
 def translate(settings: ArealSettings) -> Translation:
     """Translate the actor's loss: a sum over tokens, divided by the tokens that trained before any rejection."""
     sequence = settings.importance_sampling_level == "sequence"
-    notes = ["rejected tokens stay in the denominator"] if settings.rejection_sampling else []
     rejection = settings.rejection_sampling
+    notes = [] if rejection is None else ["rejected tokens stay in the denominator"]
+    if settings.use_cispo_loss or (rejection is not None and rejection.metric == "binary_kl"):
+        notes.append("use_cispo_loss and the metric binary_kl are of commit cbff54d6: release 1.0.4 has neither")
+    if rejection is not None and rejection.action == "clamp" and rejection.metric != "ratio":
+        notes.append("release 1.0.4 clamps by the metric ratio alone, and refuses others")
     if settings.m2_threshold is not None:
         raise SpecError(
             "AReaL: m2_threshold",

@@ -6,7 +6,11 @@ import functools
 from collections.abc import Iterable
 
 from workbench.metrics.quantities import Advantage, Clip, LogRatio, TermValue
+from workbench.metrics.values import Mean
 from workbench.systems.metrics import Alias, PeerSettings, document_metric, outside_clip_of, token_mean, token_metric
+
+MEAN = Mean(least=1.0)
+"""A mean over tokens; 0 over none."""
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:
@@ -19,12 +23,12 @@ def names(s: PeerSettings) -> Iterable[Alias]:
             f"{meaning}, by the document's ratio",
             "1",
             (LogRatio("policy", "old"), Advantage()),
-            functools.partial(token_mean, functools.partial(outside_clip_of, "cut", s.clip), epsilon=0.0),
+            functools.partial(token_mean, functools.partial(outside_clip_of, "cut", s.clip), epsilon=0.0, least=1.0),
             canonical=same,
             by_length=True,
         )
     elif s.clip is not None:
         note = "looks at the ratio before delta bounds it"
-        yield token_metric(key, meaning, "1", Clip("cut", s.clip.anchor), canonical=same, note=note)
+        yield token_metric(key, meaning, "1", Clip("cut", s.clip.anchor), MEAN, canonical=same, note=note)
     meaning = "mean of the KL penalty without its coefficient, with its importance ratio"
-    yield token_metric("kl", meaning, "nats", TermValue("kl"))
+    yield token_metric("kl", meaning, "nats", TermValue("kl"), MEAN)

@@ -90,7 +90,13 @@ def dpo(case: Case) -> dict[str, Any]:
 def kl(case: Case) -> dict[str, Any]:
     """Replay `compute_approx_kl`."""
     settings = case.options(KLSettings)
-    penalty = {"coefficient": 1.0, "estimator": settings.kl_estimator, "output_clamp": settings.output_clamp}
+    gradient = "straight_through" if settings.unbiased_gradient else "path"
+    penalty = {
+        "coefficient": 1.0,
+        "estimator": settings.kl_estimator,
+        "output_clamp": settings.output_clamp,
+        "gradient": gradient,
+    }
     return kl_estimator(case, LossSpec(kl=penalty))
 
 
@@ -107,7 +113,7 @@ def reward(case: Case) -> dict[str, Any]:
 SYSTEM = System(
     name="openrlhf",
     title="OpenRLHF",
-    version="3c3be623 (2026-08-13)",
+    version="0.11.2",
     settings=PolicySettings,
     translate=translate,
     back=back,

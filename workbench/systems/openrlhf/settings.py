@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,7 +18,7 @@ OUTPUT_CLAMP = 10.0
 
 
 class AggregateSettings(Settings):
-    """`aggregate_loss` (openrlhf/models/loss.py, 3c3be623)."""
+    """`aggregate_loss` (openrlhf/models/loss.py, 0.11.2)."""
 
     token_level_loss: bool = True
     """Mean over tokens; False: over rows with tokens, of the row's mean."""
@@ -40,18 +41,32 @@ class PolicySettings(AggregateSettings):
     """Ratio above which a negative advantage has no gradient; None: none."""
     policy_loss_type: Literal["ppo", "gspo"] = "ppo"
     """Ratio of tokens, or the geometric mean of a row's; gspo is always a mean over rows."""
-    enable_vllm_is_correction: bool = False
-    """Correct for the sampler: a weight old / sampler, or for gspo a ratio against the sampler."""
-    vllm_is_truncated_threshold: tuple[float, float] | None = None
-    """Bounds of the weight, or of a row's geometric mean of weights."""
-    vllm_is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis"
-    """Handling of weights outside: truncate; zero; or drop rows by their geometric mean."""
+    is_correction_level: Literal["off", "token", "seq"] = "off"
+    """Unit of the correction for the sampler: each token, or a row by its mean; off: none. gspo: a ratio against the
+    sampler, for either."""
+    is_correction_mode: Literal["mask", "clip"] = "mask"
+    """Units outside the bounds: drop them, others keep the weight old / sampler of each token; or clip the weight."""
+    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
+    """Statistic that is bounded: the weight itself (of a row: the geometric mean), the divergence from the sampler
+    between this token and any other one, or the distance of its two probabilities."""
+    is_correction_threshold: tuple[float, float] = (0.5, 5.0)
+    """Bounds of the statistic; one number on its command line is the upper one, above 0."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_bound_is_the_upper_one(cls, value: Any) -> Any:
+        given = value.get("is_correction_threshold") if isinstance(value, Mapping) else None
+        if isinstance(given, list | tuple) and len(given) == 1:
+            return {**value, "is_correction_threshold": (0.0, *given)}
+        return value
 
     @model_validator(mode="after")
-    def _correction_has_bounds(self) -> PolicySettings:
-        needed = self.enable_vllm_is_correction and self.policy_loss_type == "ppo"
-        if needed and self.vllm_is_truncated_threshold is None:
-            raise ValueError("enable_vllm_is_correction needs vllm_is_truncated_threshold, two bounds")
+    def _correction_has_a_meaning(self) -> PolicySettings:
+        divergence = self.is_correction_gating != "ratio"
+        if self.is_correction_mode == "clip" and (self.is_correction_level == "seq" or divergence):
+            raise ValueError("is_correction_mode clip needs is_correction_level token and is_correction_gating ratio")
+        if divergence and self.is_correction_level != "off" and self.is_correction_threshold[0] > 0:
+            raise ValueError(f"is_correction_gating {self.is_correction_gating} takes an upper bound only: (0, bound)")
         return self
 
 
@@ -74,12 +89,14 @@ class DPOSettings(Settings):
 
 
 class KLSettings(Settings):
-    """`compute_approx_kl` (openrlhf/models/utils.py, 3c3be623)."""
+    """`compute_approx_kl` (openrlhf/models/utils.py, 0.11.2)."""
 
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """The estimator."""
     output_clamp: float | None = Field(OUTPUT_CLAMP, gt=0)
     """Bound of the estimate; 10 there, always."""
+    unbiased_gradient: bool = False
+    """Take the gradient of k2 for any estimate; importance weights of an older policy are not replayed."""
 
 
 class RewardSettings(Settings):

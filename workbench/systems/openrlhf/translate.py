@@ -7,7 +7,7 @@ from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec, ScalingSpec
+from workbench.specs.losses import CorrectionSpec, LossSpec, ScalingSpec
 from workbench.systems.openrlhf.settings import LOG_CLAMP, AggregateSettings, PolicySettings
 from workbench.systems.registry import Translation
 from workbench.systems.translate import bounded_correction, bounds_of, checked_back
@@ -33,7 +33,7 @@ def is_by_token(settings: AggregateSettings) -> bool:
 
 def translate(settings: PolicySettings) -> Translation:
     """Translate the clipped loss of tokens or of rows."""
-    sequence, corrected = settings.policy_loss_type == "gspo", settings.enable_vllm_is_correction
+    sequence, corrected = settings.policy_loss_type == "gspo", settings.is_correction_level != "off"
     clip = {"clip_low": settings.clip_eps_low, "clip_high": settings.clip_eps_high, "dual_clip": settings.dual_clip}
     of_rows = {"kind": "gspo", "anchor": "sampler" if corrected else "old"}
     surrogate = {**clip, **(of_rows if sequence else {"kind": "ppo", "log_clamp": LOG_CLAMP})}
@@ -47,23 +47,39 @@ def translate(settings: PolicySettings) -> Translation:
     return Translation(spec, tuple(_notes(settings)), ("dp_size", "batch_num_tokens", "global_batch_size"))
 
 
+GATES = {"binary_kl": "sampler_binary_kl", "tv": "total_variation"}
+"""Divergence that is bounded -> statistic of a gate."""
+
+
 def _correction(settings: PolicySettings) -> dict[str, Any]:
-    if not settings.enable_vllm_is_correction or settings.policy_loss_type == "gspo":
+    level, (low, high) = settings.is_correction_level, settings.is_correction_threshold
+    if level == "off" or settings.policy_loss_type == "gspo":
         return {}
-    low, high = settings.vllm_is_truncated_threshold or (None, None)
-    return bounded_correction(settings.vllm_is_correction_type, low, high)
+    if settings.is_correction_gating in GATES:
+        return {
+            "kind": "importance_sampling",
+            "gate": GATES[settings.is_correction_gating],
+            "gate_level": "document_mean" if level == "seq" else "token",
+            "gate_low": low,
+            "gate_high": high,
+        }
+    kind = "seq-mask-tis" if level == "seq" else "tis" if settings.is_correction_mode == "clip" else "icepop"
+    return bounded_correction(kind, low, high)
 
 
 def _notes(settings: PolicySettings) -> list[str]:
     """Return what it does implicitly."""
+    corrected = settings.is_correction_level != "off"
     if settings.policy_loss_type == "ppo":
         notes = ["the log ratio is clamped to +-20"]
-        if settings.enable_vllm_is_correction and settings.vllm_is_correction_type == "seq-mask-tis":
+        if corrected and settings.is_correction_level == "seq":
             notes.append("rows that are kept have untruncated weights")
+        if corrected and settings.is_correction_gating == "binary_kl":
+            notes.append("a divergence that rounds to less than 0 is outside the lower bound 0: its token is dropped")
         return notes
     notes = ["gspo is a mean over rows, for any token_level_loss"]
-    if settings.enable_vllm_is_correction:
-        notes.append("gspo takes its ratio against the sampler; vllm_is_correction_type and its bounds have no effect")
+    if corrected:
+        notes.append("gspo takes its ratio against the sampler; all other options of is_correction have no effect")
     return notes
 
 
@@ -84,22 +100,34 @@ def back(spec: LossSpec) -> dict[str, Any]:
         "token_level_loss": spec.denominator == "token",
     }
     if surrogate.kind == "gspo" and surrogate.get("anchor") == "sampler":
-        settings["enable_vllm_is_correction"] = True
+        settings["is_correction_level"] = "token"
     elif correction.acts:
-        kind, *bounds = bounds_of(correction)
-        if None in bounds:
-            raise SpecError(
-                "options of OpenRLHF for a correction with one bound",
-                found=f"{bounds[0]} to {bounds[1]}",
-                rule="it has a lower and an upper one",
-                fix="give both",
-            )
-        settings |= {
-            "enable_vllm_is_correction": True,
-            "vllm_is_correction_type": kind,
-            "vllm_is_truncated_threshold": tuple(bounds),
-        }
+        settings |= _correction_back(correction)
     return checked_back("OpenRLHF", _with_defaults(spec), PolicySettings, translate, settings)
+
+
+def _correction_back(correction: CorrectionSpec) -> dict[str, Any]:
+    """Return the options of the correction that is closest to a spec's."""
+    statistic = next((option for option, gate in GATES.items() if gate == correction.gate), "ratio")
+    if statistic == "ratio":
+        kind, *bounds = bounds_of(correction)
+        level, mode = "seq" if kind == "seq-mask-tis" else "token", "clip" if kind == "tis" else "mask"
+    else:
+        bounds = [correction.gate_low, correction.gate_high]
+        level, mode = "token" if correction.gate_level == "token" else "seq", "mask"
+    if None in bounds:
+        raise SpecError(
+            "options of OpenRLHF for a correction with one bound",
+            found=f"{bounds[0]} to {bounds[1]}",
+            rule="is_correction_threshold has two bounds",
+            fix="give both",
+        )
+    return {
+        "is_correction_level": level,
+        "is_correction_mode": mode,
+        "is_correction_gating": statistic,
+        "is_correction_threshold": tuple(bounds),
+    }
 
 
 def _with_defaults(spec: LossSpec) -> LossSpec:

@@ -50,17 +50,20 @@ SHARES: tuple[tuple[str, Region, str, str], ...] = (
 )
 """(name, region of the clip, its description, canonical name) of clip_ratio keys, which use the advantage's sign."""
 
+MEAN = Mean(least=1.0)
+"""A mean over tokens; 0 over none."""
+
 
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Yield every metric of TRL with its definition, for a loss."""
-    yield token_metric("entropy", "mean entropy", "nats", Entropy(), canonical="entropy/policy/mean")
+    yield token_metric("entropy", "mean entropy", "nats", Entropy(), MEAN, canonical="entropy/policy/mean")
     if s.spec is not None and s.spec.kl.coefficient and s.spec.kl.importance != "none":
         meaning = "mean of k3 of KL(policy || ref) times the importance ratio"
         note = "without use_bias_correction_kl there is no ratio in it"
-        yield token_metric("kl", meaning, "nats", TermValue("kl"), note=note)
+        yield token_metric("kl", meaning, "nats", TermValue("kl"), MEAN, note=note)
     else:
         meaning, same = "mean k3 estimate of KL(policy || ref)", "kl/policy_ref/k3_mean"
-        yield token_metric("kl", meaning, "nats", KL("k3", "policy", "ref"), canonical=same)
+        yield token_metric("kl", meaning, "nats", KL("k3", "policy", "ref"), MEAN, canonical=same)
     if s.clip is not None and s.kind == "cispo":
         where = "above the upper bound with a positive advantage"
         yield _share("cispo_clip_ratio", "cut_high", where, s, s.clip, "sign_aware_high")
@@ -111,11 +114,11 @@ def _share(key: str, region: Region, where: str, s: PeerSettings, clip: ClipRule
         make = functools.partial(outside_clip_of, region, clip)
         return per_document(key, f"share of rows whose ratio is {where}", make, "mean", s.num_documents)
     if s.of_documents:
-        return token_metric(key, f"share of tokens whose row's ratio is {where}", "1", _RowClip(region, clip))
+        return token_metric(key, f"share of tokens whose row's ratio is {where}", "1", _RowClip(region, clip), MEAN)
     if clip is not s.clip:
-        return token_metric(key, f"share of tokens {where}, after delta", "1", _token_clip(region, clip))
+        return token_metric(key, f"share of tokens {where}, after delta", "1", _token_clip(region, clip), MEAN)
     column, same = Clip(region, clip.anchor), f"clip/{canonical}/fraction"
-    return token_metric(key, f"share of tokens {where}", "1", column, canonical=same)
+    return token_metric(key, f"share of tokens {where}", "1", column, MEAN, canonical=same)
 
 
 def _row_extreme(key: str, region: Region, s: PeerSettings, clip: ClipRule, reduce: str) -> Alias:
@@ -138,13 +141,13 @@ def _extreme_flag(
 
 
 def _extreme_share(reduce: str, tokens_N: Tensor, clipped_N: Tensor) -> float:
-    return statistic(reduce, clipped_N / tokens_N)
+    return statistic(reduce, clipped_N / tokens_N) if len(tokens_N) else math.nan
 
 
 def _gamma_weight(s: PeerSettings) -> Alias:
     key, phi = "vespo/phi_seq_mean", Extra("sequence_weight")
     if s.token_advantages:
-        return token_metric(key, "mean over tokens of the gamma weight", "1", phi)
+        return token_metric(key, "mean over tokens of the gamma weight", "1", phi, MEAN)
     meaning = "mean over rows of the gamma weight; 1 of a row in which nothing counts"
     return document_metric(key, meaning, "1", (phi,), functools.partial(_mean_with_ones, s.num_documents))
 

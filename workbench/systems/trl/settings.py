@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from workbench.systems.registry import Settings
+from workbench.systems.trl.options import WITHOUT_EFFECT
 
 COUNTED = ("dapo", "cispo", "vespo")
 """Loss types that are divided by ``num_items_in_batch``."""
@@ -48,7 +50,7 @@ class GRPOFamily(Settings):
 
 
 class TRLSettings(GRPOFamily):
-    """Options of `GRPOConfig` that decide the loss, and arguments of one call of `_compute_loss` (TRL 1.16.0)."""
+    """`GRPOConfig`, most of which leaves the loss as it is, and arguments of a call of `_compute_loss` (TRL 1.16.0)."""
 
     epsilon: float = Field(0.2, ge=0)
     """Length of the clip below 1."""
@@ -80,7 +82,7 @@ class TRLSettings(GRPOFamily):
     """Upper bound of the weight."""
     vllm_importance_sampling_cap: float | None = Field(None, gt=0)
     """The upper bound by its former name; takes precedence."""
-    max_completion_length: int = Field(512, gt=0)
+    max_completion_length: int | None = Field(512, gt=0)
     """dr_grpo: the constant length."""
     mask_truncated_completions: bool = False
     """Truncated completions come with a mask of zeros: a property of the batch."""
@@ -92,6 +94,26 @@ class TRLSettings(GRPOFamily):
     """Times that a generation batch is trained on; decides if old log-probabilities are kept."""
     vllm_is: Literal["token", "sequence", "seq"] | Mode | None = None
     """Given: ready-made weights came with the batch, one per token or one per row."""
+    router_aux_loss_coef: float | None = Field(None, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts, a term of its own; None: the config's of the model."""
+    cast_lm_head_to_fp32: bool = False
+    """Compute logits in float32."""
+    use_liger_kernel: bool = False
+    """Take the loss of Liger's kernel."""
+    without_effect: ClassVar[Mapping[str, str]] = WITHOUT_EFFECT
+    ignored: tuple[str, ...] = ()
+    """Options of the whole config that were given and do not change the loss (`options.WITHOUT_EFFECT`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_aside(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        aside = tuple(name for name in value if name in WITHOUT_EFFECT)
+        if not aside:
+            return value
+        kept = {name: option for name, option in value.items() if name not in aside}
+        return {**kept, "ignored": (*kept.get("ignored", ()), *aside)}
 
 
 class ISSettings(Settings):

@@ -174,6 +174,17 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
         notes.append("the weight of a row is the product of its tokens' ratios, not their geometric mean")
     if settings.top_entropy_quantile < 1:
         notes.append("the entropy threshold is taken over the micro-batches of all processes together, here over one")
+    if "router_aux_loss_coef" in settings.model_fields_set and settings.router_aux_loss_coef != 0:
+        notes.append(
+            "router_aux_loss_coef: on a mixture of experts the load-balancing loss of the model is added, which is no "
+            "function of log-probabilities and no part of this loss"
+        )
+    if settings.cast_lm_head_to_fp32:
+        notes.append("cast_lm_head_to_fp32: log-probabilities are those of a float32 head")
+    if settings.use_liger_kernel:
+        notes.append("use_liger_kernel: the loss is that of Liger's kernel, the system 'liger'")
+    if settings.ignored:
+        notes.append(f"without effect on the loss: {', '.join(settings.ignored)}")
     if settings.mask_truncated_completions:
         notes.append("truncated completions must come with a mask of zeros; their rows still count as rows")
     aligned = settings.gradient_accumulation_steps % (_steps_per_generation(settings) * settings.num_iterations) == 0

@@ -188,7 +188,7 @@ def critic(case: Case) -> dict[str, Any]:
 SYSTEM = System(
     name="verl",
     title=TITLE,
-    version="1dda039b",
+    version="0.9.1",
     settings=ActorSettings,
     translate=translate,
     back=back,

@@ -29,7 +29,7 @@ LossMode = Literal[
 ]
 
 
-BY_DOCUMENT = ("gspo", "sapo")
+BY_DOCUMENT = ("sapo",)
 """Losses that are averaged by seq-mean-token-mean, for any loss_agg_mode."""
 
 

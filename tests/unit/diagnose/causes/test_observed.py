@@ -277,3 +277,20 @@ def test_parts_of_weights_on_another_number_of_ranks_are_not_compared(dp, accuse
         path.write_text(json.dumps({name: value for name, value in record.items() if name != "crc32"}))
     causes = [cause.name for cause in wb.diagnose(*folders).causes]
     assert ("initial_weights" in causes) == accused
+
+
+@pytest.mark.parametrize(("after", "named"), [(1, True), (2, False)])
+def test_clipping_after_some_backwards_is_another_clipping(after, named, tmp_path):
+    """Micro-batches that are clipped one by one, where the trusted run clips their sum."""
+    for folder, at in (("right", 2), ("wrong", after)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with wb.Recorder(tmp_path / folder, model, optimizer, gradients="full"):
+            for number, part in enumerate(DATA.split(6), 1):
+                model(part).square().mean().backward()
+                if number >= at:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+    causes = wb.diagnose(tmp_path / "right", tmp_path / "wrong").causes
+    assert (causes[0].name == "gradient_clipping" and "after 1 of 2 backwards" in causes[0].evidence[0]) is named

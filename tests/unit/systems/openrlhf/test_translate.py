@@ -17,9 +17,10 @@ PLAIN = {
     "dual_clip": None,
     "token_level_loss": True,
     "policy_loss_type": "ppo",
-    "enable_vllm_is_correction": False,
-    "vllm_is_truncated_threshold": None,
-    "vllm_is_correction_type": "tis",
+    "is_correction_level": "off",
+    "is_correction_mode": "mask",
+    "is_correction_gating": "ratio",
+    "is_correction_threshold": (0.5, 5.0),
 }
 RATIOS = {
     "tokens": {},
@@ -29,16 +30,26 @@ RATIOS = {
     "gspo": {"policy_loss_type": "gspo", "clip_eps_low": 0.03, "clip_eps_high": 0.04},
     "gspo_dual": {"policy_loss_type": "gspo", "dual_clip": 1.2, "token_level_loss": False},
 }
+SCHEMES = {  # of its command line's help
+    "tis": {"is_correction_level": "token", "is_correction_mode": "clip"},
+    "icepop": {"is_correction_level": "token"},
+    "seq-mask-tis": {"is_correction_level": "seq"},
+}
 CORRECTIONS = {
     "none": {},
     **{
-        f"{kind}-{low}-{high}": {
-            "enable_vllm_is_correction": True,
-            "vllm_is_correction_type": kind,
-            "vllm_is_truncated_threshold": (low, high),
-        }
-        for kind in ("tis", "icepop", "seq-mask-tis")
+        f"{name}-{low}-{high}": {**scheme, "is_correction_threshold": (low, high)}
+        for name, scheme in SCHEMES.items()
         for low, high in ((0.5, 2.0), (0.95, 1.04))
+    },
+    **{
+        f"{gating}-{level}": {
+            "is_correction_level": level,
+            "is_correction_gating": gating,
+            "is_correction_threshold": (-1e-9, bound),
+        }
+        for gating, bound in (("binary_kl", 0.01), ("tv", 0.06))
+        for level in ("token", "seq")
     },
 }
 COUNTS = [
@@ -162,6 +173,17 @@ def test_kl_estimates_are_their_formulas(kind):
         )
 
 
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_an_unbiased_gradient_is_that_of_k2(kind):
+    arrays = batch(2)
+    x = arrays["logprobs"]
+    gradient = (x - arrays["old_logprobs"]) * arrays["advantages"]
+    given = {"logprobs": x, "ref_logprobs": arrays["old_logprobs"], "cotangent": arrays["advantages"]}
+    config = {"kl_estimator": kind, "unbiased_gradient": True}
+    expected = {"kl": oracle.kl(kind, x, arrays["old_logprobs"]), "grad_logprobs": gradient}
+    close(replay("openrlhf", "kl_estimator", "compute_approx_kl", config, given), expected)
+
+
 @pytest.mark.parametrize("coefficient", [0.1, 0.0, -0.1])
 @pytest.mark.parametrize("bounds", [None, (-2, 2), (-0.5, 1.0)])
 def test_rewards_of_tokens_are_their_formulas(coefficient, bounds):
@@ -183,6 +205,12 @@ def test_rewards_of_tokens_are_their_formulas(coefficient, bounds):
 def test_settings_round_trip(ratio, correction):
     spec = loss_spec("openrlhf", PLAIN | RATIOS[ratio] | CORRECTIONS[correction])
     assert loss_spec("openrlhf", settings_for("openrlhf", spec)) == spec
+
+
+def test_one_threshold_is_the_upper_one():
+    one = {"is_correction_level": "token", "is_correction_gating": "tv", "is_correction_threshold": [0.2]}
+    correction = loss_spec("openrlhf", one).correction
+    assert (correction.gate_low, correction.gate_high) == (0.0, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +246,11 @@ def test_a_loss_that_it_has_not_is_refused(changes):
     [
         ({"clip_eps": 0.2}, "did you mean 'clip_eps_low'"),
         ({"dual_clip": 1.0}, "dual_clip = 1.0"),
-        ({"enable_vllm_is_correction": True}, "needs vllm_is_truncated_threshold"),
-        ({"vllm_is_correction_type": "mis"}, "vllm_is_correction_type = 'mis'"),
+        ({"enable_vllm_is_correction": True}, "enable_vllm_is_correction"),
+        ({"is_correction_level": "row"}, "is_correction_level = 'row'"),
+        ({"is_correction_level": "seq", "is_correction_mode": "clip"}, "needs is_correction_level token"),
+        ({"is_correction_gating": "tv", "is_correction_mode": "clip"}, "is_correction_gating ratio"),
+        ({"is_correction_level": "token", "is_correction_gating": "tv"}, "an upper bound only"),
     ],
 )
 def test_options_that_it_refuses_are_refused_here(settings, words):
@@ -232,8 +263,9 @@ def test_options_that_it_refuses_are_refused_here(settings, words):
     [
         ({}, "clamped to +-20"),
         ({"policy_loss_type": "gspo"}, "for any token_level_loss"),
-        ({"policy_loss_type": "gspo", "enable_vllm_is_correction": True}, "against the sampler"),
+        ({"policy_loss_type": "gspo", "is_correction_level": "token"}, "against the sampler"),
         (CORRECTIONS["seq-mask-tis-0.5-2.0"], "untruncated weights"),
+        (CORRECTIONS["binary_kl-token"], "rounds to less than 0"),
     ],
 )
 def test_implicit_behaviour_is_noted(settings, note):
@@ -255,7 +287,7 @@ def policy_loss_of_nothing(c, arrays):
     if c["policy_loss_type"] == "ppo":
         ratio = (x - old).clamp(-20.0, 20.0).exp()
     else:
-        gap = x - (sampler if c["enable_vllm_is_correction"] else old)
+        gap = x - (old if c["is_correction_level"] == "off" else sampler)
         ratio = ((gap * mask).sum(-1) / mask.sum(-1).clamp(min=1)).exp().unsqueeze(-1) * mask
     clip1 = torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     clip2 = clip1 if c["dual_clip"] is None else torch.max(clip1, c["dual_clip"] * advantages)

@@ -268,3 +268,27 @@ def test_options_that_cannot_be_translated_are_refused(options, words):
 )
 def test_implicit_behaviour_is_noted(options, note):
     assert any(note in each for each in translation("trl", options).notes)
+
+
+def test_options_of_the_whole_config_without_effect_are_listed():
+    whole = {"beta": 0.1, "learning_rate": 1e-6, "top_p": 0.9, "scale_rewards": "none", "bf16": True}
+    result = translation("trl", whole)
+    assert result.spec == loss_spec("trl", {"beta": 0.1})
+    [note] = [text for text in result.notes if text.startswith("without effect")]
+    assert note == "without effect on the loss: learning_rate, top_p, scale_rewards, bf16"
+    with pytest.raises(SpecError, match="learning_rates"):
+        loss_spec("trl", {"learning_rates": 1e-6})
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"router_aux_loss_coef": 0.01}, "load-balancing loss"),
+        ({"router_aux_loss_coef": None}, "load-balancing loss"),
+        ({"cast_lm_head_to_fp32": True}, "float32 head"),
+        ({"use_liger_kernel": True}, "the system 'liger'"),
+    ],
+)
+def test_options_that_change_the_loss_elsewhere_are_noted(settings, note):
+    assert any(note in text for text in translation("trl", settings).notes)
+    assert not any(note in text for text in translation("trl", {"router_aux_loss_coef": 0.0}).notes)

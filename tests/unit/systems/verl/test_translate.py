@@ -213,7 +213,7 @@ def test_penalties_are_those_of_the_options():
         ({"global_batch_info": {"dp_size": 2}}, "set batch_num_tokens"),
         ({"loss_agg_mode": "seq-mean-token-sum", "global_batch_info": {"dp_size": 2}}, "set global_batch_size"),
         ({"use_kl_loss": True, "kl_loss_type": "full"}, "choose one of them"),
-        ({"use_kl_loss": True, "policy_loss": {"loss_mode": "gspo"}}, "one spec has one denominator"),
+        ({"use_kl_loss": True, "policy_loss": {"loss_mode": "sapo"}}, "one spec has one denominator"),
         ({"use_kl_loss": True, "policy_loss": {"loss_mode": "geo_mean"}}, "one spec has one denominator"),
         (
             {"entropy_coeff": 0.1, "rollout_correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 1}},
@@ -270,7 +270,7 @@ def test_a_mean_over_nothing_is_no_number_here_either_and_has_no_gradient(mode, 
     batch["mask"][:] = 0
     config = {**PLAIN, "loss_agg_mode": agg, **MODES[mode]}
     result = replay("verl", "policy_loss", function(mode), config, batch)
-    sums = mode == "geo_mean" or (agg == "token-sum" and mode not in ("gspo", "sapo"))
+    sums = mode == "geo_mean" or (agg == "token-sum" and mode != "sapo")
     assert np.isnan(result["loss"]) == (not sums)
     assert not result["grad_logprobs"].any()
     assert not np.isnan(list(result["metrics"].values())).any(), "verl adds 1e-8 there"

@@ -1,0 +1,192 @@
+"""Predicted and measured survivors in ablations that are drawn from a seed.
+
+``python -m experiments.sensitivity.drawn`` draws ablations: layout, micro-batches, loss, advantages, head, optimizer,
+precision and rollout dataset. In each it predicts from data, settings and the clean run which known bugs the comparison
+rejects, measures all of them, and writes ``drawn.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.atomic import to_json, write_whole
+from workbench.errors import WorkbenchError
+from workbench.mutation_score import sensitivity
+from workbench.records.provenance import project_root, provenance
+from workbench.rollouts.files import load
+from workbench.sensitivity.changes import DATA
+from workbench.specs.reading import merge
+
+RECORD = Path(__file__).parent / "drawn.json"
+ABLATIONS = 20
+ROLLOUTS = "data/arithmetic/rollouts"
+DOCUMENTS = (5, 9)
+
+Choice = Mapping[str, Any]
+LAYOUTS: tuple[Choice, ...] = (
+    {},
+    {"cp": 2},
+    {"cp": 2, "order": "zigzag"},
+    {"cp": 2, "order": "striped", "attention": "ulysses"},
+    {"cp": 4, "order": "zigzag", "attention": "ring"},
+    {"cp": 3, "order": "document_zigzag", "attention": "ring"},
+    {"tp": 2},
+    {"cp": 2, "tp": 2, "order": "zigzag", "sequence_parallel": True},
+    {"dp": 2},
+    {"dp": 2, "cp": 2, "order": "zigzag"},
+    {"dp": 2, "tp": 2},
+)
+LOSSES: tuple[Choice, ...] = (
+    {"name": "grpo"},
+    {"name": "grpo", "kl": {"coefficient": 0.3}},
+    {"name": "grpo", "denominator": "document"},
+    {"name": "grpo", "denominator": "document_sum"},
+    {"name": "dapo", "correction": {"kind": "tis"}},
+    {"name": "grpo", "kl": {"coefficient": 0.3, "estimator": "k1", "gradient": "score"}},
+    {"name": "dr_grpo", "denominator_constant": 16.0},
+    {"name": "gspo"},
+    {"name": "luspo"},
+    {"name": "gmpo"},
+    {"name": "vapo"},
+    {"name": "cispo"},
+    {"name": "grpo", "squared_logit_coefficient": 0.01},
+    {"name": "grpo", "entropy_coefficient": 0.1},
+    {"name": "reinforce"},
+    {"name": "grpo", "correction": {"kind": "sequence_tis_mean"}},
+)
+MICRO_BATCHES: tuple[Choice, ...] = ({}, {"data": {"micro_batches": 2}}, {"data": {"micro_batches": 3}})
+ADVANTAGES: tuple[Choice, ...] = (
+    {},
+    *({"data": {"advantages": {"name": name}}} for name in ("grpo", "rloo", "reinforce_plus_plus")),
+)
+HEADS: tuple[Choice, ...] = (
+    {},
+    {"policy": {"temperature": 0.7}},
+    {"policy": {"logprobs": "chunked", "chunk_tokens": 16}},
+    {"policy": {"fused_loss": True, "chunk_tokens": 32}},
+)
+OPTIMIZERS: tuple[Choice, ...] = (
+    {"optimizer": {"name": "sgd", "learning_rate": 0.1}},
+    {"optimizer": {"name": "adamw", "learning_rate": 1e-3}},
+    {"optimizer": {"name": "adamw", "learning_rate": 1e-3, "max_grad_norm": 0.01}},
+)
+PRECISIONS = ("float64", "float64", "float64", "float32")
+
+
+def drawn(number: int, folder: Path, project: Path) -> dict[str, Any]:
+    """Draw an ablation, and write its rollout dataset; the same number gives the same ablation."""
+    rng = random.Random(f"drawn ablation {number}")
+    batch = load(project / ROLLOUTS)
+    chosen = sorted(rng.sample(range(batch.num_documents), rng.randint(*DOCUMENTS)))
+    batch = batch.select(chosen).as_source()
+    edits = [name for name in DATA if rng.random() < 0.25]
+    for name in edits:
+        batch = DATA[name](batch)
+    batch.save(folder, overwrite=True)
+    settings: Any = {
+        "steps": rng.randint(1, 2),
+        "precision": rng.choice(PRECISIONS),
+        "loss": rng.choice(LOSSES),
+        "data": {"path": str(folder.resolve())},
+    }
+    for choices in (ADVANTAGES, HEADS, OPTIMIZERS):
+        settings = merge(settings, rng.choice(choices))
+    changed = merge({"layout": rng.choice(LAYOUTS)}, rng.choice(MICRO_BATCHES))
+    truth = {"precision": "float64", "layout": {}}
+    return {
+        "documents": len(chosen),
+        "tokens": batch.num_tokens,
+        "edits": edits,
+        "ablation": {
+            "question": f"Drawn ablation {number}",
+            "base": settings,
+            "reference": "one_rank",
+            "truth": "exact",
+            "configurations": {"one_rank": {}, "exact": truth, "changed": changed},
+        },
+    }
+
+
+def measured(number: int, project: Path) -> dict[str, Any]:
+    """Predict and measure every fault in one drawn ablation; an ablation that is refused says why."""
+    with tempfile.TemporaryDirectory() as folder:
+        draw = drawn(number, Path(folder) / "rollouts", project)
+        began = time.monotonic()
+        entry = {"number": number, "documents": draw["documents"], "tokens": draw["tokens"], "edits": draw["edits"]}
+        settings = draw["ablation"]
+        entry["base"] = {key: value for key, value in settings["base"].items() if key != "data"}
+        entry["base"]["data"] = {key: value for key, value in settings["base"]["data"].items() if key != "path"}
+        entry["changed"] = settings["configurations"]["changed"]
+        try:
+            score = sensitivity(settings, configurations=["changed"], remedies=False)
+        except WorkbenchError as error:
+            return entry | {"refused": str(error).replace(folder, "FOLDER")}
+    return entry | {
+        "seconds": time.monotonic() - began,
+        "killed": score.killed,
+        "admissible": len(score.results),
+        "results": {
+            result.fault: {"missing": list(result.missing), "killed": result.killed, "verdict": result.verdict}
+            for result in score.results
+        },
+        "disagreements": [result.fault for result in score.disagreements],
+    }
+
+
+def measure(
+    numbers: range | list[int],
+    *,
+    wanted: int = ABLATIONS,
+    report_progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measure drawn ablations until as many as requested ran; refused draws are in the record too."""
+    project = project_root()
+    entries: list[dict[str, Any]] = []
+    for number in numbers:
+        entries.append(measured(number, project))
+        report_progress(summary(entries[-1]))
+        if sum("refused" not in entry for entry in entries) == wanted:
+            break
+    return {
+        "benchmark": "drawn ablations",
+        "command": " ".join(["python -m experiments.sensitivity.drawn", *(str(entry["number"]) for entry in entries)]),
+        "device": "cpu, simulated ranks",
+        "ablations": entries,
+        "provenance": provenance(project),
+    }
+
+
+def summary(entry: Mapping[str, Any]) -> str:
+    """Summarize one ablation in a line."""
+    if "refused" in entry:
+        return f"{entry['number']}: refused: {entry['refused'].splitlines()[0]}"
+    wrong = [f"{name} ({entry['results'][name]['verdict']})" for name in entry["disagreements"]]
+    return (
+        f"{entry['number']}: {entry['killed']} of {entry['admissible']} killed in {entry['seconds']:.0f} s, "
+        f"{json.dumps(entry['base']['loss'])} {json.dumps(entry['changed'])}; differ: {', '.join(wrong) or 'none'}"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure the draws, or those that are named, and write the record of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("numbers", nargs="*", type=int, help="draws to measure; without any, the first 20 that run")
+    named = parser.parse_args(arguments).numbers
+    record = measure(
+        named or range(10 * ABLATIONS),
+        report_progress=lambda line: print(line, flush=True),
+    )
+    write_whole(RECORD, to_json(record))
+    return int(any(entry.get("disagreements") for entry in record["ablations"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Rows of the matrix name drivers and environments that exist; a record keeps what was not measured again."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.engine_matrix import measure as measuring
+from experiments.engine_matrix.measure import ENTRIES, FOLDER, main, measure, unexpected
+from tests.helpers.toy_engine import ToyEngine
+from workbench.atomic import from_json
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("title", ENTRIES)
+def test_a_row_has_a_driver_and_an_environment(title):
+    entry = ENTRIES[title]
+    assert (FOLDER / "drivers" / f"{entry.driver}.py").is_file()
+    assert not entry.environment or (ROOT / "engines" / f"{entry.environment}.txt").is_file()
+
+
+def test_rows_that_are_named_are_measured_and_others_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "Script", lambda *_, **__: ToyEngine("norm doubled"))
+    monkeypatch.setattr(measuring, "versions", lambda entry: "toy 1")
+    monkeypatch.setattr(measuring, "FOLDER", tmp_path)
+    monkeypatch.setattr(measuring, "RECORD", tmp_path / "matrix.json")
+    kept = measure(["FSDP2"])["engines"]["FSDP2"]
+    record = measure(["DDP"], kept={"FSDP2": kept})
+    assert list(record["engines"]) == ["DDP", "FSDP2"]
+    assert unexpected(record["engines"]) == ["DDP: norm_of_update broken", "FSDP2: norm_of_update broken"]
+    assert not record["bars"]["as expected"]["holds"]
+    assert main(["Lightning"]) == 0
+    assert list(from_json((tmp_path / "matrix.json").read_text())["engines"]) == ["Lightning"]
+    assert main(["DDP"]) == 0
+    assert list(from_json((tmp_path / "matrix.json").read_text())["engines"]) == ["DDP", "Lightning"]
+    assert "norm_of_update" in (tmp_path / "report.html").read_text()

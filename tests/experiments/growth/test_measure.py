@@ -1,0 +1,39 @@
+"""Growth exponents of made-up times, and of the record; the numbers of a run directory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.growth.measure import disk, exponent, make_runs
+from workbench.records.directory import RunDirectory
+from workbench.records.provenance import project_root
+
+RECORD = project_root() / "experiments/growth/growth.json"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({0: 1.0, 500: 2.0, 1000: 3.0}, 1.0),
+        ({0: 1.0, 500: 2.0, 1000: 5.0}, 2.0),
+        ({0: 1.0, 500: 1.02, 1000: 1.04}, None),
+    ],
+)
+def test_start_up_does_not_count_and_noise_has_no_exponent(seconds, expected):
+    assert exponent(seconds) == expected
+
+
+def test_runs_are_whole(tmp_path):
+    make_runs(tmp_path, 2)
+    runs = [RunDirectory.open(path.parent) for path in tmp_path.glob("runs/*/config.json")]
+    assert [len(run.steps()) for run in runs] == [4, 4]
+    assert all(run.ranks_done for run in runs)
+    assert disk(tmp_path)["files"] == 5, "config, state and its lock, metrics, an exit record"
+
+
+def test_nothing_that_was_measured_grows_faster_than_linearly():
+    record = json.loads(RECORD.read_text())
+    grown = {**record["verbs"], "preparation": record["preparation of a step"]}
+    assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set()

@@ -1,0 +1,49 @@
+"""Drawn ablations are the same on every machine; the guide states what their record has."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.sensitivity.drawn import RECORD, drawn, summary
+from workbench.atomic import from_json
+
+ROOT = Path(__file__).parents[3]
+GUIDE = ROOT / "docs/guides/what-a-check-can-see.md"
+
+
+@pytest.fixture(scope="module")
+def ablations():
+    return from_json(RECORD.read_text())["ablations"]
+
+
+def test_a_draw_is_the_recorded_one(ablations, tmp_path):
+    for entry in ablations[:2]:
+        draw = drawn(entry["number"], tmp_path / "rollouts", ROOT)
+        assert (draw["documents"], draw["tokens"], draw["edits"]) == tuple(
+            entry[key] for key in ("documents", "tokens", "edits")
+        )
+        assert draw["ablation"]["configurations"]["changed"] == entry["changed"]
+        assert draw["ablation"]["base"]["loss"] == entry["base"]["loss"]
+
+
+def test_a_prediction_that_differs_is_named(ablations):
+    for entry in ablations:
+        results = entry["results"]
+        assert len(results) == entry["admissible"]
+        wrong = [name for name, result in results.items() if result["killed"] == bool(result["missing"])]
+        assert wrong == entry["disagreements"]
+        assert all(name in summary(entry) for name in wrong)
+
+
+def test_the_guide_has_the_counts_of_the_record(ablations):
+    def wrong(entries):
+        return sum(len(entry["disagreements"]) for entry in entries)
+
+    text = " ".join(GUIDE.read_text().split())
+    one = [entry for entry in ablations if "one trained document" in entry["edits"]]
+    lower = [entry for entry in ablations if entry["base"]["precision"] == "float32"]
+    total = sum(entry["admissible"] for entry in ablations)
+    assert f"In {len(ablations)} ablations that were drawn" in text
+    assert f"{wrong(ablations)} of {total} predictions differ" in text
+    assert f"{wrong(one)} of them in {len(one)} draws in which one document alone" in text
+    assert f"{wrong(lower)} in {len(lower)} draws in float32" in text

@@ -1,0 +1,141 @@
+"""Causes named from what flowed through two models, without a note."""
+
+import pytest
+
+import workbench as wb
+from tests.helpers.hand_outputs import LENGTHS, before, calls, record
+
+POLICY = {"loss": "grpo"}
+POSITIVE = ((0.5, 0.5), (0.5, 0.5))
+
+
+def named(right, wrong):
+    return [(cause.name, round(cause.score, 2)) for cause in wb.diagnose(right, wrong).causes]
+
+
+def other(rows, *, loss=0.6, norms=(1.3, 2.4, 3.9), **more):
+    return record(rows, loss=loss, norms=norms, **more)
+
+
+def times(factor, weights=None):
+    of = {} if weights is None else {"weights": weights}
+    return calls(lambda call, at, n, w: {"weights": [w * factor(call, at, n)] * n}, **of)
+
+
+def test_a_temperature():
+    assert named(
+        record(calls(), context={"temperature": 0.7}), other(calls(), slope=0.7, context={"temperature": 0.7})
+    )[0] == ("temperature", 0.95)
+
+
+@pytest.mark.parametrize(
+    ("cause", "factor"),
+    [
+        ("mean_per_rows", lambda call, at, n: 12 / sum(LENGTHS[call])),
+        ("mean_per_documents", lambda call, at, n: 6 / n),
+    ],
+)
+def test_denominators_of_parts(cause, factor):
+    context = {"micro_batches": 2}
+    assert named(record(calls(), context=context), other(times(factor), context=context))[0] == (cause, 0.93)
+
+
+def test_a_sum_of_ratios_in_place_of_their_mean():
+    right = record(calls(), context=POLICY)
+    assert named(right, other(times(lambda call, at, n: n / 4), loss=0.5, context=POLICY))[0][0] == "ratio"
+
+
+def test_a_mask_that_moved():
+    moved = calls(lambda call, at, n, w: {"weights": [w] * n, "places": list(range(1, n + 1)), "targets": [9] * n})
+    assert named(record(calls()), other(moved))[0] == ("other_mask", 0.9)
+
+
+def test_targets_at_the_same_places():
+    shifted = calls(lambda call, at, n, w: {"weights": [w] * n, "targets": [9] * n})
+    assert named(record(calls()), other(shifted))[0] == ("other_targets", 0.93)
+
+
+def test_rows_and_calls_that_are_lost():
+    right = calls(weights=POSITIVE)
+    causes = dict(named(record(right), other([right[0], []])))
+    assert causes["ranks_lost"] == 0.6
+    assert causes["other_data"] > 0.5
+
+
+def test_weights_that_turn_are_advantages_and_one_factor_of_a_baseline_is():
+    right = record(calls(), context=POLICY)
+    turned = times(lambda call, at, n: -1.5 if at else 0.4)
+    assert named(right, other(turned, context=POLICY))[0][0] == "advantages"
+    scaled = other(times(lambda call, at, n: 0.75), loss=0.375, norms=(0.75, 1.5, 2.25), context=POLICY)
+    found = wb.diagnose(right, scaled).causes[0]
+    assert found.name == "advantages"
+    assert "baseline over 4" in found.evidence[0]
+
+
+def test_the_same_factor_of_a_likelihood_is_a_count():
+    right = record(calls(weights=POSITIVE))
+    scaled = other(times(lambda call, at, n: 0.85, POSITIVE), loss=0.425, norms=(0.85, 1.7, 2.55))
+    assert named(right, scaled)[0][0] == "other_count"
+
+
+def test_a_penalty_gives_each_prediction_a_weight_of_its_own():
+    context = POLICY | {"kl": 0.1}
+    uneven = calls(lambda call, at, n, w: {"weights": [w * (1 + 0.05 * k * k) for k in range(n)]})
+    causes = named(record(calls(), context=context), other(uneven, context=context))
+    assert [name for name, _ in causes[:3]] == ["one_term", "advantages", "ref_logprobs"]
+    assert causes[0][1] < 0.5
+
+
+def test_ratios_that_stay_one_are_old_logprobs():
+    ratios = calls(lambda call, at, n, w: {"weights": [w * (1 + 0.1 * k) for k in range(n)]})
+    right, wrong = before(record(ratios, context=POLICY), other(calls(), context=POLICY))
+    assert named(right, wrong)[0] == ("old_logprobs", 0.7)
+
+
+def test_values_right_and_derivatives_wrong():
+    wrong = calls(lambda call, at, n, w: {"weights": [-w * (1 + k) for k in range(n)]})
+    causes = named(record(calls(), context=POLICY), other(wrong, loss=0.5, context=POLICY))
+    assert causes[0] == ("term_without_gradient", 0.7)
+
+
+def test_logits_that_differ_from_the_same_inputs_and_after_an_update():
+    apart = calls(lambda call, at, n, w: {"weights": [w] * n, "logprob": -3.1, "entropy": 2.6})
+    first = named(record(calls()), other(apart))
+    assert first[0][0] == "model_settings"
+    assert "lower_precision" in dict(first[:3])
+    assert named(*before(record(calls()), other(apart)))[0] == ("update", 0.9)
+
+
+def test_a_term_beside_predictions_that_weigh_as_they_should():
+    assert named(record(calls()), other(calls()))[0] == ("one_term", 0.6)
+    critic = [30.0, 1.0, 2.0, 3.0], [30.0, 1.0, -2.0, 5.0]
+    right, wrong = record(calls(), values=critic[0]), other(calls(), values=critic[1])
+    assert named(right, wrong)[0] == ("one_term", 0.6)
+
+
+def test_gradients_that_are_lost_behind_right_predictions_are_told_without_confidence():
+    causes = named(record(calls()), other(calls(), loss=0.5))
+    assert {"ranks_lost", "gradient_clipping", "lower_precision"} <= set(dict(causes))
+    assert causes[0][1] < 0.5
+    assert 0 < dict(causes)["term_without_gradient"] < 0.2, "spoken against"
+
+
+def test_a_preference_is_known_by_its_pairs():
+    pairs = ((0.2, -0.2), (-0.4, 0.4))
+    right = record(calls(weights=pairs))
+    assert named(right, other(times(lambda call, at, n: 1.5 if call else 0.8, pairs)))[0][0] in (
+        "mean_per_rows",
+        "ref_logprobs",
+    )
+    uneven = times(lambda call, at, n: (0.8, 1.5, 0.7, 1.1)[2 * call + at], pairs)
+    assert named(right, other(uneven))[0][0] == "ref_logprobs"
+
+
+def test_distributions_of_a_teacher():
+    right = record(calls(), likelihoods=0.0, context={"loss": "distillation"})
+    causes = named(right, other(calls(), likelihoods=0.0, context={"loss": "distillation"}))
+    assert [name for name, _ in causes[:2]] == ["ref_logprobs", "other_loss"]
+
+
+def test_other_outputs_are_no_difference_where_no_number_differs():
+    assert named(record(calls()), record(times(lambda call, at, n: 2.0)))[0][0] == "no_difference"

@@ -1,0 +1,217 @@
+"""What a model's calls gave, and what flowed back into it: trained tokens, targets, weights, temperature, by row.
+
+The gradient of a likelihood with respect to the logits of one prediction is c (softmax(z / T) - onehot(y)) / T. So
+logits and their gradient alone tell whether a prediction trains, its target y (the largest element, and the only one of
+its sign), the weight c / T, and the temperature: log |g_v| grows with z_v by 1 / T for v other than y. No note is
+needed. Like every other evidence it explains numbers that differ, and is no difference by itself.
+
+    observed["outputs"]  rows         one list a call, of one `ROW` for each row of its batch in which anything trains
+                         every        1, or n if only each n-th prediction was read, see `MOST`
+                         likelihoods  share of the trained predictions whose gradient has that form
+                         slope        median of 1 / T over them; null if there are none
+                         values       of a second output with one number a prediction, a critic's: `VALUES`
+
+Letters: B rows | T predictions of a row | V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.records.inputs import mixed
+from workbench.sharding.data_parallel import is_shard
+
+ROW = ("trained", "positive", "places", "targets", "weight", "size", "square", "logprob", "entropy")
+"""Of a row: trained predictions; those with a positive weight; sums of mixed places and targets, as 16 digits; sums of
+weights, of their absolute values and squares, of log-probabilities and entropies (T = 1)."""
+VALUES = ("trained", "value", "gradient", "size")
+"""Of a critic's numbers: those with a gradient, their sum, and the sums of gradients and of their absolute values."""
+MOST = 2**24
+"""Numbers of one call's logits that are read: 64 MiB of float32, so 0.1 ms of traffic a pass on current devices."""
+MOST_ROWS = 512
+"""Rows of a step that are kept one by one; of more, those of a call are added up."""
+VOCABULARY = 8
+"""An output with fewer numbers a prediction is a score or a value."""
+ONE_SIDED = 0.98
+"""Share of a gradient's other elements that have the sign opposite to the target's: in bfloat16 each is right to 2^-9,
+and an entropy bonus or a penalty of the size of a hundredth of the weight turns none."""
+_INTEGERS, _FLOATS = 4, 5
+
+
+class Outputs:
+    """Outputs of a model's calls since the last step."""
+
+    def __init__(self) -> None:
+        self._calls: list[dict[str, Tensor] | None] = []
+        self._values: list[Tensor] = []
+        self._every = 1
+
+    def see(self, output: Any, positions: Tensor | None = None) -> None:
+        """Add the output of a call; without a gradient it is none of training.
+
+        Where ``positions``, [B, T] or [T], that the model was given begin anew, so does a row of the evidence.
+        """
+        logits, values = _found(output)
+        if logits is None:
+            return
+        at = len(self._calls)
+        self._calls.append(None)
+        wide = logits.shape[-1]
+        flat = logits.detach().reshape(-1, wide)
+        every = max(1, math.ceil(flat.numel() / MOST))
+        self._every = max(self._every, every)
+        kept = flat[::every].clone()
+        rows = _rows_of(logits, positions)
+        reached: list[bool] = []
+
+        def back(gradient: Tensor) -> None:
+            if reached or is_shard(gradient):  # a second backward through one call: neither is the whole
+                self._calls[at] = None
+                return
+            reached.append(True)
+            self._calls[at] = _of_call(kept, gradient.reshape(-1, wide)[::every], rows[:, ::every])
+
+        logits.register_hook(back)
+        if values is not None:
+            copied = values.detach().clone()
+            values.register_hook(lambda gradient: self._values.append(_of_values(copied, gradient)))
+
+    def finish(self) -> dict[str, Any]:
+        """The outputs of this rank; {} if there were none, or one of them is not known."""
+        if not self._calls or any(call is None for call in self._calls):
+            return {}
+        calls = [call for call in self._calls if call is not None]
+        slopes = torch.cat([call["slopes"] for call in calls])
+        trained = sum(int(call["integers"][:, 0].sum()) for call in calls)
+        rows = [
+            _rows(call, together=sum(int((each["integers"][:, 0] > 0).sum()) for each in calls) > MOST_ROWS)
+            for call in calls
+        ]
+        seen: dict[str, Any] = {"rows": rows, "every": self._every, "likelihoods": len(slopes) / max(trained, 1)}
+        seen["slope"] = float(slopes.median()) if len(slopes) else None
+        if self._values:
+            seen["values"] = torch.stack(self._values).sum(0).tolist()
+        return seen
+
+
+def of_all_ranks(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The calls of all ranks, one after another; {} if one is not known."""
+    if not all(by_rank):
+        return {}
+    trained = [sum(row[0] for call in rank["rows"] for row in call) for rank in by_rank]
+    share = sum(rank["likelihoods"] * number for rank, number in zip(by_rank, trained, strict=True))
+    slopes = sorted(rank["slope"] for rank in by_rank if rank["slope"] is not None)
+    seen = {
+        "rows": [call for rank in by_rank for call in rank["rows"]],
+        "every": max(rank["every"] for rank in by_rank),
+        "likelihoods": share / max(sum(trained), 1),
+        "slope": slopes[len(slopes) // 2] if slopes else None,
+    }
+    values = [rank["values"] for rank in by_rank if "values" in rank]
+    return seen | ({"values": [math.fsum(column) for column in zip(*values, strict=True)]} if values else {})
+
+
+def _found(output: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Logits and a critic's values among what a model returns; None where there are none with a gradient."""
+    known = [value for value in _tensors(output) if value.is_floating_point() and value.requires_grad]
+    known = [value for value in known if not is_shard(value) and value.numel()]
+    logits = next((value for value in known if value.dim() > 1 and value.shape[-1] >= VOCABULARY), None)
+    if logits is None:
+        return None, None
+    shapes = (logits.shape[:-1], (*logits.shape[:-1], 1))
+    return logits, next((value for value in known if value.shape in shapes), None)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif (logits := getattr(output, "logits", None)) is not None:  # transformers' outputs: the logits, not the loss
+        yield from _tensors(logits)
+        yield from _tensors(getattr(output, "value", None))
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value) if isinstance(value, Tensor) else ()
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value) if isinstance(value, Tensor) else ()
+
+
+@torch.no_grad()
+def _rows_of(logits: Tensor, positions: Tensor | None) -> Tensor:
+    """[2, predictions] row and place in it of each prediction: rows of the batch, and parts of them with own positions.
+
+    Padding, whose positions may all be 0, makes rows in which nothing trains.
+    """
+    wide = logits.shape[-2]
+    place = torch.arange(logits.shape[:-1].numel(), device=logits.device)
+    begins = place % wide == 0
+    if positions is not None and positions.shape[-1] == wide:
+        begins = begins | (positions.to(logits.device) == 0).expand(logits.shape[:-1]).reshape(-1)
+    row = begins.long().cumsum(0) - 1
+    return torch.stack([row, place - place[begins][row]])
+
+
+@torch.no_grad()
+def _of_call(logits: Tensor, gradient: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """Sums over each row, [B, `_INTEGERS`] and [B, `_FLOATS`], and the slopes of single predictions.
+
+    ``rows``, [2, predictions], are the row of each, and its place in the row.
+    """
+    there = gradient.ne(0).any(1)
+    row, place = rows[:, there]
+    logits, gradient = logits[there].float(), gradient[there].float()
+    target = gradient.abs().argmax(1, keepdim=True)
+    of_target = gradient.gather(1, target)[:, 0]
+    whole = gradient.abs().sum(1)
+    others = whole - of_target.abs()
+    against = -of_target.sign() * (gradient.sum(1) - of_target)
+    alike = (against > ONE_SIDED * others) & ((others - of_target.abs()).abs() <= (1 - ONE_SIDED) * whole)
+    slopes = _slopes(logits, gradient, target)
+    logprobs = logits.log_softmax(1)
+    scaled = logprobs * torch.where(alike, slopes, torch.ones_like(slopes)).nan_to_num(1.0)[:, None]
+    left = -torch.expm1(scaled.gather(1, target)[:, 0] - scaled.logsumexp(1))
+    weight = -(of_target / left.clamp_min(1e-6)).double()
+    of_token = logprobs.gather(1, target)[:, 0].double()
+    entropy = -(logprobs.exp() * logprobs).sum(1).double()
+    one, number = torch.ones_like(place), rows.shape[1]
+    integers = torch.stack([one, (weight > 0).long(), mixed(place), mixed(target[:, 0])], 1)
+    floats = torch.stack([weight, weight.abs(), weight.square(), of_token, entropy], 1)
+    return {
+        "integers": torch.zeros(number, _INTEGERS, dtype=torch.int64, device=row.device).index_add_(0, row, integers),
+        "floats": torch.zeros(number, _FLOATS, dtype=torch.float64, device=row.device).index_add_(0, row, floats),
+        "slopes": slopes[alike & slopes.isfinite()],
+    }
+
+
+def _slopes(logits: Tensor, gradient: Tensor, target: Tensor) -> Tensor:
+    """[R] slope of log |g_v| on z_v over the elements v that are not 0 and not the target."""
+    used = gradient.ne(0).scatter(1, target, False)
+    count = used.sum(1).clamp_min(1)
+    x, y = (torch.where(used, each, torch.zeros_like(each)) for each in (logits, gradient.abs().log()))
+    x, y = (each - (each.sum(1) / count)[:, None] for each in (x, y))
+    x, y = (torch.where(used, each, torch.zeros_like(each)) for each in (x, y))
+    return (x * y).sum(1) / x.square().sum(1)
+
+
+@torch.no_grad()
+def _of_values(values: Tensor, gradient: Tensor) -> Tensor:
+    """The sums of `VALUES`."""
+    there = gradient.ne(0)
+    parts = (there, values * there, gradient, gradient.abs())
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
+
+
+def _rows(call: Mapping[str, Tensor], *, together: bool) -> list[list[Any]]:
+    there = call["integers"][:, 0] > 0
+    integers, floats = call["integers"][there], call["floats"][there]
+    if together:
+        integers, floats = integers.sum(0, keepdim=True), floats.sum(0, keepdim=True)
+    return [
+        [trained, positive, f"{places % 2**64:016x}", f"{targets % 2**64:016x}", *sums]
+        for (trained, positive, places, targets), sums in zip(integers.tolist(), floats.tolist(), strict=True)
+    ]
