@@ -364,6 +364,8 @@ def load_policy(
     routers = install_routers(model, share=share) if routing else None
     model = use_module_dtypes(model, {kind: dtype and DTYPES[dtype] for kind, dtype in dtypes.modules.items()})
     model = use_gemm_formats(model, dtypes.gemms)  # after the check of the shards, which would see its rounding
+    if checkpointing:
+        _checkpoint_layers(model)  # of all stages: one may have the head alone
     stages, shards = split_stages(
         model,
         mesh,
@@ -372,8 +374,6 @@ def load_policy(
         stages_per_rank=stages_per_rank,
         sequence_parallel=sequence_parallel,
     )
-    if checkpointing:
-        _checkpoint_layers(model)
     trunk = None
     if shard_parameters:
         trunk = _Trunk(model, stages)

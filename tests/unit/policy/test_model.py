@@ -1,3 +1,4 @@
+import functools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from workbench.errors import ShardingError, SpecError
 from workbench.policy import attention, model
 from workbench.policy.attention import SHARDED
 from workbench.policy.decoder import tiny_qwen3
-from workbench.policy.model import load_policy
+from workbench.policy.model import decoder_layers, load_policy
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.gradients import full_gradients
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
@@ -174,6 +175,17 @@ def test_an_id_that_a_tokenizer_pads_with_trains_where_it_is_text(tmp_path):
     assert alone[3].abs().max() > 0
     for over_tp in simulate(gradient, tp=2):
         torch.testing.assert_close(over_tp, alone)
+
+
+def test_layers_are_checkpointed_where_the_last_stage_has_the_head_alone():
+    """A refusal on that rank alone would leave the others waiting for it."""
+
+    def load(mesh):
+        policy = load_policy("tiny-qwen3", mesh=mesh, checkpointing=True)
+        return sum(type(layer.forward) is functools.partial for layer in decoder_layers(policy.model))
+
+    layers = load(single_process_mesh())
+    assert simulate(load, pp=layers + 1) == [1] * layers + [0]
 
 
 WINDOWED = [
