@@ -116,7 +116,7 @@ class Combination:
         if packing == "filled":
             data = {"micro_batch_tokens": 64}
         if packing == "longer":
-            data["multiple_of"] = 48 * 4  # more than any layout here needs, and a multiple of it
+            data["multiple_of"] = math.lcm(48 * 4, self.cp)  # more than any layout here needs, and a multiple of it
         head = {
             "auto": {},
             "chunked": {"logprobs": "chunked", "chunk_tokens": 16},
