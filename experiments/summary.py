@@ -283,14 +283,16 @@ def generated_layouts() -> str:
     record = _record("generated_layouts.json")
     ranks = sorted(map(int, record["ranks"]))
     rows = [[name, significant(value, 2)] for name, value in record["worst"].items()]
+    together = [[name, count] for name, count in record["axes_met_together"].items()]
     return _section(
         "Drawn combinations of layouts",
-        f"{record['met']} of {record['combinations']} combinations of layout, packing and head, drawn from a "
-        "seed, meet "
-        f"{record['bar']:g} of the oracle's values in float64 on {ranks[0]} to {ranks[-1]} gloo ranks; the other "
-        f"{record['refused']} are invalid and rejected. torch {record['torch']}, {record['minutes']:g} "
-        "minutes on two cores.",
+        f"{record['met']} of {record['combinations']} combinations of five axes, model, packing and head, drawn from a "
+        f"seed, meet {record['bar']:g} of the oracle's values in float64 on {ranks[0]} to {ranks[-1]} gloo ranks; the "
+        f"other {record['refused']} are invalid and rejected. {record['mixtures_met']} are of a mixture, and "
+        f"{record['met_with_an_idle_rank']} have a rank without trained tokens. torch {record['torch']}, "
+        f"{record['cpu_minutes']:g} minutes of a core.",
         _table(["worst distance of", "relative"], rows, right=[1]),
+        _table(["axes with several ranks each", "combinations met"], together, right=[1]),
         _source("generated_layouts.json", None, record["command"]),
     )
 

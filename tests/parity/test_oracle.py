@@ -18,14 +18,14 @@ PAPER = {"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.07}
 """The same for the oracle."""
 
 
-def oracle(documents, *, denominator="token", tied=True, temperature=1.0, seed=3, **more):
-    model = exact(tiny_qwen3(19, tied=tied, seed=seed))
-    return grpo_step(model, documents, **PAPER, denominator=denominator, temperature=temperature, **more)
+def oracle(documents, *, model=tiny_qwen3, denominator="token", tied=True, temperature=1.0, seed=3, **more):
+    exactly = exact(model(19, tied=tied, seed=seed))
+    return grpo_step(exactly, documents, **PAPER, denominator=denominator, temperature=temperature, **more)
 
 
-def documents_near(seed, *, tied=True, temperature=1.0):
+def documents_near(seed, *, model=tiny_qwen3, tied=True, temperature=1.0):
     documents = nasty_documents(seed)
-    _, _, logprobs = oracle(documents, tied=tied, temperature=temperature)
+    _, _, logprobs = oracle(documents, model=model, tied=tied, temperature=temperature)
     return near_policy(documents, logprobs, seed, spread=0.25)
 
 
