@@ -67,6 +67,7 @@ def page() -> str:
         precision(),
         online_precisions(),
         layouts(),
+        two_gpus(),
         generated_layouts(),
         rounding(),
         reproducible(),
@@ -245,18 +246,7 @@ def online_precisions() -> str:
 def layouts() -> str:
     """Cost and parity of layouts on several GPUs."""
     record = _record("gpu_layouts/layouts.json")
-    measured = record["workloads"]["bfloat16_32k"]
-    rows = [
-        [
-            f"`{name}`",
-            f"{entry['step_ms']:.0f}",
-            f"{entry['tokens_per_second'] / 1e3:.0f}k",
-            f"{entry['efficiency']:.2f}",
-            f"{entry['peak_gib']:.1f}",
-            f"{entry['parity']['distance_in_one_ranks']:.2f}",
-        ]
-        for name, entry in ((name, measured[name]) for name in LAYOUTS)
-    ]
+    rows = _layout_rows(record, LAYOUTS)
     entries = [entry for workload in record["workloads"].values() for entry in workload.values()]
     judged = [entry["parity"]["within"] for entry in entries if "parity" in entry]
     out = sum("left_out" in entry for entry in entries)
@@ -266,7 +256,7 @@ def layouts() -> str:
         "bfloat16, one GRPO "
         "step of 4 packed rows of 32k tokens; the old policy is a perturbed copy of the model. *Error* is the whole "
         "gradient's distance to a float32 ground truth, in units of one rank's own.",
-        _table(["layout", "ms", "tokens / s", "efficiency", "GiB", "error"], rows, right=range(1, 6)),
+        _table(LAYOUT_HEADS, rows, right=range(1, 6)),
         f"All {sum(judged)} layouts measured in bfloat16 and (4k rows) float32 are within their budget; "
         f"{out} of float32 "
         "were not reached in the time of one measurement."
@@ -275,6 +265,42 @@ def layouts() -> str:
         "Striped and balanced orders use flex instead of flash attention, and a ring waits more than it "
         "saves at these sizes.",
         _source("gpu_layouts/layouts.json", "gpu_layouts/report.html", "python -m workbench bench layouts"),
+    )
+
+
+LAYOUT_HEADS = ["layout", "ms", "tokens / s", "efficiency", "GiB", "error"]
+
+
+def _layout_rows(record: Mapping[str, Any], names: Iterable[str]) -> list[list[str]]:
+    measured = record["workloads"]["bfloat16_32k"]
+    return [
+        [
+            f"`{name}`",
+            f"{entry['step_ms']:.0f}",
+            f"{entry['tokens_per_second'] / 1e3:.0f}k",
+            f"{entry['efficiency']:.2f}",
+            f"{entry['peak_gib']:.1f}",
+            f"{entry['parity']['distance_in_one_ranks']:.2f}",
+        ]
+        for name, entry in ((name, measured[name]) for name in names)
+    ]
+
+
+def two_gpus() -> str:
+    """Layouts of two GPUs with fast kernels."""
+    record = _record("gpu_layouts/two_gpus.json")
+    plan, measured = record["plan"], record["workloads"]["bfloat16_32k"]
+    stages, rows = 2, plan["workloads"]["bfloat16_32k"]["rows"]
+    kernels = ", ".join(f"`{part}: {kernel}`" for part, kernel in plan["kernels"].items())
+    ideal_ms = measured["one_rank"]["step_ms"] * (rows + stages - 1) / (stages * rows)
+    return _section(
+        "Layouts on two GPUs with fast kernels",
+        f"{record['gpus']} {record['device']}, NCCL, {_versions(record)}: the step above with flash attention and the "
+        f"kernels {kernels} in every layout, one rank included.",
+        _table(LAYOUT_HEADS, _layout_rows(record, plan["layouts"]), right=range(1, 6)),
+        f"Two stages of {rows} micro-batches wait at least {stages - 1} of {rows + stages - 1} parts of a step, so "
+        f"1F1B takes at least {ideal_ms:.0f} ms; measured are {measured['pp2']['step_ms'] / ideal_ms:.2f} of that.",
+        _source("gpu_layouts/two_gpus.json", None, "python -m experiments.gpu_layouts.two_gpus"),
     )
 
 
