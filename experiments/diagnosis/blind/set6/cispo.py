@@ -11,7 +11,7 @@ from torch import Tensor
 from common import Decoder, Doc, Gradients, Log, Run, chunks, counts, disturb, entropies, grids, groups, late, logprobs
 from common import pack, packed, padded, per_token
 
-ROLLOUTS, PROMPTS, SIZE, MINI, WIDTH = 2, 4, 4, 2, 72
+ROLLOUTS, PROMPTS, SIZE, MINI, WIDTH = 2, 4, 4, 2, 44
 TEMPERATURE, LOW, HIGH, CAP = 0.8, 0.3, 0.3, 1.5
 
 
