@@ -10,6 +10,7 @@ from workbench.cli import main
 from workbench.cli.rollouts import check, import_
 from workbench.errors import RecordError, SpecError
 from workbench.rollouts import files
+from workbench.rollouts.sampling import Sampling
 
 RECORD = {"prompt_tokens": [5, 6], "completion_tokens": [10, 11], "advantage": 0.5, "old_logprobs": [-1.0, -3.0]}
 ARRAYS = {
@@ -35,6 +36,20 @@ def test_jsonl_becomes_a_rollout_dataset(tmp_path, capsys):
     assert line == ["old_logprobs_T", "nats", "trained", "tokens", "-3", "-2", "-1"]
     assert "rewards: 1 of 0, 1 of 1" in shown
     assert "1 groups have different rewards" in shown
+
+
+def test_an_import_states_what_the_log_probabilities_are(tmp_path, capsys):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text(json.dumps(RECORD | {"support_ids": [[10, 8], [11]]}))
+    flags = ["--top-p", "0.9", "--sampler-mode", "processed_logprobs", "--trainer-mode", "truncated"]
+    assert main(["rollouts", "import", str(source), str(output), *flags]) == 0
+    assert files.load(output).sampling == Sampling(
+        top_p=0.9, sampler_logprobs="truncated", trainer_logprobs="truncated"
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sampling: top_p 0.9, sampler_logprobs truncated, trainer_logprobs truncated" in printed
+    assert main(["rollouts", "import", str(source), str(tmp_path / "x"), "--sampler-mode", "raw_logits"]) == 2
+    assert "their normalizer is not reported" in " ".join(capsys.readouterr().err.split())
 
 
 def test_parquet_becomes_a_rollout_dataset(tmp_path):

@@ -50,7 +50,7 @@ def test_sets_are_packed_and_padded_with_their_tokens():
 
 def test_a_set_without_its_trained_token_is_refused_and_shows_an_offset():
     with pytest.raises(ShapeError, match="3 of 3 trained tokens outside their own support, the first at 1: token 7"):
-        with_support(plain(), [[6, 7], [2], [9, 4], [9, 4, 1], []][:3] + [[1], [2]])
+        with_support(plain(), [[6, 7], [2], [9, 4], [1], [2]])
     untrained = [[1], [7], [2], [1], [9]]
     assert with_support(plain(), untrained).extensions[SUPPORT].values.shape == (5, 1)
 
@@ -83,7 +83,7 @@ def test_a_dataset_keeps_sets_masses_and_settings(tmp_path):
     assert files.load(tmp_path / "without").sampling == Sampling()
     manifest = tmp_path / "with" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"top_p": 0.9', '"top_p": 1.9'))
-    with pytest.raises(RecordError, match="top_p = 1.9"):
+    with pytest.raises(RecordError, match=r"top_p = 1\.9"):
         read_manifest(tmp_path / "with")
 
 

@@ -250,7 +250,7 @@ def test_what_the_sampler_reports_is_converted_or_refused(quantity):
     torch.testing.assert_close(at_one.old_logprobs_T, usual.old_logprobs_T, rtol=0, atol=1e-12)
     for support in ("recorded", "whole"):
         if quantity == "raw":
-            with pytest.raises(SpecError, match="raw ones, at temperature 0.8"):
+            with pytest.raises(SpecError, match=r"raw ones, at temperature 0\.8"):
                 sampled(seed=3, online=hot, policy={"support": support})
             continue
         batch = sampled(seed=3, online=hot, policy={"support": support})
@@ -404,19 +404,31 @@ TRAINED = {
 }
 
 
+TRUNCATED = {**TRAINED, "online": TOP_P, "policy": {"support": "recorded"}}
+
+
 @pytest.fixture(scope="module")
 def truth():
     return one_step(spec_of(**TRAINED))
 
 
+def test_supports_reach_every_rank():
+    """On four ranks one has nothing to write, and the largest support is on one of them."""
+    everyone_samples_and_trains_the_same("dp2_cp2", one_step(spec_of(**TRUNCATED)), TRUNCATED)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_of_every_layout_samples_and_trains_the_same(name, truth):
     """Three batches of prompts: on four ranks one has nothing to write."""
+    everyone_samples_and_trains_the_same(name, truth, TRAINED)
+
+
+def everyone_samples_and_trains_the_same(name, truth, settings):
     layout, (batch, gradients, after) = LAYOUTS[name], truth
     sizes = {axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")}
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-4
     for rank, (result, actual, found_after) in enumerate(
-        simulate(lambda mesh: one_step(spec_of(**TRAINED, layout=layout), mesh), **sizes)
+        simulate(lambda mesh: one_step(spec_of(**settings, layout=layout), mesh), **sizes)
     ):
         assert result.keys() == batch.keys()
         for field, values in batch.items():

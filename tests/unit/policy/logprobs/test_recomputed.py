@@ -33,7 +33,9 @@ def test_targets_outside_are_the_oracles():
     assert torch.equal(outside_T, expected())
     assert 0.2 < outside_T.float().mean() < 0.95
     per_token = {**HOW, "temperature": torch.full((30,), 0.6, dtype=torch.float64)}
-    assert torch.equal(outside_support(hidden_TD, weight_VD, targets_T, SAMPLING, bias_V=bias_V, **per_token), outside_T)
+    assert torch.equal(
+        outside_support(hidden_TD, weight_VD, targets_T, SAMPLING, bias_V=bias_V, **per_token), outside_T
+    )
     padded = torch.cat([weight_VD, weight_VD[:2] + 9]), torch.cat([bias_V, bias_V[:2] + 50])
     again = outside_support(hidden_TD, padded[0], targets_T, SAMPLING, bias_V=padded[1], valid=23, **HOW)
     assert torch.equal(again, outside_T), "padded rows of the head have probability 0"
