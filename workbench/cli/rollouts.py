@@ -1,14 +1,15 @@
-"""`workbench rollouts import | check | record`: import, check and record rollouts.
+"""`workbench rollouts import | check | record | score`: import, check, record and score rollouts.
 
 Heavy imports are deferred until a verb runs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 def rollouts(arguments: Sequence[str]) -> int:
     """Run `workbench rollouts`, which has verbs of its own."""
     code = tyro.extras.subcommand_cli_from_dict(
-        {"import": import_, "check": check, "record": record},
+        {"import": import_, "check": check, "record": record, "score": score},
         prog="workbench rollouts",
         args=list(arguments),
-        description="Import, check or record rollouts.",
+        description="Import, check, record or score rollouts.",
         config=(tyro.conf.PositionalRequiredArgs,),
     )
     return code or 0
@@ -73,6 +74,38 @@ def import_(
     sampling = Sampling(top_k, top_p, min_p, quantity_of(sampler_mode), quantity_of(trainer_mode))
     batch = load_rollouts(source, temperature=temperature, ignore=ignore, sampling=sampling)
     batch.save(output, overwrite=overwrite, provenance={"made_by": "workbench rollouts import", "source": source.name})
+    print(f"{output}: written")
+    check(output)
+
+
+def score(
+    folder: Path,
+    output: Path,
+    *,
+    url: str,
+    kind: Literal["vllm", "sglang", "llama_cpp"] = "vllm",
+    model: str | None = None,
+    mode: str = "raw",
+    overwrite: bool = False,
+) -> None:
+    """Score a rollout dataset's own tokens with an inference engine, as the sampler's log-probabilities of a new one.
+
+    Args:
+        folder: a rollout dataset.
+        output: folder of the new rollout dataset.
+        url: address of the engine, such as http://localhost:8000. A key is read from OPENAI_API_KEY.
+        kind: of the engine.
+        model: its name in requests, for vllm.
+        mode: what the engine reports of a prompt: raw, as vLLM and SGLang do, unless it was started otherwise.
+        overwrite: replace an existing rollout dataset.
+    """
+    from workbench.rollouts import files
+    from workbench.rollouts.engine_client import EngineClient
+    from workbench.rollouts.engine_client import score as scored
+
+    engine = EngineClient(url, kind, model, os.environ.get("OPENAI_API_KEY"))
+    batch = scored(files.load(folder), engine, mode=mode)
+    batch.save(output, overwrite=overwrite, provenance={"made_by": "workbench rollouts score", "engine": kind})
     print(f"{output}: written")
     check(output)
 

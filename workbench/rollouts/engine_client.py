@@ -21,7 +21,7 @@ import torch
 
 from workbench.errors import RecordError, SpecError
 from workbench.rollouts.batch import RolloutBatch
-from workbench.rollouts.engine_responses import completion_logprobs, prompt_logprobs
+from workbench.rollouts.engine_responses import Generated, alternative_logprob, completion_logprobs, prompt_logprobs
 from workbench.rollouts.sampling import Quantity, Sampling, quantity_of
 from workbench.untrusted import parse_json
 
@@ -55,6 +55,9 @@ class EngineClient:
     model: str | None = None
     api_key: str | None = None
     timeout_s: float = 120.0
+    vocabulary_size: int = 2**18
+    """Alternatives that are requested of llama.cpp, which returns no more than it has: 2^18 exceeds common
+    vocabularies."""
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
@@ -80,12 +83,13 @@ class EngineClient:
                 more = {"input_ids": list(tokens), "return_logprob": True, "logprob_start_len": 0}
                 more |= {"sampling_params": sampling}
             case "llama_cpp":
-                raise SpecError(
-                    f"log-probabilities of a prompt from {self.url}",
-                    found="llama.cpp's server, which returns those of generated tokens alone",
-                    rule="an engine that scores tokens",
-                    fix="take vllm or sglang, or sample with it",
+                # It has no scores of a prompt: each token is looked up among the alternatives to the one it would draw.
+                more = {"n_predict": 1, "n_probs": self.vocabulary_size, "post_sampling_probs": False}
+                following = (
+                    alternative_logprob(self.url, self._post(more | {"prompt": list(tokens[:at])}), tokens[at])
+                    for at in range(1, len(tokens))
                 )
+                return [0.0, *following]
         return prompt_logprobs(self.url, self._post(more), tokens)
 
     def sample(
@@ -96,8 +100,11 @@ class EngineClient:
         temperature: float,
         max_new_tokens: int,
         seed: int | None = None,
-    ) -> tuple[list[int], list[float]]:
-        """Sample one completion of a prompt; return its ids and their log-probabilities, of the engine's mode.
+    ) -> Generated:
+        """Sample one completion of a prompt.
+
+        Log-probabilities are of the engine's mode (`workbench.rollouts.sampling.ENGINE_MODES`). From llama.cpp, where
+        ``sampling`` reports truncated ones, they are those after its samplers, with the tokens that these kept.
 
         Units:  nats.
         Raises: SpecError: no such engine; RecordError: a response without log-probabilities or ids.
@@ -115,8 +122,9 @@ class EngineClient:
                 more = {"input_ids": list(tokens), "return_logprob": True}
                 more |= {"sampling_params": {"max_new_tokens": max_new_tokens} | common}
             case "llama_cpp":
-                more = {"prompt": list(tokens), "n_predict": max_new_tokens, "n_probs": 1, "post_sampling_probs": False}
-                more |= {"cache_prompt": False} | common
+                after = sampling.sampler_logprobs == "truncated"
+                more = {"prompt": list(tokens), "n_predict": max_new_tokens, "cache_prompt": False}
+                more |= {"n_probs": self.vocabulary_size if after else 1, "post_sampling_probs": after} | common
         return completion_logprobs(self.url, self._post(more))[0]
 
     def _post(self, body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,9 @@
                  as
                  "token_id:7" (request return_tokens_as_token_ids), or with token_ids (request return_token_ids)
     SGLang       meta_info.input_token_logprobs and output_token_logprobs: [logprob, id, text] of each token
-    llama.cpp    completion_probabilities of `/completion`: {"id": ..., "logprob": ...} of each generated token
+    llama.cpp    completion_probabilities of `/completion`: {"id": ..., "logprob": ...} of each generated token, or,
+                 with post_sampling_probs, {"id": ..., "prob": ..., "top_probs": [...]}: probabilities within the
+                 truncated support, and its tokens
     OpenAI       logprobs.content of a chat choice; logprobs.tokens and token_logprobs of a completion. Tokens are
                  text, from which ids cannot be read: refused without ids (above) or a tokenizer's vocabulary
 
@@ -29,10 +31,25 @@ _ID_PREFIX = "token_id:"
 
 
 class TokenLogprob(NamedTuple):
-    """A token of a response: its id, and its log-probability in nats; None for the first token of a prompt."""
+    """A token of a response.
+
+    Attributes:
+        id: vocabulary id.
+        logprob: nats; None for the first token of a prompt.
+        support: ids from which it was drawn, if the response has them.
+    """
 
     id: int
     logprob: float | None
+    support: list[int] | None = None
+
+
+class Generated(NamedTuple):
+    """A generated completion: ids, nats of each, and the ids from which each was drawn, if the response has them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    supports: list[list[int]] | None = None
 
 
 def prompt_logprobs(where: str, response: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
@@ -64,8 +81,8 @@ def prompt_logprobs(where: str, response: Mapping[str, Any], tokens: Sequence[in
 
 def completion_logprobs(
     where: str, response: Mapping[str, Any], vocabulary: Mapping[str, int] | None = None
-) -> list[tuple[list[int], list[float]]]:
-    """Return ids and log-probabilities of the generated tokens of each choice of a response.
+) -> list[Generated]:
+    """Return the generated tokens of each choice of a response.
 
     ``vocabulary`` maps the text of a token to its id, for engines that return no ids.
 
@@ -76,7 +93,8 @@ def completion_logprobs(
     for choice in _choices(where, response):
         found = list(_generated(where, response, choice, vocabulary))
         ids = [token.id for token in found]
-        results.append((ids, _values(where, found, ids)))
+        supports = [token.support for token in found if token.support is not None]
+        results.append(Generated(ids, _values(where, found, ids), supports if len(supports) == len(ids) else None))
     return results
 
 
@@ -99,7 +117,7 @@ def records_of_responses(
         if not isinstance(line["response"], Mapping):
             raise broken(where, "response", type(line["response"]).__name__, "the JSON object that the engine returned")
         choices = completion_logprobs(where, line["response"], vocabulary)
-        for number, (ids, logprobs) in enumerate(choices):
+        for number, (ids, logprobs, supports) in enumerate(choices):
             more = {key: value for key, value in line.items() if key not in ("prompt_ids", "response")}
             for key in ("reward", "advantage"):
                 if isinstance(more.get(key), list):
@@ -113,6 +131,7 @@ def records_of_responses(
                     "completion_ids": ids,
                     "sampler_logprobs": logprobs,
                     "old_logprobs": logprobs,
+                    **({} if supports is None else {"support_ids": supports}),
                     **more,
                 },
             )
@@ -142,9 +161,7 @@ def _generated(
         return
     if (entries := response.get("completion_probabilities")) is not None:
         for entry in entries:
-            if not isinstance(entry, Mapping) or not {"id", "logprob"} <= set(entry):
-                raise broken(where, "completion_probabilities", f"{entry!r}"[:80], "id and logprob of each token")
-            yield TokenLogprob(_id(where, entry["id"]), _number(where, entry["logprob"]))
+            yield _of_llama_cpp(where, entry)
         return
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, Mapping):
@@ -156,6 +173,9 @@ def _generated(
             "request logprobs: 0 (completions), logprobs: true (chat), or return_logprob (SGLang)",
         )
     if logprobs.get("content") is not None:
+        if all(isinstance(entry, Mapping) and "id" in entry for entry in logprobs["content"]):  # llama.cpp
+            yield from (_of_llama_cpp(where, entry) for entry in logprobs["content"])
+            return
         texts = [entry.get("token") if isinstance(entry, Mapping) else None for entry in logprobs["content"]]
         values = [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in logprobs["content"]]
     else:
@@ -202,6 +222,41 @@ def _of_triple(where: str, entry: Any) -> TokenLogprob:
     if not isinstance(entry, list) or len(entry) < 2:
         raise broken(where, "token_logprobs", f"{entry!r}"[:80], "[logprob, id, text] of each token")
     return TokenLogprob(_id(where, entry[1]), None if entry[0] is None else _number(where, entry[0]))
+
+
+def _of_llama_cpp(where: str, entry: Any) -> TokenLogprob:
+    """A token with its log-probability before the samplers, or with its probability after them and their support."""
+    if not isinstance(entry, Mapping) or "id" not in entry or not {"logprob", "prob"} & set(entry):
+        raise broken(where, "completion_probabilities", f"{entry!r}"[:80], "id, and logprob or prob, of each token")
+    token = _id(where, entry["id"])
+    if "prob" not in entry:
+        return TokenLogprob(token, _number(where, entry["logprob"]))
+    prob, kept = entry["prob"], entry.get("top_probs")
+    if isinstance(prob, bool) or not isinstance(prob, int | float) or not 0 < prob <= 1 + 1e-5:
+        raise broken(where, "prob", f"{prob!r}"[:80], "a probability that is not 0")
+    if not isinstance(kept, list) or not all(isinstance(other, Mapping) and "id" in other for other in kept):
+        raise broken(where, "top_probs", f"{kept!r}"[:80], "the tokens that the samplers kept: request a large n_probs")
+    support = sorted(_id(where, other["id"]) for other in kept)
+    if token not in support:
+        found = f"{len(support)} tokens without {token}, which was drawn"
+        fix = "request n_probs of the vocabulary's size"
+        raise broken(where, "top_probs", found, "all tokens that the samplers kept", fix)
+    return TokenLogprob(token, min(0.0, math.log(prob)), support)
+
+
+def alternative_logprob(where: str, response: Mapping[str, Any], token: int) -> float:
+    """Return the log-probability of any token at the one place that llama.cpp generated, before its samplers.
+
+    Units:  nats.
+    Raises: RecordError: the token is not among the alternatives of the response.
+    """
+    entries = response.get("completion_probabilities")
+    if isinstance(entries, list) and len(entries) >= 1 and isinstance(entries[0], Mapping):
+        for other in entries[0].get("top_logprobs") or []:
+            if isinstance(other, Mapping) and other.get("id") == token:
+                return _number(where, other.get("logprob"))
+    rule = "the log-probability of every token of the vocabulary"
+    raise broken(where, "top_logprobs", f"none of token {token}", rule, "request n_probs of the vocabulary's size")
 
 
 def _id(where: str, value: Any) -> int:

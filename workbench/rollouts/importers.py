@@ -20,6 +20,7 @@ from workbench.errors import RecordError, ShapeError, SpecError, check_kind, did
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.columns import as_tensor
+from workbench.rollouts.engine_responses import records_of_responses
 from workbench.rollouts.records import NAMES, NO_SIGNAL, read_records, unreadable
 from workbench.rollouts.sampling import Sampling
 from workbench.rollouts.support import NO_ID, with_support
@@ -68,6 +69,9 @@ def load_rollouts(
                                              -1
         support_mass                         optional: for each completion token, the sampler's probability of these
                                              ids after the temperature
+
+    A line of JSON may also have ``prompt_ids``, ``response`` (what an inference engine returned, see
+    `workbench.rollouts.engine_responses`) and the keys of a reward.
 
     Every record has the same keys; null counts as absent. Real numbers of a table become float32; an array keeps
     float64.
@@ -270,6 +274,10 @@ def _read_jsonl(path: Path, temperature: float, ignore: Sequence[str], sampling:
                 rule="one JSON object per line",
                 fix="fix the line; a cut last line means the writer was stopped",
             ) from None
+    if records and all(
+        isinstance(record, Mapping) and isinstance(record.get("response"), Mapping) for _, record in records
+    ):
+        records = list(records_of_responses(records))
     return read_records(str(path), records, temperature=temperature, ignore=ignore, sampling=sampling)
 
 

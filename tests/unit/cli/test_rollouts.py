@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from tests.helpers.vacuous_rollouts import rollouts
+from tests.unit.rollouts.test_engine_client import served
+from tests.unit.rollouts.test_engine_responses import PROMPT, VLLM, response
 from workbench.cli import main
 from workbench.cli.rollouts import check, import_
 from workbench.errors import RecordError, SpecError
 from workbench.rollouts import files
+from workbench.rollouts.importers import load_rollouts
 from workbench.rollouts.sampling import Sampling
 
 RECORD = {"prompt_tokens": [5, 6], "completion_tokens": [10, 11], "advantage": 0.5, "old_logprobs": [-1.0, -3.0]}
@@ -170,3 +173,20 @@ def test_check_lists_absent_fields(tmp_path, capsys):
     assert "no group ids" in shown
     (line,) = [line.split() for line in shown.splitlines() if line.startswith("old_logprobs_T")]
     assert line[-3:] == ["-", "-", "-"]
+
+
+def test_a_dataset_is_scored_by_an_engine(tmp_path, capsys):
+    """A local server with a documented response; tests/engines has a real one."""
+    document = {
+        "prompt_tokens": PROMPT[:2],
+        "completion_tokens": PROMPT[2:],
+        "advantage": 0.5,
+        "old_logprobs": [-1, -2],
+    }
+    load_rollouts([document]).save(tmp_path / "recorded")
+    with served(response(VLLM, "scored")) as (address, _):
+        assert main(["rollouts", "score", str(tmp_path / "recorded"), str(tmp_path / "scored"), "--url", address]) == 0
+    batch = files.load(tmp_path / "scored")
+    assert batch.sampler_logprobs_T.tolist() == [0.0, 0.0, -0.75, -1.25]
+    assert batch.sampling.sampler_logprobs == "raw"
+    assert "sampler_logprobs raw" in capsys.readouterr().out
