@@ -81,8 +81,8 @@ def import_(
 def score(
     folder: Path,
     output: Path,
-    *,
     url: str,
+    *,
     kind: Literal["vllm", "sglang", "llama_cpp"] = "vllm",
     model: str | None = None,
     mode: str = "raw",

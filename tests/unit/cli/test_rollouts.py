@@ -185,7 +185,7 @@ def test_a_dataset_is_scored_by_an_engine(tmp_path, capsys):
     }
     load_rollouts([document]).save(tmp_path / "recorded")
     with served(response(VLLM, "scored")) as (address, _):
-        assert main(["rollouts", "score", str(tmp_path / "recorded"), str(tmp_path / "scored"), "--url", address]) == 0
+        assert main(["rollouts", "score", str(tmp_path / "recorded"), str(tmp_path / "scored"), address]) == 0
     batch = files.load(tmp_path / "scored")
     assert batch.sampler_logprobs_T.tolist() == [0.0, 0.0, -0.75, -1.25]
     assert batch.sampling.sampler_logprobs == "raw"
