@@ -152,6 +152,8 @@ def sampler_logprobs_as(batch: RolloutBatch, quantity: Quantity) -> RolloutBatch
         >>> sampler_logprobs_as(batch, "truncated").sampler_logprobs_T.tolist()
         [0.0, -0.3068528175354004]
     """
+    if batch.sampling.sampler_logprobs == quantity:
+        return batch
     changed = replace(batch, sampling=replace(batch.sampling, sampler_logprobs=quantity))
     found, to = (_plainest(batch, each) for each in (batch.sampling.sampler_logprobs, quantity))
     if batch.sampler_logprobs_T is None or found == to:
