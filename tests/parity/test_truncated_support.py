@@ -68,6 +68,18 @@ def test_one_rank_step_is_the_oracle_over_the_support(head, truth):
     assert abs(whole["loss"] - expected[0]) > 1e-3, "the truncation must matter"
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_loss_of_whole_documents_is_the_same_with_the_fused_head(micro_batches, truth):
+    """Documents are longer than a chunk, whose loss assumes the log-probabilities of the rest."""
+    documents, _ = truth
+    loss = {"name": "gspo", "surrogate": {"clip_low": 0.05, "clip_high": 0.08}}
+    shared = settings({}, data={"micro_batches": micro_batches}) | {"loss": loss}
+    plain, fused = (one_step(shared | more, documents) for more in HEADS.values())
+    assert abs(fused["loss"] - plain["loss"]) <= 1e-12 * max(1, abs(plain["loss"]))
+    assert_float64_parity(fused["gradients"], plain["gradients"], context=f"gspo, {micro_batches} micro-batches")
+    assert not fused["fallbacks"]
+
+
 def test_metrics_of_the_support_are_those_of_the_stock_model(truth):
     documents, _ = truth
     model, masses, sizes, outside = exact(tiny_qwen3(19, tied=True, seed=3)), [], [], []
