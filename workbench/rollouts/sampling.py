@@ -11,7 +11,8 @@ support. An importance ratio of a truncated over a scaled one is wrong by exactl
 truncated is scaled; at temperature 1, scaled is raw.
 
 Source: vLLM's ``logprobs_mode``: raw_logprobs (its default: before penalties and temperature) and processed_logprobs
-        (after temperature, top-k and top-p), vllm/v1/sample/sampler.py of v0.20.2. SGLang: after the temperature and
+        (after temperature, top-k and top-p), vllm/v1/sample/sampler.py of v0.20.2; its prompt_logprobs are raw in both
+        (`_get_prompt_logprobs_dict`, vllm/v1/worker/gpu_model_runner.py). SGLang: after the temperature and
         before the truncation; before both with SGLANG_RETURN_ORIGINAL_LOGPROB, python/sglang/srt/layers/sampler.py.
         The mass in ratios: huggingface/trl#6789, vllm-project/vllm#42259.
 """
@@ -32,11 +33,10 @@ ENGINE_MODES: dict[str, Quantity] = {
     "processed_logprobs": "truncated",
     "sglang": "scaled",
     "sglang_original": "raw",
-    "openai": "raw",
     "llama_cpp": "raw",
 }
-"""Mode of an engine -> the quantity that it reports. ``openai`` and ``llama_cpp``: the log-softmax of the logits,
-before the chain of samplers (llama.cpp: tools/server and llama-cpp-python, `logits_to_logprobs`)."""
+"""Mode of an engine -> the quantity that it reports. llama_cpp: without post_sampling_probs, as measured on its server
+(tests/engines/test_llama_cpp.py)."""
 
 
 @dataclass(frozen=True)
