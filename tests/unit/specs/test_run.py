@@ -100,7 +100,7 @@ class TestReproducible:
 
 
 class TestTruncatedSampler:
-    ONLINE = {"online": {"task": "arithmetic"}, "data": {"advantages": {"name": "grpo"}}}
+    ONLINE: ClassVar = {"online": {"task": "arithmetic"}, "data": {"advantages": {"name": "grpo"}}}
 
     def test_an_online_run_without_it_is_the_one_that_it_was(self):
         """The hash is that of the code before the settings of a truncated sampler."""
