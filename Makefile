@@ -24,6 +24,10 @@ ABLATION ?= experiments/layout_parity/ablation.yaml
 SEED ?= 1
 MINUTES ?= 30
 
+# Keep byte code, also where the environment says not to (images of containers do): else every process of a report or of
+# the suite, some thousands, compiles the package again, and every worker rewrites the asserts of all tests
+export PYTHONDONTWRITEBYTECODE :=
+
 ENGINES ?= $(basename $(notdir $(wildcard engines/*.txt)))
 
 .PHONY: report chaos test test-all test-slurm test-engines engines engine-matrix test-matrix drift lab bench lint types docs clean
