@@ -92,8 +92,10 @@ clean:
 	$(PIP) -e .
 	@touch $@
 
+# Then the package and the tests are compiled once, and not by every worker at the same time
 .venv/.installed-dev: .venv/.installed
 	$(PIP) -e '.[dev]'
+	-@$(BIN)/python -m pytest --collect-only -q -n 0 >/dev/null
 	@touch $@
 
 .venv/.installed-docs: .venv/.installed

@@ -47,10 +47,10 @@ def _fixed_seeds():
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
-        _seed_torch(torch)
+        seed_torch(torch)
 
 
-def _seed_torch(torch):
+def seed_torch(torch):
     """As `torch.manual_seed`, which without a GPU keeps a call with a stack for each kind of device, for ever.
 
     These are 0.6 ms and some 20 kB a call (torch.cuda._lazy_call of torch 2.11).

@@ -27,8 +27,8 @@ from types import ModuleType
 READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "TRITON_", "MKL_", "OPENBLAS_", "LD_")
 """Prefixes of variables that the loaded libraries read while they are loaded."""
 
-SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
-"""A variable that torch sets where it is missing, and reads again at each use."""
+SET_BY_TORCH = ("TORCHINDUCTOR_CACHE_DIR", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Variables that torch and its launcher of ranks set, and that are read again at each use."""
 
 KNOWN_BY_PID = ("workbench.cli.launcher",)
 """Modules whose starter looks for them under the pid that it started."""
@@ -109,7 +109,7 @@ def receive(client):
 def is_warm(request, began):
     """Return True if a fork does the same as a new interpreter: libraries would read the same environment."""
     mine, theirs = (
-        {k: v for k, v in e.items() if k.startswith(READ_ON_IMPORT) and k != SET_BY_TORCH}
+        {k: v for k, v in e.items() if k.startswith(READ_ON_IMPORT) and not k.startswith(SET_BY_TORCH)}
         for e in (began, request["environment"])
     )
     words = [word for word in request["arguments"] if word not in ("-P", "-u")] or ["-"]
