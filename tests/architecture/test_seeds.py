@@ -11,11 +11,11 @@ from tests.conftest import seed_torch
 
 @pytest.mark.parametrize("repetition", range(2))
 def test_every_library_begins_at_the_same_number(repetition):
-    drawn = (random.random(), np.random.rand(), float(torch.rand(())))
+    drawn = (random.random(), np.random.rand(), float(torch.rand(())))  # noqa: NPY002 (the state that is seeded)
     random.seed(0)
-    np.random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
     torch.manual_seed(0)
-    assert drawn == (random.random(), np.random.rand(), float(torch.rand(())))
+    assert drawn == (random.random(), np.random.rand(), float(torch.rand(())))  # noqa: NPY002
 
 
 def test_seeding_a_test_leaves_no_stack_behind():
