@@ -66,6 +66,7 @@ def _server() -> str:
     folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp")  # a socket's path: 107 bytes
     folder = folder / f"wb-warm-{os.getuid()}-{session[:12]}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    assert folder.stat().st_uid == os.getuid(), f"{folder} belongs to another user, and programs are started from it"
     address = folder / "forks"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
