@@ -90,6 +90,7 @@ def test_the_record_names_no_machine(monkeypatch):
 
 
 def test_ranks_that_fail_are_no_measurement(tmp_path, monkeypatch):
+    warm.start_from(monkeypatch, launch_overhead)
     monkeypatch.setattr(launch_overhead, "TRIVIAL", "tests.helpers.no_such_worker")
     with pytest.raises(LaunchError, match="No module named"):
         launch_overhead._bare_s(launch_overhead._run(tmp_path))
