@@ -31,7 +31,10 @@ def merge(model, adapters, scale):
 
 
 def lora_step(model, documents, adapters, scale, **settings):
-    """Loss, gradient of every A and B by the adapted weight's name, and log-probabilities, as `grpo_step` gives them."""
+    """Loss, gradients of A and B by the adapted weight's name, and log-probabilities, as `grpo_step` gives them.
+
+    Also the gradient of every merged weight, from which those of its adapter follow.
+    """
     loss, of_weights, logprobs = grpo_step(merge(model, adapters, scale), documents, **settings)
     gradients = {}
     for name, (a, b) in adapters.items():

@@ -40,7 +40,13 @@ OF_EXPERTS = {
     "ep2_of_dp2": {"dp": 2, "ep": 2},
     "ep2_of_dp2_sharded": {"dp": 2, "ep": 2, "shard_parameters": True},
     "ep2_tp2": {"dp": 2, "ep": 2, "tp": 2},
-    "ep2_tp2_sharded_sequence_parallel": {"cp": 2, "ep": 2, "tp": 2, "shard_parameters": True, "sequence_parallel": True},
+    "ep2_tp2_sharded_sequence_parallel": {
+        "cp": 2,
+        "ep": 2,
+        "tp": 2,
+        "shard_parameters": True,
+        "sequence_parallel": True,
+    },
     "pp2_ep2": {"pp": 2, "dp": 2, "ep": 2},
 }
 FUSED = {"policy": {"fused_loss": True, "logprobs": "chunked", "chunk_tokens": 16}}

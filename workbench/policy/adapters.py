@@ -31,38 +31,14 @@ from workbench.policy.lora import (
     install_lora,
     part_of,
     saved_whole,
-    target_names,
 )
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
-from workbench.specs.lora import LoraSpec, from_peft, to_peft
-from workbench.specs.reading import parse_spec
+from workbench.specs.lora import ADAPTER_CONFIG, LoraSpec, read_settings, to_peft
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FIX = "name a folder that save_pretrained of peft, or a checkpoint of a run with LoRA, has written"
-
-
-def read_settings(folder: Path, spec: LoraSpec) -> LoraSpec:
-    """Return the settings of the adapter in a folder, which ``spec`` names as its source.
-
-    Raises:
-        SpecError: no adapter, or one that is not supported; names the field.
-    """
-    requested = f"lora.source = {spec.source!r}"
-    if not (folder / CONFIG).is_file():
-        raise SpecError(requested, found=f"no {CONFIG} in {folder.resolve()}", rule="an adapter of peft", fix=_FIX)
-    config = atomic.read_json(folder / CONFIG, requested=requested, fix=_FIX)
-    try:
-        settings = from_peft(config if isinstance(config, Mapping) else {})
-    except ValueError as error:
-        raise SpecError(
-            requested, found=str(error), rule="an adapter that LoRA here computes as peft does", fix="merge it first"
-        ) from None
-    if spec.lora_dropout is not None:
-        settings["lora_dropout"] = spec.lora_dropout
-    read: LoraSpec = parse_spec(LoraSpec, settings | {"sampler": spec.sampler}, where=str(folder / CONFIG))
-    return read
 
 
 def read_values(
@@ -140,16 +116,14 @@ def load_adapters(
     return install_lora(model, mesh, shards, read, shapes=shapes, values=values)
 
 
-def write_adapter(folder: Path, model: Any, lora: Lora, values: Mapping[str, Tensor], *, base: str) -> None:
-    """Write an adapter that peft reads, from whole factors by name; ``model`` has the names of the base."""
-    names = {parameter for each in lora.adapted for parameter in each.factors}
-    keys = _keys(lora.adapted, [name for name in lora.trained if name not in names])
+def write_adapter(folder: Path, lora: Lora, values: Mapping[str, Tensor], *, base: str) -> None:
+    """Write an adapter that peft reads, from whole factors by name; ``base`` is the source of its model."""
+    keys = _keys(lora.adapted, lora.saved)
     tensors = {key: _to_file(values[name], name, each).contiguous() for key, name, each in keys}
-    targets, parameters = target_names(model, lora.adapted)
-    config = to_peft(lora.spec, base=base, targets=targets, parameters=parameters)
+    config = to_peft(lora.spec, base=base, targets=lora.target_modules, parameters=lora.target_parameters)
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_tensors(folder / WEIGHTS, tensors)
-    atomic.write_whole(folder / CONFIG, atomic.to_json(config))
+    atomic.write_whole(folder / ADAPTER_CONFIG, atomic.to_json(config))
 
 
 def _keys(adapted: Iterable[Adapted], saved: Iterable[str]) -> list[tuple[str, str, Adapted | None]]:

@@ -35,7 +35,7 @@ from torch.nn import functional
 from workbench.errors import SpecError, listed
 from workbench.policy.tensor_plan import probe_hidden_states
 from workbench.sharding.expert_parallel import expert_modules
-from workbench.sharding.mesh import Mesh
+from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ADDED, ParameterShard, local_part
 from workbench.specs.lora import ALL_LINEAR, LoraSpec
 
@@ -84,7 +84,7 @@ class Adapted:
         return torch.Size((*stack, rank, self.shape[self.inputs])), torch.Size((*stack, self.shape[self.outputs], rank))
 
     def product(self, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """scale B A, laid out as the weight."""
+        """Scale B A, laid out as the weight."""
         delta = torch.matmul(b, a) * scale
         return delta if self.outputs < self.inputs else delta.transpose(-2, -1)
 
@@ -97,11 +97,20 @@ class Lora:
         spec: their settings, with a rank.
         adapted: the adapted weights of the whole model, also those of other pipeline stages.
         trained: names of all trained parameters of the whole model: factors, and modules that are trained whole.
+        target_modules, target_parameters: names of the adapted layers and weights of experts, as short as they can be.
     """
 
     spec: LoraSpec
     adapted: tuple[Adapted, ...]
     trained: tuple[str, ...]
+    target_modules: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
+
+    @property
+    def saved(self) -> list[str]:
+        """Names of the parameters that are trained whole."""
+        factors = {name for each in self.adapted for name in each.factors}
+        return [name for name in self.trained if name not in factors]
 
     @property
     def head(self) -> Adapted | None:
@@ -161,15 +170,16 @@ def install_lora(
             getattr(module, factor).register_parameter(each.parameter, nn.Parameter(local))
             shards[name], shapes[name] = shard, shape
         products.append(_connect(module, each, spec.scale, by_rows=base_shard.dim == each.inputs))
-    for name in saved if values is not None else ():
-        model.get_parameter(name).data.copy_(part_of(values[name], shards[name], mesh))
+    for name in saved:
+        if values is not None:
+            model.get_parameter(name).data.copy_(part_of(values[name], shards[name], mesh))
     trained = {name for each in adapted for name in each.factors} | set(saved)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     _gradients_from_embedding(model)
     _check_used(model, mesh, products)
     order = [name for name, _ in model.named_parameters()]
-    lora = Lora(spec, adapted, tuple(name for name in order if name in trained))
+    lora = Lora(spec, adapted, tuple(name for name in order if name in trained), *target_names(model, adapted))
     return lora, {name: shards[name] for name in order}, {name: shapes[name] for name in order}
 
 
@@ -444,15 +454,24 @@ def merged(each: Adapted, weight: Tensor, a: Tensor, b: Tensor, scale: float, ho
     return weight.to(dtype) + each.product(a.to(dtype), b.to(dtype), scale)
 
 
+def prepare_sampler(model: Any, lora: Lora) -> None:
+    """Give an unsharded model of the same source the parameters that `sampler_weights` has."""
+    if lora.spec.sampler == "unmerged":
+        named = dict(model.named_parameters())
+        shards = dict.fromkeys(named, ParameterShard())
+        shapes = {name: value.shape for name, value in named.items()}
+        install_lora(model, single_process_mesh(), shards, lora.spec, shapes=shapes)
+    elif lora.head is not None and lora.head.base != lora.head.weight:
+        untie(model)
+
+
 def sampler_weights(lora: Lora, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the sampler, by name, from the whole parameters of the policy; `LoraSpec.sampler` says how.
 
-    A merged head that is tied to the embedding becomes a weight of its own (`untie`).
+    A merged head that was tied to the embedding is a weight of its own.
     """
-    spec = lora.spec
-    if spec.sampler == "unmerged":
-        return dict(weights)
-    return merged_weights(lora, weights, spec.sampler)
+    how = lora.spec.sampler
+    return dict(weights) if how == "unmerged" else merged_weights(lora, weights, how)
 
 
 def merged_weights(lora: Lora, weights: Mapping[str, Tensor], how: str = "merged") -> dict[str, Tensor]:

@@ -23,10 +23,10 @@ from workbench.policy.compute_copies import compute_copies, use_module_dtypes
 from workbench.policy.decoder import head_of, load_decoder
 from workbench.policy.gemm_formats import use_gemm_formats
 from workbench.policy.kernels import use_kernels
-from workbench.policy.lora import Lora, head_operands, head_weight
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
 from workbench.policy.logprobs.head import upcast
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
+from workbench.policy.lora import Lora, head_operands, head_weight
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.routers import Routers, Routes, install_routers
 from workbench.policy.sizes import check_whole_vocabulary

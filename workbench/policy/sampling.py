@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.policy.decoder import load_decoder
+from workbench.policy.lora import Lora, prepare_sampler
 from workbench.policy.model import DTYPES
 from workbench.policy.precision import cast, lift_to_float64
 
@@ -39,6 +40,7 @@ class Sampler:
         source: see `workbench.policy.model.load_decoder`.
         precision: of its weights and activations; float64 includes norms and rotary embeddings.
         device: where it samples.
+        lora: the adapters of the policy, merged or not, as `LoraSpec.sampler` says; None: it has none.
         source_settings: further settings of `load_decoder`.
 
     Example:
@@ -50,11 +52,20 @@ class Sampler:
     """
 
     def __init__(
-        self, source: str, *, precision: str = "float32", device: torch.device | str = "cpu", **source_settings: Any
+        self,
+        source: str,
+        *,
+        precision: str = "float32",
+        device: torch.device | str = "cpu",
+        lora: Lora | None = None,
+        **source_settings: Any,
     ) -> None:
         model = load_decoder(source, **source_settings).eval()
+        if lora is not None:
+            prepare_sampler(model, lora)
         half = DTYPES[precision].itemsize == 2
-        self._source = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if half}
+        named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._source = {name: parameter.detach().clone() for name, parameter in named.items() if half}
         model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
         self.model = model.to(device).requires_grad_(False)
 

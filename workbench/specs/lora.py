@@ -1,20 +1,26 @@
 """LoRA settings of a run, under the names of peft's ``LoraConfig``, and the settings in an adapter's own file.
 
-Source: Hu et al., arXiv 2106.09685, section 4.1; rank-stabilised scale: Kalajdzievski, arXiv 2312.03732. Names, defaults
-of a file and what matches: peft 0.21, `LoraConfig` and `check_target_module_exists`.
+Source: Hu et al., arXiv 2106.09685, section 4.1; rank-stabilised scale: Kalajdzievski, arXiv 2312.03732. Names,
+defaults of a file and what matches: peft 0.21, `LoraConfig` and `check_target_module_exists`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from workbench.atomic import read_json
+from workbench.errors import SpecError
 from workbench.specs.groups import Group
+from workbench.specs.reading import parse_spec
 
 ALL_LINEAR = "all-linear"
+ADAPTER_CONFIG = "adapter_config.json"
+WHERE_FROM = "name a folder that save_pretrained of peft, or a checkpoint of a run with LoRA, has written"
 
 _REFUSED: dict[str, str] = {
     "use_dora": "DoRA scales each row by the norm of the merged weight, which no layout here keeps whole",
@@ -26,7 +32,6 @@ _REFUSED: dict[str, str] = {
     "layers_to_transform": "name the layers in target_modules, as a regular expression",
     "layers_pattern": "name the layers in target_modules, as a regular expression",
     "layer_replication": "the adapter is of the layers that the model has",
-    "fan_in_fan_out": "the layout of a weight is read from its layer",
     "trainable_token_indices": "an embedding is no linear layer",
     "loftq_config": "the base stays as its source has it",
     "use_qalora": "the base is not quantized",
@@ -39,9 +44,10 @@ _VARIANTS = ("eva_config", "corda_config", "lora_ga_config", "arrow_config", "ka
 _DEFAULTS: dict[str, Any] = {"bias": "none"}
 _DESCRIBE = frozenset(
     {"peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode",
-     "megatron_core", "qalora_group_size"}
+     "megatron_core", "qalora_group_size", "fan_in_fan_out"}
 )  # fmt: skip
-"""Fields of an adapter's file that change no number here: descriptions, and settings of what is off."""
+"""Fields of an adapter's file that change no number here: descriptions, and settings of what is off. The layout of a
+weight (``fan_in_fan_out``) is read from its layer, and does not change A and B."""
 
 
 class LoraSpec(Group):
@@ -159,8 +165,8 @@ def from_peft(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in ("target_modules", "target_parameters", "modules_to_save"):
             settings[name] = value if isinstance(value, str) else tuple(sorted(value))
-        elif name == "init_lora_weights":  # how it started; its values are in the file
-            continue
+        elif name == "init_lora_weights" or (name == "lora_dropout" and not value):
+            continue  # how it started: its values are in the file
         elif name in LoraSpec.model_fields and name not in ("seed", "source", "sampler"):
             settings[name] = value
         elif name in _REFUSED:
@@ -171,6 +177,30 @@ def from_peft(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} = {value!r}: {reason}")
     # peft's own defaults, for files that leave them out
     return {"r": 8, "lora_alpha": 8, "target_modules": (), **settings}
+
+
+def read_settings(folder: Path, spec: LoraSpec) -> LoraSpec:
+    """Return the settings of the adapter in a folder, which ``spec`` names as its source.
+
+    Raises:
+        SpecError: no adapter, or one that is not supported; names the field.
+    """
+    requested = f"lora.source = {spec.source!r}"
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise SpecError(
+            requested, found=f"no {ADAPTER_CONFIG} in {folder.resolve()}", rule="an adapter of peft", fix=WHERE_FROM
+        )
+    config = read_json(folder / ADAPTER_CONFIG, requested=requested, fix=WHERE_FROM)
+    try:
+        settings = from_peft(config if isinstance(config, Mapping) else {})
+    except ValueError as error:
+        raise SpecError(
+            requested, found=str(error), rule="an adapter that LoRA here computes as peft does", fix="merge it first"
+        ) from None
+    if spec.lora_dropout is not None:
+        settings["lora_dropout"] = spec.lora_dropout
+    read: LoraSpec = parse_spec(LoraSpec, settings | {"sampler": spec.sampler}, where=str(folder / ADAPTER_CONFIG))
+    return read
 
 
 def to_peft(spec: LoraSpec, *, base: str, targets: tuple[str, ...], parameters: tuple[str, ...]) -> dict[str, Any]:
