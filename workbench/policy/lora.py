@@ -169,7 +169,7 @@ def install_lora(
             local = part_of(whole, shard, mesh).to(weight, copy=True).contiguous()
             getattr(module, factor).register_parameter(each.parameter, nn.Parameter(local))
             shards[name], shapes[name] = shard, shape
-        products.append(_connect(module, each, spec.scale, by_rows=base_shard.dim == each.inputs))
+        products.append(_connect(module, each, spec, by_rows=base_shard.dim == each.inputs))
     for name in saved:
         if values is not None:
             model.get_parameter(name).data.copy_(part_of(values[name], shards[name], mesh))
@@ -361,13 +361,17 @@ def part_of(whole: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
 class _Product:
     """scale (x A^T) B^T of a layer, from the factors that it holds now, which may be gathered or copies."""
 
-    def __init__(self, module: Any, name: str, scale: float) -> None:
-        self.module, self.name, self.scale, self.used = module, name, scale, False
+    def __init__(self, module: Any, each: Adapted, spec: LoraSpec) -> None:
+        self.module, self.each, self.spec, self.used = module, each, spec, False
 
     def __call__(self, inputs: Tensor) -> Tensor:
         self.used = True
         low_rank = functional.linear(inputs, self.module.lora_A.weight)
-        return functional.linear(low_rank, self.module.lora_B.weight) * self.scale
+        return functional.linear(low_rank, self.module.lora_B.weight) * self.spec.scale
+
+    def before_sum(self, inputs: Tensor) -> Tensor:
+        """This rank's part of a row-parallel layer's adapter, from its part of the inputs."""
+        return self(inputs)
 
     def after(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Forward hook of a layer whose output is this rank's alone."""
@@ -377,29 +381,29 @@ class _Product:
 class _Sum:
     """W + scale B A in the place of a weight of experts, while they compute."""
 
-    def __init__(self, module: Any, each: Adapted, scale: float) -> None:
-        self.module, self.each, self.scale, self.used, self.name = module, each, scale, False, each.weight
+    def __init__(self, module: Any, each: Adapted, spec: LoraSpec) -> None:
+        self.module, self.each, self.spec, self.used = module, each, spec, False
 
     def begin(self, *_: Any) -> None:
         """Forward pre-hook. An attribute hides the parameter of its name, which stays registered."""
         self.used, name = True, self.each.parameter
         a, b = (getattr(getattr(self.module, factor), name) for factor in FACTORS)
-        vars(self.module)[name] = self.module._parameters[name] + self.each.product(a, b, self.scale)
+        vars(self.module)[name] = self.module._parameters[name] + self.each.product(a, b, self.spec.scale)
 
     def end(self, *_: Any) -> None:
         """Forward hook, also after an error."""
         vars(self.module).pop(self.each.parameter, None)
 
 
-def _connect(module: Any, each: Adapted, scale: float, *, by_rows: bool) -> _Product | _Sum:
+def _connect(module: Any, each: Adapted, spec: LoraSpec, *, by_rows: bool) -> _Product | _Sum:
     if each.of_experts:
-        added = _Sum(module, each, scale)
+        added = _Sum(module, each, spec)
         module.register_forward_pre_hook(added.begin)
         module.register_forward_hook(added.end, always_call=True)
         return added
-    product = _Product(module, each.weight, scale)
+    product = _Product(module, each, spec)
     if by_rows:
-        vars(module)[ADDED] = product
+        vars(module)[ADDED] = lambda inputs: product.before_sum(inputs)
     else:
         module.register_forward_hook(product.after, prepend=True)  # before a hook that gathers the ranks' outputs
     return product
@@ -433,7 +437,7 @@ def _check_used(model: Any, mesh: Mesh, products: list[_Product | _Sum]) -> None
     """Raise if a forward of the model passes an adapter by: its layer is not called, and its weight read elsewhere."""
     probe_hidden_states(model, mesh["tp"])
     head = model.get_output_embeddings()
-    if unused := [product.name for product in products if not product.used and product.module is not head]:
+    if unused := [product.each.weight for product in products if not product.used and product.module is not head]:
         raise SpecError(
             f"LoRA on model type {model.config.get_text_config().model_type!r}",
             found=f"{listed(unused)}, which a forward of the model does not call",
@@ -448,7 +452,8 @@ def _check_used(model: Any, mesh: Mesh, products: list[_Product | _Sum]) -> None
 def merged(each: Adapted, weight: Tensor, a: Tensor, b: Tensor, scale: float, how: str = "merged") -> Tensor:
     """W + scale B A: in float32 at least, or all of it in bfloat16 ("merged_bfloat16").
 
-    Source: of the latter, peft 0.21, `Linear.get_delta_weight` and `merge`, with base and adapters in bfloat16.
+    Source: of the latter, peft 0.21, `Linear.get_delta_weight` and `merge`, with base and adapters in bfloat16 on a
+            GPU: B A, its product with the scale, and the sum are rounded. On a CPU it rounds scale B A once.
     """
     dtype = torch.bfloat16 if how == "merged_bfloat16" else torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype) + each.product(a.to(dtype), b.to(dtype), scale)

@@ -25,6 +25,7 @@ from workbench.prove.subject import Subject
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.groups import DataSpec, LayoutSpec, ModelSpec, PolicySpec
+from workbench.specs.lora import LoraSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.step import StepResult
@@ -98,6 +99,7 @@ class Arrangement:
             model=ModelSpec(source="tiny-qwen3-moe" if self.mixture else "tiny-qwen3"),
             layout=self.layout,
             policy=PolicySpec(temperature=base.policy.temperature, **head),
+            lora=_everywhere(base.lora, mixture=self.mixture),
             precision="float64",
             faults=base.faults,
             data=DataSpec(
@@ -170,6 +172,23 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
     return Outcome(float(result.loss["total"]), result.gradients, {**terms, **result.metrics}, any(idle))
 
 
+def _everywhere(lora: LoraSpec, *, mixture: bool) -> LoraSpec:
+    """Adapters on every layer, the head and the experts of the decoder of proofs, if the run trains adapters.
+
+    With its rank and scale (of a source, a rank of 2); B is random, as no gradient reaches A where B is 0.
+    """
+    if not lora.on:
+        return LoraSpec()
+    return LoraSpec(
+        r=lora.r or 2,
+        lora_alpha=lora.lora_alpha,
+        use_rslora=lora.use_rslora,
+        target_modules=".*(_proj|lm_head)",
+        target_parameters=("experts.gate_up_proj", "experts.down_proj") if mixture else (),
+        init_lora_weights="random",
+    )
+
+
 def one_rank_policy() -> Policy:
     """The decoder of all proofs, unsharded."""
     return _copy(0)
@@ -194,16 +213,17 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             sequence_parallel=layout.sequence_parallel,
             pipeline_schedule=layout.pipeline_schedule,
             stages_per_rank=layout.stages_per_rank,
+            lora=spec.lora,
             **head,
         )
-    whole = _copy(mesh["dp_cp"].rank, source)
+    whole = _copy(mesh["dp_cp"].rank, source, spec.lora)
     implementation = whole.implementation if settings.logprobs == "auto" else settings.logprobs
     return replace(whole, mesh=mesh, implementation=implementation, **head)
 
 
 @functools.cache
-def _copy(number: int, source: str = "tiny-qwen3") -> Policy:
-    return load_policy(source, precision="float64")
+def _copy(number: int, source: str = "tiny-qwen3", lora: LoraSpec | None = None) -> Policy:
+    return load_policy(source, precision="float64", lora=lora)
 
 
 GRADIENT_BAR = 1e-10

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.systems.test_cases import ALL, CASES, index
 from workbench.launch.ablation import load_ablation
 from workbench.specs.groups import RoutingSpec
+from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
@@ -75,6 +76,7 @@ NEWER = (
     {"layout.ep": 1, "layout.pp": 1, "layout.pipeline_schedule": "1f1b", "layout.stages_per_rank": 1}
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
+    | {f"lora.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in LoraSpec.model_fields.items()}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""
