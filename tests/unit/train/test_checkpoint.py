@@ -542,6 +542,7 @@ def test_every_setting_is_handed_on(monkeypatch):
                 "stages_per_rank": 2,
             },
             "kernels": {"norm": "compiled"},
+            "lora": {"r": 3},
             "routing": {"z": 0.1},
         }
     )
@@ -564,6 +565,7 @@ def test_every_setting_is_handed_on(monkeypatch):
         "pipeline_schedule": "interleaved_1f1b",
         "stages_per_rank": 2,
         "routing": True,
+        "lora": spec.lora,
     }
     handed_on = set(load_policy.__kwdefaults__) - set(asked)
     assert not handed_on, "load_policy has learnt something that no spec can ask for"
