@@ -21,6 +21,13 @@ def test_a_small_measurement_has_every_kind():
 
 
 def test_the_guide_has_the_recorded_numbers():
-    record, text = json.loads(RECORD.read_text()), " ".join(GUIDE.read_text().split())
-    first = record["adapters"]["1 steps at 0.0001"]["samplers"]["merged"]["learned_in_weights"]
-    assert f"{first:.0%} of what a first step at 1e-4 has learned" in text.replace(" %", "%")
+    adapters, text = json.loads(RECORD.read_text())["adapters"], " ".join(GUIDE.read_text().split())
+    fast, slow = (
+        adapters[f"1 steps at {rate}"]["samplers"]["merged"]["learned_in_weights"] for rate in ("0.0001", "1e-05")
+    )
+    assert f"{100 * fast:.0f} % of what a first step at 1e-4 has learned, and {100 * slow:.0f} % of one at 1e-5" in text
+    for result in adapters.values():
+        kinds = result["samplers"]
+        assert kinds["unmerged"]["weights_alone"]["mean"] < 0.002 * result["learned"]["mean"]
+        merged, rounded = (kinds[kind]["weights_alone"]["mean"] for kind in ("merged", "merged_bfloat16"))
+        assert abs(merged - rounded) < 0.1 * merged

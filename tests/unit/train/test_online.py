@@ -804,7 +804,7 @@ def test_the_share_of_updates_that_reach_the_sampler_is_recorded_and_a_small_one
 
 @pytest.mark.parametrize("how", ["merged", "unmerged", "merged_bfloat16"])
 def test_the_sampler_has_the_adapters_of_the_policy(how, tmp_path):
-    """In float64, merged and unmerged weights are the policy; a merge in bfloat16 is another one, as the record says."""
+    """In float64, merged and unmerged weights are the policy; a merge in bfloat16 is another one, as records say."""
     lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj", "down_proj", "lm_head"], "sampler": how}
     run = done(tmp_path, steps=2, lora=lora)
     for step in run.steps():
