@@ -256,10 +256,10 @@ def adapters_in_samplers() -> str:
     return _section(
         "Adapters in a bfloat16 sampler",
         f"Mean distance, in nats, of the log-probabilities of {record['tokens']} tokens from those of the policy in "
-        "float64, for the weights of `lora.sampler`; *learned* is the policy's distance from its base, and *in weights* "
-        "the part of scale B A that merged bfloat16 weights have. First the rounding of the weights alone, then with the "
-        f"sampler's arithmetic in bfloat16 too, which alone costs {record['base']['mean']:.1e}. A tiny model whose base "
-        "is on the bfloat16 grid: nothing here transfers to another size.",
+        "float64, for the weights of `lora.sampler`; *learned* is the policy's distance from its base, and *in "
+        "weights* the part of scale B A that merged bfloat16 weights have. First the rounding of the weights alone, "
+        f"then with the sampler's arithmetic in bfloat16 too, which alone costs {record['base']['mean']:.1e}. A tiny "
+        "model whose base is on the bfloat16 grid: nothing here transfers to another size.",
         _table(
             ["adapter", "learned", "in weights", *kinds, *(f"{kind}, in the sampler" for kind in kinds)],
             rows,
