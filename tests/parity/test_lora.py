@@ -114,6 +114,18 @@ def test_layout_gives_the_oracles_gradients(name, truth, tmp_path):
     assert_parity(LAYOUTS[name], "dense", truth, tmp_path)
 
 
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "shard_parameters": True, "checkpointing": True}], ids=str)
+def test_adapters_of_the_head_alone(layout, truth, tmp_path):
+    """No parameter of the first stage, and none below the head, is trained; backward passes through all the same."""
+    adapters = {n: f for n, f in adapter_values(TINY["tiny-qwen3"](19, seed=3), RANK, seed=7).items() if "head" in n}
+    write_peft_folder(tmp_path, adapters, rank=RANK, alpha=ALPHA)
+    model, (_, documents, _) = exact(TINY["tiny-qwen3"](19, seed=3)), truth["dense", True]
+    expected = lora_step(model, documents, adapters, ALPHA / RANK, **PAPER, denominator="token")
+    case = with_lora("dense", tmp_path, layout, tied=True)
+    for rank, [actual] in enumerate(run_ranks(many_steps, 2, tmp_path, [(case, documents)])):
+        check(actual, expected, f"{layout}, rank {rank}")
+
+
 @pytest.mark.parametrize("name", ["ep2_of_dp2_sharded", "ep2_tp2"])
 def test_experts_on_several_ranks_give_the_oracles_gradients(name, truth, tmp_path):
     assert_parity(OF_EXPERTS[name], "mixture", truth, tmp_path)

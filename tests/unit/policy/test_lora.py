@@ -5,9 +5,12 @@ import re
 
 import pytest
 import torch
+import transformers
 
 from tests.helpers.adapters import adapter_values
+from tests.helpers.bars import assert_float64_parity
 from workbench.errors import SpecError
+from workbench.policy.attention import with_our_attention
 from workbench.policy.decoder import tiny_qwen3, tiny_qwen3_moe
 from workbench.policy.lora import (
     Adapted,
@@ -17,10 +20,14 @@ from workbench.policy.lora import (
     install_lora,
     merged,
     merged_weights,
+    sampler_weights,
 )
 from workbench.policy.model import load_policy
 from workbench.policy.sampling import Sampler
+from workbench.sharding.attention import AttentionShard
+from workbench.sharding.gradients import full_gradients, full_weights, sum_gradients
 from workbench.sharding.mesh import single_process_mesh
+from workbench.sharding.plan import ShardPlan
 from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import ParameterShard
 from workbench.specs.lora import LoraSpec
@@ -97,18 +104,12 @@ def test_a_layer_that_the_model_does_not_call_is_refused():
         SpecError, match=r"layers\.1\.mlp\.gate_proj\.weight.* which a forward of the model does not call"
     ):
         install_lora(
-            with_attention(model),
+            with_our_attention(model),
             single_process_mesh(),
             {name: ParameterShard() for name in shapes_of(model)},
             LoraSpec(r=2),
             shapes=shapes_of(model),
         )
-
-
-def with_attention(model):
-    from workbench.policy.attention import with_our_attention
-
-    return with_our_attention(model)
 
 
 # ---- values and shards -----------------------------------------------------------------------------------------------
@@ -148,8 +149,6 @@ def test_the_factor_that_a_rank_holds_whole_has_a_partial_gradient():
 
 def test_every_layout_starts_with_the_same_values():
     def values(mesh):
-        from workbench.sharding.gradients import full_weights
-
         policy = load_policy("tiny-qwen3-moe", mesh=mesh, lora=LoraSpec(r=2, target_parameters=EXPERTS))
         return {n: v for n, v in full_weights(policy.model, policy.shards, mesh).items() if "lora_" in n}
 
@@ -213,8 +212,6 @@ def test_a_sampler_of_either_kind_has_the_logits_of_the_policy(source, how):
     experts = EXPERTS if source.endswith("moe") else ()
     lora = {"target_modules": ("q_proj", "o_proj", "lm_head"), "target_parameters": experts, "sampler": how}
     policy = with_lora(source, **lora)
-    from workbench.policy.lora import sampler_weights
-
     weights = {name: value.detach() for name, value in policy.model.named_parameters()}
     sampler = Sampler(source, precision="float64", lora=policy.lora)
     sampler.load_weights(sampler_weights(policy.lora, weights))
@@ -262,3 +259,42 @@ def test_values_of_another_rank_are_named():
             shapes=shapes_of(model),
             values=values,
         )
+
+
+# ---- other architectures over tp -------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+KINDS = {
+    "OPT": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},  # biases; layers of a decoder layer
+    "GPT2": {"n_layer": 1, "n_head": 4, "n_embd": 32},  # three in one, transposed
+    "Phi3": SIZES | {"num_key_value_heads": 2},  # outputs gathered, inputs split again
+    "Qwen2Moe": SIZES
+    | {"num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_other_architectures_are_the_same_over_tp(kind, tmp_path):
+    config = getattr(transformers, f"{kind}Config")(vocab_size=19, pad_token_id=None, bos_token_id=None, **KINDS[kind])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path / kind)
+
+    def gradients(mesh, **more):
+        spec = LoraSpec(r=2, init_lora_weights="random", target_modules=".*")
+        policy = load_policy(kind, project=tmp_path, precision="float64", mesh=mesh, lora=spec, **more)
+        tokens, places = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]), torch.arange(8)
+        plan = ShardPlan.make("contiguous", num_tokens=8, cp=1)
+        hidden = policy.hidden_states(tokens, places, AttentionShard.make(plan, places * 0, mesh["cp"]))
+        (policy.token_logprobs(hidden, tokens.flip(0)).logprobs_T * torch.linspace(-1, 2, 8)).sum().backward()
+        sum_gradients(policy.model, policy.shards, mesh)
+        return full_gradients(policy.model, policy.shards, mesh)
+
+    expected = gradients(single_process_mesh())
+    assert all(value.any() for value in expected.values())
+    assert len(expected) == 2 * len(matched(model, target_modules=".*"))
+    for more in ({}, {"sequence_parallel": True}) if kind != "GPT2" else ({},):  # which reshapes by tokens
+        for actual in simulate(lambda mesh, more=more: gradients(mesh, **more), tp=2):
+            assert_float64_parity(actual, expected, context=f"{kind}, {more}")
