@@ -479,6 +479,13 @@ def sampler_weights(lora: Lora, weights: Mapping[str, Tensor]) -> dict[str, Tens
     return dict(weights) if how == "unmerged" else merged_weights(lora, weights, how)
 
 
+def sampled_names(lora: Lora) -> set[str]:
+    """Names of the weights of `sampler_weights` that training changes."""
+    if lora.spec.sampler == "unmerged":
+        return set(lora.trained)
+    return {each.weight for each in lora.adapted} | set(lora.saved)
+
+
 def merged_weights(lora: Lora, weights: Mapping[str, Tensor], how: str = "merged") -> dict[str, Tensor]:
     """All weights, each adapter merged into its own; without the adapters."""
     factors = {name for each in lora.adapted for name in each.factors}

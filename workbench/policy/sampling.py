@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.policy.decoder import load_decoder
-from workbench.policy.lora import Lora, prepare_sampler
+from workbench.policy.lora import Lora, prepare_sampler, sampled_names
 from workbench.policy.model import DTYPES
 from workbench.policy.precision import cast, lift_to_float64
 
@@ -64,8 +64,8 @@ class Sampler:
         if lora is not None:
             prepare_sampler(model, lora)
         half = DTYPES[precision].itemsize == 2
-        named = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self._source = {name: parameter.detach().clone() for name, parameter in named.items() if half}
+        changing = {name for name, _ in model.named_parameters()} if lora is None else sampled_names(lora)
+        self._source = {n: p.detach().clone() for n, p in model.named_parameters() if half and n in changing}
         model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
         self.model = model.to(device).requires_grad_(False)
 
@@ -78,8 +78,9 @@ class Sampler:
     def load_weights(self, weights: Mapping[str, Tensor]) -> float | None:
         """Load the weights of a policy by parameter name, rounded to the sampler's own precision.
 
-        Returns the share of the weights that are no longer those of the source: a change below half a unit in the last
-        place does not reach a sampler in bfloat16 or float16. None for other dtypes, and until the policy moves.
+        Returns the share of the trained weights that are no longer those of the source: a change below half a unit in
+        the last place does not reach a sampler in bfloat16 or float16. None for other dtypes, and until the policy
+        moves.
 
         Raises:
             SpecError: the two do not have the same parameters.

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,7 @@ def test_initial_values_depend_on_seed_and_name_alone(how):
     assert (a.shape, b.shape) == ((64, 900), (32, 64))
     assert torch.equal(a, initial_values(each, spec)[0])
     assert not torch.equal(a, initial_values(each, LoraSpec(r=64, init_lora_weights=how, seed=1))[0])
+    assert not torch.equal(a, initial_values(replace(each, module="layer.k_proj"), spec)[0])
     bound = 1 / math.sqrt(900)
     expected = 1 / 64 if how == "gaussian" else bound / math.sqrt(3)
     assert float(a.std()) == pytest.approx(expected, rel=0.02)

@@ -22,6 +22,7 @@ from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.evidence import Evidence
+from workbench.metrics.step import SAMPLER_MOVED
 from workbench.policy.decoder import load_decoder, tiny_qwen3
 from workbench.policy.precision import lift_to_float64
 from workbench.records.directory import RunDirectory
@@ -819,3 +820,14 @@ def test_a_sampler_whose_adapters_never_arrive_is_seen(tmp_path, monkeypatch):
     )
     lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj"]}
     assert done(tmp_path, steps=1, lora=lora).steps()[0]["kl/sampler_old/k3_mean"] > 1e-3
+
+
+def test_the_share_that_moved_is_of_adapted_weights(tmp_path):
+    """Others never move, and would hide a merge that reaches the sampler."""
+    shares = {}
+    for how in ("merged", "unmerged"):
+        lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj"], "sampler": how}
+        run = done(tmp_path / how, steps=2, precision="bfloat16", lora=lora)
+        shares[how] = run.steps()[1][SAMPLER_MOVED]
+    assert shares["merged"] > 0.5
+    assert 0 < shares["unmerged"] <= 1
