@@ -46,6 +46,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         pipeline_schedule=layout.pipeline_schedule,
         stages_per_rank=layout.stages_per_rank,
         routing=spec.routing.on,
+        lora=spec.lora,
     )
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
