@@ -175,10 +175,10 @@ def _noise(trusted: Record, suspect: Record, place: int, a: RecordedStep, b: Rec
     if not same:
         return noise
     if any(_rounded(tokens, name, noise) for name in other_forwards(tokens)):
-        return Noise.between(trusted.context, suspect.context, place)
+        return Noise.between(trusted.context, suspect.context, 0)  # equal policies: no weight has parted yet
     of_workbench = trusted.of_workbench and suspect.of_workbench  # their inputs are all recorded
     known = of_workbench or _rounded(tokens, "losses", noise) is False
-    return noise if known else noise.with_inputs_rounded()
+    return noise if known else noise.with_inputs_rounded(critic=all(map(_of_critic, tokens)))
 
 
 def other_forwards(tokens: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> list[str]:
@@ -217,7 +217,7 @@ def _rounded(tokens: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], name: st
 
 
 def _beyond(apart: Tensor, bar: float) -> Tensor:
-    """Tokens whose relative distance is beyond rounding: that of one, or if they scatter too much a fifth of it."""
+    """Tokens whose relative distance is beyond rounding: that of one, or if they scatter too much a part of it."""
     off = ~(apart <= bar)
     if not bool(off.any()) and len(apart) and float(apart.square().mean().sqrt()) > bar / SCATTER:
         off = ~(apart <= bar / SCATTER)
