@@ -225,6 +225,14 @@ def test_other_forward_passes_may_be_rounded_where_policies_agree_bit_for_bit(na
     assert step.noise.same_forward == told
 
 
+def test_many_small_changes_of_a_reference_are_no_rounding():
+    """Each is within the tolerance of a token, and all of them are beyond what rounding is on average."""
+    text = tokens() | {"ref_logprobs": tokens()["policy_logprobs"] - 0.3}
+    moved = text["ref_logprobs"] * 1.0 - 0.05 * (1 + text["ref_logprobs"].abs())
+    step = compare_records(bf16(tokens=text), bf16(tokens=text | {"ref_logprobs": moved})).first
+    assert int(step.tokens["ref_logprobs"].sum()) > len(moved) / 2
+
+
 def test_values_of_a_critic_may_be_rounded_where_policies_agree_bit_for_bit():
     """A term that was computed from nothing that was noted has the noise of its own forward pass."""
     text = tokens() | {"losses": tokens()["policy_logprobs"] * 0.1}

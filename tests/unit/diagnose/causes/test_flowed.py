@@ -186,3 +186,26 @@ def test_denominators_by_documents():
     wrong = [[row([0.5 * 3 / len(call)] * n) for n in call] for call in sizes]
     context = {"micro_batches": 2}
     assert named(record(rows, context=context), other(wrong, context=context))[0] == ("mean_per_rows", 0.93)
+
+
+def with_clear(rows, numbers):
+    return [
+        [[*one, clear] for one, clear in zip(call, of, strict=True)] for call, of in zip(rows, numbers, strict=True)
+    ]
+
+
+def test_an_entropy_over_other_predictions_is_a_term():
+    """More predictions have a gradient, and as many as before pull by a token's likelihood."""
+    more = calls(lambda call, at, n, w: {"weights": [w] * n + [0.0] * 2, "targets": list(range(n + 2))})
+    right = record(with_clear(calls(), LENGTHS), context=POLICY)
+    assert named(right, other(with_clear(more, LENGTHS), context=POLICY))[0] == ("one_term", 0.7)
+    all_clear = [[n + 2 for n in call] for call in LENGTHS]
+    assert named(right, other(with_clear(more, all_clear), context=POLICY))[0][0] != "one_term"
+
+
+def test_unclear_targets_are_no_other_targets():
+    off = calls(lambda call, at, n, w: {"weights": [w * 1.2**n] * n, "targets": [9] * n})
+    right = record(with_clear(calls(), LENGTHS), context=POLICY)
+    fewer = [[n - 1 for n in call] for call in LENGTHS]
+    assert named(right, other(with_clear(off, LENGTHS), context=POLICY))[0] == ("other_targets", 0.93)
+    assert named(right, other(with_clear(off, fewer), context=POLICY))[0][0] != "other_targets"
