@@ -213,15 +213,8 @@ def _rounded(tokens: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], name: st
         return None
     one, other = (values.double() for values in pair)
     apart = (one - other).abs() / (1 + one.abs())
-    return bool((apart > 0).any()) and not bool(_beyond(apart, noise.other_nats).any())
-
-
-def _beyond(apart: Tensor, bar: float) -> Tensor:
-    """Tokens whose relative distance is beyond rounding: that of one, or if they scatter too much a part of it."""
-    off = ~(apart <= bar)
-    if not bool(off.any()) and len(apart) and float(apart.square().mean().sqrt()) > bar / SCATTER:
-        off = ~(apart <= bar / SCATTER)
-    return off
+    scatter = float(apart.square().mean().sqrt())
+    return 0 < scatter <= noise.other_nats / SCATTER and bool((apart <= noise.other_nats).all())
 
 
 def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
@@ -338,7 +331,7 @@ def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]
     trusted, suspect = shared_tokens(a, b)
     masked = "trained" in trusted and "trained" in suspect
     both_S = trusted["trained"].bool() & suspect["trained"].bool() if masked else None
-    differing, others = {}, other_forwards((trusted, suspect))
+    differing = {}
     for name in TOKEN_VALUES:
         if name not in trusted or name not in suspect or (name == "clipped" and not noise.same_forward):
             continue
@@ -347,15 +340,6 @@ def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]
             continue
         one_S, two_S = trusted[name].double(), suspect[name].double()
         apart_S = (one_S - two_S).abs()
-        if noise.same_forward and name in others:
-            relative_S = apart_S / (1 + one_S.abs())
-            off_S = torch.zeros_like(apart_S, dtype=torch.bool)
-            there_S = torch.ones_like(off_S) if both_S is None else both_S
-            off_S[there_S] = _beyond(relative_S[there_S], noise.other_nats)
-            if bool(off_S.any()):  # those that agree show where: another number is none that is rounded
-                off_S = there_S & ~(relative_S <= noise.other_nats / SCATTER)
-            differing[name] = off_S
-            continue
         off_S = ~(apart_S <= noise.logprob_nats * (1 + one_S.abs()))
         off_S = off_S if both_S is None else off_S & both_S
         if off_S.any() and both_S is not None and float((apart_S == 0)[both_S].double().mean()) > EXACTLY_SAME:

@@ -6,7 +6,7 @@ from experiments.diagnosis.rounding import measure
 from workbench.atomic import from_json
 
 PAIRS = measure.pairs()
-SAMPLE = [0, 11, 18]
+SAMPLE = [2, 11, 18]
 """Of a reference, a critic and an unnoted reference whose batches are others than those that train."""
 
 
@@ -24,7 +24,7 @@ def test_a_right_pair_is_not_accused(number, tmp_path):
 
 def test_tolerances_of_nearly_nothing_accuse_a_pair(tmp_path):
     """What is counted can fail."""
-    assert measure.accused(measure.record(tmp_path, "bf16-rich", PAIRS[0]), 1e-3)
+    assert measure.accused(measure.record(tmp_path, "bf16-rich", PAIRS[2]), 1e-3)
 
 
 @pytest.mark.slow
