@@ -9,6 +9,7 @@ Letters: T tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from workbench.check.alternatives import Alternative, loss_alternatives
 from workbench.check.estimators import advantage_alternatives
+from workbench.check.fitted import BAR, common_factor, fitted_order, fitted_pieces, fitted_terms, in_words, named_sizes
 from workbench.check.memo import Memo
 from workbench.check.numbers import Numbers, recompute_numbers
 from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
@@ -26,14 +28,15 @@ from workbench.check.stages import (
     STAGES,
     Mismatch,
     compare,
+    distances,
     stage_of,
     tolerances,
 )
 from workbench.check.verdict import Cause, Stage, StepCheck
-from workbench.diagnose.denominators import names_of, sizes
 from workbench.dumps.step import StepDump
 from workbench.errors import WorkbenchError, listed
 
+LAYOUT = ("dp", "cp", "micro_batches")
 MOST_CAUSES = 6
 """Causes of a stage that are listed; a convention."""
 
@@ -94,11 +97,13 @@ def _nothing_to_see(dump: StepDump, compared: list[Stage]) -> bool:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mistake: the recorded quantities that still differ under it, and if it changes any that was not recorded."""
+    """A mistake: the recorded quantities that still differ under it, how far the others are, and if it changes any that was
+    not recorded."""
 
     alternative: Alternative
     acts: bool
     differing: Mapping[str, Mismatch | None]
+    off: Mapping[str, float]
 
 
 def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen | None) -> Iterable[_Tried]:
@@ -115,11 +120,16 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
                 yield _with(alternative, {"advantages": advantages_T}, dump, null)
     if not can_evaluate(dump):
         return
-    for alternative in loss_alternatives(reading):
+    for alternative in itertools.chain(loss_alternatives(reading), fitted_terms(reading, null)):
         try:
             if screen is not None and screen.excludes(alternative.reading):
                 continue
-            one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
+            expected = recompute_loss(alternative.reading, metrics=False)
+            one = _with(alternative, expected, dump, null)
+            if first is not None and alternative.kind == "denominator" and one.differing.get(_shown(first)):
+                if (scaled := _by_an_axis(alternative, expected, null, _shown(first))) is not None:
+                    alternative = scaled
+                    one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
             needed = one.differing if first is None else first.compared
             if first is None and not one.acts:
                 continue  # metrics decide nothing: it would change no number that is missing
@@ -128,6 +138,26 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
         except (WorkbenchError, ArithmeticError):
             continue
         yield one
+
+
+def _shown(first: Stage) -> str:
+    """The quantity of a stage in which a factor shows best."""
+    return first.mismatches[0].quantity
+
+
+def _by_an_axis(alternative: Alternative, expected: Quantities, null: Numbers, quantity: str) -> Alternative | None:
+    """The same mistake, and in addition a factor that is an axis of the layout: a mean that is a sum, for example."""
+    if quantity.startswith(("metrics/", "counts/")) or quantity == "clipped" or quantity not in expected:
+        return None
+    dump = alternative.reading.dump
+    match = common_factor(dump, null.recorded[quantity], expected[quantity], null.bounds[quantity])
+    if match is None:
+        return None
+    named = [one for one in named_sizes(dump, match[0], BAR[dump.dtype]) if one.needs <= {*LAYOUT}]
+    if not named or not named[0].needs:
+        return None
+    reading = replace(alternative.reading, factor=alternative.reading.factor * match[0])
+    return replace(alternative, description=f"{alternative.description}, times {named[0].description}", reading=reading)
 
 
 def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: Numbers) -> _Tried:
@@ -139,12 +169,13 @@ def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: 
         if name in null.bounds
     }
     differing = compare(dump, recorded, {**expected}, {**bounds, **widened})
-    return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing)
+    off = distances(recorded, expected, (name for name, mismatch in differing.items() if mismatch is None))
+    return _Tried(alternative, not any(differing.values()) and _acts(expected, null), differing, off)
 
 
 def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) -> list[Cause]:
     """Mistakes that give every recorded quantity of the first stage that differs, the most explained first."""
-    causes = []
+    causes, off = list[Cause](), dict[Cause, float]()
     for one in tried:
         if any(name not in one.differing or one.differing[name] is not None for name in first.compared):
             continue
@@ -154,50 +185,45 @@ def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) 
         }
         explains = tuple(stage for stage, agreeing in by_stage.items() if agreeing and all(agreeing))
         differs = tuple(stage for stage, agreeing in by_stage.items() if agreeing and not all(agreeing))
-        causes.append(Cause(one.alternative.kind, one.alternative.description, explains, differs, first.name))
+        cause = Cause(one.alternative.kind, one.alternative.description, explains, differs, first.name)
+        causes.append(cause)
+        off[cause] = max(one.off[name] for name in first.compared)
+    nearest = min(off.values(), default=0.0)
+    near = {cause: off[cause] > 10 * nearest + RELATIVE[reading.dump.dtype] / 100 for cause in causes}
+    causes.sort(key=lambda cause: (len(cause.differs), near[cause], -len(cause.explains)))
     causes += _factor(reading.dump, null, first)
-    causes.sort(key=lambda cause: (len(cause.differs), -len(cause.explains)))
-    return list(dict.fromkeys(causes))
+    causes.sort(key=lambda cause: len(cause.differs))
+    return list(dict.fromkeys(causes)) or _fitted(reading, null, first)
 
 
 def _factor(dump: StepDump, null: Numbers, first: Stage) -> list[Cause]:
     """A common factor of the first quantity that differs, with a name if it is a size of the step."""
     mismatch = first.mismatches[0]
-    recorded, expected = null.recorded[mismatch.quantity], null.expected[mismatch.quantity]
     if mismatch.quantity.startswith(("metrics/", "counts/")) or mismatch.quantity == "clipped":
         return []
-    recorded_T, expected_T = torch.as_tensor(recorded).reshape(-1), torch.as_tensor(expected).reshape(-1)
-    there_T = expected_T.abs() > 1e-3 * expected_T.abs().max()
-    if not bool(there_T.any()):
+    values = (numbers[mismatch.quantity] for numbers in (null.recorded, null.expected, null.bounds))
+    if (match := common_factor(dump, *values)) is None:
         return []
-    factors_T = (recorded_T / expected_T)[there_T]
-    factor, spread = float(factors_T.median()), float((factors_T - factors_T.median()).abs().max())
-    bar = 100 * RELATIVE[dump.dtype]
-    bounds_T = torch.as_tensor(null.bounds[mismatch.quantity]).reshape(-1) * max(1.0, abs(factor))
-    beyond_T = (recorded_T - factor * expected_T).abs() > bounds_T + bar * (factor * expected_T).abs()
-    if spread > bar * abs(factor) or abs(factor - 1) <= bar or bool(beyond_T.any()):
-        return []
-    trained, documents = float(dump.loss_mask_T.sum()), float(dump.document_ids_T[dump.loss_mask_T].unique().numel())
-    counts = {
-        "trained_tokens": trained,
-        "documents": documents,
-        "masked_documents": dump.num_documents - documents,
-        "padded_tokens": float(len(dump.loss_mask_T)),
-        "all_tokens": float(dump.tokens["token_mask"].sum()) if "token_mask" in dump.tokens else 0.0,
-    }
-    named = names_of(abs(factor), sizes({**dump.layout, "temperature": dump.temperature}, counts), bar)
-    text = listed((name.description for name in named), 3, separator=" or ")
-    if not text and len(factors_T) == 1:
+    factor, shown = match
+    text = in_words(dump, factor, BAR[dump.dtype])
+    if not text and shown == 1:
         return []  # one number always has a factor
-    return [
-        Cause(
-            "factor",
-            f"{mismatch.quantity} times {factor:.7g}{f' = {text}' if text else ''}",
-            (first.name,),
-            (),
-            first.name,
-        )
-    ]
+    return [Cause("factor", f"{mismatch.quantity} times {factor:.7g}{text}", (first.name,), (), first.name)]
+
+
+def _fitted(reading: Reading, null: Numbers, first: Stage) -> list[Cause]:
+    """Causes that are read off the recorded values, where no known mistake gives them."""
+    mismatch, dump = first.mismatches[0], reading.dump
+    name = mismatch.quantity
+    if name not in ("advantages", "coefficients", "loss_weights"):
+        return []
+    recorded_T, expected_T, bounds_T = (
+        torch.as_tensor(numbers[name]) for numbers in (null.recorded, null.expected, null.bounds)
+    )
+    found = [("order", text) for text in fitted_order(reading, null, recorded_T, expected_T) if name == "advantages"]
+    if not found:
+        found = [*fitted_pieces(dump, recorded_T, expected_T, bounds_T)]
+    return [Cause(kind, text, (first.name,), (), first.name) for kind, text in found]
 
 
 # ---- places, and what is not decided -------------------------------------------------------------------------------

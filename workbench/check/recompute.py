@@ -9,7 +9,7 @@ Letters: T tokens | N documents.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from workbench.dumps.step import StepDump
 from workbench.errors import SpecError
 from workbench.losses.build import build_loss, prepare_inputs, surrogate_ratio
 from workbench.losses.corrections import CORRECTION_WEIGHTS
-from workbench.losses.terms import LossInputs, Term
+from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import Value
@@ -42,6 +42,39 @@ class Whole(dict[str, Any]):
     """A group of settings that replaces the present one; any other dict changes it key by key."""
 
 
+Wrong = Callable[[Loss, LossInputs, LossSpec], dict[str, Term]]
+"""A loss with a mistake that no setting expresses: the right one, its inputs and settings -> the wrong terms."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors of the weights of tokens.
+
+    Attributes:
+        loss_T: [T] of their weight in the reported loss.
+        gradient_T: [T] in the gradient; None: the same.
+        of: the weights that are scaled: "policy", "penalty", or "" for all.
+    """
+
+    loss_T: Tensor
+    gradient_T: Tensor | None = None
+    of: str = ""
+
+    def apply(self, by_name: Mapping[str, TokenWeights], index_T: Tensor) -> dict[str, TokenWeights]:
+        """Scale the weights of a row, [t] or of one padding token if it is empty."""
+        if not len(index_T):
+            return dict(by_name)
+        loss_t = self.loss_T[index_T]
+        gradient_t = loss_t if self.gradient_T is None else self.gradient_T[index_T]
+
+        def scaled(weights: TokenWeights) -> TokenWeights:
+            if gradient_t is loss_t:
+                return weights.map(lambda weight_T: weight_T * loss_t)
+            return TokenWeights(weights.loss_T * loss_t, weights.gradient_T * gradient_t)
+
+        return {name: scaled(weights) if self.of in ("", name) else weights for name, weights in by_name.items()}
+
+
 @dataclass(frozen=True)
 class Reading:
     """A step, and one reading of its settings; an alternative is another reading.
@@ -50,14 +83,22 @@ class Reading:
         dump: the step.
         spec: its loss.
         estimator: the advantage estimator and its settings; None: not known.
+        of_advantages: a change of the [T] advantages after the estimator; of a mistake that is no estimator.
         factor: of the whole loss, beyond the spec.
+        wrong: the loss, if it has a mistake that no setting expresses.
+        scale: of the weights of tokens, beyond the spec.
+        counts: counts that the trainer would have recorded, by name; others are those of the step.
         memo: results shared with other readings of the step; None: nothing is kept.
     """
 
     dump: StepDump
     spec: LossSpec
     estimator: tuple[str, Mapping[str, Any]] | None = None
+    of_advantages: Callable[[StepDump, Tensor], Tensor] | None = None
     factor: float = 1.0
+    wrong: Wrong | None = None
+    scale: Scale | None = None
+    counts: Mapping[str, float] = field(default_factory=dict)
     memo: Memo | None = field(default=None, repr=False, compare=False)
 
     def changed(self, **settings: Any) -> Reading:
@@ -96,6 +137,8 @@ def recompute_advantages(reading: Reading) -> Tensor | None:
         return None
     name, settings = reading.estimator
     advantages_T = estimate_advantages(name, inputs, **settings).advantages_T
+    if reading.of_advantages is not None:
+        advantages_T = reading.of_advantages(dump, advantages_T)
     return torch.where(dump.loss_mask_T, advantages_T, 0.0)
 
 
@@ -109,7 +152,12 @@ def _live_is_old(dump: StepDump) -> bool:
 
 
 def recompute_loss(
-    reading: Reading, *, shift: float = 0.0, metrics: bool = True, sample_T: Tensor | None = None
+    reading: Reading,
+    *,
+    shift: float = 0.0,
+    metrics: bool = True,
+    sample_T: Tensor | None = None,
+    by_term: bool = False,
 ) -> dict[str, Tensor | float]:
     """Evaluate the loss of a step: weights, ratios, corrections, clip decisions, coefficients, losses, metrics.
 
@@ -119,6 +167,7 @@ def recompute_loss(
         metrics: compute them, too.
         sample_T: [T] tokens of whole documents to evaluate, under the weights of the whole step; the values of other
             tokens are 0, and the numbers are those of the sample. None: all.
+        by_term: also the coefficients of each term, as "parts/..."; of a loss with several.
 
     Raises:
         SpecError: the loss needs values that the step does not have.
@@ -135,6 +184,8 @@ def recompute_loss(
     groups = (dump.document_ids_T, dump.documents.get("rows"))
     indices = memo.get("rows", groups, None, lambda: _rows(dump))
     weights, totals = memo.get(*_weights_key(reading, shift), lambda: _weights(reading, indices, shift))
+    if (scale := reading.scale) is not None:
+        weights = [scale.apply(by_name, index_T) for by_name, index_T in zip(weights, indices, strict=True)]
     if sample_T is not None:
         kept = memo.get("sample", (*groups, sample_T), None, lambda: [sample_T[index_T] for index_T in indices])
         pairs = list(zip(indices, kept, strict=True))
@@ -142,16 +193,17 @@ def recompute_loss(
         weights = [_sampled(by_name, keep_T) for by_name, (_, keep_T) in of_sample]
         indices = [index_T[keep_T] for index_T, keep_T in pairs]
     rows = [_row(reading, index_T, shift) for index_T in indices]
-    loss, merged = build_loss(spec), _Merged(len(dump.document_ids_T))
+    loss, merged = _loss(reading), _Merged(len(dump.document_ids_T))
     documents_before = 0
     for row, index_T, of_row in zip(rows, indices, weights, strict=True):
         leaf_T = _policy(reading, index_T, shift).requires_grad_()
         head_output = TokenLogprobs(leaf_T, _at(dump, "entropies", index_T), None)
         inputs = loss_inputs(row, head_output, totals)
         evaluated = evaluate_loss(loss, inputs, of_row, row.loss_mask_T)
-        total = evaluated.scalars["total"].value
-        (gradient_T,) = torch.autograd.grad(total, leaf_T, allow_unused=True)
-        gradient_T = torch.zeros_like(leaf_T) if gradient_T is None else gradient_T
+        gradient_T = _gradient(evaluated.scalars["total"].value, leaf_T, keep=by_term)
+        if by_term and len(evaluated.terms) > 1:
+            parts = {name: _gradient(evaluated.scalars[name].value, leaf_T, keep=True) for name in evaluated.terms}
+            merged.add_tokens(index_T, {f"parts/{name}": part_T * reading.factor for name, part_T in parts.items()})
         detached = replace(inputs, policy_logprobs_T=inputs.policy_logprobs_T.detach())
         merged.add_tokens(index_T, _of_tokens(detached, spec, evaluated.terms, of_row, gradient_T * reading.factor))
         for name, scalar in evaluated.scalars.items():
@@ -162,14 +214,39 @@ def recompute_loss(
                 merged.add_loss(f"{name}_without_coefficient", value * reading.factor)
             parts_T = term.coefficient * of_row[term.weight].loss_T * torch.where(row.loss_mask_T, term.values_T, 0.0)
             merged.add_magnitude(name, float(parts_T.detach().abs().sum()))
+        with_empty = spec.compat.documents_counted == "all"
+        counted_T = row.document_ids_T[row.document_ids_T >= 0] if with_empty else row.document_ids_T[row.loss_mask_T]
         merged.counts["tokens"] += float(row.loss_mask_T.sum())
-        merged.counts["documents"] += float(row.document_ids_T[row.loss_mask_T].unique().numel())
+        merged.counts["documents"] += float(counted_T.unique().numel())
         if metrics and bool(row.loss_mask_T.any()):
             number = int(row.document_ids_T.max()) + 1
             slots = DocumentSlots(documents_before, dump.num_documents)
             merged.metrics.append(_metrics(dump, spec, detached, evaluated.terms, row, slots))
             documents_before += number
+    merged.counts |= reading.counts
     return merged.quantities()
+
+
+def _gradient(value: Tensor, leaf_T: Tensor, *, keep: bool) -> Tensor:
+    if not value.requires_grad:
+        return torch.zeros_like(leaf_T)
+    (gradient_T,) = torch.autograd.grad(value, leaf_T, allow_unused=True, retain_graph=keep)
+    return torch.zeros_like(leaf_T) if gradient_T is None else gradient_T
+
+
+def _loss(reading: Reading) -> Loss:
+    right, wrong, spec = build_loss(reading.spec), reading.wrong, reading.spec
+    return right if wrong is None else lambda inputs: wrong(right, prepare_inputs(inputs, spec), spec)
+
+
+def weights_of(reading: Reading) -> Tensor:
+    """Return [T] factors of the policy's values in the loss, 0 where nothing trains."""
+    indices = _rows(reading.dump)
+    weights, _ = _weights(reading, indices, 0.0)
+    whole_T = torch.zeros(len(reading.dump.document_ids_T), dtype=torch.float64)
+    for by_name, index_T in zip(weights, indices, strict=True):
+        whole_T[index_T] = by_name["policy"].loss_T[: len(index_T)]
+    return whole_T
 
 
 def _rows(dump: StepDump) -> list[Tensor]:

@@ -33,7 +33,7 @@ KINDS = {
         LENGTHS, PAIRS, clip=(0.2, 0.28), kl=0.05, correction=2.0, dp=2, micro_batches=2, tools=True, records=ALL, cp=2
     ),
     "padded": Kind(LENGTHS, PAIRS, "ppo", "document", kl=0.1, padded=True, silent=(3,), temperature=0.7, seed=1),
-    "gspo": Kind(LENGTHS, PAIRS, "gspo", "document", clip=(0.03, 0.04), dp=2, records=(*ALL, "ratios"), seed=2),
+    "gspo": Kind(LENGTHS, PAIRS, "gspo", "document", clip=(0.03, 0.04), dp=2, records=(*ALL, "ratios"), flat=(1,), seed=2),
     "drgrpo": Kind(
         LENGTHS, PAIRS, "ppo", "constant", constant=16.0, estimator="dr_grpo", padded=True, tools=True, seed=3
     ),
@@ -44,7 +44,7 @@ KINDS = {
         LENGTHS, PAIRS, "ppo", "token", estimator="rloo", kl=0.2, dp=3, silent=(1, 6), records=("losses",), seed=5
     ),
     "uneven": Kind(
-        (5, 7, 3, 4, 9, 6, 2, 8, 5), (0, 0, 0, 1, 1, 2, 2, 2, 2), correction=2.0, records=(*ALL, "correction_weights")
+        (5, 7, 3, 4, 9, 6, 2, 8, 5), (0, 0, 0, 1, 1, 2, 2, 2, 2), correction=1.2, records=(*ALL, "correction_weights")
     ),
     "bf16": Kind(LENGTHS, PAIRS, "ppo", "document", kl=0.3, dtype="bfloat16", padded=True, spread=0.3, seed=7),
 }
@@ -261,11 +261,11 @@ fault("zeroed", "cispo", "weights beyond the bound are 0", "huggingface/trl", ("
       policy=lambda s, x, v: policy_values(s, x, v, correction=lambda w: torch.where(w > 1.5, 0, w)))
 fault("correction_on_kl", "ppo", "the weight multiplies the penalty too", "NVIDIA-NeMo/RL#2958", ("correction", "KL"), ("penalty", "correction"),
       kl=lambda s, x, v: kl_values(s, x, v) * correction(s, v))
-fault("rounded_old", "ppo", "old log-probabilities in bfloat16", "frontier 27", ("rounded", "old", "bfloat16"),
+fault("rounded_old", "padded", "old log-probabilities in bfloat16", "frontier 27", ("rounded", "old", "bfloat16"),
       values=lambda s: {"old_logprobs": s.tokens["old_logprobs"].bfloat16().float()})
 fault("rounded_ref_half", "padded", "reference log-probabilities in float16", "rounded", ("rounded", "ref", "float16"),
       values=lambda s: {"ref_logprobs": s.tokens["ref_logprobs"].half().float()})
-fault("rounded_advantages", "drgrpo", "advantages in bfloat16", "rounded", ("rounded", "advantages"),
+fault("rounded_advantages", "padded", "advantages in bfloat16", "rounded", ("rounded", "advantages"),
       values=lambda s: {"advantages": s.tokens["advantages"].bfloat16().float()})
 fault("temperature_on_logprobs", "padded", "log-probabilities of the policy divided by T", "NVIDIA-NeMo/RL 66b", ("temperature", "policy"),
       values=lambda s: {"policy_logprobs": s.tokens["policy_logprobs"] / 0.7})

@@ -44,6 +44,7 @@ class Kind:
     records: tuple[str, ...] = ("coefficients", "losses")
     constant: float = 0.0
     silent: tuple[int, ...] = ()
+    flat: tuple[int, ...] = ()
     spread: float = 0.15
     seed: int = 0
 
@@ -99,6 +100,7 @@ def draw(kind: Kind) -> Step:
     tokens = {"loss_mask": mask_T, "token_mask": there_T, **stored}
     rewards_N = torch.rand(number, generator=g, dtype=torch.float64).mul(8).round().div(8)
     groups_N = torch.tensor(kind.groups)
+    rewards_N[torch.isin(groups_N, torch.tensor(kind.flat, dtype=torch.long))] = 1.0
     rows_N = torch.arange(number) * kind.dp * kind.micro_batches // number
     return Step(kind, ids_T, tokens, {"rewards": rewards_N, "group_ids": groups_N, "rows": rows_N})
 
