@@ -98,6 +98,7 @@ def _temperature(reading: Reading) -> Iterator[Alternative]:
     if temperature == 1:
         return
     pairs = (("policy_logprobs", "old_logprobs"), ("policy_logprobs",), ("old_logprobs",), ("sampler_logprobs",))
+    pairs += (("ref_logprobs",), ("old_logprobs", "sampler_logprobs"))
     for names in (names for names in pairs if set(names) <= set(tokens)):
         for factor, text in ((1 / temperature, "divided"), (temperature, "multiplied")):
             values = {name: tokens[name] * factor for name in names}
@@ -336,7 +337,7 @@ def _denominators(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]
 def _penalties(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]:
     spec = reading.spec
     if spec.kl.coefficient:
-        for estimator in ("k1", "k2", "k3", "abs"):
+        for estimator in ("k1", "k2", "k3", "abs", "squared"):
             if estimator != spec.kl.estimator:
                 yield "estimator", f"the KL estimator is {estimator}", {"kl": {"estimator": estimator}}
         for gradient in ("path", "score", "straight_through"):

@@ -192,6 +192,12 @@ def _lost_pieces(reading: Reading) -> Iterator[tuple[str, str, Reading]]:
         kept_T = kept_N[ids_T].double()
         yield "mask", f"{text}: gradients of the others are lost", replace(reading, scale=Scale(ones_T, kept_T))
         yield "mask", f"{text}: loss and gradients of the others are lost", replace(reading, scale=Scale(kept_T))
+        whose = text.split(" trains")[0]
+        if text.startswith("only"):
+            reported = f"the reported loss is that of {whose.removeprefix('only ')} alone"
+            yield "mask", reported, replace(reading, scale=Scale(kept_T, ones_T))
+            size = dump.size("dp") if "only rank" in text else dump.size("micro_batches")
+            yield "mask", f"{reported}, times {size}", replace(reading, scale=Scale(kept_T * size, ones_T))
         for name, size in (("dp", dump.size("dp")), ("micro_batches", dump.size("micro_batches"))):
             if size > 1 and (name == "dp") == ("rank" in text.split(" of ")[0]):
                 more = f"{text}, times {name} ({size})"

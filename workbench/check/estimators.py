@@ -54,6 +54,8 @@ def advantage_alternatives(reading: Reading) -> Iterator[Alternative]:
             if "group_ids" in dump.documents:
                 both = _with_documents(moved, group_ids=dump.documents["group_ids"][order_N])
                 yield Alternative("order", f"advantages of other documents ({text})", both)
+                moved_N = dump.documents["group_ids"][order_N]
+                yield Alternative("group", f"groups of other documents ({text})", _with_documents(reading, group_ids=moved_N))
         yield Alternative("factor", "the sign of the rewards is reversed", _with_documents(reading, rewards=-rewards_N))
         for dtype in (torch.bfloat16, torch.float16):
             text = f"rewards rounded to {str(dtype).removeprefix('torch.')}"
@@ -72,6 +74,10 @@ def _changes(dump: StepDump) -> Iterator[tuple[str, str, Change]]:
     """Yield (kind, description, change) of mistakes after or in the place of the estimator."""
     yield "estimator", "advantages are whitened over the tokens of the batch, after the estimator", _whitened
     yield "estimator", "advantages are whitened over the documents of the batch, after the estimator", _standardised
+    if (rows_N := dump.documents.get("rows")) is not None:
+        for one, size in (("rank", dump.size("micro_batches")), ("micro-batch", 1)):
+            text = f"advantages are whitened over the tokens of their {one}, after the estimator"
+            yield "estimator", text, _whitened_in(rows_N // size)
     yield "estimator", "the batch's mean is subtracted, after the estimator", _centred
     yield "estimator", "advantages are divided by the length of their document", _by_length(-1)
     yield "estimator", "advantages are multiplied by the length of their document", _by_length(1)
@@ -110,18 +116,31 @@ def _trained(dump: StepDump) -> Tensor:
 
 def _whitened(dump: StepDump, A_T: Tensor) -> Tensor:
     own_T = A_T[dump.loss_mask_T]
-    return (A_T - own_T.mean()) / (own_T.var() + 1e-8).sqrt()
+    return (A_T - own_T.mean()) / (own_T.var() + 1e-8).sqrt() if len(own_T) > 1 else A_T
+
+
+def _whitened_in(pieces_N: Tensor) -> Change:
+    def change(dump: StepDump, A_T: Tensor) -> Tensor:
+        out_T, piece_T = A_T.clone(), pieces_N[dump.document_ids_T]
+        for piece in pieces_N.unique():
+            own_T = A_T[dump.loss_mask_T & (piece_T == piece)]
+            if len(own_T) > 1:
+                out_T = torch.where(piece_T == piece, (A_T - own_T.mean()) / (own_T.var() + 1e-8).sqrt(), out_T)
+        return out_T
+
+    return change
 
 
 def _standardised(dump: StepDump, A_T: Tensor) -> Tensor:
     own_N = torch.zeros(dump.num_documents, dtype=A_T.dtype)
     own_N[dump.document_ids_T[dump.loss_mask_T]] = A_T[dump.loss_mask_T]
     own_N = own_N[_trained(dump)]
-    return (A_T - own_N.mean()) / (own_N.std() + 1e-8)
+    return (A_T - own_N.mean()) / (own_N.std() + 1e-8) if len(own_N) > 1 else A_T
 
 
 def _centred(dump: StepDump, A_T: Tensor) -> Tensor:
-    return A_T - A_T[dump.loss_mask_T].mean()
+    own_T = A_T[dump.loss_mask_T]
+    return A_T - own_T.mean() if len(own_T) else A_T
 
 
 def _by_length(power: int) -> Change:

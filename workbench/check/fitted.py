@@ -5,10 +5,12 @@ Letters: T tokens | N documents.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from workbench.check.alternatives import Alternative, of_documents
@@ -131,6 +133,119 @@ def fitted_order(reading: Reading, null: Numbers, recorded_T: Tensor, expected_T
     yield f"advantages of other documents: {listed(pairs, 4, separator=', ')}"
 
 
+# ---- bounds --------------------------------------------------------------------------------------------------------
+
+
+def fitted_bounds(reading: Reading, null: Numbers) -> Iterator[Alternative]:
+    """Yield bounds of the clip, and of the correction's weight, that the recorded coefficients show."""
+    spec, dump = reading.spec, reading.dump
+    recorded_T, advantages_T = null.recorded.get("coefficients"), dump.advantages_T
+    ratios_T = null.expected.get("ratios")
+    if not isinstance(recorded_T, Tensor) or advantages_T is None or not isinstance(ratios_T, Tensor):
+        return
+    own_T = recorded_T - torch.as_tensor(null.expected.get("parts/kl", 0.0))
+    weights_T = torch.as_tensor(null.expected["loss_weights"])
+    applied_T = torch.as_tensor(null.expected.get("correction_weights", 1.0))
+    free_T = -weights_T * applied_T * advantages_T * ratios_T
+    there_T = dump.loss_mask_T & (free_T.abs() > 1e-3 * free_T.abs().max())
+    settings = spec.surrogate.model_dump()
+    if spec.surrogate.kind == "ppo" and settings.get("clip_low") is not None:
+        off_T = own_T.abs() < 0.1 * free_T.abs()
+        bounds = {"clip_low": float(settings["clip_low"]), "clip_high": float(settings["clip_high"])}
+        for name, sign in (("clip_high", 1), ("clip_low", -1)):
+            signed_T = there_T & (advantages_T * sign > 0)
+            distance_T = (ratios_T - 1) * sign
+            within, beyond = distance_T[signed_T & ~off_T], distance_T[signed_T & off_T & (distance_T > 0)]
+            if not len(within) or not len(beyond) or float(within.max()) >= float(beyond.min()):
+                continue
+            low, high = max(float(within.max()), 0.0), float(beyond.min())
+            if not low <= bounds[name] <= high:
+                nice = _shortest(low, high)
+                text = f"{name} is {nice:g} or near: between {low:.4g} and {high:.4g}, not {bounds[name]:g}"
+                yield Alternative("clip", text, reading.changed(surrogate={name: nice}))
+        if not settings.get("dual_clip"):
+            signed_T = there_T & (advantages_T < 0)
+            within, beyond = ratios_T[signed_T & ~off_T], ratios_T[signed_T & off_T & (ratios_T > 1)]
+            if len(within) and len(beyond) and float(within.max()) < float(beyond.min()):
+                nice = _shortest(max(float(within.max()), 1.0), float(beyond.min()))
+                text = f"there is a dual clip at {nice:g} or near"
+                yield Alternative("clip", text, reading.changed(surrogate={"dual_clip": nice}))
+    if spec.correction.ratio == "token" and spec.correction.outside == "truncate":
+        implied_T = (own_T / free_T * applied_T)[there_T & (own_T != 0)]
+        if not len(implied_T):
+            return
+        for name, bound in (("ratio_high", float(implied_T.max())), ("ratio_low", float(implied_T.min()))):
+            at = int(((implied_T / bound - 1).abs() < BAR[dump.dtype]).sum()) if bound > 0 else 0
+            given = getattr(spec.correction, name)
+            if at > 1 and (given is None or abs(bound / given - 1) > BAR[dump.dtype]):
+                nice = _shortest(bound * (1 - BAR[dump.dtype] / 4), bound * (1 + BAR[dump.dtype] / 4))
+                text = f"weights are truncated at {nice:g}, not {given:g}" if given else f"weights are truncated at {nice:g}"
+                with contextlib.suppress(ValidationError):
+                    yield Alternative("correction", text, reading.changed(correction={name: nice}))
+
+
+def _shortest(low: float, high: float) -> float:
+    """The number with the fewest digits between two."""
+    for digits in range(12):
+        rounded = round((low + high) / 2, digits)
+        if low <= rounded <= high:
+            return rounded
+    return (low + high) / 2
+
+
+# ---- rounding ------------------------------------------------------------------------------------------------------
+
+
+def fitted_rounding(name: str, recorded_T: Tensor, expected_T: Tensor, dtype: str) -> Iterator[str]:
+    """Yield the precision in which all recorded values are exact, if they are the expected ones rounded to it."""
+    for other, bits in (("bfloat16", 8), ("float16", 11)):
+        if other == dtype:
+            continue
+        exact = bool((recorded_T == recorded_T.to(getattr(torch, other)).double()).all())
+        near = bool(((recorded_T - expected_T).abs() <= 2.0**-bits * expected_T.abs() + 1e-8).all())
+        if exact and near and bool(recorded_T.any()):
+            yield f"{name} rounded to {other}"
+
+
+# ---- counts --------------------------------------------------------------------------------------------------------
+
+
+def fitted_divisor(reading: Reading, factor: float) -> Iterator[str]:
+    """Yield the whole number that divides the loss in the place of the right count, if a factor gives one."""
+    dump, spec = reading.dump, reading.spec
+    documents = float(dump.document_ids_T[dump.loss_mask_T].unique().numel())
+    right = {
+        "token": (float(dump.loss_mask_T.sum()), "trained tokens"),
+        "document": (documents, "documents"),
+        "document_sum": (documents, "documents"),
+        "constant": (spec.denominator_constant or 0.0, "tokens a document"),
+    }.get(spec.denominator)
+    if right is None or factor <= 0:
+        return
+    other = right[0] / factor
+    if other > 1.5 and abs(other - round(other)) < BAR[dump.dtype] * other / 100 and dump.dtype != "bfloat16":
+        yield f"the loss is divided by {round(other)} {right[1]}, not by {right[0]:g}"
+
+
+def fitted_count(dump: StepDump, name: str, recorded: float) -> Iterator[str]:
+    """Yield what a recorded count of tokens or documents counts."""
+    mask_T, ids_T = dump.loss_mask_T, dump.document_ids_T
+    values_T = {"tokens": mask_T, "all tokens": dump.tokens.get("token_mask", torch.ones_like(mask_T))}
+    counts = {"all tokens and padding": float(len(mask_T)), "all tokens": float(values_T["all tokens"].sum())}
+    counts |= {"all documents": float(dump.num_documents), "tokens": float(mask_T.sum())}
+    counts["documents"] = float(ids_T[mask_T].unique().numel())
+    lengths_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
+    counts["trained tokens, and one for each document without a trained token"] = float(lengths_N.clamp_min(1).sum())
+    for one, piece_T in _pieces(dump).items():
+        if one in ("rank", "micro-batch"):
+            for piece in piece_T.unique().tolist():
+                counts[f"tokens of {one} {piece}"] = float((mask_T & (piece_T == piece)).sum())
+                counts[f"documents of {one} {piece}"] = float(ids_T[mask_T & (piece_T == piece)].unique().numel())
+    texts = [text for text, count in counts.items() if count == recorded and text != name]
+    if texts:
+        yield f"the loss is divided by {recorded:g}: {listed(texts, 3, separator=' or ')}"
+
+
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +269,25 @@ def fitted_pieces(dump: StepDump, recorded_T: Tensor, expected_T: Tensor, bounds
             texts = (f"{piece} times {factor:.4g}" for piece, factor in off.items())
             yield "denominator", f"each {one} has a divisor of its own: {listed(texts, 4)}"
         return
+
+
+def fitted_mask(dump: StepDump, recorded_T: Tensor, expected_T: Tensor, bounds_T: Tensor) -> Iterator[str]:
+    """Yield the tokens that do not train, or that train though they are masked, if all others have one factor."""
+    mask_T = dump.loss_mask_T
+    shown_T = mask_T & (expected_T.abs() > 1e-3 * expected_T.abs().max())
+    lost_T = shown_T & (recorded_T == 0)
+    extra_T = ~mask_T & (recorded_T != 0)
+    rest_T = shown_T & ~lost_T
+    if not bool((lost_T | extra_T).any()) or int(rest_T.sum()) < 3:
+        return
+    factor = float((recorded_T / expected_T)[rest_T].median())
+    slack_T = bounds_T * max(1.0, abs(factor)) + BAR[dump.dtype] * (factor * expected_T).abs()
+    if bool((rest_T & ((recorded_T - factor * expected_T).abs() > slack_T)).any()):
+        return
+    for tokens_T, text in ((lost_T, "do not train"), (extra_T, "train, though they are masked")):
+        if bool(tokens_T.any()):
+            at = torch.nonzero(tokens_T).squeeze(1).tolist()
+            yield f"{len(at)} tokens {text}: {listed((dump.place(one) for one in at), 4, separator='; ')}"
 
 
 def _pieces(dump: StepDump) -> Mapping[str, Tensor]:

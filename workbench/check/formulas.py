@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from workbench.check.recompute import Reading, Wrong
+from workbench.dumps.step import StepDump
 from workbench.losses.build import build_loss
 from workbench.losses.corrections import apply_correction
 from workbench.losses.kl import kl_estimate
@@ -30,6 +31,13 @@ def wrong_formulas(reading: Reading) -> Iterator[tuple[str, str, Wrong]]:
         yield "estimator", "the ratio of a document is the sum of its tokens' logs, not their mean", _summed_ratio
         yield "rounded", "the ratio is computed in bfloat16", _of_policy(_rounded_ratio)
         yield "estimator", "advantages enter by their size alone: |A|", _of_policy(_absolute)
+        for other in ("sampler", "ref", "policy"):
+            if f"{other}_logprobs" in tokens and spec.surrogate.ratio_anchor == "old":
+                text = f"{other}_logprobs in the place of old_logprobs in the ratio, and only there"
+                yield "stale", text, _anchored(other)
+        if "token_mask" in tokens and spec.surrogate.ratio_level == "document":
+            text = "the ratio of a document is the mean over all its tokens, a tool's too"
+            yield "mask", text, _longer_mean(reading.dump)
     for by, neighbour in ((1, "the token before"), (-1, "the token after")):
         yield "shift", f"policy_logprobs of {neighbour}", _neighbour(by)
     if spec.surrogate.kind in ("ppo", "gspo", "gspo_token"):
@@ -91,6 +99,30 @@ def _summed_ratio(loss: Loss, inputs: LossInputs, spec: LossSpec) -> dict[str, T
         return _of_policy(lambda own: replace(own, policy_logprobs_T=own.old_logprobs_T + mean_T))(loss, inputs, spec)
     long_T = inputs.log_ratio() * inputs.document_lengths_T
     return _of_policy(lambda own: replace(own, policy_logprobs_T=own.old_logprobs_T + long_T))(loss, inputs, spec)
+
+
+def _anchored(other: str) -> Wrong:
+    def change(inputs: LossInputs) -> LossInputs:
+        own_T = inputs.policy_logprobs_T.detach() if other == "policy" else inputs.logprobs(other)
+        return replace(inputs, old_logprobs_T=own_T)
+
+    return _of_policy(change)
+
+
+def _longer_mean(dump: StepDump) -> Wrong:
+    number = dump.num_documents
+    trained_N, all_N = (
+        torch.bincount(dump.document_ids_T[dump.tokens[name]], minlength=number) for name in ("loss_mask", "token_mask")
+    )
+    shares_T = (trained_N.double() / all_N.clamp_min(1))[dump.document_ids_T]
+
+    def change(inputs: LossInputs) -> LossInputs:
+        source_T = inputs.source_T
+        assert source_T is not None, "rows of a dump"
+        short_T = inputs.log_ratio() * shares_T[source_T]
+        return replace(inputs, policy_logprobs_T=inputs.old_logprobs_T + short_T)
+
+    return _of_policy(change)
 
 
 def _clip_free(inputs: LossInputs, spec: LossSpec) -> tuple[Tensor, Tensor]:

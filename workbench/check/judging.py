@@ -18,7 +18,20 @@ from torch import Tensor
 
 from workbench.check.alternatives import Alternative, loss_alternatives
 from workbench.check.estimators import advantage_alternatives
-from workbench.check.fitted import BAR, common_factor, fitted_order, fitted_pieces, fitted_terms, in_words, named_sizes
+from workbench.check.fitted import (
+    BAR,
+    common_factor,
+    fitted_bounds,
+    fitted_count,
+    fitted_divisor,
+    fitted_mask,
+    fitted_order,
+    fitted_pieces,
+    fitted_rounding,
+    fitted_terms,
+    in_words,
+    named_sizes,
+)
 from workbench.check.memo import Memo
 from workbench.check.numbers import Numbers, recompute_numbers
 from workbench.check.recompute import Quantities, Reading, can_evaluate, recompute_advantages, recompute_loss
@@ -37,6 +50,8 @@ from workbench.dumps.step import StepDump
 from workbench.errors import WorkbenchError, listed
 
 LAYOUT = ("dp", "cp", "micro_batches")
+SMALL = 64
+"""A factor that is a whole number up to this, or 1 over one, is not read as another count of tokens; a convention."""
 MOST_CAUSES = 6
 """Causes of a stage that are listed; a convention."""
 
@@ -110,7 +125,8 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
     """Try every mistake. Metrics, which cost most, are computed where they decide."""
     dump = reading.dump
     metrics = [name for name in null.differing if name.startswith("metrics/")]
-    if "advantages" in null.expected:
+    advantages = null.differing.get("advantages")
+    if "advantages" in null.expected and ("advantages" not in null.differing or advantages is not None):
         for alternative in advantage_alternatives(reading):
             try:
                 advantages_T = recompute_advantages(alternative.reading)
@@ -118,9 +134,11 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
                 continue
             if advantages_T is not None:
                 yield _with(alternative, {"advantages": advantages_T}, dump, null)
-    if not can_evaluate(dump):
-        return
-    for alternative in itertools.chain(loss_alternatives(reading), fitted_terms(reading, null)):
+    loss_differs = any(mismatch is not None for name, mismatch in null.differing.items() if name != "advantages")
+    if not can_evaluate(dump) or (first is not None and not loss_differs):
+        return  # nothing that a wrong loss would explain
+    fits = () if first is None else (fitted_terms, fitted_bounds)
+    for alternative in itertools.chain(loss_alternatives(reading), *(fit(reading, null) for fit in fits)):
         try:
             if screen is not None and screen.excludes(alternative.reading):
                 continue
@@ -176,8 +194,11 @@ def _with(alternative: Alternative, expected: Quantities, dump: StepDump, null: 
 def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) -> list[Cause]:
     """Mistakes that give every recorded quantity of the first stage that differs, the most explained first."""
     causes, off = list[Cause](), dict[Cause, float]()
+    required = first.compared
+    if not any(_reproduces(one, required) for one in tried):
+        required = _without_counts(null, first)  # a trainer may count one thing and divide by another
     for one in tried:
-        if any(name not in one.differing or one.differing[name] is not None for name in first.compared):
+        if not required or not _reproduces(one, required):
             continue
         by_stage = {
             stage: [one.differing[name] is None for name in one.differing if stage_of(name) == stage]
@@ -187,18 +208,30 @@ def _causes(reading: Reading, null: Numbers, first: Stage, tried: list[_Tried]) 
         differs = tuple(stage for stage, agreeing in by_stage.items() if agreeing and not all(agreeing))
         cause = Cause(one.alternative.kind, one.alternative.description, explains, differs, first.name)
         causes.append(cause)
-        off[cause] = max(one.off[name] for name in first.compared)
+        off[cause] = max(one.off[name] for name in required)
     nearest = min(off.values(), default=0.0)
     near = {cause: off[cause] > 10 * nearest + RELATIVE[reading.dump.dtype] / 100 for cause in causes}
     causes.sort(key=lambda cause: (len(cause.differs), near[cause], -len(cause.explains)))
-    causes += _factor(reading.dump, null, first)
+    causes += _factor(reading, null, first)
     causes.sort(key=lambda cause: len(cause.differs))
     return list(dict.fromkeys(causes)) or _fitted(reading, null, first)
 
 
-def _factor(dump: StepDump, null: Numbers, first: Stage) -> list[Cause]:
+def _reproduces(one: _Tried, names: Iterable[str]) -> bool:
+    return all(name in one.differing and one.differing[name] is None for name in names)
+
+
+def _without_counts(null: Numbers, first: Stage) -> tuple[str, ...]:
+    """What differs, without counts: of a stage whose counts no mistake gives."""
+    if not any(name.startswith("counts/") for name in first.compared):
+        return ()
+    differing = [name for name, mismatch in null.differing.items() if mismatch is not None]
+    return tuple(name for name in differing if not name.startswith(("counts/", "metrics/")) and name != "advantages")
+
+
+def _factor(reading: Reading, null: Numbers, first: Stage) -> list[Cause]:
     """A common factor of the first quantity that differs, with a name if it is a size of the step."""
-    mismatch = first.mismatches[0]
+    mismatch, dump = first.mismatches[0], reading.dump
     if mismatch.quantity.startswith(("metrics/", "counts/")) or mismatch.quantity == "clipped":
         return []
     values = (numbers[mismatch.quantity] for numbers in (null.recorded, null.expected, null.bounds))
@@ -208,22 +241,46 @@ def _factor(dump: StepDump, null: Numbers, first: Stage) -> list[Cause]:
     text = in_words(dump, factor, BAR[dump.dtype])
     if not text and shown == 1:
         return []  # one number always has a factor
-    return [Cause("factor", f"{mismatch.quantity} times {factor:.7g}{text}", (first.name,), (), first.name)]
+    causes = [Cause("factor", f"{mismatch.quantity} times {factor:.7g}{text}", (first.name,), (), first.name)]
+    small = any(abs(value - round(value)) <= BAR[dump.dtype] and round(value) < SMALL for value in (factor, 1 / factor))
+    if not small and not any(one.needs and one.needs <= {*LAYOUT} for one in named_sizes(dump, factor, BAR[dump.dtype])):
+        texts = fitted_divisor(reading, factor) if mismatch.quantity in ("coefficients", "loss_weights") else ()
+        causes = [Cause("denominator", one, (first.name,), (), first.name) for one in texts] + causes
+    return causes
 
 
 def _fitted(reading: Reading, null: Numbers, first: Stage) -> list[Cause]:
     """Causes that are read off the recorded values, where no known mistake gives them."""
-    mismatch, dump = first.mismatches[0], reading.dump
-    name = mismatch.quantity
-    if name not in ("advantages", "coefficients", "loss_weights"):
-        return []
+    dump = reading.dump
+    for mismatch in first.mismatches:
+        name = mismatch.quantity
+        if name.startswith("counts/"):
+            found = [("denominator", text) for text in fitted_count(dump, name[7:], mismatch.recorded)]
+        elif mismatch.token is None or name == "clipped":
+            continue
+        else:
+            found = list(_of_tokens(reading, null, name))
+        if found:
+            return [Cause(kind, text, (first.name,), (), first.name) for kind, text in found]
+    return []
+
+
+def _of_tokens(reading: Reading, null: Numbers, name: str) -> Iterable[tuple[str, str]]:
+    """Yield (kind, description) of what the recorded values of tokens show."""
+    dump = reading.dump
     recorded_T, expected_T, bounds_T = (
         torch.as_tensor(numbers[name]) for numbers in (null.recorded, null.expected, null.bounds)
     )
-    found = [("order", text) for text in fitted_order(reading, null, recorded_T, expected_T) if name == "advantages"]
-    if not found:
-        found = [*fitted_pieces(dump, recorded_T, expected_T, bounds_T)]
-    return [Cause(kind, text, (first.name,), (), first.name) for kind, text in found]
+    rounded = [("rounded", text) for text in fitted_rounding(name, recorded_T, expected_T, dump.dtype)]
+    if rounded:
+        yield from rounded
+        return
+    if name == "advantages" and (texts := list(fitted_order(reading, null, recorded_T, expected_T))):
+        yield from (("order", text) for text in texts)
+        return
+    pieces = list(fitted_pieces(dump, recorded_T, expected_T, bounds_T))
+    lost = fitted_mask(dump, recorded_T, expected_T, bounds_T) if name in ("coefficients", "loss_weights") else ()
+    yield from pieces or (("mask", text) for text in lost)
 
 
 # ---- places, and what is not decided -------------------------------------------------------------------------------

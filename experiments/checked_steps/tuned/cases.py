@@ -33,7 +33,7 @@ KINDS = {
         LENGTHS, PAIRS, clip=(0.2, 0.28), kl=0.05, correction=2.0, dp=2, micro_batches=2, tools=True, records=ALL, cp=2
     ),
     "padded": Kind(LENGTHS, PAIRS, "ppo", "document", kl=0.1, padded=True, silent=(3,), temperature=0.7, seed=1),
-    "gspo": Kind(LENGTHS, PAIRS, "gspo", "document", clip=(0.03, 0.04), dp=2, records=(*ALL, "ratios"), flat=(1,), seed=2),
+    "gspo": Kind(LENGTHS, PAIRS, "gspo", "document", clip=(0.03, 0.04), dp=2, records=(*ALL, "ratios"), flat=(2,), seed=2),
     "drgrpo": Kind(
         LENGTHS, PAIRS, "ppo", "constant", constant=16.0, estimator="dr_grpo", padded=True, tools=True, seed=3
     ),
@@ -46,6 +46,8 @@ KINDS = {
     "uneven": Kind(
         (5, 7, 3, 4, 9, 6, 2, 8, 5), (0, 0, 0, 1, 1, 2, 2, 2, 2), correction=1.2, records=(*ALL, "correction_weights")
     ),
+    "number2": Kind(LENGTHS, PAIRS, "ppo", "document_sum", estimator="rloo", spread=0.25, seed=8),
+    "gspo2": Kind(LENGTHS, PAIRS, "gspo", "document", clip=(0.03, 0.04), tools=True, seed=9),
     "bf16": Kind(LENGTHS, PAIRS, "ppo", "document", kl=0.3, dtype="bfloat16", padded=True, spread=0.3, seed=7),
 }
 
@@ -294,6 +296,24 @@ fault("kl_no_gradient", "ppo", "the penalty has no gradient", "NovaSky-AI/SkyRL#
 fault("kl_coefficient", "bf16", "a third of the coefficient", "linkedin/Liger-Kernel beta", ("penalty", "KL"), kl=lambda s, x, v: kl_values(s, x, v) / 3)
 fault("kl_over_micro_batches", "ppo", "the penalty is divided by micro-batches again", "NovaSky-AI/SkyRL#1822", ("penalty", "micro_batches"),
       ("penalty", "0.5"), kl=lambda s, x, v: kl_values(s, x, v) / 2)
+
+
+fault("shard_edges", "gspo", "one label is lost at each edge of a context-parallel shard", "OpenRLHF GPTLMLoss", ("mask", "tokens"),
+      gradients=lambda s, g: torch.where(torch.arange(len(g)) % 9 == 8, 0, g))
+FAULTS.pop()  # of gspo every token has the gradient of its document
+fault("shard_edges", "uneven", "one label is lost at each edge of a context-parallel shard", "OpenRLHF GPTLMLoss", ("mask", "tokens"),
+      gradients=lambda s, g: torch.where(torch.arange(len(g)) % 9 == 8, 0, g))
+fault("rounded_gradients", "number2", "gradients in bfloat16", "verl logits / T in bf16", ("rounded", "coefficients"),
+      gradients=lambda s, g: g.bfloat16().float())
+fault("clip_of_another", "number2", "0.17 in place of 0.2 above", "settings", ("clip", "clip_high"), policy=lambda s, x, v: policy_values(s, x, v, clip=(0.2, 0.13)))
+fault("bound_of_another", "uneven", "weights truncated at 1.1", "settings", ("correction", "1.1"), policy=lambda s, x, v: policy_values(s, x, v, correction=lambda w: w.clamp(max=1.1)))
+fault("last_loss", "ppo", "the reported loss is that of the last micro-batches", "verl-project/verl#2259", ("mask", "reported"), ("factor", "reported"),
+      **{"reported_of": lambda s: (s.of_rows("micro_batch") % 2 == 1)[s.ids_T]})
+fault("constant_of_another", "drgrpo", "divided by 11 tokens a document", "verl loss_scale_factor", ("denominator", "11"), factor=16 / 11)
+fault("ratio_of_tools", "gspo2", "the document's ratio is a mean over a tool's tokens too", "inclusionAI/AReaL#1346", ("mask", "tool"),
+      policy=lambda s, x, v: policy_values(s, v["old_logprobs"] + (x - v["old_logprobs"]) * (s.lengths_N / torch.bincount(s.ids_T[s.tokens["token_mask"]]))[s.ids_T].float(), v))
+fault("counted_of_micro_batch", "ppo", "micro-batch means; the count is that of the last micro-batch", "NVIDIA-NeMo/RL#373", ("denominator", "micro-batch"),
+      weights=lambda s: pieces_mean(s, "micro_batch"), counts=lambda s: {"tokens": float((s.mask_T & (s.of_rows("micro_batch") == 3)[s.ids_T]).sum())})
 
 
 def dump_of(one: Fault) -> Step:

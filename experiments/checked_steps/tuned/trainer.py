@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 WRONG = ("values", "advantages", "weights", "penalty_weights", "policy", "kl", "factor", "reported", "gradients", "counts")
+WRONG += ("reported_of",)
 """Parts of a mistake: functions of the step, and factors of gradient and reported numbers."""
 
 
@@ -220,6 +221,11 @@ def train(step: Step, **wrong: Any) -> Step:
     if "gradients" in wrong:
         gradient_T = wrong["gradients"](step, gradient_T)
     reported = wrong.get("reported", wrong.get("factor", 1.0))
+    if "reported_of" in wrong:
+        keep_T = mask_T & wrong["reported_of"](own)
+        terms["policy"] = (w_T.to(dtype) * torch.where(keep_T, policy_T, 0)).sum()
+        terms["kl"] = (kl_w_T.to(dtype) * torch.where(keep_T, kl_T, 0)).sum()
+        total = sum(terms.values())
     losses = {"total": float(total.detach()) * reported}
     if kind.kl:
         losses |= {name: float(value.detach()) * reported for name, value in terms.items()}

@@ -14,7 +14,8 @@ NULL = Reading(dump(), LossSpec(**SETTINGS), ("grpo", {"epsilon": 1e-4}))
 
 def test_each_has_a_name_of_its_own_and_gives_advantages():
     alternatives = list(advantage_alternatives(NULL))
-    assert {alternative.kind for alternative in alternatives} == {"estimator", "mask", "group", "order", "factor"}
+    kinds = {alternative.kind for alternative in alternatives}
+    assert kinds == {"estimator", "mask", "group", "order", "factor", "rounded"}
     descriptions = [alternative.description for alternative in alternatives]
     assert len(set(descriptions)) == len(descriptions)
     right = recompute_advantages(NULL)
