@@ -97,6 +97,7 @@ def _temperature(reading: Reading) -> Iterator[Alternative]:
     tokens, temperature = reading.dump.tokens, reading.dump.temperature
     if temperature == 1:
         return
+    pairs: tuple[tuple[str, ...], ...]
     pairs = (("policy_logprobs", "old_logprobs"), ("policy_logprobs",), ("old_logprobs",), ("sampler_logprobs",))
     pairs += (("ref_logprobs",), ("old_logprobs", "sampler_logprobs"))
     for names in (names for names in pairs if set(names) <= set(tokens)):
@@ -140,7 +141,7 @@ def _shifted(dump: StepDump, value_T: Tensor, by: int) -> Iterator[Tensor]:
 
 
 def _compacted(dump: StepDump, value_T: Tensor) -> Tensor | None:
-    """Values of trained tokens moved to the beginning of their document, 0 after them; None if that is where they are."""
+    """Values of trained tokens moved to the beginning of their document, 0 after them; None if they are there."""
     mask_T, ids_T = dump.loss_mask_T, dump.document_ids_T
     before_T = mask_T.long().cumsum(0) - 1
     widths_N = torch.bincount(ids_T, minlength=dump.num_documents)
@@ -193,7 +194,10 @@ def permutations(dump: StepDump) -> dict[str, Tensor]:
             orders |= {text: order_N, f"restored from {text}, of others": order_N.argsort()}
     for size, one in ((number // dump.size("dp"), "rank"), (group_size(dump), "group"), (number // 2, "half")):
         if 1 < size < number and number % size == 0:
-            orders |= {f"shifted by one {one}": numbers_N.roll(size), f"shifted back by one {one}": numbers_N.roll(-size)}
+            orders |= {
+                f"shifted by one {one}": numbers_N.roll(size),
+                f"shifted back by one {one}": numbers_N.roll(-size),
+            }
             orders[f"reversed in each {one}"] = numbers_N.reshape(-1, size).flip(1).reshape(-1)
             orders[f"each {one} begins one document late"] = numbers_N.reshape(-1, size).roll(1, 1).reshape(-1)
     sizes = {dump.size("dp"), dump.size("micro_batches"), group_size(dump)}
@@ -269,10 +273,10 @@ def _settings(reading: Reading) -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield "clip", "nothing is clipped", {"surrogate": {"clip_low": 1.0, "clip_high": math.inf}}
         yield "clip", "there is no upper bound of the clip", {"surrogate": {"clip_high": math.inf}}
         yield "clip", "there is no lower bound of the clip", {"surrogate": {"clip_low": 1.0}}
-        for bounds in _BOUNDS:
-            if bounds != (low, high):
-                text = f"the clip is {bounds[0]:g} below and {bounds[1]:g} above 1, not {low:g} and {high:g}"
-                yield "clip", text, {"surrogate": {"clip_low": bounds[0], "clip_high": bounds[1]}}
+        for below, above in _BOUNDS:
+            if (below, above) != (low, high):
+                text = f"the clip is {below:g} below and {above:g} above 1, not {low:g} and {high:g}"
+                yield "clip", text, {"surrogate": {"clip_low": below, "clip_high": above}}
         text = f"the bounds of the clip are those of the log ratio: e^-{low:g} and e^{high:g}"
         yield "clip", text, {"surrogate": {"clip_low": 1 - math.exp(-low), "clip_high": math.expm1(high)}}
         if high < 1:

@@ -108,16 +108,17 @@ def _widths(reading: Reading, everything_N: Tensor, widths_N: Tensor) -> dict[st
     return out
 
 
-def _pieces(
-    reading: Reading, lengths_N: Tensor, right_T: Tensor
-) -> Iterator[tuple[str, Tensor, dict[str, float]]]:
+def _pieces(reading: Reading, lengths_N: Tensor, right_T: Tensor) -> Iterator[tuple[str, Tensor, dict[str, float]]]:
     """Counts of a rank or a micro-batch, averaged over these."""
     dump, name = reading.dump, reading.spec.denominator
     rows_N = dump.documents.get("rows")
     if rows_N is None:
         return
     micro_batches, dp = dump.size("micro_batches"), dump.size("dp")
-    of_ranks, passes = ("rank", rows_N // micro_batches, dp), ("pass of all ranks", rows_N % micro_batches, micro_batches)
+    of_ranks, passes = (
+        ("rank", rows_N // micro_batches, dp),
+        ("pass of all ranks", rows_N % micro_batches, micro_batches),
+    )
     known = [of_ranks, passes] if dp > 1 and micro_batches > 1 else []
     if dp > 1 and micro_batches == 1:
         known = [("rank", rows_N, dp)]
@@ -127,15 +128,15 @@ def _pieces(
         known.append(("micro-batch of each rank", rows_N, dp * micro_batches))
     trains_N = (lengths_N > 0).double()
     for one, pieces_N, number in known:
+
         def within(values_N: Tensor, pieces_N: Tensor = pieces_N, number: int = number) -> Tensor:
             return values_N.new_zeros(number).index_add(0, pieces_N, values_N).clamp_min(1)[pieces_N]
 
         trained_N, documents_N = within(lengths_N), within(trains_N)
         weights = {
             f"by the trained tokens of its own {one}, then averaged": 1 / trained_N / number,
-            f"by the documents of its own {one}, each over its own tokens, then averaged": 1 / (
-                documents_N * lengths_N.clamp_min(1) * number
-            ),
+            f"by the documents of its own {one}, each over its own tokens, then averaged": 1
+            / (documents_N * lengths_N.clamp_min(1) * number),
             f"by the documents of its own {one}, then averaged": 1 / documents_N / number,
         }
         for text, weights_N in weights.items():

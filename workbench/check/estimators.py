@@ -55,7 +55,9 @@ def advantage_alternatives(reading: Reading) -> Iterator[Alternative]:
                 both = _with_documents(moved, group_ids=dump.documents["group_ids"][order_N])
                 yield Alternative("order", f"advantages of other documents ({text})", both)
                 moved_N = dump.documents["group_ids"][order_N]
-                yield Alternative("group", f"groups of other documents ({text})", _with_documents(reading, group_ids=moved_N))
+                yield Alternative(
+                    "group", f"groups of other documents ({text})", _with_documents(reading, group_ids=moved_N)
+                )
         yield Alternative("factor", "the sign of the rewards is reversed", _with_documents(reading, rewards=-rewards_N))
         for dtype in (torch.bfloat16, torch.float16):
             text = f"rewards rounded to {str(dtype).removeprefix('torch.')}"
@@ -87,28 +89,43 @@ def _changes(dump: StepDump) -> Iterator[tuple[str, str, Change]]:
     yield "estimator", "advantages are clamped to -5 and 5", lambda dump, A_T: A_T.clamp(-5, 5)
     for dtype in (torch.bfloat16, torch.float16):
         text = f"advantages rounded to {str(dtype).removeprefix('torch.')}"
-        yield "rounded", text, lambda dump, A_T, dtype=dtype: A_T.to(dtype).double()
+        yield "rounded", text, _rounded(dtype)
     if "rewards" not in dump.documents:
         return
     yield "estimator", "rewards are the advantages: no baseline is subtracted", _of_groups(lambda r, m, s: r)
-    yield "estimator", "reward minus mean / deviation: parentheses are missing", _of_groups(
-        lambda r, m, s: r - m / (s + 1e-4)
+    yield (
+        "estimator",
+        "reward minus mean / deviation: parentheses are missing",
+        _of_groups(lambda r, m, s: r - m / (s + 1e-4)),
     )
-    yield "estimator", "reward / deviation of the group: no baseline is subtracted", _of_groups(
-        lambda r, m, s: r / (s + 1e-4)
+    yield (
+        "estimator",
+        "reward / deviation of the group: no baseline is subtracted",
+        _of_groups(lambda r, m, s: r / (s + 1e-4)),
     )
     yield "estimator", "the variance divides, not the deviation", _of_groups(lambda r, m, s: (r - m) / (s * s + 1e-4))
-    yield "estimator", "the mean of the group divides, not the deviation", _of_groups(
-        lambda r, m, s: (r - m) / (m + 1e-4)
+    yield (
+        "estimator",
+        "the mean of the group divides, not the deviation",
+        _of_groups(lambda r, m, s: (r - m) / (m + 1e-4)),
     )
-    yield "estimator", "the root of the variance + 1e-4 divides", _of_groups(
-        lambda r, m, s: (r - m) / (s * s + 1e-4).sqrt()
+    yield (
+        "estimator",
+        "the root of the variance + 1e-4 divides",
+        _of_groups(lambda r, m, s: (r - m) / (s * s + 1e-4).sqrt()),
     )
-    yield "estimator", "the baseline is the mean of the batch, over the deviation of the group", _of_groups(
-        lambda r, m, s: (r - r.mean()) / (s + 1e-4)
+    yield (
+        "estimator",
+        "the baseline is the mean of the batch, over the deviation of the group",
+        _of_groups(lambda r, m, s: (r - r.mean()) / (s + 1e-4)),
     )
     yield "estimator", "the greatest reward of the group is its baseline", _greatest
     yield "estimator", "the reward minus the mean of the others, of which it is one: times n / (n - 1)", _of_others
+
+
+def _rounded(dtype: torch.dtype) -> Change:
+    return lambda dump, A_T: A_T.to(dtype).double()
+
 
 def _trained(dump: StepDump) -> Tensor:
     return torch.bincount(dump.document_ids_T[dump.loss_mask_T], minlength=dump.num_documents) > 0

@@ -27,7 +27,7 @@ BAR = {"float64": 1e-7, "float32": 1e-3, "bfloat16": 3e-2}
 def common_factor(
     dump: StepDump, recorded: Tensor | float, expected: Tensor | float, bounds: Tensor | float
 ) -> tuple[float, int] | None:
-    """Return (factor, values that show it) by which all recorded values are the expected ones; None if there is none."""
+    """Return the factor of all recorded values against the expected ones, and how many show it; None without one."""
     recorded_T, expected_T = torch.as_tensor(recorded).reshape(-1), torch.as_tensor(expected).reshape(-1)
     there_T = expected_T.abs() > 1e-3 * expected_T.abs().max()
     if not bool(there_T.any()):
@@ -179,7 +179,11 @@ def fitted_bounds(reading: Reading, null: Numbers) -> Iterator[Alternative]:
             given = getattr(spec.correction, name)
             if at > 1 and (given is None or abs(bound / given - 1) > BAR[dump.dtype]):
                 nice = _shortest(bound * (1 - BAR[dump.dtype] / 4), bound * (1 + BAR[dump.dtype] / 4))
-                text = f"weights are truncated at {nice:g}, not {given:g}" if given else f"weights are truncated at {nice:g}"
+                text = (
+                    f"weights are truncated at {nice:g}, not {given:g}"
+                    if given
+                    else f"weights are truncated at {nice:g}"
+                )
                 with contextlib.suppress(ValidationError):
                     yield Alternative("correction", text, reading.changed(correction={name: nice}))
 
@@ -249,7 +253,9 @@ def fitted_count(dump: StepDump, name: str, recorded: float) -> Iterator[str]:
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
-def fitted_pieces(dump: StepDump, recorded_T: Tensor, expected_T: Tensor, bounds_T: Tensor) -> Iterator[tuple[str, str]]:
+def fitted_pieces(
+    dump: StepDump, recorded_T: Tensor, expected_T: Tensor, bounds_T: Tensor
+) -> Iterator[tuple[str, str]]:
     """Yield (kind, description) of a factor that is the same within each micro-batch, rank, prompt or document."""
     for one, piece_T in _pieces(dump).items():
         factors = _factors(dump, recorded_T, expected_T, bounds_T, piece_T)

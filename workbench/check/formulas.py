@@ -169,10 +169,8 @@ def _only_signed(sign: int) -> Wrong:
 
 def _tempered(factor: float, *, others: bool) -> Wrong:
     def wrong(loss: Loss, inputs: LossInputs, spec: LossSpec) -> dict[str, Term]:
-        changes = {"policy_logprobs_T": inputs.policy_logprobs_T * factor}
-        if others:
-            changes["old_logprobs_T"] = inputs.old_logprobs_T * factor
-        return loss(replace(inputs, **changes))
+        old_T = inputs.old_logprobs_T * factor if others else inputs.old_logprobs_T
+        return loss(replace(inputs, policy_logprobs_T=inputs.policy_logprobs_T * factor, old_logprobs_T=old_T))
 
     return wrong
 

@@ -112,8 +112,7 @@ def _nothing_to_see(dump: StepDump, compared: list[Stage]) -> bool:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A mistake: the recorded quantities that still differ under it, how far the others are, and if it changes any that was
-    not recorded."""
+    """A mistake: True if it changes what was not recorded; recorded quantities that differ, and how far others are."""
 
     alternative: Alternative
     acts: bool
@@ -145,8 +144,8 @@ def _tried(reading: Reading, null: Numbers, first: Stage | None, screen: Screen 
             expected = recompute_loss(alternative.reading, metrics=False)
             one = _with(alternative, expected, dump, null)
             if first is not None and alternative.kind == "denominator" and one.differing.get(_shown(first)):
-                if (scaled := _by_an_axis(alternative, expected, null, _shown(first))) is not None:
-                    alternative = scaled
+                alternative = _by_an_axis(alternative, expected, null, _shown(first))
+                if alternative.reading.factor != reading.factor:
                     one = _with(alternative, recompute_loss(alternative.reading, metrics=False), dump, null)
             needed = one.differing if first is None else first.compared
             if first is None and not one.acts:
@@ -163,17 +162,17 @@ def _shown(first: Stage) -> str:
     return first.mismatches[0].quantity
 
 
-def _by_an_axis(alternative: Alternative, expected: Quantities, null: Numbers, quantity: str) -> Alternative | None:
-    """The same mistake, and in addition a factor that is an axis of the layout: a mean that is a sum, for example."""
+def _by_an_axis(alternative: Alternative, expected: Quantities, null: Numbers, quantity: str) -> Alternative:
+    """The same mistake, and in addition a factor that is an axis of the layout, if one shows: a mean that is a sum."""
     if quantity.startswith(("metrics/", "counts/")) or quantity == "clipped" or quantity not in expected:
-        return None
+        return alternative
     dump = alternative.reading.dump
     match = common_factor(dump, null.recorded[quantity], expected[quantity], null.bounds[quantity])
     if match is None:
-        return None
+        return alternative
     named = [one for one in named_sizes(dump, match[0], BAR[dump.dtype]) if one.needs <= {*LAYOUT}]
     if not named or not named[0].needs:
-        return None
+        return alternative
     reading = replace(alternative.reading, factor=alternative.reading.factor * match[0])
     return replace(alternative, description=f"{alternative.description}, times {named[0].description}", reading=reading)
 
@@ -243,7 +242,9 @@ def _factor(reading: Reading, null: Numbers, first: Stage) -> list[Cause]:
         return []  # one number always has a factor
     causes = [Cause("factor", f"{mismatch.quantity} times {factor:.7g}{text}", (first.name,), (), first.name)]
     small = any(abs(value - round(value)) <= BAR[dump.dtype] and round(value) < SMALL for value in (factor, 1 / factor))
-    if not small and not any(one.needs and one.needs <= {*LAYOUT} for one in named_sizes(dump, factor, BAR[dump.dtype])):
+    if not small and not any(
+        one.needs and one.needs <= {*LAYOUT} for one in named_sizes(dump, factor, BAR[dump.dtype])
+    ):
         texts = fitted_divisor(reading, factor) if mismatch.quantity in ("coefficients", "loss_weights") else ()
         causes = [Cause("denominator", one, (first.name,), (), first.name) for one in texts] + causes
     return causes

@@ -72,7 +72,7 @@ ROUNDINGS = 16
 
 
 def _bound_of_advantages(reading: Reading, advantages_T: Tensor) -> Tensor:
-    """[T] roundings of the result, and the effect of rounded rewards: nearly equal ones have a deviation of rounding."""
+    """[T] roundings of the result, and the effect of rounded rewards, whose deviation may be nothing else."""
     dump, epsilon = reading.dump, EPSILON[reading.dump.dtype]
     bound_T = ROUNDINGS * epsilon * (advantages_T.abs() + 1e-3 * advantages_T.abs().max())
     if dump.dtype == "bfloat16":

@@ -38,7 +38,11 @@ if __name__ == "__main__":
     for row in scores["faults"]:
         if row["rank"] != 1:
             named = [f"{cause['kind']}: {cause['description']}" for cause in row["causes"][:3]]
-            print(f"{row['id']}: rank {row['rank']}, {row['verdict']} at {row['first']} {row.get('found', '')}", *named, sep="\n    ")
+            print(
+                f"{row['id']}: rank {row['rank']}, {row['verdict']} at {row['first']} {row.get('found', '')}",
+                *named,
+                sep="\n    ",
+            )
     for row in scores["clean"]:
         if row["verdict"] not in ("agrees", "vacuous"):
             print(row["dump"], row["verdict"], row["first"], row.get("found", ""), row["causes"][:1])

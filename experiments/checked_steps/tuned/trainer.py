@@ -18,7 +18,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-WRONG = ("values", "advantages", "weights", "penalty_weights", "policy", "kl", "factor", "reported", "gradients", "counts")
+WRONG = (
+    "values",
+    "advantages",
+    "weights",
+    "penalty_weights",
+    "policy",
+    "kl",
+    "factor",
+    "reported",
+    "gradients",
+    "counts",
+)
 WRONG += ("reported_of",)
 """Parts of a mistake: functions of the step, and factors of gradient and reported numbers."""
 
@@ -199,7 +210,7 @@ def train(step: Step, **wrong: Any) -> Step:
     kind, dtype = step.kind, _dtype(step.kind)
     A_N = wrong.get("advantages", advantages)(step).to(dtype)
     taken = {**step.tokens, "advantages": A_N[step.ids_T] if A_N.shape == step.documents["rewards"].shape else A_N}
-    given = {name: value for name, value in step.tokens.items()}
+    given = dict(step.tokens)
     leaf_T = taken["policy_logprobs"].clone().requires_grad_()
     taken["policy_logprobs"] = leaf_T
     if "values" in wrong:
@@ -277,7 +288,9 @@ def write(step: Step, folder: Path) -> None:
     if kind.dp * kind.micro_batches == 1:
         del documents["rows"]
     tensors |= documents
-    save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, folder / "step.safetensors")
+    save_file(
+        {name: value.detach().contiguous().clone() for name, value in tensors.items()}, folder / "step.safetensors"
+    )
     layout = {"dp": kind.dp, "cp": kind.cp, "micro_batches": kind.micro_batches}
     about = {"format": "rl step", "version": 1, "files": ["step.safetensors"], "settings": settings(kind)}
     about |= {"advantages": {"name": kind.estimator}, "layout": layout, "dtype": kind.dtype}

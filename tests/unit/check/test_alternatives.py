@@ -34,7 +34,9 @@ def test_none_is_the_reading_itself():
         ) and {*other.dump.tokens} == {*null.dump.tokens}
         same = same_tokens and other.spec == null.spec and other.factor == 1 and other.wrong is None
         scales = () if other.scale is None else (other.scale.loss_T, other.scale.gradient_T)
-        assert not (same and all(scale is None or bool((scale == 1).all()) for scale in scales)), alternative.description
+        assert not (same and all(scale is None or bool((scale == 1).all()) for scale in scales)), (
+            alternative.description
+        )
 
 
 def test_no_temperature_at_1_and_no_factors_of_one_rank():
