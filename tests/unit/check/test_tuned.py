@@ -1,4 +1,4 @@
-"""Historical mistakes in the dumps of a plain trainer are named first, and its right dumps are not accused: tuned cases."""
+"""Historical mistakes in dumps of a plain trainer are named first, and its right dumps are not accused: tuned cases."""
 
 import pytest
 
