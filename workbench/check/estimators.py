@@ -45,24 +45,24 @@ def advantage_alternatives(reading: Reading) -> Iterator[Alternative]:
         yield Alternative(kind, text, replace(reading, of_advantages=change))
     dump = reading.dump
     for text, groups_N in _groupings(dump).items():
-        yield Alternative("group", text, _with_documents(reading, group_ids=groups_N))
+        yield Alternative("group", text, reading.with_documents(group_ids=groups_N))
     if "rewards" in dump.documents:
         rewards_N = dump.documents["rewards"]
         for text, order_N in permutations(dump).items():
-            moved = _with_documents(reading, rewards=rewards_N[order_N])
+            moved = reading.with_documents(rewards=rewards_N[order_N])
             yield Alternative("order", f"rewards of other documents ({text})", moved)
             if "group_ids" in dump.documents:
-                both = _with_documents(moved, group_ids=dump.documents["group_ids"][order_N])
+                both = moved.with_documents(group_ids=dump.documents["group_ids"][order_N])
                 yield Alternative("order", f"advantages of other documents ({text})", both)
                 moved_N = dump.documents["group_ids"][order_N]
                 yield Alternative(
-                    "group", f"groups of other documents ({text})", _with_documents(reading, group_ids=moved_N)
+                    "group", f"groups of other documents ({text})", reading.with_documents(group_ids=moved_N)
                 )
-        yield Alternative("factor", "the sign of the rewards is reversed", _with_documents(reading, rewards=-rewards_N))
+        yield Alternative("factor", "the sign of the rewards is reversed", reading.with_documents(rewards=-rewards_N))
         for dtype in (torch.bfloat16, torch.float16):
             text = f"rewards rounded to {str(dtype).removeprefix('torch.')}"
             rounded_N = rewards_N.to(dtype).double()
-            yield Alternative("rounded", text, _with_documents(reading, rewards=rounded_N))
+            yield Alternative("rounded", text, reading.with_documents(rewards=rounded_N))
     if "token_rewards" in dump.tokens:
         reversed_T = -dump.tokens["token_rewards"]
         text = "the sign of the rewards is reversed"
@@ -248,7 +248,3 @@ def _groupings(dump: StepDump) -> dict[str, Tensor]:
                 groups[f"a group is its documents of one {one}"] = given_N * (int(own_N.max()) + 1) + own_N
             groups[f"all documents of one {one} are one group"] = own_N
     return groups
-
-
-def _with_documents(reading: Reading, **values: Tensor) -> Reading:
-    return replace(reading, dump=replace(reading.dump, documents={**reading.dump.documents, **values}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,9 +52,10 @@ def recompute_numbers(reading: Reading) -> Numbers:
     else:
         expected["advantages"] = advantages_T
     if can_evaluate(dump):
-        expected |= recompute_loss(reading, by_term=True)
+        metrics = bool(dump.metrics)
+        expected |= recompute_loss(reading, by_term=True, metrics=metrics)
         shift = ROUNDING[dump.dtype]
-        moved = [recompute_loss(reading, shift=sign * shift) for sign in (1.0, -1.0)]
+        moved = [recompute_loss(reading, shift=sign * shift, metrics=metrics) for sign in (1.0, -1.0)]
     else:
         missing |= dict.fromkeys(list(STAGES)[1:], _missing_of_loss(dump))
         expected["counts/tokens"] = float(dump.loss_mask_T.sum())
@@ -94,7 +95,7 @@ def _moved(reading: Reading, epsilon: float, seed: int) -> Reading:
 
     documents = {name: moved(value) if name == "rewards" else value for name, value in dump.documents.items()}
     tokens = {name: moved(dump.tokens[name]) for name in ("token_rewards", "values") if name in dump.tokens}
-    return replace(reading.with_tokens(**tokens), dump=replace(dump.with_tokens(**tokens), documents=documents))
+    return reading.with_tokens(**tokens).with_documents(**documents)
 
 
 def _missing_of_advantages(reading: Reading) -> str:

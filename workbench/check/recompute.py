@@ -110,8 +110,12 @@ class Reading:
         return replace(self, spec=LossSpec.model_validate({**self.spec.model_dump(), **merged}))
 
     def with_tokens(self, **values: Tensor | None) -> Reading:
-        """Return the reading of a step with other values of tokens."""
-        return replace(self, dump=self.dump.with_tokens(**values))
+        """Return the reading of a step with other values of tokens; they may break the rules of a dump."""
+        return replace(self, dump=self.dump.reread(tokens={**self.dump.tokens, **values}))
+
+    def with_documents(self, **values: Tensor) -> Reading:
+        """Return the reading of a step with other values of documents."""
+        return replace(self, dump=self.dump.reread(documents={**self.dump.documents, **values}))
 
 
 def recompute_advantages(reading: Reading) -> Tensor | None:
@@ -187,12 +191,15 @@ def recompute_loss(
     if (scale := reading.scale) is not None:
         weights = [scale.apply(by_name, index_T) for by_name, index_T in zip(weights, indices, strict=True)]
     if sample_T is not None:
-        kept = memo.get("sample", (*groups, sample_T), None, lambda: [sample_T[index_T] for index_T in indices])
-        pairs = list(zip(indices, kept, strict=True))
-        of_sample = zip(weights, pairs, strict=True)
-        weights = [_sampled(by_name, keep_T) for by_name, (_, keep_T) in of_sample]
-        indices = [index_T[keep_T] for index_T, keep_T in pairs]
-    rows = [_row(reading, index_T, shift) for index_T in indices]
+        whole, kept_T = indices, sample_T
+
+        def parts() -> list[tuple[Tensor, Tensor]]:
+            return [(kept_T[index_T], index_T[kept_T[index_T]]) for index_T in whole]
+
+        pairs = memo.get("sample", (*groups, sample_T), None, parts)
+        weights = [_sampled(by_name, keep_T) for by_name, (keep_T, _) in zip(weights, pairs, strict=True)]
+        indices = [index_T for _, index_T in pairs]
+    rows = [_row(reading, index_T, shift, memo) for index_T in indices]
     loss, merged = _loss(reading), _Merged(len(dump.document_ids_T))
     documents_before = 0
     for row, index_T, of_row in zip(rows, indices, weights, strict=True):
@@ -260,15 +267,18 @@ def _rows(dump: StepDump) -> list[Tensor]:
 
 
 def _weights(reading: Reading, indices: list[Tensor], shift: float) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
-    rows = [_row(reading, index_T, shift) for index_T in indices]
+    memo = Memo() if reading.memo is None else reading.memo
+    rows = [_row(reading, index_T, shift, memo) for index_T in indices]
     return step_weights(rows, reading.spec, step_layout=StepLayout(reading.dump.size("dp"), reading.dump.size("cp")))
 
 
 def _weights_key(reading: Reading, shift: float) -> tuple[str, tuple[Tensor | None, ...], Hashable]:
-    """Values that the weights of a step depend on: mask, documents, and all of its values if a correction acts."""
+    """Values that the weights of a step depend on: mask, documents; all values if a correction counts or averages."""
     dump, spec = reading.dump, reading.spec
     of_documents = tuple(dump.documents.get(name) for name in ("rewards", "group_ids", "rows"))
-    if not spec.correction.acts:
+    correction = spec.correction
+    on_values = correction.denominator != "original" or correction.normalize or correction.m2_threshold is not None
+    if not (correction.acts and on_values):
         settings = (spec.denominator, spec.denominator_constant, spec.truncated, repr(spec.compat))
         return "weights", (dump.document_ids_T, dump.loss_mask_T, *of_documents), settings
     return "corrected weights", (dump.document_ids_T, *of_documents, *dump.tokens.values()), (repr(spec), shift)
@@ -308,12 +318,19 @@ def _policy(reading: Reading, index_T: Tensor, shift: float) -> Tensor:
     return (policy_T + shift).detach()
 
 
-def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
+def _row(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> TrainingRow:
     dump = reading.dump
-    ids_T = _chosen(dump.document_ids_T, index_T, fill=-1)
-    if len(index_T):
-        ids_T = ids_T.unique(return_inverse=True)[1]
+    of_documents = {name: dump.documents.get(name) for name in ("rewards", "group_ids")}
+    places = (dump.document_ids_T, index_T)
+    ids_T = memo.get("ids", places, None, lambda: _numbered(dump.document_ids_T, index_T))
     mask_T = _chosen(dump.loss_mask_T, index_T)
+    lengths_T = memo.get("lengths", (*places, dump.loss_mask_T), None, lambda: _lengths(dump, ids_T, mask_T))
+    spread = {
+        name: value_N
+        if value_N is None
+        else memo.get(f"spread {name}", (*places, value_N), None, lambda v=value_N: _spread(v, *places))
+        for name, value_N in of_documents.items()
+    }
     given_T = dump.advantages_T
     assert given_T is not None, "can_evaluate"
     advantages_T = torch.where(mask_T, _chosen(given_T, index_T), 0.0)
@@ -321,13 +338,6 @@ def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
     weights_T = _at(dump, "correction_weights", index_T)
     given = reading.spec.correction.ratio.startswith("given") and weights_T is not None
     zeros_T = torch.zeros_like(ids_T)
-    of_documents = {name: dump.documents.get(name) for name in ("rewards", "group_ids")}
-    spread = {
-        name: None if value_N is None else _spread(value_N, dump.document_ids_T, index_T)
-        for name, value_N in of_documents.items()
-    }
-    trained_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
-    lengths_T = trained_N[ids_T.clamp_min(0)].clamp_min(1)
     return TrainingRow(
         tokens_T=zeros_T,
         positions_T=zeros_T,
@@ -339,11 +349,23 @@ def _row(reading: Reading, index_T: Tensor, shift: float) -> TrainingRow:
         sampler_logprobs_T=None if sampler_T is None else sampler_T - shift,
         ref_logprobs_T=_at(dump, "ref_logprobs", index_T),
         source_T=_places(index_T),
-        lengths_T=lengths_T.double(),
+        lengths_T=lengths_T,
         rewards_T=spread["rewards"],
         group_ids_T=spread["group_ids"],
         extensions={CORRECTION_WEIGHTS: weights_T} if given and weights_T is not None else {},
     )
+
+
+def _numbered(document_ids_T: Tensor, index_T: Tensor) -> Tensor:
+    """[t] documents of a micro-batch, 0, 1, ... in order; -1 on the one padding token if it is empty."""
+    ids_T = _chosen(document_ids_T, index_T, fill=-1)
+    return ids_T.unique_consecutive(return_inverse=True)[1] if len(index_T) else ids_T
+
+
+def _lengths(dump: StepDump, ids_T: Tensor, mask_T: Tensor) -> Tensor:
+    """[t] trained tokens of the token's document, at least 1."""
+    trained_N = torch.bincount(ids_T[mask_T], minlength=dump.num_documents)
+    return trained_N[ids_T.clamp_min(0)].clamp_min(1).double()
 
 
 def _of_tokens(
