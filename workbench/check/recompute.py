@@ -193,10 +193,10 @@ def recompute_loss(
     if sample_T is not None:
         whole, kept_T = indices, sample_T
 
-        def parts() -> list[tuple[Tensor, Tensor]]:
+        def of_rows() -> list[tuple[Tensor, Tensor]]:
             return [(kept_T[index_T], index_T[kept_T[index_T]]) for index_T in whole]
 
-        pairs = memo.get("sample", (*groups, sample_T), None, parts)
+        pairs = memo.get("sample", (*groups, sample_T), None, of_rows)
         weights = [_sampled(by_name, keep_T) for by_name, (keep_T, _) in zip(weights, pairs, strict=True)]
         indices = [index_T for _, index_T in pairs]
     rows = [_row(reading, index_T, shift, memo) for index_T in indices]
@@ -303,6 +303,15 @@ def _spread(value_N: Tensor, document_ids_T: Tensor, index_T: Tensor) -> Tensor:
     return value_N[document_ids_T[index_T]] if len(index_T) else value_N.new_zeros(1)
 
 
+def _spread_kept(
+    memo: Memo, name: str, value_N: Tensor | None, document_ids_T: Tensor, index_T: Tensor
+) -> Tensor | None:
+    if value_N is None:
+        return None
+    tensors = (document_ids_T, index_T, value_N)
+    return memo.get(f"spread {name}", tensors, None, lambda: _spread(value_N, document_ids_T, index_T))
+
+
 def _places(index_T: Tensor) -> Tensor:
     return index_T if len(index_T) else index_T.new_zeros(1)
 
@@ -325,12 +334,7 @@ def _row(reading: Reading, index_T: Tensor, shift: float, memo: Memo) -> Trainin
     ids_T = memo.get("ids", places, None, lambda: _numbered(dump.document_ids_T, index_T))
     mask_T = _chosen(dump.loss_mask_T, index_T)
     lengths_T = memo.get("lengths", (*places, dump.loss_mask_T), None, lambda: _lengths(dump, ids_T, mask_T))
-    spread = {
-        name: value_N
-        if value_N is None
-        else memo.get(f"spread {name}", (*places, value_N), None, lambda v=value_N: _spread(v, *places))
-        for name, value_N in of_documents.items()
-    }
+    spread = {name: _spread_kept(memo, name, value_N, *places) for name, value_N in of_documents.items()}
     given_T = dump.advantages_T
     assert given_T is not None, "can_evaluate"
     advantages_T = torch.where(mask_T, _chosen(given_T, index_T), 0.0)
