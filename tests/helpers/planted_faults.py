@@ -177,7 +177,11 @@ def _documents(temperature: float, pairs: bool) -> RolloutBatch:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
-    if max(layout.tp, layout.pp) > 1 or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
+    if (
+        max(layout.tp, layout.pp) > 1
+        or spec.lora.on
+        or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump()
+    ):
         return load_policy(
             spec.model.source,
             mesh=mesh,
@@ -189,6 +193,7 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             seed=spec.model.seed,
             sequence_parallel=layout.sequence_parallel,
             routing=spec.routing.on,
+            lora=spec.lora,
         )
     whole_policy = _model(mesh["dp_cp"].rank)
     implementation = whole_policy.implementation if asked.logprobs == "auto" else asked.logprobs

@@ -179,6 +179,9 @@ class PolicySpec(Group):
     fused_loss: bool = False
     """Compute the gradient in the forward pass over the head, a chunk at a time: three GEMMs with the head, and the
     logits of one chunk. A loss whose coupling of tokens forbids it takes four; the record has the reason."""
+    support: Literal["whole", "recorded"] = "whole"
+    """Tokens over which log-probabilities are normalized. whole: the vocabulary. recorded: the truncated support of the
+    sampler (top-k, top-p, min-p), replayed token by token from the rollouts; entropies stay those of the vocabulary."""
     fp32_head: bool = False
     """Cast hidden states and head to float32 before their GEMM, in a run that computes in bfloat16 or float16."""
     # logits of 4096 rows and 151 936 words, as Qwen3 has, are 2.5 GB in float32
@@ -283,6 +286,15 @@ class OnlineSpec(Group):
     # the distribution of the model itself, as in TRL and verl
     temperature: float = Field(1.0, gt=0)
     """Divides the sampler's logits. The trainer's are divided by policy.temperature, which defaults to this."""
+    top_k: int | None = Field(None, ge=1)
+    """The sampler draws from this many most probable tokens; None: from all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """The sampler draws from the smallest set of most probable tokens with this probability; 1: from all."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """The sampler draws from tokens with this share of the largest probability at least; 0: from all."""
+    sampler_logprobs: Literal["raw", "scaled", "truncated"] | None = None
+    """What the sampler reports: log-probabilities before the temperature, after it, or within the truncated support,
+    which a run converts to its own or refuses. None: truncated if it truncates, else scaled."""
     # the longest document of the shipped rollout dataset, prompt included, has 38 tokens
     max_new_tokens: int = Field(64, ge=1)
     """Length limit of a completion."""
@@ -302,6 +314,11 @@ class OnlineSpec(Group):
     def on(self) -> bool:
         """True if the run samples its own rollouts."""
         return self.task is not None
+
+    @property
+    def truncates(self) -> bool:
+        """True if the sampler draws from less than the whole vocabulary."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     @property
     def documents(self) -> int:
