@@ -77,6 +77,7 @@ guides/your-trainer
 guides/diagnose
 guides/what-a-check-can-see
 guides/check-a-step
+guides/trainer-and-sampler
 guides/other-systems
 guides/log-probabilities
 guides/rollouts

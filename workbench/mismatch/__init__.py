@@ -37,8 +37,8 @@ def attribute(trainer: Any, sampler: Any = None, *, draws: int = 8, device: str 
     under it, token by token. The floor is drawn by rounding each operation at random.
 
     Args:
-        trainer: the keys of `workbench.mismatch.settings.Trainer`, or a checkpoint alone (a folder, a tiny model's name, a
-            model of transformers); or, without ``sampler``, the folder of a case with `attribute.yaml`.
+        trainer: the keys of `workbench.mismatch.settings.Trainer`, or a checkpoint alone (a folder, a tiny model's
+            name, a model of transformers); or, without ``sampler``, the folder of a case with `attribute.yaml`.
         sampler: the keys of `workbench.mismatch.settings.Sampler`, or rollouts alone. What it leaves out is as the
             trainer's.
         draws: of the floor, on each side; 0: no floor and no alarm.

@@ -4,9 +4,9 @@
     shift       distance of the mean gap from 0: noise cancels in it, a cause with a sign does not
     documents   largest mean distance of one document: a cause may act in few
 
-The threshold of each is the quantile 1 - `RATE` / 3 of the statistic over batches of the same number of documents, drawn
-with replacement from the floor's noise, times `MARGIN` for what the floor itself is off by. `experiments/attribution`
-records the false alarms of 200 clean runs.
+The threshold of each is the quantile 1 - `RATE` / 3 of the statistic over batches of the same number of documents,
+drawn with replacement from the floor's noise, times `MARGIN` for what the floor itself is off by.
+`experiments/attribution` records the false alarms of 200 clean runs.
 
 Letters: K draws | T tokens.
 """

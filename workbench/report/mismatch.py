@@ -19,9 +19,9 @@ from workbench.report.page import document, drawing
 
 QUESTION = "Where does the gap between trainer and sampler come from, and how much of it is safe?"
 WHAT = (
-    "The gap of a token is the trainer's log-probability minus the one that the sampler recorded. Each part is what one "
-    "factor does when it alone is switched from the trainer's value to the sampler's; interactions are what they do "
-    "together beyond the sum; the rest is what none explains. A cause was found if the recorded values come out under "
+    "The gap of a token is the trainer's log-probability minus the one that the sampler recorded. Each part is what "
+    "one factor does when it alone is switched from the trainer's value to the sampler's; interactions are what they "
+    "do together beyond the sum; the rest is what none explains. A cause was found if the recorded values come out under "
     "it, token by token; a difference that the settings state is no cause."
 )
 PARTS_CAPTION = (
@@ -29,8 +29,8 @@ PARTS_CAPTION = (
     "hollow: stated by the settings, or what is left. A value of 0 is written as such."
 )
 STEPS_CAPTION = (
-    "Mean distance from 0 by training step, in nats a token, on a logarithmic axis. Grey: the largest rest that rounding "
-    "alone makes of a batch of that step. Cross: a step whose rest raises an alarm."
+    "Mean distance from 0 by training step, in nats a token, on a logarithmic axis. Grey: the largest rest that "
+    "rounding alone makes of a batch of that step. Cross: a step whose rest raises an alarm."
 )
 
 

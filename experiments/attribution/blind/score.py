@@ -1,7 +1,7 @@
 """Score attribute on a blind set: ``python -m experiments.attribution.blind.score SET [--once]``.
 
-Attributes every planted and every clean case as it is. ``--once`` writes the set's ``scores.json``, and refuses if there is
-one: what a set scores after that is on view; see README.md.
+Attributes every planted and every clean case as it is. ``--once`` writes the set's ``scores.json``, and refuses if
+there is one: what a set scores after that is on view; see README.md.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def main(arguments: Sequence[str]) -> None:
     for row in scores["planted"]:
         if not row["all"] or not row["first"] or row["alarms"]:
             print(
-                f"{row['id']}: expected {row['expected']}; named {row['causes']} {row.get('descriptions', '')}; {row['alarms']}"
+                f"{row['id']}: expected {row['expected']}; named {row['causes']} {row.get('descriptions', '')}; "
+                f"{row['alarms']}"
             )
     for row in scores["clean"]:
         if accused(row):
