@@ -46,6 +46,7 @@ class Computation:
         vocabulary: text of each id; None if it is not known.
         document_T, counted_T: [T] number of each token's document, and whether it is compared.
         readings: name -> token ids of each completion; "recorded", "sampler_ids" and those that a search proposes.
+        prefixes: reading of each document's prompt, in place of the configuration's; None: as that says.
         passes: forward passes so far.
     """
 
@@ -65,6 +66,8 @@ class Computation:
         if documents[0].sampler_ids is not None:
             self.readings["sampler_ids"] = [d.sampler_ids or () for d in documents]
         self.passes = 0
+        self.prefixes: list[str] | None = None
+        self._tables: dict[str, list[str]] = {}
         self._heads: OrderedDict[tuple[Any, ...], tuple[Any, Tensor, Tensor | None]] = OrderedDict()
         self._models: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
         self._start()
@@ -85,8 +88,18 @@ class Computation:
         few = copy.copy(self)
         few.chosen = [self.chosen[n] for n in numbers]
         few.readings = {name: [ids[n] for n in numbers] for name, ids in self.readings.items()}
+        few._tables = {name: [table[n] for n in numbers] for name, table in self._tables.items()}
+        few.prefixes = self.prefixes and [self.prefixes[n] for n in numbers]
         few._start()
         return few
+
+    def add_prefixes(self, names: Sequence[str]) -> str:
+        """Add a reading in which each document has its own reading of the prompt, and return its name."""
+        own = [name for name, table in self._tables.items() if table == list(names)]
+        if not own:
+            own = [f"each:{len(self._tables)}"]
+            self._tables[own[0]] = list(names)
+        return own[0]
 
     # ---- models ----------------------------------------------------------------------------------------
 
@@ -165,6 +178,10 @@ class Computation:
         return column_T
 
     def _column(self, configuration: Configuration) -> Tensor:
+        return self._aligned(self.values(configuration), configuration)
+
+    def values(self, configuration: Configuration) -> Tensor:
+        """Log-probabilities of the tokens of a reading, one completion after another. Shape: [T'] float64."""
         values = []
         shift = {"logits +1": 1, "logits -1": -1}.get(configuration.offset, 0)
         for logits_RV, tokens_R in self._logits(configuration, shift):
@@ -180,7 +197,7 @@ class Computation:
                     softmax_dtype=logits_RV.dtype if configuration.head_dtype.endswith("_softmax") else None,
                 )
             )
-        return self._aligned(torch.cat(values), configuration)
+        return torch.cat(values)
 
     def logits_of(self, configuration: Configuration, at_T: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and tokens of some places of all completions, in the order of ``at_T``; the recorded tokens only.
@@ -263,7 +280,8 @@ class Computation:
 
     def _pass(self, configuration: Configuration, ids: Sequence[tuple[int, ...]]) -> Tensor:
         model, states = self.model(configuration), []
-        fronts = [read_prefix(configuration.prefix, self.all_documents, n) for n in self.chosen]
+        names = self.prefixes or self._tables.get(configuration.prefix) or [configuration.prefix] * len(self.chosen)
+        fronts = [read_prefix(name, self.all_documents, n) for name, n in zip(names, self.chosen, strict=True)]
         rows = [(*front, *own) for front, own in zip(fronts, ids, strict=True)]
         for numbers in batches([len(row) for row in rows]):
             longest = max(len(rows[n]) for n in numbers)

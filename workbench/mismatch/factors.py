@@ -23,10 +23,12 @@ from workbench.mismatch.tokenisation import respelled
 
 TINY = 1e-6
 """Nats below which two log-probabilities count as the same in a score: rounding of float32 near 10 nats."""
+OWN_GAIN = 2.0
+"""Mean log distance that a document's own reading of its prompt gains: a factor of seven."""
 FITTED = 512
 """Tokens on which a continuous setting is fitted."""
-SCREENED = 4
-"""Documents on which the many readings of a prompt are tried first."""
+SCREENED, SCREENED_TOKENS = 4, 12
+"""Documents, and tokens of each, on which the many readings of a prompt are tried first: its effect begins at once."""
 
 
 @dataclass(frozen=True)
@@ -222,35 +224,44 @@ def _offset(state: State) -> Iterator[Switch]:
 
 
 def _prefix(state: State) -> Iterator[Switch]:
-    """Readings of the prompt that come near in a few documents that are far off."""
+    """Readings of the prompt that come near in the documents that are furthest off; and each document's own."""
     computation, now = state.computation, state.configuration
     if now.prefix != RECORDED:
         return
     log_T = distance(state.column_T, state.recorded_T, computation.counted_T)
     by_document = [torch.nanmean(log_T[computation.document_T == n]) for n in range(len(computation.documents))]
     means = torch.stack(by_document).nan_to_num(-torch.inf)
-    worst = means.topk(min(SCREENED, len(means))).indices.tolist()
-    few = computation.part(worst)
-    recorded_T = torch.cat([state.recorded_T[computation.document_T == n] for n in worst])
-    config = computation.config
-    special = [
-        token
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-        for token in _ids(getattr(config, name, None))
-    ]
-    names = list(prefix_names(computation.documents, min(config.vocab_size, SMALL_VOCABULARY + 1), special))
-    gains = []
-    for name in names:
-        column_T = few.column(now.with_changes((("prefix", name),)))
-        log_few_T = distance(column_T, recorded_T, few.counted_T)
-        best = max(
-            float(torch.nanmean(log_T[computation.document_T == n]))
-            - float(torch.nanmean(log_few_T[few.document_T == i]))
-            for i, n in enumerate(worst)
-        )
-        gains.append((best, name))
-    for _, name in sorted(gains, reverse=True)[:3]:
+    order = means.argsort(descending=True).tolist()
+    names, gains_ND = _screened(state, log_T, order[:SCREENED])
+    ranked = sorted(zip(gains_ND.amax(1).tolist(), names, strict=True), reverse=True)
+    for _, name in ranked[:3]:
         yield Switch("wrong prefix", f"prompt: {name}", (("prefix", name),))
+    own = {names[int(best)] for best, gain in zip(gains_ND.argmax(0), gains_ND.amax(0), strict=True) if gain > OWN_GAIN}
+    if len(own) > 1:
+        off = [n for n in order if float(means[n]) > float(means.min()) + OWN_GAIN]
+        _, gains_ND = _screened(state, log_T, off)
+        best = {n: names[int(gains_ND[:, i].argmax())] for i, n in enumerate(off) if gains_ND[:, i].max() > OWN_GAIN}
+        table = [best.get(n, RECORDED) for n in range(len(computation.documents))]
+        label = ", ".join(dict.fromkeys(best.values()))
+        yield Switch("wrong prefix", f"prompt: {label}", (("prefix", computation.add_prefixes(table)),))
+
+
+def _screened(state: State, log_T: Tensor, numbers: list[int]) -> tuple[list[str], Tensor]:
+    """Readings of a prompt, and what each gains in each of some documents, over their first tokens. Shape: [N, D]."""
+    computation, now, config = state.computation, state.configuration, state.computation.config
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = [token for key in keys for token in _ids(getattr(config, key, None))]
+    names = list(prefix_names(computation.documents, min(config.vocab_size, SMALL_VOCABULARY + 1), special))
+    few = computation.part([n for _ in names for n in numbers])
+    few.readings = {now.tokens: [ids[:SCREENED_TOKENS] for ids in few.readings[now.tokens]]}
+    few.prefixes = [name for name in names for _ in numbers]
+    gains = []
+    sizes = [len(one.completion) for one in few.documents]
+    for number, column_C in enumerate(few.column(now).split(sizes)):
+        own = computation.document_T == numbers[number % len(numbers)]
+        gain_C = log_T[own] - distance(column_C, state.recorded_T[own], computation.counted_T[own])
+        gains.append(float(torch.nanmean(gain_C).nan_to_num(-torch.inf)))
+    return names, torch.tensor(gains).reshape(len(names), len(numbers))
 
 
 def _ids(value: object) -> list[int]:

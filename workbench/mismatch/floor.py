@@ -90,12 +90,9 @@ def measure_floor(
             numbers.append(number)
             tokens += int(document.counted_C.sum())
     few = computation.part(numbers)
-    counted = few.counted_T
-    noises = [
-        noise_of(few, one, draws=draws, seed=seed + 1000 * side)[:, counted]
-        for side, one in enumerate((trainer, sampler))
-    ]
-    return Floor(noises[0] - noises[1], noises[0], noises[1], few.document_T[counted])
+    own, other = (noise_of(few, one, draws=draws, seed=seed + 1000 * n) for n, one in enumerate((trainer, sampler)))
+    measured = few.counted_T & (own + other).isfinite().all(0)
+    return Floor(own[:, measured] - other[:, measured], own[:, measured], other[:, measured], few.document_T[measured])
 
 
 def noise_of(computation: Computation, configuration: Configuration, *, draws: int, seed: int) -> Tensor:

@@ -30,6 +30,8 @@ from workbench.mismatch.settings import Sampler, Trainer
 from workbench.mismatch.verdict import Attribution, Part, Verdict, summary
 from workbench.untrusted import parse_json
 
+SCALE_DRAWS = 2
+"""Draws of the floor before the search, which needs its size alone."""
 SAMPLING = ("temperature", "truncation", "log-probability mode")
 """Factors between which the drawn tokens decide."""
 
@@ -40,12 +42,18 @@ def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str
     computation = Computation(trainer, documents, vocabulary=_vocabulary(sampler), device=device)
     stated = {"trainer": Configuration.stated(trainer), "sampler": Configuration.stated(sampler)}
     sampler_T = torch.cat([d.sampler_C for d in documents])
-    floor = measure_floor(computation, stated["trainer"], stated["sampler"], draws=draws) if draws else None
+    first = min(draws, SCALE_DRAWS)
+    floor = measure_floor(computation, stated["trainer"], stated["sampler"], draws=first) if draws else None
     noise = floor.mean if floor else 0.0
     own = explain(computation, stated["trainer"], _trainer_column(computation, stated["trainer"]), noise=noise)
     trainer_T = _trainer_column(computation, stated["trainer"])
     other = _decided(computation, stated["sampler"], explain(computation, stated["sampler"], sampler_T, noise=noise))
     found = {"trainer": own, "sampler": other}
+    if draws:  # of what is left: a temperature scales the noise, and at the edge of a support a token moves its sum
+        whole = {
+            side: _whole(stated[side], [s for s in one.switches if s.documents is None]) for side, one in found.items()
+        }
+        floor = measure_floor(computation, whole["trainer"], whole["sampler"], draws=draws)
 
     counted_T = computation.counted_T
     parts, alone = [], {}

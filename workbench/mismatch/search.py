@@ -83,7 +83,7 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
     stated_T = computation.column(stated)
     start = Found((), stated_T, score(stated_T, recorded_T, counted_T))
     best, beam, everything = start, [start], [start]
-    for _ in range(DEPTH):
+    for depth in range(DEPTH):
         if _exact(best, recorded_T, counted_T):
             break
         found: dict[frozenset[tuple[str, tuple[tuple[str, object], ...]]], Found] = {}
@@ -100,7 +100,9 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
         nearest = next((one for one in ranked if better(one, best, recorded_T, counted_T, noise)), None)
         best = nearest or best
         beam = _diverse(ranked)
-        if not beam or (nearest is None and best is not start):
+        if not beam or (
+            nearest is None and (best is not start or depth or _mean(start, recorded_T, counted_T) < noise)
+        ):
             break
     best = _pruned(computation, stated, best, recorded_T, counted_T, noise)
     rivals = tuple((switch, _rivals(best, switch, everything, recorded_T, counted_T)) for switch in best.switches)
@@ -123,6 +125,11 @@ def better(new: Found, old: Found, recorded_T: Tensor, counted_T: Tensor, noise:
     left_T, right_T = before_T[both_T].exp(), after_T[both_T].exp()
     halves = float(left_T.sum()) >= math.exp(GAIN * extra) * float(right_T.sum()) and float(left_T.mean()) > 2 * noise
     return float(moved.sum()) >= SIGNS * error and (float(moved.mean()) >= GAIN * extra or halves)
+
+
+def _mean(state: Found, recorded_T: Tensor, counted_T: Tensor) -> float:
+    """Mean distance of a state's column, nats."""
+    return float((state.column_T - recorded_T).abs()[counted_T].nanmean())
 
 
 def _exact(state: Found, recorded_T: Tensor, counted_T: Tensor) -> bool:
