@@ -9,7 +9,7 @@ from workbench.mismatch.documents import read_documents
 from workbench.mismatch.settings import sides
 from workbench.policy.sampling import Sampler, by_uniforms
 
-PROMPTS = [[number % 19, 4, 7, (3 * number + 1) % 19] for number in range(8)]
+PROMPTS = [[number % 19, 4, 7, (3 * number + 1) % 19][: 4 - number % 2] for number in range(8)]
 TOKENS = 12
 
 

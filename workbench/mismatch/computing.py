@@ -82,6 +82,7 @@ class Computation:
         self.counted_T = torch.cat([d.counted_C for d in self.documents])
         self._states: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()
         self._columns: dict[Configuration, Tensor] = {}
+        self._exact: dict[Configuration, Tensor] = {}
 
     def part(self, numbers: Sequence[int]) -> Computation:
         """Return a computation of some documents, on the same models; each reading of a prompt sees all documents."""
@@ -149,6 +150,11 @@ class Computation:
 
     def exact_column(self, configuration: Configuration) -> Tensor:
         """Column in float64 throughout, of the weights as the configuration rounds them. Shape: [T] float64."""
+        if configuration not in self._exact:
+            self._exact[configuration] = self._exact_column(configuration)
+        return self._exact[configuration]
+
+    def _exact_column(self, configuration: Configuration) -> Tensor:
         few = self.part(range(len(self.documents)))
         few._models, few._heads = OrderedDict(), OrderedDict()
         _, weight_VD, bias_V = self.head(configuration)
@@ -162,8 +168,12 @@ class Computation:
         )
         return few.column(exact)
 
-    def assembled(self, base: Configuration, switches: Sequence[Any]) -> Tensor:
-        """Column of a configuration after switches, of which some act in some documents only. Shape: [T] float64."""
+    def assembled(self, base: Configuration, switches: Sequence[Any], *, exact: bool = False) -> Tensor:
+        """Column of a configuration after switches, of which some act in some documents only. Shape: [T] float64.
+
+        ``exact``: in float64 throughout, of the weights as they are rounded.
+        """
+        column = self.exact_column if exact else self.column
         by_document: list[Configuration] = []
         for number in range(len(self.documents)):
             changed = base
@@ -174,7 +184,7 @@ class Computation:
         column_T = torch.full((len(self.document_T),), torch.nan, dtype=torch.float64)
         for configuration in dict.fromkeys(by_document):
             of_it = torch.tensor([one == configuration for one in by_document])[self.document_T]
-            column_T[of_it] = self.column(configuration)[of_it]
+            column_T[of_it] = column(configuration)[of_it]
         return column_T
 
     def _column(self, configuration: Configuration) -> Tensor:

@@ -32,6 +32,8 @@ from workbench.untrusted import parse_json
 
 SCALE_DRAWS = 2
 """Draws of the floor before the search, which needs its size alone."""
+REPRODUCED = 1e-5
+"""Nats of a median token up to which a rounding in half precision is reproduced: half the tokens to the last bits."""
 SAMPLING = ("temperature", "truncation", "log-probability mode")
 """Factors between which the drawn tokens decide."""
 
@@ -84,7 +86,7 @@ def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str
         summary(rest_T[counted_T]),
         floor.as_json() if floor else {"mean": 0.0, "rms": 0.0, "p99": 0.0, "draws": 0},
         alarms,
-        tuple(_undecided(computation, bool(alarms))),
+        tuple(_undecided(computation, bool(alarms), _rounding(stated["sampler"], other, rest_T[compared_T]))),
         _evidence(computation, compared_T),
         {"gap": gap_T, "rest": rest_T, "explained": total_T, **alone},
         floor,
@@ -194,9 +196,21 @@ def _records(factor: Factor, rivals: Sequence[Switch]) -> str:
     return " or ".join(dict.fromkeys(one for one in wanted if one))
 
 
-def _undecided(computation: Computation, alarmed: bool) -> list[str]:
-    """What is missing to decide about factors that could not be switched."""
+def _rounding(stated: Configuration, explanation: Explanation, rest_T: Tensor) -> bool:
+    """True if the sampler computes in half precision and its rounding is not reproduced."""
+    own = _whole(stated, explanation.switches)
+    half = any(name.startswith(("bfloat16", "float16")) for name in (own.precision, own.head_dtype))
+    return half and bool(len(rest_T)) and float(rest_T.abs().median()) > REPRODUCED
+
+
+def _undecided(computation: Computation, alarmed: bool, rounded: bool) -> list[str]:
+    """What is missing to decide about factors that could not be switched, or change the rounding alone."""
     sentences = []
+    if rounded:
+        once = "the sampler's rounding is not reproduced; record one pass over the whole row (prompt_logprobs)"
+        sentences += [f"attention kernel: {once}", f"head precision: of logits over the same weights, {once}"]
+        if computation.adapter is not None:
+            sentences.append(f"LoRA merge: merged or unmerged, {once}")
     if not computation.older:
         sentences.append(
             "stale weights: no older checkpoint is given; give trainer.older, or hashes of the engine's weights"

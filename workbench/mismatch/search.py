@@ -22,7 +22,7 @@ from workbench.mismatch.factors import BY_NAME, FACTORS, TINY, State, Switch, di
 
 DEPTH = 3
 """Factors that are switched at once."""
-WIDTH = 5
+WIDTH = 4
 """States that are switched further."""
 GAIN = 0.6
 """Mean log distance that a switch has to gain. Another, independent rounding of the same numbers at most halves the
@@ -32,6 +32,11 @@ SIGNS = 4.0
 are not independent."""
 EXACT = 3 * TINY
 """Nats below which a median distance cannot get any nearer."""
+WEIGHTS = ("stale weights", "head precision", "trunk precision", "FP8", "LoRA merge")
+"""Factors that change weights."""
+LIKELIER = 20.0
+"""Nats of a normal log-likelihood by which other weights have to be likelier: of tokens that are not independent, with
+some 30 switches tried."""
 FITTED_FACTORS = ("temperature", "truncation", "tokenisation", "wrong prefix")
 """Factors whose values are fitted, under the switches so far."""
 PARTIAL = 0.6
@@ -99,12 +104,13 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
         everything += ranked
         nearest = next((one for one in ranked if better(one, best, recorded_T, counted_T, noise)), None)
         best = nearest or best
-        beam = _diverse(ranked)
+        beam = [best] if best.switches and _mean(best, recorded_T, counted_T) < noise else _diverse(ranked)
         if not beam or (
             nearest is None and (best is not start or depth or _mean(start, recorded_T, counted_T) < noise)
         ):
             break
     best = _pruned(computation, stated, best, recorded_T, counted_T, noise)
+    best = _refined(computation, stated, best, recorded_T, counted_T)
     rivals = tuple((switch, _rivals(best, switch, everything, recorded_T, counted_T)) for switch in best.switches)
     return Explanation(best.switches, best.column_T, stated_T, rivals)
 
@@ -222,6 +228,48 @@ def _pruned(
         if not better(best, without, recorded_T, counted_T, noise):
             return _pruned(computation, stated, without, recorded_T, counted_T, noise)
     return best
+
+
+def _refined(
+    computation: Computation, stated: Configuration, best: Found, recorded_T: Tensor, counted_T: Tensor
+) -> Found:
+    """Add switches of the weights whose exact values lie in the middle of the recorded ones.
+
+    A sampler whose rounding is another one is off by the whole noise under any configuration, and no switch comes much
+    nearer. The noise lies around the exact values of its own weights, though: these are compared in float64.
+    """
+    if _exact(best, recorded_T, counted_T):
+        return best
+    before = _spread(computation.assembled(stated, best.switches, exact=True), recorded_T, counted_T)
+    used, found = {switch.factor for switch in best.switches}, []
+    view = State(computation, _configured(stated, best.switches), recorded_T, best.column_T)
+    for factor in FACTORS:
+        for switch in factor.propose(view) if factor.name in WEIGHTS and factor.name not in used else ():
+            switches = (*best.switches, switch)
+            after = _spread(computation.assembled(stated, switches, exact=True), recorded_T, counted_T)
+            likelier = (
+                len(before) * math.log(_rms(before) / max(_rms(after), 1e-12)) if len(after) == len(before) else 0.0
+            )
+            if likelier >= LIKELIER:
+                found.append((likelier, switches))
+    if not found:
+        return best
+    _, switches = max(found, key=lambda pair: pair[0])
+    column_T = computation.assembled(stated, switches)
+    return _refined(
+        computation, stated, Found(switches, column_T, score(column_T, recorded_T, counted_T)), recorded_T, counted_T
+    )
+
+
+def _spread(column_T: Tensor, recorded_T: Tensor, counted_T: Tensor) -> Tensor:
+    """Distances of the compared tokens, limited to eight medians: few tokens far off decide nothing here."""
+    off_T = (column_T - recorded_T).abs()[counted_T]
+    off_T = off_T[off_T.isfinite()]
+    return off_T.clamp(max=8 * float(off_T.median())) if len(off_T) else off_T
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
 
 
 def _rivals(

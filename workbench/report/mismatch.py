@@ -21,8 +21,8 @@ QUESTION = "Where does the gap between trainer and sampler come from, and how mu
 WHAT = (
     "The gap of a token is the trainer's log-probability minus the one that the sampler recorded. Each part is what "
     "one factor does when it alone is switched from the trainer's value to the sampler's; interactions are what they "
-    "do together beyond the sum; the rest is what none explains. A cause was found if the recorded values come out under "
-    "it, token by token; a difference that the settings state is no cause."
+    "do together beyond the sum; the rest is what none explains. A cause was found if the recorded values come out "
+    "under it, token by token; a difference that the settings state is no cause."
 )
 PARTS_CAPTION = (
     "Mean distance from 0 of each part, in nats a token, on a logarithmic axis. Line: the floor's mean. Filled: found; "

@@ -55,6 +55,7 @@ def test_raw_values_are_told_from_a_temperature_by_the_tokens_or_the_rival_is_na
     result = attribute(settings, {"rollouts": given}, draws=0)
     assert [part.factor for part in result.causes] == ["log-probability mode"]
     assert result.causes[0].rivals == ()
+    settings |= {"temperature": 0.98}
     few = attribute(settings, {"rollouts": given[:2]}, draws=0)
     assert few.causes[0].rivals
     assert "cannot be told from" in str(few)
