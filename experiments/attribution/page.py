@@ -73,8 +73,8 @@ def floors(record: Mapping[str, Any]) -> Markup:
     """The floor, drawn by rounding each operation at random, and by the computation itself."""
     text = (
         "Mean distance of a token's log-probability from the float64 truth with the same weights. Drawn: each "
-        "operation is computed in float64 and rounded at random, over the root of two. Computed: the model in its precision on "
-        "this CPU, with two kernels of attention; nothing is drawn there. "
+        "operation is computed in float64 and rounded at random, over the root of two. Computed: the model in its "
+        "precision on this CPU, with two kernels of attention; nothing is drawn there. "
     )
     return join(
         [
