@@ -11,6 +11,7 @@ The modules, in the order in which an attribution is built:
     computing.py       columns of log-probabilities under any configuration
     factors.py         the table of factors: read first, to add one
     search.py          the configuration under which a recorded column comes out
+    sampled.py         the search on some documents of a large model
     rounding.py        stochastic arithmetic
     floor.py, alarm.py the noise of rounding, and thresholds from it
     likelihood.py      what the drawn tokens say of the distribution they were drawn from

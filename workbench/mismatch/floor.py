@@ -28,6 +28,8 @@ DRAWS = 8
 """Draws of the noise of each side: they give 8 x 8 pairs of sides."""
 SAMPLE = 2048
 """Tokens on which the floor is measured."""
+BUDGET, LEAST = 2e9, 192
+"""Parameters times tokens of a draw, some seconds of a CPU core; tokens at least."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ def measure_floor(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Floor:
-    """Draw the noise of a record's gap, on as many of its documents as have `SAMPLE` tokens."""
+    """Draw the noise of a record's gap, on as many of its documents as have `SAMPLE` tokens, or the budget allows."""
     numbers, tokens = [], 0
+    limit = min(SAMPLE, max(LEAST, BUDGET / sum(weight.numel() for weight in computation.base.parameters())))
     for number, document in enumerate(computation.documents):
-        if tokens < SAMPLE:
+        if tokens < limit:
             numbers.append(number)
             tokens += int(document.counted_C.sum())
     few = computation.part(numbers)

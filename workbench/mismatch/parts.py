@@ -25,7 +25,8 @@ from workbench.mismatch.documents import read_documents
 from workbench.mismatch.factors import BY_NAME, FACTORS, Factor, Switch
 from workbench.mismatch.floor import measure_floor
 from workbench.mismatch.likelihood import DECISIVE, evidence
-from workbench.mismatch.search import Explanation, explain
+from workbench.mismatch.sampled import explain_sampled
+from workbench.mismatch.search import Explanation, configured
 from workbench.mismatch.settings import Sampler, Trainer
 from workbench.mismatch.verdict import Attribution, Part, Verdict, summary
 from workbench.untrusted import parse_json
@@ -47,13 +48,16 @@ def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str
     first = min(draws, SCALE_DRAWS)
     floor = measure_floor(computation, stated["trainer"], stated["sampler"], draws=first) if draws else None
     noise = floor.mean if floor else 0.0
-    own = explain(computation, stated["trainer"], _trainer_column(computation, stated["trainer"]), noise=noise)
     trainer_T = _trainer_column(computation, stated["trainer"])
-    other = _decided(computation, stated["sampler"], explain(computation, stated["sampler"], sampler_T, noise=noise))
+    own = explain_sampled(computation, stated["trainer"], trainer_T, noise=noise)
+    other = _decided(
+        computation, stated["sampler"], explain_sampled(computation, stated["sampler"], sampler_T, noise=noise)
+    )
     found = {"trainer": own, "sampler": other}
     if draws:  # of what is left: a temperature scales the noise, and at the edge of a support a token moves its sum
         whole = {
-            side: _whole(stated[side], [s for s in one.switches if s.documents is None]) for side, one in found.items()
+            side: configured(stated[side], [s for s in one.switches if s.documents is None])
+            for side, one in found.items()
         }
         floor = measure_floor(computation, whole["trainer"], whole["sampler"], draws=draws)
 
@@ -127,7 +131,7 @@ def _decided(computation: Computation, stated: Configuration, explanation: Expla
         chosen = switch
         for rival in [one for one in others if switch.factor in SAMPLING and one.factor in SAMPLING]:
             rest = [one for one in switches if one is not chosen]
-            first, second = (_whole(stated, [*rest, one]) for one in (chosen, rival))
+            first, second = (configured(stated, [*rest, one]) for one in (chosen, rival))
             odds = evidence(computation, first, second)
             if abs(odds) < DECISIVE:
                 undecided.append(rival if odds >= 0 else chosen)
@@ -136,12 +140,6 @@ def _decided(computation: Computation, stated: Configuration, explanation: Expla
         rivals.append((chosen, tuple(undecided)))
     column_T = computation.assembled(stated, switches)
     return Explanation(tuple(switches), column_T, explanation.stated_T, tuple(rivals))
-
-
-def _whole(configuration: Configuration, switches: Sequence[Switch]) -> Configuration:
-    for switch in switches:
-        configuration = configuration.with_changes(switch.changes)
-    return configuration
 
 
 def _alone(
@@ -153,7 +151,7 @@ def _alone(
     stated_switch = Switch(factor.name, "", tuple(values.items()))
     of_trainer = [one for one in own.switches if one.factor == factor.name]
     of_sampler = [one for one in other.switches if one.factor == factor.name]
-    here = _whole(stated["trainer"], [one for one in of_trainer if one.documents is None])
+    here = configured(stated["trainer"], [one for one in of_trainer if one.documents is None])
     differs = any(getattr(here, name) != value for name, value in values.items())
     if not differs and not of_trainer and not of_sampler:
         return None
@@ -198,7 +196,7 @@ def _records(factor: Factor, rivals: Sequence[Switch]) -> str:
 
 def _rounding(stated: Configuration, explanation: Explanation, rest_T: Tensor) -> bool:
     """True if the sampler computes in half precision and its rounding is not reproduced."""
-    own = _whole(stated, explanation.switches)
+    own = configured(stated, explanation.switches)
     half = any(name.startswith(("bfloat16", "float16")) for name in (own.precision, own.head_dtype))
     return half and bool(len(rest_T)) and float(rest_T.abs().median()) > REPRODUCED
 

@@ -94,7 +94,7 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
         found: dict[frozenset[tuple[str, tuple[tuple[str, object], ...]]], Found] = {}
         for state in beam:
             for switch in _proposed(computation, stated, state, recorded_T):
-                one = _switched(computation, stated, state, switch, recorded_T, counted_T)
+                one = switched(computation, stated, state, switch, recorded_T, counted_T)
                 key = frozenset((s.factor, s.changes) for s in one.switches)
                 if key not in found or one.score < found[key].score:
                     found[key] = one
@@ -145,12 +145,12 @@ def _exact(state: Found, recorded_T: Tensor, counted_T: Tensor) -> bool:
 
 
 def _proposed(computation: Computation, stated: Configuration, state: Found, recorded_T: Tensor) -> list[Switch]:
-    view = State(computation, _configured(stated, state.switches), recorded_T, state.column_T)
+    view = State(computation, configured(stated, state.switches), recorded_T, state.column_T)
     used = {switch.factor for switch in state.switches}
     return [switch for factor in FACTORS if factor.name not in used for switch in factor.propose(view)]
 
 
-def _switched(
+def switched(
     computation: Computation, stated: Configuration, state: Found, switch: Switch, recorded_T: Tensor, counted_T: Tensor
 ) -> Found:
     """The state with a switch, in the documents in which it helps if it harms in others and may act in some alone."""
@@ -185,16 +185,17 @@ def _fitted_again(
             rest = (*one.switches[:number], *one.switches[number + 1 :])
             column_T = computation.assembled(stated, rest)
             start = Found(rest, column_T, score(column_T, recorded_T, counted_T))
-            view = State(computation, _configured(stated, rest), recorded_T, column_T)
+            view = State(computation, configured(stated, rest), recorded_T, column_T)
             for new in BY_NAME[switch.factor].propose(view):
-                again = _switched(computation, stated, start, new, recorded_T, counted_T)
+                again = switched(computation, stated, start, new, recorded_T, counted_T)
                 if again.score < one.score:
                     one = again
         fitted.append(one)
     return sorted([*fitted, *ranked[2 * WIDTH :]], key=lambda one: one.score)
 
 
-def _configured(stated: Configuration, switches: Sequence[Switch]) -> Configuration:
+def configured(stated: Configuration, switches: Sequence[Switch]) -> Configuration:
+    """Return a configuration after switches, as if all acted in all documents."""
     for switch in switches:
         stated = stated.with_changes(switch.changes)
     return stated
@@ -242,7 +243,7 @@ def _refined(
         return best
     before = _spread(computation.assembled(stated, best.switches, exact=True), recorded_T, counted_T)
     used, found = {switch.factor for switch in best.switches}, []
-    view = State(computation, _configured(stated, best.switches), recorded_T, best.column_T)
+    view = State(computation, configured(stated, best.switches), recorded_T, best.column_T)
     for factor in FACTORS:
         for switch in factor.propose(view) if factor.name in WEIGHTS and factor.name not in used else ():
             switches = (*best.switches, switch)
