@@ -172,8 +172,12 @@ def with_head(model: Any, dtype: torch.dtype) -> Any:
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> Any:
-    """Return a copy in a dtype."""
-    return copy.deepcopy(model).to(dtype)
+    """Return a copy in a dtype, as a checkpoint that is loaded in it: rotary frequencies stay in float32."""
+    other = copy.deepcopy(model).to(dtype)
+    for part, before in zip(other.modules(), model.modules(), strict=True):
+        if hasattr(part, "inv_freq"):
+            part.inv_freq = before.inv_freq.clone()
+    return other
 
 
 def with_attention(model: Any, name: str) -> Any:

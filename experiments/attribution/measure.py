@@ -108,8 +108,8 @@ def record_of(
 def clean_rows(
     benches: Sequence[Bench], numbers: Iterable[int], report_progress: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """Attribute clean cases by number, in turn on the decoders that are not large."""
-    own, rows = [bench for bench in benches if bench.size != "large"], []
+    """Attribute clean cases by number, in turn on the small decoders."""
+    own, rows = [bench for bench in benches if bench.size == "small"], []
     for number in numbers:
         rows.append(_attributed(clean(own[number % len(own)], number)))
         report_progress(f"{rows[-1]['case']}: {rows[-1]['causes'] or ''} {rows[-1]['alarms'] or ''}")

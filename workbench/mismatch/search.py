@@ -32,11 +32,15 @@ SIGNS = 4.0
 are not independent."""
 EXACT = 3 * TINY
 """Nats below which a median distance cannot get any nearer."""
+ROUNDING = ("head precision", "trunk precision", "attention kernel", "FP8", "routes", "LoRA merge")
+"""Factors that may change nothing but the rounding."""
 WEIGHTS = ("stale weights", "head precision", "trunk precision", "FP8", "LoRA merge")
 """Factors that change weights."""
 LIKELIER = 20.0
 """Nats of a normal log-likelihood by which other weights have to be likelier: of tokens that are not independent, with
 some 30 switches tried."""
+FURTHER = 3.0
+"""Multiple of the distance from the record beyond which another column is not tried as its middle."""
 FITTED_FACTORS = ("temperature", "truncation", "tokenisation", "wrong prefix")
 """Factors whose values are fitted, under the switches so far."""
 PARTIAL = 0.6
@@ -93,7 +97,7 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
             break
         found: dict[frozenset[tuple[str, tuple[tuple[str, object], ...]]], Found] = {}
         for state in beam:
-            for switch in _proposed(computation, stated, state, recorded_T):
+            for switch in _proposed(computation, stated, state, recorded_T, noise):
                 one = switched(computation, stated, state, switch, recorded_T, counted_T)
                 key = frozenset((s.factor, s.changes) for s in one.switches)
                 if key not in found or one.score < found[key].score:
@@ -144,10 +148,16 @@ def _exact(state: Found, recorded_T: Tensor, counted_T: Tensor) -> bool:
     return bool(len(compared)) and float(compared.quantile(0.9)) <= EXACT
 
 
-def _proposed(computation: Computation, stated: Configuration, state: Found, recorded_T: Tensor) -> list[Switch]:
+def _proposed(
+    computation: Computation, stated: Configuration, state: Found, recorded_T: Tensor, noise: float
+) -> list[Switch]:
+    """Switches of a state; within the noise, only those that change the rounding can bring it nearer."""
     view = State(computation, configured(stated, state.switches), recorded_T, state.column_T)
     used = {switch.factor for switch in state.switches}
-    return [switch for factor in FACTORS if factor.name not in used for switch in factor.propose(view)]
+    counted_T = computation.counted_T & recorded_T.isfinite()
+    within = _mean(state, recorded_T, counted_T) < noise
+    factors = [factor for factor in FACTORS if factor.name not in used and (factor.name in ROUNDING or not within)]
+    return [switch for factor in factors for switch in factor.propose(view)]
 
 
 def switched(
@@ -247,6 +257,9 @@ def _refined(
     for factor in FACTORS:
         for switch in factor.propose(view) if factor.name in WEIGHTS and factor.name not in used else ():
             switches = (*best.switches, switch)
+            apart_T = (computation.assembled(stated, switches) - best.column_T).abs()[counted_T]
+            if float(apart_T.nanmean()) > FURTHER * _mean(best, recorded_T, counted_T):
+                continue  # by the triangle inequality it is no nearer
             after = _spread(computation.assembled(stated, switches, exact=True), recorded_T, counted_T)
             likelier = (
                 len(before) * math.log(_rms(before) / max(_rms(after), 1e-12)) if len(after) == len(before) else 0.0
