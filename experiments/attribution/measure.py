@@ -35,6 +35,8 @@ NEAR = 0.2
 FIRST, BOTH, ACCUSED = 0.9, 0.8, 0.01
 """Bars of the issue: share of singles named first, of pairs with both named, of clean cases accused."""
 DRAWS = 4
+DOCUMENTS = 24
+"""Completions on which a floor is measured; four times as many of small decoders: few routes flip, and far."""
 STEPS, STUCK = 10, 5
 """Steps of the run, and the step after which the sampler's weights are no longer renewed."""
 
@@ -119,7 +121,7 @@ def clean_rows(
 def both_floors(bench: Bench, report_progress: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """The floor of each precision by random rounding, and by the distance of the computation itself from its truth."""
     bench = copy.copy(bench)
-    bench.count, bench.tokens = 24, 24
+    bench.count, bench.tokens = DOCUMENTS * (4 if bench.size == "small" else 1), 24
     bench.rows = prompts(bench.count, 11)
     trainer, sampler = sides({"model": bench.model}, bench.records(Engine(bench.model)))
     computation = Computation(trainer, read_documents(sampler.rollouts))
