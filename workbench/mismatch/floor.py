@@ -40,14 +40,12 @@ class Floor:
         noise_KT: [K, T] nats, of the measured tokens.
         trainer_KT, sampler_KT: [K, T] of each side alone.
         document_T: [T] document of each measured token.
-        weights: how the weights came about: "seeded", "trained", or "unknown".
     """
 
     noise_KT: Tensor
     trainer_KT: Tensor
     sampler_KT: Tensor
     document_T: Tensor
-    weights: str = "unknown"
 
     @property
     def mean(self) -> float:
@@ -62,6 +60,15 @@ class Floor:
     def quantile(self, share: float) -> float:
         """Distance below which this share of tokens lies, nats."""
         return float(self.noise_KT.abs().flatten().quantile(share))
+
+    def with_draws(self, other: Floor) -> Floor:
+        """Return a floor with the draws of another one of the same tokens as well."""
+        pairs = zip(
+            (self.noise_KT, self.trainer_KT, self.sampler_KT),
+            (other.noise_KT, other.trainer_KT, other.sampler_KT),
+            strict=True,
+        )
+        return Floor(*(torch.cat(pair) for pair in pairs), self.document_T)
 
     def as_json(self) -> dict[str, Any]:
         """Return the floor's figures."""

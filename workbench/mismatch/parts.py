@@ -54,12 +54,15 @@ def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str
         computation, stated["sampler"], explain_sampled(computation, stated["sampler"], sampler_T, noise=noise)
     )
     found = {"trainer": own, "sampler": other}
-    if draws:  # of what is left: a temperature scales the noise, and at the edge of a support a token moves its sum
-        whole = {
-            side: configured(stated[side], [s for s in one.switches if s.documents is None])
-            for side, one in found.items()
-        }
-        floor = measure_floor(computation, whole["trainer"], whole["sampler"], draws=draws)
+    if floor is not None:  # a temperature scales the noise, and at the edge of a support a token moves its sum
+        everywhere = {side: [s for s in one.switches if s.documents is None] for side, one in found.items()}
+        whole = {side: configured(stated[side], switches) for side, switches in everywhere.items()}
+        if whole != stated:
+            floor = measure_floor(computation, whole["trainer"], whole["sampler"], draws=draws)
+        elif draws > first:
+            floor = floor.with_draws(
+                measure_floor(computation, whole["trainer"], whole["sampler"], draws=draws - first, seed=first)
+            )
 
     counted_T = computation.counted_T
     parts, alone = [], {}

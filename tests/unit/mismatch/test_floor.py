@@ -37,4 +37,7 @@ def test_the_sides_are_drawn_apart_and_float64_has_none():
     both = measure_floor(own, Configuration(), Configuration(), draws=2)
     assert 1.1 < both.rms / floor.rms < 1.8
     assert not torch.equal(both.trainer_KT, both.sampler_KT)
+    more = both.with_draws(measure_floor(own, Configuration(), Configuration(), draws=1, seed=2))
+    again = measure_floor(own, Configuration(), Configuration(), draws=3)
+    assert torch.equal(more.noise_KT, again.noise_KT)
     assert set(both.as_json()) >= {"mean", "rms", "p99", "draws", "tokens"}

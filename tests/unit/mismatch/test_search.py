@@ -76,7 +76,7 @@ def test_a_cause_of_some_documents_acts_in_them_alone(own):
 
 @pytest.mark.parametrize(("precision", "named_factors"), [("bfloat16", ["trunk precision"]), ("float32", [])])
 def test_weights_are_told_by_the_middle_of_another_rounding(own, precision, named_factors):
-    """The sampler's rounding is its own: no column comes much nearer, but exact values of its weights are in the middle."""
+    """The sampler's rounding is its own: no column comes much nearer; exact values of its weights are in the middle."""
     noise_T = 3e-3 * torch.randn(96, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     column_T = own.exact_column(Configuration(precision=precision)) + noise_T
     assert [factor for factor, _ in named(explain(own, Configuration(), column_T))] == named_factors
