@@ -384,7 +384,7 @@ def clean(bench: Bench, number: int) -> Case:
     top_p, values, again = one_of(1.0, 1.0, 0.9), one_of("processed", "processed", "scaled", "raw"), one_of(True, False)
     attention = one_of("sdpa", "sdpa", "eager")
     bench = copy.copy(bench)
-    bench.count, bench.tokens = one_of(8, 12, 16), one_of(8, 16, 24)
+    bench.count, bench.tokens = one_of(8, 10, 12), one_of(8, 12, 16)
     bench.rows = prompts(bench.count, 5000 + number)
     model = with_attention(in_dtype(bench.model, getattr(torch, dtype)), attention)
     engine = Engine(model, temperature=temperature, top_p=top_p, values=values, again=again)
