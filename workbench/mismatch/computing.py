@@ -12,13 +12,12 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import SpecError, listed
+from workbench.errors import SpecError
 from workbench.mismatch.adapters import Adapter, add_updates, apply_adapter, read_adapter, update_of
 from workbench.mismatch.configuration import CURRENT, RECORDED, Configuration
 from workbench.mismatch.documents import Document
@@ -351,8 +350,3 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
         else:
             groups.append([n])
     return groups
-
-
-def named(source: Any) -> str:
-    """Name of a checkpoint for messages."""
-    return type(source).__name__ if isinstance(source, nn.Module) else Path(str(source)).name or listed([source])
