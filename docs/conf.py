@@ -110,6 +110,7 @@ benchmarks
 ../workbench/prove/README
 ../workbench/diagnose/README
 ../workbench/check/README
+../workbench/mismatch/README
 ../workbench/train/README
 ../workbench/systems/README
 ../workbench/records/README

@@ -43,6 +43,9 @@ FURTHER = 3.0
 """Multiple of the distance from the record beyond which another column is not tried as its middle."""
 FITTED_FACTORS = ("temperature", "truncation", "tokenisation", "wrong prefix")
 """Factors whose values are fitted, under the switches so far."""
+WITHIN = 2.5
+"""Multiple of the floor's mean below which the mean of every document is within the noise; the threshold of the
+furthest of a dozen documents is about twice the mean."""
 PARTIAL = 0.6
 """Mean log distance by which a document is nearer with a switch, or without it."""
 
@@ -91,9 +94,13 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
     counted_T = computation.counted_T & recorded_T.isfinite()
     stated_T = computation.column(stated)
     start = Found((), stated_T, score(stated_T, recorded_T, counted_T))
+
+    def within_noise(state: Found) -> bool:
+        return _furthest(computation, state, recorded_T, counted_T) < WITHIN * noise
+
     best, beam, everything = start, [start], [start]
     for depth in range(DEPTH):
-        if _exact(best, recorded_T, counted_T):
+        if _exact(computation, best, recorded_T, counted_T):
             break
         found: dict[frozenset[tuple[str, tuple[tuple[str, object], ...]]], Found] = {}
         for state in beam:
@@ -108,10 +115,8 @@ def explain(computation: Computation, stated: Configuration, recorded_T: Tensor,
         everything += ranked
         nearest = next((one for one in ranked if better(one, best, recorded_T, counted_T, noise)), None)
         best = nearest or best
-        beam = [best] if best.switches and _mean(best, recorded_T, counted_T) < noise else _diverse(ranked)
-        if not beam or (
-            nearest is None and (best is not start or depth or _mean(start, recorded_T, counted_T) < noise)
-        ):
+        beam = [best] if best.switches and within_noise(best) else _diverse(ranked)
+        if not beam or (nearest is None and (best is not start or depth or within_noise(start))):
             break
     best = _pruned(computation, stated, best, recorded_T, counted_T, noise)
     best = _refined(computation, stated, best, recorded_T, counted_T)
@@ -142,10 +147,22 @@ def _mean(state: Found, recorded_T: Tensor, counted_T: Tensor) -> float:
     return float((state.column_T - recorded_T).abs()[counted_T].nanmean())
 
 
-def _exact(state: Found, recorded_T: Tensor, counted_T: Tensor) -> bool:
-    off = (state.column_T - recorded_T).abs()[counted_T]
-    compared = off[off.isfinite()]
-    return bool(len(compared)) and float(compared.quantile(0.9)) <= EXACT
+def _furthest(computation: Computation, state: Found, recorded_T: Tensor, counted_T: Tensor) -> float:
+    """Largest mean distance of one document, nats: a cause may act in few."""
+    off_T = (state.column_T - recorded_T).abs()
+    compared_T = counted_T & off_T.isfinite()
+    sums_N = torch.zeros(len(computation.documents), dtype=torch.float64)
+    sums_N.index_add_(0, computation.document_T[compared_T], off_T[compared_T])
+    counts_N = torch.bincount(computation.document_T[compared_T], minlength=len(sums_N))
+    return float((sums_N / counts_N.clamp(min=1)).max())
+
+
+def _exact(computation: Computation, state: Found, recorded_T: Tensor, counted_T: Tensor) -> bool:
+    """True if nothing is left to explain, in any document."""
+    off_T = (state.column_T - recorded_T).abs()[counted_T]
+    compared = off_T[off_T.isfinite()]
+    near = bool(len(compared)) and float(compared.quantile(0.9)) <= EXACT
+    return near and _furthest(computation, state, recorded_T, counted_T) <= 3 * EXACT
 
 
 def _proposed(
@@ -155,7 +172,7 @@ def _proposed(
     view = State(computation, configured(stated, state.switches), recorded_T, state.column_T)
     used = {switch.factor for switch in state.switches}
     counted_T = computation.counted_T & recorded_T.isfinite()
-    within = _mean(state, recorded_T, counted_T) < noise
+    within = _furthest(computation, state, recorded_T, counted_T) < WITHIN * noise
     factors = [factor for factor in FACTORS if factor.name not in used and (factor.name in ROUNDING or not within)]
     return [switch for factor in factors for switch in factor.propose(view)]
 
@@ -249,7 +266,7 @@ def _refined(
     A sampler whose rounding is another one is off by the whole noise under any configuration, and no switch comes much
     nearer. The noise lies around the exact values of its own weights, though: these are compared in float64.
     """
-    if _exact(best, recorded_T, counted_T):
+    if _exact(computation, best, recorded_T, counted_T):
         return best
     before = _spread(computation.assembled(stated, best.switches, exact=True), recorded_T, counted_T)
     used, found = {switch.factor for switch in best.switches}, []

@@ -82,6 +82,17 @@ def test_weights_are_told_by_the_middle_of_another_rounding(own, precision, name
     assert [factor for factor, _ in named(explain(own, Configuration(), column_T))] == named_factors
 
 
+def test_a_cause_in_few_of_many_documents_is_found_too():
+    """Nine tokens of ten are exact, and the mean is within the noise; two documents of 24 are not."""
+    own = computation(records() * 3)
+    column_T = own.column(Configuration()).clone()
+    inside = (own.document_T == 3) | (own.document_T == 17)
+    column_T[inside] = own.column(Configuration(prefix="drop_first:1"))[inside]
+    for noise in (0.0, float((column_T - own.column(Configuration())).abs().mean())):
+        [switch] = explain(own, Configuration(), column_T, noise=noise).switches
+        assert (switch.factor, switch.documents) == ("wrong prefix", frozenset({3, 17}))
+
+
 def found(distance, switches=()):
     return Found(switches, torch.full((96,), -1.0, dtype=torch.float64) + distance, 0.0)
 
