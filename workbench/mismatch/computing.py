@@ -197,7 +197,7 @@ class Computation:
             values.append(
                 recorded_quantity(
                     logits_RV,
-                    tokens_R,
+                    tokens_R.to(logits_RV.device),
                     temperature=configuration.temperature,
                     top_k=configuration.top_k,
                     top_p=configuration.top_p,
@@ -206,7 +206,7 @@ class Computation:
                     softmax_dtype=logits_RV.dtype if configuration.head_dtype.endswith("_softmax") else None,
                 )
             )
-        return torch.cat(values)
+        return torch.cat(values).cpu()
 
     def logits_of(self, configuration: Configuration, at_T: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and tokens of some places of all completions, in the order of ``at_T``; the recorded tokens only.
@@ -215,7 +215,8 @@ class Computation:
         """
         states_RD, rows_T, tokens_T = self._states_of(configuration)
         shift = {"logits +1": 1, "logits -1": -1}.get(configuration.offset, 0)
-        return self._head(configuration, states_RD[rows_T[at_T] + shift]), tokens_T[at_T]
+        logits_TV = self._head(configuration, states_RD[rows_T[at_T] + shift])
+        return logits_TV, tokens_T[at_T].to(logits_TV.device)
 
     def _aligned(self, value_T: Tensor, configuration: Configuration) -> Tensor:
         """Values of a reading at the places of the recorded completions."""

@@ -288,7 +288,8 @@ def _sample(state: State) -> tuple[Tensor, Tensor, Tensor] | None:
         step = 0
     at_T = at_T[:: max(1, len(at_T) // FITTED)]
     logits_TV, tokens_T = computation.logits_of(now, at_T + step)
-    return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), tokens_T, state.recorded_T[at_T]
+    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return wide_TV, tokens_T, state.recorded_T[at_T].to(wide_TV.device)
 
 
 def fitted_temperature(state: State) -> float | None:

@@ -113,7 +113,7 @@ def noise_of(computation: Computation, configuration: Configuration, *, draws: i
         return torch.zeros(draws, len(truth_T), dtype=torch.float64)
     computation.head(configuration)  # built before: its weights are rounded to nearest
     for draw in range(draws):
-        generator = torch.Generator().manual_seed(seed + draw)
+        generator = torch.Generator(computation.device).manual_seed(seed + draw)
         fresh = computation.part(range(len(computation.documents)))
         with RandomRounding(generator):
             columns.append(fresh.column(configuration) - truth_T)

@@ -45,7 +45,7 @@ ATTENTION = "_scaled_dot_product"
 
 
 class RandomRounding(TorchDispatchMode):
-    """Round the outputs of every operation inside at random; ``generator`` draws.
+    """Round the outputs of every operation inside at random; ``generator`` draws, on the device of the operations.
 
     Raises:
         SpecError: in a float64 model, which has no rounding to speak of.
@@ -116,7 +116,10 @@ class RandomRounding(TorchDispatchMode):
                 variance = variance + (end - start) * unit(own, torch.float32).square() / 6
             total = total + own
             variance = variance + (unit(total, torch.float32).square() / 6 if runs > 1 else 0)
-        return torch.randn(total.shape, generator=self.generator, dtype=torch.float64) * variance.sqrt()
+        return (
+            torch.randn(total.shape, generator=self.generator, device=total.device, dtype=torch.float64)
+            * variance.sqrt()
+        )
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Attention as flash kernels compute it: scores and sums in float32, weights rounded before the second GEMM."""
@@ -132,7 +135,9 @@ class RandomRounding(TorchDispatchMode):
         causal = kwargs.get("is_causal", args[4] if len(args) > 4 else False)
         if causal:
             rows, columns = scores.shape[-2:]
-            scores = scores.masked_fill(torch.ones(rows, columns, dtype=torch.bool).triu(1), -torch.inf)
+            scores = scores.masked_fill(
+                torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu(1), -torch.inf
+            )
         elif mask is not None:
             scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
         away = self.round(scores - scores.amax(-1, keepdim=True), wide).double()
@@ -194,6 +199,6 @@ def stochastic(values: Tensor, dtype: torch.dtype, generator: torch.Generator) -
         return values.to(dtype)
     step = unit(values, dtype)
     place = values / step
-    draw = torch.rand(values.shape, generator=generator, dtype=torch.float64)
+    draw = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float64)
     rounded = (torch.floor(place + draw) * step).to(dtype)
     return torch.where(values.isfinite(), rounded, values.to(dtype))
