@@ -114,7 +114,7 @@ def apply_adapter(model: Any, adapter: Adapter, mode: str, dtype: torch.dtype) -
         else:
             layer.register_parameter("lora_down", nn.Parameter(down_rI.clone(), requires_grad=False))
             layer.register_parameter("lora_up", nn.Parameter(up_Or.clone(), requires_grad=False))
-            layer.lora_scale = scale
+            vars(layer)["lora_scale"] = scale
     return model
 
 

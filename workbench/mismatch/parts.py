@@ -26,15 +26,13 @@ from workbench.mismatch.factors import BY_NAME, FACTORS, Factor, Switch
 from workbench.mismatch.floor import measure_floor
 from workbench.mismatch.likelihood import DECISIVE, evidence
 from workbench.mismatch.sampled import explain_sampled
-from workbench.mismatch.search import Explanation, configured
+from workbench.mismatch.search import REPRODUCED, Explanation, configured
 from workbench.mismatch.settings import Sampler, Trainer
 from workbench.mismatch.verdict import Attribution, Part, Verdict, summary
 from workbench.untrusted import parse_json
 
 SCALE_DRAWS = 2
 """Draws of the floor before the search, which needs its size alone."""
-REPRODUCED = 1e-5
-"""Nats of a median token up to which a rounding in half precision is reproduced: half the tokens to the last bits."""
 SAMPLING = ("temperature", "truncation", "log-probability mode")
 """Factors between which the drawn tokens decide."""
 
