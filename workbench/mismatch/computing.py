@@ -60,7 +60,7 @@ class Computation:
         self.all_documents, self.device = list(documents), torch.device(device)
         self.chosen, self.vocabulary = list(range(len(documents))), vocabulary
         self._sources: dict[str, Any] = {CURRENT: trainer.model, **trainer.older}
-        self.adapter: Adapter | None = trainer.adapter and read_adapter(trainer.adapter)
+        self.adapter: Adapter | None = None if trainer.adapter is None else read_adapter(trainer.adapter)
         self.readings: dict[str, list[tuple[int, ...]]] = {RECORDED: [d.completion for d in documents]}
         if documents[0].sampler_ids is not None:
             self.readings["sampler_ids"] = [d.sampler_ids or () for d in documents]

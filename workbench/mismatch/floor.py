@@ -63,12 +63,12 @@ class Floor:
 
     def with_draws(self, other: Floor) -> Floor:
         """Return a floor with the draws of another one of the same tokens as well."""
-        pairs = zip(
-            (self.noise_KT, self.trainer_KT, self.sampler_KT),
-            (other.noise_KT, other.trainer_KT, other.sampler_KT),
-            strict=True,
+        return Floor(
+            torch.cat([self.noise_KT, other.noise_KT]),
+            torch.cat([self.trainer_KT, other.trainer_KT]),
+            torch.cat([self.sampler_KT, other.sampler_KT]),
+            self.document_T,
         )
-        return Floor(*(torch.cat(pair) for pair in pairs), self.document_T)
 
     def as_json(self) -> dict[str, Any]:
         """Return the floor's figures."""

@@ -23,7 +23,7 @@ from workbench.mismatch.computing import Computation
 from workbench.mismatch.configuration import Configuration
 from workbench.mismatch.documents import read_documents
 from workbench.mismatch.factors import BY_NAME, FACTORS, Factor, Switch
-from workbench.mismatch.floor import measure_floor
+from workbench.mismatch.floor import Floor, measure_floor
 from workbench.mismatch.likelihood import DECISIVE, evidence
 from workbench.mismatch.sampled import explain_sampled
 from workbench.mismatch.search import REPRODUCED, Explanation, configured
@@ -55,9 +55,13 @@ def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str
     if floor is not None:  # a temperature scales the noise, and at the edge of a support a token moves its sum
         everywhere = {side: [s for s in one.switches if s.documents is None] for side, one in found.items()}
         whole = {side: configured(stated[side], switches) for side, switches in everywhere.items()}
+        first_floor = floor
         if whole != stated:
             floor = measure_floor(computation, whole["trainer"], whole["sampler"], draws=draws)
-        elif draws > first:
+        if whole != stated and _worse(computation, found, trainer_T - sampler_T, first_floor, floor):
+            found, whole = {side: one.none() for side, one in found.items()}, stated
+            own, other, floor = found["trainer"], found["sampler"], first_floor
+        if whole == stated and draws > first:
             floor = floor.with_draws(
                 measure_floor(computation, whole["trainer"], whole["sampler"], draws=draws - first, seed=first)
             )
@@ -97,6 +101,23 @@ def attribute_gap(trainer: Trainer, sampler: Sampler, *, draws: int, device: str
         floor,
         alarm,
     )
+
+
+def _worse(
+    computation: Computation, found: dict[str, Explanation], gap_T: Tensor, stated_floor: Floor, floor: Floor
+) -> bool:
+    """True if what is stated is at its floor, and what was found is above its own.
+
+    Another implementation of the same precision may round less than ours, and lie nearer to a higher precision.
+    """
+    before_T = gap_T - (found["trainer"].stated_T - found["sampler"].stated_T)
+    after_T = gap_T - (found["trainer"].column_T - found["sampler"].column_T)
+    raised = []
+    for rest_T, one in ((before_T, stated_floor), (after_T, floor)):
+        compared_T = computation.counted_T & rest_T.isfinite()
+        alarm = calibrate(one, len(computation.documents))
+        raised.append(alarm.raised(rest_T[compared_T], computation.document_T[compared_T]) if compared_T.any() else {})
+    return not raised[0] and bool(raised[1])
 
 
 def _trainer_column(computation: Computation, stated: Configuration) -> Tensor:

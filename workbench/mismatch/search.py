@@ -83,6 +83,10 @@ class Explanation:
     stated_T: Tensor
     rivals: tuple[tuple[Switch, tuple[Switch, ...]], ...] = ()
 
+    def none(self) -> Explanation:
+        """The explanation without switches: what is stated."""
+        return Explanation((), self.stated_T, self.stated_T)
+
 
 def explain(computation: Computation, stated: Configuration, recorded_T: Tensor, *, noise: float = 0.0) -> Explanation:
     """Find the switches under which the recorded column comes out.

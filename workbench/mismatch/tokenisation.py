@@ -58,11 +58,12 @@ def respelled(
             tried = few.column(configuration.with_changes({"tokens": "spelled"}))
             counted_C = computation.counted_T[computation.document_T == number]
             off = torch.where(counted_C, (tried.reshape(len(spelled), -1) - own_C).abs(), torch.nan)
-            reached = [_first(one, limit) for one in off]
-            best = max(range(len(spelled)), key=lambda i: len(own_C) if reached[i] is None else reached[i])
-            if reached[best] is not None and reached[best] <= first + 1:  # type: ignore[operator]
+            firsts = [_first(one, limit) for one in off]
+            reached = [len(own_C) if at is None else at for at in firsts]
+            best = max(range(len(spelled)), key=reached.__getitem__)
+            if reached[best] <= first + 1:
                 break
-            ids, first, changed = spelled[best], reached[best], True
+            ids, first, changed = spelled[best], firsts[best], True
         readings[number] = ids
     if not changed:
         return None
