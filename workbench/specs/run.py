@@ -25,6 +25,7 @@ from workbench.specs.groups import (
     ReproducibleSpec,
     RoutingSpec,
 )
+from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import LossSpec
 from workbench.specs.losses.own import OwnLoss
 from workbench.specs.precision import ALIASES, Dtypes, MixedPrecisionSpec, PrecisionName, resolve
@@ -48,6 +49,7 @@ class RunSpec(Group):
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
     routing: RoutingSpec = RoutingSpec()
+    lora: LoraSpec = LoraSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
@@ -109,7 +111,7 @@ class RunSpec(Group):
             *path, last = name.split(".")
             group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
             if group[last] == default[last]:
-                del group[last]
+                del group[last], default[last]
         return json.dumps(standard(settings), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def content_hash(self) -> str:
@@ -127,10 +129,16 @@ class RunSpec(Group):
 
 ADDED_SETTINGS = (
     "reproducible",
+    "online.top_k",  # settings of a group come before the group
+    "online.top_p",
+    "online.min_p",
+    "online.sampler_logprobs",
     "online",
+    "policy.support",
     "kernels",
     "mixed_precision",
     "routing",
+    "lora",
     "layout.ep",
     "layout.pp",
     "layout.pipeline_schedule",
@@ -173,6 +181,11 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
                 f"{name} is for a loss of per-token terms, and loss.engine {loss.surrogate.engine!r} for a function "
                 "that returns one number; leave one of them out"
             )
+    if spec.policy.support == "recorded" and spec.online.on and not spec.online.truncates:
+        yield (
+            "policy.support 'recorded' with a sampler that draws from the whole vocabulary: it records no supports; "
+            "give online.top_k, top_p or min_p, or take support: whole"
+        )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:
@@ -183,6 +196,7 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
             "leave one of them out"
         )
+    yield from _adapters_not_known(spec)
     dtypes, half = spec.dtypes, ("bfloat16", "float16")
     for problem in precision_conflicts(dtypes, spec.mixed_precision.changed):
         yield f"precision {spec.precision}: {problem}"
@@ -251,16 +265,22 @@ def _routes_not_known(spec: RunSpec) -> Iterator[str]:
             "routing.bias_step with online.task: the sampler has the biases of the source, and would choose other "
             "experts than the trainer; balance with routing.balance"
         )
-    if routing.replay == "recorded" and online.on:
-        yield (
-            "routing.replay 'recorded' with online.task: the sampler notes no routes; take replay: old, those of the "
-            "trainer's pass before the first update"
-        )
     if routing.replay == "old" and not (online.on and online.old_logprobs == "trainer"):
         yield (
             "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "
             "trainer, or replay: recorded with the routes of a rollout dataset"
         )
+
+
+def _adapters_not_known(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that conflict with adapters, each with its fix."""
+    if spec.lora.on and spec.reproducible.on:
+        yield (
+            "lora with the reproducible mode, whose GEMMs are those of whole weights; leave one of them out, or merge "
+            "the adapter into its base"
+        )
+    if "sampler" in spec.lora.changed and not spec.online.on:
+        yield f"lora.sampler = {spec.lora.sampler!r} without online.task: nothing is sampled; leave it out"
 
 
 _NOT_SAMPLED = {
