@@ -78,6 +78,7 @@ guides/your-trainer
 guides/diagnose
 guides/what-a-check-can-see
 guides/check-a-step
+guides/trainer-and-sampler
 guides/systems/verl
 guides/systems/trl
 guides/systems/slime
@@ -117,6 +118,7 @@ benchmarks
 ../workbench/prove/README
 ../workbench/diagnose/README
 ../workbench/check/README
+../workbench/mismatch/README
 ../workbench/train/README
 ../workbench/systems/README
 ../workbench/records/README

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.attribution import page as attribution_page
 from experiments.diagnosis.page import first, scored
 from experiments.engine_matrix import page as engine_page
 from experiments.first_minutes import TARGETS
@@ -82,6 +83,7 @@ def page() -> str:
         first_ratio(),
         diagnosis(),
         sensitivity(),
+        attribution(),
         drift(),
         engine_matrix(),
         first_minutes(),
@@ -699,6 +701,19 @@ def sensitivity() -> str:
         "file and commit that the page names.",
         _table(("check", *sensitivity_page.HEADS[3:]), rows, right=range(1, 5)),
         _source("sensitivity/sensitivity.json", "sensitivity/report.html", "python -m workbench bench sensitivity"),
+    )
+
+
+def attribution() -> str:
+    """Causes of a gap between trainer and sampler that are named, and the floor by two methods."""
+    record = _record("attribution/attribution.json")
+    return _section(
+        "Causes between trainer and sampler, and the floor",
+        attribution_page.answer(record),
+        "The floor: mean distance of a token from the float64 truth with the same weights, seeded ones. It does not "
+        "transfer to a trained model.",
+        _table(attribution_page.FLOOR_HEAD, attribution_page.floor_rows(record), right=range(3, 6)),
+        _source("attribution/attribution.json", "attribution/report.html", "python -m workbench bench attribution"),
     )
 
 

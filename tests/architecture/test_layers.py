@@ -27,7 +27,7 @@ LAYERS = (
     "records|dumps",
     "faults|attach",
     "train|systems",
-    "launch|compare,prove,diagnose,check,attribution,sensitivity,engines",
+    "launch|compare,prove,diagnose,check,attribution,sensitivity,engines,mismatch",
     "report",
     "experiment",
     "mutation_score",

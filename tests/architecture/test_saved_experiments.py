@@ -41,6 +41,7 @@ MEASURED = [
         "ratio_at_step_zero",
         "sensitivity",
         "engine_matrix",
+        "attribution",
     )
 ]
 ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] + [

@@ -54,6 +54,10 @@ BENCHMARKS = {
         "sensitivity.measure",
         "which known bugs a comparison of layouts rejects, next to the gates of other projects",
     ),
+    "attribution": (
+        "attribution.measure",
+        "whether causes planted between trainer and sampler are named, and whether the floor is right",
+    ),
     "metrics_cost": (
         "benchmarks.metrics_cost",
         "share of a step that the metrics take, on a GPU with the Qwen3-0.6B architecture",
