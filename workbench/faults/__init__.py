@@ -53,6 +53,7 @@ MODULES: Mapping[str, str] = {
     "sharding": "S",
     "experts": "S",
     "pipeline": "S",
+    "routes": "K",
     "attention": "S",
     "adapters": "L",
     "updates": "U",
