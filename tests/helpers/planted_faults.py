@@ -192,8 +192,8 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             tied=spec.model.tied,
             seed=spec.model.seed,
             sequence_parallel=layout.sequence_parallel,
-            lora=spec.lora,
             routing=spec.routing.on,
+            lora=spec.lora,
         )
     whole_policy = _model(mesh["dp_cp"].rank)
     implementation = whole_policy.implementation if asked.logprobs == "auto" else asked.logprobs

@@ -188,23 +188,6 @@ def perform(subject: Subject, arrangement: Arrangement) -> Outcome:
     return Outcome(float(result.loss["total"]), result.gradients, {**terms, **result.metrics}, any(idle))
 
 
-def _everywhere(lora: LoraSpec, *, mixture: bool) -> LoraSpec:
-    """Adapters on every layer, the head and the experts of the decoder of proofs, if the run trains adapters.
-
-    With its rank and scale (of a source, a rank of 2); B is random, as no gradient reaches A where B is 0.
-    """
-    if not lora.on:
-        return LoraSpec()
-    return LoraSpec(
-        r=lora.r or 2,
-        lora_alpha=lora.lora_alpha,
-        use_rslora=lora.use_rslora,
-        target_modules=".*(_proj|lm_head)",
-        target_parameters=("experts.gate_up_proj", "experts.down_proj") if mixture else (),
-        init_lora_weights="random",
-    )
-
-
 @dataclass(frozen=True)
 class _Replayed(LocalRow):
     """A row whose routers replay its routes, whatever step passes it."""
@@ -222,7 +205,7 @@ def _own_routes(batch: RolloutBatch, spec: RunSpec) -> Tensor:
     alone = spec.model_copy(update={"layout": LayoutSpec(), "routing": NOTED, "data": DataSpec()})
     mesh = single_process_mesh()
     [local], totals = flow.prepare_rows(batch, alone, mesh, [range(batch.num_documents)])
-    policy = _copy(0, spec.model.source, lora=spec.lora, routing=True)
+    policy = _copy(0, spec.model.source, spec.lora, routing=True)
     taken = StepRoutes(policy, [local], NOTED, totals)
     routes = taken.begin(0)
     with torch.no_grad():
@@ -231,6 +214,23 @@ def _own_routes(batch: RolloutBatch, spec: RunSpec) -> Tensor:
     routes_SLk = taken.in_source_order(batch.num_tokens)
     assert routes_SLk is not None, "they are recorded"
     return routes_SLk
+
+
+def _everywhere(lora: LoraSpec, *, mixture: bool) -> LoraSpec:
+    """Adapters on every layer, the head and the experts of the decoder of proofs, if the run trains adapters.
+
+    With its rank and scale (of a source, a rank of 2); B is random, as no gradient reaches A where B is 0.
+    """
+    if not lora.on:
+        return LoraSpec()
+    return LoraSpec(
+        r=lora.r or 2,
+        lora_alpha=lora.lora_alpha,
+        use_rslora=lora.use_rslora,
+        target_modules=".*(_proj|lm_head)",
+        target_parameters=("experts.gate_up_proj", "experts.down_proj") if mixture else (),
+        init_lora_weights="random",
+    )
 
 
 def one_rank_policy() -> Policy:
@@ -261,13 +261,13 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             lora=spec.lora,
             **head,
         )
-    whole = _copy(mesh["dp_cp"].rank, source, lora=spec.lora, routing=spec.routing.on)
+    whole = _copy(mesh["dp_cp"].rank, source, spec.lora, routing=spec.routing.on)
     implementation = whole.implementation if settings.logprobs == "auto" else settings.logprobs
     return replace(whole, mesh=mesh, implementation=implementation, **head)
 
 
 @functools.cache
-def _copy(number: int, source: str = "tiny-qwen3", *, lora: LoraSpec | None = None, routing: bool = False) -> Policy:
+def _copy(number: int, source: str = "tiny-qwen3", lora: LoraSpec | None = None, *, routing: bool = False) -> Policy:
     return load_policy(source, precision="float64", lora=lora, routing=routing)
 
 

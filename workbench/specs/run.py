@@ -111,7 +111,7 @@ class RunSpec(Group):
             *path, last = name.split(".")
             group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
             if group[last] == default[last]:
-                del group[last]
+                del group[last], default[last]
         return json.dumps(standard(settings), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def content_hash(self) -> str:
@@ -129,7 +129,12 @@ class RunSpec(Group):
 
 ADDED_SETTINGS = (
     "reproducible",
+    "online.top_k",  # settings of a group come before the group
+    "online.top_p",
+    "online.min_p",
+    "online.sampler_logprobs",
     "online",
+    "policy.support",
     "kernels",
     "mixed_precision",
     "routing",
@@ -176,6 +181,11 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
                 f"{name} is for a loss of per-token terms, and loss.engine {loss.surrogate.engine!r} for a function "
                 "that returns one number; leave one of them out"
             )
+    if spec.policy.support == "recorded" and spec.online.on and not spec.online.truncates:
+        yield (
+            "policy.support 'recorded' with a sampler that draws from the whole vocabulary: it records no supports; "
+            "give online.top_k, top_p or min_p, or take support: whole"
+        )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:

@@ -230,6 +230,19 @@ def test_a_bug_of_experts_is_refuted_by_the_invariant_of_their_axis():
     assert proof.broken == ("expert_degree",), proof
 
 
+@pytest.mark.parametrize("fault", ["routes_shifted_by_one", "routes_of_another_layer"])
+def test_a_bug_of_replayed_routes_is_refuted_by_their_invariant(fault):
+    proof = prove(RunSpec(loss={"name": "grpo"}, faults=[fault]), invariants=["expert_degree", "routes"], rounds=1)
+    assert proof.broken == ("routes",), proof
+
+
+def test_a_trainers_own_step_replays_routes():
+    def loss(row, outputs, totals):
+        return -(outputs.policy_logprobs_T * row.advantages_T)[row.loss_mask_T].sum() / totals.tokens
+
+    assert not prove(loss, engine="sum", invariants=["routes"], rounds=2).broken
+
+
 def test_a_run_with_adapters_is_proved_with_them_everywhere(documents):
     spec = RunSpec(loss={"name": "grpo"}, lora={"r": 3, "lora_alpha": 6, "target_modules": ["no_such_layer"]})
     run = one_row(documents, mixture=True).spec(spec)
@@ -245,16 +258,3 @@ def test_a_run_with_adapters_is_proved_with_them_everywhere(documents):
 def test_a_wrong_adapter_is_refuted(fault):
     spec = RunSpec(loss={"name": "grpo"}, lora={"r": 2}, faults=[fault])
     assert not prove(spec, invariants=["tp"], rounds=1).ok
-
-
-@pytest.mark.parametrize("fault", ["routes_shifted_by_one", "routes_of_another_layer"])
-def test_a_bug_of_replayed_routes_is_refuted_by_their_invariant(fault):
-    proof = prove(RunSpec(loss={"name": "grpo"}, faults=[fault]), invariants=["expert_degree", "routes"], rounds=1)
-    assert proof.broken == ("routes",), proof
-
-
-def test_a_trainers_own_step_replays_routes():
-    def loss(row, outputs, totals):
-        return -(outputs.policy_logprobs_T * row.advantages_T)[row.loss_mask_T].sum() / totals.tokens
-
-    assert not prove(loss, engine="sum", invariants=["routes"], rounds=2).broken

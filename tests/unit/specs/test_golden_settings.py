@@ -77,6 +77,8 @@ NEWER = (
     | {"layout.stage_layers": []}
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
+    | {"online.top_k": None, "online.top_p": 1.0, "online.min_p": 0.0, "online.sampler_logprobs": None}
+    | {"policy.support": "whole"}
     | {f"lora.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in LoraSpec.model_fields.items()}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
