@@ -155,8 +155,9 @@ class LocalRow:
         if level == "full" and self.sampling.truncates:
             head = {name: value for name, value in policy.head_arguments().items() if name != "keep_bytes"}
             temperature = row.extensions.get("temperature_T", policy.temperature)
+            hidden_TD = policy.head_input(hidden_TD).detach()
             outside_T = outside_support(
-                hidden_TD.detach(), targets_T=row.targets_T, sampling=self.sampling, temperature=temperature, **head
+                hidden_TD, targets_T=row.targets_T, sampling=self.sampling, temperature=temperature, **head
             )
         return replace(inputs, support_size_T=sizes_T, outside_support_T=outside_T)
 
