@@ -40,7 +40,9 @@ def columns(
         >>> columns([("tp2", "different, see its gradients"), ("one_rank", "equal")], width=22)
         ['tp2       different,', '          see its', '          gradients', 'one_rank  equal']
     """
-    from rich.console import Console  # 50 ms, only where a table is printed
+    if width is None and rows and all(cell.isprintable() for row in [heads, *rows] for cell in row):
+        return _unfolded(rows, heads, least, numbers_from)
+    from rich.console import Console  # 50 ms, only where a table is folded
     from rich.table import Table
     from rich.text import Text
 
@@ -55,11 +57,25 @@ def columns(
             no_wrap=width is None or not any(" " in cell for cell in cells),
             min_width=least[index] if index < len(least) else None,
         )
-    if width is None and not any("\n" in cell for row in rows for cell in row):
-        rows = [["\n".join(cells) for cells in zip(*rows, strict=True)]]  # one tall row: rich takes 1 ms for each
     for row in rows:
         table.add_row(*map(Text, row))  # no markup: brackets stay
     console = Console(width=10**6, color_system=None)  # rich needs a width; no line is as long
     options = console.options.update(width=max(width or 10**6, console.measure(table).minimum))
     lines = console.render_lines(table, options, pad=False)
     return ["".join(segment.text for segment in line).rstrip() for line in lines]
+
+
+def _unfolded(
+    rows: Sequence[Sequence[str]], heads: Sequence[str], least: Sequence[int], numbers_from: int | None
+) -> list[str]:
+    """The same lines where nothing is folded, without rich, which takes 1 ms for a row: lists of runs are long."""
+    from rich.cells import cell_len
+
+    aligned = []
+    for index, cells in enumerate(zip(*([heads] if heads else []), *rows, strict=True)):
+        lengths = [len(cell) if cell.isascii() else cell_len(cell) for cell in cells]
+        most = max(*lengths, least[index] if index < len(least) else 0)
+        pads = [" " * (most - length) for length in lengths]
+        right = numbers_from is not None and index >= numbers_from
+        aligned.append([pad + cell if right else cell + pad for cell, pad in zip(cells, pads, strict=True)])
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]

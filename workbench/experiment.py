@@ -26,9 +26,10 @@ from workbench.launch.ablation_input import file_of, named_folder, with_changes
 from workbench.launch.run import Where, launch, requests
 from workbench.launch.sweep import Sweep, refuse_unknown
 from workbench.launch.task import RunEvent
-from workbench.records.directory import CLUSTERS, ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.lookup import experiment_folder
 from workbench.records.provenance import project_root, provenance
+from workbench.records.states import CLUSTERS, ENDED
 from workbench.report.exporters.follow import Tracking
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """How cost grows: verbs over run directories, and a step's preparation over documents; CPU time, one process each.
 
-python experiments/growth/measure.py        writes growth.json next to it
+python experiments/growth/measure.py            writes growth.json next to it
+python experiments/growth/measure.py report     measures that part alone: verbs, preparation or report
 
 The run directories are synthetic (four steps, one parameter, no tensors) and in a temporary folder. A growth exponent
 is the slope of log(CPU time above that of the smallest size, the start-up) between the two largest sizes: 1 is linear.
@@ -8,24 +9,38 @@ is the slope of log(CPU time above that of the smallest size, the start-up) betw
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
 import resource
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workbench.atomic import to_json, write_whole
+from workbench.compare.comparison import Comparison
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root, provenance
 from workbench.specs.run import RunSpec
 
-RUNS = (0, 250, 500, 1000)
-DOCUMENTS = (0, 25_000, 50_000, 100_000)
-VERBS = {"ls": ("ls",), "status of an experiment": ("status", "many"), "status of a run": ("status", "c0")}
+RUNS = (0, 500, 1000)
+CONFIGURATIONS = (35, 100, 200)
+DOCUMENTS = (0, 50_000, 100_000)
+TIMES = 4  # the least counts: what else this machine does only adds
+VERBS = {
+    "ls": ("ls",),
+    "status of an experiment": ("status", "many"),
+    "status of a run": ("status", "c0"),
+    "attach": ("attach", "many"),
+    "cancel": ("cancel", "many"),
+}
+"""Of runs that have ended: `attach` lists them and returns, `cancel` finds nothing to end."""
 STEPS = 4
 
 PREPARE = """
@@ -60,7 +75,11 @@ def make_runs(experiment: Path, number: int) -> None:
 
 
 def cpu_s(command: list[str], folder: Path) -> float:
-    """CPU time of a command, user and system."""
+    """CPU time of a command, user and system: the least of several runs."""
+    return min(_cpu_s(command, folder) for _ in range(TIMES))
+
+
+def _cpu_s(command: list[str], folder: Path) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"PYTHONPATH": str(project_root()), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -100,8 +119,8 @@ def disk(experiment: Path) -> dict[str, float]:
     }
 
 
-def measure(runs: tuple[int, ...] = RUNS, documents: tuple[int, ...] = DOCUMENTS) -> dict[str, Any]:
-    """Measure all of it."""
+def measure_verbs(runs: tuple[int, ...] = RUNS) -> dict[str, Any]:
+    """Measure the verbs over run directories, and the disk that one takes."""
     python = sys.executable
     with tempfile.TemporaryDirectory() as name:
         folders = {number: Path(name) / str(number) for number in runs}
@@ -113,16 +132,50 @@ def measure(runs: tuple[int, ...] = RUNS, documents: tuple[int, ...] = DOCUMENTS
             verb: grown(runs, lambda n, words=words: cpu_s([python, "-m", "workbench", *words], folders[n]))
             for verb, words in VERBS.items()
         }
-        prepared = grown(documents, lambda n: cpu_s([python, "-c", PREPARE, str(n)], Path(name)))
         one = disk(folders[max(runs)] / "experiments/many")
     return {
         "provenance": provenance(project_root()),
         "runs": list(runs),
         "verbs": verbs,
-        "preparation of a step": prepared,
         "of a run directory": one,
     }
 
 
+def measure_preparation(documents: tuple[int, ...] = DOCUMENTS) -> dict[str, Any]:
+    """Measure the preparation of a step."""
+    return grown(documents, lambda number: cpu_s([sys.executable, "-c", PREPARE, str(number)], Path.cwd()))
+
+
+def many_configurations(number: int) -> Comparison:
+    """Return the saved comparison of layout_parity with its configurations repeated, under names of their own."""
+    saved = Comparison.load(project_root() / "experiments/layout_parity")
+    repeated = enumerate(itertools.islice(itertools.cycle(saved.configurations), number))
+    first = len(saved.configurations)
+    named = [c if at < first else replace(c, name=f"{c.name}-{at // first}") for at, c in repeated]
+    return replace(saved, configurations=named)
+
+
+def measure_report(configurations: tuple[int, ...] = CONFIGURATIONS) -> dict[str, Any]:
+    """CPU seconds of the page, without start-up, and its megabytes, by number of configurations."""
+    from workbench.report.page import page
+
+    seconds, megabytes = {}, {}
+    for number in configurations:
+        comparison, before = many_configurations(number), time.process_time()
+        text = page(comparison)
+        seconds[str(number)] = round(time.process_time() - before, 2)
+        megabytes[str(number)] = round(len(text.encode()) / 1e6, 2)
+    return {"provenance": provenance(project_root()), "cpu_s": seconds, "megabytes": megabytes}
+
+
 if __name__ == "__main__":
-    write_whole(Path(__file__).with_name("growth.json"), to_json(measure()))
+    file = Path(__file__).with_name("growth.json")
+    parts = sys.argv[1:] or ["verbs", "preparation", "report"]
+    record = json.loads(file.read_text()) if file.exists() else {}
+    if "verbs" in parts:
+        record |= measure_verbs()
+    if "preparation" in parts:
+        record["preparation of a step"] = measure_preparation()
+    if "report" in parts:
+        record["report"] = measure_report()
+    write_whole(file, to_json(record))

@@ -26,7 +26,8 @@ import torch
 
 from workbench.errors import WorkbenchError
 from workbench.launch import resume
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
+from workbench.records.states import ENDED
 from workbench.specs.run import RunSpec
 
 STEPS = 3

@@ -19,8 +19,9 @@ import psutil
 
 from tests.chaos import launcher
 from tests.chaos.worker import acknowledged, checksum
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
+from workbench.records.states import ENDED
 
 MARK = "WB_CHAOS"
 LEAVE_S = 120.0

@@ -44,3 +44,15 @@ def test_numbers_are_right_aligned_and_first_columns_have_a_minimum():
 
 def test_letters_that_take_two_cells_are_counted_as_two():
     assert columns([("中文", "x"), ("abcd", "y")]) == ["中文  x", "abcd  y"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ([("中文", "x y"), ("", "-"), ("e\u0301 [b]", "99")], {"heads": ("RUN", "WHY IT")}),
+        ([("a", "1.5"), ("bb", "22"), ("", "")], {"heads": ("name", "mean"), "numbers_from": 1, "least": (6,)}),
+        ([("one", "", "three")], {}),
+    ],
+)
+def test_lines_without_a_width_are_those_that_rich_draws_where_nothing_is_folded(rows, options):
+    assert columns(rows, **options) == columns(rows, **options, width=1000)

@@ -15,8 +15,8 @@ from workbench.cli.status import list_lines
 from workbench.cli.terminal import answered, print_lines, safe_lines, width
 from workbench.launch.detached import launchers
 from workbench.launch.status import Listed, listing
-from workbench.records.directory import ENDED
 from workbench.records.lookup import look_up
+from workbench.records.states import ENDED
 
 _POLL_S = 0.5
 

@@ -14,8 +14,8 @@ from workbench.cli.terminal import answered, print_lines, safe, safe_lines, tabl
 from workbench.errors import RecordError
 from workbench.launch.ablation import differences
 from workbench.launch.cancel import cancel_runs
-from workbench.records.directory import ENDED
 from workbench.records.lookup import compared_at, look_up
+from workbench.records.states import ENDED
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.export import Exported, TrackerName, default_folder, export_runs
 

@@ -12,8 +12,9 @@ import tyro
 
 from workbench.cli.terminal import answered, print_lines, safe
 from workbench.errors import RecordError
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.lookup import look_up, shell_name
+from workbench.records.states import ENDED
 
 _BLOCK = 64 * 1024  # bytes read at a time, so that a long log is never in memory as a whole
 _POLL_S = 0.2  # chosen: at once for a reader, and five looks a second at each file

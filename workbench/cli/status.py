@@ -13,12 +13,10 @@ import tyro
 from workbench.cli.terminal import answered, print_lines, safe, safe_lines, size, table, when, width
 from workbench.launch.detached import launchers
 from workbench.launch.status import Listed, RunStatus, list_runs, listing, status_of, statuses, waits_of
-from workbench.records.directory import CLUSTERS, ENDED, STATES
 from workbench.records.failures import failure_summary
 from workbench.records.lookup import Target, experiment_at, experiments, look_up, shell_name
-from workbench.report.numbers import significant
-from workbench.report.rows import duration
-from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD
+from workbench.records.states import CLUSTERS, ENDED, STATES
+from workbench.report.numbers import GRADIENT_NORM, LOSS, REWARD, duration, significant
 
 
 def ls(
@@ -198,8 +196,9 @@ def _experiment_lines(target: Target, *, letters: int | None) -> list[str]:
         *list_lines(listed, letters=letters),
     ]
     lines += ["", *detached] if (detached := _launcher_lines(target.runs[0].experiment_dir)) else []
-    opened = [(entry, entry.run) for entry in target.runs if entry.run]
-    lines += [f"{safe(entry.name)}: {safe(wait.message)}" for entry, run in opened for wait in waits_of(run)]
+    live = [entry for entry, run in zip(target.runs, listed, strict=True) if entry.run and run.state not in ENDED]
+    waits = [(entry, wait) for entry in live if entry.run for wait in waits_of(entry.run)]
+    lines += [f"{safe(entry.name)}: {safe(wait.message)}" for entry, wait in waits]
     if broken := next((entry for entry, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
         lines += ["", f"`workbench status {safe(shell_name(broken.path))}` shows a failure with its traceback"]
     return lines

@@ -11,8 +11,9 @@ import psutil
 
 from workbench.launch import jobs
 from workbench.launch.failure_analysis import record_end
-from workbench.records.directory import CLUSTERS, ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.provenance import is_of_this_machine, is_process_alive
+from workbench.records.states import CLUSTERS, ENDED
 
 _GRACE_S = 10.0  # time between SIGTERM and SIGKILL
 

@@ -21,7 +21,7 @@ from workbench.launch.devices import cores, place
 from workbench.launch.rollout_checks import read_documents, rollout_checks
 from workbench.policy import sizes as policy_sizes
 from workbench.policy.decoder import check_tied
-from workbench.records.directory import CLUSTERS
+from workbench.records.states import CLUSTERS
 from workbench.rollouts.task import task_file
 from workbench.sharding import divisibility
 from workbench.specs.lora import read_settings

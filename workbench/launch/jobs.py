@@ -30,7 +30,8 @@ from workbench.launch.component import SESSION, WORKER, Request, job_folder, req
 from workbench.launch.devices import Placement
 from workbench.launch.nodes import HEAD, HEAD_IN, NODE
 from workbench.launch.options import KUBERNETES, LOCAL, SBATCH, SLURM, message, quietly, runner
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
+from workbench.records.states import ENDED
 
 POLL_INTERVAL_S = 5.0
 """Interval at which a cluster is asked about a job; in between the last answer is valid."""

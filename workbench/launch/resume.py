@@ -27,9 +27,10 @@ from workbench.atomic import locked, read_json, to_json, write_whole
 from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError, listed
 from workbench.launch.ablation import PlannedRun, differences
 from workbench.policy.decoder import TINY
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.integrity import check_whole
 from workbench.records.provenance import this_process, versions
+from workbench.records.states import ENDED
 from workbench.rollouts.task import task_file
 from workbench.specs.lora import read_settings
 from workbench.specs.losses.own import OwnLoss

@@ -26,8 +26,9 @@ from workbench.launch.nodes import spread
 from workbench.launch.options import LOCAL
 from workbench.launch.sweep import Starter, Sweep
 from workbench.launch.task import RunEvent, Task, share
-from workbench.records.directory import CLUSTERS, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root, this_process
+from workbench.records.states import CLUSTERS
 
 Where = Literal["torchx", "processes", "here", "slurm", "sbatch", "kubernetes"]
 """torchx: a job of its own for every run. processes: ranks from a server that has torch loaded already. here: one rank

@@ -19,10 +19,11 @@ from workbench.launch.ablation import differences, load_ablation
 from workbench.launch.waits import find_waits
 from workbench.metrics.evidence import Evidence
 from workbench.records.agents import read_of_agents
-from workbench.records.directory import ENDED, RunDirectory
-from workbench.records.failures import WAITING, failure_summary
+from workbench.records.directory import RunDirectory
+from workbench.records.failures import WAITING, failure_summary, root_cause
 from workbench.records.lookup import RunEntry, experiment_at, experiments, runs_of
 from workbench.records.progress import CONTINUES, Pace, steps_recorded
+from workbench.records.states import ENDED, status_in
 from workbench.sharding import flight
 
 _TAIL_BYTES = 16 * 1024  # only the last line of a log is shown
@@ -37,7 +38,7 @@ class Listed:
         experiment: name of the folder that holds its ``runs``.
         name: of the configuration.
         folder: name of the run's own folder.
-        state: one of `workbench.records.directory.STATES`, or "unreadable".
+        state: one of `workbench.records.states.STATES`, or "unreadable".
         steps_done: optimizer steps recorded, of ``steps``.
         created_ns: time of the request.
         seconds: from the start of its first rank until its end, or until now; None before and if unknown.
@@ -101,7 +102,7 @@ def listing(entry: RunEntry) -> Listed:
     )
     if run is None:
         return unreadable
-    status = run.status
+    status = status_in(state)  # read before the records, so that no step before an end is missed
     try:
         steps_done = steps_recorded(run)
     except RecordError as error:
@@ -247,7 +248,8 @@ def statuses(runs: Iterable[RunDirectory]) -> list[RunStatus]:
 
 def _status(run: RunDirectory, baselines: _Baselines) -> RunStatus:
     experiment_dir = run.path.parent.parent
-    status, state = run.status, run.state  # read before the records, so that no step before an end is missed
+    state = run.state
+    status = status_in(state)  # read before the records, so that no step before an end is missed
     problem, steps = "", []
     try:
         steps = run.steps()
@@ -256,17 +258,18 @@ def _status(run: RunDirectory, baselines: _Baselines) -> RunStatus:
         with contextlib.suppress(RecordError):
             steps = run.steps(partial=True)
     try:
-        failure, exits = run.failure(), run.exits()
+        exits = run.exits()
+        failure = root_cause(exits.values())
     except (WorkbenchError, KeyError) as error:
         failure, exits, problem = None, {}, f"how its ranks ended: {error}"
-    baseline = baselines.of(run)
+    baseline = baselines.of(run.path, str(state["name"]))
     world_size = int(state.get("world_size", run.spec.layout.world_size))
     evidence = Evidence.of_steps(steps)
     since = next((f" from step {record['step']}" for record in steps if CONTINUES in record), "")
     times = [record["time/step_ms"] for record in steps[1:] if "time/step_ms" in record]
     return RunStatus(
         experiment=experiment_dir.name,
-        name=run.name,
+        name=str(state["name"]),
         folder=run.path.name,
         state=status,
         cancel_requested=run.cancel_requested,
@@ -290,7 +293,7 @@ def _status(run: RunDirectory, baselines: _Baselines) -> RunStatus:
         last=steps[-1] if steps else {},
         evidence=None if evidence is None else evidence.as_json(),
         ranks=_ranks(run, world_size, exits),
-        waiting=waits_of(run, exits),
+        waiting=[] if status in ENDED else waits_of(run, exits),
         failure=failure,
         problem=problem,
     )
@@ -305,14 +308,23 @@ class _Baselines:
             if file.is_file():
                 with contextlib.suppress(WorkbenchError):
                     self._references = {plan.name: plan.reference for plan in load_ablation(file).expand()}
-        self._runs = [entry.run for entry in runs_of(experiment_dir, every=True) if entry.run]
-        self._newest = {run.name: run for run in self._runs}
+        self._runs = runs_of(experiment_dir, every=True)
+        self._by_name: dict[str, list[RunEntry]] = {}
+        for entry in self._runs:
+            self._by_name.setdefault(entry.name, []).append(entry)
 
-    def of(self, run: RunDirectory) -> RunDirectory | None:
+    def of(self, run: Path, name: str) -> RunDirectory | None:
         """The reference that the ablation names, or else the experiment's first run; None if that is this one."""
-        reference = self._references.get(run.name)
-        first = next(iter(self._runs), None) if reference is None else self._newest.get(reference)
-        return None if first is None or first.path == run.path else first
+        reference = self._references.get(name)
+        first = self._first if reference is None else self._newest(reference)
+        return None if first is None or first.path == run else first
+
+    @functools.cached_property
+    def _first(self) -> RunDirectory | None:
+        return next((entry.run for entry in self._runs if entry.run), None)
+
+    def _newest(self, name: str) -> RunDirectory | None:
+        return next((entry.run for entry in reversed(self._by_name.get(name, [])) if entry.run), None)
 
 
 def _ranks(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str, Any]]) -> list[RankStatus]:

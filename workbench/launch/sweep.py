@@ -22,9 +22,10 @@ from workbench.launch.devices import Placement, cores
 from workbench.launch.failure_analysis import record_end
 from workbench.launch.jobs import Job
 from workbench.launch.task import Kind, RunEvent, SharedJob, Task, share
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.failures import failure_summary
 from workbench.records.progress import steps_recorded
+from workbench.records.states import ENDED
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # time that the watching thread has to end its jobs when the interpreter ends

@@ -15,33 +15,23 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from workbench import atomic
-from workbench.atomic import append_line, drop_torn_tail, locked, read_json, read_lines, to_json, write_whole
+from workbench.atomic import append_line, drop_torn_tail, locked, read_lines, to_json, write_whole
 from workbench.errors import RecordError, check_kind
-from workbench.records.damage import EXIT_TYPES, STATE_TYPES, check_types, unfit
+from workbench.records.damage import EXIT_TYPES, check_types, unfit
 from workbench.records.failures import exit_record, root_cause
 from workbench.records.integrity import FIX, refuse_incomplete, refuse_other_types
-from workbench.records.provenance import is_process_alive, this_process
+from workbench.records.provenance import this_process
+from workbench.records.states import CORRECTIONS, ENDED, STATES, read_run_json, read_state, status_in
 from workbench.specs.reading import parse_spec
 from workbench.specs.run import RunSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
-"""States of a run. `lost` is a run that waits or runs although no process is left that could start or end it."""
-
-ENDED = ("succeeded", "failed", "cancelled", "lost")
-"""The states that a run does not leave, see `RunDirectory.set_state`."""
-
-CLUSTERS = ("slurm", "sbatch", "kubernetes")
-"""Backends whose jobs outlive the process that submitted them."""
-
 _TENSORS_FIX = "run again, with record settings that keep these tensors"
-
-_CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names of runs: a valid folder name everywhere, and never an option of a command."""
@@ -114,10 +104,15 @@ class RunDirectory:
         """
         check_kind("open a run", path, (str, Path), "pass the folder of a run, below runs/ of its experiment")
         path = Path(path)
-        config = _read_json(path / "config.json", what="a run directory")
-        run = cls(path, parse_spec(RunSpec, config, where=f"{path.name}/config.json"))
+        run = cls(path, cls.read_spec(path))
         _ = run.state
         return run
+
+    @staticmethod
+    def read_spec(path: Path) -> RunSpec:
+        """Read the settings of the run directory at a path, not its state; the errors are those of `open`."""
+        config = read_run_json(path / "config.json", what="a run directory")
+        return cast(RunSpec, parse_spec(RunSpec, config, where=f"{path.name}/config.json"))
 
     @classmethod
     def find(cls, root: Path, name: str) -> list[RunDirectory]:
@@ -139,34 +134,13 @@ class RunDirectory:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The content of state.json.
-
-        Units: keys ending in ``_ns`` count nanoseconds since 1970; ``create_time`` is psutil's, in seconds.
-
-        Raises:
-            RecordError: it is missing, damaged, or has no state.
-        """
-        path = self.path / "state.json"
-        state = _read_json(path, what="a run directory")
-        if not (isinstance(state, dict) and state.get("state") in list(STATES) and isinstance(state.get("name"), str)):
-            raise unfit(path, state, f"a mapping with a name and a state, one of {', '.join(STATES)}")
-        check_types(path, state, STATE_TYPES)
-        return state
+        """The content of state.json, read again each time: see `workbench.records.states.read_state`."""
+        return read_state(self.path)
 
     @property
     def status(self) -> str:
-        """The state in one word; `lost` if no process is left that could start or end the run.
-
-        A run of another machine cannot be checked from here and keeps its recorded state; so does a job in the queue of
-        a cluster, which needs no launcher.
-        """
-        state = self.state
-        if state["state"] not in ("pending", "running"):
-            return str(state["state"])
-        if state["state"] == "pending" and "handle" in state and state.get("backend") in CLUSTERS:
-            return "pending"
-        processes = [state[role] for role in ("rank0", "agent", "launcher") if role in state]
-        return str(state["state"]) if not processes or any(map(is_process_alive, processes)) else "lost"
+        """The state in one word; `lost` if no process is left that could end the run: see `states.status_in`."""
+        return status_in(self.state)
 
     def set_state(self, state: str, *, unless: str = "", **fields: Any) -> str:
         """Move to a state and store further fields with it; existing fields stay.
@@ -200,7 +174,7 @@ class RunDirectory:
             added = {"ended_ns": time.time_ns()}
         with locked(self.path / ".state.lock"):
             current = self.state
-            ended = current["state"] in ENDED and (current["state"], state) not in _CORRECTIONS
+            ended = current["state"] in ENDED and (current["state"], state) not in CORRECTIONS
             if ended or current["state"] == unless:
                 return str(current["state"])
             write_whole(self.path / "state.json", to_json(current | added | fields | {"state": state}))
@@ -345,7 +319,7 @@ class RunDirectory:
     def exits(self) -> dict[int | None, dict[str, Any]]:
         """Exit records by rank, of the ranks that have one."""
         files = sorted((self.path / "ranks").glob("*.exit.json"))
-        records = [_read_json(file, what="the folder of a run's ranks") for file in files]
+        records = [read_run_json(file, what="the folder of a run's ranks") for file in files]
         for file, record in zip(files, records, strict=True):
             if not isinstance(record, dict) or not record.keys() >= EXIT_TYPES.keys():
                 raise unfit(file, record, f"a mapping with {', '.join(EXIT_TYPES)}")
@@ -384,17 +358,3 @@ def _fingerprint(path: Path) -> tuple[int, int]:
     except OSError:
         return -1, -1
     return status.st_mtime_ns, status.st_size
-
-
-def _read_json(path: Path, *, what: str) -> Any:
-    try:
-        return read_json(
-            path, requested=f"read {path}", fix="it was damaged after it was written; run the configuration again"
-        )
-    except FileNotFoundError:
-        raise RecordError(
-            f"read {path}",
-            found="no such file",
-            rule=f"{what} has {path.name}",
-            fix="check the path, or run the configuration again",
-        ) from None

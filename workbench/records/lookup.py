@@ -5,9 +5,10 @@ Only a run's settings and state are read, and torch is not imported, so that a l
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from workbench.atomic import from_json
 from workbench.errors import RecordError, WorkbenchError, did_you_mean
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
+from workbench.records.states import read_state
 
 _MOST_NAMED = 12  # runs that a message lists
 _HERE = (
@@ -24,21 +26,58 @@ _HERE = (
 )  # of the current folder: its own runs, those of my.yaml, of experiments/mine, of folder/my.yaml
 
 
-@dataclass(frozen=True)
 class RunEntry:
     """A run directory, or a folder that should be one.
 
+    Its files are read when something needs them, each once: the state for a name, the settings for `run`. So a search
+    among many runs parses the settings only of those that it returns.
+
     Attributes:
         path: its folder.
-        run: None if it cannot be opened.
-        problem: the reason in a line; "" if it can.
-        state: the content of its state.json; {} if that cannot be read.
     """
 
-    path: Path
-    run: RunDirectory | None
-    problem: str = ""
-    state: dict[str, Any] = field(default_factory=dict, compare=False)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        """Its folder."""
+        return f"RunEntry({self.path})"
+
+    @functools.cached_property
+    def _state(self) -> tuple[dict[str, Any], str]:
+        """The content of state.json and "", or what can be read of it and the problem."""
+        try:
+            state = read_state(self.path)
+            _ = int(state["created_ns"])
+        except WorkbenchError as error:
+            return _state_alone(self.path), str(error.parts["found"])
+        except (KeyError, TypeError, ValueError) as error:
+            return _state_alone(self.path), f"state.json: {type(error).__name__}: {error}"
+        return state, ""
+
+    @functools.cached_property
+    def _run(self) -> tuple[RunDirectory | None, str]:
+        try:
+            run = RunDirectory(self.path, RunDirectory.read_spec(self.path))
+        except WorkbenchError as error:
+            return None, str(error.parts["found"])
+        _, problem = self._state
+        return (None, problem) if problem else (run, "")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The content of its state.json when it was first needed; {} if that cannot be read."""
+        return self._state[0]
+
+    @property
+    def run(self) -> RunDirectory | None:
+        """The run; None if it cannot be opened."""
+        return self._run[0]
+
+    @property
+    def problem(self) -> str:
+        """The reason in a line; "" if it can be opened."""
+        return self._run[1]
 
     @property
     def name(self) -> str:
@@ -97,9 +136,10 @@ def experiments(project: Path | None = None) -> list[Path]:
     They are those under ``experiments`` of the project and, if none is given, also the current folder and those up to
     two levels below it, where `workbench run` puts the runs of a file that lies there.
     """
-    found = ((project or project_root()) / "experiments").glob("*/runs/*/config.json")
-    here = [] if project else [path for depth in _HERE for path in Path.cwd().glob(f"{depth}runs/*/config.json")]
-    return sorted({path.parent.parent.parent.resolve() for path in [*found, *here]})
+    found = ((project or project_root()) / "experiments").glob("*/runs")
+    here = [] if project else [runs for depth in _HERE for runs in Path.cwd().glob(f"{depth}runs")]
+    folders = dict.fromkeys([*found, *here])
+    return sorted({runs.parent.resolve() for runs in folders if any(runs.glob("*/config.json"))})
 
 
 def runs_of(experiment_dir: Path, *, every: bool = False) -> list[RunEntry]:
@@ -111,7 +151,7 @@ def runs_of(experiment_dir: Path, *, every: bool = False) -> list[RunEntry]:
             that the experiment's ``sweep.json`` names.
     """
     entries = sorted(
-        (_entry(path.parent) for path in (experiment_dir / "runs").glob("*/config.json")),
+        (RunEntry(path.parent) for path in (experiment_dir / "runs").glob("*/config.json")),
         key=lambda entry: (entry.created_ns, entry.path.name),
     )
     if every:
@@ -211,19 +251,6 @@ def _shell_path(path: Path) -> str:
     return shlex.quote(_shown(str(path.relative_to(here) if path.is_relative_to(here) else path)))
 
 
-def _entry(path: Path) -> RunEntry:
-    state: dict[str, Any] = {}
-    try:
-        run = RunDirectory.open(path)
-        state = run.state
-        _ = str(state["name"]), str(state["state"]), int(state["created_ns"])
-        return RunEntry(path, run, "", state)
-    except WorkbenchError as error:
-        return RunEntry(path, None, f"{error.parts['found']}", _state_alone(path))
-    except (KeyError, TypeError, ValueError) as error:
-        return RunEntry(path, None, f"state.json: {type(error).__name__}: {error}", _state_alone(path))
-
-
 def _state_alone(path: Path) -> dict[str, Any]:
     """The state of a run whose settings cannot be read."""
     try:
@@ -246,7 +273,7 @@ def _at(place: Path, every: bool) -> Target | None:
     """The run or experiment at a path; None if there is neither."""
     given, place = place, _folder(place)
     if (place / "config.json").is_file() and (place / "state.json").is_file():
-        return Target((_entry(place.resolve()),))
+        return Target((RunEntry(place.resolve()),))
     if place.name == "runs" and any(place.glob("*/config.json")):
         place = place.parent
     files = [file for file in (given, place / "ablation.yaml", place.parent / f"{place.name}.yaml") if file.is_file()]

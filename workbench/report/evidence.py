@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from workbench.compare.comparison import Comparison, Configuration, declared_note, flatten
-from workbench.report.numbers import NONE, significant
+from workbench.report.numbers import GRADIENT_NORM, LOSS, NONE, significant
 
 AGREEING = ("equal", "within budget")
 """Verdicts of configurations that keep the gradient of their reference."""
 
-LOSS, GRADIENT_NORM = "loss/total/sum", "gradient/norm/global"
 SHOWN_ELSEWHERE = ("faults", "frozen_clip", "layout", "name", "precision")
 """Settings that a configuration's line states already, or that only name another run."""
 MOST_SETTINGS = 3

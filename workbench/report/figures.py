@@ -105,14 +105,36 @@ def _annotate_right(axes: Axes, row: float, text: str, *, color: str, points: fl
     )
 
 
+MOST_COLUMNS = 40
+"""Configurations of which every parameter is drawn and listed: at 35, both are half of a page of 1.5 MB, and the
+layout of the columns takes a time that grows faster than their number."""
+
+
+def notable(comparison: Comparison) -> list[Configuration]:
+    """Return the configurations with parameters, in their order; of more than `MOST_COLUMNS`, the furthest ones.
+
+    Those that do not agree come first, then those that use the largest share of their budget.
+    """
+    compared = [c for c in comparison.configurations if c.parameters]
+
+    def furthest(index: int) -> tuple[bool, float]:
+        c = compared[index]
+        share = worst_share(c)
+        return c.verdict not in AGREEING, math.inf if share is None or math.isnan(share) else share
+
+    chosen = sorted(range(len(compared)), key=furthest, reverse=True)[:MOST_COLUMNS]
+    return [compared[index] for index in sorted(chosen)]
+
+
 def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
     """Draw each parameter's gradient norm over the reference's, one column for each configuration.
 
-    Parameters run downwards in the model's order. The line is 1, where a correct configuration lies from top
-    to bottom. Hollow marks are parameters judged by the floor. A ratio beyond the axis is an arrow at its
-    edge, with the range of all such ratios under the name, where those that are not a number are counted too.
+    Parameters run downwards in the model's order; configurations are those of `notable`. The line is 1, where a
+    correct configuration lies from top to bottom. Hollow marks are parameters judged by the floor. A ratio beyond
+    the axis is an arrow at its edge, with the range of all such ratios under the name, where those that are not a
+    number are counted too.
     """
-    shown = [c for c in comparison.configurations if any(p.step == step for p in c.parameters)]
+    shown = [c for c in notable(comparison) if any(p.step == step for p in c.parameters)]
     if not shown:
         return style.empty(f"no per-parameter gradients were recorded at step {step}")
     names = list(dict.fromkeys(p.parameter for c in shown for p in c.parameters if p.step == step))

@@ -6,6 +6,9 @@ import math
 from datetime import UTC, datetime
 
 NONE = "–"
+LOSS, GRADIENT_NORM, REWARD = "loss/total/sum", "gradient/norm/global", "reward/all/mean"
+"""Numbers of a step that every view of a run shows."""
+
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -102,3 +105,20 @@ def moment(nanoseconds: int | None) -> str:
     if nanoseconds is None:
         return NONE
     return datetime.fromtimestamp(nanoseconds // 10**9, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def duration(seconds: float | None) -> str:
+    """Format a duration.
+
+    Example:
+        >>> duration(3.0), duration(3.25), duration(75.2), duration(7260), duration(None)
+        ('3 s', '3.2 s', '1 min 15 s', '2 h 1 min', '–')
+    """
+    if seconds is None:
+        return NONE
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds == int(seconds) else f"{seconds:.1f} s"
+    whole = int(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -23,9 +23,9 @@ from workbench.records.directory import RunDirectory
 from workbench.report import style
 from workbench.report.figures import STEP_MS
 from workbench.report.markup import Markup, table, tag
-from workbench.report.numbers import NONE, significant
+from workbench.report.numbers import GRADIENT_NORM, LOSS, NONE, significant
 from workbench.report.seeds import spread_text
-from workbench.report.series import GRADIENT_NORM, LOSS, mark_not_finite, recorded
+from workbench.report.series import mark_not_finite, recorded
 
 RIGHT, MISMATCH = "reward/right/fraction", "kl/policy_sampler/k3_mean"
 DURATIONS = ("time/sample_ms", "time/score_ms", STEP_MS)

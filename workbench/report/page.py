@@ -229,8 +229,16 @@ def _norm_ratios(comparison: Comparison) -> Markup:
         ]
         head = ["parameter", "configurations", "largest norm", "worst distance ÷ budget"]
         floor = [tag("h3", "Judged by the floor"), tag("p", FLOOR_CAPTION), table(head, rows, numbers=(1, 2, 3))]
+    listed = figures.notable(comparison)
+    more = ""
+    if len(listed) < len(compared):
+        more = (
+            f" Drawn and listed below are {len(listed)} of {len(compared)} configurations: those that do not agree, "
+            "then those that use most of their budget. comparison.json has the others."
+        )
     heading = tag("h3", "All numbers, one step a configuration")
-    return join([_figure(comparison, figures.norm_ratios), floor, heading, [_parameter_table(c) for c in compared]])
+    figure = _figure(comparison, figures.norm_ratios, more=more)
+    return join([figure, floor, heading, [_parameter_table(c) for c in listed]])
 
 
 def _time_and_memory(comparison: Comparison) -> Markup:

@@ -23,7 +23,8 @@ from workbench.columns import escaped
 from workbench.launch.cancel import cancel_run
 from workbench.records.directory import RunDirectory
 from workbench.report.markup import style_sheet, tag
-from workbench.report.rows import as_line, column_heads, duration, heading, row, shared_place, table_of
+from workbench.report.numbers import duration
+from workbench.report.rows import as_line, column_heads, heading, row, shared_place, table_of
 from workbench.report.trial import LogTail, Subject, Trial, TrialReader, elapsed_s, subject_of
 
 POLL_S = 0.3

@@ -13,9 +13,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from workbench.records.directory import STATES
+from workbench.records.states import STATES
 from workbench.report.markup import Markup, breakable, style_sheet, tag
-from workbench.report.numbers import NONE, significant
+from workbench.report.numbers import NONE, duration, significant
 from workbench.report.trial import GONE, Trial
 
 SIGNS = {"pending": "…", "running": "▸", "succeeded": "✓", "failed": "✕", "cancelled": "⊘", "lost": "?", GONE: "−"}
@@ -143,23 +143,6 @@ def left(trial: Trial) -> str:
 def last(values: Sequence[float | None]) -> str:
     """Format the last value, in few digits."""
     return significant(values[-1]) if values else NONE
-
-
-def duration(seconds: float | None) -> str:
-    """Format a duration.
-
-    Example:
-        >>> duration(3.0), duration(3.25), duration(75.2), duration(7260), duration(None)
-        ('3 s', '3.2 s', '1 min 15 s', '2 h 1 min', '–')
-    """
-    if seconds is None:
-        return NONE
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds == int(seconds) else f"{seconds:.1f} s"
-    whole = int(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 # ---- sparklines --------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from workbench.compare.seeds import SeedGroup, Spread, identical_notes, seed_gro
 from workbench.report import style
 from workbench.report.evidence import worst_share
 from workbench.report.markup import Markup, join, table, tag
-from workbench.report.numbers import NONE, share, significant
-from workbench.report.series import GRADIENT_NORM, LOSS, mark_not_finite, recorded
+from workbench.report.numbers import GRADIENT_NORM, LOSS, NONE, share, significant
+from workbench.report.series import mark_not_finite, recorded
 
 CAPTION = (
     "Configurations that differ in nothing but a seed, taken together: mean ± standard deviation (n − 1) of their "

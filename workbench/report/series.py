@@ -16,8 +16,8 @@ from matplotlib.lines import Line2D
 
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.report import style
-from workbench.report.evidence import AGREEING, GRADIENT_NORM, LOSS, changed_settings, groups, which_steps
-from workbench.report.numbers import power_of_ten
+from workbench.report.evidence import AGREEING, changed_settings, groups, which_steps
+from workbench.report.numbers import GRADIENT_NORM, LOSS, power_of_ten
 
 MOST_NAMES = 4
 DIVERGED = 50.0

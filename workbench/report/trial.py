@@ -18,13 +18,13 @@ from workbench.errors import RecordError, WorkbenchError, listed
 from workbench.launch.detached import launchers
 from workbench.launch.resume import read_record
 from workbench.launch.sweep import Sweep
-from workbench.records.directory import CLUSTERS, ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.failures import failure_summary
 from workbench.records.lookup import look_up
 from workbench.records.progress import Pace, StepTail
 from workbench.records.provenance import project_root
-
-LOSS, GRADIENT_NORM, REWARD = "loss/total/sum", "gradient/norm/global", "reward/all/mean"
+from workbench.records.states import CLUSTERS, ENDED
+from workbench.report.numbers import GRADIENT_NORM, LOSS, REWARD
 
 GONE = "gone"
 """State of a run whose directory no longer exists."""

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from experiments.growth.measure import disk, exponent, make_runs
+from experiments.growth.measure import disk, exponent, make_runs, many_configurations
 from workbench.records.directory import RunDirectory
 from workbench.records.provenance import project_root
 
@@ -37,3 +37,19 @@ def test_nothing_that_was_measured_grows_faster_than_linearly():
     record = json.loads(RECORD.read_text())
     grown = {**record["verbs"], "preparation": record["preparation of a step"]}
     assert {name for name, each in grown.items() if (each["exponent"] or 0) > 1.25} == set()
+
+
+def test_a_list_and_a_status_of_a_thousand_runs_take_less_than_a_second_above_start_up():
+    verbs = json.loads(RECORD.read_text())["verbs"]
+    assert {verb for verb, each in verbs.items() if each["cpu_s"]["1000"] - each["cpu_s"]["0"] >= 1} == set()
+
+
+def test_the_report_of_200_configurations_is_within_its_limits():
+    report = json.loads(RECORD.read_text())["report"]
+    assert report["cpu_s"]["200"] < 20
+    assert report["megabytes"]["200"] < 5
+
+
+def test_repeated_configurations_have_names_of_their_own():
+    names = [c.name for c in many_configurations(80).configurations]
+    assert len(set(names)) == 80

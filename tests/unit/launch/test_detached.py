@@ -18,8 +18,9 @@ from workbench.experiment import Experiment
 from workbench.launch import detached
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.detached import expected_seconds, launchers, recorded, start
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
 from workbench.records.provenance import this_process
+from workbench.records.states import ENDED
 
 ROOT = Path(__file__).parents[3]
 ENDLESS = {

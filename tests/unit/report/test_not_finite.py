@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
 from workbench.report import evidence, figures, style
 from workbench.report.loss_curves import loss_curves
-from workbench.report.numbers import mebibytes, milliseconds, near_one, share, significant
+from workbench.report.numbers import GRADIENT_NORM, LOSS, mebibytes, milliseconds, near_one, share, significant
 from workbench.report.online import online_curves, online_table
 from workbench.report.page import page
 from workbench.report.rows import sparkline, sparkline_text
 from workbench.report.seeds import seeds_by_step, seeds_table
-from workbench.report.series import GRADIENT_NORM, LOSS
 from workbench.report.summary import as_text
 from workbench.specs.losses import LossSpec
 from workbench.specs.run import RunSpec

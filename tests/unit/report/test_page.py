@@ -15,7 +15,8 @@ from tests.helpers.stand_in import stand_in
 from workbench import atomic as whole_files
 from workbench.compare.comparison import Comparison
 from workbench.report import figures, style
-from workbench.report.page import page, write_report
+from workbench.report.evidence import worst_share
+from workbench.report.page import _norm_ratios, page, write_report
 
 SECTIONS = [
     "What differs between configurations",
@@ -244,3 +245,24 @@ def test_write_report_writes_the_page_and_nothing_else(comparison, tmp_path):
     assert path == tmp_path / "report.html"
     assert path.read_text(encoding="utf8") == page(small)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_of_many_configurations_the_furthest_are_drawn_and_listed_and_the_page_says_so(monkeypatch, comparison):
+    monkeypatch.setattr(figures, "MOST_COLUMNS", 2)
+    compared = [c for c in comparison.configurations if c.parameters]
+    kept = figures.notable(comparison)
+    assert [c for c in compared if c in kept] == kept, "in their order"
+    assert {c.verdict for c in kept} == {"different"}
+    others = [worst_share(c) for c in compared if c not in kept and c.verdict == "different"]
+    assert min(map(worst_share, kept)) >= max(others)
+    text = str(_norm_ratios(comparison))
+    assert f"2 of {len(compared)} configurations" in text
+    assert text.count("<details") == 2
+
+
+def test_of_few_configurations_all_are_drawn_and_listed(comparison):
+    compared = [c for c in comparison.configurations if c.parameters]
+    assert figures.notable(comparison) == compared
+    text = str(_norm_ratios(comparison))
+    assert text.count("<details") == len(compared)
+    assert "comparison.json has the others" not in text

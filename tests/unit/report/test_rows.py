@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from tests.helpers.trials import HOSTILE
-from workbench.records.directory import STATES
+from workbench.records.states import STATES
 from workbench.report.markup import style_sheet
 from workbench.report.rows import (
     HEIGHT,

@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.audited import files_opened
 from tests.helpers.trials import make_run, write_steps
 from workbench.records.provenance import is_process_alive
-from workbench.report.rows import as_line, duration
+from workbench.report.numbers import duration
+from workbench.report.rows import as_line
 from workbench.report.trial import GONE, LogTail, Trial, TrialReader, elapsed_s
 
 

@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from workbench.atomic import from_json, to_json
 from workbench.errors import LaunchError, RecordError, SpecError
-from workbench.records.directory import ENDED, RUN_NAME, RunDirectory
+from workbench.records.directory import RUN_NAME, RunDirectory
 from workbench.records.provenance import python_path
+from workbench.records.states import ENDED
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.tracked import tracked
 

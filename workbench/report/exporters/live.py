@@ -11,7 +11,8 @@ from typing import Any
 
 from workbench.atomic import from_json
 from workbench.errors import RecordError
-from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.directory import RunDirectory
+from workbench.records.states import ENDED
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.tracked import Writer, tracked
 

@@ -39,7 +39,7 @@ class TrackedRun:
     Attributes:
         id: name of the run's folder: unique in its experiment, and the same whenever it is exported.
         name: name of the configuration.
-        state: one of `workbench.records.directory.ENDED`.
+        state: one of `workbench.records.states.ENDED`.
         began_s, ended_s: in seconds since 1970.
         config: settings with dotted keys; lists stay lists.
         facts: further facts, with keys ``run.*``.

@@ -35,6 +35,7 @@ class _Constructed(ModelMetaclass):
 
 _NUMBERS = (int, float, int | None, float | None)
 _MOST_BYTES, _MOST_BYTES_OF_A_NAME = 4095, 255  # PATH_MAX without its final NUL, NAME_MAX: linux/limits.h
+_MOST_BYTES_OF_A_LETTER = 4  # of UTF-8: RFC 3629
 
 
 class Settings(BaseModel, metaclass=_Constructed):
@@ -46,8 +47,9 @@ class Settings(BaseModel, metaclass=_Constructed):
     @classmethod
     def _check_sizes(cls, settings: Any) -> Any:
         if isinstance(settings, Mapping):
-            for name, field in cls.model_fields.items():
-                if problem := _misfit(settings.get(name), field.annotation):
+            fields = cls.model_fields
+            for name, value in settings.items():  # the given ones: most settings are defaults
+                if name in fields and (problem := _misfit(value, fields[name].annotation)):
                     raise ValueError(f"{name} = {str(settings[name])[:40]!r}: {problem}")
         return settings
 
@@ -65,6 +67,8 @@ def _misfit(value: Any, annotation: Any) -> str:
 
 def _unusable_text(text: str) -> str:
     """Problem of a text that no file system takes as a path; every text in settings is a name or a path."""
+    if len(text) <= _MOST_BYTES_OF_A_NAME // _MOST_BYTES_OF_A_LETTER and text.isprintable():
+        return ""  # almost all: neither NUL nor half of a pair is printable, and no encoding of it is too long
     if "\0" in text:
         return "a NUL character stands in it"
     try:

@@ -59,8 +59,9 @@ def _check_kind(value: Any) -> Any:
     defaults = SURROGATES[kind]().parameters
     given = {"kind": kind}
     for name, setting in value.items():
-        users = [other for other, spec in SURROGATES.items() if name in spec.model_fields]
-        if name in defaults or name in ("kind", "coefficient") or not users:
+        own = name in defaults or name in ("kind", "coefficient")
+        users = [] if own else [other for other, spec in SURROGATES.items() if name in spec.model_fields]
+        if not users:
             given[name] = setting
         elif setting is not None:
             raise ValueError(f"{name} is not used by the surrogate {kind!r}; it belongs to {', '.join(users)}")

@@ -1,0 +1,39 @@
+"""The state of a run as data: what its file must have, and which state its processes leave possible."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.hand_made import NOBODY, make_run
+from workbench.errors import RecordError
+from workbench.records.provenance import this_process
+from workbench.records.states import STATES, read_state, status_in
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"state": "succeeded", "rank0": NOBODY}, "succeeded"),
+        ({"state": "running", "rank0": NOBODY}, "lost"),
+        ({"state": "running", "rank0": NOBODY, "launcher": this_process()}, "running"),
+        ({"state": "pending"}, "pending"),
+        ({"state": "pending", "launcher": NOBODY}, "lost"),
+        ({"state": "pending", "launcher": NOBODY, "handle": "7", "backend": "sbatch"}, "pending"),
+        ({"state": "running", "rank0": NOBODY, "handle": "7", "backend": "sbatch"}, "lost"),
+    ],
+)
+def test_a_run_without_a_process_is_lost_unless_it_waits_in_a_queue(state, expected):
+    assert status_in(state) == expected
+
+
+def test_status_of_a_directory_is_that_of_its_file(tmp_path):
+    run = make_run(tmp_path, "cp2", state="lost")
+    assert read_state(run.path) == run.state
+    assert run.status == status_in(run.state) == "lost"
+
+
+def test_a_file_without_a_state_is_an_error_that_lists_them(tmp_path):
+    (tmp_path / "state.json").write_text('{"name": "cp2", "state": "sleeping"}')
+    with pytest.raises(RecordError) as error:
+        read_state(tmp_path)
+    assert all(state in error.value.parts["rule"] for state in STATES)
