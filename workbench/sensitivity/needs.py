@@ -229,6 +229,7 @@ AUXILIARY = Need(
     lambda f: bool(f.spec.loss.squared_logit_coefficient or f.spec.loss.mean_squared_logit_coefficient),
     "an auxiliary loss",
 )
+SMOOTHED = Need("no label smoothing", lambda f: f.spec.loss.label_smoothing != 0)
 LIKELIHOOD = Need("no likelihood term", lambda f: f.spec.loss.positive_nll_coefficient != 0, "loss vapo")
 ENTROPY = Need("no entropy bonus", lambda f: f.spec.loss.entropy_coefficient != 0)
 KL = Need("no KL penalty", lambda f: f.spec.loss.kl.coefficient != 0, "a KL penalty")
@@ -424,6 +425,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "sequence_sums_at_wrong_offsets": (CP, READS_DOCUMENTS, NOT_CONTIGUOUS),
     "sequence_weight_sums_logs": (DOCUMENT_MEAN_CORRECTION,),
     "shift_after_shard": (CP, SPLIT_DOCUMENT),
+    "smoothing_over_local_vocabulary": (TP, SMOOTHED),
     "stage_layers_numbered_locally": (PP,),
     "stages_prepared_per_micro_batch": (PP, MICRO_BATCHES),
     "stale_keys_in_ring_backward": (CP, SPLIT_DOCUMENT),

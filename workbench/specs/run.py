@@ -110,6 +110,10 @@ class RunSpec(Group):
             group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
             if group[last] == default[last]:
                 del group[last]
+        surrogate = settings["loss"]["surrogate"]
+        for name, default in ADDED_PARAMETERS.get(surrogate["kind"], {}).items():
+            if surrogate[name] == default:
+                del surrogate[name]
         return json.dumps(standard(settings), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def content_hash(self) -> str:
@@ -140,6 +144,9 @@ ADDED_SETTINGS = (
     "record.trace_tokens",
 )
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
+
+ADDED_PARAMETERS: Mapping[str, Mapping[str, Any]] = {"sft": {"label_smoothing": 0.0}}
+"""Kind of surrogate -> parameters that were added to it after the first records, with their defaults; alike."""
 
 
 def _conflicts(spec: RunSpec) -> Iterator[str]:
@@ -346,6 +353,8 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
         yield "layout.ep is of a mixture of experts, which this mode does not compute; leave it out"
     if layout.sequence_parallel:
         yield "sequence_parallel sums activations over tp in an order of its own; leave it out"
+    if spec.loss.label_smoothing:
+        yield "loss.surrogate.label_smoothing: this mode has no mean of the logits over the vocabulary; leave it out"
     if spec.reproducible.weight_chunks % layout.tp:
         yield (
             f"weight_chunks = {spec.reproducible.weight_chunks} cannot be split over tp = {layout.tp} ranks; give a "

@@ -16,7 +16,7 @@ from workbench.specs.groups import RoutingSpec
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
-from workbench.specs.run import RunSpec
+from workbench.specs.run import ADDED_PARAMETERS, RunSpec
 from workbench.systems import replay
 from workbench.systems.registry import load_system
 
@@ -50,6 +50,9 @@ def renamed(settings, prefix=""):
         group, _, parameter = name.partition(".")
         if group == "surrogate" and parameter not in SURROGATES[kind].model_fields:
             assert value is None, f"{key} = {value!r} has no place in {kind}"
+        elif group == "surrogate" and parameter in ADDED_PARAMETERS.get(kind, {}):
+            assert value is None, f"{key} = {value!r} was not a parameter of {kind}"
+            found[key] = ADDED_PARAMETERS[kind][parameter]
         elif key.startswith(prefix):
             found[prefix + MOVED.get(name, name)] = value
         else:
