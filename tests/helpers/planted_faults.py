@@ -137,6 +137,8 @@ def _step(settings: str, fault: str | None = None) -> Found:
             level=spec.record.metrics,
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
+            routing=spec.routing,
+            prediction=spec.prediction,
         )
         norm = flow.clip_gradients(policy, result.norms, None)
         numbers = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items()} | dict(result.metrics)
@@ -168,7 +170,8 @@ def _documents(temperature: float, pairs: bool) -> RolloutBatch:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
-    if max(layout.tp, layout.pp) > 1 or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
+    special = max(layout.tp, layout.pp) > 1 or spec.prediction.on or spec.routing.on
+    if special or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
         return load_policy(
             spec.model.source,
             mesh=mesh,
@@ -179,6 +182,8 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             tied=spec.model.tied,
             seed=spec.model.seed,
             sequence_parallel=layout.sequence_parallel,
+            routing=spec.routing.on,
+            depths=spec.prediction.depths,
         )
     whole_policy = _model(mesh["dp_cp"].rank)
     implementation = whole_policy.implementation if asked.logprobs == "auto" else asked.logprobs

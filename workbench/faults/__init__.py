@@ -53,6 +53,7 @@ MODULES: Mapping[str, str] = {
     "experts": "S",
     "pipeline": "S",
     "attention": "S",
+    "prediction": "K",
     "updates": "U",
 }
 """Modules of this package whose faults a spec can name -> the family of those that state none."""

@@ -192,8 +192,9 @@ def whole_norm_gradients_summed_over_tp(
     family="J",
     seam="workbench.policy.logprobs.vocabulary_parallel:whole_mean",
     origin="NVIDIA/Megatron-LM#7452 (finding 1), #7464 and #7466, earlier #737",
-    signature="right log-probabilities and entropies; the smoothed part of the loss is another number on every tp rank, "
-    "and its gradient 1 / (columns of a rank) instead of 1 / V: about tp times too big; no effect without smoothing",
+    signature="right log-probabilities and entropies; the smoothed part of the loss is another number on every tp "
+    "rank, and its gradient 1 / (columns of a rank) instead of 1 / V: about tp times too big; no effect without "
+    "smoothing",
     shows_in={"layout": {"tp": 2}, "loss": {"name": "sft", "surrogate": {"label_smoothing": 0.1}}},
     hidden_in={"loss": {"surrogate": {"label_smoothing": 0.0}}},
     detected_by="tests/faults/test_unseen_at_first.py::test_labels_are_smoothed_over_a_slice_of_the_vocabulary",

@@ -21,6 +21,7 @@ from workbench.specs.groups import (
     OnlineSpec,
     OptimizerSpec,
     PolicySpec,
+    PredictionSpec,
     RecordSpec,
     ReproducibleSpec,
     RoutingSpec,
@@ -48,6 +49,7 @@ class RunSpec(Group):
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
     routing: RoutingSpec = RoutingSpec()
+    prediction: PredictionSpec = PredictionSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
@@ -135,6 +137,7 @@ ADDED_SETTINGS = (
     "kernels",
     "mixed_precision",
     "routing",
+    "prediction",
     "layout.ep",
     "layout.pp",
     "layout.pipeline_schedule",
@@ -184,6 +187,8 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
     if spec.layout.pp > 1:
         yield from _not_in_stages(spec)
     yield from _routes_not_known(spec)
+    if spec.prediction.on:
+        yield from _not_predicted(spec)
     if spec.routing.on and spec.reproducible.on:
         yield (
             f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
@@ -246,6 +251,30 @@ def _not_in_stages(spec: RunSpec) -> Iterator[str]:
         yield (
             "layout.pp with record.trace_tokens: a trace has every module's values, and a stage only its own; leave "
             "one of them out"
+        )
+
+
+def _not_predicted(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that layers for multi-token prediction do not support, each with its fix."""
+    if spec.online.on:
+        yield (
+            "prediction.depths with online.task: the sampler is a stock decoder, which lacks these layers; leave one "
+            "of them out, or take rollouts from data.path"
+        )
+    if spec.reproducible.on:
+        yield (
+            "prediction.depths with the reproducible mode, which computes the decoder's own layers alone; leave one of "
+            "them out"
+        )
+    if spec.layout.shard_parameters:
+        yield (
+            "prediction.depths with layout.shard_parameters, which gathers the weights of each layer on the way "
+            "through the decoder, and these layers come after it; leave one of them out"
+        )
+    if spec.record.trace_tokens:
+        yield (
+            "prediction.depths with record.trace_tokens, which traces one pass through the decoder; leave one of "
+            "them out"
         )
 
 

@@ -66,6 +66,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         pipeline_schedule=layout.pipeline_schedule,
         stages_per_rank=layout.stages_per_rank,
         routing=spec.routing.on,
+        depths=spec.prediction.depths,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.systems.test_cases import ALL, CASES, index
 from workbench.launch.ablation import load_ablation
-from workbench.specs.groups import RoutingSpec
+from workbench.specs.groups import PredictionSpec, RoutingSpec
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
@@ -78,6 +78,7 @@ NEWER = (
     {"layout.ep": 1, "layout.pp": 1, "layout.pipeline_schedule": "1f1b", "layout.stages_per_rank": 1}
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
+    | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""

@@ -99,7 +99,7 @@ def whole_mean(logits_TV: Tensor, vocabulary: int, axis: Axis) -> Tensor:
 
     Shapes:   [T, v] -> [T], the same on every tp rank.
     Backward: 1 / vocabulary on every local column; local.
-    Source:   NVIDIA/Megatron-LM#7452, finding 1, is the mean over the slice (`faults`: smoothing_over_local_vocabulary).
+    Source:   NVIDIA/Megatron-LM#7452, finding 1, is the mean over the slice: fault smoothing_over_local_vocabulary.
     """
     return sum_identity(logits_TV.sum(-1), axis) / vocabulary
 

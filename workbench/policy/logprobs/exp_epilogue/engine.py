@@ -48,7 +48,6 @@ from workbench.policy.logprobs.exp_epilogue import gradient_kernels, kernels
 from workbench.policy.logprobs.exp_epilogue.tiles import Tile, aligned, block_of, choose_tile, processors
 from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.sharding.collectives import all_sum
-from workbench.sharding.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,9 @@ class ExpEpilogueEngine:
         """Mean over the whole vocabulary of each row's logits; [C], float32."""
         head, bias_V = self.head, self._bias_V
         last = self._sum_D.new_zeros(1) if bias_V is None else bias_V.sum()[None]
-        mean = all_sum(torch.cat([self._sum_D, last]), head.axis if head.is_split else Axis("tp")) / head.vocabulary
+        local = torch.cat([self._sum_D, last])
+        whole = all_sum(local, head.axis) if head.axis is not None and head.is_split else local
+        mean = whole / head.vocabulary
         return (hidden_CD.float() @ mean[:-1] + mean[-1]) * (head.logit_scale / temperature)
 
     def _add_mean_logits(self, chunk: Chunk, gradient_C: Tensor, into: Accumulators, rows: slice) -> None:
