@@ -68,6 +68,8 @@ def page() -> str:
         online_precisions(),
         layouts(),
         two_gpus(),
+        four_gpus(),
+        four_gpus_mixture(),
         generated_layouts(),
         rounding(),
         reproducible(),
@@ -271,8 +273,8 @@ def layouts() -> str:
 LAYOUT_HEADS = ["layout", "ms", "tokens / s", "efficiency", "GiB", "error"]
 
 
-def _layout_rows(record: Mapping[str, Any], names: Iterable[str]) -> list[list[str]]:
-    measured = record["workloads"]["bfloat16_32k"]
+def _layout_rows(record: Mapping[str, Any], names: Iterable[str], workload: str = "bfloat16_32k") -> list[list[str]]:
+    measured = record["workloads"][workload]
     return [
         [
             f"`{name}`",
@@ -289,18 +291,60 @@ def _layout_rows(record: Mapping[str, Any], names: Iterable[str]) -> list[list[s
 def two_gpus() -> str:
     """Layouts of two GPUs with fast kernels."""
     record = _record("gpu_layouts/two_gpus.json")
-    plan, measured = record["plan"], record["workloads"]["bfloat16_32k"]
-    stages, rows = 2, plan["workloads"]["bfloat16_32k"]["rows"]
+    return _fast_layouts(record, "two_gpus", "Layouts on two GPUs with fast kernels", "the step above", pipeline="pp2")
+
+
+def four_gpus() -> str:
+    """Layouts of four GPUs with fast kernels."""
+    record = _record("gpu_layouts/four_gpus.json")
+    plan = record["plan"]
+    stages = "+".join(map(str, plan["layouts"]["pp4_by_cost"]["stage_layers"]))
+    return _fast_layouts(
+        record,
+        "four_gpus",
+        "Layouts on four GPUs with fast kernels",
+        "the same step",
+        f"*one_row*: the documents are dealt to one row of each dp rank (`data.micro_batches: 1`), so that a rank has "
+        f"as many tokens at a time as one rank has; the others fill rows of 32k tokens in order, of which each cp or "
+        f"tp rank has a quarter. *by_cost*: stages of {stages} layers, the last with the head.",
+        pipeline="pp4_by_cost",
+    )
+
+
+def four_gpus_mixture() -> str:
+    """Layouts of a mixture of experts on four GPUs."""
+    record = _record("gpu_layouts/four_gpus_mixture.json")
+    plan, workload = record["plan"], record["plan"]["workloads"]["bfloat16_16k"]
+    return _fast_layouts(
+        record,
+        "four_gpus_mixture",
+        "Experts on four GPUs",
+        f"Qwen3-30B-A3B with {plan['decoder_layers']} of its 48 layers (128 experts, 8 a token), "
+        f"{workload['rows']} rows of {workload['row_tokens'] // 1024}k tokens",
+    )
+
+
+def _fast_layouts(record: Mapping[str, Any], name: str, title: str, step: str, *notes: str, pipeline: str = "") -> str:
+    plan = record["plan"]
+    [workload] = plan["workloads"]
     kernels = ", ".join(f"`{part}: {kernel}`" for part, kernel in plan["kernels"].items())
-    ideal_ms = measured["one_rank"]["step_ms"] * (rows + stages - 1) / (stages * rows)
+    paragraphs = list(notes)
+    if pipeline:
+        measured, rows = record["workloads"][workload], plan["workloads"][workload]["rows"]
+        stages = plan["layouts"][pipeline]["pp"]
+        ideal_ms = measured["one_rank"]["step_ms"] * (rows + stages - 1) / (stages * rows)
+        paragraphs.append(
+            f"{stages} equal stages of {rows} micro-batches wait {stages - 1} of {rows + stages - 1} parts of a step, "
+            f"so 1F1B would take {ideal_ms:.0f} ms; `{pipeline}` takes "
+            f"{measured[pipeline]['step_ms'] / ideal_ms:.2f} of that."
+        )
     return _section(
-        "Layouts on two GPUs with fast kernels",
-        f"{record['gpus']} {record['device']}, NCCL, {_versions(record)}: the step above with flash attention and the "
-        f"kernels {kernels} in every layout, one rank included.",
-        _table(LAYOUT_HEADS, _layout_rows(record, plan["layouts"]), right=range(1, 6)),
-        f"Two stages of {rows} micro-batches wait at least {stages - 1} of {rows + stages - 1} parts of a step, so "
-        f"1F1B takes at least {ideal_ms:.0f} ms; measured are {measured['pp2']['step_ms'] / ideal_ms:.2f} of that.",
-        _source("gpu_layouts/two_gpus.json", None, "python -m experiments.gpu_layouts.two_gpus"),
+        title,
+        f"{record['gpus']} {record['device']}, NCCL, {_versions(record)}: {step} with flash attention and the kernels "
+        f"{kernels} in every layout, one rank included.",
+        _table(LAYOUT_HEADS, _layout_rows(record, plan["layouts"], workload), right=range(1, 6)),
+        *paragraphs,
+        _source(f"gpu_layouts/{name}.json", None, f"python -m experiments.gpu_layouts.plans {name}"),
     )
 
 

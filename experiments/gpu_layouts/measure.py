@@ -52,6 +52,7 @@ from workbench.train.optimizer import build_optimizer
 SAMPLES = 3
 MINUTES = 8.0
 """For all layouts; the record names those that are not reached in time."""
+TINY_VOCABULARY = 19
 _PADDED = 16
 """Multiple to which documents are padded here: that of the document zigzag on up to 8 ranks."""
 WHOLE_FACTOR, PARAMETER_FACTOR = 1.5, 2.0
@@ -100,6 +101,12 @@ class Plan(_Model):
     layouts: dict[str, LayoutSpec]
     kernels: dict[str, str] = {}
     """Kernels of norms, rotary embeddings and MLPs, of every layout."""
+    decoder_layers: int | None = None
+    """Of the model; None: as many as its published architecture has."""
+    micro_batches: dict[str, int] = {}
+    """Layout -> rows of each dp rank, among which documents are dealt to nearly equal lengths. The others fill rows of
+    `Workload.row_tokens` in the order of the documents. Ranks of cp have a part of each row each: with one row for cp
+    rows of the others, a rank has as many tokens at a time as one rank of dp, and launches as few kernels."""
 
     def entries(self, ranks: int) -> list[str]:
         """Workload and layout of every measurement on ``ranks`` ranks, those of one policy next to each other."""
@@ -278,15 +285,12 @@ class Rank:
         layout = spec.layout
         key = (
             spec.precision,
-            layout.dp,
-            layout.cp,
-            layout.tp,
-            layout.ulysses,
+            *layout.mesh_sizes.values(),
             layout.sequence_parallel,
             layout.shard_parameters,
             layout.checkpointing,
-            layout.pp,
             layout.pipeline_schedule,
+            layout.stage_layers,
         )
         if self._policy is None or self._policy[0] != key:
             self._policy = None
@@ -305,19 +309,21 @@ class Rank:
                 kernels=self.plan.kernels,
                 pipeline_schedule=layout.pipeline_schedule,
                 stages_per_rank=layout.stages_per_rank,
+                stage_layers=layout.stage_layers,
             )
             self._policy = key, policy, build_optimizer(policy, spec)
         return self._policy[1:]
 
-    def spec(self, workload: Workload, layout: LayoutSpec, *, truth: bool = False) -> RunSpec:
-        """The run of a workload in a layout, or of its truth."""
+    def spec(self, workload: Workload, layout: LayoutSpec, *, micro_batches: int = 0, truth: bool = False) -> RunSpec:
+        """The run of a workload in a layout, with so many dealt rows (0: filled ones), or of its truth."""
+        row_tokens = workload.truth.row_tokens if truth else workload.row_tokens
         return parse_spec(
             RunSpec,
             {
                 "model": {"source": str(self.folder / "model")},
                 "policy": {"fused_loss": True},
                 "layout": layout.model_dump(),
-                "data": {"micro_batch_tokens": workload.truth.row_tokens if truth else workload.row_tokens},
+                "data": {"micro_batches": micro_batches} if micro_batches else {"micro_batch_tokens": row_tokens},
                 "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}},
                 "precision": workload.truth.precision if truth else workload.precision,
                 "optimizer": {"learning_rate": 0.0, "weight_decay": 0.0},
@@ -378,14 +384,15 @@ class Rank:
         file = entry_file(self.folder, f"{workload_name}/{layout_name}")
         mesh = self.mesh(layout)
         try:
-            result = self._measured(workload_name, workload, layout, mesh)
+            spec = self.spec(workload, layout, micro_batches=self.plan.micro_batches.get(layout_name, 0))
+            result = self._measured(workload_name, spec, mesh)
         except WorkbenchError as error:  # the same on every rank, before any collective
             result = {"left_out": str(error).replace("\n", ";")}
         if mesh.is_first:
             write_whole(file, to_json(result))
 
-    def _measured(self, name: str, workload: Workload, layout: LayoutSpec, mesh: Mesh) -> dict[str, Any]:
-        spec = self.spec(workload, layout)
+    def _measured(self, name: str, spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
+        layout = spec.layout
         policy, optimizer = self.policy(spec, mesh)
         batch, loss = load(self.folder / name), flow.build_loss(spec.loss)
         with StepClock(self.device) as preparing:
@@ -420,6 +427,7 @@ class Rank:
         return {
             "layout": str(layout),
             "ranks": layout.world_size,
+            "micro_batches": len(rows),
             "samples_ms": step_ms,
             "step_ms": median,
             "prepare_ms": preparing.step_ms,
@@ -466,7 +474,7 @@ def draw_rollouts(workload: Workload, plan: Plan) -> RolloutBatch:
         workload.rows,
         workload.row_tokens,
         workload.document_tokens,
-        19 if plan.model == "tiny-qwen3" else 151936,
+        TINY_VOCABULARY if plan.model.startswith("tiny") else 151936,
         plan.seed,
     )
 
@@ -529,10 +537,12 @@ def predicted_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Te
 
 
 def _save_model(plan: Plan, folder: Path) -> None:
-    from workbench.policy.decoder import published_qwen3, tiny_qwen3
+    from workbench.policy.decoder import TINY, published_qwen3
 
-    tiny = plan.model == "tiny-qwen3"
-    model = tiny_qwen3(19, seed=plan.seed) if tiny else published_qwen3(plan.model, seed=plan.seed)
+    if plan.model in TINY:
+        model = TINY[plan.model](TINY_VOCABULARY, seed=plan.seed)
+    else:
+        model = published_qwen3(plan.model, layers=plan.decoder_layers, seed=plan.seed)
     model.save_pretrained(folder)
 
 

@@ -36,7 +36,7 @@ LAYERS = (
 """From the bottom up. Layers that "|" separates do not import each other; those that "," separates may."""
 ONLY_IN = {
     "torch.distributed": {"sharding", "reproducible", "launch"},
-    "triton": {"policy", "reproducible"},
+    "triton": {"policy", "reproducible", "sharding"},
     "transformers": {"policy", "attach"},
     "lightning": {"attach"},
     "verl": {"attach"},

@@ -91,7 +91,7 @@ def heads_tiled(repeated: Callable, heads: Tensor, copies: int) -> Tensor:
 
 
 @fault(
-    seam="workbench.sharding.attention.gathered:scatter_sum",
+    seam="workbench.sharding.attention.gathered:start_scatter_sum",
     origin="no single report: all_gather without a gradient of its own, the slice that autograd then takes",
     signature="loss right; in the last layer k_proj, v_proj, k_norm and the norm before them wrong, q_proj, o_proj "
     "and MLP right; below it everything wrong; no effect if no document straddles ranks",
@@ -99,9 +99,9 @@ def heads_tiled(repeated: Callable, heads: Tensor, copies: int) -> Tensor:
     detected_by="tests/faults/test_unseen_at_first.py::test_keys_without_their_gradient_spare_queries_in_the_last_layer",
     changes_metrics=False,
 )
-def key_gradients_not_returned(scatter_sum: Callable, pieces_R: Tensor, axis: Axis, **options: object) -> Tensor:
+def key_gradients_not_returned(start_scatter_sum: Callable, pieces_R: Tensor, axis: Axis, **options: object) -> Any:
     """Keys and values are gathered for attention, and their gradients are sliced instead of reduce-scattered."""
-    return pieces_R[axis.rank]
+    return lambda: pieces_R[axis.rank]
 
 
 @fault(

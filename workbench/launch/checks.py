@@ -186,6 +186,7 @@ class _Inputs:
                 ep=layout.ep,
                 pp=layout.pp,
                 stages_per_rank=layout.stages_per_rank,
+                stage_layers=layout.stage_layers,
             )
 
     def vocabulary(self, source: str) -> int | None:

@@ -219,21 +219,35 @@ QWEN3: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
 }
 """Name -> the sizes that differ between checkpoints, from their published config.json."""
 
 
-def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed: int = 0) -> Qwen3ForCausalLM:
+def published_qwen3(
+    name: str = "qwen3-0.6b", *, layers: int | None = None, seed: int = 0
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     """One of `QWEN3`, with so many layers (None: all), float32 weights drawn from a seed, on CPU, in evaluation mode.
 
-    Source: Qwen/Qwen3-0.6B and Qwen/Qwen3-8B, config.json.
+    Source: Qwen/Qwen3-0.6B, Qwen/Qwen3-8B and Qwen/Qwen3-30B-A3B, config.json.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = QWEN3[name] | ({} if layers is None else {"num_hidden_layers": layers})
-    config = Qwen3Config(
+    sizes = {"num_key_value_heads": 8} | QWEN3[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    of_experts = "num_experts" in sizes
+    config = (Qwen3MoeConfig if of_experts else Qwen3Config)(
         vocab_size=151936,
-        num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
@@ -245,7 +259,7 @@ def published_qwen3(name: str = "qwen3-0.6b", *, layers: int | None = None, seed
         pad_token_id=None,
         **sizes,
     )
-    return _seeded(Qwen3ForCausalLM, config, seed)
+    return _seeded(Qwen3MoeForCausalLM if of_experts else Qwen3ForCausalLM, config, seed)
 
 
 def _seeded(kind: Any, config: Any, seed: int, noise: float = 0.0) -> Any:

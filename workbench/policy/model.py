@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -331,6 +331,7 @@ def load_policy(
     kernels: Mapping[str, str] | None = None,
     pipeline_schedule: str = "1f1b",
     stages_per_rank: int = 1,
+    stage_layers: Sequence[int] = (),
     routing: bool = False,
     depths: int = 0,
 ) -> Policy:
@@ -357,6 +358,7 @@ def load_policy(
         kernels: of norms, rotary embeddings and MLPs, see `workbench.policy.kernels.use_kernels`.
         pipeline_schedule: order of the micro-batches in pipeline stages; see `workbench.sharding.pipeline`.
         stages_per_rank: pipeline stages of each rank of the axis pp.
+        stage_layers: layers of each stage; (): equal runs.
         routing: prepare the routers of a mixture of experts to note and to replay routes; see `policy.routers`.
         depths: layers to add that predict further tokens; see `policy.prediction`.
 
@@ -398,6 +400,7 @@ def load_policy(
         shards,
         schedule_name=pipeline_schedule,
         stages_per_rank=stages_per_rank,
+        stage_layers=stage_layers,
         sequence_parallel=sequence_parallel,
     )
     trunk = None

@@ -6,7 +6,7 @@ the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ def check_layout(
     ep: int = 1,
     pp: int = 1,
     stages_per_rank: int = 1,
+    stage_layers: Sequence[int] = (),
 ) -> None:
     """Raise if a layout cannot split a decoder, by the rules that its ranks apply.
 
@@ -110,12 +111,13 @@ def check_layout(
         ep: ranks that share experts.
         pp: pipeline ranks.
         stages_per_rank: pipeline stages of each.
+        stage_layers: layers of each stage; (): equal runs.
 
     Raises:
         ShardingError, SpecError: heads, features, a vocabulary or experts that do not divide; too few layers.
     """
     if sizes.layers is not None and pp > 1:
-        divisibility.check_stages(sizes.layers, pp, stages_per_rank)
+        divisibility.check_stages(sizes.layers, pp, stages_per_rank, stage_layers)
     if sizes.experts is not None:
         divisibility.check_experts("the model", sizes.experts, ep)
     heads, keys = sizes.heads, sizes.key_heads

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from workbench.errors import SpecError
+from workbench.policy.precision import cast
 from workbench.policy.tensor_plan import PREDICTION, check_sharded, probe_hidden_states
 from workbench.sharding.divisibility import check_stages
 from workbench.sharding.mesh import Mesh
@@ -124,18 +126,20 @@ def split_stages(
     *,
     schedule_name: str,
     stages_per_rank: int,
+    stage_layers: Sequence[int] = (),
     sequence_parallel: bool = False,
 ) -> tuple[Stages | None, dict[str, ParameterShard]]:
     """Keep the layers of this rank's stages, in place, after `shard_decoder`; the whole decoder if pp is one rank.
 
-    Layers are dealt in equal runs; the first stages have one more where they do not divide. Collective over tp.
+    Layers are dealt as ``stage_layers`` says, or in equal runs, of which the first have one more where they do not
+    divide. Collective over tp.
 
     Returns:
         The stages, and the sharding of the parameters that this rank keeps.
 
     Raises:
         SpecError: a model that does not consist of an embedding, layers and modules behind them.
-        ShardingError: more stages than layers.
+        ShardingError: more stages than layers, or stages that do not have all of them.
     """
     axis = mesh["pp"]
     if axis.size == 1:
@@ -144,8 +148,9 @@ def split_stages(
     list_name, tail = anatomy(model)
     layers = getattr(base, list_name)
     count = axis.size * stages_per_rank
-    check_stages(len(layers), axis.size, stages_per_rank)
-    bounds = [len(layers) // count * stage + min(stage, len(layers) % count) for stage in range(count + 1)]
+    check_stages(len(layers), axis.size, stages_per_rank, stage_layers)
+    equal = [len(layers) // count + (stage < len(layers) % count) for stage in range(count)]
+    bounds = list(itertools.accumulate(stage_layers or equal, initial=0))
     runs = tuple(range(begin, end) for begin, end in itertools.pairwise(bounds))
     own = tuple(range(axis.rank, count, axis.size))
     width = model.config.get_text_config().hidden_size
@@ -206,8 +211,9 @@ def _check(model: Any, mesh: Mesh, stages: Stages) -> None:
             hidden = stages.forward(stage, inputs_embeds=hidden, **inputs)
         return hidden
 
-    model.to(mesh.device)
-    axis = mesh["tp"]
+    # In float32: a mixture sums its experts with atomics on a GPU, whose rounding in bfloat16 passes for another model.
+    dtype = model.get_input_embeddings().weight.dtype
+    model, axis = cast(model.to(mesh.device), torch.promote_types(dtype, torch.float32)), mesh["tp"]
     check_sharded(
         f"pipeline stages of model type {model.config.get_text_config().model_type!r}",
         "hidden states",
@@ -216,3 +222,4 @@ def _check(model: Any, mesh: Mesh, stages: Stages) -> None:
         rule="its stages, one after another, give the hidden states of the decoder",
         fix="leave layout.pp out for this model",
     )
+    cast(model, dtype)

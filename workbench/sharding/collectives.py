@@ -190,6 +190,23 @@ def gather_equal(value: Tensor, axis: Axis, *, caller: str | None = None) -> Ten
         return gathered_R
 
 
+def start_gather(value: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
+    """Start `gather_equal`; return a function to call once, which waits for the tensors and returns them."""
+    if axis.group is None:
+        return lambda: value[None]
+    value = value.contiguous()
+    gathered_R = value.new_empty(axis.size, *value.shape)
+    with _in("start_gather", value, axis, caller):
+        wait = wire.start_all_gather_into(gathered_R.view(-1), value.view(-1), axis.group)
+
+    def arrive() -> Tensor:
+        with _in("end of gather", value, axis, caller):
+            wait()
+        return gathered_R
+
+    return arrive
+
+
 def scatter_sum(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
     """Sum the pieces of all ranks and return the one at this rank's index (reduce-scatter), outside autograd.
 
@@ -202,6 +219,23 @@ def scatter_sum(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> T
         own = torch.empty_like(pieces_R[0])
         wire.reduce_scatter_into(own.view(-1), pieces_R.view(-1), axis.group)
         return own
+
+
+def start_scatter_sum(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
+    """Start `scatter_sum`; return a function to call once, which waits for the sum and returns it."""
+    if axis.group is None:
+        return lambda: pieces_R[0]
+    pieces_R = pieces_R.contiguous()
+    own = torch.empty_like(pieces_R[0])
+    with _in("start_scatter_sum", pieces_R, axis, caller):
+        wait = wire.start_reduce_scatter_into(own.view(-1), pieces_R.view(-1), axis.group)
+
+    def arrive() -> Tensor:
+        with _in("end of scatter_sum", pieces_R, axis, caller):
+            wait()
+        return own
+
+    return arrive
 
 
 def exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:

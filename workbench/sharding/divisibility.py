@@ -6,7 +6,7 @@ No torch: numbers in, nothing or an error out. Code that splits heads, features,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -84,11 +84,18 @@ def check_experts(what: str, experts: int, ep: int) -> None:
     )
 
 
-def check_stages(layers: int, pp: int, stages_per_rank: int) -> None:
-    """Raise if a decoder has too few layers for its pipeline stages; the last one may have the norm and the head alone.
+def check_stages(layers: int, pp: int, stages_per_rank: int, stage_layers: Sequence[int] = ()) -> None:
+    """Raise if a decoder has too few layers for its pipeline stages, or the stages do not have all layers.
 
-    Stages: pp * stages_per_rank.
+    Stages: pp * stages_per_rank. The last one may have the norm and the head alone.
     """
+    if stage_layers and (sum(stage_layers) != layers or min(stage_layers[:-1]) < 1):
+        raise ShardingError(
+            f"pipeline stages of {', '.join(map(str, stage_layers))} layers",
+            found=f"{sum(stage_layers)} layers in all; the decoder has {layers}",
+            rule="every layer is in one stage, and every stage but the last has a layer",
+            fix=f"give layout.stage_layers whose sum is {layers}, or leave it out for equal runs",
+        )
     stages = pp * stages_per_rank
     if stages > layers + 1:
         each = f" x stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""

@@ -91,12 +91,32 @@ def all_gather_into(whole: Tensor, own: Tensor, group: Group) -> None:
     whole.copy_(torch.stack(group.exchange(own.clone())).view_as(whole))
 
 
+def start_all_gather_into(whole: Tensor, own: Tensor, group: Group) -> Callable[[], None]:
+    """Start `all_gather_into`; return a function that waits for it. On a GPU other kernels run meanwhile."""
+    if not _overlaps(group):
+        all_gather_into(whole, own, group)
+        return lambda: None
+    return _GATHER_INTO(whole, own, group=group, async_op=True).wait
+
+
+def start_reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> Callable[[], None]:
+    """Start `reduce_scatter_into`; return a function that waits for it. On a GPU other kernels run meanwhile."""
+    if not _overlaps(group):
+        reduce_scatter_into(own, whole, group)
+        return lambda: None
+    return _REDUCE_INTO(own, whole, group=group, async_op=True).wait
+
+
+def _overlaps(group: Group) -> bool:
+    return isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl"
+
+
 def reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> None:
     """Sum ``whole`` over ranks and write each rank's part of the sum, in rank order, to its ``own``.
 
     ``whole`` may be overwritten.
     """
-    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
+    if _overlaps(group):
         _REDUCE_INTO(own, whole, group=group)
         return
     all_reduce(whole, group)  # reduce_scatter is absent from some gloo builds

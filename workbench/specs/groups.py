@@ -49,6 +49,9 @@ class LayoutSpec(Group):
     has several stages per rank. Micro-batches are rows: data.micro_batches, or data.micro_batch_tokens."""
     stages_per_rank: int = Field(1, ge=1)
     """For interleaved_1f1b: stages of each pipeline rank; stage s is on rank s % pp."""
+    stage_layers: tuple[int, ...] = ()
+    """Decoder layers of each pipeline stage, in order; (): equal runs. The last stage has the head as well, whose cost
+    is that of several layers where the vocabulary is large."""
     order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
     """Assignment of a row's tokens to context-parallel ranks; see `workbench.sharding.orders`."""
     block_tokens: int = Field(128, ge=1)
@@ -89,6 +92,12 @@ class LayoutSpec(Group):
             raise ValueError(
                 "pipeline_schedule 'interleaved_1f1b' with stages_per_rank = 1 is 1f1b; give stages_per_rank, or take "
                 "1f1b"
+            )
+        stages = self.pp * self.stages_per_rank
+        if self.stage_layers and (self.pp == 1 or len(self.stage_layers) != stages or min(self.stage_layers) < 0):
+            raise ValueError(
+                f"stage_layers = {list(self.stage_layers)} with pp = {self.pp}: {stages if self.pp > 1 else 'no'} "
+                "pipeline stages; it has the number of layers of each stage"
             )
         return self
 
@@ -137,6 +146,7 @@ class LayoutSpec(Group):
             f"ep={self.ep}": self.ep > 1,
             self.pipeline_schedule: self.pp > 1 and self.pipeline_schedule != "1f1b",
             f"stages={self.stages_per_rank}": self.stages_per_rank > 1,
+            f"layers={'+'.join(map(str, self.stage_layers))}": bool(self.stage_layers),
             "sp": self.sequence_parallel,
             "fsdp": self.shard_parameters,
             "checkpointing": self.checkpointing,

@@ -142,6 +142,7 @@ ADDED_SETTINGS = (
     "layout.pp",
     "layout.pipeline_schedule",
     "layout.stages_per_rank",
+    "layout.stage_layers",
     "record.certificate",
     "record.checkpoint_every",
     "record.trace_tokens",

@@ -65,6 +65,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         kernels=dict(spec.kernels),
         pipeline_schedule=layout.pipeline_schedule,
         stages_per_rank=layout.stages_per_rank,
+        stage_layers=layout.stage_layers,
         routing=spec.routing.on,
         depths=spec.prediction.depths,
     )

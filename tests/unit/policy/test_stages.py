@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from workbench.errors import ShardingError, SpecError
+from workbench.policy import stages
 from workbench.policy.attention import with_our_attention
 from workbench.policy.decoder import tiny_qwen3
 from workbench.policy.model import load_policy
 from workbench.policy.stages import split_stages
 from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import ParameterShard
+from workbench.specs.reading import parse_spec
+from workbench.specs.run import RunSpec
 
 
 def load(mesh, **settings):
@@ -45,10 +48,38 @@ def test_without_a_tied_head_every_parameter_is_on_one_rank():
 
 
 def test_interleaved_stages_are_dealt_in_turn():
-    stages = simulate(lambda mesh: load(mesh, pipeline_schedule="interleaved_1f1b", stages_per_rank=2).stages, pp=2)
-    assert [stage.own for stage in stages] == [(0, 2), (1, 3)]
-    assert stages[0].layers == (range(1), range(1, 2), range(2, 3), range(3, 3))
-    assert stages[0].last == 3
+    dealt = simulate(lambda mesh: load(mesh, pipeline_schedule="interleaved_1f1b", stages_per_rank=2).stages, pp=2)
+    assert [stage.own for stage in dealt] == [(0, 2), (1, 3)]
+    assert dealt[0].layers == (range(1), range(1, 2), range(2, 3), range(3, 3))
+    assert dealt[0].last == 3
+
+
+def test_stages_have_the_layers_that_the_layout_gives_them():
+    dealt = simulate(lambda mesh: load(mesh, stage_layers=(2, 1)).stages, pp=2)
+    assert dealt[0].layers == (range(2), range(2, 3))
+    assert list(simulate(lambda mesh: load(mesh, stage_layers=(3, 0)).stages, pp=2)[1].layers[1]) == []
+
+
+@pytest.mark.parametrize("layers", [(1, 1), (0, 3)])
+def test_stages_without_all_layers_are_refused(layers):
+    with pytest.raises(ShardingError, match="every layer is in one stage, and every stage but the last has a layer"):
+        simulate(lambda mesh: load(mesh, stage_layers=layers), pp=2)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "stage_layers": [3]}, {"stage_layers": [3]}], ids=str)
+def test_a_layout_with_layers_of_other_stages_is_refused(layout):
+    with pytest.raises(SpecError, match="it has the number of layers of each stage"):
+        parse_spec(RunSpec, {"layout": layout}, where="run")
+
+
+def test_stages_are_checked_in_float32_and_computed_in_their_own_dtype(monkeypatch):
+    seen, probe = [], stages.probe_hidden_states
+    monkeypatch.setattr(
+        stages, "probe_hidden_states", lambda model, *more: seen.append(model.dtype) or probe(model, *more)
+    )
+    policies = simulate(lambda mesh: load_policy("tiny-qwen3-moe", mesh=mesh, precision="bfloat16"), pp=2)
+    assert set(seen) == {torch.float32}
+    assert {parameter.dtype for policy in policies for parameter in policy.model.parameters()} == {torch.bfloat16}
 
 
 def test_more_stages_than_layers_are_refused():

@@ -16,12 +16,21 @@ def test_output_and_gradients_are_the_oracles(order, cp, heads, window):
     assert_right(by_ranks(order, cp, "gathered", heads, window=window), heads, window)
 
 
+@pytest.mark.parametrize(("cp", "heads", "window"), [(2, (4, 2), None), (4, (8, 4), 3), (2, (4, 1), None)])
+def test_heads_in_two_parts_are_the_oracles(cp, heads, window, monkeypatch):
+    whole = by_ranks("document_zigzag", cp, "gathered", heads, window=window)
+    monkeypatch.setattr(gathered, "PARTS_FROM_TOKENS", 1)
+    in_parts = by_ranks("document_zigzag", cp, "gathered", heads, window=window)
+    assert_right(in_parts, heads, window)
+    assert all(torch.equal(one, other) for one, other in zip(whole, in_parts, strict=True))
+
+
 def test_ranks_that_are_no_power_of_two():
     assert_right(by_ranks("striped", 3, "gathered", (4, 2)), (4, 2))
 
 
 def test_the_oracle_sees_a_gradient_that_is_not_summed_over_ranks(monkeypatch):
-    monkeypatch.setattr(gathered, "scatter_sum", lambda pieces_R, axis, caller: pieces_R[axis.rank])
+    monkeypatch.setattr(gathered, "start_scatter_sum", lambda pieces_R, axis, caller: lambda: pieces_R[axis.rank])
     by_rank = by_ranks("zigzag", 2, "gathered", (4, 2))
     with pytest.raises(AssertionError, match="key: "):
         assert_right(by_rank, (4, 2))
@@ -31,11 +40,11 @@ def test_the_oracle_sees_a_gradient_that_is_not_summed_over_ranks(monkeypatch):
 def test_half_precision_is_summed_over_ranks_in_float32(monkeypatch):
     travelled = set()
 
-    def watched(pieces_R, axis, caller, plain=gathered.scatter_sum):
+    def watched(pieces_R, axis, caller, plain=gathered.start_scatter_sum):
         travelled.add(pieces_R.dtype)
         return plain(pieces_R, axis, caller=caller)
 
-    monkeypatch.setattr(gathered, "scatter_sum", watched)
+    monkeypatch.setattr(gathered, "start_scatter_sum", watched)
     by_rank = by_ranks("zigzag", 2, "gathered", (4, 2), dtype=torch.bfloat16)
     assert travelled == {torch.float32}
     assert {x.dtype for x in by_rank} == {torch.bfloat16}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.sharding.attention.kernels.row_sums import parts_of_rows, sum_rows
 from workbench.sharding.attention.segments import Call, Rows, find_calls, segments_of
 from workbench.sharding.attention.shard import Block
 
@@ -124,12 +125,15 @@ class FlashKernel:
         lse_Hq = lse[0].float()
         of_queries, of_keys = (d_out_qHd, query_qHd, out_qHd), (key_kHd, value_kHd)
         grads = [(call, self._backward(call, of_queries, of_keys, lse_Hq, scale)) for call in calls]
-        d_query = _heads(_merged([(call.query_rows, of_call[0]) for call, of_call in grads], query_qHd, add=False))
-        add = len(calls) > 1 or any(call.repeats for call in calls)
-        d_key, d_value = (
-            _heads(_merged([(call.key_rows, of_call[i]) for call, of_call in grads], key_kHd, add=add)) for i in (1, 2)
-        )
-        return d_query, d_key, d_value
+        d_query = _heads(_placed([(call.query_rows, of_call[0]) for call, of_call in grads], query_qHd))
+        if len(calls) <= 1 and not any(call.repeats for call in calls):
+            d_key, d_value = (
+                _heads(_placed([(call.key_rows, of_call[i]) for call, of_call in grads], key_kHd)) for i in (1, 2)
+            )
+            return d_query, d_key, d_value
+        parts_kp = block.once(("parts of keys", query.device), lambda: _parts_of_keys(block).to(query.device))
+        d_keys, d_values = ([of_call[i] for _, of_call in grads] for i in (1, 2))
+        return d_query, _heads(sum_rows(_together(d_keys), parts_kp)), _heads(sum_rows(_together(d_values), parts_kp))
 
     def _forward(self, call: Call, inputs: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
         assert self.operators is not None, "`refusal` says why there are none"
@@ -214,16 +218,21 @@ def _is_all(rows: Rows, values_n: Tensor) -> bool:
     return rows == slice(0, len(values_n)) if isinstance(rows, slice) else False
 
 
-def _merged(pieces: list[tuple[Rows, Tensor]], like_n: Tensor, *, add: bool) -> Tensor:
-    """Scatter gradients of rows into one tensor, or accumulate them in float32; 0 for rows without a gradient."""
-    if len(pieces) == 1 and not add and _is_all(pieces[0][0], like_n):
+def _placed(pieces: list[tuple[Rows, Tensor]], like_n: Tensor) -> Tensor:
+    """Scatter gradients of rows into one tensor; 0 for rows without a gradient."""
+    if len(pieces) == 1 and _is_all(pieces[0][0], like_n):
         return pieces[0][1]
-    whole = like_n.new_zeros(like_n.shape, dtype=torch.promote_types(like_n.dtype, torch.float32) if add else None)
+    whole = like_n.new_zeros(like_n.shape)
     for rows, values in pieces:
-        if not add:
-            _put(whole, rows, values)
-        elif isinstance(rows, slice):
-            whole[rows] += values
-        else:
-            whole.index_add_(0, rows, values.to(whole.dtype))
+        _put(whole, rows, values)
     return whole
+
+
+def _parts_of_keys(block: Block) -> Tensor:
+    """Places of each key of a block among the keys of all its calls, one call after another."""
+    keys_k = torch.arange(block.shape[1])
+    return parts_of_rows(torch.cat([keys_k[call.key_rows] for call in find_calls(block)]), len(keys_k))
+
+
+def _together(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
