@@ -395,8 +395,8 @@ def _places(
         **{name: torch.full((batch.num_tokens,), -1) for name in ("rows", "shards", "places")},
         "positions": batch.positions_T.clone(),
     }
-    loss = spec.loss
-    if not (loss.squared_logit_coefficient or loss.mean_squared_logit_coefficient or loss.label_smoothing):  # logits
+    penalties = spec.loss.squared_logit_coefficient, spec.loss.mean_squared_logit_coefficient
+    if not any((*penalties, spec.loss.label_smoothing)):  # these need logits
         values["losses"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
     lined_up = [
         shift_targets(row).map(lambda values_T: values_T.double() if values_T.is_floating_point() else values_T)

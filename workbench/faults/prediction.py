@@ -115,7 +115,8 @@ def prediction_across_documents(tokens_ahead: Callable, row: TrainingRow, depths
 def prediction_replays_first_mixture(install_routers: Callable, model: Any, **more: Any) -> Routers:
     """Layers of a prediction are numbered from the first one again, so a router takes a decoder layer's routes."""
     routers = install_routers(model, **more)
-    during, last = routers._during, []
+    during = routers._during
+    last: list[Routes] = []
 
     @contextmanager
     def noting(routes: Routes | None) -> Iterator[None]:
@@ -134,7 +135,7 @@ def prediction_replays_first_mixture(install_routers: Callable, model: Any, **mo
 
         return replayed
 
-    routers._during = noting  # type: ignore[method-assign]
+    setattr(routers, "_during", noting)  # noqa: B010 a method of this object alone
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Router") and PREDICTION in name.split("."):
             module.forward = replaying(module, module.forward)

@@ -57,13 +57,11 @@ def test_weights_are_those_of_the_step_in_every_packing(rows, multiple):
 
 def test_a_run_records_the_loss_of_each_depth_and_saves_its_layers(tmp_path):
     """The checkpoint has the layers; the stock decoder of the run does not."""
-    rollouts = files.save(
-        RolloutBatch.from_documents(documents()), tmp_path / "rollouts", provenance={"made_by": "test"}
-    )
+    files.save(RolloutBatch.from_documents(documents()), tmp_path / "rollouts", provenance={"made_by": "test"})
     spec = RunSpec.model_validate(
         {
             "model": {"source": "tiny-qwen3"},
-            "data": {"path": str(rollouts or tmp_path / "rollouts")},
+            "data": {"path": str(tmp_path / "rollouts")},
             "device": "cpu",
             "optimizer": {"learning_rate": 1e-2},
             "prediction": {"depths": 2, "detach": "policy"},
