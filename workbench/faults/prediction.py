@@ -13,8 +13,7 @@ from torch import Tensor
 from workbench.faults import fault
 from workbench.policy.routers import Routers, Routes, replayed_gates
 from workbench.policy.tensor_plan import PREDICTION
-from workbench.rollouts.targets import TrainingRow
-from workbench.train.prediction import WEIGHTS
+from workbench.rollouts.targets import AHEAD_WEIGHTS, TrainingRow
 
 ONE_DEPTH = {"prediction": {"depths": 1, "coefficient": 0.3}}
 NONE = {"prediction": {"depths": 0, "coefficient": 0.1}}
@@ -22,7 +21,7 @@ NONE = {"prediction": {"depths": 0, "coefficient": 0.1}}
 
 def _with_weights(local: Any, weights_TK: Tensor) -> Any:
     row = local.row
-    return replace(local, row=replace(row, extensions=row.extensions | {WEIGHTS: weights_TK}))
+    return replace(local, row=replace(row, extensions=row.extensions | {AHEAD_WEIGHTS: weights_TK}))
 
 
 @fault(
@@ -36,7 +35,7 @@ def _with_weights(local: Any, weights_TK: Tensor) -> Any:
 )
 def prediction_counts_of_shards(prediction_terms: Callable, policy: Any, hidden: Tensor, local: Any, spec: Any) -> Any:
     """The loss of further tokens is rescaled by a rank's own counts of tokens, before one division by the step's."""
-    of_step_T, weights_TK = local.weights["token"].loss_T, local.row.extensions[WEIGHTS]
+    of_step_T, weights_TK = local.weights["token"].loss_T, local.row.extensions[AHEAD_WEIGHTS]
     own_K = (weights_TK != 0).sum(0).clamp_min(1)
     scale_K = spec.coefficient / spec.depths * of_step_T.sum() / own_K
     return prediction_terms(policy, hidden, _with_weights(local, (weights_TK != 0) * scale_K), spec)
@@ -52,7 +51,7 @@ def prediction_counts_of_shards(prediction_terms: Callable, policy: Any, hidden:
 )
 def prediction_over_cp(prediction_terms: Callable, policy: Any, hidden: Tensor, local: Any, spec: Any) -> Any:
     """The loss of further tokens misses the cp that undoes the mean over context-parallel ranks."""
-    weights_TK = local.row.extensions[WEIGHTS] / policy.mesh["cp"].size
+    weights_TK = local.row.extensions[AHEAD_WEIGHTS] / policy.mesh["cp"].size
     return prediction_terms(policy, hidden, _with_weights(local, weights_TK), spec)
 
 
@@ -67,7 +66,7 @@ def prediction_over_cp(prediction_terms: Callable, policy: Any, hidden: Tensor, 
 )
 def prediction_not_normalised(prediction_terms: Callable, policy: Any, hidden: Tensor, local: Any, spec: Any) -> Any:
     """The loss of further tokens is their sum, in a step whose other terms are means."""
-    of_mean_TK = local.row.extensions[WEIGHTS]
+    of_mean_TK = local.row.extensions[AHEAD_WEIGHTS]
     weights_TK = (of_mean_TK != 0).to(of_mean_TK.dtype) * (spec.coefficient / spec.depths)
     return prediction_terms(policy, hidden, _with_weights(local, weights_TK), spec)
 

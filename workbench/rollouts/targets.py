@@ -21,6 +21,9 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 
 Values = TypeVar("Values", Tensor, Tensor | None)
 
+AHEAD, AHEAD_WEIGHTS = "tokens_ahead", "weights_ahead"
+"""Extensions of a row for K depths of prediction: `tokens_ahead`, [T, K + 1], and the weight of each target, [T, K]."""
+
 
 @dataclass(frozen=True)
 class TrainingRow:

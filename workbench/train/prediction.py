@@ -23,12 +23,9 @@ from workbench.policy.model import Policy
 from workbench.reduction.evaluate import weighted_sum
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import TokenWeights
-from workbench.rollouts.targets import TrainingRow, tokens_ahead
+from workbench.rollouts.targets import AHEAD, AHEAD_WEIGHTS, TrainingRow, tokens_ahead
 from workbench.specs.groups import PredictionSpec
 from workbench.train.rows import LocalRow
-
-TOKENS, WEIGHTS = "prediction_tokens", "prediction_weights"
-"""Extensions of a training row: tokens ahead of each position, [T, K + 1], and the weight of each target, [T, K]."""
 
 
 def with_predictions(rows: Sequence[TrainingRow], spec: PredictionSpec) -> list[TrainingRow]:
@@ -37,7 +34,7 @@ def with_predictions(rows: Sequence[TrainingRow], spec: PredictionSpec) -> list[
     counts_K = torch.stack([counts_TK.sum(0) for _, counts_TK in ahead]).sum(0)
     weight_K = spec.coefficient / spec.depths / counts_K.clamp_min(1).to(rows[0].advantages_T.dtype)
     return [
-        replace(row, extensions={**row.extensions, TOKENS: tokens_TK, WEIGHTS: counts_TK * weight_K})
+        replace(row, extensions={**row.extensions, AHEAD: tokens_TK, AHEAD_WEIGHTS: counts_TK * weight_K})
         for row, (tokens_TK, counts_TK) in zip(rows, ahead, strict=True)
     ]
 
@@ -49,7 +46,7 @@ def prediction_terms(policy: Policy, hidden_TD: Tensor, local: LocalRow, spec: P
     Backward: to the depths' layers and, unless ``spec.detach`` stops it, to hidden states, embedding and head.
     """
     row = local.row
-    tokens_TK, weights_TK = row.extensions[TOKENS], row.extensions[WEIGHTS]
+    tokens_TK, weights_TK = row.extensions[AHEAD], row.extensions[AHEAD_WEIGHTS]
     head = policy.head_arguments()
     if spec.detach == "policy":
         head = {name: value.detach() if isinstance(value, Tensor) else value for name, value in head.items()}

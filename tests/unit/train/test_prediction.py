@@ -9,11 +9,11 @@ from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.packing import pack
-from workbench.rollouts.targets import shift_targets
+from workbench.rollouts.targets import AHEAD, AHEAD_WEIGHTS, shift_targets
 from workbench.specs.groups import PredictionSpec
 from workbench.specs.run import RunSpec
 from workbench.train.checkpoint import trained_policy
-from workbench.train.prediction import TOKENS, WEIGHTS, with_predictions
+from workbench.train.prediction import with_predictions
 from workbench.train.worker import run_here
 
 SPEC = PredictionSpec(depths=3, coefficient=0.6)
@@ -43,11 +43,11 @@ def test_weights_are_those_of_the_step_in_every_packing(rows, multiple):
         )
         targets, weights = [], []
         for row in found:
-            weights_T = row.extensions[WEIGHTS][:, depth - 1]
+            weights_T = row.extensions[AHEAD_WEIGHTS][:, depth - 1]
             for place in weights_T.nonzero()[:, 0].tolist():
                 start = place - int(row.positions_T[place])
                 targets.append(
-                    (tuple(row.tokens_T[start : place + 1].tolist()), int(row.extensions[TOKENS][place, depth]))
+                    (tuple(row.tokens_T[start : place + 1].tolist()), int(row.extensions[AHEAD][place, depth]))
                 )
             weights.append(weights_T)
         assert sorted(targets) == expected
@@ -74,7 +74,7 @@ def test_a_run_records_the_loss_of_each_depth_and_saves_its_layers(tmp_path):
     assert run.status == "succeeded"
     first, second = run.steps()
     for key in ("loss/prediction_1/sum", "loss/prediction_2/sum"):
-        assert 0 < second["metrics"][key] < first["metrics"][key]
+        assert 0 < second[key] < first[key]
     [folder] = run.checkpoints().values()
     saved = load_file(folder / "weights.safetensors")
     assert sum(".prediction." in name for name in saved) == 2 * 15
