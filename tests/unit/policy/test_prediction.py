@@ -1,5 +1,6 @@
 """Layers that predict further tokens: weights of checkpoints, the layers of transformers, and refusals by name."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,28 +19,27 @@ from workbench.sharding.plan import ShardPlan
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])
 
 
-@pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
-    """A GLM-4-MoE of three layers whose fourth, in the names of its publisher, predicts a further token."""
-    import json
+LAYERS = 46
+"""Of GLM-4.5-Air: `transformers` tells a layer that predicts further tokens by its number in the published sizes."""
 
-    from transformers import Glm4MoeForCausalLM
 
-    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
-    folder = Path(save_tiny_glm4_moe(tmp_path / "glm"))
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A GLM-4-MoE whose 47th layer, in the names of its publisher, predicts a further token."""
+    folder = Path(save_tiny_glm4_moe(tmp_path_factory.mktemp("glm"), layers=LAYERS, dense=LAYERS - 1))
     weights = load_file(folder / "model.safetensors")
     g = torch.Generator().manual_seed(5)
 
     def drawn(tensor):
         return (0.2 * torch.randn(tensor.shape, generator=g)).to(tensor.dtype) + tensor.float().mean()
 
-    last = {name: value for name, value in weights.items() if name.startswith("model.layers.2.")}
-    added = {name.replace("layers.2.", "layers.3."): drawn(value) for name, value in last.items()}
-    added |= {f"model.layers.3.{name}.weight": 1 + drawn(torch.zeros(32)) for name in ("enorm", "hnorm")}
-    added |= {"model.layers.3.shared_head.norm.weight": 1 + drawn(torch.zeros(32))}
-    added |= {"model.layers.3.eh_proj.weight": drawn(torch.zeros(32, 64))}
-    added |= {"model.layers.3.embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
-    added |= {"model.layers.3.shared_head.head.weight": weights["lm_head.weight"].clone()}
+    last = {name: value for name, value in weights.items() if name.startswith("model.layers.45.")}
+    added = {name.replace("layers.45.", "layers.46."): drawn(value) for name, value in last.items()}
+    added |= {f"model.layers.46.{name}.weight": 1 + drawn(torch.zeros(32)) for name in ("enorm", "hnorm")}
+    added |= {"model.layers.46.shared_head.norm.weight": 1 + drawn(torch.zeros(32))}
+    added |= {"model.layers.46.eh_proj.weight": drawn(torch.zeros(32, 64))}
+    added |= {"model.layers.46.embed_tokens.weight": weights["model.embed_tokens.weight"].clone()}
+    added |= {"model.layers.46.shared_head.head.weight": weights["lm_head.weight"].clone()}
     save_file(weights | added, folder / "model.safetensors", metadata={"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     settings.pop("num_nextn_predict_layers", None)
@@ -52,12 +52,12 @@ def test_weights_are_those_of_the_checkpoint(checkpoint):
     policy = load_policy(folder, depths=1)
     (layer,) = policy.model.model.prediction
     for name in ("enorm", "hnorm", "eh_proj"):
-        assert torch.equal(getattr(layer, name).weight, added[f"model.layers.3.{name}.weight"])
-    assert torch.equal(layer.post_norm.weight, added["model.layers.3.shared_head.norm.weight"])
-    assert torch.equal(layer.mtp_block.self_attn.q_proj.weight, added["model.layers.3.self_attn.q_proj.weight"])
-    gate_up = torch.cat([added[f"model.layers.3.mlp.experts.1.{name}_proj.weight"] for name in ("gate", "up")])
+        assert torch.equal(getattr(layer, name).weight, added[f"model.layers.46.{name}.weight"])
+    assert torch.equal(layer.post_norm.weight, added["model.layers.46.shared_head.norm.weight"])
+    assert torch.equal(layer.mtp_block.self_attn.q_proj.weight, added["model.layers.46.self_attn.q_proj.weight"])
+    gate_up = torch.cat([added[f"model.layers.46.mlp.experts.1.{name}_proj.weight"] for name in ("gate", "up")])
     assert torch.equal(layer.mtp_block.mlp.experts.gate_up_proj[1], gate_up)
-    bias = added["model.layers.3.mlp.gate.e_score_correction_bias"]
+    bias = added["model.layers.46.mlp.gate.e_score_correction_bias"]
     assert torch.equal(layer.mtp_block.mlp.gate.e_score_correction_bias, bias)
 
 
