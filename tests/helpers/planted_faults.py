@@ -20,6 +20,7 @@ from workbench.sharding.simulated import simulate
 from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
+from workbench.train.routes import with_routes
 
 BASE = {
     "model": {"source": "tiny-qwen3", "seed": 3},
@@ -157,9 +158,16 @@ def _step(settings: str, fault: str | None = None) -> Found:
 def documents(spec: RunSpec) -> RolloutBatch:
     """Return ten documents near the policy at its temperature, with every field that a loss may read.
 
-    They are preference pairs where the loss needs them.
+    They are preference pairs where the loss needs them, and have drawn routes where these are replayed.
     """
-    return _documents(spec.policy.temperature or 1.0, spec.loss.needs_pairs)
+    batch = _documents(spec.policy.temperature or 1.0, spec.loss.needs_pairs)
+    return with_routes(batch, drawn_routes(batch.num_tokens)) if spec.routing.replays else batch
+
+
+def drawn_routes(tokens: int) -> Tensor:
+    """[S, L, k] routes of a sampler whose routers choose otherwise, of the tiny mixture: 2 of 4 experts, 2 layers."""
+    draw = torch.Generator().manual_seed(5)
+    return torch.rand(tokens, 2, 4, generator=draw).argsort(dim=-1)[..., :2]
 
 
 @functools.cache

@@ -52,6 +52,7 @@ MODULES: Mapping[str, str] = {
     "sharding": "S",
     "experts": "S",
     "pipeline": "S",
+    "routes": "K",
     "attention": "S",
     "prediction": "K",
     "updates": "U",

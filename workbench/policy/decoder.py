@@ -244,11 +244,12 @@ def published_qwen3(
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"num_key_value_heads": 8} | QWEN3[name] | ({} if layers is None else {"num_hidden_layers": layers})
+    sizes = {"num_key_value_heads": 8, "head_dim": 128} | QWEN3[name]
+    if layers is not None:
+        sizes["num_hidden_layers"] = layers
     of_experts = "num_experts" in sizes
     config = (Qwen3MoeConfig if of_experts else Qwen3Config)(
         vocab_size=151936,
-        head_dim=128,
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
         attention_dropout=0.0,

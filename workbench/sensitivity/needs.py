@@ -64,6 +64,9 @@ PIECES = Need(
     "two cp ranks",
 )
 ROUTER = Need("a model without experts", lambda f: f.experts > 0)
+REPLAYED_ROUTES = Need("routes are not replayed", lambda f: f.spec.routing.replays)
+BALANCED = Need("no load-balancing loss", lambda f: bool(f.spec.routing.balance))
+ROUTER_LOSS = Need("no loss of routers", lambda f: bool(f.spec.routing.balance or f.spec.routing.z))
 SEQUENCE_PARALLEL = Need("no sequence parallelism", lambda f: f.spec.layout.sequence_parallel)
 NO_SEQUENCE_PARALLEL = Need(
     "sequence parallelism, where all replicated weights need that sum", lambda f: not f.spec.layout.sequence_parallel
@@ -323,6 +326,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "auxiliary_loss_dropped": (AUXILIARY,),
     "auxiliary_loss_not_normalised": (CP, AUXILIARY),
     "auxiliary_loss_times_micro_batches": (AUXILIARY, MICRO_BATCHES),
+    "balance_of_own_tokens": (BALANCED, RANKS),
     "baseline_per_micro_batch": (GROUPED, ROWS, SPLIT_GROUP),
     "clamped_kl_keeps_weight_gradient": (KL, SCORE, CLAMPED_KL),
     "clip_before_unscaling": (LOSS_SCALE, CLIPS, STEPS_2, LEARNS),
@@ -345,6 +349,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "expert_gradients_times_ep": (EP,),
     "first_cotangent_for_all": (COTANGENTS,),
     "first_micro_batch_synchronised": (RANKS, MICRO_BATCHES),
+    "gates_of_drifted_routes_zero": (REPLAYED_ROUTES,),
     "gates_of_other_ranks_detached": (EP,),
     "gathered_logits_in_parallel_softmax": (TP,),
     "gathered_tokens_summed_again": (TP, SEQUENCE_PARALLEL),
@@ -420,8 +425,12 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "ring_block_normaliser": (CP, SPLIT_DOCUMENT),
     "rotary_tables_in_bfloat16": ALWAYS,
     "router_gradient_not_summed_over_tp": (ROUTER, TP, SEQUENCE_PARALLEL),
+    "router_gradient_over_cp": (ROUTER_LOSS, CP),
     "router_in_bfloat16": (ROUTER,),
     "router_without_gradient": (ROUTER,),
+    "routes_not_replayed": (REPLAYED_ROUTES,),
+    "routes_of_another_layer": (REPLAYED_ROUTES,),
+    "routes_shifted_by_one": (REPLAYED_ROUTES,),
     "rows_without_signal_counted": (COUNTS_DOCUMENTS, UNTRAINED),
     "sample_share_times_token_mean": (TOKEN_MEAN, ROWS, UNEQUAL_SHARES),
     "sampler_logprobs_before_temperature": (OTHER_TEMPERATURE, READS_SAMPLER),

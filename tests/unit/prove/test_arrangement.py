@@ -228,3 +228,16 @@ def test_a_bug_of_experts_is_refuted_by_the_invariant_of_their_axis():
     spec = RunSpec(loss={"name": "grpo"}, faults=["expert_gradients_times_ep"])
     proof = prove(spec, invariants=["pipeline", "expert_degree"], rounds=1)
     assert proof.broken == ("expert_degree",), proof
+
+
+@pytest.mark.parametrize("fault", ["routes_shifted_by_one", "routes_of_another_layer"])
+def test_a_bug_of_replayed_routes_is_refuted_by_their_invariant(fault):
+    proof = prove(RunSpec(loss={"name": "grpo"}, faults=[fault]), invariants=["expert_degree", "routes"], rounds=1)
+    assert proof.broken == ("routes",), proof
+
+
+def test_a_trainers_own_step_replays_routes():
+    def loss(row, outputs, totals):
+        return -(outputs.policy_logprobs_T * row.advantages_T)[row.loss_mask_T].sum() / totals.tokens
+
+    assert not prove(loss, engine="sum", invariants=["routes"], rounds=2).broken

@@ -17,7 +17,7 @@ from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.checkpoint import OPTIMIZER, load_checkpoint
 from workbench.train.optimizer import build_optimizer
-from workbench.train.routes import ROUTES, check_routes
+from workbench.train.routes import ROUTES, check_routes, checksum
 from workbench.train.worker import run_here
 
 LENGTHS = (4, 3, 1)
@@ -190,3 +190,17 @@ def test_biases_of_routers_move_after_a_step_and_are_in_checkpoints(tmp_path):
     save_file({name: value for name, value in state.items() if "bias" not in name}, checkpoint / OPTIMIZER)
     with pytest.raises(RecordError, match=r"no model\.layers\.1\.mlp\.gate\.e_score"):
         load_checkpoint(checkpoint, policy, build_optimizer(policy, spec))
+
+
+def test_a_checksum_is_of_every_tokens_experts_and_adds_up_over_parts():
+    experts_tk, source_t = torch.tensor([[0, 1], [2, 3], [1, 3]]), torch.tensor([4, 7, 0])
+    whole = checksum(experts_tk, source_t, 1)
+    parts = checksum(experts_tk[:1], source_t[:1], 1) + checksum(experts_tk[1:], source_t[1:], 1)
+    assert float(parts) % 2.0**40 == float(whole)
+    assert checksum(experts_tk.flip(0).flip(1), source_t.flip(0), 1) == whole, "in any order"
+    others = [
+        checksum(torch.tensor([[0, 1], [2, 1], [1, 3]]), source_t, 1),
+        checksum(experts_tk.roll(1, 0), source_t, 1),
+        checksum(experts_tk, source_t, 0),
+    ]
+    assert all(float(other) != float(whole) for other in others)
