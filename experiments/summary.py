@@ -176,7 +176,30 @@ def step() -> str:
         ),
         "Shares, and their bars: " + "; ".join(f"{name} {share:.2f} ({bar:.2f})" for name, share, bar in bars) + ". "
         f"Missed: {', '.join(name for name, share, bar in bars if share > bar) or 'none'}.",
+        _step_since(),
         _source("step/step.json", None, shlex.join(["python", "-m", "experiments.step.measure", "step.json", *chosen])),
+    )
+
+
+def _step_since() -> str:
+    """The same step, measured again without fa4, since no call of a step waits for the GPU."""
+    record = _record("step/step_since.json")
+    entries = {name: entry for name, entry in (record["choices"] | record["peers"]).items() if "step_ms" in entry}
+    slow, fastest = (
+        entries["one_rank"]["step_ms"],
+        min(record["peers"].keys() & entries, key=lambda n: entries[n]["step_ms"]),
+    )
+    shares = [
+        f"{name} {entries[name]['step_ms'] / slow:.2f} ({bar:.2f})"
+        for name, bar in STEP_BARS.items()
+        if name in entries
+    ]
+    ours = entries["mixed, flash"]
+    return (
+        f"Measured again since no call of a step waits for the GPU, on one {record['device']} without fa4, in one run: "
+        f"{'; '.join(shares)}; with flash {ours['step_ms']:.0f} ms and {ours['peak_gib']:.1f} GiB, "
+        f"{ours['step_ms'] / entries[fastest]['step_ms']:.2f} of {fastest} "
+        f"([record](../experiments/step/step_since.json))."
     )
 
 

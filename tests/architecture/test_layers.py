@@ -136,6 +136,12 @@ def test_the_package_imports_no_experiment():
     assert not [path for path in modules() if any(m.startswith("experiments") for _, m in imported(path.read_text()))]
 
 
+def test_one_helper_finds_the_nearest_names():
+    """`errors.nearest_names`."""
+    reading = {path.stem for path in modules() if any(name == "difflib" for _, name in imported(path.read_text()))}
+    assert reading == {"errors"}
+
+
 def test_known_bugs_lie_below_the_code_that_plants_them():
     """A fault names its seam as text: it imports neither the step nor the worker, which plants it."""
     imports = package_imports()

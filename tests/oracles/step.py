@@ -144,7 +144,8 @@ def grpo_step(
 
     Args:
         model: from `exact`.
-        documents: dicts of lists: tokens, loss_mask, advantages, old_logprobs, ref_logprobs.
+        documents: dicts of lists: tokens, loss_mask, advantages, old_logprobs, ref_logprobs; and, optionally, supports,
+            the ids over which each token's log-probability is normalised, [] for the whole vocabulary.
         clip_decisions: per document, per token, True for the clipped branch; None decides here.
 
     Returns:
@@ -161,7 +162,9 @@ def grpo_step(
         terms, logprobs = [], []
         for t in range(1, len(document["tokens"])):
             scores = logits[t - 1]
-            logprob = scores[document["tokens"][t]] - torch.logsumexp(scores, dim=0)
+            support = document["supports"][t] if "supports" in document else []
+            over = scores[support] if support else scores
+            logprob = scores[document["tokens"][t]] - torch.logsumexp(over, dim=0)
             logprobs.append(logprob.item())
             if not document["loss_mask"][t]:
                 continue

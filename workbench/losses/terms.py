@@ -53,6 +53,11 @@ class LossInputs:
         source_T: [T] long, index of the token in the source batch, the same in every layout; None: its index in
             this row.
         correction_weights_T: [T] sampler corrections that were computed elsewhere, or None.
+        support_mass_T: [T] the policy's probability of each token's truncated support, if log-probabilities are over
+            these; else None.
+        outside_support_T: [T] bool, the token is not in the support that the sampler's settings give for the policy's
+            own distribution; or None. For metrics alone.
+        support_size_T: [T] tokens of the support that was recorded; or None. For metrics alone.
         length_epsilon: added to a document's length where a mean over it is taken (`document_mean`).
         sums: sums over documents that may straddle ranks; None: every token is local.
         statistics: numbers of the whole optimizer step, computed before it was split, by name; see
@@ -76,6 +81,9 @@ class LossInputs:
     mean_logit_T: Tensor | None = None
     source_T: Tensor | None = None
     correction_weights_T: Tensor | None = None
+    support_mass_T: Tensor | None = None
+    outside_support_T: Tensor | None = None
+    support_size_T: Tensor | None = None
     length_epsilon: float = 0.0
     sums: DocumentSums | None = None
     statistics: Mapping[str, float] = field(default_factory=dict)

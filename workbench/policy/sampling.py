@@ -9,7 +9,7 @@ Letters: N completions | V vocabulary | M maximum tokens of a completion.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from workbench.errors import SpecError
 from workbench.policy.decoder import load_decoder
 from workbench.policy.model import DTYPES
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.truncation import reported, truncate
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.sampling import Sampling
+from workbench.rollouts.support import with_support
 
 Choose = Callable[[Tensor, int], Tensor]
 """[N, V] log-probabilities and the position in the completion, from 0 -> [N] next token of each completion."""
@@ -26,10 +30,19 @@ Choose = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Completion:
-    """Vocabulary ids, including the end symbol if it was sampled, and nats of each, as the sampler computed them."""
+    """A sampled completion.
+
+    Attributes:
+        tokens: vocabulary ids, including the end symbol if it was sampled.
+        logprobs: nats of each, of the quantity that the sampler reports.
+        supports: of each, the ids from which it was drawn; empty if the sampler does not truncate.
+        masses: of each, the probability of its support after the temperature; empty likewise.
+    """
 
     tokens: list[int]
     logprobs: list[float]
+    supports: list[list[int]] = field(default_factory=list)
+    masses: list[float] = field(default_factory=list)
 
 
 class Sampler:
@@ -106,6 +119,7 @@ def generate(
     temperature: float,
     max_new_tokens: int,
     end_ids: Sequence[int],
+    sampling: Sampling | None = None,
     **forward: Any,
 ) -> list[Completion]:
     """Sample one completion per prompt, in one batch; shorter prompts are left-padded and masked.
@@ -117,10 +131,12 @@ def generate(
         temperature: divides logits.
         max_new_tokens: M; a completion that reaches it ends there, without an end symbol.
         end_ids: any of them ends a completion.
+        sampling: truncation, and the quantity of the log-probabilities; None: none, and scaled ones.
         forward: further arguments of the model, such as logits_to_keep=1, which skips the logits of the prompts.
 
-    Units: nats under the sampled distribution: after the temperature, and in float32 at least.
+    Units: nats, in float32 at least, of the quantity that ``sampling`` names.
     """
+    sampling = sampling or Sampling()
     longest = max(map(len, prompts))
     gaps = [longest - len(prompt) for prompt in prompts]
     inputs = torch.tensor(
@@ -134,36 +150,61 @@ def generate(
     cache, ended = None, torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     chosen: list[Tensor] = []
     logprobs: list[Tensor] = []
+    supports: list[Tensor] = []
+    masses: list[Tensor] = []
     while len(chosen) < max_new_tokens and not ended.all():
         output = model(input_ids=inputs, past_key_values=cache, use_cache=True, **position_inputs, **forward)
         cache, logits_NV = output.past_key_values, output.logits[:, -1]
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         logprobs_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
-        token_N = choose(logprobs_NV, len(chosen))
+        drawn_NV = logprobs_NV
+        if sampling.truncates:
+            kept_NV, mass_N, drawn_NV = truncate(logprobs_NV, sampling)
+            supports.append(kept_NV.cpu())
+            masses.append(mass_N)
+        token_N = choose(drawn_NV, len(chosen))
         inputs = token_N[:, None]
         chosen.append(token_N)
-        logprobs.append(logprobs_NV.gather(1, inputs)[:, 0])
+        reported_NV = reported(logits_NV, logprobs_NV, drawn_NV, sampling.sampler_logprobs)
+        logprobs.append(reported_NV.gather(1, inputs)[:, 0])
         ended |= torch.isin(token_N, ends)
         if position_inputs:
             mask = torch.cat([position_inputs["attention_mask"], torch.ones_like(inputs)], dim=1)
             position_inputs = {"attention_mask": mask, "position_ids": position_inputs["position_ids"][:, -1:] + 1}
     completions = []
-    for tokens, nats in zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True):
+    mass_NM = torch.stack(masses, 1).tolist() if masses else [[]] * len(prompts)
+    rows = zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), mass_NM, strict=True)
+    for number, (tokens, nats, mass) in enumerate(rows):
         length = next((place for place, token in enumerate(tokens, 1) if token in end_ids), len(tokens))
-        completions.append(Completion(tokens[:length], nats[:length]))
+        kept = [torch.nonzero(kept_NV[number])[:, 0].tolist() for kept_NV in supports[:length]]
+        completions.append(Completion(tokens[:length], nats[:length], kept, mass[:length]))
     return completions
+
+
+def with_completion_supports(batch: RolloutBatch, completions: Sequence[Completion]) -> RolloutBatch:
+    """Return a batch with the supports, and their masses, of the completions of its documents, in order."""
+    supports: list[list[int]] = []
+    masses: list[float] = []
+    for completion, length in zip(completions, batch.lengths_N.tolist(), strict=True):
+        prompt = length - len(completion.tokens)
+        supports += [*([[]] * prompt), *completion.supports]
+        masses += [*([1.0] * prompt), *completion.masses]
+    return with_support(batch, supports, mass_T=torch.tensor(masses, dtype=torch.float64))
 
 
 def by_uniforms(uniforms_NM: Tensor) -> Choose:
     """Draw from given uniform numbers: a completion's draws do not depend on the other completions of its batch.
 
-    Formula: the first token, in vocabulary order, at which the cumulative probability exceeds u.
+    Formula: the first token, in vocabulary order, at which the cumulative probability exceeds u; never one of
+             probability 0.
     Shapes:  uniforms_NM [N, M], uniform on [0, 1); cumulative sums are in float64.
     """
 
     def choose(logprobs_NV: Tensor, place: int) -> Tensor:
         sums_NV = logprobs_NV.double().exp().cumsum(dim=1)
         threshold_N = uniforms_NM[:, place].to(sums_NV) * sums_NV[:, -1]
+        # a product that rounds up to the total would choose the last id, which may be outside a truncated support
+        threshold_N = torch.minimum(threshold_N, torch.nextafter(sums_NV[:, -1], torch.zeros_like(threshold_N)))
         token_N1 = torch.searchsorted(sums_NV, threshold_N[:, None], right=True)
         return token_N1[:, 0].clamp_max(sums_NV.shape[1] - 1)
 

@@ -95,7 +95,10 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
     trained_in_document = torch.bincount(ids_from_0, weights=trained.double(), minlength=1)
 
     def next_token(value: Values, fill: float = 0, where: Tensor = same) -> Values:
-        return value if value is None else torch.where(where, value.roll(-1), value.new_full((), fill))
+        if value is None:
+            return value
+        across = where.view(-1, *[1] * (value.dim() - 1))
+        return torch.where(across, value.roll(-1, dims=0), value.new_full((), fill))
 
     return TrainingRow(
         tokens_T=row.tokens_T,

@@ -111,7 +111,7 @@ class RunSpec(Group):
             *path, last = name.split(".")
             group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
             if group[last] == default[last]:
-                del group[last]
+                del group[last], default[last]
         surrogate = settings["loss"]["surrogate"]
         for name, default in ADDED_PARAMETERS.get(surrogate["kind"], {}).items():
             if surrogate[name] == default:
@@ -133,7 +133,12 @@ class RunSpec(Group):
 
 ADDED_SETTINGS = (
     "reproducible",
+    "online.top_k",  # settings of a group come before the group
+    "online.top_p",
+    "online.min_p",
+    "online.sampler_logprobs",
     "online",
+    "policy.support",
     "kernels",
     "mixed_precision",
     "routing",
@@ -183,6 +188,16 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
                 f"{name} is for a loss of per-token terms, and loss.engine {loss.surrogate.engine!r} for a function "
                 "that returns one number; leave one of them out"
             )
+    if spec.policy.support == "recorded" and loss.label_smoothing:
+        yield (
+            "loss.surrogate.label_smoothing with policy.support 'recorded': labels are smoothed over the whole "
+            "vocabulary, and log-probabilities are those of the truncated support; leave one of them out"
+        )
+    if spec.policy.support == "recorded" and spec.online.on and not spec.online.truncates:
+        yield (
+            "policy.support 'recorded' with a sampler that draws from the whole vocabulary: it records no supports; "
+            "give online.top_k, top_p or min_p, or take support: whole"
+        )
     if spec.online.on and (problems := list(_online_problems(spec))):
         yield f"online: {'; '.join(problems)}"
     if spec.layout.pp > 1:

@@ -139,6 +139,7 @@ def _chunked_head(
         implementation=policy.implementation,
         temperature=row.extensions.get("temperature_T", policy.temperature),
         active_T=row.loss_mask_T,
+        support=local.support,
         outputs=outputs,
         **policy.head_arguments(),
     )

@@ -41,6 +41,7 @@ from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import StepLayout, StepTotals, compute_advantages, step_weights
 from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.support import for_policy
 from workbench.rollouts.targets import shift_targets
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
@@ -131,7 +132,10 @@ class StepLoss:
     def __call__(self, local: LocalRow, head_output: TokenLogprobs) -> Evaluated:
         """Evaluate the per-token terms and their weighted sums."""
         row = local.row
+        head_output, mass_T = head_output.within_support()
         inputs = loss_inputs(row, head_output, self.totals, local.sums, at_targets(self.frozen_clip_S, row))
+        if mass_T is not None:
+            inputs = replace(inputs, support_mass_T=mass_T)
         if self.dtype is not None:
             inputs = inputs.rounded(self.dtype)
         of_trainer = isinstance(self.loss, TrainerLoss)
@@ -158,7 +162,7 @@ def prepare_rows(
     """
     strategy, layout = choose_strategy(reproducible=spec.reproducible.on), spec.layout
     dtype = DTYPES["float64" if spec.dtypes.compute == "float64" else "float32"]
-    batch = compute_advantages(batch, spec)
+    batch = for_policy(compute_advantages(batch, spec), spec.policy.support)
     if spec.routing.replays:
         check_routes(batch)
     packed = [
@@ -182,7 +186,8 @@ def prepare_rows(
         whole_row = WholeRow(numbers[at], whole[at], in_dtype, documents[at], plan, mesh["cp"])
         by_name, slots, evaluated_on = strategy.to_split(whole_row)
         by_name = {name: pair.map(lambda values_T: values_T.to(mesh.device)) for name, pair in by_name.items()}
-        rows.append(replace(split_row(row, by_name, slots, plan, mesh, layout), whole=evaluated_on))
+        local = split_row(row, by_name, slots, plan, mesh, layout)
+        rows.append(replace(local, whole=evaluated_on, sampling=batch.sampling))
     return rows, strategy.scaled(totals, whole, weights)
 
 
@@ -232,6 +237,8 @@ def run_step(
         if prediction is not None and prediction.on:
             scalars = with_prediction_terms(scalars, prediction_terms(policy, hidden_TD, local, prediction))
         reached = step_loss.gradient_tokens
+        # here and not after backward, which may shard the head again
+        inputs = local.with_support_measures(inputs, policy, hidden_TD, level)
 
         def measure() -> None:
             parts.append(scalars)
@@ -374,7 +381,8 @@ def row_logprobs(
             if noting is not None and routes is not None:
                 noting.finish(number, routes)
             local, head_output = strategy.head(policy, hidden_TD, local, StepLoss(loss, totals, loss_spec))
-            logprobs_T = torch.where(local.row.loss_mask_T, head_output.logprobs_T, 0.0)
+            policy_logprobs_T = head_output.within_support()[0].logprobs_T
+            logprobs_T = torch.where(local.row.loss_mask_T, policy_logprobs_T, 0.0)
             per_token.append({"source": local.row.source_T, "logprobs": logprobs_T})
     policy.reshard()
     return in_source_order(per_token, policy.mesh, num_source)["logprobs"]

@@ -80,6 +80,8 @@ NEWER = (
     | {"kernels.mlp": "torch", "kernels.norm": "torch", "kernels.rope": "torch"}
     | {f"routing.{name}": field.default for name, field in RoutingSpec.model_fields.items()}
     | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}
+    | {"online.top_k": None, "online.top_p": 1.0, "online.min_p": 0.0, "online.sampler_logprobs": None}
+    | {"policy.support": "whole"}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""

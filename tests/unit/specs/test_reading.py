@@ -130,6 +130,10 @@ class TestRefusals:
                 },
                 r"label_smoothing: this mode has no mean of the logits",
             ),
+            (
+                {"loss": {"name": "sft", "surrogate": {"label_smoothing": 0.1}}, "policy": {"support": "recorded"}},
+                r"label_smoothing with policy\.support 'recorded'",
+            ),
             ({"loss": {"surrogate": {"label_smoothing": 0.1}}}, "label_smoothing is not used by the surrogate 'ppo'"),
         ],
         ids=lambda value: "" if isinstance(value, str) else None,

@@ -66,6 +66,21 @@ class TokenLogprobs(NamedTuple):
         others = (None if values_T is None else function(values_T) for values_T in self[1:])
         return TokenLogprobs(function(self.logprobs_T), *others)
 
+    def within_support(self) -> tuple[TokenLogprobs, Tensor | None]:
+        """Return outputs whose log-probabilities are those within the truncated supports, and the mass of each support.
+
+        The entropy stays that of the whole vocabulary. Unchanged, and None, without supports.
+
+        Formula:  mass = p / q of the target, for its probability p over the vocabulary and q within the support: the
+                  probability of the support under this policy.
+        Shapes:   [T] each.
+        Backward: none through the mass.
+        """
+        if self.support_logprobs_T is None:
+            return self, None
+        mass_T = (self.logprobs_T.detach() - self.support_logprobs_T.detach()).exp()
+        return self._replace(logprobs_T=self.support_logprobs_T, support_logprobs_T=None), mass_T
+
 
 @dataclass(frozen=True)
 class Head:
