@@ -69,6 +69,7 @@ guides/ablations
 guides/your-loss
 guides/layouts
 guides/mixtures
+guides/lora
 guides/reproducible-runs
 guides/online-rl
 guides/two-modules

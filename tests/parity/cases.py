@@ -47,6 +47,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         stages_per_rank=layout.stages_per_rank,
         routing=spec.routing.on,
         depths=spec.prediction.depths,
+        lora=spec.lora,
     )
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():

@@ -155,6 +155,8 @@ class VerifyOptions:
     )
     steps: int = 200
     """Optimizer steps of every run."""
+    lora_r: int = 0
+    """Rank of adapters on every linear layer, which alone are trained; 0: all weights are."""
     record: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -171,6 +173,7 @@ def verify(arguments: Sequence[str]) -> int:
         gpus=options.gpus,
         model=options.model,
         steps=options.steps,
+        lora_r=options.lora_r,
         report_progress=lambda line: print(f"  {line}", flush=True),
     )
     name = "verify.json" if options.gpus else "verify_cpu.json"

@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, str] = {
     "I": "advantages and groups",
     "J": "precision and fused kernels",
     "K": "auxiliary losses",
+    "L": "low-rank adapters",
     "S": "sharding",
     "U": "optimizer's update",
 }
@@ -54,6 +55,7 @@ MODULES: Mapping[str, str] = {
     "routes": "K",
     "attention": "S",
     "prediction": "K",
+    "adapters": "L",
     "updates": "U",
 }
 """Modules of this package whose faults a spec can name -> the family of those that state none."""

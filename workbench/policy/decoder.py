@@ -62,8 +62,8 @@ def _refuse_incomplete(source: str, folder: Path) -> None:
         raise SpecError(
             f"load model.source = {source!r}",
             found="an adapter (adapter_config.json), such as LoRA's",
-            rule="a checkpoint of the whole model: adapters have no layouts here",
-            fix="merge it into its base and save that: PeftModel.merge_and_unload().save_pretrained(folder)",
+            rule="a checkpoint of the whole model; an adapter is the source of lora, and its base that of the model",
+            fix=f"model.source: its base (base_model_name_or_path in that file), and lora.source: {source}",
         )
     if folder.is_dir() and not (folder / "config.json").is_file():
         inside = sorted(path.parent.name for path in folder.glob("*/config.json"))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.policy.decoder import load_decoder
+from workbench.policy.lora import Lora, prepare_sampler, sampled_names
 from workbench.policy.model import DTYPES
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.policy.truncation import reported, truncate
@@ -52,6 +53,7 @@ class Sampler:
         source: see `workbench.policy.model.load_decoder`.
         precision: of its weights and activations; float64 includes norms and rotary embeddings.
         device: where it samples.
+        lora: the adapters of the policy, merged or not, as `LoraSpec.sampler` says; None: it has none.
         source_settings: further settings of `load_decoder`.
 
     Example:
@@ -63,11 +65,20 @@ class Sampler:
     """
 
     def __init__(
-        self, source: str, *, precision: str = "float32", device: torch.device | str = "cpu", **source_settings: Any
+        self,
+        source: str,
+        *,
+        precision: str = "float32",
+        device: torch.device | str = "cpu",
+        lora: Lora | None = None,
+        **source_settings: Any,
     ) -> None:
         model = load_decoder(source, **source_settings).eval()
+        if lora is not None:
+            prepare_sampler(model, lora)
         half = DTYPES[precision].itemsize == 2
-        self._source = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if half}
+        changing = {name for name, _ in model.named_parameters()} if lora is None else sampled_names(lora)
+        self._source = {n: p.detach().clone() for n, p in model.named_parameters() if half and n in changing}
         model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
         self.model = model.to(device).requires_grad_(False)
 
@@ -80,8 +91,9 @@ class Sampler:
     def load_weights(self, weights: Mapping[str, Tensor]) -> float | None:
         """Load the weights of a policy by parameter name, rounded to the sampler's own precision.
 
-        Returns the share of the weights that are no longer those of the source: a change below half a unit in the last
-        place does not reach a sampler in bfloat16 or float16. None for other dtypes, and until the policy moves.
+        Returns the share of the trained weights that are no longer those of the source: a change below half a unit in
+        the last place does not reach a sampler in bfloat16 or float16. None for other dtypes, and until the policy
+        moves.
 
         Raises:
             SpecError: the two do not have the same parameters.

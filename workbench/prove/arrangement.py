@@ -29,6 +29,7 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.groups import DataSpec, LayoutSpec, ModelSpec, PolicySpec, RoutingSpec
+from workbench.specs.lora import LoraSpec
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
 from workbench.train.routes import NOTED, StepRoutes, with_routes
@@ -106,6 +107,7 @@ class Arrangement:
             model=ModelSpec(source="tiny-qwen3-moe" if self.mixture else "tiny-qwen3"),
             layout=self.layout,
             policy=PolicySpec(temperature=base.policy.temperature, **head),
+            lora=_everywhere(base.lora, mixture=self.mixture),
             precision="float64",
             faults=base.faults,
             routing=RoutingSpec(replay="recorded" if self.replay else "none"),
@@ -203,7 +205,7 @@ def _own_routes(batch: RolloutBatch, spec: RunSpec) -> Tensor:
     alone = spec.model_copy(update={"layout": LayoutSpec(), "routing": NOTED, "data": DataSpec()})
     mesh = single_process_mesh()
     [local], totals = flow.prepare_rows(batch, alone, mesh, [range(batch.num_documents)])
-    policy = _copy(0, spec.model.source, routing=True)
+    policy = _copy(0, spec.model.source, spec.lora, routing=True)
     taken = StepRoutes(policy, [local], NOTED, totals)
     routes = taken.begin(0)
     with torch.no_grad():
@@ -212,6 +214,23 @@ def _own_routes(batch: RolloutBatch, spec: RunSpec) -> Tensor:
     routes_SLk = taken.in_source_order(batch.num_tokens)
     assert routes_SLk is not None, "they are recorded"
     return routes_SLk
+
+
+def _everywhere(lora: LoraSpec, *, mixture: bool) -> LoraSpec:
+    """Adapters on every layer, the head and the experts of the decoder of proofs, if the run trains adapters.
+
+    With its rank and scale (of a source, a rank of 2); B is random, as no gradient reaches A where B is 0.
+    """
+    if not lora.on:
+        return LoraSpec()
+    return LoraSpec(
+        r=lora.r or 2,
+        lora_alpha=lora.lora_alpha,
+        use_rslora=lora.use_rslora,
+        target_modules=".*(_proj|lm_head)",
+        target_parameters=("experts.gate_up_proj", "experts.down_proj") if mixture else (),
+        init_lora_weights="random",
+    )
 
 
 def one_rank_policy() -> Policy:
@@ -239,16 +258,17 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             pipeline_schedule=layout.pipeline_schedule,
             stages_per_rank=layout.stages_per_rank,
             routing=spec.routing.on,
+            lora=spec.lora,
             **head,
         )
-    whole = _copy(mesh["dp_cp"].rank, source, routing=spec.routing.on)
+    whole = _copy(mesh["dp_cp"].rank, source, spec.lora, routing=spec.routing.on)
     implementation = whole.implementation if settings.logprobs == "auto" else settings.logprobs
     return replace(whole, mesh=mesh, implementation=implementation, **head)
 
 
 @functools.cache
-def _copy(number: int, source: str = "tiny-qwen3", *, routing: bool = False) -> Policy:
-    return load_policy(source, precision="float64", routing=routing)
+def _copy(number: int, source: str = "tiny-qwen3", lora: LoraSpec | None = None, *, routing: bool = False) -> Policy:
+    return load_policy(source, precision="float64", lora=lora, routing=routing)
 
 
 GRADIENT_BAR = 1e-10

@@ -63,6 +63,8 @@ PIECES = Need(
     lambda f: f.spec.layout.cp > 1 or f.spec.loss.denominator != "token" or ROWS.holds(f),
     "two cp ranks",
 )
+ADAPTERS = Need("no adapters", lambda f: f.spec.lora.on)
+RANK_2 = Need("adapters of rank 1", lambda f: (f.spec.lora.r or 2) > 1)
 ROUTER = Need("a model without experts", lambda f: f.experts > 0)
 REPLAYED_ROUTES = Need("routes are not replayed", lambda f: f.spec.routing.replays)
 BALANCED = Need("no load-balancing loss", lambda f: bool(f.spec.routing.balance))
@@ -318,6 +320,10 @@ GRADIENT = Need("changes reported numbers only, and the comparison judges gradie
 ALWAYS: tuple[Need, ...] = ()
 
 NEEDS: Mapping[str, tuple[Need, ...]] = {
+    "adapter_counted_by_every_tp_rank": (ADAPTERS, TP),
+    "adapter_drawn_on_every_rank": (ADAPTERS, RANKS),
+    "adapter_factor_not_summed_over_tp": (ADAPTERS, TP),
+    "adapter_scaled_by_alpha": (ADAPTERS, RANK_2),
     "advantages_normalised_twice": (OF_GRPO,),
     "advantages_of_other_documents": (OUT_OF_ORDER, VARIED_ADVANTAGES),
     "attention_across_documents": (SHARED_ROW,),

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ValidationError
 from workbench.errors import SpecError, did_you_mean, listed, nearest_names
 
 ELSEWHERE = {
+    "lr": ("optimizer.learning_rate",),
+    "lora_r": ("lora.r",),
+    "lora_rank": ("lora.r",),
     "beta": ("loss.kl.coefficient", "loss.surrogate.beta"),
     "kl_coef": ("loss.kl.coefficient",),
     "kl_loss_coef": ("loss.kl.coefficient",),

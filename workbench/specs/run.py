@@ -26,6 +26,7 @@ from workbench.specs.groups import (
     ReproducibleSpec,
     RoutingSpec,
 )
+from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import LossSpec
 from workbench.specs.losses.own import OwnLoss
 from workbench.specs.precision import ALIASES, Dtypes, MixedPrecisionSpec, PrecisionName, resolve
@@ -50,6 +51,7 @@ class RunSpec(Group):
     layout: LayoutSpec = LayoutSpec()
     routing: RoutingSpec = RoutingSpec()
     prediction: PredictionSpec = PredictionSpec()
+    lora: LoraSpec = LoraSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
     reproducible: ReproducibleSpec = ReproducibleSpec()
@@ -143,6 +145,7 @@ ADDED_SETTINGS = (
     "mixed_precision",
     "routing",
     "prediction",
+    "lora",
     "layout.ep",
     "layout.pp",
     "layout.pipeline_schedule",
@@ -210,6 +213,7 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
             f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
             "leave one of them out"
         )
+    yield from _adapters_not_known(spec)
     dtypes, half = spec.dtypes, ("bfloat16", "float16")
     for problem in precision_conflicts(dtypes, spec.mixed_precision.changed):
         yield f"precision {spec.precision}: {problem}"
@@ -282,6 +286,8 @@ def _not_predicted(spec: RunSpec) -> Iterator[str]:
             "prediction.depths with the reproducible mode, which computes the decoder's own layers alone; leave one of "
             "them out"
         )
+    if spec.lora.on:
+        yield ("prediction.depths with lora, which trains adapters of the decoder alone; leave one of them out")
     if spec.layout.shard_parameters:
         yield (
             "prediction.depths with layout.shard_parameters, which gathers the weights of each layer on the way "
@@ -312,6 +318,17 @@ def _routes_not_known(spec: RunSpec) -> Iterator[str]:
             "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "
             "trainer, or replay: recorded with the routes of a rollout dataset"
         )
+
+
+def _adapters_not_known(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that conflict with adapters, each with its fix."""
+    if spec.lora.on and spec.reproducible.on:
+        yield (
+            "lora with the reproducible mode, whose GEMMs are those of whole weights; leave one of them out, or merge "
+            "the adapter into its base"
+        )
+    if "sampler" in spec.lora.changed and not spec.online.on:
+        yield f"lora.sampler = {spec.lora.sampler!r} without online.task: nothing is sampled; leave it out"
 
 
 _NOT_SAMPLED = {

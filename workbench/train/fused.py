@@ -130,7 +130,7 @@ def _chunked_head(
     _require_chunked_head(policy)
     assert plan.couples is not None, "without, callers use `_whole_row_head`"
     return fused_loss(
-        hidden_TD,
+        policy.head_input(hidden_TD),
         targets_T=row.targets_T,
         loss_fn=chunk_loss,
         couples=plan.couples,

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.metrics.step import SAMPLER_MOVED
+from workbench.policy.lora import sampler_weights
 from workbench.policy.model import Policy
 from workbench.policy.sampling import Completion, Sampler, by_uniforms, with_completion_supports
 from workbench.rollouts.batch import Extension, RolloutBatch
@@ -72,6 +73,7 @@ class Online:
             model.source,
             precision=spec.online.sampler_precision or spec.dtypes.compute,
             device=self.mesh.device,
+            lora=policy.lora,
             project=project,
             tied=model.tied,
             seed=model.seed,
@@ -101,7 +103,7 @@ class Online:
             SpecError: invalid prompts or an invalid reward.
         """
         start, online = time.perf_counter(), self.spec.online
-        moved = self.sampler.load_weights(full_weights(self.policy.model, self.policy.shards, self.mesh))
+        moved = self.sampler.load_weights(self._weights())
         prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
         if len(prompts) != online.prompts:
             raise SpecError(
@@ -131,6 +133,11 @@ class Online:
             "time/sample_ms": 1e3 * (sampled - start),
             "time/score_ms": 1e3 * (time.perf_counter() - sampled),
         }
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Weights of the sampler: those of the policy, with adapters merged or not."""
+        weights = full_weights(self.policy.model, self.policy.shards, self.mesh)
+        return weights if self.policy.lora is None else sampler_weights(self.policy.lora, weights)
 
     # ---- sampling completions ------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.systems.test_cases import ALL, CASES, index
 from workbench.launch.ablation import load_ablation
 from workbench.specs.groups import PredictionSpec, RoutingSpec
+from workbench.specs.lora import LoraSpec
 from workbench.specs.losses import PARAMETERS, PRESETS, SURROGATES, LossSpec
 from workbench.specs.precision import MixedPrecisionSpec
 from workbench.specs.reading import flatten
@@ -82,6 +83,7 @@ NEWER = (
     | {f"prediction.{name}": field.default for name, field in PredictionSpec.model_fields.items()}
     | {"online.top_k": None, "online.top_p": 1.0, "online.min_p": 0.0, "online.sampler_logprobs": None}
     | {"policy.support": "whole"}
+    | {f"lora.{name}": list(v) if isinstance(v := f.default, tuple) else v for name, f in LoraSpec.model_fields.items()}
     | {f"mixed_precision.{name}": None for name in MixedPrecisionSpec.model_fields}
 )
 """Settings that the record is older than -> the value which means what the code did then."""

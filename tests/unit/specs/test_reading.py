@@ -122,6 +122,7 @@ class TestRefusals:
                 {"prediction": {"depths": 1}, "layout": {"shard_parameters": True}},
                 r"prediction\.depths with layout\.shard_parameters",
             ),
+            ({"prediction": {"depths": 1}, "lora": {"r": 2}}, r"prediction\.depths with lora"),
             ({"prediction": {"depths": 1}, "record": {"trace_tokens": 1}}, r"prediction\.depths with record\.trace"),
             (
                 {

@@ -23,6 +23,7 @@ from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.evidence import Evidence
+from workbench.metrics.step import SAMPLER_MOVED
 from workbench.policy.decoder import load_decoder, tiny_qwen3
 from workbench.policy.precision import lift_to_float64
 from workbench.records.directory import RunDirectory
@@ -37,6 +38,7 @@ from workbench.sharding.simulated import simulate
 from workbench.specs.losses import PRESETS, LossSpec
 from workbench.specs.reading import merge
 from workbench.specs.run import RunSpec
+from workbench.train import online
 from workbench.train import step as flow
 from workbench.train.checkpoint import build_policy
 from workbench.train.online import (
@@ -863,3 +865,36 @@ def test_the_share_of_updates_that_reach_the_sampler_is_recorded_and_a_small_one
         return
     assert low <= second["sampler/moved/fraction"] <= high
     assert told == (high < 0.5)
+
+
+# ---- adapters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["merged", "unmerged", "merged_bfloat16"])
+def test_the_sampler_has_the_adapters_of_the_policy(how, tmp_path):
+    """In float64, merged and unmerged weights are the policy; a merge in bfloat16 is another one, as records say."""
+    lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj", "down_proj", "lm_head"], "sampler": how}
+    run = done(tmp_path, steps=2, lora=lora)
+    for step in run.steps():
+        gap = abs(step["kl/sampler_old/k3_mean"])
+        assert gap > 1e-8 if how == "merged_bfloat16" else gap < 1e-24
+
+
+def test_a_sampler_whose_adapters_never_arrive_is_seen(tmp_path, monkeypatch):
+    """As in verl-project/verl#7495: the weights that are sent are those of the base."""
+    monkeypatch.setattr(
+        online, "sampler_weights", lambda lora, weights: {n: w for n, w in weights.items() if ".lora_" not in n}
+    )
+    lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj"]}
+    assert done(tmp_path, steps=1, lora=lora).steps()[0]["kl/sampler_old/k3_mean"] > 1e-3
+
+
+def test_the_share_that_moved_is_of_adapted_weights(tmp_path):
+    """Others never move, and would hide a merge that reaches the sampler."""
+    shares = {}
+    for how in ("merged", "unmerged"):
+        lora = {"r": 2, "init_lora_weights": "random", "target_modules": ["q_proj"], "sampler": how}
+        run = done(tmp_path / how, steps=2, precision="bfloat16", lora=lora)
+        shares[how] = run.steps()[1][SAMPLER_MOVED]
+    assert shares["merged"] > 0.5
+    assert 0 < shares["unmerged"] <= 1
