@@ -78,6 +78,13 @@ guides/your-trainer
 guides/diagnose
 guides/what-a-check-can-see
 guides/check-a-step
+guides/systems/verl
+guides/systems/trl
+guides/systems/slime
+guides/systems/miles
+guides/systems/nemo_rl
+guides/systems/prime_rl
+guides/systems/pipelinerl
 guides/other-systems
 guides/log-probabilities
 guides/rollouts

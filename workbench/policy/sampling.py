@@ -20,6 +20,7 @@ from workbench.policy.decoder import load_decoder
 from workbench.policy.lora import Lora, prepare_sampler, sampled_names
 from workbench.policy.model import DTYPES
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.routers import NO_ROUTE, Routers, Routes, install_routers
 from workbench.policy.truncation import reported, truncate
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.sampling import Sampling
@@ -38,12 +39,15 @@ class Completion:
         logprobs: nats of each, of the quantity that the sampler reports.
         supports: of each, the ids from which it was drawn; empty if the sampler does not truncate.
         masses: of each, the probability of its support after the temperature; empty likewise.
+        routes_tLk: experts that each token of prompt and completion took, but for the last, which was not fed back;
+            None if they are not noted.
     """
 
     tokens: list[int]
     logprobs: list[float]
     supports: list[list[int]] = field(default_factory=list)
     masses: list[float] = field(default_factory=list)
+    routes_tLk: Tensor | None = None
 
 
 class Sampler:
@@ -54,6 +58,7 @@ class Sampler:
         precision: of its weights and activations; float64 includes norms and rotary embeddings.
         device: where it samples.
         lora: the adapters of the policy, merged or not, as `LoraSpec.sampler` says; None: it has none.
+        routing: note the routes of a mixture of experts.
         source_settings: further settings of `load_decoder`.
 
     Example:
@@ -71,6 +76,7 @@ class Sampler:
         precision: str = "float32",
         device: torch.device | str = "cpu",
         lora: Lora | None = None,
+        routing: bool = False,
         **source_settings: Any,
     ) -> None:
         model = load_decoder(source, **source_settings).eval()
@@ -81,6 +87,7 @@ class Sampler:
         self._source = {n: p.detach().clone() for n, p in model.named_parameters() if half and n in changing}
         model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
         self.model = model.to(device).requires_grad_(False)
+        self.routers = install_routers(self.model) if routing else None
 
     @property
     def positions(self) -> int | None:
@@ -119,7 +126,7 @@ class Sampler:
 
     def answers(self, prompts: Sequence[Sequence[int]], choose: Choose, **settings: Any) -> list[Completion]:
         """Sample one completion per prompt, with the settings of `generate`."""
-        return generate(self.model, prompts, choose, logits_to_keep=1, **settings)
+        return generate(self.model, prompts, choose, logits_to_keep=1, routers=self.routers, **settings)
 
 
 @torch.no_grad()
@@ -132,6 +139,7 @@ def generate(
     max_new_tokens: int,
     end_ids: Sequence[int],
     sampling: Sampling | None = None,
+    routers: Routers | None = None,
     **forward: Any,
 ) -> list[Completion]:
     """Sample one completion per prompt, in one batch; shorter prompts are left-padded and masked.
@@ -144,6 +152,7 @@ def generate(
         max_new_tokens: M; a completion that reaches it ends there, without an end symbol.
         end_ids: any of them ends a completion.
         sampling: truncation, and the quantity of the log-probabilities; None: none, and scaled ones.
+        routers: of the model, whose routes are noted; None: they are not.
         forward: further arguments of the model, such as logits_to_keep=1, which skips the logits of the prompts.
 
     Units: nats, in float32 at least, of the quantity that ``sampling`` names.
@@ -164,8 +173,14 @@ def generate(
     logprobs: list[Tensor] = []
     supports: list[Tensor] = []
     masses: list[Tensor] = []
+    routes: list[Tensor] = []
     while len(chosen) < max_new_tokens and not ended.all():
+        if routers is not None:
+            forward["routes"] = noted = Routes(torch.ones(inputs.numel(), dtype=torch.bool, device=model.device))
         output = model(input_ids=inputs, past_key_values=cache, use_cache=True, **position_inputs, **forward)
+        if routers is not None:
+            taken_nLk = torch.stack([noted.noted[mixture].taken_tk for mixture in range(len(routers.names))], dim=1)
+            routes.append(taken_nLk.unflatten(0, inputs.shape).cpu())
         cache, logits_NV = output.past_key_values, output.logits[:, -1]
         logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
         logprobs_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
@@ -183,13 +198,15 @@ def generate(
         if position_inputs:
             mask = torch.cat([position_inputs["attention_mask"], torch.ones_like(inputs)], dim=1)
             position_inputs = {"attention_mask": mask, "position_ids": position_inputs["position_ids"][:, -1:] + 1}
-    completions = []
+    completions, routes_NPLk = [], torch.cat(routes, dim=1) if routes else None
     mass_NM = torch.stack(masses, 1).tolist() if masses else [[]] * len(prompts)
     rows = zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), mass_NM, strict=True)
     for number, (tokens, nats, mass) in enumerate(rows):
         length = next((place for place, token in enumerate(tokens, 1) if token in end_ids), len(tokens))
         kept = [torch.nonzero(kept_NV[number])[:, 0].tolist() for kept_NV in supports[:length]]
-        completions.append(Completion(tokens[:length], nats[:length], kept, mass[:length]))
+        fed = slice(gaps[number], longest + length - 1)
+        of_fed_tLk = None if routes_NPLk is None else routes_NPLk[number, fed]
+        completions.append(Completion(tokens[:length], nats[:length], kept, mass[:length], of_fed_tLk))
     return completions
 
 
@@ -202,6 +219,15 @@ def with_completion_supports(batch: RolloutBatch, completions: Sequence[Completi
         supports += [*([[]] * prompt), *completion.supports]
         masses += [*([1.0] * prompt), *completion.masses]
     return with_support(batch, supports, mass_T=torch.tensor(masses, dtype=torch.float64))
+
+
+def completion_routes(completions: Sequence[Completion]) -> Tensor:
+    """[S, L, k] routes of the documents of completions, in order; none of their last tokens."""
+    rows = []
+    for completion in completions:
+        assert completion.routes_tLk is not None, "the sampler noted them"
+        rows.append(torch.nn.functional.pad(completion.routes_tLk, (0, 0, 0, 0, 0, 1), value=NO_ROUTE))
+    return torch.cat(rows)
 
 
 def by_uniforms(uniforms_NM: Tensor) -> Choose:

@@ -352,8 +352,8 @@ class RoutingSpec(Group):
     routes than the mean, and falls where it had more. For models whose routers have such a bias."""
     replay: Literal["none", "recorded", "old"] = "none"
     """recorded: the experts of each token are those of the rollout dataset's extension `routes`, as its sampler or an
-    earlier policy chose them. old: in online runs, those of the pass that computes old log-probabilities. Gates keep
-    their gradients."""
+    earlier policy chose them; in online runs those that the sampler took, in the old pass and in training. old: in
+    online runs, those of the pass that computes old log-probabilities. Gates keep their gradients."""
     record: bool = False
     """Write the routes of each step, as a file `stepNNNN.routes`, in the order of the rollout dataset."""
 

@@ -308,11 +308,6 @@ def _routes_not_known(spec: RunSpec) -> Iterator[str]:
             "routing.bias_step with online.task: the sampler has the biases of the source, and would choose other "
             "experts than the trainer; balance with routing.balance"
         )
-    if routing.replay == "recorded" and online.on:
-        yield (
-            "routing.replay 'recorded' with online.task: the sampler notes no routes; take replay: old, those of the "
-            "trainer's pass before the first update"
-        )
     if routing.replay == "old" and not (online.on and online.old_logprobs == "trainer"):
         yield (
             "routing.replay 'old' without a pass that computes old log-probabilities; take online.old_logprobs: "

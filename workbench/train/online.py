@@ -26,7 +26,13 @@ from workbench.errors import SpecError
 from workbench.metrics.step import SAMPLER_MOVED
 from workbench.policy.lora import sampler_weights
 from workbench.policy.model import Policy
-from workbench.policy.sampling import Completion, Sampler, by_uniforms, with_completion_supports
+from workbench.policy.sampling import (
+    Completion,
+    Sampler,
+    by_uniforms,
+    completion_routes,
+    with_completion_supports,
+)
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.sampling import Sampling
 from workbench.rollouts.support import for_policy
@@ -74,6 +80,7 @@ class Online:
             precision=spec.online.sampler_precision or spec.dtypes.compute,
             device=self.mesh.device,
             lora=policy.lora,
+            routing=spec.routing.replay == "recorded",
             project=project,
             tied=model.tied,
             seed=model.seed,
@@ -288,13 +295,31 @@ class Online:
                 supports_NMK[document, place, : len(ids)] = torch.tensor(ids) + 1
         gathered = (tokens_NM, numbers_NM, supports_NMK) if online.truncates else (tokens_NM, numbers_NM)
         tokens_NM, numbers_NM, *more = (self._over_ranks(all_sum, local_NM) for local_NM in gathered)
+        routes = self._gather_routes({number: completion for number, (completion, _) in own.items()})
         completions = []
         for document, count in enumerate(numbers_NM[:, -2].long().tolist()):
             logprobs, masses = numbers_NM[document, : 2 * online.max_new_tokens].view(2, -1)[:, :count].tolist()
             kept = [(row[row > 0] - 1).tolist() for row in more[0][document, :count]] if more else []
             tokens = tokens_NM[document, :count].tolist()
-            completions.append(Completion(tokens, logprobs, kept, masses if more else []))
+            completions.append(Completion(tokens, logprobs, kept, masses if more else [], routes.get(document)))
         return completions, numbers_NM[:, -1]
+
+    def _gather_routes(self, own: Mapping[int, Completion]) -> dict[int, Tensor]:
+        """Gather the routes of the sampler's completions on every rank, by document; {} if it notes none."""
+        routers = self.sampler.routers
+        if routers is None:
+            return {}
+        routes = {n: completion.routes_tLk for n, completion in own.items() if completion.routes_tLk is not None}
+        lengths_N = torch.zeros(self.spec.online.documents, dtype=torch.int64)
+        for document, of_document_tLk in routes.items():
+            lengths_N[document] = len(of_document_tLk)
+        lengths_N = self._over_ranks(all_sum, lengths_N)
+        shape = (len(lengths_N), int(lengths_N.max()), len(routers.names), routers.chosen)
+        routes_NtLk = torch.zeros(shape, dtype=torch.int64)
+        for document, of_document_tLk in routes.items():
+            routes_NtLk[document, : len(of_document_tLk)] = of_document_tLk
+        routes_NtLk = self._over_ranks(all_sum, routes_NtLk)
+        return {document: routes_NtLk[document, :length] for document, length in enumerate(lengths_N.tolist())}
 
     def _over_ranks(self, reduce: Callable[[Tensor, Axis], Tensor], local: Tensor) -> Tensor:
         """Reduce a tensor over all ranks that sample; on the CPU."""
@@ -328,10 +353,13 @@ class Online:
         if self.sampling.truncates:
             batch = with_completion_supports(batch, sampled)
         truncated = Extension(cut_off_N[batch.document_ids_T], "token", "1", "whether the sampler cut the answer off")
-        return replace(batch, extensions={**batch.extensions, "truncated": truncated})
+        batch = replace(batch, extensions={**batch.extensions, "truncated": truncated})
+        return batch if self.sampler.routers is None else with_routes(batch, completion_routes(sampled))
 
     def _logprobs(self, policy: Policy, batch: RolloutBatch) -> Tensor:
-        return document_logprobs(policy, batch, self.spec, self.mesh, project=self.project)
+        """Those of another policy than the trained one, by the choice of its own routers."""
+        spec = self.spec.model_copy(update={"routing": RoutingSpec()})
+        return document_logprobs(policy, batch, spec, self.mesh, project=self.project)
 
     def _scored(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch with the trainer's log-probabilities, if requested, and advantages."""
@@ -404,8 +432,8 @@ def old_pass(
 
     Shapes: [S] and [S, mixtures, experts of a token], in the order of the batch.
     """
-    routing = spec.routing
-    spec = spec.model_copy(update={"routing": NOTED if routing.replay == "old" else RoutingSpec()})
+    replayed = RoutingSpec(replay="recorded") if spec.routing.replay == "recorded" else RoutingSpec()
+    spec = spec.model_copy(update={"routing": NOTED if spec.routing.replay == "old" else replayed})
     spec, loss, per_step = with_advantages(spec), flow.build_loss(spec.loss, project), spec.data.documents_per_step
     steps = 1 if per_step is None else -(-batch.num_documents // per_step)
     logprobs_S: Tensor | None = None
@@ -426,8 +454,8 @@ def old_pass(
         )
         if noting is not None:
             of_step_SLk = noting.in_source_order(batch.num_tokens)
-            assert of_step_SLk is not None, "recorded"
-            routes_SLk = of_step_SLk if routes_SLk is None else torch.where(routes_SLk < 0, of_step_SLk, routes_SLk)
+            if of_step_SLk is not None:
+                routes_SLk = of_step_SLk if routes_SLk is None else torch.where(routes_SLk < 0, of_step_SLk, routes_SLk)
         logprobs_S = torch.where(missing_S, of_step_S, 0.0 if logprobs_S is None else logprobs_S)
         missing_S[documents.source_T] = False
     assert logprobs_S is not None, "a batch has documents, so there is a step"

@@ -86,14 +86,6 @@ class TestRefusals:
                 },
                 r"routing\.bias_step with online\.task",
             ),
-            (
-                {
-                    "routing": {"replay": "recorded"},
-                    "online": {"task": "arithmetic"},
-                    "data": {"advantages": {"name": "grpo"}},
-                },
-                r"routing\.replay 'recorded' with online\.task: the sampler notes no routes",
-            ),
             ({"routing": {"replay": "old"}}, r"routing\.replay 'old' without a pass"),
         ],
         ids=lambda value: "" if isinstance(value, str) else None,

@@ -248,13 +248,22 @@ def _ranks_lost(facts: Facts) -> Judged:
     if text := given.met_fewer(facts):
         return 0.8, [text]  # or each was kept, and added by other means
     if given.fewer_calls(facts) and facts.other_tokens == 0:
-        return 0.7, [given.fewer(facts)]
+        return _of_fewer_calls(facts), [given.fewer(facts)]
     if facts.lost_pieces:
         return 0.88, [f"no token of some {facts.lost_pieces} trains, and all of the others do"]
     text = another_gradient(facts)
     if not text:
         return NOT
     return (0.6 if _partial(facts) else 0.3), [f"{text}: a part of the tokens does not reach it"]
+
+
+def _of_fewer_calls(facts: Facts) -> float:
+    """Score of lost calls by which rows train: those of whole calls are missing, or others are there too."""
+    outputs = facts.outputs
+    if outputs is None:
+        return 0.7 if given.calls_alike(facts) else 0.45
+    lost = outputs.rows_lost
+    return 0.7 if lost is not None and lost[1] else 0.3
 
 
 def _partial(facts: Facts) -> bool:

@@ -238,6 +238,8 @@ def _clipped_in_pieces(facts: Facts) -> Judged:
     bound = facts.pair[1].observed.get("clip", {}).get("max_norm") or facts.context.get("max_grad_norm")
     if not bound or facts.gradient_same is not False or facts.loss_same is not True or facts.forward_same is False:
         return NOT
+    if facts.outputs is not None and facts.outputs.weights_same is False:
+        return NOT  # the gradient is another one before anything clips it
     right, wrong = (math.sqrt(sum(value**2 for value in step.gradient_norms.values())) for step in facts.pair)
     pieces = max(int(facts.context.get(axis) or 1) for axis in ("micro_batches", "accumulation", "dp"))
     pieces = max(pieces, int(facts.pair[1].observed.get("inputs", {}).get("calls") or 1))
