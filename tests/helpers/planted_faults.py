@@ -139,6 +139,7 @@ def _step(settings: str, fault: str | None = None) -> Found:
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
             routing=spec.routing,
+            prediction=spec.prediction,
         )
         norm = flow.clip_gradients(policy, result.norms, None)
         numbers = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items()} | dict(result.metrics)
@@ -177,11 +178,8 @@ def _documents(temperature: float, pairs: bool) -> RolloutBatch:
 def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
-    if (
-        max(layout.tp, layout.pp) > 1
-        or spec.lora.on
-        or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump()
-    ):
+    special = max(layout.tp, layout.pp) > 1 or spec.prediction.on or spec.routing.on or spec.lora.on
+    if special or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
         return load_policy(
             spec.model.source,
             mesh=mesh,
@@ -193,6 +191,7 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
             seed=spec.model.seed,
             sequence_parallel=layout.sequence_parallel,
             routing=spec.routing.on,
+            depths=spec.prediction.depths,
             lora=spec.lora,
         )
     whole_policy = _model(mesh["dp_cp"].rank)

@@ -472,3 +472,23 @@ def ppo(low, high):
             for t, d in log_ratios(document, logprobs).items()
         }
     )
+
+
+def smoothed_logprobs(model, documents, *, smoothing, temperature=1.0):
+    """Expected log-probability under each token's smoothed label: 1 - e + e / V at the token, e / V at the others."""
+    results = []
+    for document in documents:
+        logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0] / temperature
+        values = [None]
+        for t in range(1, len(document["tokens"])):
+            scores = logits[t - 1]
+            label = torch.full_like(scores, smoothing / len(scores))
+            label[document["tokens"][t]] += 1 - smoothing
+            values.append((label * (scores - torch.logsumexp(scores, dim=0))).sum())
+        results.append(values)
+    return results
+
+
+def likelihood():
+    """Minus the (smoothed) log-probability of each trained token."""
+    return each_document(lambda document, logprobs: {t: -logprobs[t] for t in trained(document)})

@@ -46,6 +46,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
         pipeline_schedule=layout.pipeline_schedule,
         stages_per_rank=layout.stages_per_rank,
         routing=spec.routing.on,
+        depths=spec.prediction.depths,
         lora=spec.lora,
     )
     batch = as_batch(documents)
@@ -63,6 +64,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
             loss_spec=spec.loss,
             fused=spec.policy.fused_loss,
             routing=spec.routing,
+            prediction=spec.prediction,
         )
     return {
         "loss": float(result.loss["total"]),

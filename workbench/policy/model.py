@@ -20,7 +20,7 @@ from workbench.errors import ShardingError, SpecError
 from workbench.policy.adapters import load_adapters
 from workbench.policy.attention import check_logits, probe_logits, refuse_unknown, with_our_attention
 from workbench.policy.compute_copies import compute_copies, use_module_dtypes
-from workbench.policy.decoder import head_of, load_decoder
+from workbench.policy.decoder import TINY, head_of, load_decoder
 from workbench.policy.gemm_formats import use_gemm_formats
 from workbench.policy.kernels import use_kernels
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_unsupported_reason
@@ -28,6 +28,7 @@ from workbench.policy.logprobs.head import upcast
 from workbench.policy.logprobs.truncated_support import TruncatedSupport
 from workbench.policy.lora import Lora, head_operands, head_weight
 from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.prediction import Prediction, add_prediction
 from workbench.policy.routers import Routers, Routes, install_routers
 from workbench.policy.sizes import check_whole_vocabulary
 from workbench.policy.stages import Stages, split_stages
@@ -35,6 +36,7 @@ from workbench.policy.tensor_plan import shard_decoder, shard_experts
 from workbench.sharding import data_parallel
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.mesh import Mesh, single_process_mesh
+from workbench.sharding.sequence_parallel import Stream
 from workbench.sharding.tensor_parallel import ParameterShard, shard_range
 from workbench.specs.lora import LoraSpec
 from workbench.specs.precision import PRESETS, Dtypes
@@ -81,6 +83,7 @@ class Policy:
         shapes: of every parameter, whole; with pipeline stages, those of all stages.
         stages: the pipeline stages, and which of them this rank has; None: the rank has the whole decoder.
         routers: of a mixture of experts whose routes are noted or replayed; None: they are not.
+        prediction: layers that predict further tokens; None: there are none.
         lora: its adapters, the only parameters that are trained; None: all are.
     """
 
@@ -100,6 +103,7 @@ class Policy:
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     stages: Stages | None = None
     routers: Routers | None = None
+    prediction: Prediction | None = None
     lora: Lora | None = None
     _computes: bool = field(default=False, init=False)
 
@@ -171,6 +175,23 @@ class Policy:
             )
         inputs = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
         return self._forward(inputs, positions_T, shard, routes).last_hidden_state[0]
+
+    def predicted_hidden_states(
+        self,
+        hidden_TD: Tensor,
+        tokens_TK: Tensor,
+        positions_T: Tensor,
+        shard: AttentionShard,
+        *,
+        detach: str = "nothing",
+    ) -> Iterator[Tensor]:
+        """Hidden states [t, D] of each depth of `prediction`, in order, from the last ones of this rank's tokens.
+
+        ``tokens_TK`` and ``detach``: see `policy.prediction.Prediction.hidden_states`.
+        """
+        assert self.prediction is not None, "of a policy that was loaded for it"
+        inputs = {"position_ids": positions_T[None], "shard": shard}
+        return self.prediction.hidden_states(hidden_TD, tokens_TK, detach=detach, **inputs)
 
     def stage_output(
         self,
@@ -245,11 +266,13 @@ class Policy:
         active_T: Tensor | None = None,
         support: TruncatedSupport | None = None,
         outputs: Iterable[str] = ("entropy", "logsumexp"),
+        head: Mapping[str, Any] | None = None,
     ) -> TokenLogprobs:
         """Log-probability of each target, entropy and log-normaliser of each distribution, in nats.
 
-        Arguments as in `logprobs.token_logprobs`. ``temperature_T`` divides each token's logits (1 under the mask), for
-        rollouts sampled at several temperatures; None: the policy's temperature for all.
+        ``head`` is in place of `head_arguments`. Other arguments as in `logprobs.token_logprobs`. ``temperature_T``
+        divides each token's logits (1 under the mask), for rollouts sampled at several temperatures; None: the policy's
+        temperature for all.
 
         Shapes: hidden_TD [t, D], the others [t] -> [t] each.
         Raises: SpecError: truncated supports, or a subset of tokens, in reproducible mode.
@@ -270,7 +293,7 @@ class Policy:
             active_T=active_T,
             support=support,
             outputs=outputs,
-            **self.head_arguments(),
+            **(self.head_arguments() if head is None else head),
         )
 
     def head_input(self, hidden_TD: Tensor) -> Tensor:
@@ -331,6 +354,7 @@ def load_policy(
     stages_per_rank: int = 1,
     stage_layers: Sequence[int] = (),
     routing: bool = False,
+    depths: int = 0,
     lora: LoraSpec | None = None,
 ) -> Policy:
     """Load a decoder, register the workbench's attention, and shard it for this rank.
@@ -358,6 +382,7 @@ def load_policy(
         stages_per_rank: pipeline stages of each rank of the axis pp.
         stage_layers: layers of each stage; (): equal runs.
         routing: prepare the routers of a mixture of experts to note and to replay routes; see `policy.routers`.
+        depths: layers to add that predict further tokens; see `policy.prediction`.
         lora: adapters, which alone are trained; None, or settings without a rank and a source: none.
 
     Raises:
@@ -370,8 +395,9 @@ def load_policy(
     dtype = torch.promote_types(compute, torch.float32) if fp32_head else compute
     implementation = choose_implementation(implementation, mesh, dtype, fused_loss=fused_loss)
     model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
-    refuse_unknown(model)
+    refuse_unknown(model, depths=depths)
     model = with_our_attention(model)
+    places = add_prediction(model, depths, seed=seed, from_checkpoint=source not in TINY) if depths else None
     model.get_input_embeddings().padding_idx = None  # a packed row has no padding id: every embedding is trained
     if dtypes.compute == "float64":
         expected = probe_logits(model, "float32")
@@ -428,6 +454,7 @@ def load_policy(
         shapes=shapes,
         stages=stages,
         routers=routers,
+        prediction=places and Prediction(model, *places, Stream(mesh["tp"], sharded=sequence_parallel)),
         lora=adapters,
     )
 

@@ -256,5 +256,6 @@ def _four_tokens() -> LossInputs:
         entropy_T=values_T.abs(),
         logsumexp_T=values_T.abs(),
         mean_squared_logit_T=values_T.square(),
+        mean_logit_T=values_T,
         rewards_T=values_T.abs(),
     )

@@ -234,6 +234,9 @@ AUXILIARY = Need(
     lambda f: bool(f.spec.loss.squared_logit_coefficient or f.spec.loss.mean_squared_logit_coefficient),
     "an auxiliary loss",
 )
+PREDICTS = Need("no prediction of further tokens", lambda f: f.spec.prediction.on)
+NOTES_ROUTES = Need("no routes that are noted", lambda f: f.spec.routing.on)
+SMOOTHED = Need("no label smoothing", lambda f: f.spec.loss.label_smoothing != 0)
 LIKELIHOOD = Need("no likelihood term", lambda f: f.spec.loss.positive_nll_coefficient != 0, "loss vapo")
 ENTROPY = Need("no entropy bonus", lambda f: f.spec.loss.entropy_coefficient != 0)
 KL = Need("no KL penalty", lambda f: f.spec.loss.kl.coefficient != 0, "a KL penalty")
@@ -410,6 +413,12 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "pipeline_gradients_averaged_per_call": (PP, MICRO_BATCHES),
     "pipeline_loss_divided_after_backward": (PP,),
     "positions_from_shard": (CP, SPLIT_DOCUMENT),
+    "prediction_across_documents": (PREDICTS, SHARED_ROW),
+    "prediction_counts_of_shards": (PREDICTS, PIECES),
+    "prediction_not_normalised": (PREDICTS,),
+    "prediction_over_cp": (PREDICTS, CP),
+    "prediction_replays_first_mixture": (PREDICTS, ROUTER, NOTES_ROUTES),
+    "prediction_targets_shifted_again": (PREDICTS,),
     "prompt_in_document_advantage": (READS_DOCUMENTS, DOCUMENT_ADVANTAGE),
     "prompt_mean_for_token_mean": (TOKEN_MEAN, UNEQUAL_PROMPTS),
     "reduction_in_bfloat16": (SEVERAL_RANKS,),
@@ -439,6 +448,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "sequence_sums_at_wrong_offsets": (CP, READS_DOCUMENTS, NOT_CONTIGUOUS),
     "sequence_weight_sums_logs": (DOCUMENT_MEAN_CORRECTION,),
     "shift_after_shard": (CP, SPLIT_DOCUMENT),
+    "smoothing_over_local_vocabulary": (TP, SMOOTHED),
     "stage_layers_numbered_locally": (PP,),
     "stages_prepared_per_micro_batch": (PP, MICRO_BATCHES),
     "stale_keys_in_ring_backward": (CP, SPLIT_DOCUMENT),

@@ -380,6 +380,37 @@ class RoutingSpec(Group):
         return value
 
 
+class PredictionSpec(Group):
+    """Multi-token prediction: layers that predict further tokens of each position, and their loss.
+
+    Depth k predicts the token k + 1 ahead, where it is of the same document and trains. Its loss is the mean negative
+    log-likelihood, at temperature 1, over all such tokens of the step, in every layout; the mean over depths is added
+    to the loss. Their routers, in a mixture of experts, choose by themselves.
+    """
+
+    depths: int = Field(0, ge=0)
+    """Layers, one for each further token; 0: none. Weights are those of the checkpoint; tiny models draw theirs."""
+    coefficient: float = Field(0.1, ge=0)
+    """Weight of the loss, which is divided by the number of depths."""
+    detach: Literal["nothing", "hidden_states", "policy"] = "nothing"
+    """What gets no gradient of this loss: the decoder's last hidden states, or all of the policy (hidden states,
+    embedding and head), so that only these layers train on it."""
+
+    @property
+    def on(self) -> bool:
+        """True if there are such layers."""
+        return self.depths > 0
+
+    @model_validator(mode="after")
+    def _check_used(self) -> PredictionSpec:
+        unused = [name for name in self.changed if not self.depths]
+        if unused:
+            raise ValueError(
+                f"prediction.{unused[0]} is of layers that there are not; give prediction.depths, 1 or more"
+            )
+        return self
+
+
 class OptimizerSpec(Group):
     """The optimizer and gradient clipping."""
 

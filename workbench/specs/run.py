@@ -21,6 +21,7 @@ from workbench.specs.groups import (
     OnlineSpec,
     OptimizerSpec,
     PolicySpec,
+    PredictionSpec,
     RecordSpec,
     ReproducibleSpec,
     RoutingSpec,
@@ -49,6 +50,7 @@ class RunSpec(Group):
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
     routing: RoutingSpec = RoutingSpec()
+    prediction: PredictionSpec = PredictionSpec()
     lora: LoraSpec = LoraSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
     # Never None: the command line would turn an optional section into subcommands (DECISIONS.md, row 84).
@@ -112,6 +114,10 @@ class RunSpec(Group):
             group, default = (functools.reduce(dict.__getitem__, path, of) for of in (settings, defaults))
             if group[last] == default[last]:
                 del group[last], default[last]
+        surrogate = settings["loss"]["surrogate"]
+        for name, default in ADDED_PARAMETERS.get(surrogate["kind"], {}).items():
+            if surrogate[name] == default:
+                del surrogate[name]
         return json.dumps(standard(settings), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def content_hash(self) -> str:
@@ -138,6 +144,7 @@ ADDED_SETTINGS = (
     "kernels",
     "mixed_precision",
     "routing",
+    "prediction",
     "lora",
     "layout.ep",
     "layout.pp",
@@ -149,6 +156,9 @@ ADDED_SETTINGS = (
     "record.trace_tokens",
 )
 """Settings added after the first records: at their defaults they do not enter the identity of a run."""
+
+ADDED_PARAMETERS: Mapping[str, Mapping[str, Any]] = {"sft": {"label_smoothing": 0.0}}
+"""Kind of surrogate -> parameters that were added to it after the first records, with their defaults; alike."""
 
 
 def _conflicts(spec: RunSpec) -> Iterator[str]:
@@ -181,6 +191,11 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
                 f"{name} is for a loss of per-token terms, and loss.engine {loss.surrogate.engine!r} for a function "
                 "that returns one number; leave one of them out"
             )
+    if spec.policy.support == "recorded" and loss.label_smoothing:
+        yield (
+            "loss.surrogate.label_smoothing with policy.support 'recorded': labels are smoothed over the whole "
+            "vocabulary, and log-probabilities are those of the truncated support; leave one of them out"
+        )
     if spec.policy.support == "recorded" and spec.online.on and not spec.online.truncates:
         yield (
             "policy.support 'recorded' with a sampler that draws from the whole vocabulary: it records no supports; "
@@ -191,6 +206,8 @@ def _conflicts(spec: RunSpec) -> Iterator[str]:
     if spec.layout.pp > 1:
         yield from _not_in_stages(spec)
     yield from _routes_not_known(spec)
+    if spec.prediction.on:
+        yield from _not_predicted(spec)
     if spec.routing.on and spec.reproducible.on:
         yield (
             f"routing.{spec.routing.changed[0]} with the reproducible mode, which computes no mixture of experts; "
@@ -254,6 +271,32 @@ def _not_in_stages(spec: RunSpec) -> Iterator[str]:
         yield (
             "layout.pp with record.trace_tokens: a trace has every module's values, and a stage only its own; leave "
             "one of them out"
+        )
+
+
+def _not_predicted(spec: RunSpec) -> Iterator[str]:
+    """Yield settings that layers for multi-token prediction do not support, each with its fix."""
+    if spec.online.on:
+        yield (
+            "prediction.depths with online.task: the sampler is a stock decoder, which lacks these layers; leave one "
+            "of them out, or take rollouts from data.path"
+        )
+    if spec.reproducible.on:
+        yield (
+            "prediction.depths with the reproducible mode, which computes the decoder's own layers alone; leave one of "
+            "them out"
+        )
+    if spec.lora.on:
+        yield ("prediction.depths with lora, which trains adapters of the decoder alone; leave one of them out")
+    if spec.layout.shard_parameters:
+        yield (
+            "prediction.depths with layout.shard_parameters, which gathers the weights of each layer on the way "
+            "through the decoder, and these layers come after it; leave one of them out"
+        )
+    if spec.record.trace_tokens:
+        yield (
+            "prediction.depths with record.trace_tokens, which traces one pass through the decoder; leave one of "
+            "them out"
         )
 
 
@@ -367,6 +410,8 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
         yield "layout.ep is of a mixture of experts, which this mode does not compute; leave it out"
     if layout.sequence_parallel:
         yield "sequence_parallel sums activations over tp in an order of its own; leave it out"
+    if spec.loss.label_smoothing:
+        yield "loss.surrogate.label_smoothing: this mode has no mean of the logits over the vocabulary; leave it out"
     if spec.reproducible.weight_chunks % layout.tp:
         yield (
             f"weight_chunks = {spec.reproducible.weight_chunks} cannot be split over tp = {layout.tp} ranks; give a "

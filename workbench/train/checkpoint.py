@@ -71,6 +71,7 @@ def build_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float
         stages_per_rank=layout.stages_per_rank,
         stage_layers=layout.stage_layers,
         routing=spec.routing.on,
+        depths=spec.prediction.depths,
         lora=spec.lora,
     )
 

@@ -46,12 +46,13 @@ from workbench.rollouts.targets import shift_targets
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.pipeline import share_json, share_tensors
-from workbench.specs.groups import RoutingSpec
+from workbench.specs.groups import PredictionSpec, RoutingSpec
 from workbench.specs.run import LossSpec, RunSpec
 from workbench.train import exact
 from workbench.train.fused import fused_head, fused_row_loss
 from workbench.train.own import evaluate_trainer_loss, step_totals
 from workbench.train.pipeline import run_stages, run_stages_forward
+from workbench.train.prediction import prediction_terms, with_prediction_terms, with_predictions
 from workbench.train.routes import StepRoutes, check_routes, routing_totals, with_input_source
 from workbench.train.rows import (
     LocalRow,
@@ -174,6 +175,8 @@ def prepare_rows(
             pair_signs(row.document_ids_T, row.group_ids_T, row.rewards_T, row.loss_mask_T)
     # On all rows, before the split: no denominator is local (DECISIONS.md, row 2).
     weights, totals = step_weights(whole, spec.loss, step_layout=StepLayout(layout.dp, layout.cp))
+    if spec.prediction.on:
+        packed = with_predictions(packed, spec.prediction)
     if spec.routing.on:
         totals = replace(totals, routing=routing_totals(whole, spec.routing))
     documents, numbers, per_rank, rows = number_documents(whole), row_numbers(whole), len(whole) // layout.dp, []
@@ -202,6 +205,7 @@ def run_step(
     loss_spec: LossSpec | None = None,
     fused: bool = False,
     routing: RoutingSpec | None = None,
+    prediction: PredictionSpec | None = None,
 ) -> StepResult:
     """Compute loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
 
@@ -218,6 +222,7 @@ def run_step(
         fused: compute loss and gradient in one pass over the head, with a policy that was loaded for it; see
             `workbench.train.fused`.
         routing: the settings of the routers of a mixture of experts, with a policy that was loaded for them.
+        prediction: the settings of layers that predict further tokens, with a policy that was loaded for them.
     """
     mesh, strategy = policy.mesh, choose_strategy(reproducible=policy.exact is not None, fused=fused)
     loss_dtype = policy.dtypes.loss and DTYPES[policy.dtypes.loss]
@@ -229,6 +234,8 @@ def run_step(
         """Evaluate the loss of a row; return it, and a function that measures the row after its backward."""
         step_loss.gradient_tokens = None
         local, (inputs, terms, scalars), fallback = strategy.row_loss(policy, hidden_TD, local, step_loss)
+        if prediction is not None and prediction.on:
+            scalars = with_prediction_terms(scalars, prediction_terms(policy, hidden_TD, local, prediction))
         reached = step_loss.gradient_tokens
         # here and not after backward, which may shard the head again
         inputs = local.with_support_measures(inputs, policy, hidden_TD, level)

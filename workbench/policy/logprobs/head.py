@@ -25,8 +25,11 @@ from workbench.sharding.mesh import Axis
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Of the operands of the head's GEMM, or of logits."""
 
-OUTPUTS = ("entropy", "logsumexp", "mean_squared_logit")
+OUTPUTS = ("entropy", "logsumexp", "mean_squared_logit", "mean_logit")
 """Optional outputs besides the log-probability; each is a field of `TokenLogprobs`."""
+
+FIELDS = 1 + len(OUTPUTS)
+"""Leading fields of `TokenLogprobs`: the log-probability and `OUTPUTS`; those of truncated supports come after."""
 
 _TEMPERATURE_RULE = "a temperature divides logits: it is positive and finite, also on padding and masked tokens"
 _TEMPERATURE_FIX = (
@@ -44,6 +47,8 @@ class TokenLogprobs(NamedTuple):
         entropy_T: [T] entropy of the distribution.
         logsumexp_T: [T] log of the normaliser, log sum exp z.
         mean_squared_logit_T: [T] mean of z^2 over the vocabulary, for a squared-logit penalty; -inf counts as 0.
+        mean_logit_T: [T] mean of z over the vocabulary, for label smoothing: less `logsumexp_T` it is the mean of the
+            log-probabilities. Padding is not counted: rows of a head beyond `Head.valid`, given logits of -inf.
         support_logprobs_T: [T] log-probability of the target within the truncated support.
         support_entropy_T: [T] entropy of the distribution over the truncated support.
     """
@@ -52,6 +57,7 @@ class TokenLogprobs(NamedTuple):
     entropy_T: Tensor | None = None
     logsumexp_T: Tensor | None = None
     mean_squared_logit_T: Tensor | None = None
+    mean_logit_T: Tensor | None = None
     support_logprobs_T: Tensor | None = None
     support_entropy_T: Tensor | None = None
 
