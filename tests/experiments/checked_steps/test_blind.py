@@ -89,3 +89,15 @@ def test_make_writes_the_dumps_where_none_are_kept(folder):
     (folder / "make.py").write_text(text)
     with blind.dumps_of(folder) as dumps:
         assert {path.name for path in (dumps / "faults").iterdir()} == set(FAULTS)
+
+
+def test_readme_and_guide_state_the_scores_of_the_one_time():
+    scores = json.loads((blind.FOLDER / "set1/scores.json").read_text())
+    found = blind.summary(scores)
+    page = " ".join((blind.FOLDER / "README.md").read_text().split())
+    guide = " ".join((blind.FOLDER.parents[2] / "docs/guides/check-a-step.md").read_text().split())
+    faults, clean = found["faults"], found["clean"]
+    assert f"first {found['first']} of {faults}, in three {found['in_three']}, {found['differs']} differ" in page
+    assert f"accused {found['accused']} of {clean}" in page
+    assert f"named {found['first']} of {faults} first and saw all {found['differs']}" in guide
+    assert f"accused {found['accused']} of {clean} dumps" in guide
