@@ -55,7 +55,7 @@ TOKENS_A_RANK = {"tiny-qwen3": 128, "qwen3-0.6b": 256}
 """Of each row."""
 
 LORA_LEARNING_RATE = 0.1
-"""Of plain SGD on adapters: at 0.3, of 60 steps, a clip decision of one rank in float32 was not that of the truth."""
+"""Of plain SGD on adapters: at 0.3, of 60 steps, one rank in float32 was too far from the truth to be a baseline."""
 
 BARS = {"distance": 2.0, "parameter": 4.0, "sight": 100.0, "moved": 200.0, "trained": 1.0}
 _AT_LEAST = ("sight", "moved", "trained")
