@@ -1,9 +1,11 @@
 """Files are whole or absent; lines detect that they were changed."""
 
+import errno
 import math
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from workbench.atomic import (
     append_line,
@@ -77,3 +79,23 @@ def test_damaged_tensors_are_refused_by_name(tmp_path):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(RecordError, match="read mine/a"):
         read_tensors(path, requested="read mine/a", fix="again")
+
+
+def test_an_error_of_the_system_in_the_tensor_library_is_one_of_the_system(tmp_path, monkeypatch):
+    def full(tensors, path):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        write_tensors(tmp_path / "step0.safetensors", {"w": torch.ones(2)})
+    assert error.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_error_of_the_tensor_library_stays(tmp_path, monkeypatch):
+    def broken(tensors, path):
+        raise SafetensorError("Error while serializing: invalid header")
+
+    monkeypatch.setattr("safetensors.torch.save_file", broken)
+    with pytest.raises(SafetensorError):
+        write_tensors(tmp_path / "step0.safetensors", {"w": torch.ones(2)})
